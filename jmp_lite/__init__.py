@@ -1,0 +1,28 @@
+"""jmp_lite: mixed precision training in JAX, functions over pytrees.
+
+Flax modules: `jmp_lite.linen.with_policy` and `jmp_lite.nnx.with_policy`, imported on their own.
+"""
+
+from ._dtypes import half_dtype as half_dtype
+from ._grad import grad as grad
+from ._grad import value_and_grad as value_and_grad
+from ._loss_scale import DynamicLossScale as DynamicLossScale
+from ._loss_scale import LossScale as LossScale
+from ._loss_scale import NoOpLossScale as NoOpLossScale
+from ._loss_scale import StaticLossScale as StaticLossScale
+from ._optimizer import SkipNonfiniteState as SkipNonfiniteState
+from ._optimizer import consecutive_skipped_steps as consecutive_skipped_steps
+from ._optimizer import get_loss_scale as get_loss_scale
+from ._optimizer import grads_finite as grads_finite
+from ._optimizer import raise_if_stuck as raise_if_stuck
+from ._optimizer import skip_nonfinite as skip_nonfinite
+from ._optimizer import skipped_steps as skipped_steps
+from ._optimizer import unscale as unscale
+from ._optimizer import with_loss_scale as with_loss_scale
+from ._policy import Policy as Policy
+from ._policy import Rule as Rule
+from ._policy import get_policy as get_policy
+from ._tree import all_finite as all_finite
+from ._tree import cast_to_full as cast_to_full
+from ._tree import cast_to_half as cast_to_half
+from ._tree import select_tree as select_tree

@@ -1,0 +1,77 @@
+"""Floating dtypes and their short names: what a policy string may say."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DTypeLike = Any
+"""Whatever names a floating dtype: `jnp.float16`, `np.dtype("float16")`, `"f16"`, `"half"`."""
+
+# The first name is the one a policy prints; all are accepted. As in jmp.
+_NAMES = {
+    np.dtype(jnp.bfloat16): ("bf16", "bfloat16"),
+    np.dtype(jnp.float16): ("f16", "float16"),
+    np.dtype(jnp.float32): ("full", "f32", "float32"),
+    np.dtype(jnp.float64): ("f64", "float64"),
+}
+_DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
+
+
+def half_dtype() -> np.dtype:
+    """Returns the half precision dtype of the default backend.
+
+    Returns:
+        bfloat16 on a TPU, which has no float16 arithmetic; float16 elsewhere, as jmp does.
+
+    >>> half_dtype()
+    dtype('float16')
+    """
+    on_tpu = jax.local_devices()[0].platform == "tpu"
+    return np.dtype(jnp.bfloat16 if on_tpu else jnp.float16)
+
+
+def parse_dtype(spec: DTypeLike) -> np.dtype:
+    """Returns the floating dtype that `spec` names.
+
+    Args:
+        spec: a NumPy or JAX dtype or scalar type, or one of `half`, `full`, `f16`, `bf16`, `f32`,
+            `f64` and the full names.
+
+    Raises:
+        ValueError: `spec` is a string that names no dtype.
+        TypeError: `spec` is no floating dtype.
+
+    >>> parse_dtype("bf16")
+    dtype(bfloat16)
+    """
+    if isinstance(spec, str):
+        if spec == "half":
+            return half_dtype()
+        if spec in _DTYPES:
+            return _DTYPES[spec]
+    try:
+        if spec is None:  # NumPy would read None as float64.
+            raise TypeError
+        dtype = jnp.dtype(spec)
+    except TypeError:
+        allowed = ["half", *_DTYPES]
+        if isinstance(spec, str):
+            raise ValueError(f"Unknown dtype '{spec}'. It should be one of {allowed}.") from None
+        raise TypeError(f"Expected a dtype or one of {allowed}, got {spec!r}.") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"Expected a floating dtype, got {dtype.name}. A policy casts floating values only; "
+            "integers, booleans and keys keep their dtype."
+        )
+    return dtype
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """Returns the name that policies print for `dtype`; `parse_dtype` reads it back.
+
+    >>> dtype_name(np.dtype("float32"))
+    'full'
+    """
+    return _NAMES[dtype][0] if dtype in _NAMES else dtype.name

@@ -1,0 +1,345 @@
+"""Loss scales: none, static and dynamic, as pure functional state.
+
+Half precision gradients below 2**-24 are zero (float16) and above 65504 are inf. Multiplying the
+loss by a scale moves the gradients into the range; dividing the gradients by the same scale makes
+them true again (Micikevicius et al., Mixed Precision Training, section 3.2).
+"""
+
+import dataclasses
+import math
+import warnings
+from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._tree import at_least_float32, has_dtype, register_state, replace_leaves, static_field
+
+T = TypeVar("T")
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@runtime_checkable
+class LossScale(Protocol):
+    """What a loss scale does; the three classes here, or one of your own.
+
+    A loss scale is a pytree, passes through `jit`, `scan` and checkpoints, and is never changed in
+    place. `scale` multiplies a loss, `unscale` divides gradients by the scale that scaled them, and
+    `adjust` gives the scale of the next step.
+    """
+
+    @property
+    def loss_scale(self) -> Any:
+        """The factor, a strongly typed float32 scalar."""
+        ...
+
+    def scale(self, tree: T) -> T:
+        """Multiplies the floating and complex leaves of `tree` by the scale, in float32."""
+        ...
+
+    def unscale(self, tree: T) -> T:
+        """Divides the floating and complex leaves of `tree` by the scale, in float32."""
+        ...
+
+    def adjust(self, grads_finite: Any) -> Self:
+        """Returns the scale of the next step, given whether this step's gradients are finite."""
+        ...
+
+
+@register_state
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale:
+    """A scale of 1 that touches nothing: for float32 and bfloat16, whose range needs no scaling.
+
+    >>> NoOpLossScale().scale(jnp.float16(3)).dtype
+    dtype('float16')
+    """
+
+    @property
+    def loss_scale(self) -> np.float32:
+        """One."""
+        return np.float32(1)
+
+    def scale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
+        """Returns itself."""
+        _check_flag(grads_finite)
+        return self
+
+
+class _Scaling:
+    """`scale` and `unscale` by `self.loss_scale`, for the scales that have one."""
+
+    loss_scale: Any
+
+    def scale(self, tree: T) -> T:
+        """Multiplies the floating and complex leaves of `tree` by the scale.
+
+        Args:
+            tree: a loss, or any pytree. Other leaves come through untouched.
+
+        Returns:
+            The tree with float32 leaves, or float64 and complex where they were: a float16 loss of 1
+            times 65536 is 65536, not inf. The gradient that flows back into a float16 loss is still
+            float16, so a loss should be computed in float32.
+        """
+        return self._map(tree, lambda x, scale: x * scale)
+
+    def unscale(self, tree: T) -> T:
+        """Divides the floating and complex leaves of `tree` by the scale.
+
+        Args:
+            tree: gradients, or any pytree. Integer, boolean, PRNG key, float0 and None leaves come
+                through untouched.
+
+        Returns:
+            The tree with float32 leaves, or float64 and complex where they were. Exact if the scale
+            is a power of two.
+        """
+        return self._map(tree, lambda x, scale: x / scale)
+
+    def _map(self, tree: T, operation: Any) -> T:
+        def apply(leaf: Any) -> Any:
+            if has_dtype(leaf, jnp.complexfloating):
+                # A complex product or quotient would overflow, and turn inf into NaN.
+                return jax.lax.complex(apply(jnp.real(leaf)), apply(jnp.imag(leaf)))
+            if isinstance(leaf, float) or has_dtype(leaf, jnp.floating):
+                wide = jnp.asarray(at_least_float32(leaf), None if hasattr(leaf, "dtype") else jnp.float32)
+                return operation(wide, jnp.asarray(self.loss_scale).astype(wide.dtype))
+            return leaf
+
+        return jax.tree.map(apply, tree)
+
+
+@register_state
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale(_Scaling):
+    """A constant scale.
+
+    Attributes:
+        loss_scale: the factor, shape `()`; float32 whatever it is built from.
+
+    Raises:
+        ValueError: the scale is no scalar, or is zero, negative, NaN or inf.
+
+    >>> scale = StaticLossScale(1024)
+    >>> scale.unscale(scale.scale(jnp.float16(3)))
+    Array(3., dtype=float32)
+    """
+
+    loss_scale: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss_scale", _float32_scale("loss_scale", self.loss_scale))
+
+    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+        """Returns itself: the scale is constant."""
+        _check_flag(grads_finite)
+        return self
+
+
+@register_state
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(_Scaling):
+    """A scale that looks for the largest value at which gradients stay finite.
+
+    It grows by `factor` on the `period`-th finite step in a row, as in jmp, torch and Apex, and
+    backs off on a step with inf or NaN. It stays between its minimum and maximum, never becomes 0 or
+    inf, and stays a power of two if it and the factors are powers of two.
+
+    Attributes:
+        loss_scale: the factor, shape `()`; float32 whatever it is built from.
+        counter: the finite steps since the last growth or back-off, shape `()`, int32.
+        period: after how many finite steps in a row to grow; 2000 as in jmp and torch.
+        factor: by what to grow, above 1.
+        min_loss_scale: what a back-off never passes. 0 stands for the smallest normal float32.
+        backoff_factor: by what to multiply on a non-finite step, between 0 and 1; `1 / factor` if
+            None.
+        max_loss_scale: what growth never passes: a growth that would is left out.
+        hysteresis: how many non-finite steps to tolerate before backing off. 0 is off. Megatron-LM
+            and DeepSpeed count the step that backs off as well: their 2 is 1 here.
+        hysteresis_refill: when the tolerance is full again: "growth", when the scale grows, or
+            "finite", on every finite step (DeepSpeed's `consecutive_hysteresis`).
+        hysteresis_left: the non-finite steps still tolerated, shape `()`, int32; None, and no leaf,
+            with hysteresis off.
+
+    Raises:
+        ValueError: a scale is no scalar, or is zero, negative, NaN or inf; the factor is 1 or less;
+            the period is below 1; the minimum is above the maximum, or the scale outside them.
+        UserWarning: a scale is an integer (as in jmp).
+
+    >>> scale = DynamicLossScale(1024.0, period=2)
+    >>> scale = scale.adjust(jnp.bool_(True)).adjust(jnp.bool_(True))
+    >>> float(scale.loss_scale), float(scale.adjust(jnp.bool_(False)).loss_scale)
+    (2048.0, 1024.0)
+    """
+
+    loss_scale: Any = 2.0**15
+    counter: Any = 0
+    period: int = static_field(default=2000)
+    factor: float = static_field(default=2)
+    min_loss_scale: float = static_field(default=1.0)
+    _: dataclasses.KW_ONLY
+    backoff_factor: float | None = static_field(default=None)
+    max_loss_scale: float = static_field(default=_LARGEST)
+    hysteresis: int = static_field(default=0)
+    hysteresis_refill: Literal["growth", "finite"] = static_field(default="growth")
+    hysteresis_left: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("loss_scale", "min_loss_scale"):
+            _warn_if_not_floating(name, getattr(self, name))
+        minimum = _number("min_loss_scale", self.min_loss_scale)
+        maximum = _number("max_loss_scale", self.max_loss_scale)
+        _check_settings(self, minimum, maximum)
+        scale = _float32_scale("loss_scale", self.loss_scale, minimum, maximum)
+        left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
+        changes = dict(
+            loss_scale=scale,
+            counter=_int32_count("counter", self.counter),
+            period=int(self.period),
+            factor=_number("factor", self.factor),
+            min_loss_scale=max(minimum, _SMALLEST),
+            max_loss_scale=maximum,
+            hysteresis_left=_int32_count("hysteresis_left", left) if self.hysteresis else None,
+        )
+        for name, value in changes.items():
+            object.__setattr__(self, name, value)
+
+    def adjust(self, grads_finite: Any) -> "DynamicLossScale":
+        """Returns the scale of the next step.
+
+        Args:
+            grads_finite: a boolean scalar, shape `()`: whether the gradients of the step that this
+                scale scaled are finite on every device.
+
+        Raises:
+            ValueError: `grads_finite` is not a boolean scalar.
+
+        >>> float(DynamicLossScale(8.0).adjust(jnp.bool_(False)).loss_scale)
+        4.0
+        """
+        finite = _check_flag(grads_finite)
+        scale = jnp.asarray(self.loss_scale)
+        counted = jnp.asarray(self.counter) + 1
+        grow = finite & (counted >= self.period)
+        grown = scale * np.float32(self.factor)
+        raised = jnp.where(grow & (grown <= np.float32(self.max_loss_scale)), grown, scale)
+        back_off, left = self._spend_hysteresis(finite, grow)
+        return replace_leaves(
+            self,
+            loss_scale=jnp.where(back_off, self._lowered(scale), raised),
+            counter=jnp.where(finite & ~grow, counted, jnp.int32(0)),
+            hysteresis_left=left,
+        )
+
+    def _lowered(self, scale: jax.Array) -> jax.Array:
+        """The scale after a back-off: never below the minimum, never above what it was."""
+        if self.backoff_factor is None:
+            lowered = scale / np.float32(self.factor)
+        else:
+            lowered = scale * np.float32(self.backoff_factor)
+        minimum = np.float32(self.min_loss_scale)
+        if math.frexp(self.min_loss_scale)[0] != 0.5:
+            # A scale that is a power of two stops at the last one above the minimum.
+            mantissa = jax.lax.bitcast_convert_type(scale, jnp.uint32) & 0x7FFFFF
+            above = np.float32(2.0 ** math.frexp(self.min_loss_scale)[1])
+            minimum = jnp.where(mantissa == 0, above, minimum)
+        return jnp.minimum(scale, jnp.maximum(minimum, lowered))
+
+    def _spend_hysteresis(self, finite: jax.Array, grow: jax.Array) -> tuple[jax.Array, Any]:
+        """Whether to back off now, and the tolerance that is left."""
+        if not self.hysteresis:
+            return ~finite, None
+        left = jnp.asarray(self.hysteresis_left)
+        refill = finite if self.hysteresis_refill == "finite" else grow
+        spent = jnp.where(finite, left, jnp.maximum(left - 1, 0))
+        return ~finite & (left == 0), jnp.where(refill, jnp.int32(self.hysteresis), spent)
+
+
+def _check_settings(scale: DynamicLossScale, minimum: float, maximum: float) -> None:
+    """Raises a ValueError that says what is wrong with the settings of `scale`."""
+
+    def require(condition: bool, name: str, allowed: str) -> None:
+        if not condition:
+            raise ValueError(f"DynamicLossScale: {name} should be {allowed}, got {getattr(scale, name)}.")
+
+    require(scale.period >= 1 and int(scale.period) == scale.period, "period", "a whole number from 1")
+    require(1 < _number("factor", scale.factor) < math.inf, "factor", "above 1 and finite")
+    backoff = scale.backoff_factor
+    require(backoff is None or 0 < backoff < 1, "backoff_factor", "None or between 0 and 1")
+    require(0 <= minimum < math.inf, "min_loss_scale", "0 or above, and finite")
+    require(0 < maximum <= _LARGEST, "max_loss_scale", "above 0 and a finite float32")
+    require(minimum <= maximum, "min_loss_scale", f"at most max_loss_scale, {maximum}")
+    require(scale.hysteresis >= 0, "hysteresis", "0 (off) or above")
+    require(scale.hysteresis_refill in ("growth", "finite"), "hysteresis_refill", "'growth' or 'finite'")
+
+
+def _number(name: str, value: Any) -> float:
+    """Returns a setting as a Python number, so that it can be part of a pytree's structure."""
+    try:
+        return float(value)
+    except jax.errors.ConcretizationTypeError:
+        raise TypeError(
+            f"{name} is a traced value. It is a setting, part of the compiled program: give a Python "
+            "number, or build the loss scale outside the jitted function."
+        ) from None
+
+
+def _float32_scale(name: str, value: Any, minimum: float = 0.0, maximum: float = _LARGEST) -> Any:
+    """Returns `value` as a strongly typed float32 scalar, checked as far as it is known."""
+    if jnp.ndim(value) != 0:
+        raise ValueError(f"{name} should be a scalar, got shape {jnp.shape(value)}.")
+    if isinstance(value, jax.Array):
+        scale: Any = value.astype(jnp.float32)
+    else:  # NumPy, so that building a loss scale starts no backend.
+        with np.errstate(over="ignore"):
+            scale = np.asarray(value, np.float32)
+    try:
+        number = float(scale)
+    except jax.errors.ConcretizationTypeError:
+        return scale
+    if not (0 < number < math.inf):
+        raise ValueError(f"{name} should be above 0 and finite in float32, got {value}.")
+    if not (minimum <= number <= maximum):
+        raise ValueError(f"{name} should lie between {minimum} and {maximum}, got {value}.")
+    return scale
+
+
+def _int32_count(name: str, value: Any) -> Any:
+    """Returns a counter as a strongly typed int32 scalar, checked as far as it is known."""
+    count = value.astype(jnp.int32) if isinstance(value, jax.Array) else np.asarray(value, np.int32)
+    try:
+        negative = int(count) < 0
+    except jax.errors.ConcretizationTypeError:
+        return count
+    if negative:
+        raise ValueError(f"{name} should be 0 or above, got {value}.")
+    return count
+
+
+def _warn_if_not_floating(name: str, value: Any) -> None:
+    dtype = jnp.result_type(value)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        # stacklevel: this function, __post_init__, the generated __init__, the caller.
+        warnings.warn(f"Expected floating type for {name}, got {dtype}", UserWarning, stacklevel=4)
+
+
+def _check_flag(grads_finite: Any) -> jax.Array:
+    if jnp.ndim(grads_finite) != 0 or jnp.result_type(grads_finite) != jnp.bool_:
+        raise ValueError(
+            "adjust takes one boolean scalar, such as jmp.all_finite(grads) or "
+            f"jmp.grads_finite(opt_state). Got shape {jnp.shape(grads_finite)} and dtype "
+            f"{jnp.result_type(grads_finite)}."
+        )
+    return jnp.asarray(grads_finite)

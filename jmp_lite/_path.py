@@ -1,0 +1,64 @@
+"""Names for the leaves of a pytree, and patterns over those names.
+
+A leaf's name is its key path with the keys joined by slashes: `encoder/layers/0/kernel`. Dict keys,
+attributes and indices look alike, so one pattern fits a Linen dict, an NNX state and an Equinox
+module.
+"""
+
+import fnmatch
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+def path_name(key_path: tuple[Any, ...]) -> str:
+    """Returns the name of a `jax.tree_util` key path.
+
+    >>> path_name((jax.tree_util.DictKey("head"), jax.tree_util.GetAttrKey("kernel")))
+    'head/kernel'
+    """
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
+def leaf_names(tree: Any) -> tuple[str, ...]:
+    """Returns the names of the leaves of `tree`, in the order of `jax.tree.leaves`.
+
+    >>> leaf_names({"head": {"bias": 0, "kernel": 1}})
+    ('head/bias', 'head/kernel')
+    """
+    return tuple(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def subtrees(name: str) -> Iterator[str]:
+    """Yields the names of the subtrees that hold `name`, from the outermost to `name` itself.
+
+    >>> list(subtrees("head/kernel"))
+    ['head', 'head/kernel']
+    """
+    keys = name.split("/")
+    for depth in range(1, len(keys) + 1):
+        yield "/".join(keys[:depth])
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` selects the leaf or subtree `name`.
+
+    `*`, `?` and `[abc]` match within one key, `**` matches any number of keys. A pattern selects a
+    whole subtree, so `head` means `head/**`. It may begin at any depth unless it starts with a
+    slash, as in a `.gitignore` file. Case matters.
+
+    >>> matches("**/BatchNorm*", "stem/BatchNorm_0/scale"), matches("/BatchNorm*", "stem/BatchNorm_0")
+    (True, False)
+    """
+    anchored = pattern.startswith("/")
+    keys = tuple(pattern.strip("/").split("/"))
+    return _match(keys if anchored else ("**", *keys), tuple(name.split("/")))
+
+
+def _match(pattern: tuple[str, ...], keys: tuple[str, ...]) -> bool:
+    if not pattern:
+        return True  # What is left of the name lies inside the selected subtree.
+    if pattern[0] == "**":
+        return any(_match(pattern[1:], keys[skip:]) for skip in range(len(keys) + 1))
+    return bool(keys) and fnmatch.fnmatchcase(keys[0], pattern[0]) and _match(pattern[1:], keys[1:])

@@ -1,0 +1,275 @@
+"""Policies: the dtypes in which parameters rest, arithmetic runs and results come out."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._dtypes import DTypeLike, dtype_name, parse_dtype
+from ._path import leaf_names, matches, path_name, subtrees
+from ._tree import cast_floating, cast_leaf
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """An exception to a policy for one part of the parameter tree.
+
+    Attributes:
+        pattern: which subtrees: `head`, `**/BatchNorm*`, `/decoder/*/norm`. `*` stands for any part
+            of one key, `**` for any number of keys; a pattern may begin at any depth unless it
+            starts with a slash.
+        policy: the policy there; a dtype or a policy string is read as one.
+        optional: whether `check_rules` lets it match nothing.
+
+    Raises:
+        ValueError: the pattern is empty or holds `->` or `;`, or the policy has rules of its own.
+
+    >>> Rule("head", "float32").policy.compute_dtype
+    dtype('float32')
+    """
+
+    pattern: str
+    policy: "Policy"
+    optional: bool = False
+
+    def __init__(self, pattern: str, policy: "Policy | DTypeLike", optional: bool = False) -> None:
+        object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "policy", _as_policy(policy))
+        object.__setattr__(self, "optional", optional)
+        if not self.pattern.strip("/") or "->" in self.pattern or ";" in self.pattern:
+            raise ValueError(
+                f"A rule's pattern is a path such as 'head' or '**/BatchNorm*', without '->' and "
+                f"';'. Got {self.pattern!r}."
+            )
+        if self.policy.rules:
+            raise ValueError(
+                f"The policy of rule {self.pattern!r} has rules of its own: {self.policy}. Give "
+                "every rule to the outer policy; the first that matches wins."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.pattern} {'?->' if self.optional else '->'} {self.policy}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The three dtypes of mixed precision, and the exceptions by parameter path.
+
+    Two policies are equal if they say the same, however their dtypes were spelt. `str(policy)` is
+    read back by `get_policy`.
+
+    Attributes:
+        param_dtype: the dtype in which parameters and optimizer state rest; float32 for master
+            weights (Micikevicius et al., Mixed Precision Training, section 3.1).
+        compute_dtype: the dtype of the operands of the arithmetic.
+        output_dtype: the dtype of what the model returns, such as logits.
+        rules: `Rule`s, or a mapping or pairs of pattern and policy; the first match wins. They act
+            on the trees whose leaves they name, that is on parameters.
+
+    Raises:
+        ValueError, TypeError: a dtype is unknown or not floating, or a rule is malformed.
+
+    >>> policy = Policy("float32", jnp.float16, np.float32)
+    >>> str(policy)
+    'p=full,c=f16,o=full'
+    >>> policy == get_policy("params=float32, compute=float16, output=float32")
+    True
+    """
+
+    param_dtype: np.dtype
+    compute_dtype: np.dtype
+    output_dtype: np.dtype
+    rules: tuple[Rule, ...] = ()
+
+    def __init__(
+        self,
+        param_dtype: DTypeLike,
+        compute_dtype: DTypeLike,
+        output_dtype: DTypeLike,
+        rules: Mapping[str, Any] | Iterable[Any] = (),
+    ) -> None:
+        object.__setattr__(self, "param_dtype", parse_dtype(param_dtype))
+        object.__setattr__(self, "compute_dtype", parse_dtype(compute_dtype))
+        object.__setattr__(self, "output_dtype", parse_dtype(output_dtype))
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        rules = tuple(rule if isinstance(rule, Rule) else Rule(*rule) for rule in pairs)
+        object.__setattr__(self, "rules", rules)
+
+    def cast_to_param(self, tree: T) -> T:
+        """Casts the floating leaves of `tree` to the parameter dtype.
+
+        >>> get_policy("p=f16").cast_to_param(jnp.ones(2)).dtype
+        dtype('float16')
+        """
+        return self._cast(tree, "param_dtype")
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Casts the floating leaves of `tree` to the compute dtype.
+
+        A weight that is cast once and then used many times, as an embedding row is and a weight
+        inside a scan, has its gradient summed in the compute dtype. Keep such a weight in float32
+        with a rule and cast where it is used, or leave the casts to `linen.with_policy` or
+        `nnx.with_policy`.
+
+        >>> policy = get_policy("c=bf16").with_rules({"head": "float32"})
+        >>> params = {"body": jnp.ones(2), "head": jnp.ones(2)}
+        >>> jax.tree.map(lambda x: x.dtype.name, policy.cast_to_compute(params))
+        {'body': 'bfloat16', 'head': 'float32'}
+        """
+        return self._cast(tree, "compute_dtype")
+
+    def cast_to_output(self, tree: T) -> T:
+        """Casts the floating leaves of `tree` to the output dtype.
+
+        >>> get_policy("c=f16,o=f32").cast_to_output(jnp.ones(2, jnp.float16)).dtype
+        dtype('float32')
+        """
+        return self._cast(tree, "output_dtype")
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """Returns the policy with another output dtype.
+
+        >>> str(get_policy("c=f16").with_output_dtype("float32"))
+        'p=full,c=f16,o=full'
+        """
+        return dataclasses.replace(self, output_dtype=parse_dtype(output_dtype))
+
+    def with_rules(self, rules: Mapping[str, Any] | Iterable[Any]) -> "Policy":
+        """Returns the policy with `rules` before those that it has.
+
+        Args:
+            rules: `Rule`s, or a mapping or pairs of pattern and policy, dtype or policy string.
+
+        >>> str(get_policy("half").with_rules({"**/BatchNorm*": "float32"}))
+        'p=f16,c=f16,o=f16; **/BatchNorm* -> p=full,c=full,o=full'
+        """
+        first = Policy(self.param_dtype, self.compute_dtype, self.output_dtype, rules).rules
+        return dataclasses.replace(self, rules=first + self.rules)
+
+    def at(self, name: str) -> "Policy":
+        """Returns the policy, without rules, of the leaf or subtree `name`.
+
+        >>> get_policy("c=f16").with_rules({"head": "float32"}).at("head/kernel").compute_dtype
+        dtype('float32')
+        """
+        for rule in self.rules:
+            if matches(rule.pattern, name):
+                return rule.policy
+        return dataclasses.replace(self, rules=())
+
+    def check_rules(self, params: Any) -> None:
+        """Checks that every rule matches a leaf of `params`.
+
+        Raises:
+            ValueError: a rule that is not optional matches nothing; the message names the nearest
+                paths of the tree.
+
+        >>> policy = get_policy("c=f16").with_rules({"haed": "float32"})
+        >>> policy.check_rules({"head": {"kernel": jnp.ones(2)}})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: The rule 'haed -> ...' matches no parameter. Nearest: 'head', 'head/kernel'.
+        """
+        names = leaf_names(params)
+        for rule in self.rules:
+            if rule.optional or any(matches(rule.pattern, name) for name in names):
+                continue
+            places = list(dict.fromkeys(place for name in names for place in subtrees(name)))
+            near = difflib.get_close_matches(rule.pattern.strip("*/"), places, n=4, cutoff=0.3)
+            listed = ", ".join(repr(place) for place in near or places[:4]) or "none"
+            raise ValueError(f"The rule '{rule}' matches no parameter. Nearest: {listed}.")
+
+    def _cast(self, tree: T, field: str) -> T:
+        if not self.rules:
+            return cast_floating(tree, getattr(self, field))
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: cast_leaf(leaf, getattr(self.at(path_name(path)), field)), tree
+        )
+
+    def __str__(self) -> str:
+        names = (dtype_name(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
+        dtypes = ",".join(f"{key}={name}" for key, name in zip("pco", names))
+        return "; ".join([dtypes, *map(str, self.rules)])
+
+
+# Apex's levels (https://nvidia.github.io/apex/amp.html). Apex finds normalisation layers by class; a
+# parameter tree has names only, so these are the names that Flax gives and that people use.
+_NORMALISATION = ("*[Nn]orm*", "[Bb][Nn]", "[Bb][Nn][0-9_]*", "[Ll][Nn]", "[Ll][Nn][0-9_]*")
+_PRESETS = {
+    "O0": "full",
+    "O1": "p=full,c=half,o=full",
+    "O2": "; ".join(["p=half,c=half,o=full", *(f"{n} ?-> p=full,c=full,o=half" for n in _NORMALISATION)]),
+    "O3": "half",
+}
+_KEYS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
+
+
+def get_policy(policy_name: str) -> Policy:
+    """Returns the policy that a string describes.
+
+    Args:
+        policy_name: one of
+            - `"params=float32,compute=float16,output=float32"`, or short `"p=f32,c=f16,o=f32"`.
+              What is left out: params is float32, compute follows params, output follows compute;
+            - one dtype for all three: `"float32"`, `"half"`, `"bf16"`;
+            - a level of Apex: `"O0"` float32; `"O1"` float32 parameters, half compute; `"O2"` half
+              parameters, float32 normalisation; `"O3"` all half;
+            - any of these followed by rules: `"c=f16,o=f32; head -> float32; **/Norm* ?-> f32"`.
+              `?->` marks a rule that may match nothing.
+            Spaces are allowed anywhere between the words.
+
+    Raises:
+        ValueError: a key or dtype is unknown, or a key is given twice.
+
+    >>> str(get_policy("O1"))
+    'p=full,c=f16,o=full'
+    """
+    head, *rules = (part.strip() for part in policy_name.split(";"))
+    if head in _PRESETS:
+        policy = _get_dtypes_and_rules(*(part.strip() for part in _PRESETS[head].split(";")))
+    else:
+        policy = _get_dtypes_and_rules(head)
+    return policy.with_rules([_get_rule(rule) for rule in rules])
+
+
+def _get_dtypes_and_rules(head: str, *rules: str) -> Policy:
+    if "=" not in head:
+        dtypes = [parse_dtype(head)] * 3
+    else:
+        given: dict[int, np.dtype] = {}
+        for part in head.split(","):
+            key, _, value = (word.strip() for word in part.partition("="))
+            if key not in _KEYS:
+                raise ValueError(
+                    f"Unknown key '{key}' in '{head}' should be 'params', 'compute' or 'output'."
+                )
+            if _KEYS[key] in given:
+                raise ValueError(f"The key '{key}' is given twice in '{head}'.")
+            given[_KEYS[key]] = parse_dtype(value)
+        param = given.get(0, np.dtype(jnp.float32))
+        compute = given.get(1, param)
+        dtypes = [param, compute, given.get(2, compute)]
+    return Policy(*dtypes, rules=[_get_rule(rule) for rule in rules])
+
+
+def _get_rule(text: str) -> Rule:
+    pattern, arrow, policy = text.partition("->")
+    if not arrow:
+        raise ValueError(f"A rule reads 'pattern -> policy'. Got {text!r}.")
+    optional = pattern.endswith("?") and pattern[:-1] != pattern[:-1].rstrip()
+    pattern = pattern[:-1] if optional else pattern
+    return Rule(pattern.strip(), _get_dtypes_and_rules(policy.strip()), optional)
+
+
+def _as_policy(spec: Any) -> Policy:
+    if isinstance(spec, Policy):
+        return spec
+    if isinstance(spec, str):
+        return get_policy(spec)
+    return Policy(spec, spec, spec)
