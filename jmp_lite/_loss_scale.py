@@ -204,15 +204,15 @@ class DynamicLossScale(_Scaling):
         _check_settings(self, minimum, maximum)
         scale = _float32_scale("loss_scale", self.loss_scale, minimum, maximum)
         left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
-        changes = dict(
-            loss_scale=scale,
-            counter=_int32_count("counter", self.counter),
-            period=int(self.period),
-            factor=_number("factor", self.factor),
-            min_loss_scale=max(minimum, _SMALLEST),
-            max_loss_scale=maximum,
-            hysteresis_left=_int32_count("hysteresis_left", left) if self.hysteresis else None,
-        )
+        changes = {
+            "loss_scale": scale,
+            "counter": _int32_count("counter", self.counter),
+            "period": int(self.period),
+            "factor": _number("factor", self.factor),
+            "min_loss_scale": max(minimum, _SMALLEST),
+            "max_loss_scale": maximum,
+            "hysteresis_left": _int32_count("hysteresis_left", left) if self.hysteresis else None,
+        }
         for name, value in changes.items():
             object.__setattr__(self, name, value)
 

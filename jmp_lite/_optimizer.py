@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from ._loss_scale import DynamicLossScale, LossScale
-from ._path import leaf_names, path_name
+from ._path import leaf_names
 from ._tree import agree, at_least_float32, leaves_finite, register_state, select_tree, static_field
 
 _MISSING: Any = object()
@@ -74,7 +74,7 @@ def unscale() -> optax.GradientTransformationExtraArgs:
             )
         return at_least_float32(loss_scale.unscale(updates)), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def skip_nonfinite(
@@ -154,7 +154,7 @@ def _skip_nonfinite(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> Any:
-        names = leaf_names(params)
+        names = leaf_names(_unwrap(params))
         return SkipNonfiniteState(
             inner_state=inner.init(at_least_float32(params)),
             loss_scale=jax.tree.map(jnp.asarray, loss_scale),
@@ -193,7 +193,7 @@ def _skip_nonfinite(
 
 def _leaf_finite(updates: Any, names: tuple[str, ...], axis_name: Any) -> jax.Array:
     """Which of the named gradients are finite, shape `(len(names),)`; one that is not there is."""
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
+    paths = leaf_names(_unwrap(updates))
     found = dict(zip(paths, leaves_finite(updates), strict=True))
     if unknown := [path for path in paths if path not in names]:
         raise ValueError(
@@ -362,6 +362,6 @@ def _choose(states: list[SkipNonfiniteState], name: str | None, wrapper: str) ->
 
 
 def _unwrap(tree: Any) -> Any:
-    """Takes the arrays out of the variables in which a Flax `nnx.Optimizer` keeps its state."""
+    """Takes the arrays out of the variables in which Flax NNX keeps parameters and optimizer state."""
     is_variable = lambda node: hasattr(node, "get_value")
     return jax.tree.map(lambda v: v.get_value() if is_variable(v) else v, tree, is_leaf=is_variable)

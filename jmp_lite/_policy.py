@@ -98,7 +98,7 @@ class Policy:
         object.__setattr__(self, "compute_dtype", parse_dtype(compute_dtype))
         object.__setattr__(self, "output_dtype", parse_dtype(output_dtype))
         pairs = rules.items() if isinstance(rules, Mapping) else rules
-        rules = tuple(rule if isinstance(rule, Rule) else Rule(*rule) for rule in pairs)
+        rules = tuple(rule if isinstance(rule, Rule) else Rule(rule[0], rule[1]) for rule in pairs)
         object.__setattr__(self, "rules", rules)
 
     def cast_to_param(self, tree: T) -> T:

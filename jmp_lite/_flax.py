@@ -1,0 +1,92 @@
+"""What the Linen and the NNX wrapper share: which module does what, and attributes set for a call.
+
+A Flax layer has a `dtype` attribute and casts its own parameters where it uses them; a policy sets
+that attribute. A module that users write may own parameters and know nothing of dtypes; a policy
+hands it parameters that are cast already. In both the cast stands where the parameter is used, inside
+a scan if the use is inside, so that the gradients of many uses are summed in float32.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._policy import Policy
+from ._tree import cast_leaf
+
+_MISSING: Any = object()
+
+
+@contextlib.contextmanager
+def attributes(module: Any, changes: dict[str, Any]) -> Iterator[None]:
+    """Sets attributes of `module` for the length of a call.
+
+    They go into its `__dict__`, past the checks with which Flax keeps users from assigning to a
+    module that is frozen or from another trace: what is set here is gone before anyone sees it.
+    """
+    values = vars(module)
+    before = {name: values.get(name, _MISSING) for name in changes}
+    values.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if values.get(name, _MISSING) is not changes[name]:
+                continue  # The call itself set it anew.
+            if value is _MISSING:
+                del values[name]
+            else:
+                values[name] = value
+
+
+def is_layer(module: Any, base: type) -> bool:
+    """Whether the class of `module` is Flax's own, so that it casts its own parameters."""
+    classes = type(module).__mro__[: type(module).__mro__.index(base)]
+    return all(cls.__module__.startswith("flax.") for cls in classes)
+
+
+def has_compute_dtype(module: Any) -> bool:
+    """Whether `module` has a `dtype` attribute that is a floating dtype or left open."""
+    dtype = getattr(module, "dtype", _MISSING)
+    if dtype is None:
+        return True
+    try:
+        return dtype is not _MISSING and jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        return False
+
+
+def lookup_dtype(policy: Policy) -> np.dtype:
+    """The dtype in which an embedding table is read: float32, or wider.
+
+    The gradient of a lookup adds up the gradients of all uses of a row. In half precision the sum
+    stops growing: 256 + 1 is 256 in bfloat16. Rows are cast after they are read.
+    """
+    return jnp.promote_types(policy.compute_dtype, jnp.float32)
+
+
+def cast_cell_output(output: Any, carry: Any, policy: Policy) -> Any:
+    """Casts what a recurrent cell returns: `(carry, y)`.
+
+    The carry keeps the dtypes that it came with, as a scan demands: float32, so that a long memory
+    is not rounded at every step. What goes on to other layers has the compute dtype.
+    """
+    new_carry, y = output
+    new_carry = jax.tree.map(lambda new, old: cast_leaf(new, jnp.result_type(old)), new_carry, carry)
+    return new_carry, jax.tree.map(lambda leaf: cast_leaf(leaf, policy.compute_dtype), y)
+
+
+def check_layer_rules(policy: Policy, path: str, parameters: list[str], module: Any) -> None:
+    """Raises a ValueError if a rule names one parameter of a layer that computes in one dtype."""
+    wanted = policy.at(path).compute_dtype
+    for name in parameters:
+        dtype = policy.at(f"{path}/{name}" if path else name).compute_dtype
+        if dtype != wanted:
+            raise ValueError(
+                f"A rule gives '{path}/{name}' the compute dtype {dtype.name}, but its layer, a "
+                f"{type(module).__name__}, computes in one dtype, {wanted.name}. Let the rule name the "
+                f"layer, '{path}'."
+            )

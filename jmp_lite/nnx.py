@@ -1,0 +1,177 @@
+"""Flax NNX: `with_policy` gives a model that runs under a policy, with the same parameter tree."""
+
+import dataclasses
+import functools
+import types
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from . import _flax
+from ._path import path_name
+from ._policy import Policy
+from ._tree import cast_leaf
+
+M = TypeVar("M", bound=nnx.Module)
+
+_NORMALISATION = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
+_PLACE = "_jmp_lite_place"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where in a model a module stands, and under which policy."""
+
+    policy: Policy
+    path: str
+    is_root: bool
+
+    def at(self, name: str) -> Policy:
+        return self.policy.at(f"{self.path}/{name}" if self.path else name)
+
+
+def with_policy(model: M, policy: Policy) -> M:
+    """Returns a copy of `model` that runs under a policy.
+
+    The inputs and the parameters are cast to the compute dtype, each parameter where it is used; the
+    outputs to the output dtype. `nnx.state` of the copy has the paths of the original, with the
+    parameters in the parameter dtype, so checkpoints of the plain model fit. Normalisation statistics
+    are computed in float32, batch statistics and all other variables keep their dtype, embedding rows
+    are read in float32 and then cast, a recurrent carry keeps its dtype.
+
+    Args:
+        model: any NNX module; it is not changed. The copy shares its arrays, so a step that donates
+            the one takes the other's buffers. The policy wins over a `dtype` that a layer was given:
+            to keep a layer in float32, write a rule.
+        policy: its rules name modules, or single parameters of modules that users write. `head`
+            covers all that lies in `head`.
+
+    Returns:
+        A module whose class is a subclass of the model's. All public methods run under the policy.
+
+    Raises:
+        TypeError: `model` is no NNX module, or `policy` no policy.
+        ValueError: a rule matches no parameter (the nearest paths are named), or names one parameter
+            of a layer that computes in one dtype; or the model is under a policy already.
+
+    >>> import jax.numpy as jnp
+    >>> from jmp_lite import get_policy
+    >>> plain = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> model = with_policy(plain, get_policy("params=float32,compute=bfloat16,output=float32"))
+    >>> model.kernel[...].dtype, model.dtype, model(jnp.ones((1, 2))).dtype
+    (dtype('float32'), dtype(bfloat16), dtype('float32'))
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"nnx.with_policy takes a flax.nnx.Module, got {type(model).__name__}.")
+    if not isinstance(policy, Policy):
+        raise TypeError(f"nnx.with_policy takes a jmp.Policy, got {policy!r}. See jmp.get_policy.")
+    if hasattr(model, _PLACE):
+        raise ValueError("The model is under a policy already. Give the plain model to nnx.with_policy.")
+    model = nnx.clone(model)
+    params = nnx.as_pure(nnx.state(model, nnx.Param))
+    policy.check_rules(params)
+    nnx.update(model, policy.cast_to_param(params))
+    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    settled = [f"{path}/" for path, module in modules.items() if hasattr(module, _PLACE)]
+    for path, module in modules.items():
+        if not f"{path}/".startswith(tuple(settled)):  # The innermost policy wins.
+            _place(module, _Place(policy, path, is_root=module is model))
+    return model
+
+
+def _place(module: Any, place: _Place) -> None:
+    """Sets the dtypes of one module, and makes its calls pass through `_call` if need be."""
+    is_layer = _flax.is_layer(module, nnx.Module)
+    if _flax.has_compute_dtype(module):
+        module.dtype = place.policy.at(place.path).compute_dtype
+        if is_layer:
+            _flax.check_layer_rules(place.policy, place.path, list(_own_params(module)), module)
+    if isinstance(module, _NORMALISATION):
+        module.promote_dtype = _keep_dtypes
+    needs_call = isinstance(module, (nnx.Embed, nnx.RNNCellBase)) or (not is_layer and _own_params(module))
+    if needs_call or place.is_root:
+        setattr(module, _PLACE, place)
+        object.__setattr__(module, "__class__", _subclass(type(module), is_layer))
+
+
+def _keep_dtypes(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+    """`promote_dtype` of normalisation layers: Flax's own would round running statistics to half."""
+    del dtype, inexact
+    return args
+
+
+def _own_params(module: nnx.Module) -> dict[str, Any]:
+    """The attributes of `module` that hold parameters, themselves or in a container."""
+
+    def holds_param(value: Any) -> bool:
+        return any(isinstance(leaf, nnx.Param) for leaf in jax.tree.leaves(value, is_leaf=_is_node))
+
+    return {name: value for name, value in vars(module).items() if holds_param(value)}
+
+
+def _is_node(value: Any) -> bool:
+    """Modules, variables and Rngs go through a cast as they are: a copy would lose their updates."""
+    is_container = isinstance(value, (nnx.List, nnx.Dict))  # Modules too, to Flax.
+    return isinstance(value, (nnx.Variable, nnx.Module, nnx.Rngs, nnx.RngStream)) and not is_container
+
+
+@functools.cache  # One subclass a class, so that jit finds the type that it has compiled for.
+def _subclass(cls: type, is_layer: bool) -> type:
+    """A class like `cls` whose `__call__`, and public methods if users wrote it, run in `_call`."""
+    names = {"__call__"} & set(dir(cls))
+    if not is_layer:
+        own = cls.__mro__[: cls.__mro__.index(nnx.Module)]
+        functions = {n for c in own for n, f in vars(c).items() if isinstance(f, types.FunctionType)}
+        names |= {name for name in functions if not name.startswith("_")}
+
+    def under_policy(name: str) -> Any:
+        method = getattr(cls, name)
+
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _call(self, name, method, args, kwargs)
+
+        return run
+
+    body = {name: under_policy(name) for name in names}
+    body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), body)
+
+
+def _call(module: Any, name: str, method: Any, args: Any, kwargs: Any) -> Any:
+    """Calls one method of one module in the compute dtype that the policy gives it."""
+    place: _Place = getattr(module, _PLACE)
+    here = place.policy.at(place.path)
+    changes: dict[str, Any] = {}
+    if place.is_root:
+        args, kwargs = _cast((args, kwargs), place.policy.compute_dtype)
+        changes[_PLACE] = dataclasses.replace(place, is_root=False)  # For the calls inside this one.
+    reads_embedding = isinstance(module, nnx.Embed) and name == "__call__"
+    if reads_embedding:
+        changes["dtype"] = _flax.lookup_dtype(here)
+    if not _flax.is_layer(module, nnx.Module):
+        changes |= {n: _cast_params(value, place, n) for n, value in _own_params(module).items()}
+    with _flax.attributes(module, changes):
+        output = method(module, *args, **kwargs)
+    if reads_embedding:
+        output = _cast(output, here.compute_dtype)
+    elif isinstance(module, nnx.RNNCellBase) and name == "__call__":
+        output = _flax.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
+    return _cast(output, place.policy.output_dtype) if place.is_root else output
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), tree, is_leaf=_is_node)
+
+
+def _cast_params(tree: Any, place: _Place, attribute: str) -> Any:
+    """The same tree with each parameter replaced by a cast copy, for the length of a call."""
+
+    def cast(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, nnx.Param):
+            return leaf
+        dtype = place.at(f"{attribute}/{path_name(path)}".rstrip("/")).compute_dtype
+        return jax.tree.map(lambda value: cast_leaf(value, dtype), leaf)
+
+    return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=_is_node)
