@@ -1,0 +1,69 @@
+"""What the loss scale costs in the program that an H100 would run; needs `pip install -e ".[h100]"`."""
+
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jmp_lite as jmp
+from benchmarks.h100 import compile_for_h100
+
+has_plugin = importlib.util.find_spec("jax_cuda13_plugin") is not None
+pytestmark = pytest.mark.skipif(
+    not has_plugin or os.environ.get("JAX_PLATFORMS") != "cpu",
+    reason='needs pip install -e ".[h100]" and JAX_PLATFORMS=cpu in the environment',
+)
+
+PARAMS = {f"layer_{i}": {"kernel": (256, 384), "bias": (384,)} for i in range(20)}
+SHAPES = jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), PARAMS, is_leaf=lambda x: isinstance(x, tuple)
+)
+PARAM_BYTES = 20 * (256 * 384 + 384) * 4
+
+
+def memory(tx, grads_dtype=jnp.float32, **extra):
+    """The memory analysis of one donated optimizer step, and its text."""
+
+    def step(grads, params, opt_state, extra):
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state = jax.eval_shape(tx.init, SHAPES)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grads_dtype), SHAPES)
+    compiled = compile_for_h100(step, grads, SHAPES, opt_state, extra, donate_argnums=(1, 2))
+    return compiled.memory_analysis(), compiled.as_text()
+
+
+@pytest.mark.parametrize("grads_dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize(
+    ("tx", "extra"),
+    [
+        (jmp.with_loss_scale(optax.adamw(1e-3)), {}),
+        (jmp.with_loss_scale(optax.adamw(1e-3), jmp.StaticLossScale(1024)), {}),
+        (
+            jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.adamw(1e-3))),
+            {"loss_scale": jmp.DynamicLossScale()},
+        ),
+    ],
+    ids=["dynamic", "static", "threaded"],
+)
+def test_a_donated_step_has_no_parameter_sized_buffer_more_than_the_plain_one(tx, extra, grads_dtype):
+    plain, _ = memory(optax.adamw(1e-3), grads_dtype)
+    scaled, text = memory(tx, grads_dtype, **extra)
+    largest = 256 * 384 * 4
+    assert scaled.alias_size_in_bytes >= 3 * PARAM_BYTES  # Parameters and both moments, in place.
+    assert scaled.alias_size_in_bytes >= plain.alias_size_in_bytes
+    assert scaled.temp_size_in_bytes - plain.temp_size_in_bytes < largest // 8
+    assert scaled.output_size_in_bytes - plain.output_size_in_bytes < largest // 8
+    assert " conditional(" not in text
+
+
+def test_a_step_that_keeps_its_old_state_aside_would_be_found_out():
+    """The measure works: without donation the same step needs every buffer twice."""
+    tx = jmp.with_loss_scale(optax.adamw(1e-3))
+    step = lambda grads, params, opt_state: tx.update(grads, opt_state, params)
+    compiled = compile_for_h100(step, SHAPES, SHAPES, jax.eval_shape(tx.init, SHAPES))
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
