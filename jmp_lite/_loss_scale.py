@@ -113,8 +113,8 @@ class _Scaling:
             if has_dtype(leaf, jnp.complexfloating):
                 # A complex product or quotient would overflow, and turn inf into NaN.
                 return jax.lax.complex(apply(jnp.real(leaf)), apply(jnp.imag(leaf)))
-            if isinstance(leaf, float) or has_dtype(leaf, jnp.floating):
-                wide = jnp.asarray(at_least_float32(leaf), None if hasattr(leaf, "dtype") else jnp.float32)
+            if type(leaf) is float or has_dtype(leaf, jnp.floating):
+                wide = jnp.asarray(np.float32(leaf) if type(leaf) is float else at_least_float32(leaf))
                 return operation(wide, jnp.asarray(self.loss_scale).astype(wide.dtype))
             return leaf
 

@@ -14,7 +14,7 @@ from flax import serialization
 
 from . import _flax
 from ._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from ._optimizer import SkipNonfiniteState
+from ._optimizer_state import SkipNonfiniteState
 from ._policy import Policy
 from ._tree import cast_floating, replace_leaves
 

@@ -14,6 +14,7 @@ from ._policy import Policy
 from ._tree import cast_leaf
 
 M = TypeVar("M", bound=nnx.Module)
+T = TypeVar("T")
 
 _NORMALISATION = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
 _PLACE = "_jmp_lite_place"
@@ -95,7 +96,7 @@ def _place(module: Any, place: _Place) -> None:
         object.__setattr__(module, "__class__", _subclass(type(module), is_layer))
 
 
-def _keep_dtypes(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+def _keep_dtypes(args: T, /, *, dtype: Any = None, inexact: bool = True) -> T:
     """`promote_dtype` of normalisation layers: Flax's own would round running statistics to half."""
     del dtype, inexact
     return args
