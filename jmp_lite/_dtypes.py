@@ -55,6 +55,8 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
         if spec is None:  # NumPy would read None as float64.
             raise TypeError
         dtype = jnp.dtype(spec)
+        if isinstance(spec, str) and dtype.name != spec:  # Nor "f8", 8 bytes to NumPy, as float64.
+            raise TypeError
     except TypeError:
         allowed = ["half", *_DTYPES]
         if isinstance(spec, str):

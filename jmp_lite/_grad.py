@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._loss_scale import LossScale
+from ._loss_scale import LossScale, is_loss_scale
 from ._tree import at_least_float32
 
 
@@ -44,7 +44,7 @@ def value_and_grad(
     >>> value_and_grad(loss_fn, DynamicLossScale(1024.0))(jnp.float16(2), jnp.float16(3))
     (Array(6., dtype=float32), Array(3., dtype=float32))
     """
-    if not isinstance(loss_scale, LossScale):
+    if not is_loss_scale(loss_scale):
         raise TypeError(
             "value_and_grad(fun, loss_scale): expected a loss scale such as jmp.DynamicLossScale() "
             f"or jmp.get_loss_scale(opt_state), got {type(loss_scale).__name__}."
@@ -117,10 +117,9 @@ def _split(output: Any, has_aux: bool) -> tuple[Any, Any]:
             "The loss should be a floating scalar, got a "
             f"{type(loss).__name__} of {len(loss)}. If the function returns (loss, aux), give has_aux=True."
         )
-    try:
-        shape, dtype = jnp.shape(loss), jnp.result_type(loss)
-    except (TypeError, ValueError):
-        raise TypeError(f"The loss should be a floating scalar, got {type(loss).__name__}.") from None
+    if not (hasattr(loss, "dtype") or isinstance(loss, (int, float, complex))):
+        raise TypeError(f"The loss should be a floating scalar, got {type(loss).__name__}.")
+    shape, dtype = jnp.shape(loss), jnp.result_type(loss)
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"The loss should be a floating scalar, got shape {shape} and dtype {dtype}. Reduce it, "

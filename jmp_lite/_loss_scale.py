@@ -49,6 +49,11 @@ class LossScale(Protocol):
         ...
 
 
+def is_loss_scale(value: Any) -> bool:
+    """Whether `value` is a loss scale, and not the class of one."""
+    return isinstance(value, LossScale) and not isinstance(value, type)
+
+
 @register_state
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale:
@@ -110,7 +115,7 @@ class _Scaling:
 
     def _map(self, tree: T, operation: Any) -> T:
         def apply(leaf: Any) -> Any:
-            if has_dtype(leaf, jnp.complexfloating):
+            if type(leaf) is complex or has_dtype(leaf, jnp.complexfloating):
                 # A complex product or quotient would overflow, and turn inf into NaN.
                 return jax.lax.complex(apply(jnp.real(leaf)), apply(jnp.imag(leaf)))
             if type(leaf) is float or has_dtype(leaf, jnp.floating):
@@ -210,7 +215,9 @@ class DynamicLossScale(_Scaling):
             "period": int(self.period),
             "factor": _number("factor", self.factor),
             "min_loss_scale": max(minimum, _SMALLEST),
+            "backoff_factor": None if self.backoff_factor is None else float(self.backoff_factor),
             "max_loss_scale": maximum,
+            "hysteresis": int(self.hysteresis),
             "hysteresis_left": _int32_count("hysteresis_left", left) if self.hysteresis else None,
         }
         for name, value in changes.items():
@@ -249,13 +256,13 @@ class DynamicLossScale(_Scaling):
             lowered = scale / np.float32(self.factor)
         else:
             lowered = scale * np.float32(self.backoff_factor)
-        minimum = np.float32(self.min_loss_scale)
+        minimum = stop = np.float32(self.min_loss_scale)
         if math.frexp(self.min_loss_scale)[0] != 0.5:
             # A scale that is a power of two stops at the last one above the minimum.
             mantissa = jax.lax.bitcast_convert_type(scale, jnp.uint32) & 0x7FFFFF
             above = np.float32(2.0 ** math.frexp(self.min_loss_scale)[1])
-            minimum = jnp.where(mantissa == 0, above, minimum)
-        return jnp.minimum(scale, jnp.maximum(minimum, lowered))
+            stop = jnp.where(mantissa == 0, above, minimum)
+        return jnp.minimum(scale, jnp.where(lowered < minimum, stop, lowered))
 
     def _spend_hysteresis(self, finite: jax.Array, grow: jax.Array) -> tuple[jax.Array, Any]:
         """Whether to back off now, and the tolerance that is left."""
@@ -274,14 +281,17 @@ def _check_settings(scale: DynamicLossScale, minimum: float, maximum: float) -> 
         if not condition:
             raise ValueError(f"DynamicLossScale: {name} should be {allowed}, got {getattr(scale, name)}.")
 
-    require(scale.period >= 1 and int(scale.period) == scale.period, "period", "a whole number from 1")
-    require(1 < _number("factor", scale.factor) < math.inf, "factor", "above 1 and finite")
-    backoff = scale.backoff_factor
-    require(backoff is None or 0 < backoff < 1, "backoff_factor", "None or between 0 and 1")
+    require(scale.period >= 1 and scale.period % 1 == 0, "period", "a whole number from 1")
+    factor = float(np.float32(_number("factor", scale.factor)))
+    require(1 < factor < math.inf, "factor", "above 1 and finite, in float32")
+    backoff = None if scale.backoff_factor is None else _number("backoff_factor", scale.backoff_factor)
+    require(
+        backoff is None or 0 < float(np.float32(backoff)) < 1, "backoff_factor", "None or between 0 and 1"
+    )
     require(0 <= minimum < math.inf, "min_loss_scale", "0 or above, and finite")
     require(0 < maximum <= _LARGEST, "max_loss_scale", "above 0 and a finite float32")
     require(minimum <= maximum, "min_loss_scale", f"at most max_loss_scale, {maximum}")
-    require(scale.hysteresis >= 0, "hysteresis", "0 (off) or above")
+    require(scale.hysteresis >= 0 and scale.hysteresis % 1 == 0, "hysteresis", "0 (off) or a whole number")
     require(scale.hysteresis_refill in ("growth", "finite"), "hysteresis_refill", "'growth' or 'finite'")
 
 
@@ -311,7 +321,7 @@ def _float32_scale(name: str, value: Any, minimum: float = 0.0, maximum: float =
         return scale
     if not (0 < number < math.inf):
         raise ValueError(f"{name} should be above 0 and finite in float32, got {value}.")
-    if not (minimum <= number <= maximum):
+    if not (np.float32(minimum) <= number <= np.float32(maximum)):
         raise ValueError(f"{name} should lie between {minimum} and {maximum}, got {value}.")
     return scale
 

@@ -1,12 +1,14 @@
 """optax transforms that unscale gradients and leave out steps whose gradients are not finite."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ._loss_scale import DynamicLossScale, LossScale
+from ._early_select import update_or_keep
+from ._loss_scale import DynamicLossScale, LossScale, is_loss_scale
 from ._optimizer_state import SkipNonfiniteState, unwrap
 from ._path import leaf_names
 from ._tree import agree, at_least_float32, leaves_finite, select_tree
@@ -40,7 +42,7 @@ def unscale() -> optax.GradientTransformationExtraArgs:
         updates: Any, state: Any, params: Any = None, *, loss_scale: Any = _MISSING, **extra_args: Any
     ) -> tuple[Any, Any]:
         del params, extra_args
-        if not isinstance(loss_scale, LossScale):
+        if not is_loss_scale(loss_scale):
             given = "nothing" if loss_scale is _MISSING else type(loss_scale).__name__
             raise TypeError(
                 "jmp.unscale() divides by the loss scale that scaled these gradients and was given "
@@ -62,8 +64,9 @@ def skip_nonfinite(
 
     The check comes before everything else, since a clip turns inf into a number. A skipped step
     leaves the parameters and the state of `inner` bit for bit as they were: moments, counts,
-    schedules, weight decay. A non-finite update is never applied, however many came in a row;
-    `raise_if_stuck` tells the host. Nothing branches: donated buffers stay in place.
+    schedules, weight decay. Such a step is never applied, however many came in a row;
+    `raise_if_stuck` tells the host. Nothing branches: donated buffers stay in place. What is checked
+    are the gradients: an update that `inner` makes infinite out of finite ones is applied.
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`, which then drops a non-finite micro-batch
@@ -115,7 +118,7 @@ def with_loss_scale(
     """
     # Not a default argument: a value made when this file is imported would be shared by all.
     loss_scale = DynamicLossScale() if loss_scale is None else loss_scale
-    if not isinstance(loss_scale, LossScale):
+    if not is_loss_scale(loss_scale):
         raise TypeError(
             "with_loss_scale(inner, loss_scale): expected a loss scale such as "
             f"jmp.DynamicLossScale(), got {type(loss_scale).__name__}."
@@ -151,11 +154,12 @@ def _skip_nonfinite(
             )
         flags = _leaf_finite(updates, state.leaf_names, axis_name)
         finite = flags.all()
-        new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
+        inner_update = functools.partial(inner.update, **extra_args)
+        new_updates, new_inner = update_or_keep(inner_update, finite, updates, state.inner_state, params)
         # Minus zero is the one number that leaves every parameter as it is: -0.0 + 0.0 is 0.0.
-        nothing = jax.tree.map(lambda u: jnp.full_like(u, -0.0), new_updates)
+        nothing = jax.tree.map(lambda update: -jnp.zeros_like(update), new_updates)
         new_state = SkipNonfiniteState(
-            inner_state=_select(finite, new_inner, state.inner_state),
+            inner_state=new_inner,
             loss_scale=None if loss_scale is None else state.loss_scale.adjust(finite),
             leaf_finite=flags,
             skipped_steps=state.skipped_steps + ~finite,
@@ -163,7 +167,7 @@ def _skip_nonfinite(
             leaf_names=state.leaf_names,
             name=state.name,
         )
-        return _select(finite, new_updates, nothing), new_state
+        return select_tree(finite, new_updates, nothing), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -171,7 +175,9 @@ def _skip_nonfinite(
 def _leaf_finite(updates: Any, names: tuple[str, ...], axis_name: Any) -> jax.Array:
     """Which of the named gradients are finite, shape `(len(names),)`; one that is not there is."""
     paths = leaf_names(unwrap(updates))
-    found = dict(zip(paths, leaves_finite(updates), strict=True))
+    found: dict[str, jax.Array] = {}
+    for path, flag in zip(paths, leaves_finite(updates), strict=True):
+        found[path] = found[path] & flag if path in found else flag  # {"a": {"b": x}, "a/b": y}
     if unknown := [path for path in paths if path not in names]:
         raise ValueError(
             f"The gradients have leaves that the optimizer was not initialised with: {unknown[:4]}. "
@@ -180,13 +186,3 @@ def _leaf_finite(updates: Any, names: tuple[str, ...], axis_name: Any) -> jax.Ar
     flags = [found.get(name, jnp.asarray(True)) for name in names]
     stacked = jnp.stack(flags) if flags else jnp.ones(0, jnp.bool_)
     return stacked if axis_name is None else agree(stacked, axis_name)
-
-
-def _select(finite: jax.Array, new: Any, old: Any) -> Any:
-    """`select_tree` for a state that may change dtype on its first step, as optax's states do."""
-
-    def widest(x: Any, y: Any) -> Any:
-        return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else x.astype(jnp.result_type(x, y))
-
-    new, old = jax.tree.map(jnp.asarray, (new, old))
-    return select_tree(finite, jax.tree.map(widest, new, old), jax.tree.map(widest, old, new))

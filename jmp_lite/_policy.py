@@ -39,7 +39,7 @@ class Rule:
     optional: bool = False
 
     def __init__(self, pattern: str, policy: "Policy | DTypeLike", optional: bool = False) -> None:
-        object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "pattern", pattern.strip())
         object.__setattr__(self, "policy", _as_policy(policy))
         object.__setattr__(self, "optional", optional)
         if not self.pattern.strip("/") or "->" in self.pattern or ";" in self.pattern:
@@ -101,16 +101,16 @@ class Policy:
         rules = tuple(rule if isinstance(rule, Rule) else Rule(rule[0], rule[1]) for rule in pairs)
         object.__setattr__(self, "rules", rules)
 
-    def cast_to_param(self, tree: T) -> T:
-        """Casts the floating leaves of `tree` to the parameter dtype.
+    def cast_to_param(self, x: T) -> T:
+        """Casts the floating leaves of the tree `x` to the parameter dtype.
 
         >>> get_policy("p=f16").cast_to_param(jnp.ones(2)).dtype
         dtype('float16')
         """
-        return self._cast(tree, "param_dtype")
+        return self._cast(x, "param_dtype")
 
-    def cast_to_compute(self, tree: T) -> T:
-        """Casts the floating leaves of `tree` to the compute dtype.
+    def cast_to_compute(self, x: T) -> T:
+        """Casts the floating leaves of the tree `x` to the compute dtype.
 
         A weight that is cast once and then used many times, as an embedding row is and a weight
         inside a scan, has its gradient summed in the compute dtype. Keep such a weight in float32
@@ -122,15 +122,15 @@ class Policy:
         >>> jax.tree.map(lambda x: x.dtype.name, policy.cast_to_compute(params))
         {'body': 'bfloat16', 'head': 'float32'}
         """
-        return self._cast(tree, "compute_dtype")
+        return self._cast(x, "compute_dtype")
 
-    def cast_to_output(self, tree: T) -> T:
-        """Casts the floating leaves of `tree` to the output dtype.
+    def cast_to_output(self, x: T) -> T:
+        """Casts the floating leaves of the tree `x` to the output dtype.
 
         >>> get_policy("c=f16,o=f32").cast_to_output(jnp.ones(2, jnp.float16)).dtype
         dtype('float32')
         """
-        return self._cast(tree, "output_dtype")
+        return self._cast(x, "output_dtype")
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns the policy with another output dtype.

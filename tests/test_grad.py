@@ -1,0 +1,309 @@
+"""value_and_grad gives back the true loss and true float32 gradients."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmp_lite as jmp
+
+SCALES = {
+    "none": jmp.NoOpLossScale(),
+    "static": jmp.StaticLossScale(2.0**15),
+    "dynamic": jmp.DynamicLossScale(2.0**15),
+    "odd": jmp.StaticLossScale(3000.0),
+}
+W, X = np.array([0.5, -1.0, 2.0], np.float32), np.array([1.0, 2.0, -0.25], np.float32)
+
+
+def square_loss(w, x):
+    return jnp.sum((w * x).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_loss_and_gradients_are_true_and_gradients_float32(jit, dtype, scale):
+    # Every number here is exact in bfloat16, and the scaled gradients stay below 65504 but for `odd`.
+    w, x = jnp.asarray(W, dtype), jnp.asarray(X / 16, dtype)
+    loss, grads = jit(jmp.value_and_grad(square_loss, SCALES[scale]))(w, x)
+    expected = square_loss(w, x)
+    assert (loss.dtype, float(loss)) == (np.float32, float(expected))
+    assert grads.dtype == np.float32
+    rtol = 0 if scale != "odd" else 2 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(grads, 2 * W * (X / 16) ** 2, rtol=rtol)
+
+
+@pytest.mark.parametrize("scale", ["static", "dynamic"])
+def test_grad_is_value_and_grad_without_the_value(scale):
+    grads = jmp.grad(square_loss, SCALES[scale])(W, X)
+    np.testing.assert_array_equal(grads, 2 * W * X**2)
+    grads, aux = jmp.grad(lambda w, x: (square_loss(w, x), x), SCALES[scale], has_aux=True)(W, X)
+    np.testing.assert_array_equal(grads, 2 * W * X**2)
+    np.testing.assert_array_equal(aux, X)
+
+
+def test_the_scale_multiplies_on_the_way_back():
+    seen = []
+
+    @jax.custom_vjp
+    def probe(x):
+        return x
+
+    probe.defvjp(lambda x: (x, None), lambda _, g: (seen.append(float(g)) or g,))
+    grads = jmp.grad(lambda w: probe(w), jmp.StaticLossScale(1024.0))(jnp.float32(3))
+    assert seen == [1024.0]
+    assert float(grads) == 1.0
+
+
+def test_gradients_that_underflow_in_float16_are_rescued():
+    # The gradient that reaches the float16 product is 2**-30, below all that float16 holds (2**-24).
+    def loss_fn(w):
+        return (w.astype(jnp.float16) * jnp.float16(3)).astype(jnp.float32) * 2.0**-30
+
+    w = jnp.float32(1.0)
+    assert float(jax.grad(loss_fn)(w)) == 0.0
+    assert float(jmp.grad(loss_fn, jmp.NoOpLossScale())(w)) == 0.0
+    for scale in ("static", "dynamic"):
+        assert float(jmp.grad(loss_fn, SCALES[scale])(w)) == 3 * 2.0**-30
+
+
+def test_an_overflow_reaches_the_gradients_and_not_the_loss():
+    # A float16 gradient of 2**16 is inf; the loss is computed before the scale comes in.
+    loss, grads = jmp.value_and_grad(lambda w: (w * 8).astype(jnp.float32), jmp.StaticLossScale(2.0**14))(
+        jnp.float16(1)
+    )
+    assert float(loss) == 8.0
+    assert np.isinf(float(grads))
+
+
+def test_a_half_loss_is_given_back_as_it_was():
+    loss, grads = jmp.value_and_grad(lambda w: w * w, jmp.StaticLossScale(2.0**10))(jnp.float16(3))
+    assert (loss.dtype, float(loss)) == (np.float16, 3.0 * 3.0)
+    assert (grads.dtype, float(grads)) == (np.float32, 6.0)
+
+
+def test_one_argument_or_several_are_differentiated():
+    fun = lambda a, b, c: jnp.sum(a * b * c)
+    scale = jmp.StaticLossScale(256.0)
+    a, b, c = jnp.float16(2), jnp.float32(3), jnp.bfloat16(5)
+    loss, grads = jmp.value_and_grad(fun, scale, argnums=(0, 2))(a, b, c)
+    assert float(loss) == 30.0
+    assert isinstance(grads, tuple)
+    assert [(float(g), g.dtype.name) for g in grads] == [(15.0, "float32"), (6.0, "float32")]
+    assert float(jmp.grad(fun, scale, argnums=1)(a, b, c)) == 10.0
+    assert [float(g) for g in jmp.grad(fun, scale, argnums=(1,))(a, b, c)] == [10.0]
+    assert [float(g) for g in jmp.grad(fun, scale, (0,))(a, b, c)] == [15.0]
+
+
+def test_aux_comes_back_untouched():
+    def fun(w, x):
+        return square_loss(w, x), {"half": x.astype(jnp.float16), "n": jnp.int32(3), "none": None}
+
+    (loss, aux), grads = jmp.value_and_grad(fun, SCALES["static"], has_aux=True)(W, X)
+    assert float(loss) == float(square_loss(W, X))
+    assert (aux["half"].dtype, aux["half"].tolist()) == (np.float16, X.tolist())
+    assert (int(aux["n"]), aux["none"]) == (3, None)
+    np.testing.assert_array_equal(grads, 2 * W * X**2)
+    (_, listed), _ = jmp.value_and_grad(lambda w: [w * w, "aux"], SCALES["static"], has_aux=True)(
+        jnp.float32(1)
+    )
+    assert listed == "aux"
+
+
+def test_keyword_arguments_pass_through_and_are_not_differentiated():
+    def fun(w, x, *, power, shift=0.0):
+        return jnp.sum(w * x) ** power + shift
+
+    for given in (SCALES["static"], SCALES["none"]):
+        loss, grads = jmp.value_and_grad(fun, given)(W, X, power=2, shift=jnp.float32(7))
+        assert float(loss) == float(np.dot(W, X)) ** 2 + 7
+        np.testing.assert_array_equal(grads, 2 * np.dot(W, X) * X)
+    loss, grads = jmp.value_and_grad(fun, SCALES["static"])(W, x=X, power=1)
+    np.testing.assert_array_equal(grads, X)
+
+
+def test_the_name_and_docstring_of_the_function_are_kept():
+    assert jmp.value_and_grad(square_loss, SCALES["static"]).__name__ == "square_loss"
+    assert jmp.grad(square_loss, SCALES["static"]).__name__ == "square_loss"
+
+
+def test_nested_parameters_keep_their_structure():
+    params = {"a": [jnp.ones(2, jnp.float16)], "b": (jnp.float32(2), None)}
+    fun = lambda p: jnp.sum(p["a"][0].astype(jnp.float32)) * p["b"][0]
+    grads = jmp.grad(fun, jmp.StaticLossScale(2.0**10))(params)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    assert grads["a"][0].tolist() == [2.0, 2.0]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_float64_stays_float64(scale):
+    with jax.enable_x64(True):
+        w = jnp.asarray([1 + 2.0**-40, 2.0], jnp.float64)
+        loss, grads = jmp.value_and_grad(lambda w: jnp.sum(w * w), SCALES[scale])(w)
+        assert (loss.dtype, grads.dtype) == (np.float64, np.float64)
+        assert float(loss) == float(jnp.sum(w * w))
+        rtol = 0 if scale != "odd" else 4 * np.finfo(np.float64).eps
+        np.testing.assert_allclose(grads, 2 * w, rtol=rtol)
+        mixed = jmp.grad(lambda p: p["a"] * p["b"].astype(jnp.float64), SCALES[scale])
+        grads = mixed({"a": jnp.float64(2), "b": jnp.float16(3)})
+        assert {k: g.dtype.name for k, g in grads.items()} == {"a": "float64", "b": "float32"}
+
+
+@pytest.mark.parametrize("scale", ["none", "static", "dynamic"])
+def test_complex_parameters_have_complex_gradients(scale):
+    fun = lambda z: jnp.sum(jnp.abs(z) ** 2)
+    z = jnp.asarray([1 + 2j, -0.5j], jnp.complex64)
+    loss, grads = jmp.value_and_grad(fun, SCALES[scale])(z)
+    expected_loss, expected = jax.value_and_grad(fun)(z)
+    assert (grads.dtype, loss.dtype) == (np.complex64, np.float32)
+    assert float(loss) == float(expected_loss)
+    np.testing.assert_allclose(grads, expected, rtol=4 * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("scale", ["none", "static"])
+def test_integer_parameters_pass_through_with_allow_int(scale):
+    transform = functools.partial(jax.value_and_grad, allow_int=True)
+    params = {"w": jnp.float16(3), "n": jnp.arange(2)}
+    grads = jmp.grad(lambda p: p["w"].astype(jnp.float32) * p["n"].sum(), SCALES[scale], transform=transform)(
+        params
+    )
+    assert (grads["w"].dtype, float(grads["w"])) == (np.float32, 1.0)
+    assert (grads["n"].dtype, grads["n"].shape) == (jax.dtypes.float0, (2,))
+
+
+def test_nnx_models_are_differentiated():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0), param_dtype=jnp.float16)
+    x = jnp.asarray(X)[None]
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x).astype(jnp.float32) ** 2)
+
+    loss, grads = jmp.value_and_grad(loss_fn, SCALES["static"], transform=nnx.value_and_grad)(model, x)
+    expected_loss, expected = nnx.value_and_grad(loss_fn)(model, x)
+    assert float(loss) == float(expected_loss)
+    assert type(grads) is type(expected)
+    flat = jax.tree.leaves_with_path(grads)
+    assert len(flat) == 2
+    for (_, grad), wanted in zip(flat, jax.tree.leaves(expected)):
+        assert grad.dtype == np.float32
+        np.testing.assert_allclose(grad, wanted, rtol=2 * float(jnp.finfo(jnp.float16).eps))
+    only_bias = functools.partial(nnx.value_and_grad, argnums=nnx.DiffState(0, nnx.PathContains("bias")))
+    _, grads = jmp.value_and_grad(loss_fn, SCALES["static"], transform=only_bias)(model, x)
+    assert len(jax.tree.leaves(grads)) == 1
+    by_argnums = nnx.DiffState(0, nnx.PathContains("bias"))
+    _, grads = jmp.value_and_grad(loss_fn, SCALES["static"], by_argnums, transform=nnx.value_and_grad)(
+        model, x
+    )
+    assert len(jax.tree.leaves(grads)) == 1
+
+
+def test_nnx_state_changed_by_the_loss_is_kept():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.float32(2))
+            self.calls = nnx.Variable(jnp.int32(0))
+
+        def __call__(self, x):
+            self.calls.set_value(self.calls.get_value() + 1)
+            return self.w.get_value() * x
+
+    model = Counting()
+    vg = jmp.value_and_grad(
+        lambda model: model(jnp.float32(3)),
+        SCALES["static"],
+        argnums=nnx.DiffState(0, nnx.Param),
+        transform=nnx.value_and_grad,
+    )
+    loss, grads = vg(model)
+    assert float(loss) == 6.0
+    assert [float(leaf) for leaf in jax.tree.leaves(grads)] == [3.0]
+    assert int(model.calls.get_value()) == 1
+
+
+def test_equinox_models_are_differentiated():
+    model = eqx.nn.MLP(3, "scalar", 4, depth=1, key=jax.random.key(0))
+
+    def loss_fn(model, x, scale=1.0):
+        return model(x) ** 2 * scale
+
+    transform = eqx.filter_value_and_grad
+    loss, grads = jmp.value_and_grad(loss_fn, SCALES["dynamic"], transform=transform)(
+        model, jnp.asarray(X), scale=2.0
+    )
+    expected_loss, expected = eqx.filter_value_and_grad(loss_fn)(model, jnp.asarray(X), scale=2.0)
+    assert float(loss) == float(expected_loss)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    for grad, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(grad, wanted, rtol=2 * np.finfo(np.float32).eps)
+    with_aux = jmp.value_and_grad(
+        lambda m, x: (loss_fn(m, x), x), SCALES["dynamic"], has_aux=True, transform=transform
+    )
+    (_, aux), _ = with_aux(model, jnp.asarray(X))
+    assert aux.tolist() == X.tolist()
+
+
+def test_each_member_of_a_batch_has_its_own_scale():
+    scales = jax.vmap(jmp.StaticLossScale)(jnp.array([2.0, 1024.0]))
+    grads = jax.vmap(lambda s, w: jmp.grad(lambda w: w**2, s)(w))(scales, jnp.array([3.0, 5.0]))
+    assert grads.tolist() == [6.0, 10.0]
+
+
+def test_a_loss_scale_of_ones_own_is_used():
+    class Ten:
+        loss_scale = np.float32(10)
+
+        def scale(self, tree):
+            return jax.tree.map(lambda x: x * 10, tree)
+
+        def unscale(self, tree):
+            return jax.tree.map(lambda x: x / 10, tree)
+
+        def adjust(self, grads_finite):
+            return self
+
+    grads = jmp.grad(lambda w: w * w, Ten())(jnp.float16(3))
+    assert (grads.dtype, round(float(grads), 2)) == (np.float32, 6.0)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("fun", "has_aux", "message"),
+    [
+        (lambda w: w.astype(jnp.int32)[0], False, r"got shape \(\) and dtype int32. Reduce it"),
+        (lambda w: w, False, r"got shape \(3,\) and dtype float32. Reduce it"),
+        (lambda w: w[:1], False, r"got shape \(1,\) and dtype float32"),
+        (lambda w: w[0] * 1j, False, r"got shape \(\) and dtype complex64"),
+        (lambda w: (w[0], w), False, "got a tuple of 2. .* give has_aux=True"),
+        (lambda w: [w[0], w], False, "got a list of 2. .* give has_aux=True"),
+        (lambda w: None, False, "The loss should be a floating scalar, got"),
+        (lambda w: "loss", False, "The loss should be a floating scalar, got"),
+        (lambda w: {"loss": w[0]}, False, "The loss should be a floating scalar, got dict"),
+        (lambda w: w[0], True, r"With has_aux=True the function should return a pair \(loss, aux\), got"),
+        (lambda w: (w[0], w, w), True, "With has_aux=True the function should return a pair"),
+        (lambda w: ((w[0], w), w), True, "got a tuple of 2"),
+    ],
+)
+def test_a_loss_that_is_no_floating_scalar_is_a_type_error(fun, has_aux, message, jit):
+    for transformed in (jmp.value_and_grad, jmp.grad):
+        with pytest.raises(TypeError, match=message):
+            jit(transformed(fun, jmp.StaticLossScale(2.0), has_aux=has_aux))(jnp.asarray(W))
+
+
+def test_python_and_numpy_floats_are_losses():
+    for loss in (1.5, np.float32(1.5), np.float64(1.5)):
+        value, grads = jmp.value_and_grad(lambda w, loss=loss: loss, jmp.StaticLossScale(2.0))(jnp.float32(1))
+        assert float(value) == 1.5
+        assert float(grads) == 0.0
+
+
+@pytest.mark.parametrize("given", [1024.0, None, jnp.float32(2), jmp.DynamicLossScale, "dynamic"])
+def test_what_is_no_loss_scale_is_a_type_error_before_anything_runs(given):
+    for transformed in (jmp.value_and_grad, jmp.grad):
+        with pytest.raises(TypeError, match=r"expected a loss scale such as jmp\.DynamicLossScale"):
+            transformed(square_loss, given)

@@ -1,0 +1,241 @@
+"""Programs written for jmp 0.0.4 run unchanged with the import replaced."""
+
+import importlib.util
+import inspect
+import pathlib
+import types
+import unittest
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import pytest
+
+import jmp_lite
+
+# jmp's own tests, from where jmp is installed; its source is neither copied nor imported here.
+SUITES = {
+    "loss_scale_test": "from jmp._src import loss_scale as jmp",
+    "policy_test": "from jmp._src import policy as jmp",
+}
+
+# What jmp tests and does not hold here, each with its reason.
+DEVIATIONS = {
+    "test_static_empty_trees_StaticLossScale": "a scale of 0 is an error; a scale is a leaf, for jit",
+}
+
+# jmp's `test_str` reads the names of dtypes from a private table.
+PRIVATE = {
+    "dtype_to_names": {
+        jnp.bfloat16: ("bf16",),
+        jnp.float16: ("f16",),
+        np.float16: ("f16",),
+        jnp.float32: ("full",),
+        np.float32: ("full",),
+    }
+}
+
+
+def load_suite(name):
+    """The TestCases of one of jmp's test modules, with jmp_lite for the module that they test."""
+    pytest.importorskip("absl.testing")
+    path = pathlib.Path(jmp.__file__).parent / "_src" / f"{name}.py"
+    if not path.exists():
+        pytest.skip("jmp was installed without its tests")
+    source = path.read_text()
+    assert source.count(SUITES[name]) == 1
+    stand_in = types.SimpleNamespace(
+        **{public: getattr(jmp_lite, public) for public in jmp.__all__}, **PRIVATE
+    )
+    module = types.ModuleType(f"jmp_{name}")
+    module.jmp = stand_in
+    exec(compile(source.replace(SUITES[name], ""), str(path), "exec"), module.__dict__)
+    return unittest.defaultTestLoader.loadTestsFromModule(module)
+
+
+def run_suite(name):
+    suite = [case for group in load_suite(name) for case in group]
+    result = unittest.TestResult()
+    for case in suite:
+        case.run(result)
+    return suite, result
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # In jmp's test itself.
+@pytest.mark.parametrize(("name", "count"), [("loss_scale_test", 25), ("policy_test", 60)])
+def test_the_tests_of_jmp_pass(name, count):
+    suite, result = run_suite(name)
+    assert result.testsRun == len(suite) >= count
+    failed = {case.id().rsplit(".", 1)[1]: text for case, text in [*result.failures, *result.errors]}
+    unexpected = [text for case, text in failed.items() if case not in DEVIATIONS]
+    assert not unexpected, "\n".join(unexpected)
+    # A deviation that has gone away should go from the list.
+    assert set(failed) == {
+        case for case in DEVIATIONS if any(case == c.id().rsplit(".", 1)[1] for c in suite)
+    }
+
+
+# Names and signatures
+
+
+@pytest.mark.parametrize("name", jmp.__all__)
+def test_every_public_name_of_jmp_is_here(name):
+    assert hasattr(jmp_lite, name)
+
+
+def parameters(function):
+    return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+
+
+def default_of(parameter):
+    return parameter.default is not inspect.Parameter.empty
+
+
+CALLABLES = [name for name in jmp.__all__ if name != "LossScale"]
+METHODS = [
+    (name, method)
+    for name in ("Policy", "NoOpLossScale", "StaticLossScale", "DynamicLossScale")
+    for method in vars(getattr(jmp, name))
+    if not method.startswith("_") and callable(getattr(getattr(jmp, name), method)) and "tree_" not in method
+]
+
+
+def assert_same_call(ours, theirs):
+    """Every call of theirs, by position or by keyword, is a call of ours."""
+    ours, theirs = parameters(ours), parameters(theirs)
+    assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]
+    for our, their in zip(ours, theirs):
+        assert our.kind == their.kind
+        assert default_of(our) or not default_of(their)
+    assert all(default_of(p) for p in ours[len(theirs) :])
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_public_names_take_the_arguments_of_jmp(name):
+    assert_same_call(getattr(jmp_lite, name), getattr(jmp, name))
+
+
+@pytest.mark.parametrize(("name", "method"), METHODS)
+def test_methods_take_the_arguments_of_jmp(name, method):
+    assert_same_call(getattr(getattr(jmp_lite, name), method), getattr(getattr(jmp, name), method))
+
+
+def test_there_are_methods_to_compare():
+    assert len(METHODS) == 13
+
+
+def test_defaults_are_those_of_jmp():
+    ours, theirs = jmp_lite.DynamicLossScale(np.float32(8)), jmp.DynamicLossScale(np.float32(8))
+    for field in ("loss_scale", "counter", "period", "factor", "min_loss_scale"):
+        assert getattr(ours, field) == getattr(theirs, field)
+
+
+def test_attributes_of_jmp_are_here():
+    assert jmp_lite.NoOpLossScale().loss_scale == jmp.NoOpLossScale().loss_scale
+    assert jmp_lite.StaticLossScale(8).loss_scale == jmp.StaticLossScale(8).loss_scale
+    assert jmp_lite.half_dtype() == jmp.half_dtype()
+
+
+STRINGS = [
+    "half",
+    "full",
+    "float16",
+    "bf16",
+    "c=f16",
+    "p=f16,c=bf16",
+    "params=float32,compute=float16,output=float32",
+]
+
+
+@pytest.mark.parametrize("text", STRINGS)
+def test_policies_from_strings_are_those_of_jmp(text):
+    ours, theirs = jmp_lite.get_policy(text), jmp.get_policy(text)
+    assert str(ours) == str(theirs)
+    for field in ("param_dtype", "compute_dtype", "output_dtype"):
+        assert getattr(ours, field) == getattr(theirs, field)
+    assert jmp_lite.get_policy(str(theirs)) == ours
+
+
+@pytest.mark.parametrize("text", ["f17", "compute_float16", "c=f17", "x=f16"])
+def test_strings_that_jmp_turns_down_are_turned_down_alike(text):
+    with pytest.raises(ValueError, match=r"^Unknown (dtype|key)") as theirs:
+        jmp.get_policy(text)
+    with pytest.raises(ValueError, match=r"^Unknown (dtype|key)") as ours:
+        jmp_lite.get_policy(text)
+    assert str(ours.value).split("'")[:2] == str(theirs.value).split("'")[:2]
+
+
+# A whole program, as jmp's README puts one together
+
+
+def train(library, policy_text, steps=40):
+    """A regression in mixed precision with the scale threaded by hand, an overflow on step 7."""
+    policy = library.get_policy(policy_text)
+    key = jax.random.key(0)
+    inputs = jax.random.normal(key, (32, 8))
+    targets = inputs @ jnp.arange(8.0) / 8
+    params = policy.cast_to_param({"w": jnp.zeros(8), "b": jnp.zeros(())})
+
+    def loss_fn(params, x, y, loss_scale):
+        params, x = policy.cast_to_compute((params, x))
+        prediction = policy.cast_to_output(x @ params["w"] + params["b"])
+        return loss_scale.scale(jnp.mean((prediction - y) ** 2))
+
+    @jax.jit
+    def update(params, loss_scale, x, y):
+        grads = jax.grad(loss_fn)(params, x, y, loss_scale)
+        grads = policy.cast_to_compute(grads)
+        grads = loss_scale.unscale(grads)
+        grads = policy.cast_to_param(grads)
+        new_params = jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), params, grads)
+        grads_finite = library.all_finite(grads)
+        loss_scale = loss_scale.adjust(grads_finite)
+        return library.select_tree(grads_finite, new_params, params), loss_scale, grads_finite
+
+    loss_scale = library.DynamicLossScale(jnp.float32(2.0**12), period=10)
+    history = []
+    for step in range(steps):
+        x = inputs.at[3, 3].set(jnp.inf) if step == 7 else inputs
+        params, loss_scale, finite = update(params, loss_scale, x, targets)
+        history.append((float(loss_scale.loss_scale), int(loss_scale.counter), bool(finite)))
+    loss = float(loss_fn(library.cast_to_full(params), inputs, targets, library.NoOpLossScale()))
+    return params, history, loss
+
+
+@pytest.mark.parametrize(
+    "policy", ["full", "params=float32,compute=float16,output=float32", "p=f32,c=bf16,o=f32"]
+)
+def test_a_training_program_gives_the_same_numbers_under_both(policy):
+    params, history, loss = train(jmp_lite, policy)
+    their_params, their_history, their_loss = train(jmp, policy)
+    assert history == their_history
+    assert [finite for _, _, finite in history].count(False) >= 1
+    assert loss < 0.05
+    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(their_params)):
+        assert ours.dtype == theirs.dtype
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+    assert loss == their_loss
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda library: library.NoOpLossScale(),
+        lambda library: library.StaticLossScale(2**10),
+        lambda library: library.DynamicLossScale(jnp.asarray(2.0**10)),
+    ],
+    ids=["none", "static", "dynamic"],
+)
+def test_the_three_scales_scale_and_unscale_float32_alike(make):
+    tree = {"a": jnp.linspace(-2, 2, 7), "b": jnp.float32(1e-3)}
+    ours, theirs = make(jmp_lite), make(jmp)
+    for method in ("scale", "unscale"):
+        got, wanted = getattr(ours, method)(tree), getattr(theirs, method)(tree)
+        for leaf, their_leaf in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
+            assert np.asarray(leaf).tobytes() == np.asarray(their_leaf).tobytes()
+
+
+def test_jmp_itself_is_the_version_compared_with():
+    assert jmp.__version__ == "0.0.4"
+    assert importlib.util.find_spec("jmp") is not None

@@ -1,0 +1,921 @@
+"""Skipped steps leave nothing behind, wherever the transforms stand and whatever they wrap."""
+
+import functools
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite as jmp
+
+BAD = [np.nan, np.inf, -np.inf]
+SCHEDULE = optax.cosine_decay_schedule(1e-2, 20)
+
+INNERS = {
+    "adamw_schedule": optax.adamw(SCHEDULE, weight_decay=0.1),
+    "adamw_bf16_moment": optax.adamw(1e-2, mu_dtype=jnp.bfloat16),
+    "sgd": optax.sgd(1e-2),
+    "sgd_momentum": optax.sgd(SCHEDULE, momentum=0.9, nesterov=True),
+    "lion": optax.lion(1e-3, weight_decay=0.1),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "lamb": optax.lamb(1e-2),
+    "rmsprop": optax.rmsprop(1e-2, momentum=0.9),
+    "noisy_sgd": optax.noisy_sgd(1e-2, key=0),
+    "clipped_decayed": optax.chain(
+        optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.adam(SCHEDULE), optax.ema(0.9)
+    ),
+    "inject": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE),
+    "multi_steps": optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+}
+
+
+KERNEL = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(3, 4)
+KERNEL[1] = -0.0
+
+
+def make_params(dtype=jnp.float32):
+    params = {"dense": {"kernel": KERNEL, "bias": np.full(4, -0.0)}, "gain": np.ones(())}
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf.astype(dtype)), params)
+
+
+def make_grads(step, dtype=jnp.float32):
+    return jax.tree.map(
+        lambda p: jnp.asarray((np.cos(step + 3 * np.asarray(p)) / 4).astype(dtype)), make_params()
+    )
+
+
+def spoil(grads, value=np.nan, where=("dense", "kernel")):
+    layer, name = where
+    bad = np.array(grads[layer][name])
+    bad.flat[0] = value
+    return {**grads, layer: {**grads[layer], name: jnp.asarray(bad)}}
+
+
+def bits(tree):
+    """Every leaf as its bytes: tells -0.0 from 0.0 and one NaN from another."""
+
+    def leaf_bits(leaf):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return (str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes())
+
+    return jax.tree.map(leaf_bits, tree, is_leaf=lambda leaf: hasattr(leaf, "dtype"))
+
+
+def make_step(tx):
+    @jax.jit
+    def step(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def run(tx, grads_list, params=None, step=None):
+    params = make_params() if params is None else params
+    step, opt_state = step or make_step(tx), tx.init(params)
+    for grads in grads_list:
+        params, opt_state = step(params, opt_state, grads)
+    return params, opt_state
+
+
+@functools.cache
+def wrapped(name):
+    """One of the transforms above with a loss scale, and its step, compiled once for all tests."""
+    tx = jmp.with_loss_scale(INNERS[name])
+    return tx, make_step(tx)
+
+
+def inner_of(opt_state):
+    return opt_state.inner_state
+
+
+# unscale
+
+
+def test_unscale_divides_by_the_scale_that_was_given():
+    tx = jmp.unscale()
+    grads = {"a": jnp.float16(8), "b": jnp.ones(2, jnp.bfloat16), "c": jnp.float32(6)}
+    updates, state = tx.update(grads, tx.init(grads), loss_scale=jmp.StaticLossScale(4))
+    assert bits(updates) == bits({"a": jnp.float32(2), "b": jnp.full(2, 0.25), "c": jnp.float32(1.5)})
+    assert jax.tree.leaves(state) == []
+
+
+def test_unscale_gives_float32_with_no_scale_too():
+    updates, _ = jmp.unscale().update(jnp.float16(8), (), loss_scale=jmp.NoOpLossScale())
+    assert (updates.dtype, float(updates)) == (np.float32, 8.0)
+
+
+@pytest.mark.parametrize(("given", "said"), [({}, "nothing"), ({"loss_scale": 4.0}, "float")])
+def test_unscale_without_a_loss_scale_is_an_error(given, said):
+    with pytest.raises(TypeError, match=rf"was given\s+{said}. Pass it on: tx.update\(grads"):
+        jmp.unscale().update(jnp.float32(1), (), **given)
+
+
+def test_unscale_reaches_its_place_in_a_chain():
+    tx = jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    params = jnp.zeros(2)
+    # True gradient (3, 4): norm 5, clipped to (0.6, 0.8). Clipped first, it would be 1024 times less.
+    updates, _ = tx.update(
+        jnp.array([3.0, 4.0]) * 1024, tx.init(params), params, loss_scale=jmp.StaticLossScale(1024)
+    )
+    np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=4 * np.finfo(np.float32).eps)
+
+
+def test_the_threaded_scale_of_the_design_skips_and_adjusts():
+    tx = jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.clip_by_global_norm(1.0), optax.adamw(3e-4)))
+
+    @jax.jit
+    def step(params, opt_state, loss_scale, grads):
+        updates, opt_state = tx.update(loss_scale.scale(grads), opt_state, params, loss_scale=loss_scale)
+        loss_scale = loss_scale.adjust(jmp.grads_finite(opt_state))
+        return optax.apply_updates(params, updates), opt_state, loss_scale
+
+    params, loss_scale = make_params(), jmp.DynamicLossScale(2.0**15, period=2)
+    opt_state, scales = tx.init(params), []
+    for t, bad in enumerate([False, True, False, False]):
+        before = bits((params, inner_of(opt_state)))
+        grads = spoil(make_grads(t)) if bad else make_grads(t)
+        params, opt_state, loss_scale = step(params, opt_state, loss_scale, grads)
+        scales.append(float(loss_scale.loss_scale))
+        assert (bits((params, inner_of(opt_state))) == before) == bad
+    assert scales == [2.0**15, 2.0**14, 2.0**14, 2.0**15]
+
+
+def test_gradients_are_unscaled_by_the_scale_that_scaled_them():
+    # A period of 1: the scale doubles on every step. With the adjusted scale the update would be half.
+    tx = jmp.with_loss_scale(optax.sgd(1.0), jmp.DynamicLossScale(2.0, period=1))
+    params, x = jnp.zeros(2), jnp.array([3.0, -5.0])
+    opt_state = tx.init(params)
+    for step in range(1, 6):
+        grads = jmp.grad(lambda w: jnp.sum(w * x), jmp.get_loss_scale(opt_state))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        assert updates.tolist() == [-3.0, 5.0]
+        assert float(jmp.get_loss_scale(opt_state).loss_scale) == 2.0 ** (step + 1)
+
+
+# Skipping
+
+
+@pytest.mark.parametrize("name", INNERS)
+def test_a_skipped_step_leaves_params_and_state_bit_identical(name):
+    tx, step = wrapped(name)
+    params, opt_state = run(tx, [make_grads(0), make_grads(1)], step=step)
+    for value in BAD:
+        params_after, state_after = step(params, opt_state, spoil(make_grads(2), value))
+        assert bits(params_after) == bits(params)
+        assert bits(inner_of(state_after)) == bits(inner_of(opt_state))
+    params_after, state_after = step(params, opt_state, make_grads(2))
+    assert bits(inner_of(state_after)) != bits(inner_of(opt_state)) or name == "sgd"
+
+
+@pytest.mark.parametrize("name", INNERS)
+def test_steps_after_a_skip_are_as_if_it_had_never_come(name):
+    tx, step = wrapped(name)
+    good = [make_grads(t) for t in range(4)]
+    bad = [spoil(good[0], value) for value in BAD]
+    events = [bad[0], good[0], good[1], *bad, good[2], bad[1], good[3]]
+    params, opt_state = run(tx, events, step=step)
+    params_without, state_without = run(tx, good, step=step)
+    assert bits(params) == bits(params_without)
+    assert bits(inner_of(opt_state)) == bits(inner_of(state_without))
+    assert bits(params) != bits(make_params())
+    assert int(jmp.skipped_steps(opt_state)) == 5
+
+
+@pytest.mark.parametrize("name", INNERS)
+def test_finite_steps_are_those_of_the_inner_transform(name):
+    # Compiled each its own way, so to the last bits and not to all of them.
+    good = [make_grads(t) for t in range(4)]
+    inner = INNERS[name]
+    inner = inner.gradient_transformation() if isinstance(inner, optax.MultiSteps) else inner
+    tx, step = wrapped(name)
+    params, opt_state = run(tx, good, step=step)
+    params_plain, state_plain = run(inner, good)
+    chex.assert_trees_all_close(params, params_plain, rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_equal_shapes_and_dtypes(inner_of(opt_state), state_plain)
+
+
+def test_minus_zero_parameters_keep_their_sign_when_skipped():
+    tx = jmp.skip_nonfinite(optax.sgd(1.0))
+    params = jnp.array([-0.0, 0.0, 1.0])
+    params_after, _ = make_step(tx)(params, tx.init(params), jnp.array([np.nan, 1.0, 1.0]))
+    assert np.signbit(params_after).tolist() == [True, False, False]
+    assert bits(params_after) == bits(params)
+
+
+def test_complex_minus_zero_parameters_keep_their_sign_when_skipped():
+    tx = jmp.skip_nonfinite(optax.sgd(1.0))
+    params = jax.lax.complex(jnp.array([-0.0, 0.0]), jnp.array([-0.0, -0.0]))
+    grads = jax.lax.complex(jnp.zeros(2), jnp.array([np.inf, 0.0]))
+    params_after, opt_state = make_step(tx)(params, tx.init(params), grads)
+    assert not jmp.grads_finite(opt_state)
+    assert bits(params_after) == bits(params)
+
+
+def test_an_inf_under_a_clip_is_skipped_and_not_clipped():
+    for clip in (optax.clip(1.0), optax.clip_by_global_norm(1.0)):
+        tx = jmp.skip_nonfinite(optax.chain(clip, optax.sgd(1.0)))
+        params, opt_state = run(tx, [spoil(make_grads(0), np.inf)])
+        assert bits(params) == bits(make_params())
+        assert int(jmp.skipped_steps(opt_state)) == 1
+    # The other way round the clip has made a number of it, and nobody can know.
+    blind = optax.chain(optax.clip(1.0), jmp.skip_nonfinite(optax.sgd(1.0)))
+    params, opt_state = run(blind, [spoil(make_grads(0), np.inf)])
+    assert int(jmp.skipped_steps(opt_state)) == 0
+    assert float(params["dense"]["kernel"][0, 0]) == -2.0
+
+
+def test_a_nonfinite_update_is_never_applied_however_many_in_a_row():
+    tx = jmp.with_loss_scale(optax.adamw(1e-2))
+    params = make_params()
+
+    bad = jax.tree.map(lambda g: jnp.broadcast_to(g, (500, *g.shape)), spoil(make_grads(0)))
+    after, opt_state = jax.jit(scan_of(tx))((params, tx.init(params)), bad)
+    assert bits(after) == bits(params)
+    assert int(jmp.skipped_steps(opt_state)) == int(jmp.consecutive_skipped_steps(opt_state)) == 500
+    assert float(jmp.get_loss_scale(opt_state).loss_scale) == 1.0
+
+
+@pytest.mark.parametrize("where", [("dense", "kernel"), ("dense", "bias")])
+def test_one_bad_element_in_any_leaf_skips_the_whole_step(where):
+    tx = jmp.skip_nonfinite(optax.sgd(1.0))
+    params, opt_state = run(tx, [spoil(make_grads(0), np.nan, where)])
+    assert bits(params) == bits(make_params())
+    named = dict(zip(opt_state.leaf_names, opt_state.leaf_finite.tolist()))
+    assert named == {"dense/bias": True, "dense/kernel": True, "gain": True, "/".join(where): False}
+
+
+def test_leaves_whose_paths_join_to_one_name_are_each_checked():
+    params = {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)}
+    tx = jmp.skip_nonfinite(optax.sgd(1.0))
+    for bad in (
+        {"a": {"b": jnp.full(2, np.nan)}, "a/b": jnp.ones(2)},
+        {"a": {"b": jnp.ones(2)}, "a/b": jnp.full(2, np.nan)},
+    ):
+        after, opt_state = run(tx, [bad], params)
+        assert bits(after) == bits(params)
+        assert int(jmp.skipped_steps(opt_state)) == 1
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(st.lists(st.booleans(), min_size=1, max_size=12))
+def test_counts_follow_the_events(events):
+    _, opt_state = run_events(events)
+    trailing = next((n for n, finite in enumerate(reversed(events)) if finite), len(events))
+    assert int(jmp.skipped_steps(opt_state)) == events.count(False)
+    assert int(jmp.consecutive_skipped_steps(opt_state)) == trailing
+    assert bool(jmp.grads_finite(opt_state)) == events[-1]
+    assert int(opt_state.inner_state[0].count) == events.count(True)
+    for count in (jmp.skipped_steps(opt_state), jmp.consecutive_skipped_steps(opt_state)):
+        assert (count.dtype, count.shape, count.weak_type) == (np.int32, (), False)
+
+
+COUNTED = jmp.with_loss_scale(optax.adam(1e-2))
+COUNTED_STEP = make_step(COUNTED)
+
+
+def run_events(events):
+    params = make_params()
+    opt_state = COUNTED.init(params)
+    for step, finite in enumerate(events):
+        params, opt_state = COUNTED_STEP(
+            params, opt_state, make_grads(step) if finite else spoil(make_grads(step))
+        )
+    return params, opt_state
+
+
+# Where the state is found
+
+
+def find_in_chain():
+    tx = optax.chain(jmp.with_loss_scale(optax.adam(1e-2)), optax.scale(1.0))
+    return tx.init(make_params()), lambda state, g: tx.update(g, state, make_params())[1]
+
+
+def find_in_masked():
+    mask = {"dense": True, "gain": False}
+    tx = optax.masked(jmp.with_loss_scale(optax.adam(1e-2)), mask)
+    return tx.init(make_params()), lambda state, g: tx.update(g, state, make_params())[1]
+
+
+def find_in_multi_steps():
+    tx = optax.MultiSteps(jmp.with_loss_scale(optax.adam(1e-2)), every_k_schedule=1)
+    return tx.init(make_params()), lambda state, g: tx.update(g, state, make_params())[1]
+
+
+def find_around_multi_steps():
+    tx = jmp.with_loss_scale(optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2))
+    return tx.init(make_params()), lambda state, g: tx.update(g, state, make_params())[1]
+
+
+def find_in_inject_hyperparams():
+    tx = optax.inject_hyperparams(lambda learning_rate: jmp.with_loss_scale(optax.adam(learning_rate)))(
+        learning_rate=1e-2
+    )
+    return tx.init(make_params()), lambda state, g: tx.update(g, state, make_params())[1]
+
+
+def find_in_multi_transform():
+    labels = {"dense": "trained", "gain": "frozen"}
+    tx = optax.multi_transform(
+        {"trained": jmp.with_loss_scale(optax.adam(1e-2)), "frozen": optax.set_to_zero()}, labels
+    )
+    return tx.init(make_params()), lambda state, g: tx.update(g, state, make_params())[1]
+
+
+def find_in_train_state():
+    state = TrainState.create(
+        apply_fn=None, params=make_params(), tx=optax.chain(jmp.with_loss_scale(optax.adam(1e-2)))
+    )
+    return state, lambda state, g: state.apply_gradients(grads=g)
+
+
+def find_in_dict_of_states():
+    tx = jmp.with_loss_scale(optax.adam(1e-2))
+    return {"step": jnp.int32(0), "opt": [tx.init(make_params())]}, lambda state, g: {
+        "step": state["step"],
+        "opt": [tx.update(g, state["opt"][0], make_params())[1]],
+    }
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        find_in_chain,
+        find_in_masked,
+        find_in_multi_steps,
+        find_around_multi_steps,
+        find_in_inject_hyperparams,
+        find_in_multi_transform,
+        find_in_train_state,
+        find_in_dict_of_states,
+    ],
+)
+def test_the_state_is_found_at_any_depth(find):
+    state, update = find()
+    update = jax.jit(update)
+    assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**15
+    assert bool(jmp.grads_finite(state))
+    state = update(update(state, make_grads(0)), spoil(make_grads(1), np.nan))
+    assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**14
+    assert not jmp.grads_finite(state)
+    state = update(state, spoil(make_grads(1), np.inf))
+    assert int(jmp.skipped_steps(state)) == int(jmp.consecutive_skipped_steps(state)) == 2
+    with pytest.raises(FloatingPointError, match="dense/kernel"):
+        jmp.raise_if_stuck(state, 2)
+    if find is find_in_multi_steps:
+        return  # Its accumulator holds the NaN now, for good: see test_peers.
+    state = update(state, make_grads(2))
+    assert int(jmp.skipped_steps(state)) == 2
+    assert int(jmp.consecutive_skipped_steps(state)) == 0
+    assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**13
+
+
+def test_the_state_is_found_in_an_nnx_optimizer():
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
+    optimizer = nnx.Optimizer(model, jmp.with_loss_scale(optax.adamw(1e-2)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss_fn = lambda model: jnp.mean(model(x) ** 2)
+        loss_scale = jmp.get_loss_scale(optimizer)
+        loss, grads = jmp.value_and_grad(loss_fn, loss_scale, transform=nnx.value_and_grad)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    x = jnp.ones((4, 2))
+    first = float(step(model, optimizer, x))
+    before = bits(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    assert float(jmp.get_loss_scale(optimizer).loss_scale) == 2.0**15
+    step(model, optimizer, x.at[0, 0].set(np.inf))
+    step(model, optimizer, x.at[0, 0].set(np.nan))
+    assert bits(nnx.to_pure_dict(nnx.state(model, nnx.Param))) == before
+    assert float(jmp.get_loss_scale(optimizer).loss_scale) == 2.0**13
+    assert not jmp.grads_finite(optimizer)
+    assert int(jmp.skipped_steps(optimizer)) == int(jmp.consecutive_skipped_steps(optimizer)) == 2
+    with pytest.raises(FloatingPointError, match="kernel"):
+        jmp.raise_if_stuck(optimizer, 2)
+    assert float(step(model, optimizer, x)) < first
+    assert int(jmp.consecutive_skipped_steps(optimizer)) == 0
+    assert bits(nnx.to_pure_dict(nnx.state(model, nnx.Param))) != before
+
+
+def test_a_state_without_a_wrapper_is_an_error_that_says_what_to_do():
+    state = optax.adam(1e-3).init(make_params())
+    with pytest.raises(ValueError, match=r"No optimizer wrapped in with_loss_scale was found.*Wrap yours"):
+        jmp.get_loss_scale(state)
+    for read in (jmp.grads_finite, jmp.skipped_steps, jmp.consecutive_skipped_steps, jmp.raise_if_stuck):
+        with pytest.raises(ValueError, match="No optimizer wrapped in skip_nonfinite or with_loss_scale"):
+            read(state)
+    with pytest.raises(ValueError, match="No optimizer wrapped in with_loss_scale"):
+        jmp.get_loss_scale(jmp.skip_nonfinite(optax.adam(1e-3)).init(make_params()))
+
+
+def test_two_states_are_told_apart_by_name_or_are_an_error():
+    named = {
+        name: jmp.with_loss_scale(optax.adam(1e-3), jmp.DynamicLossScale(scale), name=name).init(
+            make_params()
+        )
+        for name, scale in (("generator", 8.0), ("critic", 16.0))
+    }
+    assert float(jmp.get_loss_scale(named, "generator").loss_scale) == 8.0
+    assert float(jmp.get_loss_scale(named, "critic").loss_scale) == 16.0
+    assert bool(jmp.grads_finite(named, "critic"))
+    for read in (jmp.get_loss_scale, jmp.grads_finite, jmp.skipped_steps, jmp.consecutive_skipped_steps):
+        with pytest.raises(
+            ValueError, match=r"2 optimizers .* named \['critic', 'generator'\]. Name them apart"
+        ):
+            read(named)
+        with pytest.raises(ValueError, match=r"No optimizer is named 'other'. The names here are"):
+            read(named, "other")
+    with pytest.raises(ValueError, match="2 optimizers"):
+        jmp.raise_if_stuck(named)
+    jmp.raise_if_stuck(named, name="critic")
+
+
+def test_a_gan_trains_with_a_scale_for_each_of_two_optimizers():
+    half = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float16), tree)
+
+    def generate(params, noise):
+        shift, width = half((params["shift"], params["width"]))
+        return (noise.astype(jnp.float16) * width + shift).astype(jnp.float32)
+
+    def judge(params, x):
+        w, b = half((params["w"], params["b"]))
+        features = jnp.stack([x, x * x / 4], -1).astype(jnp.float16)
+        return (features @ w + b).astype(jnp.float32)
+
+    # A loss weight of 64 makes the critic's scaled gradients overflow long before the generator's.
+    def critic_loss(critic, generator, noise, real):
+        wrong = jax.nn.softplus(judge(critic, generate(generator, noise)))
+        return 64 * jnp.mean(wrong + jax.nn.softplus(-judge(critic, real)))
+
+    def generator_loss(generator, critic, noise):
+        return jnp.mean(jax.nn.softplus(-judge(critic, generate(generator, noise))))
+
+    txs = {
+        "generator": jmp.with_loss_scale(
+            optax.adam(0.02), jmp.DynamicLossScale(2.0**20, period=50), name="generator"
+        ),
+        "critic": jmp.with_loss_scale(
+            optax.adam(0.02), jmp.DynamicLossScale(2.0**20, period=50), name="critic"
+        ),
+    }
+    params = {
+        "generator": {"shift": jnp.float32(0), "width": jnp.float32(1)},
+        "critic": {"w": jnp.zeros(2), "b": jnp.float32(0)},
+    }
+    opt_state = {name: txs[name].init(params[name]) for name in txs}
+
+    def step(carry, key):
+        params, opt_state = carry
+        noise, real = jax.random.normal(key, (2, 64))
+        real = 2.0 + 0.5 * real
+        losses = {
+            "critic": (critic_loss, (params["critic"], params["generator"], noise, real)),
+            "generator": (generator_loss, (params["generator"], params["critic"], noise)),
+        }
+        params, opt_state = dict(params), dict(opt_state)
+        for name, (loss_fn, arguments) in losses.items():
+            grads = jmp.grad(loss_fn, jmp.get_loss_scale(opt_state, name))(*arguments)
+            updates, opt_state[name] = txs[name].update(grads, opt_state[name], params[name])
+            params[name] = optax.apply_updates(params[name], updates)
+        scale = jmp.get_loss_scale(opt_state, "critic").loss_scale
+        return (params, opt_state), (scale, params["generator"]["shift"])
+
+    keys = jax.random.split(jax.random.key(0), 600)
+    (params, opt_state), (scales, shifts) = jax.jit(lambda carry: jax.lax.scan(step, carry, keys))(
+        (params, opt_state)
+    )
+    # The two circle around the true mean, 2, from a start at 0.
+    assert abs(float(shifts[300:].mean()) - 2.0) < 0.5
+    scale = {name: float(jmp.get_loss_scale(opt_state, name).loss_scale) for name in txs}
+    skipped = {name: int(jmp.skipped_steps(opt_state, name)) for name in txs}
+    assert scale["critic"] < scale["generator"]
+    assert skipped["critic"] > skipped["generator"]
+    assert int(opt_state["critic"].inner_state[0].count) == 600 - skipped["critic"]
+    assert int(opt_state["generator"].inner_state[0].count) == 600 - skipped["generator"]
+    assert float(scales.min()) >= 1.0
+
+
+# MultiSteps
+
+
+@pytest.mark.parametrize("wrap", [jmp.skip_nonfinite, jmp.with_loss_scale])
+def test_multi_steps_inside_drops_the_bad_micro_batch_and_counts_the_others(wrap):
+    good = [make_grads(step) for step in range(6)]
+    bad = spoil(make_grads(9), np.inf)
+    tx = wrap(optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=3))
+    params, opt_state = run(tx, [good[0], bad, good[1], good[2], good[3], good[4], bad, bad, good[5]])
+    expected, _ = run(tx, good)
+    assert bits(params) == bits(expected)
+    assert int(opt_state.inner_state.gradient_step) == 2
+    assert int(opt_state.inner_state.mini_step) == 0
+    plain, _ = run(optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=3).gradient_transformation(), good)
+    chex.assert_trees_all_close(params, plain, rtol=1e-5, atol=1e-7)
+    assert bits(params) != bits(make_params())
+
+
+def test_multi_steps_between_two_updates_leaves_the_parameters_alone():
+    tx = jmp.with_loss_scale(optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2))
+    params, opt_state = run(tx, [make_grads(0), spoil(make_grads(1))])
+    # -0.0 becomes 0.0 here: MultiSteps itself adds plain zeros in between.
+    chex.assert_trees_all_equal(params, make_params())
+    assert int(opt_state.inner_state.mini_step) == 1
+
+
+# dtypes
+
+
+def scan_of(tx):
+    def step(carry, grads):
+        params, opt_state = carry
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    return lambda carry, grads: jax.lax.scan(step, carry, grads)[0]
+
+
+@pytest.mark.parametrize("name", sorted(set(INNERS) - {"noisy_sgd"}))
+@pytest.mark.parametrize("params_dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("grads_dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_the_state_keeps_its_dtypes_whatever_those_of_gradients_and_parameters(
+    name, params_dtype, grads_dtype
+):
+    tx, _ = wrapped(name)
+    shape = lambda dtype: jax.eval_shape(lambda: make_params(dtype))
+    params, grads = (
+        shape(params_dtype),
+        jax.tree.map(lambda g: g.update(shape=(3, *g.shape)), shape(grads_dtype)),
+    )
+    opt_state = jax.eval_shape(tx.init, params)
+    # A scan takes only a state whose shapes, dtypes and weak types stay from the first step on.
+    after, state_after = jax.eval_shape(scan_of(tx), (params, opt_state), grads)
+    assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {np.dtype(params_dtype)}
+    held = [
+        m.dtype.name for m in jax.tree.leaves(inner_of(state_after)) if jnp.issubdtype(m.dtype, jnp.floating)
+    ]
+    assert set(held) <= {"float32", *(["bfloat16"] if name == "adamw_bf16_moment" else [])}
+
+
+@pytest.mark.parametrize("params_dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("grads_dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_and_parameters_may_differ_in_dtype(params_dtype, grads_dtype):
+    tx = jmp.with_loss_scale(optax.adamw(SCHEDULE))
+    good = [make_grads(t, grads_dtype) for t in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *good, spoil(good[0]))
+    params = make_params(params_dtype)
+    after, state = jax.jit(scan_of(tx))((params, tx.init(params)), stacked)
+    expected, _ = run(optax.adamw(SCHEDULE), [make_grads(t) for t in range(3)])
+    for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(expected)):
+        assert got.dtype == params_dtype
+        # Each of three steps rounds the parameter once; gradients differ by their own rounding.
+        tolerance = 3 * float(jnp.finfo(params_dtype).eps) + 0.03 * float(jnp.finfo(grads_dtype).eps)
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=tolerance, atol=tolerance)
+    assert int(jmp.skipped_steps(state)) == 1
+
+
+def test_adam_moments_of_half_parameters_rest_in_float32():
+    tx = jmp.with_loss_scale(optax.adam(1e-2))
+    state = tx.init(make_params(jnp.float16)).inner_state[0]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((state.mu, state.nu))} == {"float32"}
+
+
+# Extra arguments
+
+
+def recorder():
+    def update(updates, state, params=None, *, value, factor=1.0, **extra):
+        assert not extra, extra
+        return jax.tree.map(lambda u: u * factor, updates), state + value
+
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.float32(0), update)
+
+
+@pytest.mark.parametrize("wrap", [jmp.skip_nonfinite, jmp.with_loss_scale])
+def test_extra_arguments_reach_the_inner_transform(wrap):
+    tx = optax.chain(wrap(optax.chain(recorder(), optax.sgd(1.0))), optax.identity())
+    params = jnp.ones(2)
+    state = tx.init(params)
+    updates, state = tx.update(params, state, params, value=jnp.float32(7), factor=3.0)
+    assert updates.tolist() == [-3.0, -3.0]
+    assert float(state[0].inner_state[0]) == 7.0
+    _, state = tx.update(params * np.nan, state, params, value=jnp.float32(7), factor=3.0)
+    assert float(state[0].inner_state[0]) == 7.0
+
+
+def test_reduce_on_plateau_gets_its_value():
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    tx = jmp.with_loss_scale(optax.chain(optax.sgd(1.0), plateau))
+    params = jnp.ones(2)
+    state = tx.init(params)
+    for _ in range(4):
+        _, state = tx.update(params, state, params, value=jnp.float32(1))
+    assert float(state.inner_state[1].scale) < 1.0
+    before = bits(state.inner_state)
+    _, state = tx.update(params * np.inf, state, params, value=jnp.float32(np.nan))
+    assert bits(state.inner_state) == before
+
+
+def test_a_line_search_gets_value_and_function():
+    value_fn = lambda w: jnp.sum((w - 3.0) ** 2)
+    tx = jmp.skip_nonfinite(optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15)))
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    for _ in range(5):
+        value, grads = jax.value_and_grad(value_fn)(params)
+        updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=value_fn)
+        params = optax.apply_updates(params, updates)
+    assert float(value_fn(params)) < 1.0 < float(value_fn(jnp.zeros(2)))
+    bad = params * np.nan
+    updates, after = tx.update(bad, state, params, value=value_fn(bad), grad=bad, value_fn=value_fn)
+    assert bits(optax.apply_updates(params, updates)) == bits(params)
+    assert bits(after.inner_state) == bits(state.inner_state)
+
+
+def test_with_loss_scale_turns_down_a_second_loss_scale():
+    tx = jmp.with_loss_scale(optax.sgd(1.0))
+    with pytest.raises(TypeError, match=r"given loss_scale=, but this optimizer holds its own"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), loss_scale=jmp.NoOpLossScale())
+    with pytest.raises(TypeError, match=r"expected a loss scale such as .* got float"):
+        jmp.with_loss_scale(optax.sgd(1.0), 2.0**15)
+
+
+def test_gradients_of_unknown_parameters_are_an_error():
+    tx = jmp.skip_nonfinite(optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"not initialised with: \['b'\]. It knows \['a'\]"):
+        tx.update({"b": jnp.ones(2)}, tx.init({"a": jnp.ones(2)}))
+
+
+def test_parameters_without_a_gradient_count_as_finite():
+    tx = jmp.skip_nonfinite(optax.sgd(1.0))
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    _, state = tx.update({"a": jnp.ones(2), "b": None}, tx.init(params))
+    assert bool(jmp.grads_finite(state))
+    _, state = tx.update({"a": None, "b": jnp.ones(2) * np.nan}, tx.init(params))
+    assert state.leaf_finite.tolist() == [True, False]
+
+
+def test_an_empty_parameter_tree_is_finite():
+    tx = jmp.with_loss_scale(optax.sgd(1.0))
+    updates, state = tx.update({}, tx.init({}), {})
+    assert (updates, bool(jmp.grads_finite(state))) == ({}, True)
+
+
+# Transformations
+
+
+def test_a_scan_and_a_loop_of_jitted_steps_agree():
+    tx = jmp.with_loss_scale(optax.adamw(SCHEDULE), jmp.DynamicLossScale(2.0**10, period=2, hysteresis=1))
+    grads = [make_grads(t) for t in range(6)]
+    grads[1], grads[2], grads[5] = (spoil(grads[i], v) for i, v in zip((1, 2, 5), BAD))
+    params, opt_state = run(tx, grads)
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads)
+    carry = (make_params(), tx.init(make_params()))
+    scanned, scanned_state = jax.jit(scan_of(tx))(carry, stacked)
+    chex.assert_trees_all_close(scanned, params, rtol=1e-5, atol=1e-7)
+    assert bits(scanned_state.loss_scale) == bits(opt_state.loss_scale)
+    assert scanned_state.leaf_finite.tolist() == opt_state.leaf_finite.tolist() == [True, False, True]
+    assert int(scanned_state.skipped_steps) == int(opt_state.skipped_steps) == 3
+
+
+def test_each_member_of_an_ensemble_skips_alone():
+    tx = jmp.with_loss_scale(optax.adamw(SCHEDULE))
+    stack = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    params = stack(make_params(), make_params(), make_params())
+    opt_state = jax.vmap(tx.init)(params)
+    step = jax.jit(jax.vmap(make_step(tx)))
+    good, bad = make_grads(0), spoil(make_grads(0), np.inf)
+    params, opt_state = step(params, opt_state, stack(good, bad, good))
+    params, opt_state = step(params, opt_state, stack(good, good, bad))
+    params, opt_state = step(params, opt_state, stack(good, good, good))
+    assert opt_state.skipped_steps.tolist() == [0, 1, 1]
+    assert opt_state.loss_scale.loss_scale.tolist() == [2.0**15, 2.0**14, 2.0**14]
+    assert opt_state.inner_state[0].count.tolist() == [3, 2, 2]
+    member = lambda i: bits(jax.tree.map(lambda leaf: leaf[i], params))
+    assert member(1) == member(2) != member(0)
+
+
+def device_mesh():
+    assert jax.device_count() >= 8
+    return Mesh(np.asarray(jax.devices()[:8]), ("data",))
+
+
+def sharded_update(axis_name):
+    """A step in which each device holds and updates its own slice of the parameters."""
+    tx = jmp.with_loss_scale(optax.adamw(SCHEDULE), axis_name=axis_name)
+    params = {"w": jnp.linspace(-1, 1, 16), "v": jnp.full(8, -0.0)}
+    opt_state = tx.init(jax.tree.map(lambda leaf: leaf[: leaf.size // 8], params))
+    is_slice = lambda leaf: leaf.dtype == np.float32 and leaf.ndim == 1
+    opt_state = jax.tree.map(lambda s: jnp.tile(s, 8) if is_slice(s) else s, opt_state)
+    specs = jax.tree.map(lambda s: P("data") if is_slice(s) else P(), opt_state)
+
+    def step(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return params, opt_state, specs, step
+
+
+def test_all_devices_of_a_shard_map_agree_to_skip():
+    params, opt_state, specs, step = sharded_update("data")
+    arguments = (P("data"), specs, P("data"))
+    sharded = jax.jit(
+        jax.shard_map(step, mesh=device_mesh(), in_specs=arguments, out_specs=(P("data"), specs))
+    )
+    grads = jax.tree.map(jnp.ones_like, params)
+    params, opt_state = sharded(params, opt_state, grads)
+    bad = {**grads, "w": grads["w"].at[7].set(np.inf)}  # On device 3 alone.
+    after, state_after = sharded(params, opt_state, bad)
+    assert bits(after) == bits(params)
+    assert bits(state_after.inner_state) == bits(opt_state.inner_state)
+    assert state_after.leaf_finite.tolist() == [True, False]
+    for leaf in jax.tree.leaves((state_after.loss_scale, state_after.skipped_steps, state_after.leaf_finite)):
+        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
+    assert float(state_after.loss_scale.loss_scale) == 2.0**14
+    after, state_after = sharded(after, state_after, grads)
+    assert bits(after) != bits(params)
+
+
+def test_without_an_axis_name_the_devices_of_a_shard_map_part_ways():
+    params, opt_state, specs, step = sharded_update(None)
+    arguments = (P("data"), specs, P("data"))
+    sharded = jax.shard_map(
+        step, mesh=device_mesh(), in_specs=arguments, out_specs=(P("data"), specs), check_vma=False
+    )
+    grads = jax.tree.map(jnp.ones_like, params)
+    after, _ = jax.jit(sharded)(params, opt_state, {**grads, "w": grads["w"].at[7].set(np.inf)})
+    changed = np.asarray(after["w"] != params["w"]).reshape(8, 2).any(1)
+    assert changed.tolist() == [True] * 3 + [False] + [True] * 4
+
+
+@pytest.mark.parametrize("param_spec", [P(), P("data")], ids=["replicated", "sharded"])
+def test_an_inf_in_one_shard_skips_everywhere_under_jit(param_spec):
+    mesh = device_mesh()
+    place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+    tx = jmp.with_loss_scale(optax.adamw(SCHEDULE))
+    params = place({"w": jnp.linspace(-1, 1, 64).reshape(16, 4), "v": jnp.full((8, 4), -0.0)}, param_spec)
+    opt_state = jax.jit(tx.init)(params)
+
+    def loss_fn(params, x):
+        hidden = jnp.tanh(x.astype(jnp.float16) @ params["w"].astype(jnp.float16))
+        return jnp.mean((hidden.astype(jnp.float32) @ params["v"].T - 1.0) ** 2)
+
+    @jax.jit
+    def step(params, opt_state, x):
+        loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    x = np.linspace(-1, 1, 32 * 16, dtype=np.float32).reshape(32, 16)
+    x_bad = x.copy()
+    x_bad[13, 2] = np.nan  # One example, on device 3.
+    params, opt_state, _ = step(params, opt_state, place(x, P("data")))
+    after, state_after, loss = step(params, opt_state, place(x_bad, P("data")))
+    assert np.isnan(float(loss))
+    assert bits(after) == bits(params)
+    assert bits(state_after.inner_state) == bits(opt_state.inner_state)
+    assert int(state_after.skipped_steps) == 1
+    for leaf in jax.tree.leaves((state_after.loss_scale, state_after.skipped_steps, state_after.leaf_finite)):
+        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
+    assert float(state_after.loss_scale.loss_scale) == 2.0**14
+    after, state_after, _ = step(after, state_after, place(x, P("data")))
+    assert bits(after) != bits(params)
+    assert int(state_after.consecutive_skipped_steps) == 0
+
+
+# The host
+
+
+def test_raise_if_stuck_names_the_parameters_and_the_scale():
+    tx = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(8.0))
+    _, state = run(tx, [make_grads(0), spoil(make_grads(1)), spoil(make_grads(1))])
+    jmp.raise_if_stuck(state, 3)
+    jmp.raise_if_stuck(state)
+    with pytest.raises(FloatingPointError) as error:
+        jmp.raise_if_stuck(state, 2)
+    message = str(error.value)
+    assert (
+        "The last 2 steps were skipped: inf or NaN in the gradients of dense/kernel (1 of 3 param" in message
+    )
+    assert "The loss scale is 2.0." in message
+    assert "dense/bias" not in message
+
+
+def test_raise_if_stuck_forgets_after_a_step_that_was_taken():
+    tx = jmp.skip_nonfinite(optax.adam(1e-2))
+    _, state = run(tx, [spoil(make_grads(1))] * 3)
+    with pytest.raises(FloatingPointError) as error:
+        jmp.raise_if_stuck(state, 1)
+    assert "The loss scale" not in str(error.value)
+    _, state = run(tx, [spoil(make_grads(1)), make_grads(0)])
+    jmp.raise_if_stuck(state, 1)
+
+
+def test_raise_if_stuck_has_a_word_for_a_single_parameter():
+    tx = jmp.skip_nonfinite(optax.sgd(1.0))
+    _, state = tx.update(jnp.float32(np.nan), tx.init(jnp.float32(0)))
+    with pytest.raises(FloatingPointError, match=r"gradients of \(the only parameter\) \(1 of 1"):
+        jmp.raise_if_stuck(state, 1)
+
+
+def test_raise_if_stuck_belongs_on_the_host():
+    state = jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.float32(0))
+    with pytest.raises(TypeError, match="call it on the host, outside jit"):
+        jax.jit(lambda state: jmp.raise_if_stuck(state))(state)
+    with pytest.raises(ValueError, match="max_consecutive_skips should be 1 or above, got 0"):
+        jmp.raise_if_stuck(state, 0)
+
+
+# Compilation and memory
+
+POLICIES = ["full", "p=f32,c=f16,o=f32", "p=f32,c=bf16,o=f32", "half", "O2"]
+LOSS_SCALES = {
+    "none": jmp.NoOpLossScale(),
+    "static": jmp.StaticLossScale(2.0**10),
+    "dynamic": jmp.DynamicLossScale(2.0**10, period=2),
+    "hysteresis": jmp.DynamicLossScale(2.0**10, period=2, hysteresis=1),
+}
+
+
+@pytest.mark.parametrize("loss_scale", LOSS_SCALES)
+@pytest.mark.parametrize("policy_name", POLICIES)
+def test_one_compilation_in_three_steps_and_no_weak_types(policy_name, loss_scale):
+    policy = jmp.get_policy(policy_name)
+    tx = jmp.with_loss_scale(optax.adamw(SCHEDULE), LOSS_SCALES[loss_scale])
+    params = policy.cast_to_param(
+        {"dense": {"kernel": jnp.linspace(-1, 1, 12).reshape(3, 4)}, "norm": {"scale": jnp.ones(4)}}
+    )
+    traces = []
+
+    def loss_fn(params, x):
+        params, x = policy.cast_to_compute((params, x))
+        hidden = (x @ params["dense"]["kernel"]) * params["norm"]["scale"]
+        return jnp.mean(policy.cast_to_output(hidden).astype(jnp.float32) ** 2)
+
+    @jax.jit
+    def step(params, opt_state, x):
+        traces.append(1)
+        loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    opt_state = tx.init(params)
+    avals = [jax.typeof(leaf) for leaf in jax.tree.leaves((params, opt_state))]
+    for t in range(3):
+        x = jnp.full((2, 3), np.inf if t == 1 else 1.0)
+        params, opt_state, loss = step(params, opt_state, x)
+        assert [jax.typeof(leaf) for leaf in jax.tree.leaves((params, opt_state))] == avals
+        assert not any(leaf.weak_type for leaf in jax.tree.leaves((params, opt_state, loss)))
+    assert len(traces) == 1
+    assert step._cache_size() == 1
+    assert int(jmp.skipped_steps(opt_state)) == 1
+
+
+def memory_of(tx):
+    """The memory of a compiled, donated update of six equal leaves, and the bytes of one of them."""
+    params = {f"w{i}": jax.ShapeDtypeStruct((128, 128), jnp.float32) for i in range(6)}
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state = jax.eval_shape(tx.init, params)
+    return step.lower(params, opt_state, params).compile().memory_analysis(), 4 * 128**2
+
+
+def test_donated_parameters_and_moments_stay_in_place():
+    memory, leaf = memory_of(jmp.with_loss_scale(optax.adamw(1e-3)))
+    assert memory.alias_size_in_bytes >= 3 * 6 * leaf
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < leaf
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.adamw(1e-3),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        optax.sgd(1e-3, momentum=0.9),
+        optax.lion(1e-3),
+    ],
+    ids=["adamw", "clip and adamw", "momentum", "lion"],
+)
+def test_the_skip_takes_no_buffer_of_parameter_size_more_than_the_plain_step(inner):
+    plain, leaf = memory_of(inner)
+    skipping, _ = memory_of(jmp.with_loss_scale(inner))
+    booleans = 6 * leaf // 4  # The CPU writes `isfinite` down, a byte an element; a GPU does not.
+    assert skipping.temp_size_in_bytes - plain.temp_size_in_bytes < booleans + leaf // 8
+    assert skipping.output_size_in_bytes - plain.output_size_in_bytes < leaf // 8

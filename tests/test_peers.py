@@ -1,0 +1,306 @@
+"""What the peers get wrong, each shown by running the peer, next to the number that is right here.
+
+Versions: jmp 0.0.4, Flax 0.12, optax 0.2.8, Keras 3.15. A test that fails here says that a peer has
+been mended: take its line out of the README's table.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+
+import jmp_lite
+
+OVERFLOW, FINE = jnp.bool_(False), jnp.bool_(True)
+
+
+def count_compilations(step, state, steps=3):
+    """How often `step` is compiled when its output is fed back."""
+    traces = []
+
+    @jax.jit
+    def counted(state):
+        traces.append(1)
+        return step(state)
+
+    for _ in range(steps):
+        state = counted(state)
+    return len(traces)
+
+
+def apply_all(tx, grads, params):
+    """The parameters after each gradient."""
+    opt_state, update, trajectory = tx.init(params), jax.jit(tx.update), []
+    for grad in grads:
+        updates, opt_state = update(jnp.float32(grad), opt_state, params)
+        params = optax.apply_updates(params, updates)
+        trajectory.append(float(params))
+    return trajectory, opt_state
+
+
+# jmp
+
+
+@pytest.mark.parametrize(
+    "passage", [lambda s: jax.tree.map(lambda x: x, s), jax.jit(lambda s: s)], ids=["map", "jit"]
+)
+def test_jmp_forgets_the_minimum_on_flatten(passage):
+    settings = dict(loss_scale=np.float32(8), min_loss_scale=np.float32(8))  # noqa: C408
+    theirs, ours = jmp.DynamicLossScale(**settings), jmp_lite.DynamicLossScale(**settings)
+    assert float(theirs.adjust(OVERFLOW).loss_scale) == 8.0  # Right, as long as nothing flattens it.
+    assert float(passage(theirs).adjust(OVERFLOW).loss_scale) == 4.0
+    assert float(passage(ours).adjust(OVERFLOW).loss_scale) == 8.0
+
+
+@pytest.mark.parametrize("number", [2.0**16, jnp.asarray(2.0**16)], ids=["float", "asarray"])
+def test_jmp_scales_a_float16_loss_to_inf(number):
+    loss = jnp.float16(1)
+    assert float(jmp.DynamicLossScale(number).scale(loss)) == np.inf
+    assert float(jmp_lite.DynamicLossScale(number).scale(loss)) == 65536.0
+
+
+def test_jmp_compiles_its_readme_step_twice():
+    step = lambda scale: scale.adjust(FINE)
+    assert count_compilations(step, jmp.DynamicLossScale(jnp.asarray(2.0**15))) == 2
+    assert count_compilations(step, jmp_lite.DynamicLossScale(jnp.asarray(2.0**15))) == 1
+
+
+def test_jmp_lets_the_scale_reach_zero():
+    settings = dict(loss_scale=np.float32(1), min_loss_scale=np.float32(0))  # noqa: C408
+    theirs, ours = jmp.DynamicLossScale(**settings), jmp_lite.DynamicLossScale(**settings)
+    for _ in range(130):
+        theirs, ours = theirs.adjust(OVERFLOW), ours.adjust(OVERFLOW)
+    assert float(theirs.loss_scale) == 0.0
+    assert float(ours.loss_scale) == 2.0**-126
+
+
+def test_jmp_loses_the_gradients_at_a_large_scale():
+    # It multiplies by 1 / 2**127, which is subnormal and flushed to zero. Growth can reach 2**127.
+    unscale = jax.jit(lambda cls, number: cls(number).unscale(number), static_argnums=0)
+    assert float(unscale(jmp.StaticLossScale, jnp.float32(2.0**127))) == 0.0
+    assert float(unscale(jmp_lite.StaticLossScale, jnp.float32(2.0**127))) == 1.0
+
+
+def test_jmp_compiles_anew_for_every_static_scale():
+    def compilations(cls):
+        traces = []
+        step = jax.jit(lambda scale, x: traces.append(1) or scale.scale(x))
+        for number in (2.0, 4.0, 8.0):
+            assert float(step(cls(jnp.float32(number)), jnp.float32(3))) == 3 * number
+        return len(traces)
+
+    assert compilations(jmp.StaticLossScale) == 3
+    assert compilations(jmp_lite.StaticLossScale) == 1
+
+
+def test_jmp_static_scale_cannot_leave_jit():
+    theirs = jax.jit(jmp.StaticLossScale)(jnp.float32(4))
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        theirs.scale(jnp.float32(1))
+    assert float(jax.jit(jmp_lite.StaticLossScale)(jnp.float32(4)).scale(jnp.float32(1))) == 4.0
+
+
+@pytest.mark.parametrize("settings", [{"factor": 1}, {"period": 0}, {"loss_scale": np.float32(0)}])
+def test_jmp_takes_settings_that_cannot_work(settings):
+    settings = {"loss_scale": np.float32(8), **settings}
+    jmp.DynamicLossScale(**settings)
+    with pytest.raises(ValueError, match=r"should be"):
+        jmp_lite.DynamicLossScale(**settings)
+
+
+# Flax
+
+
+def flax_steps(scale, fun, param, steps):
+    numbers = []
+    for _ in range(steps):
+        scale, *_ = scale.value_and_grad(fun)(param)
+        numbers.append(float(scale.scale))
+    return numbers
+
+
+def our_steps(scale, fun, param, steps):
+    numbers = []
+    for _ in range(steps):
+        grads = jmp_lite.grad(fun, scale)(param)
+        scale = scale.adjust(jmp_lite.all_finite(grads))
+        numbers.append(float(scale.loss_scale))
+    return numbers
+
+
+def test_flax_grows_one_step_late():
+    fun = lambda w: w * w
+    theirs = flax_steps(DynamicScale(growth_interval=3), fun, jnp.float32(1), 4)
+    ours = our_steps(jmp_lite.DynamicLossScale(2.0**16, period=3), fun, jnp.float32(1), 4)
+    assert theirs == [2.0**16, 2.0**16, 2.0**16, 2.0**17]
+    assert ours == [2.0**16, 2.0**16, 2.0**17, 2.0**17]
+
+
+def test_flax_compiles_twice():
+    theirs = lambda scale: scale.value_and_grad(lambda w: w * w)(jnp.float32(1))[0]
+    ours = lambda scale: scale.adjust(
+        jmp_lite.all_finite(jmp_lite.grad(lambda w: w * w, scale)(jnp.float32(1)))
+    )
+    assert count_compilations(theirs, DynamicScale()) == 2
+    assert count_compilations(ours, jmp_lite.DynamicLossScale(2.0**16)) == 1
+
+
+def test_flax_overflows_on_the_first_step_of_a_float16_loss():
+    # A loss of 2**-10 at the point: both it and its gradient fit float16 with room to spare.
+    fun, w = lambda w: (w * w).astype(jnp.float16), jnp.float32(2.0**-5)
+    scale, finite, loss, grads = DynamicScale().value_and_grad(fun)(w)
+    assert (bool(finite), float(scale.scale)) == (False, 2.0**15)
+    assert np.isnan(float(loss))
+    assert float(grads) == np.inf
+    loss, grads = jmp_lite.value_and_grad(fun, jmp_lite.DynamicLossScale(2.0**15))(w)
+    assert (float(loss), float(grads)) == (2.0**-10, 2.0**-4)
+
+
+def test_flax_gives_back_a_nan_for_a_float16_loss():
+    fun = lambda w: w * w
+    _, _, loss, _ = DynamicScale().value_and_grad(fun)(jnp.float16(1))
+    assert np.isnan(float(loss))
+    loss, _ = jmp_lite.value_and_grad(fun, jmp_lite.DynamicLossScale(2.0**16))(jnp.float16(1))
+    assert float(loss) == 1.0
+
+
+def test_flax_leaves_the_powers_of_two():
+    # It grows to the largest float32, (2 - 2**-23) * 2**127, and halves that from then on.
+    fine, bad = lambda w: w, lambda w: w * jnp.inf
+    theirs = DynamicScale(scale=2.0**127, growth_interval=1)
+    for fun in (fine, fine, bad, bad):
+        theirs, *_ = theirs.value_and_grad(fun)(jnp.float32(1e-30))
+    ours = jmp_lite.DynamicLossScale(2.0**127, period=1)
+    for flag in (FINE, FINE, OVERFLOW, OVERFLOW):
+        ours = ours.adjust(flag)
+    assert np.frexp(float(theirs.scale))[0] == 1 - 2.0**-24
+    assert float(ours.loss_scale) == 2.0**125
+
+
+# optax
+
+
+def test_optax_applies_the_nan_after_n_errors():
+    params = jnp.float32(1)
+    theirs, _ = apply_all(optax.apply_if_finite(optax.sgd(0.1), 2), [np.nan] * 3, params)
+    ours, _ = apply_all(jmp_lite.skip_nonfinite(optax.sgd(0.1)), [np.nan] * 3, params)
+    np.testing.assert_array_equal(theirs, [1.0, 1.0, np.nan])
+    assert ours == [1.0, 1.0, 1.0]
+
+
+def test_optax_looks_only_after_what_came_before_it_in_the_chain():
+    # Put at the end of a chain it counts an infinite gradient, clipped to 1, as finite.
+    params = jnp.float32(1)
+    theirs, state = apply_all(
+        optax.chain(optax.clip(1.0), optax.apply_if_finite(optax.sgd(0.5), 2)), [np.inf], params
+    )
+    assert (theirs, int(state[1].total_notfinite)) == ([0.5], 0)
+    ours, state = apply_all(
+        jmp_lite.skip_nonfinite(optax.chain(optax.clip(1.0), optax.sgd(0.5))), [np.inf], params
+    )
+    assert (ours, int(jmp_lite.skipped_steps(state))) == ([1.0], 1)
+
+
+def test_optax_changes_a_skipped_minus_zero():
+    skip = lambda tx: apply_all(tx, [np.nan], jnp.float32(-0.0))[0][0]
+    assert np.copysign(1, skip(optax.apply_if_finite(optax.sgd(0.1), 2))) == 1.0
+    assert np.copysign(1, skip(jmp_lite.skip_nonfinite(optax.sgd(0.1)))) == -1.0
+
+
+def test_optax_turns_down_gradients_of_another_dtype():
+    params, grads = jnp.float32(1), jnp.float16(1)
+    inner = optax.sgd(0.5, momentum=0.9)
+    theirs = optax.apply_if_finite(inner, 2)
+    with pytest.raises(TypeError, match="branches must have equal output types"):
+        theirs.update(grads, theirs.init(params), params)
+    ours = jmp_lite.skip_nonfinite(inner)
+    updates, _ = ours.update(grads, ours.init(params), params)
+    assert float(optax.apply_updates(params, updates)) == 0.5
+
+
+MICRO_BATCHES = [1.0, np.inf, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_optax_multi_steps_applies_an_inf_and_is_nan_for_ever_after():
+    theirs, state = apply_all(optax.MultiSteps(optax.sgd(1.0), 2), MICRO_BATCHES, jnp.float32(0))
+    np.testing.assert_array_equal(theirs, [0.0, -np.inf, -np.inf, np.nan, np.nan, np.nan])
+    assert np.isnan(float(state.acc_grads))
+    ours, _ = apply_all(
+        jmp_lite.skip_nonfinite(optax.MultiSteps(optax.sgd(1.0), 2)), MICRO_BATCHES, jnp.float32(0)
+    )
+    # Five finite micro-batches are two whole steps and a half.
+    assert ours == [0.0, 0.0, -1.0, -1.0, -2.0, -2.0]
+
+
+def test_optax_multi_steps_around_a_check_never_steps_again():
+    # 0 * inf is NaN: the accumulator keeps it, and every later sum is turned down.
+    guarded = optax.apply_if_finite(optax.sgd(1.0), 1000)
+    theirs, state = apply_all(optax.MultiSteps(guarded, 2), MICRO_BATCHES * 10, jnp.float32(0))
+    assert theirs[-1] == 0.0
+    assert int(state.inner_opt_state.total_notfinite) == 30
+    ours, state = apply_all(
+        jmp_lite.skip_nonfinite(optax.MultiSteps(optax.sgd(1.0), 2)), MICRO_BATCHES * 10, jnp.float32(0)
+    )
+    assert ours[-1] == -25.0
+    assert int(jmp_lite.skipped_steps(state)) == 10
+
+
+# Keras
+
+
+@pytest.fixture(scope="module")
+def keras():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # What it says on import is not ours to mend.
+        keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "jax":
+        pytest.skip("Keras was configured for another backend")
+    return keras
+
+
+def keras_scales(keras, grad, steps):
+    """The scale of Keras after each of `steps` equal gradients, by its own stateless way."""
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), dynamic_growth_steps=1)
+    variable = keras.Variable(np.float32(1))
+    optimizer.build([variable])
+    index = [v is optimizer.dynamic_scale for v in optimizer.variables].index(True)
+    values = [v.value for v in optimizer.variables]
+    apply = jax.jit(lambda values, trained: optimizer.stateless_apply(values, [jnp.float32(grad)], trained))
+    trained, scales = [variable.value], []
+    for _ in range(steps):
+        trained, values = apply(values, trained)
+        scales.append(float(values[index]))
+    return scales
+
+
+def our_scales(flag, steps):
+    scale = jmp_lite.DynamicLossScale(2.0**15, period=1)
+    scales = jax.lax.scan(lambda s, _: (s.adjust(flag), s.loss_scale), scale, None, length=steps + 1)[1]
+    return scales[1:].tolist()
+
+
+def test_keras_lets_the_scale_reach_zero(keras):
+    theirs, ours = keras_scales(keras, np.inf, 200), our_scales(OVERFLOW, 200)
+    assert theirs[0] == ours[0] == 2.0**14
+    assert theirs[-1] == 0.0
+    assert theirs.index(0.0) + 1 == 142  # 2**15 / 2**142 is 2**-127, flushed to zero.
+    assert ours[-1] == min(ours) == 1.0
+
+
+def test_keras_lets_the_scale_reach_inf(keras):
+    theirs, ours = keras_scales(keras, 1e-30, 200), our_scales(FINE, 200)
+    assert theirs[0] == ours[0] == 2.0**16
+    assert theirs.index(np.inf) + 1 == 113  # 2**15 * 2**113 is 2**128.
+    assert ours[-1] == max(ours) == 2.0**127
+
+
+def test_keras_scales_a_float16_loss_to_inf(keras):
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), initial_scale=2.0**16)
+    before = float(optimizer.scale_loss(jnp.float16(1)))
+    assert before == np.inf  # Until it is built, when the scale becomes a float32.
+    assert float(jmp_lite.DynamicLossScale(2.0**16).scale(jnp.float16(1))) == 65536.0

@@ -1,0 +1,362 @@
+"""Casting, checking and selecting: which leaves, which bits."""
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite
+from jmp_lite._tree import cast_floating, register_state, replace_leaves, static_field
+
+FLOATING = ["float16", "bfloat16", "float32", "float8_e4m3fn"]
+
+
+def bits(leaf):
+    return (str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes())
+
+
+# cast_floating
+
+
+@pytest.mark.parametrize("target", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("source", FLOATING)
+def test_jax_arrays_are_cast(source, target):
+    result = cast_floating({"x": jnp.ones((2, 3), source)}, target)["x"]
+    assert isinstance(result, jax.Array)
+    assert (result.dtype, result.shape) == (target, (2, 3))
+
+
+@pytest.mark.parametrize("source", [np.ones((2, 3)), np.ones(3, np.float16), np.zeros((), np.float32)])
+def test_numpy_arrays_are_cast_and_stay_numpy(source):
+    result = cast_floating([source], jnp.bfloat16)[0]
+    assert isinstance(result, np.ndarray)
+    assert (result.dtype, result.shape) == (jnp.bfloat16, source.shape)
+
+
+@pytest.mark.parametrize("source", [np.float16(1.5), np.float32(1.5), np.float64(1.5)])
+def test_numpy_float_scalars_are_cast_and_stay_scalars(source):
+    result = cast_floating(source, "bf16")
+    assert type(result) is np.dtype(jnp.bfloat16).type
+    assert float(result) == 1.5
+
+
+def test_shapes_are_cast_and_keep_their_sharding():
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:8]), ("data",)), P("data"))
+    shape = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=sharding)
+    result = cast_floating(shape, "f16")
+    assert (type(result), result.shape, result.dtype) == (jax.ShapeDtypeStruct, (8, 2), np.float16)
+    assert result.sharding == sharding
+    whole = jax.ShapeDtypeStruct((8,), jnp.int32)
+    assert cast_floating(whole, "f16") is whole
+
+
+def test_sharded_arrays_stay_where_they_are():
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:8]), ("data",)), P("data"))
+    result = cast_floating(jax.device_put(jnp.ones((8, 2)), sharding), "f16")
+    assert (result.dtype, result.sharding) == (np.float16, sharding)
+
+
+def a_function():
+    pass
+
+
+UNTOUCHED = {
+    "int32": jnp.arange(3),
+    "uint8": np.arange(3, dtype=np.uint8),
+    "numpy_int": np.int64(3),
+    "bool": jnp.array([True]),
+    "numpy_bool": np.bool_(True),
+    "complex": jnp.ones(2, jnp.complex64),
+    "key": jax.random.key(0),
+    "old_key": jax.random.PRNGKey(0),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "float": 1.5,
+    "int": 3,
+    "truth": True,
+    "imaginary": 1j,
+    "string": "float32",
+    "function": a_function,
+    "type": np.float32,
+    "object": object(),
+    "object_array": np.array([1.0, None], object),
+}
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_what_is_not_floating_comes_through_untouched(name):
+    tree = {"leaf": UNTOUCHED[name], "none": None, "x": jnp.ones(2)}
+    result = cast_floating(tree, "f16")
+    assert result["leaf"] is UNTOUCHED[name]
+    assert result["none"] is None
+    assert result["x"].dtype == np.float16
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        jnp.ones(2, jnp.float16),
+        np.ones(2, np.float16),
+        np.float16(1),
+        jax.ShapeDtypeStruct((2,), jnp.float16),
+    ],
+    ids=["jax", "numpy", "scalar", "shape"],
+)
+def test_a_leaf_that_has_the_dtype_is_returned_as_it_is(leaf):
+    assert cast_floating({"x": leaf}, "f16")["x"] is leaf
+
+
+def test_a_weak_type_becomes_strong():
+    weak = jnp.asarray(1.0)
+    assert weak.weak_type
+    result = cast_floating(weak, "f32")
+    assert (result.dtype, result.weak_type) == (np.float32, False)
+    shape = jax.ShapeDtypeStruct((), jnp.float32, weak_type=True)
+    assert not cast_floating(shape, "f32").weak_type
+    # In arithmetic a weak float32 would have given way.
+    assert (result * jnp.float16(1)).dtype == np.float32
+
+
+def test_tracers_are_cast_under_every_transformation():
+    cast = lambda x: cast_floating(x, "f16")
+    assert jax.jit(cast)(jnp.ones(2)).dtype == np.float16
+    assert jax.vmap(cast)(jnp.ones(2)).dtype == np.float16
+    assert jax.eval_shape(cast, jnp.ones(2)).dtype == np.float16
+    grad = jax.grad(lambda x: cast(x).astype(jnp.float32) ** 2)(jnp.float32(3))
+    assert (grad.dtype, float(grad)) == (np.float32, 6.0)
+
+
+def test_a_cast_that_is_not_needed_leaves_no_trace_in_the_jaxpr():
+    jaxpr = jax.make_jaxpr(lambda x: cast_floating(x, "f16"))(jnp.ones(2, jnp.float16))
+    assert jaxpr.eqns == []
+    names = [
+        eqn.primitive.name for eqn in jax.make_jaxpr(lambda x: cast_floating(x, "f16"))(jnp.ones(2)).eqns
+    ]
+    assert names == ["convert_element_type"]
+
+
+def test_cast_to_half_and_full():
+    tree = {"a": jnp.ones(2, jnp.bfloat16), "b": np.float64(1), "n": jnp.arange(2)}
+    assert [leaf.dtype.name for leaf in jax.tree.leaves(jmp_lite.cast_to_half(tree))] == ["float16"] * 2 + [
+        "int32"
+    ]
+    assert [leaf.dtype.name for leaf in jax.tree.leaves(jmp_lite.cast_to_full(tree))] == ["float32"] * 2 + [
+        "int32"
+    ]
+
+
+def test_casting_to_no_dtype_is_an_error_even_for_an_empty_tree():
+    with pytest.raises(ValueError, match="Unknown dtype 'f17'"):
+        cast_floating({}, "f17")
+    with pytest.raises(TypeError, match="Expected a floating dtype, got int32"):
+        cast_floating({}, jnp.int32)
+
+
+@hypothesis.given(
+    values=st.lists(st.floats(-65504, 65504, width=16), min_size=1, max_size=5),
+    target=st.sampled_from(["f32", "f16"]),
+)
+def test_casting_there_and_back_keeps_what_fits(values, target):
+    there = cast_floating(np.asarray(values, np.float16), target)
+    assert there.tolist() == values
+
+
+# all_finite
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_one_bad_element_makes_a_tree_not_finite(dtype, bad):
+    tree = {"a": jnp.ones(3, dtype), "b": [jnp.ones((2, 2), dtype)]}
+    assert bool(jmp_lite.all_finite(tree)) is True
+    assert bool(jmp_lite.all_finite({**tree, "b": [tree["b"][0].at[1, 1].set(bad)]})) is False
+
+
+def test_imaginary_parts_are_looked_at_too():
+    assert not jmp_lite.all_finite(jnp.asarray(complex(0, np.inf), jnp.complex64))
+    assert not jmp_lite.all_finite(complex(0, np.nan))
+
+
+def test_the_answer_is_a_boolean_scalar():
+    for tree in (None, {}, {"a": jnp.ones(3)}, {"a": np.inf}):
+        answer = jmp_lite.all_finite(tree)
+        assert isinstance(answer, jax.Array)
+        assert (answer.shape, answer.dtype) == ((), np.bool_)
+
+
+def test_trees_without_leaves_and_other_leaves_are_finite():
+    assert jmp_lite.all_finite(None)
+    assert jmp_lite.all_finite({})
+    assert jmp_lite.all_finite({**UNTOUCHED, "none": None})
+    assert not jmp_lite.all_finite({**UNTOUCHED, "x": float("inf")})
+    assert not jmp_lite.all_finite({**UNTOUCHED, "x": np.float64("nan")})
+
+
+def test_the_largest_half_is_finite_and_its_double_is_not():
+    largest = jnp.asarray(65504, jnp.float16)
+    assert jmp_lite.all_finite(largest)
+    assert not jmp_lite.all_finite(largest * 2)
+
+
+def test_all_members_of_a_named_axis_agree():
+    x = jnp.ones((8, 2)).at[3, 0].set(np.nan)
+    alone = jax.vmap(jmp_lite.all_finite)(x)
+    agreed = jax.vmap(lambda row: jmp_lite.all_finite(row, axis_name="i"), axis_name="i", out_axes=None)(x)
+    assert alone.tolist() == [True] * 3 + [False] + [True] * 4
+    assert (agreed.shape, bool(agreed)) == ((), False)
+    both = jax.vmap(
+        jax.vmap(lambda v: jmp_lite.all_finite(v, axis_name=("i", "j")), axis_name="j"), axis_name="i"
+    )(x)
+    assert not both.any()
+
+
+def test_all_devices_agree():
+    mesh = Mesh(np.asarray(jax.devices()[:8]), ("data",))
+    check = jax.shard_map(
+        lambda x: jmp_lite.all_finite(x, axis_name="data")[None],
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    assert check(jnp.ones(8)).tolist() == [True] * 8
+    assert check(jnp.ones(8).at[5].set(np.inf)).tolist() == [False] * 8
+
+
+# select_tree
+
+
+def test_select_tree_takes_one_tree_whole():
+    a, b = {"x": jnp.float32(1), "y": [jnp.arange(2)]}, {"x": jnp.float32(2), "y": [jnp.arange(2) + 5]}
+    chex.assert_trees_all_equal(jmp_lite.select_tree(jnp.bool_(True), a, b), a)
+    chex.assert_trees_all_equal(jmp_lite.select_tree(jnp.bool_(False), a, b), b)
+    chex.assert_trees_all_equal(jmp_lite.select_tree(np.bool_(True), a, b), a)
+    chex.assert_trees_all_equal(jmp_lite.select_tree(True, a, b), a)
+    assert jmp_lite.select_tree(jnp.bool_(True), None, None) is None
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_chosen_leaf_is_bit_identical(jit):
+    # Minus zero, a NaN with a payload, a negative NaN, a subnormal, and the infinities.
+    patterns = np.array([0x80000000, 0x7FC12345, 0xFFC00001, 0x00000001, 0x7F800000, 0xFF800000], np.uint32)
+    odd = jnp.asarray(patterns.view(np.float32))
+    assert np.asarray(odd).view(np.uint32).tolist() == patterns.tolist()
+    select = jit(jmp_lite.select_tree)
+    nan = jnp.full(6, np.nan)
+    for pred, a, b in ((True, odd, nan), (False, nan, odd)):
+        chosen = select(jnp.bool_(pred), {"x": a}, {"x": b})["x"]
+        assert np.asarray(chosen).view(np.uint32).tolist() == patterns.tolist()
+
+
+def test_a_nan_in_the_tree_not_chosen_does_not_arrive():
+    result = jmp_lite.select_tree(jnp.bool_(False), {"x": jnp.full(3, np.nan)}, {"x": jnp.arange(3.0)})
+    assert result["x"].tolist() == [0, 1, 2]
+
+
+def test_keys_integers_and_booleans_are_selected():
+    a = {"key": jax.random.key(1), "n": jnp.int8(1), "b": jnp.bool_(True), "np": np.float32(1)}
+    b = {"key": jax.random.key(2), "n": jnp.int8(2), "b": jnp.bool_(False), "np": np.float32(2)}
+    result = jmp_lite.select_tree(jnp.bool_(False), a, b)
+    assert jax.random.key_data(result["key"]).tolist() == jax.random.key_data(b["key"]).tolist()
+    assert (int(result["n"]), result["n"].dtype, bool(result["b"])) == (2, np.int8, False)
+    assert (float(result["np"]), result["np"].dtype) == (2.0, np.float32)
+
+
+@pytest.mark.parametrize("pred", [jnp.ones(1, bool), jnp.int32(1), 1, jnp.float32(1), np.ones((1, 1), bool)])
+def test_a_predicate_that_is_no_boolean_scalar_is_the_assertion_of_jmp(pred):
+    with pytest.raises(AssertionError, match="expected boolean scalar"):
+        jmp_lite.select_tree(pred, None, None)
+
+
+def test_nothing_is_broadcast_or_promoted():
+    pred = jnp.bool_(True)
+    with pytest.raises((TypeError, ValueError), match="shape"):
+        jmp_lite.select_tree(pred, {"x": jnp.ones(3)}, {"x": jnp.ones(())})
+    with pytest.raises((TypeError, ValueError), match=r"float16.*float32|float32.*float16"):
+        jmp_lite.select_tree(pred, {"x": jnp.ones(3, jnp.float16)}, {"x": jnp.ones(3)})
+    with pytest.raises((TypeError, ValueError)):
+        jmp_lite.select_tree(pred, {"x": jnp.ones(3)}, {"y": jnp.ones(3)})
+
+
+def test_each_member_of_a_batch_selects_for_itself():
+    pred = jnp.array([True, False])
+    result = jax.vmap(jmp_lite.select_tree)(pred, {"x": jnp.zeros((2, 3))}, {"x": jnp.ones((2, 3))})
+    assert result["x"].tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+def test_no_branch_is_taken():
+    jaxpr = jax.make_jaxpr(jmp_lite.select_tree)(jnp.bool_(True), {"x": jnp.ones(3)}, {"x": jnp.ones(3)})
+    assert {eqn.primitive.name for eqn in jaxpr.eqns} == {"select_n"}
+
+
+# register_state
+
+
+@register_state
+@dataclasses.dataclass(frozen=True)
+class State:
+    count: Any
+    period: int = static_field()
+    moments: Any = None
+    name: str = static_field(default="a")
+
+    def __post_init__(self):
+        if not hasattr(self.count, "dtype"):
+            raise TypeError("a check that trees of anything but numbers would fail")
+
+
+STATE = State(jnp.int32(1), 7, {"mu": jnp.ones(2)}, name="b")
+
+
+def fields(state):
+    return [int(state.count), state.period, state.moments["mu"].tolist(), state.name]
+
+
+@pytest.mark.parametrize(
+    "passage",
+    [
+        lambda state: jax.tree.map(lambda leaf: leaf, state),
+        jax.jit(lambda state: state),
+        lambda state: jax.lax.scan(lambda c, _: (c, None), state, None, length=2)[0],
+        lambda state: pickle.loads(pickle.dumps(state)),
+        copy.deepcopy,
+        replace_leaves,
+    ],
+    ids=["flatten", "jit", "scan", "pickle", "deepcopy", "replace"],
+)
+def test_every_field_of_a_registered_state_survives(passage):
+    assert fields(passage(STATE)) == [1, 7, [1.0, 1.0], "b"]
+
+
+def test_children_are_leaves_and_static_fields_structure():
+    assert [str(jax.tree_util.keystr(p)) for p, _ in jax.tree_util.tree_leaves_with_path(STATE)] == [
+        ".count",
+        ".moments['mu']",
+    ]
+    other = dataclasses.replace(STATE, period=8)
+    assert jax.tree.structure(STATE) != jax.tree.structure(other)
+    assert jax.tree.structure(STATE) == jax.tree.structure(dataclasses.replace(STATE, count=jnp.int32(5)))
+
+
+def test_unflatten_runs_no_check():
+    axes = jax.tree.map(lambda _: None, STATE)
+    assert axes.count is None
+    assert axes.period == 7
+    assert jax.tree.map(lambda _: "spec", STATE).moments == {"mu": "spec"}
+    with pytest.raises(TypeError, match="a check"):
+        State(None, 7)
+
+
+def test_replacing_leaves_keeps_the_others_and_the_original():
+    changed = replace_leaves(STATE, count=jnp.int32(4))
+    assert fields(changed) == [4, 7, [1.0, 1.0], "b"]
+    assert int(STATE.count) == 1
+    assert changed.moments is STATE.moments
