@@ -1,0 +1,163 @@
+"""The examples run, print what they say, and show what they claim."""
+
+import importlib.util
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from tqdm import tqdm
+
+import jmp_lite as jmp
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+digits = load("digits")
+language_model = load("language_model")
+
+
+def table_rows(text, arms):
+    """The cells of the lines that begin with the name of an arm."""
+    rows = {arm: line.removeprefix(arm) for line in text.splitlines() for arm in arms if line.startswith(arm)}
+    return {arm: row.split() for arm, row in rows.items()}
+
+
+def test_digits_prints_its_table_and_draws_its_picture(tmp_path, capsys):
+    picture = tmp_path / "new folder" / "digits.png"
+    digits.main(["--size", "small", "--epochs", "2", "--seeds", "1", "--output", str(picture)])
+    rows = table_rows(capsys.readouterr().out, digits.ARMS)
+    assert list(rows) == list(digits.ARMS)
+    for accuracy, spread, loss, skipped, _, milliseconds, ratio, activations, unit in rows.values():
+        assert 0 < float(accuracy) < 100
+        assert spread == f"({accuracy}-{accuracy})"
+        assert 0 < float(loss) < 0.1
+        assert float(skipped) == 0
+        assert float(milliseconds) > 0
+        assert float(ratio) > 0
+        assert float(activations) > 0.1
+        assert unit == "MiB"
+    assert [row[4] for row in rows.values()] == ["1", "1", "32,768", "1"]
+    assert rows["float32"][6] == "1.00"
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert picture.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("arm", "layers_that_learn"), [("float16, dynamic scale", 9), ("float16, no scale", 1)]
+)
+def test_at_the_start_of_digits_float16_without_a_scale_has_no_gradient_below_the_head(
+    arm, layers_that_learn
+):
+    policy, loss_scale = digits.ARMS[arm]
+    features, batch_size = digits.SIZES["default"]
+    images, _, labels, _ = digits.load_data()
+    model = digits.PixelClassifier(features)
+    variables = model.init(jax.random.key(0), images[:1], train=False)
+    tx = jmp.with_loss_scale(optax.adam(1e-2), loss_scale)  # Adam moves all that has a gradient.
+    step = digits.make_train_step(model, policy, tx)
+    before = jax.tree.map(np.array, variables["params"])  # The step is given the buffers.
+    after, *_ = step(
+        variables["params"],
+        variables["batch_stats"],
+        tx.init(before),
+        images[:batch_size],
+        labels[:batch_size],
+    )
+    moved = [name for name in before if np.any(before[name].get("kernel", 0) != after[name].get("kernel", 0))]
+    moved += [name for name in before if np.any(before[name].get("scale", 0) != after[name].get("scale", 0))]
+    assert len(moved) == layers_that_learn
+    assert "Conv_4" in moved  # The head.
+
+
+@pytest.mark.slow
+def test_float16_reaches_float32_on_digits_with_a_scale_and_visibly_not_without():
+    data = digits.load_data()
+    arms = ("float32", "float16, dynamic scale", "float16, no scale")
+    with tqdm(disable=True) as progress:
+        full, scaled, unscaled = (digits.train_arm(arm, "default", 40, 3, data, progress) for arm in arms)
+    accuracies = [run.accuracy for run in full]
+    spread = max(accuracies) - min(accuracies)
+    assert min(accuracies) > 0.96
+    assert 0 < spread < 0.02
+    assert np.mean([run.accuracy for run in scaled]) > np.mean(accuracies) - spread
+    assert max(run.accuracy for run in unscaled) < 0.5
+    assert min(run.test_loss for run in unscaled) > 3 * max(run.test_loss for run in scaled)
+    assert all(run.scales[0] == 2.0**15 and run.scales.max() > 2.0**20 for run in scaled)
+    assert all(run.skipped_steps >= 1 for run in scaled)
+    starts = [[run.losses[0] for run in runs] for runs in (full, scaled, unscaled)]
+    np.testing.assert_allclose(starts, [starts[0]] * 3, rtol=1e-3)
+
+
+def test_language_model_prints_its_table(capsys):
+    runs = language_model.main(["--size", "small", "--steps", "60"])
+    rows = table_rows(capsys.readouterr().out, language_model.ARMS)
+    assert list(rows) == ["float32", "float16"]
+    assert all(float(bits) < 5.5 for bits, *_ in rows.values())  # 8 at the start.
+    assert runs["float16"].bits_per_byte == pytest.approx(runs["float32"].bits_per_byte, abs=0.05)
+    assert runs["float16"].bits_per_byte != runs["float32"].bits_per_byte
+    assert rows["float32"][1:3] == ["0", "1"]
+    assert rows["float16"][1:3] == ["0", f"{2**15 * 2 ** (60 // 20):,}"]
+    assert math.isfinite(float(rows["float16"][4]))
+
+
+@pytest.mark.slow
+def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path):
+    def start(folder):
+        settings = ["--size", "small", "--steps", "400", "--save-every", "25", "--checkpoint", str(folder)]
+        command = [sys.executable, "-W", "error", EXAMPLES / "language_model.py", *settings]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ, text=True
+        )
+
+    def finish(process):
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        return output
+
+    def steps(folder):
+        return [int(path.name) for path in (folder / "float16").glob("*") if path.name.isdigit()]
+
+    def last_state(folder):
+        with ocp.CheckpointManager(folder / "float16") as checkpoints:
+            assert checkpoints.latest_step() == 400
+            return checkpoints.restore(400, args=ocp.args.StandardRestore())
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    expected = finish(start(whole))
+    killed = start(broken)
+    while killed.poll() is None and not steps(broken):
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    assert 0 < max(steps(broken)) < 400
+    output = finish(start(broken))
+    assert "float32: goes on from step 400." in output
+    resumed_from = int(re.search(r"float16: goes on from step (\d+)\.", output)[1])
+    assert 0 < resumed_from < 400
+
+    states = [jax.tree.leaves_with_path(last_state(folder)) for folder in (whole, broken)]
+    assert len(states[0]) > 40  # Parameters, two moments of each, counts, the scale and its counter.
+    assert any("loss_scale" in jax.tree_util.keystr(path) for path, _ in states[0])
+    for (path, one), (_, other) in zip(*states, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=jax.tree_util.keystr(path))
+    one, other = (table_rows(text, ["float16"])["float16"] for text in (expected, output))
+    assert one[:3] == other[:3]  # Bits per byte, skipped steps, scale.
+    assert expected.split("writes:")[1] == output.split("writes:")[1]
