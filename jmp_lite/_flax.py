@@ -68,6 +68,16 @@ def lookup_dtype(policy: Policy) -> np.dtype:
     return jnp.promote_types(policy.compute_dtype, jnp.float32)
 
 
+def add_bias(output: jax.Array, bias: Any) -> jax.Array:
+    """Adds a float32 bias to the half precision output of a layer; the last dimensions are the bias's.
+
+    Broadcast first and cast then: so the gradient of the bias is cast first and summed then, in
+    float32. The layers of Flax cast first, and their gradients are sums of half precision numbers:
+    XLA for the CPU adds 40,960 ones to 4,096 in float16.
+    """
+    return output + jnp.broadcast_to(bias, output.shape).astype(output.dtype)
+
+
 def cast_cell_output(output: Any, carry: Any, policy: Policy) -> Any:
     """Casts what a recurrent cell returns: `(carry, y)`.
 

@@ -19,6 +19,7 @@ from ._policy import Policy
 from ._tree import cast_floating, replace_leaves
 
 _CASTS_NOTHING = ("<lambda>",)  # The outer half of a lifted transform; the inner module comes next.
+_BIASED = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal, nn.ConvTranspose)
 
 
 def with_policy(module: nn.Module, policy: Policy) -> "WithPolicy":
@@ -139,13 +140,25 @@ def _call(
     elif policy.rules and changes:
         own = [name for name, value in module.variables.get("params", {}).items() if hasattr(value, "dtype")]
         _flax.check_layer_rules(policy, path, own, module)
+    bias = _bias(module) if method == "__call__" else None
+    if bias is not None:
+        changes["use_bias"] = False
     with _flax.attributes(module, changes):
         output = call(*args, **kwargs)
+    if bias is not None:
+        output = _flax.add_bias(output, bias)
     if reads_embedding:
         return cast_floating(output, here.compute_dtype)
     if isinstance(module, nn.RNNCellBase) and method == "__call__":
         return _flax.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
     return output
+
+
+def _bias(module: nn.Module) -> Any:
+    """The bias of a layer that adds one to its last dimensions, if it has one by now."""
+    if not isinstance(module, _BIASED) or not module.use_bias or getattr(module, "batch_dims", ()):
+        return None
+    return nn.unbox(module.get_variable("params", "bias"))
 
 
 def _casting_param(module: nn.Module, path: str, policy: Policy) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ M = TypeVar("M", bound=nnx.Module)
 T = TypeVar("T")
 
 _NORMALISATION = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
+_BIASED = (nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose)
 _PLACE = "_jmp_lite_place"
 
 
@@ -90,8 +91,8 @@ def _place(module: Any, place: _Place) -> None:
             _flax.check_layer_rules(place.policy, place.path, list(_own_params(module)), module)
     if isinstance(module, _NORMALISATION):
         module.promote_dtype = _keep_dtypes
-    needs_call = isinstance(module, (nnx.Embed, nnx.RNNCellBase)) or (not is_layer and _own_params(module))
-    if needs_call or place.is_root:
+    needs_care = isinstance(module, (*_BIASED, nnx.Embed, nnx.RNNCellBase))
+    if needs_care or place.is_root or (not is_layer and _own_params(module)):
         setattr(module, _PLACE, place)
         object.__setattr__(module, "__class__", _subclass(type(module), is_layer))
 
@@ -153,13 +154,25 @@ def _call(module: Any, name: str, method: Any, args: Any, kwargs: Any) -> Any:
         changes["dtype"] = _flax.lookup_dtype(here)
     if not _flax.is_layer(module, nnx.Module):
         changes |= {n: _cast_params(value, place, n) for n, value in _own_params(module).items()}
+    bias = _bias(module) if name == "__call__" else None
+    if bias is not None:
+        changes |= {"bias": None, "use_bias": False}
     with _flax.attributes(module, changes):
         output = method(module, *args, **kwargs)
+    if bias is not None:
+        output = _flax.add_bias(output, bias)
     if reads_embedding:
         output = _cast(output, here.compute_dtype)
     elif isinstance(module, nnx.RNNCellBase) and name == "__call__":
         output = _flax.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
     return _cast(output, place.policy.output_dtype) if place.is_root else output
+
+
+def _bias(module: Any) -> Any:
+    """The bias of a layer that adds one to its last dimensions, if it has one."""
+    if not isinstance(module, _BIASED) or module.bias is None or getattr(module, "batch_axis", None):
+        return None
+    return module.bias[...]
 
 
 def _cast(tree: Any, dtype: Any) -> Any:

@@ -2,7 +2,10 @@
 
 import importlib.util
 import os
+import re
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,6 +13,7 @@ import pytest
 
 import jmp_lite as jmp
 from benchmarks.h100 import compile_for_h100
+from jmp_lite.linen import with_policy
 
 has_plugin = importlib.util.find_spec("jax_cuda13_plugin") is not None
 pytestmark = pytest.mark.skipif(
@@ -59,6 +63,33 @@ def test_a_donated_step_has_no_parameter_sized_buffer_more_than_the_plain_one(tx
     assert scaled.temp_size_in_bytes - plain.temp_size_in_bytes < largest // 8
     assert scaled.output_size_in_bytes - plain.output_size_in_bytes < largest // 8
     assert " conditional(" not in text
+
+
+def test_with_policy_sums_bias_gradients_in_float32_at_no_cost():
+    """Beside the same layers with their own dtype: the same library calls, no kernel more."""
+
+    class Network(nn.Module):
+        dtype: Any = None
+
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Conv(64, (3, 3), dtype=self.dtype)(x)).mean((1, 2))
+            return nn.Dense(256, dtype=self.dtype)(nn.relu(nn.Dense(512, dtype=self.dtype)(x)))
+
+    x = jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.float16)
+    programs = []
+    for model in (Network(jnp.float16), with_policy(Network(), jmp.get_policy("c=f16,o=f32"))):
+        params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+        loss_fn = lambda params, x, model=model: model.apply({"params": params}, x).astype(jnp.float32).mean()
+        programs.append(compile_for_h100(jax.grad(loss_fn), params, x))
+    own_dtype, policy = (program.as_text() for program in programs)
+    assert "f16[512]{0} reduce(" in own_dtype
+    assert not re.findall(r" f16\[[\d,]*\]\S* reduce\(", policy)
+    calls = r"__cublas\$\w+|__cudnn\$\w+|\"epilogue\":\"\w+\""
+    assert re.findall(calls, policy) == re.findall(calls, own_dtype)
+    assert policy.count(" fusion(") <= own_dtype.count(" fusion(")
+    memory = [program.memory_analysis().temp_size_in_bytes for program in programs]
+    assert memory[1] <= 1.01 * memory[0]  # The partial sums are wider.
 
 
 def test_a_step_that_keeps_its_old_state_aside_would_be_found_out():
