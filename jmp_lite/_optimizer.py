@@ -178,7 +178,7 @@ def _leaf_finite(updates: Any, names: tuple[str, ...], axis_name: Any) -> jax.Ar
     found: dict[str, jax.Array] = {}
     for path, flag in zip(paths, leaves_finite(updates), strict=True):
         found[path] = found[path] & flag if path in found else flag  # {"a": {"b": x}, "a/b": y}
-    if unknown := [path for path in paths if path not in names]:
+    if unknown := sorted(set(paths) - set(names)):
         raise ValueError(
             f"The gradients have leaves that the optimizer was not initialised with: {unknown[:4]}. "
             f"It knows {list(names[:4])}{'...' if len(names) > 4 else ''}."
