@@ -112,10 +112,9 @@ class Policy:
     def cast_to_compute(self, x: T) -> T:
         """Casts the floating leaves of the tree `x` to the compute dtype.
 
-        A weight that is cast once and then used many times, as an embedding row is and a weight
-        inside a scan, has its gradient summed in the compute dtype. Keep such a weight in float32
-        with a rule and cast where it is used, or leave the casts to `linen.with_policy` or
-        `nnx.with_policy`.
+        A parameter that is cast before it is used many times (a bias, an embedding row, a weight inside
+        a scan) has its gradient summed in the compute dtype. Keep such a parameter in float32 with a
+        rule and cast where it is used, or leave the casts to `linen.with_policy` or `nnx.with_policy`.
 
         >>> policy = get_policy("c=bf16").with_rules({"head": "float32"})
         >>> params = {"body": jnp.ones(2), "head": jnp.ones(2)}
