@@ -89,6 +89,18 @@ def cast_cell_output(output: Any, carry: Any, policy: Policy) -> Any:
     return new_carry, jax.tree.map(lambda leaf: cast_leaf(leaf, policy.compute_dtype), y)
 
 
+def cast_inputs(cast: Any, is_cell: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Casts the arguments of a model, but for a recurrent carry, which keeps its dtype."""
+    carry, args = (args[:1], args[1:]) if is_cell else ((), args)
+    kept = {name: value for name, value in kwargs.items() if name in ("carry", "initial_carry")}
+    return (*carry, *cast(tuple(args))), {**cast(kwargs), **kept}
+
+
+def cast_outputs(cast: Any, is_cell: bool, output: Any) -> Any:
+    """Casts what a model returns, but for the carry of a cell."""
+    return (output[0], cast(output[1])) if is_cell else cast(output)
+
+
 def check_layer_rules(policy: Policy, path: str, parameters: list[str], module: Any) -> None:
     """Raises a ValueError if a rule names one parameter of a layer that computes in one dtype."""
     wanted = policy.at(path).compute_dtype

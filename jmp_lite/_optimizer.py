@@ -134,7 +134,8 @@ def _skip_nonfinite(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> Any:
-        names = leaf_names(unwrap(params))
+        differentiated = params.fast if isinstance(params, optax.LookaheadParams) else params
+        names = leaf_names(unwrap(differentiated))
         return SkipNonfiniteState(
             inner_state=inner.init(at_least_float32(params)),
             loss_scale=jax.tree.map(jnp.asarray, loss_scale),
@@ -154,6 +155,7 @@ def _skip_nonfinite(
             )
         flags = _leaf_finite(updates, state.leaf_names, axis_name)
         finite = flags.all()
+        skipped = (~finite).astype(jnp.int32)
         inner_update = functools.partial(inner.update, **extra_args)
         new_updates, new_inner = update_or_keep(inner_update, finite, updates, state.inner_state, params)
         # Minus zero is the one number that leaves every parameter as it is: -0.0 + 0.0 is 0.0.
@@ -162,8 +164,8 @@ def _skip_nonfinite(
             inner_state=new_inner,
             loss_scale=None if loss_scale is None else state.loss_scale.adjust(finite),
             leaf_finite=flags,
-            skipped_steps=state.skipped_steps + ~finite,
-            consecutive_skipped_steps=(state.consecutive_skipped_steps + 1) * ~finite,
+            skipped_steps=state.skipped_steps + skipped,
+            consecutive_skipped_steps=(state.consecutive_skipped_steps + 1) * skipped,
             leaf_names=state.leaf_names,
             name=state.name,
         )

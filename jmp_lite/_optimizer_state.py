@@ -64,7 +64,7 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
         opt_state, name: as in `get_loss_scale`.
 
     Returns:
-        A boolean scalar, shape `()`; true before the first step.
+        A boolean scalar, shape `()`; true before the first step. One for each member of a batched state.
 
     Raises:
         ValueError: as in `get_loss_scale`.
@@ -73,7 +73,7 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
     >>> bool(grads_finite(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2))))
     True
     """
-    return jnp.asarray(unwrap(_skip_state(opt_state, name).leaf_finite)).all()
+    return jnp.asarray(unwrap(_skip_state(opt_state, name).leaf_finite)).all(-1)
 
 
 def skipped_steps(opt_state: Any, name: str | None = None) -> jax.Array:

@@ -157,10 +157,7 @@ class Policy:
         >>> get_policy("c=f16").with_rules({"head": "float32"}).at("head/kernel").compute_dtype
         dtype('float32')
         """
-        for rule in self.rules:
-            if matches(rule.pattern, name):
-                return rule.policy
-        return dataclasses.replace(self, rules=())
+        return self._at_any([name])
 
     def check_rules(self, params: Any) -> None:
         """Checks that every rule matches a leaf of `params`.
@@ -187,9 +184,19 @@ class Policy:
     def _cast(self, tree: T, field: str) -> T:
         if not self.rules:
             return cast_floating(tree, getattr(self, field))
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: cast_leaf(leaf, getattr(self.at(path_name(path)), field)), tree
-        )
+
+        def cast(path: tuple[Any, ...], leaf: Any) -> Any:
+            # In `(params, x)` the index is no part of a parameter's name, and "/head" means `params["head"]`.
+            names = [path_name(path), *([path_name(path[1:])] if type(tree) is tuple else [])]
+            return cast_leaf(leaf, getattr(self._at_any(names), field))
+
+        return jax.tree_util.tree_map_with_path(cast, tree)
+
+    def _at_any(self, names: list[str]) -> "Policy":
+        for rule in self.rules:
+            if any(matches(rule.pattern, name) for name in names):
+                return rule.policy
+        return dataclasses.replace(self, rules=())
 
     def __str__(self) -> str:
         names = (dtype_name(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax
 from flax import serialization
 
 from . import _flax
@@ -18,7 +19,10 @@ from ._optimizer_state import SkipNonfiniteState
 from ._policy import Policy
 from ._tree import cast_floating, replace_leaves
 
-_CASTS_NOTHING = ("<lambda>",)  # The outer half of a lifted transform; the inner module comes next.
+# The outer half of a lifted transform, whose inner module comes next; and what looks an attribute up.
+_CASTS_NOTHING = ("<lambda>", "__getattr__")
+# Modules that rewrite the parameters of a layer: they must see them unrounded. The layer casts.
+_REWRITES_PARAMS = (nn.WeightNorm, nn.SpectralNorm)
 _BIASED = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal, nn.ConvTranspose)
 
 
@@ -39,14 +43,14 @@ def with_policy(module: nn.Module, policy: Policy) -> "WithPolicy":
 
     Returns:
         A module with the parameter tree of `module`. Its methods and attributes can be reached, as in
-        `apply(variables, x, method="encode")`.
+        `apply(variables, x, method="encode")`: by name, since a function goes past the policy.
 
     Raises:
         TypeError: `module` is no Linen module, or `policy` no policy.
         ValueError: when called, a rule matches no parameter (the nearest paths are named), or names
             one parameter of a layer that computes in one dtype.
 
-    >>> import jax, jax.numpy as jnp
+    >>> import jax.numpy as jnp
     >>> from jmp_lite import get_policy
     >>> model = with_policy(nn.Dense(3), get_policy("params=float32,compute=bfloat16,output=float32"))
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
@@ -96,12 +100,21 @@ class WithPolicy(nn.Module):
             return super().__getattr__(name)
         if isinstance(getattr(type(plain.module), name, None), types.FunctionType):
             return types.MethodType(lambda self, *args, **kwargs: self._run(name, args, kwargs), self)
-        return getattr(vars(self).get("_bound", plain.module), name)
+        value = getattr(vars(self).get("_bound", plain.module), name)
+        if any(isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(value)):
+            raise ValueError(
+                f"'{name}' holds submodules, which would run outside the policy. Write a method of the "
+                "model that uses them and call it by its name, as in apply(..., method='encode'); a "
+                "function or an unbound method does not go through with_policy."
+            )
+        return value
 
     def _run(self, method: str, args: Any, kwargs: Any) -> Any:
         module: nn.Module = self._bound
         root = module.path
-        args, kwargs = cast_floating((args, kwargs), self.policy.compute_dtype)
+        is_cell = isinstance(module, nn.RNNCellBase) and method == "__call__"
+        cast = lambda tree: cast_floating(tree, self.policy.compute_dtype)
+        args, kwargs = _flax.cast_inputs(cast, is_cell, args, kwargs)
         if not module.is_initializing():
             self.policy.check_rules(module.variables.get("params", {}))
 
@@ -117,7 +130,7 @@ class WithPolicy(nn.Module):
             output = getattr(module, method)(*args, **kwargs)
         if module.is_initializing():
             self._cast_initial_params(module)
-        return cast_floating(output, self.policy.output_dtype)
+        return _flax.cast_outputs(lambda tree: cast_floating(tree, self.policy.output_dtype), is_cell, output)
 
     def _cast_initial_params(self, module: nn.Module) -> None:
         params = module.variables.get("params", {})
@@ -132,15 +145,16 @@ def _call(
     """Calls one method of one module in the compute dtype that the policy gives it."""
     here = policy.at(path)
     changes: dict[str, Any] = {}
-    reads_embedding = isinstance(module, nn.Embed) and method == "__call__"
-    if _flax.has_compute_dtype(module):
+    is_layer = _flax.is_layer(module, nn.Module)
+    reads_embedding = is_layer and isinstance(module, nn.Embed) and method == "__call__"
+    if _flax.has_compute_dtype(module) and not isinstance(module, _REWRITES_PARAMS):
         changes["dtype"] = _flax.lookup_dtype(here) if reads_embedding else here.compute_dtype
-    if not _flax.is_layer(module, nn.Module):
+    if not is_layer:
         changes["param"] = _casting_param(module, path, policy)
     elif policy.rules and changes:
         own = [name for name, value in module.variables.get("params", {}).items() if hasattr(value, "dtype")]
         _flax.check_layer_rules(policy, path, own, module)
-    bias = _bias(module) if method == "__call__" else None
+    bias = _bias(module) if is_layer and method == "__call__" else None
     if bias is not None:
         changes["use_bias"] = False
     with _flax.attributes(module, changes):

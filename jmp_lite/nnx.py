@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 from typing import Any, TypeVar
 
 import jax
@@ -18,6 +17,8 @@ T = TypeVar("T")
 
 _NORMALISATION = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
 _BIASED = (nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose)
+# Modules that rewrite the parameters of a layer: they must see them unrounded. The layer casts.
+_REWRITES_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)
 _PLACE = "_jmp_lite_place"
 
 
@@ -50,7 +51,9 @@ def with_policy(model: M, policy: Policy) -> M:
             covers all that lies in `head`.
 
     Returns:
-        A module whose class is a subclass of the model's. All public methods run under the policy.
+        A module whose class is a subclass of the model's. All public methods run under the policy. What a
+        call assigns to a parameter of its own is lost, since the call works on a cast copy; use another
+        `nnx.Variable` for what calls change.
 
     Raises:
         TypeError: `model` is no NNX module, or `policy` no policy.
@@ -77,6 +80,11 @@ def with_policy(model: M, policy: Policy) -> M:
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     settled = [f"{path}/" for path, module in modules.items() if hasattr(module, _PLACE)]
     for path, module in modules.items():
+        if isinstance(module, nnx.bridge.ToNNX) and not hasattr(module.to_nnx__module, "policy"):
+            raise TypeError(
+                f"The Linen module in '{path}' would run outside an NNX policy. Give it one of its own: "
+                "nnx.bridge.ToNNX(jmp_lite.linen.with_policy(module, policy))."
+            )
         if not f"{path}/".startswith(tuple(settled)):  # The innermost policy wins.
             _place(module, _Place(policy, path, is_root=module is model))
     return model
@@ -85,7 +93,7 @@ def with_policy(model: M, policy: Policy) -> M:
 def _place(module: Any, place: _Place) -> None:
     """Sets the dtypes of one module, and makes its calls pass through `_call` if need be."""
     is_layer = _flax.is_layer(module, nnx.Module)
-    if _flax.has_compute_dtype(module):
+    if _flax.has_compute_dtype(module) and not isinstance(module, _REWRITES_PARAMS):
         module.dtype = place.policy.at(place.path).compute_dtype
         if is_layer:
             _flax.check_layer_rules(place.policy, place.path, list(_own_params(module)), module)
@@ -121,11 +129,11 @@ def _is_node(value: Any) -> bool:
 @functools.cache  # One subclass a class, so that jit finds the type that it has compiled for.
 def _subclass(cls: type, is_layer: bool) -> type:
     """A class like `cls` whose `__call__`, and public methods if users wrote it, run in `_call`."""
-    names = {"__call__"} & set(dir(cls))
+    names = {"__call__", "attend"} & set(dir(cls))
     if not is_layer:
         own = cls.__mro__[: cls.__mro__.index(nnx.Module)]
-        functions = {n for c in own for n, f in vars(c).items() if isinstance(f, types.FunctionType)}
-        names |= {name for name in functions if not name.startswith("_")}
+        methods = {name for c in own for name, value in vars(c).items() if _is_method(value)}
+        names |= {name for name in methods if not name.startswith("_")}
 
     def under_policy(name: str) -> Any:
         method = getattr(cls, name)
@@ -141,20 +149,28 @@ def _subclass(cls: type, is_layer: bool) -> type:
     return type(cls.__name__, (cls,), body)
 
 
+def _is_method(value: Any) -> bool:
+    """Whether a class attribute is called with the instance: a function, or one under `nnx.jit`."""
+    return callable(value) and not isinstance(value, (staticmethod, classmethod, type))
+
+
 def _call(module: Any, name: str, method: Any, args: Any, kwargs: Any) -> Any:
     """Calls one method of one module in the compute dtype that the policy gives it."""
     place: _Place = getattr(module, _PLACE)
     here = place.policy.at(place.path)
     changes: dict[str, Any] = {}
+    is_layer = _flax.is_layer(module, nnx.Module)
+    is_cell = isinstance(module, nnx.RNNCellBase) and name == "__call__"
     if place.is_root:
-        args, kwargs = _cast((args, kwargs), place.policy.compute_dtype)
+        cast = lambda tree: _cast(tree, place.policy.compute_dtype)
+        args, kwargs = _flax.cast_inputs(cast, is_cell, args, kwargs)
         changes[_PLACE] = dataclasses.replace(place, is_root=False)  # For the calls inside this one.
-    reads_embedding = isinstance(module, nnx.Embed) and name == "__call__"
+    reads_embedding = is_layer and isinstance(module, nnx.Embed) and name == "__call__"
     if reads_embedding:
         changes["dtype"] = _flax.lookup_dtype(here)
-    if not _flax.is_layer(module, nnx.Module):
+    if not is_layer:
         changes |= {n: _cast_params(value, place, n) for n, value in _own_params(module).items()}
-    bias = _bias(module) if name == "__call__" else None
+    bias = _bias(module) if is_layer and name == "__call__" else None
     if bias is not None:
         changes |= {"bias": None, "use_bias": False}
     with _flax.attributes(module, changes):
@@ -163,9 +179,11 @@ def _call(module: Any, name: str, method: Any, args: Any, kwargs: Any) -> Any:
         output = _flax.add_bias(output, bias)
     if reads_embedding:
         output = _cast(output, here.compute_dtype)
-    elif isinstance(module, nnx.RNNCellBase) and name == "__call__":
+    elif is_cell:
         output = _flax.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
-    return _cast(output, place.policy.output_dtype) if place.is_root else output
+    if not place.is_root:
+        return output
+    return _flax.cast_outputs(lambda tree: _cast(tree, place.policy.output_dtype), is_cell, output)
 
 
 def _bias(module: Any) -> Any:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 from flax.training.train_state import TrainState
 from jaxprs import equations, products
 
@@ -373,3 +373,70 @@ def test_a_train_state_trains_and_survives_flax_serialization():
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert jmp.get_loss_scale(restored).loss_scale == 2.0**12
     assert step._cache_size() == 1
+
+
+class DenseRelu(nn.Dense):
+    """A layer of Flax with something after it, as users write them."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.relu(super().__call__(x)), x.shape
+
+
+def test_a_subclass_of_a_layer_keeps_its_own_computation():
+    model = DenseRelu(4, bias_init=nn.initializers.constant(-1.0))
+    x = SEQUENCE[:, 0]
+    params = model.init(jax.random.key(0), x)
+    expected = model.apply(params, x)[0]
+    assert (expected == 0).any()
+    np.testing.assert_array_equal(with_policy(model, jmp.get_policy("float32")).apply(params, x)[0], expected)
+    np.testing.assert_allclose(with_policy(model, F16).apply(params, x)[0], expected, atol=0.01)
+
+
+@pytest.mark.parametrize("rewrite", [nn.WeightNorm, nn.SpectralNorm])
+def test_modules_that_rewrite_parameters_see_them_unrounded(rewrite):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            settings = {"update_stats": False} if rewrite is nn.SpectralNorm else {}
+            return rewrite(nn.Dense(4))(x, **settings)
+
+    x = SEQUENCE[:, 0]
+    variables = Model().init(jax.random.key(0), x)
+    model = with_policy(Model(), F16)
+    jax.tree.map(np.testing.assert_array_equal, model.init(jax.random.key(0), x), variables)
+    assert ("float16", "float16") in products(model.apply, variables, x)
+
+
+def test_submodules_cannot_be_reached_past_the_policy():
+    class Model(nn.Module):
+        def setup(self):
+            self.inner = nn.Dense(3)
+            self.more = [nn.Dense(3)]
+
+        def __call__(self, x):
+            return self.more[0](self.inner(x)[..., :3])
+
+    model = with_policy(Model(), F16)
+    params = model.init(jax.random.key(0), SEQUENCE)
+    for reach in (lambda m, x: m.inner(x), lambda m, x: m.more[0](x), Model.__call__):
+        with pytest.raises(ValueError, match="would run outside the policy"):
+            model.apply(params, SEQUENCE, method=reach)
+
+
+def test_an_nnx_module_in_a_linen_model_runs():
+    model = nnx.bridge.to_linen(nnx.Linear, 6, 4)
+    params = model.init(jax.random.key(0), SEQUENCE)
+    y = with_policy(model, BF16).apply(params, SEQUENCE)
+    np.testing.assert_allclose(y, model.apply(params, SEQUENCE), atol=0.05)
+
+
+def test_a_carry_that_is_handed_in_is_not_rounded():
+    cell = nn.LSTMCell(8)
+    x = SEQUENCE[:, 0]
+    carry = jax.tree.map(lambda c: c + 1 / 3, cell.initialize_carry(jax.random.key(0), x.shape))
+    model = with_policy(cell, F16.with_output_dtype("float16"))
+    params = model.init(jax.random.key(0), carry, x)
+    (c, _), y = model.apply(params, carry, x)
+    assert (c.dtype, y.dtype) == (jnp.float32, jnp.float16)
+    assert not np.array_equal(c, c.astype(jnp.float16).astype(jnp.float32))

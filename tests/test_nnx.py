@@ -1,5 +1,6 @@
 """`nnx.with_policy`: every kind of layer against float32, in training and evaluation."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ from flax import nnx
 from jaxprs import equations, products
 
 import jmp_lite as jmp
+from jmp_lite.linen import with_policy as linen_with_policy
 from jmp_lite.nnx import with_policy
 
 F16 = jmp.get_policy("params=float32,compute=float16,output=float32")
@@ -384,3 +386,64 @@ def test_an_optimizer_trains_in_float16_and_skips_the_bad_step():
     assert len(traces) == 1
     with pytest.raises(FloatingPointError, match="conv/kernel"):
         jmp.raise_if_stuck(optimizer, max_consecutive_skips=1)
+
+
+class LinearRelu(nnx.Linear):
+    """A layer of Flax with something after it, as users write them."""
+
+    def __call__(self, x):
+        return nnx.relu(super().__call__(x)) + 0 * self.bias[...]
+
+
+def test_a_subclass_of_a_layer_keeps_its_own_computation():
+    model = LinearRelu(6, 4, bias_init=nnx.initializers.constant(-1.0), rngs=nnx.Rngs(0))
+    x = SEQUENCE[:, 0]
+    assert (model(x) == 0).any()
+    np.testing.assert_array_equal(with_policy(model, jmp.get_policy("float32"))(x), model(x))
+    np.testing.assert_allclose(with_policy(model, F16)(x), model(x), atol=0.01)
+
+
+def test_modules_that_rewrite_parameters_see_them_unrounded():
+    inner = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+    model = with_policy(nnx.WeightNorm(inner, rngs=nnx.Rngs(0)), BF16)
+    plain = nnx.clone(nnx.WeightNorm(inner, rngs=nnx.Rngs(0)))
+    np.testing.assert_allclose(model(SEQUENCE), plain(SEQUENCE), atol=0.05)
+    kernel, expected = model.layer_instance.kernel[...], plain.layer_instance.kernel[...]
+    assert kernel.dtype == jnp.float32
+    np.testing.assert_array_equal(kernel, expected)
+
+
+def test_methods_under_nnx_jit_run_under_the_policy():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((6, 6)))
+
+        @nnx.jit
+        def encode(self, x):
+            return x @ self.w
+
+    model = with_policy(Model(), BF16)
+    assert products(model.encode, SEQUENCE) == [("bfloat16", "bfloat16")]
+
+
+def test_the_attend_of_an_embedding_gives_the_output_dtype():
+    model = with_policy(nnx.Embed(4, 6, rngs=nnx.Rngs(0)), BF16)
+    assert model.attend(SEQUENCE).dtype == jnp.float32
+    assert products(model.attend, SEQUENCE) == [("bfloat16", "bfloat16")]
+
+
+def test_a_linen_module_inside_is_an_error_that_says_what_to_do():
+    wrap = lambda module: nnx.Sequential(nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"jmp_lite\.linen\.with_policy"):
+        with_policy(wrap(nn.Dense(3)), F16)
+    model = nnx.bridge.lazy_init(with_policy(wrap(linen_with_policy(nn.Dense(3), F16)), F16), SEQUENCE)
+    assert model(SEQUENCE).dtype == jnp.float32
+
+
+def test_a_carry_that_is_handed_in_is_not_rounded():
+    cell = nnx.LSTMCell(6, 8, rngs=nnx.Rngs(0))
+    x = SEQUENCE[:, 0]
+    carry = jax.tree.map(lambda c: c + 1 / 3, cell.initialize_carry(x.shape, nnx.Rngs(0)))
+    (c, _), y = with_policy(cell, F16.with_output_dtype("float16"))(carry, x)
+    assert (c.dtype, y.dtype) == (jnp.float32, jnp.float16)
+    assert not np.array_equal(c, c.astype(jnp.float16).astype(jnp.float32))

@@ -582,3 +582,19 @@ def test_the_skip_takes_no_buffer_of_parameter_size_more_than_the_plain_step(inn
     booleans = 6 * leaf // 4  # The CPU writes `isfinite` down, a byte an element; a GPU does not.
     assert skipping.temp_size_in_bytes - plain.temp_size_in_bytes < booleans + leaf // 8
     assert skipping.output_size_in_bytes - plain.output_size_in_bytes < leaf // 8
+
+
+def test_strict_dtype_promotion_is_kept():
+    tx = jmp.with_loss_scale(optax.sgd(jnp.float32(0.1)))
+    with jax.numpy_dtype_promotion("strict"):
+        _, opt_state = tx.update(make_grads(0), tx.init(make_params()), make_params())
+    assert int(jmp.skipped_steps(opt_state)) == 0
+
+
+def test_lookahead_keeps_two_sets_of_parameters_and_skips_both():
+    params = optax.LookaheadParams.init_synced(make_params())
+    tx = jmp.skip_nonfinite(optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5))
+    opt_state = tx.init(params)
+    updates, opt_state = tx.update(spoil(make_grads(0)), opt_state, params)
+    assert bits(optax.apply_updates(params, updates)) == bits(params)
+    assert int(jmp.skipped_steps(opt_state)) == 1

@@ -296,3 +296,10 @@ def test_raise_if_stuck_belongs_on_the_host():
         jax.jit(lambda state: jmp.raise_if_stuck(state))(state)
     with pytest.raises(ValueError, match="max_consecutive_skips should be 1 or above, got 0"):
         jmp.raise_if_stuck(state, 0)
+
+
+def test_a_batched_state_has_a_flag_for_each_member():
+    tx = jmp.skip_nonfinite(optax.sgd(1.0))
+    params = jnp.ones((2, 3))
+    _, state = jax.vmap(tx.update)(params.at[1, 0].set(np.nan), jax.vmap(tx.init)(params), params)
+    assert jmp.grads_finite(state).tolist() == [True, False]

@@ -418,3 +418,12 @@ def test_an_optional_rule_may_match_nothing():
 
 def test_a_rule_hidden_by_an_earlier_one_still_matches():
     jmp.get_policy("f16; head -> f32; head/kernel -> bf16").check_rules({"head": {"kernel": 1}})
+
+
+def test_an_anchored_rule_holds_for_the_params_in_params_and_inputs():
+    policy = jmp.get_policy("c=f16").with_rules({"/head": "float32"})
+    params = {"head": {"kernel": jnp.ones(2)}, "body": {"head": jnp.ones(2)}}
+    for cast, x in (policy.cast_to_compute((params, jnp.ones(2))), (policy.cast_to_compute(params), None)):
+        assert cast["head"]["kernel"].dtype == jnp.float32
+        assert cast["body"]["head"].dtype == jnp.float16
+        assert x is None or x.dtype == jnp.float16
