@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._path import join
 from ._policy import Policy
 from ._tree import cast_leaf
 
@@ -105,7 +106,7 @@ def check_layer_rules(policy: Policy, path: str, parameters: list[str], module: 
     """Raises a ValueError if a rule names one parameter of a layer that computes in one dtype."""
     wanted = policy.at(path).compute_dtype
     for name in parameters:
-        dtype = policy.at(f"{path}/{name}" if path else name).compute_dtype
+        dtype = policy.at(join(path, name)).compute_dtype
         if dtype != wanted:
             raise ValueError(
                 f"A rule gives '{path}/{name}' the compute dtype {dtype.name}, but its layer, a "

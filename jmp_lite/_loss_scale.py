@@ -7,19 +7,18 @@ them true again (Micikevicius et al., Mixed Precision Training, section 3.2).
 
 import dataclasses
 import math
-import warnings
 from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._scalars import LARGEST, check_flag, float32_scale, int32_count, number, warn_if_not_floating
 from ._tree import at_least_float32, has_dtype, register_state, replace_leaves, static_field
 
 T = TypeVar("T")
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @runtime_checkable
@@ -78,7 +77,7 @@ class NoOpLossScale:
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
         """Returns itself."""
-        _check_flag(grads_finite)
+        check_flag(grads_finite)
         return self
 
 
@@ -145,11 +144,11 @@ class StaticLossScale(_Scaling):
     loss_scale: Any
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loss_scale", _float32_scale("loss_scale", self.loss_scale))
+        object.__setattr__(self, "loss_scale", float32_scale("loss_scale", self.loss_scale))
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
         """Returns itself: the scale is constant."""
-        _check_flag(grads_finite)
+        check_flag(grads_finite)
         return self
 
 
@@ -196,29 +195,29 @@ class DynamicLossScale(_Scaling):
     min_loss_scale: float = static_field(default=1.0)
     _: dataclasses.KW_ONLY
     backoff_factor: float | None = static_field(default=None)
-    max_loss_scale: float = static_field(default=_LARGEST)
+    max_loss_scale: float = static_field(default=LARGEST)
     hysteresis: int = static_field(default=0)
     hysteresis_refill: Literal["growth", "finite"] = static_field(default="growth")
     hysteresis_left: Any = None
 
     def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
-            _warn_if_not_floating(name, getattr(self, name))
-        minimum = _number("min_loss_scale", self.min_loss_scale)
-        maximum = _number("max_loss_scale", self.max_loss_scale)
+            warn_if_not_floating(name, getattr(self, name))
+        minimum = number("min_loss_scale", self.min_loss_scale)
+        maximum = number("max_loss_scale", self.max_loss_scale)
         _check_settings(self, minimum, maximum)
-        scale = _float32_scale("loss_scale", self.loss_scale, minimum, maximum)
+        scale = float32_scale("loss_scale", self.loss_scale, minimum, maximum)
         left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
         changes = {
             "loss_scale": scale,
-            "counter": _int32_count("counter", self.counter),
+            "counter": int32_count("counter", self.counter),
             "period": int(self.period),
-            "factor": _number("factor", self.factor),
+            "factor": number("factor", self.factor),
             "min_loss_scale": max(minimum, _SMALLEST),
             "backoff_factor": None if self.backoff_factor is None else float(self.backoff_factor),
             "max_loss_scale": maximum,
             "hysteresis": int(self.hysteresis),
-            "hysteresis_left": _int32_count("hysteresis_left", left) if self.hysteresis else None,
+            "hysteresis_left": int32_count("hysteresis_left", left) if self.hysteresis else None,
         }
         for name, value in changes.items():
             object.__setattr__(self, name, value)
@@ -236,7 +235,7 @@ class DynamicLossScale(_Scaling):
         >>> float(DynamicLossScale(8.0).adjust(jnp.bool_(False)).loss_scale)
         4.0
         """
-        finite = _check_flag(grads_finite)
+        finite = check_flag(grads_finite)
         scale = jnp.asarray(self.loss_scale)
         counted = jnp.asarray(self.counter) + 1
         grow = finite & (counted >= self.period)
@@ -282,74 +281,14 @@ def _check_settings(scale: DynamicLossScale, minimum: float, maximum: float) -> 
             raise ValueError(f"DynamicLossScale: {name} should be {allowed}, got {getattr(scale, name)}.")
 
     require(scale.period >= 1 and scale.period % 1 == 0, "period", "a whole number from 1")
-    factor = float(np.float32(_number("factor", scale.factor)))
+    factor = float(np.float32(number("factor", scale.factor)))
     require(1 < factor < math.inf, "factor", "above 1 and finite, in float32")
-    backoff = None if scale.backoff_factor is None else _number("backoff_factor", scale.backoff_factor)
+    backoff = None if scale.backoff_factor is None else number("backoff_factor", scale.backoff_factor)
     require(
         backoff is None or 0 < float(np.float32(backoff)) < 1, "backoff_factor", "None or between 0 and 1"
     )
     require(0 <= minimum < math.inf, "min_loss_scale", "0 or above, and finite")
-    require(0 < maximum <= _LARGEST, "max_loss_scale", "above 0 and a finite float32")
+    require(0 < maximum <= LARGEST, "max_loss_scale", "above 0 and a finite float32")
     require(minimum <= maximum, "min_loss_scale", f"at most max_loss_scale, {maximum}")
     require(scale.hysteresis >= 0 and scale.hysteresis % 1 == 0, "hysteresis", "0 (off) or a whole number")
     require(scale.hysteresis_refill in ("growth", "finite"), "hysteresis_refill", "'growth' or 'finite'")
-
-
-def _number(name: str, value: Any) -> float:
-    """Returns a setting as a Python number, so that it can be part of a pytree's structure."""
-    try:
-        return float(value)
-    except jax.errors.ConcretizationTypeError:
-        raise TypeError(
-            f"{name} is a traced value. It is a setting, part of the compiled program: give a Python "
-            "number, or build the loss scale outside the jitted function."
-        ) from None
-
-
-def _float32_scale(name: str, value: Any, minimum: float = 0.0, maximum: float = _LARGEST) -> Any:
-    """Returns `value` as a strongly typed float32 scalar, checked as far as it is known."""
-    if jnp.ndim(value) != 0:
-        raise ValueError(f"{name} should be a scalar, got shape {jnp.shape(value)}.")
-    if isinstance(value, jax.Array):
-        scale: Any = value.astype(jnp.float32)
-    else:  # NumPy, so that building a loss scale starts no backend.
-        with np.errstate(over="ignore"):
-            scale = np.asarray(value, np.float32)
-    try:
-        number = float(scale)
-    except jax.errors.ConcretizationTypeError:
-        return scale
-    if not (0 < number < math.inf):
-        raise ValueError(f"{name} should be above 0 and finite in float32, got {value}.")
-    if not (np.float32(minimum) <= number <= np.float32(maximum)):
-        raise ValueError(f"{name} should lie between {minimum} and {maximum}, got {value}.")
-    return scale
-
-
-def _int32_count(name: str, value: Any) -> Any:
-    """Returns a counter as a strongly typed int32 scalar, checked as far as it is known."""
-    count = value.astype(jnp.int32) if isinstance(value, jax.Array) else np.asarray(value, np.int32)
-    try:
-        negative = int(count) < 0
-    except jax.errors.ConcretizationTypeError:
-        return count
-    if negative:
-        raise ValueError(f"{name} should be 0 or above, got {value}.")
-    return count
-
-
-def _warn_if_not_floating(name: str, value: Any) -> None:
-    dtype = jnp.result_type(value)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        # stacklevel: this function, __post_init__, the generated __init__, the caller.
-        warnings.warn(f"Expected floating type for {name}, got {dtype}", UserWarning, stacklevel=4)
-
-
-def _check_flag(grads_finite: Any) -> jax.Array:
-    if jnp.ndim(grads_finite) != 0 or jnp.result_type(grads_finite) != jnp.bool_:
-        raise ValueError(
-            "adjust takes one boolean scalar, such as jmp.all_finite(grads) or "
-            f"jmp.grads_finite(opt_state). Got shape {jnp.shape(grads_finite)} and dtype "
-            f"{jnp.result_type(grads_finite)}."
-        )
-    return jnp.asarray(grads_finite)

@@ -21,6 +21,15 @@ def path_name(key_path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
+def join(path: str, name: str) -> str:
+    """Returns the name of `name` within the subtree `path`, which is empty at the root.
+
+    >>> join("head", "kernel"), join("", "kernel")
+    ('head/kernel', 'kernel')
+    """
+    return f"{path}/{name}" if path else name
+
+
 def leaf_names(tree: Any) -> tuple[str, ...]:
     """Returns the names of the leaves of `tree`, in the order of `jax.tree.leaves`.
 

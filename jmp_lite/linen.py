@@ -16,6 +16,7 @@ from flax import serialization
 from . import _flax
 from ._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ._optimizer_state import SkipNonfiniteState
+from ._path import join
 from ._policy import Policy
 from ._tree import cast_floating, replace_leaves
 
@@ -180,7 +181,7 @@ def _casting_param(module: nn.Module, path: str, policy: Policy) -> Callable[...
 
     def param(name: str, *args: Any, **kwargs: Any) -> Any:
         value = type(module).param(module, name, *args, **kwargs)
-        dtype = policy.at(f"{path}/{name}" if path else name).compute_dtype
+        dtype = policy.at(join(path, name)).compute_dtype
         return cast_floating(value, dtype)
 
     return param

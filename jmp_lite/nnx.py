@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from . import _flax
-from ._path import path_name
+from ._path import join, path_name
 from ._policy import Policy
 from ._tree import cast_leaf
 
@@ -31,7 +31,7 @@ class _Place:
     is_root: bool
 
     def at(self, name: str) -> Policy:
-        return self.policy.at(f"{self.path}/{name}" if self.path else name)
+        return self.policy.at(join(self.path, name))
 
 
 def with_policy(model: M, policy: Policy) -> M:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from closeness import assert_close
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
 from jaxprs import equations, products
@@ -113,15 +114,6 @@ def loss_fn(params, others, model, x, train):
     )
     weights = jnp.cos(jnp.arange(y.size)).reshape(y.shape)
     return jnp.mean(weights * y.astype(jnp.float32)), (y, others)
-
-
-def assert_close(actual, expected, dtype, factor):
-    """Within `factor` roundings of `dtype`, relative to the tensor, or a tenth of the largest one."""
-    pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True))
-    floor = 0.1 * max((float(jnp.abs(b).max()) for _, b in pairs), default=0.0)
-    for a, b in pairs:
-        scale = max(float(jnp.abs(b).max()), floor)
-        np.testing.assert_allclose(a, b, rtol=0, atol=factor * float(jnp.finfo(dtype).eps) * scale)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from closeness import assert_close
 from flax import nnx
 from jaxprs import equations, products
 
@@ -107,15 +108,6 @@ def loss_fn(model, x):
 def run(model, x):
     (_, y), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, x)
     return y, nnx.as_pure(grads)
-
-
-def assert_close(actual, expected, dtype, factor):
-    """Within `factor` roundings of `dtype`, relative to the tensor, or a tenth of the largest one."""
-    pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True))
-    floor = 0.1 * max((float(jnp.abs(b).max()) for _, b in pairs), default=0.0)
-    for a, b in pairs:
-        scale = max(float(jnp.abs(b).max()), floor)
-        np.testing.assert_allclose(a, b, rtol=0, atol=factor * float(jnp.finfo(dtype).eps) * scale)
 
 
 def products_of_grad(model, x):
