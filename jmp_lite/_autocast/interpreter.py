@@ -1,0 +1,561 @@
+"""Runs a jaxpr by a plan: every equation is bound again, under the caller's own trace.
+
+A value keeps the dtype in which it was computed and the cast that was made of it, so that it is cast once.
+Functions within the program (jit, loops, branches, rematerialization, custom derivatives) are built again
+through JAX's public combinators; each has a small handler, at the end of this file.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .jaxprs import Role, bind, constants, context_of, equations, inner_jaxprs, is_float32, is_literal, open_jaxpr, without_constants
+from .plan import FIRM, HALF, OTHER, SPREADS, Compute, Decision, Kind, Plan, Planner, State
+from .rules import List
+
+
+# Element-wise operations of several operands, which broadcast axes of size 1.
+_BROADCASTS = frozenset("add sub mul div rem max min pow atan2 nextafter eq ne lt le gt ge".split())
+
+
+@jax.custom_jvp
+def reuse_cast(x: jax.Array, cast: jax.Array) -> jax.Array:
+    """Returns `cast`, the half of `x`, in a way that the gradients of all its uses are summed in x's dtype.
+
+    Without it a weight that is cast once and used many times, as in a loop, has its gradients summed in half.
+    """
+    del x
+    return cast
+
+
+@reuse_cast.defjvp
+def _reuse_cast_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    cast = primals[1]
+    return cast, lax.convert_element_type(tangents[0], cast.dtype)
+
+
+class Value:
+    """A value of the program: its state, and the dtypes in which it has been made so far.
+
+    Attributes:
+        state: what the plan knows of it.
+        native: the value as it was computed.
+        casts: casts of it that were made or were there before, by dtype.
+        exact: the dtype, if any, from which the program itself cast it up: going back there is no cast.
+    """
+
+    __slots__ = ("_moved", "_native", "casts", "exact", "state")
+
+    def __init__(
+        self,
+        state: State,
+        native: Any = None,
+        casts: dict[Any, Any] | None = None,
+        exact: Any = None,
+        moved: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.state = state
+        self.casts = {} if casts is None else casts
+        self.exact = exact
+        self._native = native
+        self._moved = moved
+
+    def with_state(self, state: State) -> "Value":
+        """Returns the same value, known for something else; the casts made of it from here on are its own."""
+        return Value(state, self._native, dict(self.casts), self.exact, self._moved)
+
+    @property
+    def native(self) -> Any:
+        if self._native is None and self._moved is not None:
+            self._native = self._moved(None)
+        return self._native
+
+    def to(self, dtype: Any) -> Any:
+        """Returns the value in `dtype`, float32 or the half dtype."""
+        if self.state.number is not None and isinstance(self._native, (float, np.generic, np.ndarray)):
+            return np.asarray(self.state.number, dtype)
+        if self._moved is not None and dtype != jnp.float32:
+            return self._moved(dtype)  # Cast before the move, so that all moves of a value share its cast.
+        native = self.native
+        if native.dtype == dtype:
+            return native
+        if dtype not in self.casts:
+            self.casts[dtype] = lax.convert_element_type(native, dtype)
+            return self.casts[dtype]
+        if self.exact == dtype or native.dtype != jnp.float32:
+            return self.casts[dtype]
+        return reuse_cast(native, self.casts[dtype])
+
+
+class Interpreter:
+    """Runs plans; one interpreter serves one call of an autocast function."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.half = planner.rules.dtype
+        self.jitted: dict[Any, Any] = {}
+
+    def run(self, plan: Plan, arguments: Sequence[Value]) -> list[Value]:
+        """Runs the equations of a plan's jaxpr.
+
+        Args:
+            plan: the plan.
+            arguments: a value for each input of the jaxpr.
+
+        Returns:
+            A value for each output.
+        """
+        inside = open_jaxpr(plan.jaxpr)
+        fixed = [Value(state, const) for state, const in zip(plan.states, constants(plan.jaxpr))]
+        known: dict[Any, Value] = dict(zip((*inside.constvars, *inside.invars), (*fixed, *arguments)))
+
+        def read(var: Any) -> Value:
+            return self._literal(var) if is_literal(var) else known[var]
+
+        for equation, decision in zip(equations(inside), plan.decisions):
+            operands = [read(var) for var in equation.invars]
+            with context_of(equation):
+                results = self._equation(equation, decision, operands, plan)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [
+            value if value.state == state else value.with_state(state)
+            for value, state in zip(map(read, inside.outvars), plan.results)
+        ]
+
+    def _literal(self, var: Any) -> Value:
+        return Value(self.planner.literal(var), var.val)
+
+    def _equation(
+        self, equation: Any, decision: Decision, operands: list[Value], plan: Plan
+    ) -> list[Value]:
+        if decision.which is List.CALL and decision.changed:
+            return _CALLS[equation.primitive.name](self, equation, decision, operands, plan)
+        if equation.primitive.name == "convert_element_type":
+            return [self._cast(equation, decision, operands[0])]
+        if decision.compute is Compute.EACH and decision.which is List.MOVE:
+            return self._move(equation, decision, operands, plan)
+        takes_half = decision.compute is Compute.HALF
+        dtype = self.half if takes_half else jnp.float32
+        arrays = [
+            self._operand(equation, var, value, dtype) for var, value in zip(equation.invars, operands)
+        ]
+        changed = {}
+        if takes_half and equation.params.get("preferred_element_type") is not None:
+            changed["preferred_element_type"] = self.half
+        results = bind(equation, arrays, **changed)
+        if decision.compute is Compute.STORE_HALF:
+            results = [self._down(array, state) for array, state in zip(results, decision.results)]
+        return [Value(state, array) for state, array in zip(decision.results, results)]
+
+    def _operand(self, equation: Any, var: Any, value: Value, dtype: Any) -> Any:
+        """An operand in the dtype of its operation, which may broadcast it.
+
+        The gradient of what is broadcast is a sum, so that it is broadcast in float32 and cast after.
+        """
+        if value.state.kind == Kind.OTHER:
+            return value.native
+        broadcasts = equation.primitive.name in _BROADCASTS and var.aval.ndim > 0
+        if dtype == self.half and broadcasts and not value.state.constant:
+            shape = equation.outvars[0].aval.shape
+            if var.aval.shape != shape:
+                return lax.convert_element_type(jnp.broadcast_to(value.to(jnp.float32), shape), dtype)
+        return value.to(dtype)
+
+    def _down(self, array: Any, state: State) -> Any:
+        return lax.convert_element_type(array, self.half) if state.kind == Kind.HALF else array
+
+    def _cast(self, equation: Any, decision: Decision, operand: Value) -> Value:
+        (source,), (target,) = equation.invars, equation.outvars
+        (state,) = decision.results
+        if is_float32(source) and is_float32(target):
+            return operand
+        if target.aval.dtype == self.half and state.kind == Kind.OTHER and is_float32(source):
+            return Value(state, operand.to(self.half))
+        native = operand.native
+        (result,) = bind(equation, [native])
+        if source.aval.dtype == self.half and is_float32(target):
+            return Value(state, result, {self.half: native}, exact=self.half)
+        return Value(state, result)
+
+    def _move(self, equation: Any, decision: Decision, operands: list[Value], plan: Plan) -> list[Value]:
+        spread = equation.primitive.name in SPREADS
+        if spread and any(state.kind == Kind.HALF for state in decision.results):
+            arrays = [
+                value.to(jnp.float32) if value.state.kind == Kind.HALF else value.native for value in operands
+            ]
+            results = bind(equation, arrays)
+            return [
+                Value(state, self._down(array, state)) for state, array in zip(decision.results, results)
+            ]
+        (state, *others), (value, *rest) = decision.results, operands
+        lazy = not others and not spread and value.state.kind not in (Kind.OTHER, Kind.HALF)
+        if lazy and plan.uses[equation.outvars[0]]:
+            return [Value(state, moved=self._mover(equation, value, [each.native for each in rest]))]
+        results = bind(equation, [each.native for each in operands])
+        return [Value(state, array) for state, array in zip(decision.results, results)]
+
+    def _mover(self, equation: Any, value: Value, rest: list[Any]) -> Callable[[Any], Any]:
+        """Moves `value` when it is read: in half it is cast first, so that all its uses share one cast."""
+
+        def moved(dtype: Any) -> Any:
+            array = value.native if dtype is None else value.to(dtype)
+            with context_of(equation):
+                (result,) = bind(equation, [array, *rest])
+            return result
+
+        return moved
+
+    # Values that enter and leave the jaxprs within an equation.
+
+    def entering(self, values: Sequence[Value], states: Sequence[State]) -> list[Any]:
+        """Returns one array for each value, in the dtype of its state inside."""
+        return [self.leaving(value, state) for value, state in zip(values, states)]
+
+    def traced(self, value: Value) -> Any:
+        """Returns the array of a value in the dtype in which it was traced."""
+        return value.native if value.state.kind == Kind.OTHER else value.to(jnp.float32)
+
+    def leaving(self, value: Value, state: State) -> Any:
+        """Returns the array of a value, in the dtype of its state outside."""
+        if state.kind == Kind.OTHER:
+            return value.native
+        if state.kind != Kind.HALF and value.state.kind != Kind.HALF:
+            return value.native
+        return value.to(self.half if state.kind == Kind.HALF else jnp.float32)
+
+    def looped(self, values: Sequence[Value], plan: Plan) -> list[Value]:
+        """Returns the constants of a loop as its body sees them.
+
+        What the body wants in half is cast once, outside, and its gradients are summed in float32.
+        """
+        return [
+            Value(state, value.to(jnp.float32), {self.half: value.to(self.half)})
+            if wanted and state.kind not in (Kind.OTHER, Kind.LITERAL)
+            else Value(state, self.leaving(value, state))
+            for value, state, wanted in zip(values, plan.inputs, plan.wanted)
+        ]
+
+    def inside(self, plan: Plan, states: Sequence[State]) -> Callable[..., list[Any]]:
+        """Returns a plan as a function of what `entering` returns, with results in the dtypes of `states`."""
+
+        def fun(*arrays: Any) -> list[Any]:
+            arguments = [Value(state, array) for state, array in zip(plan.inputs, arrays, strict=True)]
+            return self.entering(self.run(plan, arguments), states)
+
+        return fun
+
+
+
+def _values(decision: Decision, arrays: Sequence[Any]) -> list[Value]:
+    return [Value(state, array) for state, array in zip(decision.results, arrays, strict=True)]
+
+
+# One handler for each operation that runs a jaxpr of its own: of the interpreter, the equation, its decision,
+# its operands, and the plan around it.
+
+
+def _inline(
+    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+) -> list[Value]:
+    del equation, around
+    (plan,) = decision.inner
+    arguments = [value.with_state(state) for state, value in zip(plan.inputs, operands, strict=True)]
+    return interpreter.run(plan, arguments)
+
+
+def _jit(
+    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+) -> list[Value]:
+    """A jitted function stays one, and is made once for all its calls of one kind.
+
+    What several calls want in half is cast outside, once, and given to each call beside the original.
+    """
+    (plan,) = decision.inner
+    half = interpreter.half
+    shared = tuple(
+        wanted > 0
+        and not is_literal(var)
+        and around.uses[var] > 1
+        and state.kind in (Kind.FREE, Kind.OPEN, Kind.FIRM)
+        for var, state, wanted in zip(equation.invars, plan.inputs, plan.wanted)
+    )
+    beside = [place for place, share in enumerate(shared) if share]
+    arrays = interpreter.entering(operands, plan.inputs)
+    arrays += [operands[place].to(half) for place in beside]
+
+    def fun(*arrays: Any) -> list[Any]:
+        arguments = [Value(state, array) for state, array in zip(plan.inputs, arrays)]
+        for place, cast in zip(beside, arrays[len(arguments) :], strict=True):
+            arguments[place].casts[half] = cast
+        return interpreter.entering(interpreter.run(plan, arguments), decision.results)
+
+    key = (plan, shared)
+    if key not in interpreter.jitted:
+        interpreter.jitted[key] = jax.make_jaxpr(fun)(*arrays)
+    per_operand = {
+        name: (*given, *(name != "donated_invars" and given[place] for place in beside))
+        for name in ("in_shardings", "in_layouts", "donated_invars")
+        if beside and (given := equation.params.get(name)) is not None
+    }
+    return _values(decision, bind(equation, arrays, jaxpr=interpreter.jitted[key], **per_operand))
+
+
+def _remat(
+    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+) -> list[Value]:
+    """Recomputation keeps the user's policy; casts are made inside and recomputed, not saved."""
+    del around
+    (plan,) = decision.inner
+    fun = interpreter.inside(plan, decision.results)
+    arrays = interpreter.entering(operands, plan.inputs)
+    params = equation.params
+    if not params["differentiated"]:
+        fun = jax.checkpoint(fun, policy=params["policy"], prevent_cse=params["prevent_cse"])
+        return _values(decision, fun(*arrays))
+    # What grad has made of it: jax.checkpoint would begin anew and save what is to be recomputed.
+    closed = jax.make_jaxpr(fun)(*arrays)
+    return _values(decision, bind(equation, [*constants(closed), *arrays], jaxpr=without_constants(closed)))
+
+
+def _shard_map(
+    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+) -> list[Value]:
+    del around
+    (plan,) = decision.inner
+    params = equation.params
+    fun = jax.shard_map(
+        lambda *arrays: tuple(interpreter.inside(plan, decision.results)(*arrays)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+    return _values(decision, fun(*interpreter.entering(operands, plan.inputs)))
+
+
+def _cond(
+    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+) -> list[Value]:
+    del equation, around
+    index, *operands = operands
+    branches = [interpreter.inside(plan, decision.results) for plan in decision.inner]
+    # All branches take the same arrays, so that what one takes in float32 and another in half is given in float32.
+    inputs = decision.inner[0].inputs
+    return _values(decision, lax.switch(index.native, branches, *interpreter.entering(operands, inputs)))
+
+
+def _scan(
+    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+) -> list[Value]:
+    """The carry keeps its dtype; slices enter and leave in the dtype that they have."""
+    del around
+    (plan,) = decision.inner
+    (body,) = inner_jaxprs(equation)
+    constant, carried = (body.roles.count(role) for role in (Role.CONSTANT, Role.CARRY))
+    fixed = interpreter.looped(operands[:constant], plan)
+    arrays = interpreter.entering(operands[constant:], plan.inputs[constant:])
+
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        arguments = map(Value, plan.inputs[constant:], (*carry, *slices))
+        fresh = [value.with_state(value.state) for value in fixed]
+        results = interpreter.entering(interpreter.run(plan, [*fresh, *arguments]), decision.results)
+        return results[:carried], results[carried:]
+
+    params = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
+    carry, slices = lax.scan(step, arrays[:carried], arrays[carried:], **params)
+    return _values(decision, [*carry, *slices])
+
+
+def _while(
+    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+) -> list[Value]:
+    del around
+    condition, body = decision.inner
+    parts = inner_jaxprs(equation)
+    counts = [part.roles.count(Role.CONSTANT) for part in parts]
+    start = sum(counts)
+    fixed = [
+        interpreter.looped([operands[place] for place in part.operands[:count]], plan)
+        for part, count, plan in zip(parts, counts, decision.inner)
+    ]
+
+    def part(plan: Plan, fixed: list[Value], carry: list[Any]) -> list[Value]:
+        arguments = map(Value, plan.inputs[len(fixed) :], carry)
+        return interpreter.run(plan, [*(value.with_state(value.state) for value in fixed), *arguments])
+
+    return _values(
+        decision,
+        lax.while_loop(
+            lambda carry: part(condition, fixed[0], carry)[0].native,
+            lambda carry: interpreter.entering(part(body, fixed[1], carry), decision.results),
+            interpreter.entering(operands[start:], body.inputs[counts[1] :]),
+        ),
+    )
+
+
+def _custom_jvp(
+    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+) -> list[Value]:
+    """The user's rule is traced at the dtypes for which it was written, and run by a plan of its own."""
+    del around
+    (plan,) = decision.inner
+    fun = jax.custom_jvp(_named(interpreter.inside(plan, decision.results), equation))
+    fun.defjvp(lambda primals, tangents: _jvp(interpreter, equation, decision, primals, tangents))
+    return _values(decision, fun(*interpreter.entering(operands, plan.inputs)))
+
+
+def _jvp(
+    interpreter: Interpreter, equation: Any, decision: Decision, primals: Any, tangents: Any
+) -> tuple[list[Any], list[Any]]:
+    (plan,) = decision.inner
+    values = list(map(Value, plan.inputs, primals))
+    moving = [_is_differentiable(var) for var in equation.invars]
+    directions = [_tangent(tangent) for tangent, moves in zip(tangents, moving) if moves]
+
+    def pushforward(primals: list[Any], directions: list[Any]) -> tuple[list[Any], list[Any]]:
+        given = iter(directions)
+        tangents = [next(given) if moves else _zero(var) for var, moves in zip(equation.invars, moving)]
+        results, changes = jax.jvp(lambda *arrays: bind(equation, arrays), tuple(primals), tuple(tangents))
+        return results, [change for change, var in zip(changes, equation.outvars) if _is_differentiable(var)]
+
+    results = decision.results
+    changing = [state for state, var in zip(results, equation.outvars) if _is_differentiable(var)]
+    arrays = _run_traced(interpreter, pushforward, values, directions, [*results, *changing])
+    changes = iter(arrays[len(results) :])
+    return arrays[: len(results)], [
+        next(changes) if _is_differentiable(var) else _zero(var) for var in equation.outvars
+    ]
+
+
+def _custom_vjp(
+    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+) -> list[Value]:
+    """The user's forward and backward rules, each traced at the dtypes for which it was written."""
+    del around
+    (plan,) = decision.inner
+    fun = jax.custom_vjp(_named(interpreter.inside(plan, decision.results), equation))
+    moving = [_is_differentiable(var) for var in equation.invars]
+
+    def forward(*arrays: Any) -> tuple[list[Any], Any]:
+        structure = None
+
+        def trace(arrays: list[Any], _: list[Any]) -> tuple[list[Any], list[Any]]:
+            nonlocal structure
+
+            def of_moving(*moved: Any) -> list[Any]:
+                given = iter(moved)
+                return bind(equation, [next(given) if moves else x for x, moves in zip(arrays, moving)])
+
+            results, pullback = jax.vjp(of_moving, *(x for x, moves in zip(arrays, moving) if moves))
+            leaves, structure = jax.tree.flatten(pullback)
+            return results, leaves
+
+        values = list(map(Value, plan.inputs, arrays))
+        saved_states: list[State] = []
+        results = _run_traced(interpreter, trace, values, [], decision.results, saved_states)
+        outputs, saved = results[: len(decision.results)], results[len(decision.results) :]
+        return outputs, jax.tree_util.Partial(_Saved(structure, tuple(saved_states)), *saved)
+
+    def backward(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        arriving = [
+            _tangent(cotangent)
+            for cotangent, var in zip(cotangents, equation.outvars)
+            if _is_differentiable(var)
+        ]
+
+        def pullback(leaves: list[Any], arriving: list[Any]) -> list[Any]:
+            given = iter(arriving)
+            full = [next(given) if _is_differentiable(var) else _zero(var) for var in equation.outvars]
+            return list(jax.tree.unflatten(saved.func.structure, leaves)(full))
+
+        values = list(map(Value, saved.func.states, saved.args))
+        states = [state for state, moves in zip(plan.inputs, moving) if moves]
+        gradients = iter(_run_traced(interpreter, pullback, values, arriving, states))
+        return tuple(next(gradients) if moves else None for moves in moving)
+
+    fun.defvjp(forward, backward)
+    return _values(decision, fun(*interpreter.entering(operands, plan.inputs)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """What is static of what a forward rule saves: how its pullback is put together, and the states."""
+
+    structure: Any
+    states: tuple[State, ...]
+
+    def __call__(self) -> None:
+        """Never called: `jax.tree_util.Partial`, the pytree that carries this, asks for a callable."""
+
+
+def _run_traced(
+    interpreter: Interpreter,
+    fun: Callable[[list[Any], list[Any]], Any],
+    values: list[Value],
+    tangents: list[Value],
+    states: Sequence[State],
+    further: list[State] | None = None,
+) -> list[Any]:
+    """Traces a rule in the dtypes for which it was written, plans it and runs it.
+
+    Args:
+        fun: the rule, of arrays in their traced dtypes.
+        values: its values.
+        tangents: its tangents or cotangents.
+        states: the states of its results; the results take their dtypes.
+        further: filled with the states of the results beyond those.
+    """
+    traced = [
+        [value.native if value.state.kind == Kind.OTHER else value.to(jnp.float32) for value in group]
+        for group in (values, tangents)
+    ]
+    closed = jax.make_jaxpr(fun)(*traced)
+    beyond = len(open_jaxpr(closed).outvars) - len(states)
+    wanted = [state.kind == Kind.HALF for state in states] + [False] * beyond
+    arguments = [*values, *tangents]
+    plan = interpreter.planner.plan(closed, [value.state for value in arguments], wanted)
+    ends = [*states, *plan.results[len(states) :]]
+    if further is not None:
+        further += ends[len(states) :]
+    return interpreter.entering(interpreter.run(plan, arguments), ends)
+
+
+def _named(fun: Callable[..., Any], equation: Any) -> Callable[..., Any]:
+    """Gives `fun` the name of the function that an equation calls, which JAX prints."""
+    fun.__name__ = str(equation.params.get("name", fun.__name__))
+    return fun
+
+
+def _tangent(array: Any) -> Value:
+    dtype = array.dtype
+    if dtype == jnp.float32:
+        return Value(FIRM, array)
+    return Value(HALF if dtype in (jnp.float16, jnp.bfloat16) else OTHER, array)
+
+
+def _is_differentiable(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
+def _zero(var: Any) -> Any:
+    return np.zeros(var.aval.shape, jax.dtypes.float0)
+
+
+_CALLS = {
+    "closed_call": _inline,
+    "cond": _cond,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "eval_jaxpr": _inline,
+    "jit": _jit,
+    "remat2": _remat,
+    "scan": _scan,
+    "shard_map": _shard_map,
+    "while": _while,
+}
