@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -207,3 +208,36 @@ def _cast_params(tree: Any, place: _Place, attribute: str) -> Any:
         return jax.tree.map(lambda value: cast_leaf(value, dtype), leaf)
 
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=_is_node)
+
+
+def split_objects(
+    fun: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., tuple[T, Any]], tuple[Any, ...], Callable[[tuple[T, Any]], T]]:
+    """Turns a call whose arguments hold NNX modules into a call of a function of arrays, for `autocast`.
+
+    Args:
+        fun: the function called.
+        args, kwargs: its arguments; the modules among them may be changed by the call.
+
+    Returns:
+        A function that returns the output of `fun` and the modules' state after the call; the arguments
+        of that function; and one that takes what it returned, updates the modules and gives the output.
+    """
+    is_object = lambda node: isinstance(node, (nnx.Pytree, nnx.Variable))
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+    objects = tuple(leaf for leaf in leaves if is_object(leaf))
+    graph, state = nnx.split(objects)
+
+    def pure(state: Any, others: list[Any]) -> tuple[T, Any]:
+        copies = nnx.merge(graph, state)
+        given = iter(copies)
+        filled = [next(given) if is_object(leaf) else other for leaf, other in zip(leaves, others)]
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        return fun(*args, **kwargs), nnx.state(copies)
+
+    def update(returned: tuple[T, Any]) -> T:
+        output, state = returned
+        nnx.update(objects, state)
+        return output
+
+    return pure, (state, [None if is_object(leaf) else leaf for leaf in leaves]), update

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -69,6 +70,12 @@ def trace(fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...], kwargs: 
 
     Only `jax.Array`s are traced; everything else reaches the function as it is, as in a plain call.
     """
+    finish = None
+    if _holds_nnx_objects((args, kwargs)):
+        from .. import nnx  # Only here: whoever passes an NNX module has Flax.
+
+        fun, args, finish = nnx.split_objects(fun, args, kwargs)
+        kwargs = {}
     leaves, structure = jax.tree.flatten((args, kwargs))
     names = leaf_names((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -91,15 +98,25 @@ def trace(fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...], kwargs: 
 
     def outputs(results: list[Any]) -> Any:
         given = iter(results)
-        return jax.tree.unflatten(
+        output = jax.tree.unflatten(
             structure_out, [next(given) if leaf is None else leaf[0] for leaf in static]
         )
+        return finish(output) if finish else output
 
     planner = Planner(rules)
     states = [planner.argument(array, names[place]) for place, array in zip(places, arrays)]
     plan = planner.plan(closed, states, [False] * len(closed.jaxpr.outvars))
     _check_rules(planner)
     return Traced(planner, plan, arrays, outputs)
+
+
+def _holds_nnx_objects(tree: Any) -> bool:
+    """Whether Flax NNX is in use and a module of it in `tree`: it is changed in place by what it is given to."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return False
+    is_object = lambda node: isinstance(node, (nnx.Pytree, nnx.Variable))
+    return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
 
 
 def _check_rules(planner: Planner) -> None:

@@ -14,7 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .jaxprs import Role, bind, constants, context_of, equations, inner_jaxprs, is_float32, is_literal, open_jaxpr, without_constants
+from .jaxprs import (
+    Role,
+    bind,
+    constants,
+    context_of,
+    equations,
+    inner_jaxprs,
+    is_float32,
+    is_literal,
+    open_jaxpr,
+    without_constants,
+)
 from .plan import FIRM, HALF, OTHER, SPREADS, Compute, Decision, Kind, Plan, Planner, State
 from .rules import List
 
@@ -130,9 +141,7 @@ class Interpreter:
     def _literal(self, var: Any) -> Value:
         return Value(self.planner.literal(var), var.val)
 
-    def _equation(
-        self, equation: Any, decision: Decision, operands: list[Value], plan: Plan
-    ) -> list[Value]:
+    def _equation(self, equation: Any, decision: Decision, operands: list[Value], plan: Plan) -> list[Value]:
         if decision.which is List.CALL and decision.changed:
             return _CALLS[equation.primitive.name](self, equation, decision, operands, plan)
         if equation.primitive.name == "convert_element_type":
@@ -141,9 +150,7 @@ class Interpreter:
             return self._move(equation, decision, operands, plan)
         takes_half = decision.compute is Compute.HALF
         dtype = self.half if takes_half else jnp.float32
-        arrays = [
-            self._operand(equation, var, value, dtype) for var, value in zip(equation.invars, operands)
-        ]
+        arrays = [self._operand(equation, var, value, dtype) for var, value in zip(equation.invars, operands)]
         changed = {}
         if takes_half and equation.params.get("preferred_element_type") is not None:
             changed["preferred_element_type"] = self.half
@@ -189,9 +196,7 @@ class Interpreter:
                 value.to(jnp.float32) if value.state.kind == Kind.HALF else value.native for value in operands
             ]
             results = bind(equation, arrays)
-            return [
-                Value(state, self._down(array, state)) for state, array in zip(decision.results, results)
-            ]
+            return [Value(state, self._down(array, state)) for state, array in zip(decision.results, results)]
         (state, *others), (value, *rest) = decision.results, operands
         lazy = not others and not spread and value.state.kind not in (Kind.OTHER, Kind.HALF)
         if lazy and plan.uses[equation.outvars[0]]:
@@ -248,7 +253,6 @@ class Interpreter:
             return self.entering(self.run(plan, arguments), states)
 
         return fun
-
 
 
 def _values(decision: Decision, arrays: Sequence[Any]) -> list[Value]:

@@ -138,7 +138,9 @@ def _while_parts(equation: Any) -> tuple[Inner, Inner]:
 
     def part(jaxpr: Any, constants: range, results: tuple[int | None, ...]) -> Inner:
         roles = (Role.CONSTANT,) * len(constants) + (Role.CARRY,) * len(carry)
-        return Inner(jaxpr, (*constants, *carry), roles, results, tuple(place is not None for place in results))
+        return Inner(
+            jaxpr, (*constants, *carry), roles, results, tuple(place is not None for place in results)
+        )
 
     return (
         part(params["cond_jaxpr"], range(of_condition), (None,)),
@@ -146,12 +148,17 @@ def _while_parts(equation: Any) -> tuple[Inner, Inner]:
     )
 
 
-def scope_of(equation: Any) -> str:
+def scope_of(equation: Any, around: str = "") -> str:
     """Returns the named scopes and Flax modules around an equation, joined by slashes.
 
     What transforms add to the names is left out: `transpose(jvp(decoder))/head` is `decoder/head`.
+
+    Args:
+        equation: the equation.
+        around: the scope in which its jaxpr is run.
     """
-    return plain_scope(str(equation.source_info.name_stack))
+    scope = plain_scope(str(equation.source_info.name_stack))
+    return join(around, scope) if scope else around
 
 
 def plain_scope(name_stack: str) -> str:

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._path import join
 from .jaxprs import (
     AUTOCAST_SCOPE,
     FULL_PRECISION_SCOPE,
@@ -230,7 +229,7 @@ class Planner:
 
     def _wants(self, equation: Any, uses: collections.Counter[Any], scope: str) -> list[tuple[Any, int]]:
         """Returns the operands that `equation` wants in half, and how many times."""
-        path = join(scope, scope_of(equation))
+        path = scope_of(equation, scope)
         if self._full_reason(path):
             return []
         results_wanted = [not is_literal(var) and uses[var] > 0 for var in equation.outvars]
@@ -259,7 +258,7 @@ class Planner:
     def _decide(
         self, equation: Any, operands: list[State], uses: collections.Counter[Any], scope: str
     ) -> Decision:
-        path = join(scope, scope_of(equation))
+        path = scope_of(equation, scope)
         name = equation.primitive.name
         full_reason = self._full_reason(path)
         if full_reason:
@@ -347,9 +346,7 @@ class Planner:
         changed = Kind.HALF in (operand.kind, result.kind)
         return Decision(List.AS_TRACED, Compute.EACH, (result,), reason, changed=changed)
 
-    def _decide_call(
-        self, equation: Any, operands: list[State], wanted: list[bool], scope: str
-    ) -> Decision:
+    def _decide_call(self, equation: Any, operands: list[State], wanted: list[bool], scope: str) -> Decision:
         results: dict[int, State] = {}
         plans = []
         for inner in inner_jaxprs(equation):
@@ -364,7 +361,9 @@ class Planner:
                     state = FIRM if carry and state.kind != Kind.OTHER else state
                     results[place] = _join(results[place], state) if place in results else state
         states = tuple(results[place] for place in range(len(equation.outvars)))
-        changed = any(plan.changed for plan in plans) or any(s.kind == Kind.HALF for s in (*operands, *states))
+        changed = any(plan.changed for plan in plans) or any(
+            s.kind == Kind.HALF for s in (*operands, *states)
+        )
         reason = "decided inside, operation by operation"
         return Decision(List.CALL, Compute.EACH, states, reason, tuple(plans), changed)
 
@@ -457,7 +456,9 @@ def _moved(equation: Any, state: State, out: Any) -> State:
     if not is_float32(out) or state.kind != Kind.OPEN:
         return state
     source = equation.invars[0].aval
-    grown = equation.primitive.name == "broadcast_in_dim" and math.prod(out.aval.shape) > math.prod(source.shape)
+    grown = equation.primitive.name == "broadcast_in_dim" and math.prod(out.aval.shape) > math.prod(
+        source.shape
+    )
     freed = grown or (state.leaf and (equation.primitive.name == "gather" or out.aval.ndim <= 1))
     return dataclasses.replace(state, kind=Kind.FREE) if freed else state
 
