@@ -6,7 +6,8 @@ module.
 """
 
 import fnmatch
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -37,6 +38,33 @@ def leaf_names(tree: Any) -> tuple[str, ...]:
     ('head/bias', 'head/kernel')
     """
     return tuple(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def argument_names(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> tuple[str, ...]:
+    """Returns the names of the leaves of a call's arguments, each from its parameter's name on.
+
+    >>> argument_names(lambda params, *batch: None, ({"w": 0}, 1), {})
+    ('params/w', '1')
+    """
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # Some built-in functions have none.
+        parameters = ()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    def name(path: tuple[Any, ...]) -> str:
+        given_by_name, first, *rest = path
+        if not given_by_name.idx and first.idx < len(names):
+            first = jax.tree_util.GetAttrKey(names[first.idx])
+        return path_name((first, *rest))
+
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_leaf)
+    return tuple(name(path) for path, _ in leaves)
 
 
 def subtrees(name: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from . import _flax
-from ._path import join, path_name
+from ._path import argument_names, join, path_name
 from ._policy import Policy
 from ._tree import cast_leaf
 
@@ -225,14 +225,14 @@ def split_objects(
     """
     is_object = lambda node: isinstance(node, (nnx.Pytree, nnx.Variable))
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-    objects = tuple(leaf for leaf in leaves if is_object(leaf))
+    named = dict(zip(argument_names(fun, args, kwargs, is_leaf=is_object), leaves, strict=True))
+    # Together, so that what two of them share stays shared.
+    objects = {name: leaf for name, leaf in named.items() if is_object(leaf)}
     graph, state = nnx.split(objects)
 
-    def pure(state: Any, others: list[Any]) -> tuple[T, Any]:
+    def pure(state: Any, others: dict[str, Any]) -> tuple[T, Any]:
         copies = nnx.merge(graph, state)
-        given = iter(copies)
-        filled = [next(given) if is_object(leaf) else other for leaf, other in zip(leaves, others)]
-        args, kwargs = jax.tree.unflatten(structure, filled)
+        args, kwargs = jax.tree.unflatten(structure, [(copies | others)[name] for name in named])
         return fun(*args, **kwargs), nnx.state(copies)
 
     def update(returned: tuple[T, Any]) -> T:
@@ -240,4 +240,4 @@ def split_objects(
         nnx.update(objects, state)
         return output
 
-    return pure, (state, [None if is_object(leaf) else leaf for leaf in leaves]), update
+    return pure, (state, {name: leaf for name, leaf in named.items() if name not in objects}), update

@@ -1,5 +1,6 @@
 """What a jaxpr says of dtypes: the products in it, and the values that are kept for the backward pass."""
 
+import re
 from collections.abc import Iterator
 
 import jax
@@ -26,3 +27,28 @@ def products(fun, *args, **kwargs) -> list[tuple[str, ...]]:
         for equation in equations(jaxpr)
         if equation.primitive.name in PRODUCTS
     ]
+
+
+def primitives(fun, *args, **kwargs) -> list[str]:
+    """Returns the names of the operations that `fun` runs."""
+    return [equation.primitive.name for equation in equations(jax.make_jaxpr(fun)(*args, **kwargs))]
+
+
+def casts(fun, *args, **kwargs) -> list[tuple[tuple[int, ...], str, str]]:
+    """Returns the shape and the dtypes, from and to, of every cast between floating dtypes that `fun` runs."""
+    jaxpr = jax.make_jaxpr(fun)(*args, **kwargs)
+    found = [
+        (equation.invars[0].aval.shape, equation.invars[0].aval.dtype, equation.params["new_dtype"])
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "convert_element_type"
+    ]
+    return [
+        (shape, source.name, target.name)
+        for shape, source, target in found
+        if source != target and {source.kind, target.kind} <= {"f", "V"}
+    ]
+
+
+def text(fun, *args, **kwargs) -> str:
+    """Returns the jaxpr of `fun` as text, without the addresses of functions."""
+    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(fun)(*args, **kwargs)))

@@ -26,12 +26,8 @@ from .jaxprs import (
     open_jaxpr,
     without_constants,
 )
-from .plan import FIRM, HALF, OTHER, SPREADS, Compute, Decision, Kind, Plan, Planner, State
-from .rules import List
-
-
-# Element-wise operations of several operands, which broadcast axes of size 1.
-_BROADCASTS = frozenset("add sub mul div rem max min pow atan2 nextafter eq ne lt le gt ge".split())
+from .plan import FIRM, HALF, OTHER, Compute, Decision, Kind, Plan, Planner, State
+from .rules import BROADCASTS, SPREADS, List
 
 
 @jax.custom_jvp
@@ -166,7 +162,7 @@ class Interpreter:
         """
         if value.state.kind == Kind.OTHER:
             return value.native
-        broadcasts = equation.primitive.name in _BROADCASTS and var.aval.ndim > 0
+        broadcasts = equation.primitive.name in BROADCASTS and var.aval.ndim > 0
         if dtype == self.half and broadcasts and not value.state.constant:
             shape = equation.outvars[0].aval.shape
             if var.aval.shape != shape:
@@ -349,8 +345,7 @@ def _cond(
     del equation, around
     index, *operands = operands
     branches = [interpreter.inside(plan, decision.results) for plan in decision.inner]
-    # All branches take the same arrays, so that what one takes in float32 and another in half is given in float32.
-    inputs = decision.inner[0].inputs
+    inputs = decision.inner[0].inputs  # Those of all branches.
     return _values(decision, lax.switch(index.native, branches, *interpreter.entering(operands, inputs)))
 
 

@@ -171,6 +171,11 @@ def plain_scope(name_stack: str) -> str:
     return "/".join(name for name in names.split("/") if name)
 
 
+def visible_scope(scope: str) -> str:
+    """Returns a scope without the names that only autocast reads."""
+    return "/".join(name for name in scope.split("/") if name not in (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE))
+
+
 def call_scope(scope: str, equation: Any) -> str:
     """Returns the scope of what a call runs: a jitted function's name counts as one."""
     name = equation.params.get("name")

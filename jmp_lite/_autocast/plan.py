@@ -40,11 +40,7 @@ from .jaxprs import (
     open_jaxpr,
     scope_of,
 )
-from .rules import List, Rules, fits
-
-# Moves whose transpose is a sum: a gradient that comes back through one is summed in float32.
-SPREADS = frozenset({"broadcast_in_dim", "gather", "pvary", "tile"})
-_JOINS = frozenset({"concatenate", "dynamic_update_slice", "pad", "stack"})  # No operand is broadcast.
+from .rules import BROADCASTS, List, Rules, fits
 
 
 class Kind(enum.IntEnum):
@@ -465,10 +461,9 @@ def _moved(equation: Any, state: State, out: Any) -> State:
 
 def _broadcast(equation: Any, var: Any, state: State) -> State:
     """The state of an operand that an element-wise operation may broadcast along axes of size 1."""
-    if state.kind != Kind.OPEN or equation.primitive.name in _JOINS:
+    if state.kind != Kind.OPEN or equation.primitive.name not in BROADCASTS:
         return state
-    shape, out = var.aval.shape, equation.outvars[0].aval.shape
-    grown = len(shape) == len(out) and math.prod(shape) < math.prod(out)
+    grown = math.prod(var.aval.shape) < math.prod(equation.outvars[0].aval.shape)
     return dataclasses.replace(state, kind=Kind.FREE) if grown else state
 
 

@@ -31,9 +31,9 @@ ALLOW = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 # What loses range or precision in half: float32 operands and results.
 DENY = frozenset(
     # Functions that leave half's range, or magnify its rounding.
-    "exp exp2 expm1 log log1p log2 pow rsqrt cbrt tan asin acos atan sinh cosh asinh acosh atanh erfc erf_inv "
-    "lgamma digamma polygamma zeta igamma igammac igamma_grad_a regularized_incomplete_beta bessel_i0e "
-    "bessel_i1e one_minus_square polynomial "
+    "exp exp2 expm1 log log1p log2 pow rsqrt cbrt tan asin acos atan sinh cosh asinh acosh atanh "
+    "erfc erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a bessel_i0e bessel_i1e "
+    "regularized_incomplete_beta one_minus_square polynomial "
     # Sums, within a device and across devices. `add_any` sums the gradients of a value used twice.
     "reduce_sum reduce_prod reduce_window_sum cumsum cumprod cumlogsumexp add_any psum psum_invariant "
     "reduce_scatter".split()
@@ -59,10 +59,11 @@ MOVE = frozenset(
 
 # Left as traced, on purpose: typed functions inside, exact bits, linear algebra, keys, effects, kernels.
 AS_TRACED = frozenset(
-    "reduce reduce_window reduce_precision scatter scatter-add scatter-max scatter-min scatter-mul "
-    "scatter-sub select_and_scatter select_and_scatter_add select_and_gather_add bitcast_convert_type cholesky "
-    "eig eigh svd schur qr lu hessenberg householder_product triangular_solve tridiagonal tridiagonal_solve "
-    "custom_linear_solve fft complex real imag conj iota random_gamma scaled_dot scaled_matmul".split()
+    "reduce reduce_window reduce_precision select_and_scatter select_and_scatter_add select_and_gather_add "
+    "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub bitcast_convert_type iota "
+    "cholesky eig eigh svd schur qr lu hessenberg householder_product triangular_solve tridiagonal "
+    "tridiagonal_solve custom_linear_solve fft complex real imag conj random_gamma scaled_dot "
+    "scaled_matmul".split()
 )
 
 # Operations that run jaxprs of their own: autocast goes inside.
@@ -71,13 +72,20 @@ CALLS = frozenset(
 )
 
 
+# Moves whose transpose is a sum: what is in half passes through in float32, for its gradient's sake.
+SPREADS = frozenset({"broadcast_in_dim", "gather", "pvary", "tile"})
+
+# Element-wise operations that broadcast axes of size 1; their transposes are sums as well.
+BROADCASTS = frozenset("add sub mul div rem max min pow atan2 nextafter eq ne lt le gt ge".split())
+
+
 class List(enum.Enum):
-    """The list that decided about an operation."""
+    """The list that decided about an operation; `move` is the part of infer that changes no value."""
 
     ALLOW = "allow"
     DENY = "deny"
     INFER = "infer"
-    MOVE = "infer (moves data)"
+    MOVE = "move"
     CALL = "call"
     AS_TRACED = "as traced"
 
@@ -112,7 +120,7 @@ class Rules:
         return self.lists.get(name, List.AS_TRACED)
 
     def pattern_for(self, path: str) -> tuple[str, bool] | None:
-        """Returns the first pattern that selects the scope or argument `path`, and whether it keeps float32."""
+        """Returns the first rule that selects the scope or argument `path`, and whether it keeps float32."""
         return next((scope for scope in self.scopes if matches(scope[0], path)), None)
 
 
@@ -166,8 +174,8 @@ def _primitive_name(option: str, entry: Any) -> tuple[str, bool]:
         )
     if name in CALLS:
         raise ValueError(
-            f"{option}= names '{name}', which runs other operations. To keep a part of the program in float32 "
-            "use rules={'its scope': 'float32'} or full_precision."
+            f"{option}= names '{name}', which runs other operations. To keep a part of the program in "
+            "float32 use rules={'its scope': 'float32'} or full_precision."
         )
     if isinstance(entry, str) and name not in _known_names():
         near = difflib.get_close_matches(name, _known_names(), n=3)
