@@ -35,7 +35,7 @@ def primitives(fun, *args, **kwargs) -> list[str]:
 
 
 def casts(fun, *args, **kwargs) -> list[tuple[tuple[int, ...], str, str]]:
-    """Returns the shape and the dtypes, from and to, of every cast between floating dtypes that `fun` runs."""
+    """Returns the shape and both dtypes of every cast between floating dtypes that `fun` runs."""
     jaxpr = jax.make_jaxpr(fun)(*args, **kwargs)
     found = [
         (equation.invars[0].aval.shape, equation.invars[0].aval.dtype, equation.params["new_dtype"])

@@ -14,7 +14,10 @@ import optax
 from flax import nnx
 
 import jmp_lite as jmp
+from jmp_lite.nnx import with_policy
 
+# For a CPU: these tests spend their time in the compiler.
+COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 WIDTH, HEADS, LENGTH, VOCABULARY = 16, 2, 8, 17
 ROWS = jax.random.normal(jax.random.key(1), (12, 6))
 IMAGES = jax.random.normal(jax.random.key(2), (4, 8, 8, 3))
@@ -73,8 +76,7 @@ class Case:
         policy = jmp.get_policy(f"params=float32,compute={jnp.dtype(dtype).name},output=float32")
 
         def loss(params, state, inputs, targets):
-            params, inputs = policy.cast_to_compute((params, inputs))
-            y, new_state = self.functional(params, state, inputs)
+            y, new_state = self.cast_forward(policy, params, state, inputs)
             return self.criterion(policy.cast_to_output(y), targets), new_state
 
         def step(params, state, inputs, targets):
@@ -83,7 +85,8 @@ class Case:
 
         return step
 
-    def functional(self, params: Any, state: Any, inputs: Any) -> tuple[Any, Any]:
+    def cast_forward(self, policy: jmp.Policy, params: Any, state: Any, inputs: Any) -> tuple[Any, Any]:
+        params, inputs = policy.cast_to_compute((params, inputs))
         return self.forward(params, state, inputs)
 
 
@@ -101,8 +104,9 @@ class NnxCase(Case):
 
         return step
 
-    def functional(self, params: Any, state: Any, inputs: Any) -> tuple[Any, Any]:
-        module = self.rebuild(params, state)
+    def cast_forward(self, policy: jmp.Policy, params: Any, state: Any, inputs: Any) -> tuple[Any, Any]:
+        # NNX's layers return the dtype in which their parameters were made, unless `dtype` was set.
+        module = with_policy(self.rebuild(params, state), policy)
         y = self.forward(module, inputs)
         return y, nnx.state(module, nnx.Not(nnx.Param))
 
@@ -121,7 +125,8 @@ class EquinoxCase(Case):
 
         return step
 
-    def functional(self, params: Any, state: Any, inputs: Any) -> tuple[Any, Any]:
+    def cast_forward(self, policy: jmp.Policy, params: Any, state: Any, inputs: Any) -> tuple[Any, Any]:
+        params, inputs = policy.cast_to_compute((params, inputs))
         return self.forward(self.rebuild(params, state), inputs), state
 
 
@@ -135,7 +140,8 @@ def next_token_loss(logits: jax.Array, text: jax.Array) -> jax.Array:
 
 
 def linen_case(model: nn.Module, inputs: Any, criterion: Any = weighted_mean, targets: Any = None) -> Case:
-    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, inputs)
+    init = jax.jit(model.init, compiler_options=COMPILE_FAST)
+    variables = init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, inputs)
     params = variables["params"]
     state = {name: value for name, value in variables.items() if name != "params"}
 
@@ -354,12 +360,12 @@ class LinenLSTM(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.RNN(self.cell(8, dtype=self.dtype))(x)
-        return nn.Dense(3)(x)
+        return nn.Dense(3, dtype=self.dtype)(x)
 
 
 class NnxLSTM(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, cell: Any = nnx.LSTMCell, dtype: Any = None):
-        self.rnn = nnx.RNN(cell(6, 8, dtype=dtype, rngs=rngs), rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, cell: Any = nnx.LSTMCell):
+        self.rnn = nnx.RNN(cell(6, 8, rngs=rngs), rngs=rngs)
         self.head = nnx.Linear(8, 3, rngs=rngs)
 
     def __call__(self, x):
@@ -491,7 +497,7 @@ def haiku_case() -> Case:
         return hk.Linear(3)(x)
 
     model = hk.transform_with_state(network)
-    params, state = model.init(jax.random.key(0), IMAGES)
+    params, state = jax.jit(model.init, compiler_options=COMPILE_FAST)(jax.random.key(0), IMAGES)
     forward = lambda params, state, x: model.apply(params, state, jax.random.key(5), x)
     return Case(forward, weighted_mean, params, state, IMAGES, None)
 
@@ -565,10 +571,8 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "JAX transformer, scanned and rematerialized": lambda dtype: plain_case(_attention(dtype)),
     "Linen LSTM": lambda dtype: linen_case(LinenLSTM(dtype=dtype), SEQUENCES),
     "Linen optimized LSTM": lambda dtype: linen_case(LinenLSTM(nn.OptimizedLSTMCell, dtype), SEQUENCES),
-    "NNX LSTM": lambda dtype: nnx_case(NnxLSTM(nnx.Rngs(0), dtype=dtype), SEQUENCES),
-    "NNX optimized LSTM": lambda dtype: nnx_case(
-        NnxLSTM(nnx.Rngs(0), nnx.OptimizedLSTMCell, dtype), SEQUENCES
-    ),
+    "NNX LSTM": lambda _: nnx_case(NnxLSTM(nnx.Rngs(0)), SEQUENCES),
+    "NNX optimized LSTM": lambda _: nnx_case(NnxLSTM(nnx.Rngs(0), nnx.OptimizedLSTMCell), SEQUENCES),
     "Linen U-Net": lambda _: linen_case(LinenUNet(), IMAGES),
     "NNX U-Net": lambda _: nnx_case(NnxUNet(nnx.Rngs(0)), IMAGES),
     "Linen experts": lambda _: linen_case(LinenExperts(), ROWS),

@@ -1,4 +1,4 @@
-"""What `autocast` promises of any function: its signature, its dtypes, its sums, its casts and its gradients."""
+"""What `autocast` promises of any function: signature, dtypes, sums, casts and gradients."""
 
 import concurrent.futures
 import dataclasses
@@ -197,7 +197,7 @@ def test_weak_types_of_outputs_are_those_of_the_plain_function():
     for given in (jnp.asarray(2.0), jnp.float32(2.0)):
         plain = [leaf.weak_type for leaf in fun(X, given)]
         assert [leaf.weak_type for leaf in jmp.autocast(fun)(X, given)] == plain
-        abstract = lambda f: [leaf.weak_type for leaf in jax.eval_shape(f, X, given)]
+        abstract = lambda f, given=given: [leaf.weak_type for leaf in jax.eval_shape(f, X, given)]
         assert abstract(jmp.autocast(fun)) == abstract(fun)
 
 

@@ -228,7 +228,7 @@ def loss_of(fun):
 
 
 def assert_close(actual, expected, half, factor):
-    """Within `factor` roundings of the largest number; of 1, where all are small and float16 may underflow."""
+    """Within `factor` roundings of the largest number, or of 1 where all are small and may underflow."""
     pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True))
     scale = max(1.0, *(float(jnp.abs(b).max()) for _, b in pairs))
     for a, b in pairs:

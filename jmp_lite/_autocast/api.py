@@ -116,6 +116,9 @@ def settings_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Rules]:
     return wrapped, rules
 
 
+_ARRAY = object()  # Stands for an output that is an array.
+
+
 class Traced(NamedTuple):
     """A function's jaxpr, and how autocast will run it.
 
@@ -158,20 +161,17 @@ def trace(fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...], kwargs: 
         for place, array in zip(places, arrays, strict=True):
             filled[place] = array
         args, kwargs = jax.tree.unflatten(structure, filled)
-        made["leaves"], made["structure"] = jax.tree.flatten(fun(*args, **kwargs))
-        return [leaf for leaf in made["leaves"] if isinstance(leaf, jax.Array)]
+        outputs, made["structure"] = jax.tree.flatten(fun(*args, **kwargs))
+        # The arrays go out through the trace; kept here they would leak from it.
+        made["leaves"] = [_ARRAY if isinstance(output, jax.Array) else output for output in outputs]
+        return [output for output in outputs if isinstance(output, jax.Array)]
 
     closed = jax.make_jaxpr(flat)(*arrays)
-    # What is left in `made` must not hold on to the tracers of a trace that has ended.
-    static = [None if isinstance(leaf, jax.Array) else (leaf,) for leaf in made["leaves"]]
-    structure_out = made["structure"]
-    made.clear()
 
     def outputs(results: list[Any]) -> Any:
         given = iter(results)
-        output = jax.tree.unflatten(
-            structure_out, [next(given) if leaf is None else leaf[0] for leaf in static]
-        )
+        leaves = [next(given) if leaf is _ARRAY else leaf for leaf in made["leaves"]]
+        output = jax.tree.unflatten(made["structure"], leaves)
         return finish(output) if finish else output
 
     planner = Planner(rules)
@@ -184,9 +184,9 @@ def trace(fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...], kwargs: 
 
 def run(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
     """Runs a traced function by its plan, on its arrays or others like them; returns the jaxpr's outputs."""
-    if not traced.plan.changed:
-        return jaxpr_as_fun(traced.plan.jaxpr)(*arrays)
     with jax.named_scope(AUTOCAST_SCOPE):
+        if not traced.plan.changed:
+            return jaxpr_as_fun(traced.plan.jaxpr)(*arrays)
         interpreter = Interpreter(traced.planner)
         values = interpreter.run(traced.plan, list(map(Value, traced.plan.inputs, arrays)))
         return [interpreter.traced(value) for value in values]

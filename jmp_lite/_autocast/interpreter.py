@@ -84,8 +84,9 @@ class Value:
 
     def to(self, dtype: Any) -> Any:
         """Returns the value in `dtype`, float32 or the half dtype."""
-        if self.state.number is not None and isinstance(self._native, (float, np.generic, np.ndarray)):
-            return np.asarray(self.state.number, dtype)
+        written = self.state.number is not None and isinstance(self._native, (float, np.generic, np.ndarray))
+        if written:  # Into the program: it needs no cast, and stays as it is in float32.
+            return self._native if dtype == jnp.float32 else np.asarray(self.state.number, dtype)
         if self._moved is not None and dtype != jnp.float32:
             return self._moved(dtype)  # Cast before the move, so that all moves of a value share its cast.
         native = self.native
@@ -241,11 +242,32 @@ class Interpreter:
             for value, state, wanted in zip(values, plan.inputs, plan.wanted)
         ]
 
-    def inside(self, plan: Plan, states: Sequence[State]) -> Callable[..., list[Any]]:
-        """Returns a plan as a function of what `entering` returns, with results in the dtypes of `states`."""
+    def cast_beside(self, operands: Sequence[Any], plans: Sequence[Plan], around: Plan) -> tuple[int, ...]:
+        """Returns the places of the operands of a call that are given to it in half as well.
+
+        They are what it wants in half and others around it do too: so it is cast once, for all of them.
+        """
+        return tuple(
+            place
+            for place, (var, state) in enumerate(zip(operands, plans[0].inputs, strict=True))
+            if any(plan.wanted[place] for plan in plans)
+            and not is_literal(var)
+            and around.uses[var] > 1
+            and state.kind in (Kind.FREE, Kind.OPEN, Kind.FIRM)
+        )
+
+    def inside(
+        self, plan: Plan, states: Sequence[State], beside: Sequence[int] = ()
+    ) -> Callable[..., list[Any]]:
+        """Returns a plan as a function of what `entering` returns and of the casts `beside` it.
+
+        Its results have the dtypes of `states`.
+        """
 
         def fun(*arrays: Any) -> list[Any]:
-            arguments = [Value(state, array) for state, array in zip(plan.inputs, arrays, strict=True)]
+            arguments = [Value(state, array) for state, array in zip(plan.inputs, arrays)]
+            for place, cast in zip(beside, arrays[len(arguments) :], strict=True):
+                arguments[place].casts[self.half] = cast
             return self.entering(self.run(plan, arguments), states)
 
         return fun
@@ -276,26 +298,12 @@ def _jit(
     What several calls want in half is cast outside, once, and given to each call beside the original.
     """
     (plan,) = decision.inner
-    half = interpreter.half
-    shared = tuple(
-        wanted > 0
-        and not is_literal(var)
-        and around.uses[var] > 1
-        and state.kind in (Kind.FREE, Kind.OPEN, Kind.FIRM)
-        for var, state, wanted in zip(equation.invars, plan.inputs, plan.wanted)
-    )
-    beside = [place for place, share in enumerate(shared) if share]
+    beside = interpreter.cast_beside(equation.invars, decision.inner, around)
     arrays = interpreter.entering(operands, plan.inputs)
-    arrays += [operands[place].to(half) for place in beside]
-
-    def fun(*arrays: Any) -> list[Any]:
-        arguments = [Value(state, array) for state, array in zip(plan.inputs, arrays)]
-        for place, cast in zip(beside, arrays[len(arguments) :], strict=True):
-            arguments[place].casts[half] = cast
-        return interpreter.entering(interpreter.run(plan, arguments), decision.results)
-
-    key = (plan, shared)
+    arrays += [operands[place].to(interpreter.half) for place in beside]
+    key = (plan, beside)
     if key not in interpreter.jitted:
+        fun = interpreter.inside(plan, decision.results, beside)
         interpreter.jitted[key] = jax.make_jaxpr(fun)(*arrays)
     per_operand = {
         name: (*given, *(name != "donated_invars" and given[place] for place in beside))
@@ -342,11 +350,13 @@ def _shard_map(
 def _cond(
     interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
 ) -> list[Value]:
-    del equation, around
     index, *operands = operands
-    branches = [interpreter.inside(plan, decision.results) for plan in decision.inner]
-    inputs = decision.inner[0].inputs  # Those of all branches.
-    return _values(decision, lax.switch(index.native, branches, *interpreter.entering(operands, inputs)))
+    plans = decision.inner  # All of the same inputs.
+    beside = interpreter.cast_beside(equation.invars[1:], plans, around)
+    arrays = interpreter.entering(operands, plans[0].inputs)
+    arrays += [operands[place].to(interpreter.half) for place in beside]
+    branches = [interpreter.inside(plan, decision.results, beside) for plan in plans]
+    return _values(decision, lax.switch(index.native, branches, *arrays))
 
 
 def _scan(

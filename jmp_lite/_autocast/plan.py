@@ -1,8 +1,10 @@
 """Decides, before anything is computed, in which precision every operation of a jaxpr runs and why.
 
-A plan is made in two passes. The first goes backwards and asks of every value whether a product wants it in
-half, directly or through operations that would pass it on: what only float32 operations read need not be
-rounded. The second goes forwards and takes each operation's list and the states of its operands.
+A plan is made in three passes. The first goes forwards as if every result were wanted in half, and finds the
+operations that end in float32 all the same. The second goes backwards and asks of every value whether a product
+wants it in half, directly or through operations that would pass it on: what only float32 operations read need
+not be rounded. The third goes forwards again and decides, by each operation's list and the states of its
+operands.
 
 Only float32 values are ever changed. The state of one says what autocast knows of it:
 
@@ -136,6 +138,13 @@ class Plan:
         return self.states[len(constants(self.jaxpr)) :]
 
 
+class _Everything(collections.Counter[Any]):
+    """Says of every variable that it is wanted in half."""
+
+    def __missing__(self, key: Any) -> int:
+        return 1
+
+
 class Planner:
     """Makes plans by a set of rules, each once; one planner serves one call of an autocast function."""
 
@@ -144,7 +153,6 @@ class Planner:
         self.patterns_used: set[str] = set()
         self.paths_seen: set[str] = set()
         self._plans: dict[Any, Plan] = {}
-        self._uses: dict[Any, collections.Counter[Any]] = {}
         self._reasons: dict[str, str | None] = {}
         self._alive: list[Any] = []  # The keys hold ids of jaxprs.
 
@@ -184,69 +192,75 @@ class Planner:
 
     def _make(self, jaxpr: Any, states: tuple[State, ...], wanted: Sequence[bool], scope: str) -> Plan:
         inside = open_jaxpr(jaxpr)
-        known: dict[Any, State] = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
-        uses = self._half_uses(jaxpr, wanted, scope)
-
-        def read(var: Any) -> State:
-            return self.literal(var) if is_literal(var) else known[var]
-
-        decisions = []
-        for equation in equations(inside):
-            decision = self._decide(equation, [read(var) for var in equation.invars], uses, scope)
-            known.update(zip(equation.outvars, decision.results, strict=True))
-            decisions.append(decision)
+        start: dict[Any, State] = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
+        # First as if everything were wanted in half, to learn which operations end in float32 all the same.
+        uses: collections.Counter[Any] = _Everything()
+        decisions, _ = self._decide_all(inside, start, uses, scope)
+        uses = self._half_uses(inside, decisions, wanted)
+        decisions, known = self._decide_all(inside, start, uses, scope)
         return Plan(
             jaxpr,
             states,
-            tuple(decisions),
-            tuple(read(var) for var in inside.outvars),
+            decisions,
+            tuple(self._state(var, known) for var in inside.outvars),
             tuple(uses[var] for var in inside.invars),
             uses,
             any(decision.changed for decision in decisions),
         )
 
+    def _decide_all(
+        self, inside: Any, start: dict[Any, State], uses: collections.Counter[Any], scope: str
+    ) -> tuple[tuple[Decision, ...], dict[Any, State]]:
+        """Returns a decision for each equation of a jaxpr, and the state of each variable."""
+        known = dict(start)
+        decisions = []
+        for equation in equations(inside):
+            operands = [self._state(var, known) for var in equation.invars]
+            decision = self._decide(equation, operands, uses, scope)
+            known.update(zip(equation.outvars, decision.results, strict=True))
+            decisions.append(decision)
+        return tuple(decisions), known
+
+    def _state(self, var: Any, known: dict[Any, State]) -> State:
+        return self.literal(var) if is_literal(var) else known[var]
+
     # Backwards: what is wanted in half.
 
-    def _half_uses(self, jaxpr: Any, wanted: Sequence[bool], scope: str) -> collections.Counter[Any]:
-        """Returns how many operations want each variable of `jaxpr` in half."""
-        scope = self._scope_that_matters(scope)
-        inside = open_jaxpr(jaxpr)
-        key = (id(inside), tuple(wanted), scope)
-        if key not in self._uses:
-            self._alive.append(jaxpr)
-            uses: collections.Counter[Any] = collections.Counter()
-            uses.update(var for var, want in zip(inside.outvars, wanted) if want and _in_reach(var))
-            for equation in reversed(equations(inside)):
-                for var, times in self._wants(equation, uses, scope):
-                    if _in_reach(var):
-                        uses[var] += times
-            self._uses[key] = uses
-        return self._uses[key]
+    def _half_uses(
+        self, inside: Any, decisions: Sequence[Decision], wanted: Sequence[bool]
+    ) -> collections.Counter[Any]:
+        """Returns how many operations want each variable of a jaxpr in half."""
+        uses = collections.Counter(
+            var for var, want in zip(inside.outvars, wanted) if want and _in_reach(var)
+        )
+        for equation, decision in zip(reversed(equations(inside)), reversed(decisions)):
+            for var, times in self._wants(equation, decision, uses):
+                if _in_reach(var):
+                    uses[var] += times
+        return uses
 
-    def _wants(self, equation: Any, uses: collections.Counter[Any], scope: str) -> list[tuple[Any, int]]:
+    def _wants(
+        self, equation: Any, decision: Decision, uses: collections.Counter[Any]
+    ) -> list[tuple[Any, int]]:
         """Returns the operands that `equation` wants in half, and how many times."""
-        path = scope_of(equation, scope)
-        if self._full_reason(path):
-            return []
-        results_wanted = [not is_literal(var) and uses[var] > 0 for var in equation.outvars]
-        match self.rules.list_of(equation.primitive.name):
+        wants_any = any(not is_literal(var) and uses[var] for var in equation.outvars)
+        match decision.which:
             case List.CALL:
-                wants = []
-                for inner in inner_jaxprs(equation):
-                    inner_uses = self._half_uses(
-                        inner.jaxpr, _wanted(inner, results_wanted), call_scope(path, equation)
-                    )
-                    for place, role, var in zip(inner.operands, inner.roles, open_jaxpr(inner.jaxpr).invars):
-                        if inner_uses[var] and role is not Role.CARRY:
-                            wants.append((equation.invars[place], 2 if role is Role.CONSTANT else 1))
-                return wants
-            case List.ALLOW if not why_not_half(equation):
+                return [
+                    (equation.invars[place], 2 if role is Role.CONSTANT else 1)
+                    for inner, plan in zip(inner_jaxprs(equation), decision.inner)
+                    for place, role, times in zip(inner.operands, inner.roles, plan.wanted)
+                    if times and role is not Role.CARRY
+                ]
+            case List.ALLOW if decision.compute is Compute.HALF:
                 return [(var, 1) for var in equation.invars]
-            case List.INFER | List.MOVE if any(results_wanted):
+            case List.INFER if wants_any and decision.compute is not Compute.FLOAT32:
+                return [(var, 1) for var in equation.invars]
+            case List.MOVE if wants_any:
                 return [(var, 1) for var in equation.invars]
         if equation.primitive.name == "convert_element_type":
             to_half = equation.params["new_dtype"] == self.rules.dtype
-            return [(var, 1) for var in equation.invars] if to_half or any(results_wanted) else []
+            return [(var, 1) for var in equation.invars] if to_half or wants_any else []
         return []
 
     # Forwards: what each operation does.
@@ -279,7 +293,7 @@ class Planner:
         return _as_traced(equation, operands, f"{name} is on no list")
 
     def _decide_product(self, equation: Any, operands: list[State]) -> Decision:
-        reason = why_not_half(equation)
+        reason = why_not_half(equation, self.rules.dtype)
         if reason is None and any(state.full for state in operands):
             reason = "a rule keeps one of its arguments in float32"
         if reason:
@@ -396,12 +410,15 @@ class Planner:
         return found[0] if found[1] else None
 
 
-def why_not_half(equation: Any) -> str | None:
+def why_not_half(equation: Any, half: np.dtype) -> str | None:
     """Returns why an operation of the allow list keeps its dtypes; None if it takes half operands."""
     floating = [var for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
-    traced = sorted({var.aval.dtype.name for var in floating if not is_float32(var)})
-    if traced or not floating:
-        return f"its operands were traced in {' and '.join(traced) or 'integers'}"
+    if not any(map(is_float32, floating)):
+        traced = sorted({var.aval.dtype.name for var in floating}) or ["integers"]
+        return f"its operands were traced in {' and '.join(traced)}"
+    others = sorted({var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, half)})
+    if others:
+        return f"an operand was traced in {' and '.join(others)}"
     params = equation.params
     precision = params.get("precision")
     asked = {str(getattr(each, "name", each)) for each in _as_tuple(precision)} - {"DEFAULT", "None"}
