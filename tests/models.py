@@ -139,6 +139,9 @@ def next_token_loss(logits: jax.Array, text: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], text[:, 1:]).mean()
 
 
+NEXT_TOKEN = (TEXT, next_token_loss, TEXT)  # Inputs, criterion and targets of a language model.
+
+
 def linen_case(model: nn.Module, inputs: Any, criterion: Any = weighted_mean, targets: Any = None) -> Case:
     init = jax.jit(model.init, compiler_options=COMPILE_FAST)
     variables = init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, inputs)
@@ -168,7 +171,7 @@ def equinox_case(model: Any, inputs: Any, criterion: Any = weighted_mean, target
 
 
 def written_out_attention(query, key, value, is_causal):
-    """What `jax.nn.dot_product_attention` does, for casts by hand in float16: JAX compiles that for no CPU."""
+    """What `jax.nn.dot_product_attention` does, for casts by hand in float16: a CPU lacks that."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", query * query.shape[-1] ** -0.5, key).astype(jnp.float32)
     weights = jax.nn.softmax(jnp.where(jnp.tri(query.shape[1], dtype=bool), scores, -jnp.inf))
     return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
@@ -267,7 +270,9 @@ class LinenAttentionBlock(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
         y = nn.LayerNorm()(x)
-        query, key, value = jnp.split(nn.DenseGeneral((3 * self.heads, self.width // self.heads))(y), 3, axis=-2)
+        query, key, value = jnp.split(
+            nn.DenseGeneral((3 * self.heads, self.width // self.heads))(y), 3, axis=-2
+        )
         y = self.attention(query, key, value, is_causal=True)
         x = x + nn.DenseGeneral(self.width, axis=(-2, -1))(y)
         y = nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x))))
@@ -544,12 +549,12 @@ def _attention(hand_dtype: Any) -> Any:
 
 def _linen_transformer(hand_dtype: Any, **options: Any) -> Case:
     model = LinenTransformer(_attention(hand_dtype), **options)
-    return linen_case(model, TEXT, next_token_loss, TEXT)
+    return linen_case(model, *NEXT_TOKEN)
 
 
 def _nnx_transformer(hand_dtype: Any, **options: Any) -> Case:
     model = NnxTransformer(nnx.Rngs(0), _attention(hand_dtype), **options)
-    return nnx_case(model, TEXT, next_token_loss, TEXT)
+    return nnx_case(model, *NEXT_TOKEN)
 
 
 # Each is built for a dtype that casts by hand will use: None for the model as it is. A recurrent network
@@ -578,8 +583,6 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "Linen experts": lambda _: linen_case(LinenExperts(), ROWS),
     "NNX experts": lambda _: nnx_case(NnxExperts(nnx.Rngs(0)), ROWS),
     "Equinox MLP": lambda _: equinox_case(eqx.nn.MLP(6, 4, 16, 2, key=jax.random.key(0)), ROWS),
-    "Equinox transformer": lambda _: equinox_case(
-        EquinoxTransformer(jax.random.key(0)), TEXT, next_token_loss, TEXT
-    ),
+    "Equinox transformer": lambda _: equinox_case(EquinoxTransformer(jax.random.key(0)), *NEXT_TOKEN),
     "Haiku network": lambda _: haiku_case(),
 }

@@ -27,7 +27,7 @@ from .jaxprs import (
     without_constants,
 )
 from .plan import FIRM, HALF, OTHER, Compute, Decision, Kind, Plan, Planner, State
-from .rules import BROADCASTS, SPREADS, List
+from .rules import BROADCASTS, GATHERS, SPREADS, List
 
 
 @jax.custom_jvp
@@ -194,6 +194,11 @@ class Interpreter:
             ]
             results = bind(equation, arrays)
             return [Value(state, self._down(array, state)) for state, array in zip(decision.results, results)]
+        if equation.primitive.name in GATHERS and decision.results[0].kind == Kind.HALF:
+            return [
+                Value(state, self._gathered(equation, value))
+                for state, value in zip(decision.results, operands, strict=True)
+            ]
         (state, *others), (value, *rest) = decision.results, operands
         lazy = not others and not spread and value.state.kind not in (Kind.OTHER, Kind.HALF)
         if lazy and plan.uses[equation.outvars[0]]:
@@ -205,12 +210,24 @@ class Interpreter:
         """Moves `value` when it is read: in half it is cast first, so that all its uses share one cast."""
 
         def moved(dtype: Any) -> Any:
+            if dtype is not None and equation.primitive.name in GATHERS:
+                with context_of(equation):
+                    return self._gathered(equation, value)
             array = value.native if dtype is None else value.to(dtype)
             with context_of(equation):
                 (result,) = bind(equation, [array, *rest])
             return result
 
         return moved
+
+    def _gathered(self, equation: Any, value: Value) -> Any:
+        """Gathers half values from all devices; the gradients that come back are summed in float32.
+
+        The gathering in float32 gives only the way back: nothing reads its result, and XLA drops it.
+        """
+        (wide,) = bind(equation, [value.to(jnp.float32)])
+        (half,) = bind(equation, [value.to(self.half)])
+        return reuse_cast(wide, half)
 
     # Values that enter and leave the jaxprs within an equation.
 
@@ -414,32 +431,33 @@ def _custom_jvp(
     """The user's rule is traced at the dtypes for which it was written, and run by a plan of its own."""
     del around
     (plan,) = decision.inner
-    fun = jax.custom_jvp(_named(interpreter.inside(plan, decision.results), equation))
-    fun.defjvp(lambda primals, tangents: _jvp(interpreter, equation, decision, primals, tangents))
-    return _values(decision, fun(*interpreter.entering(operands, plan.inputs)))
+    given, closed_over = _closed_over(interpreter, equation, plan, operands)
+    run = interpreter.inside(plan, decision.results)
+    fun = jax.custom_jvp(_named(lambda *arrays: run(*closed_over, *arrays), equation))
+    moving = _moving(equation)
 
+    def rule(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        values = list(map(Value, plan.inputs, (*closed_over, *primals)))
+        full = (*(None for _ in closed_over), *tangents)
+        directions = [_tangent(tangent) for tangent, moves in zip(full, moving) if moves]
 
-def _jvp(
-    interpreter: Interpreter, equation: Any, decision: Decision, primals: Any, tangents: Any
-) -> tuple[list[Any], list[Any]]:
-    (plan,) = decision.inner
-    values = list(map(Value, plan.inputs, primals))
-    moving = [_is_differentiable(var) for var in equation.invars]
-    directions = [_tangent(tangent) for tangent, moves in zip(tangents, moving) if moves]
+        def pushforward(primals: list[Any], directions: list[Any]) -> tuple[list[Any], list[Any]]:
+            of_moving, moved = _of_moving(equation, primals)
+            results, changes = jax.jvp(of_moving, moved, tuple(directions))
+            return results, [
+                change for change, var in zip(changes, equation.outvars) if _is_differentiable(var)
+            ]
 
-    def pushforward(primals: list[Any], directions: list[Any]) -> tuple[list[Any], list[Any]]:
-        given = iter(directions)
-        tangents = [next(given) if moves else _zero(var) for var, moves in zip(equation.invars, moving)]
-        results, changes = jax.jvp(lambda *arrays: bind(equation, arrays), tuple(primals), tuple(tangents))
-        return results, [change for change, var in zip(changes, equation.outvars) if _is_differentiable(var)]
+        results = decision.results
+        changing = [state for state, var in zip(results, equation.outvars) if _is_differentiable(var)]
+        arrays = _run_traced(interpreter, pushforward, values, directions, [*results, *changing])
+        changes = iter(arrays[len(results) :])
+        return arrays[: len(results)], [
+            next(changes) if _is_differentiable(var) else _zero(var) for var in equation.outvars
+        ]
 
-    results = decision.results
-    changing = [state for state, var in zip(results, equation.outvars) if _is_differentiable(var)]
-    arrays = _run_traced(interpreter, pushforward, values, directions, [*results, *changing])
-    changes = iter(arrays[len(results) :])
-    return arrays[: len(results)], [
-        next(changes) if _is_differentiable(var) else _zero(var) for var in equation.outvars
-    ]
+    fun.defjvp(rule)
+    return _values(decision, fun(*given))
 
 
 def _custom_vjp(
@@ -448,24 +466,22 @@ def _custom_vjp(
     """The user's forward and backward rules, each traced at the dtypes for which it was written."""
     del around
     (plan,) = decision.inner
-    fun = jax.custom_vjp(_named(interpreter.inside(plan, decision.results), equation))
-    moving = [_is_differentiable(var) for var in equation.invars]
+    given, closed_over = _closed_over(interpreter, equation, plan, operands)
+    run = interpreter.inside(plan, decision.results)
+    fun = jax.custom_vjp(_named(lambda *arrays: run(*closed_over, *arrays), equation))
+    moving = _moving(equation)
 
     def forward(*arrays: Any) -> tuple[list[Any], Any]:
         structure = None
 
         def trace(arrays: list[Any], _: list[Any]) -> tuple[list[Any], list[Any]]:
             nonlocal structure
-
-            def of_moving(*moved: Any) -> list[Any]:
-                given = iter(moved)
-                return bind(equation, [next(given) if moves else x for x, moves in zip(arrays, moving)])
-
-            results, pullback = jax.vjp(of_moving, *(x for x, moves in zip(arrays, moving) if moves))
+            of_moving, moved = _of_moving(equation, arrays)
+            results, pullback = jax.vjp(of_moving, *moved)
             leaves, structure = jax.tree.flatten(pullback)
             return results, leaves
 
-        values = list(map(Value, plan.inputs, arrays))
+        values = list(map(Value, plan.inputs, (*closed_over, *arrays)))
         saved_states: list[State] = []
         results = _run_traced(interpreter, trace, values, [], decision.results, saved_states)
         outputs, saved = results[: len(decision.results)], results[len(decision.results) :]
@@ -486,10 +502,41 @@ def _custom_vjp(
         values = list(map(Value, saved.func.states, saved.args))
         states = [state for state, moves in zip(plan.inputs, moving) if moves]
         gradients = iter(_run_traced(interpreter, pullback, values, arriving, states))
-        return tuple(next(gradients) if moves else None for moves in moving)
+        return tuple(next(gradients) if moves else None for moves in moving[len(closed_over) :])
 
     fun.defvjp(forward, backward)
-    return _values(decision, fun(*interpreter.entering(operands, plan.inputs)))
+    return _values(decision, fun(*given))
+
+
+def _closed_over(
+    interpreter: Interpreter, equation: Any, plan: Plan, operands: list[Value]
+) -> tuple[list[Any], list[Any]]:
+    """Returns the arrays that a custom rule is given, and those that its function closes over.
+
+    The latter stay closed over: a rule says nothing of their gradients, and JAX reports who asks for one.
+    """
+    arrays = interpreter.entering(operands, plan.inputs)
+    closed_over = equation.params["num_consts"]
+    return arrays[closed_over:], arrays[:closed_over]
+
+
+def _moving(equation: Any) -> list[bool]:
+    """For each operand of a custom rule, whether the rule differentiates by it."""
+    return [
+        place >= equation.params["num_consts"] and _is_differentiable(var)
+        for place, var in enumerate(equation.invars)
+    ]
+
+
+def _of_moving(equation: Any, arrays: list[Any]) -> tuple[Callable[..., list[Any]], tuple[Any, ...]]:
+    """Returns an equation as a function of the operands by which it is differentiated, and those operands."""
+    moving = _moving(equation)
+
+    def fun(*moved: Any) -> list[Any]:
+        given = iter(moved)
+        return bind(equation, [next(given) if moves else x for x, moves in zip(arrays, moving)])
+
+    return fun, tuple(x for x, moves in zip(arrays, moving) if moves)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Decides, before anything is computed, in which precision every operation of a jaxpr runs and why.
 
-A plan is made in three passes. The first goes forwards as if every result were wanted in half, and finds the
-operations that end in float32 all the same. The second goes backwards and asks of every value whether a product
-wants it in half, directly or through operations that would pass it on: what only float32 operations read need
-not be rounded. The third goes forwards again and decides, by each operation's list and the states of its
-operands.
+A plan is made in three passes. The first goes forwards as if every result were wanted in half, and finds
+the operations that end in float32 all the same. The second goes backwards and asks of every value whether a
+product wants it in half, directly or through operations that would pass it on: what only float32 operations
+read need not be rounded. The third goes forwards again and decides, by each operation's list and the states
+of its operands.
 
 Only float32 values are ever changed. The state of one says what autocast knows of it:
 

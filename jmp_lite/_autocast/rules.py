@@ -75,6 +75,9 @@ CALLS = frozenset(
 # Moves whose transpose is a sum: what is in half passes through in float32, for its gradient's sake.
 SPREADS = frozenset({"broadcast_in_dim", "gather", "pvary", "tile"})
 
+# Moves between devices whose transpose is a sum: half precision goes out, gradients come back in float32.
+GATHERS = frozenset({"all_gather"})
+
 # Element-wise operations that broadcast axes of size 1; their transposes are sums as well.
 BROADCASTS = frozenset("add sub mul div rem max min pow atan2 nextafter eq ne lt le gt ge".split())
 

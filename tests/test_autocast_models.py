@@ -1,0 +1,298 @@
+"""`autocast` on unmodified models of every kind: what runs in half, how close it comes, what it costs."""
+
+import functools
+import time
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+from flax import nnx
+from jaxprs import PRODUCTS, equations, products
+
+import jmp_lite as jmp
+
+DTYPES = [jnp.dtype("float16"), jnp.dtype("bfloat16")]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_order = pytest.mark.parametrize("order", ["grad(autocast(f))", "autocast(grad(f))"])
+
+
+@functools.cache
+def case_of(name, dtype=None):
+    if name.startswith("Haiku"):
+        pytest.importorskip("haiku")
+    return models.CASES[name](dtype)
+
+
+def autocast_step(case, dtype, order="grad(autocast(f))"):
+    autocast = functools.partial(jmp.autocast, dtype=dtype)
+    return case.step(**{"inner" if order == "grad(autocast(f))" else "outer": autocast})
+
+
+def products_and_output_dtypes(step, case):
+    jaxpr = jax.make_jaxpr(step)(*case.arguments)
+    found = [
+        tuple(var.aval.dtype.name for var in equation.invars[:2])
+        for equation in equations(jaxpr)
+        if equation.primitive.name in PRODUCTS
+    ]
+    return found, [(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
+
+
+@functools.cache
+def in_float32(name):
+    case = case_of(name)
+    return products_and_output_dtypes(case.step(), case)
+
+
+@each_order
+@each_dtype
+@pytest.mark.parametrize("name", models.CASES)
+def test_every_product_of_forward_and_backward_takes_half_operands(name, dtype, order):
+    case = case_of(name)
+    expected, outputs = in_float32(name)
+    found, half_outputs = products_and_output_dtypes(autocast_step(case, dtype, order), case)
+    assert len(found) == len(expected) >= 8
+    assert set(expected) == {("float32", "float32")}
+    assert set(found) == {(dtype.name, dtype.name)}
+    assert half_outputs == outputs
+
+
+def batches(case, count=4):
+    """The case's own batch, and others like it: one batch's rounding errors are a matter of luck."""
+    yield case.inputs, case.targets
+    for seed in range(1, count):
+        if case.inputs.dtype == jnp.int32:
+            x = jax.random.randint(jax.random.key(seed), case.inputs.shape, 0, models.VOCABULARY)
+        else:
+            x = jax.random.normal(jax.random.key(seed), case.inputs.shape)
+        yield x, x if case.targets is not None else None
+
+
+def relative_errors(actual, expected):
+    """Of each floating array, relative to it or to a tenth of the largest."""
+    pairs = [
+        (a, b)
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+        if jnp.issubdtype(b.dtype, jnp.floating)
+    ]
+    floor = 0.1 * max((float(jnp.linalg.norm(b)) for _, b in pairs), default=1.0)
+    return [float(jnp.linalg.norm(a - b)) / max(float(jnp.linalg.norm(b)), floor) for a, b in pairs]
+
+
+def root_mean_square(errors):
+    return float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.0
+
+
+# Every family, half of it in each dtype: compiling takes the time here.
+CLOSENESS = {
+    "Linen MLP": "float16",
+    "NNX MLP": "bfloat16",
+    "Linen ResNet": "bfloat16",
+    "NNX ResNet": "float16",
+    "Linen transformer, tied": "bfloat16",
+    "NNX transformer": "float16",
+    "JAX transformer, scanned and rematerialized": "float16",
+    "Linen LSTM": "float16",
+    "NNX optimized LSTM": "bfloat16",
+    "Linen U-Net": "bfloat16",
+    "NNX U-Net": "float16",
+    "Linen experts": "float16",
+    "NNX experts": "bfloat16",
+    "Equinox transformer": "float16",
+    "Haiku network": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), CLOSENESS.items())
+def test_loss_gradients_and_statistics_are_as_close_to_float32_as_casts_by_hand_bring_them(name, dtype):
+    case, eps = case_of(name), float(jnp.finfo(dtype).eps)
+    steps = {
+        "float32": case.step(),
+        "autocast": autocast_step(case, dtype),
+        "by hand": case_of(name, jnp.dtype(dtype)).by_hand(dtype),
+    }
+    steps = {key: jax.jit(step, compiler_options=models.COMPILE_FAST) for key, step in steps.items()}
+    errors = {key: [] for key in steps}
+    for x, targets in batches(case):
+        results = {key: step(case.params, case.state, x, targets) for key, step in steps.items()}
+        for key, result in results.items():
+            errors[key].append([relative_errors(*pair) for pair in zip(result, results["float32"])])
+    for place in range(3):  # Loss, gradients, state.
+        of = {
+            key: root_mean_square([e for batch in runs for e in batch[place]]) for key, runs in errors.items()
+        }
+        # The loss is one number a batch: its error by hand may be small by luck.
+        slack = 4 if place == 0 else 0.25
+        assert of["autocast"] <= 1.5 * of["by hand"] + slack * eps
+        assert of["autocast"] <= (4, 64, 2)[place] * eps
+    assert root_mean_square([e for batch in errors["autocast"] for e in batch[1]]) > 0.1 * eps  # In half.
+
+
+@pytest.mark.parametrize("name", ["Linen ResNet", "NNX ResNet", "Haiku network"])
+def test_batch_statistics_are_updated_in_float32(name):
+    case = case_of(name)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(case.state) if leaf.ndim)
+    step = lambda transform: jax.jit(transform, compiler_options=models.COMPILE_FAST)(*case.arguments)[2]
+    expected, actual = step(case.step()), step(autocast_step(case, "bfloat16"))
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    changed = 0
+    for before, a, b in zip(*map(jax.tree.leaves, (case.state, actual, expected)), strict=True):
+        assert a.dtype == b.dtype
+        if jnp.issubdtype(b.dtype, jnp.floating):
+            np.testing.assert_allclose(a, b, rtol=0, atol=4 * float(jnp.finfo("bfloat16").eps))
+            changed += a.size > 1 and not np.array_equal(a, before)
+            in_half = a.astype(jnp.bfloat16).astype(jnp.float32)
+            assert a.size == 1 or not np.array_equal(a, in_half)  # Neither stored nor computed in half.
+        else:
+            np.testing.assert_array_equal(a, b)
+    assert changed >= 2
+
+
+@each_dtype
+def test_dropout_in_a_linen_model_draws_the_mask_of_float32(dtype):
+    model, text = models.LinenTransformer(), models.TEXT
+    params = case_of("Linen transformer, tied").params
+
+    def dropped(params):
+        _, captured = model.apply(
+            {"params": params},
+            text,
+            rngs={"dropout": jax.random.key(7)},
+            capture_intermediates=lambda module, _: isinstance(module, nn.Dropout),
+        )
+        return jax.tree.map(lambda y: y == 0, captured)
+
+    masks = jax.tree.leaves(jax.jit(dropped)(params))
+    half_masks = jax.tree.leaves(jax.jit(jmp.autocast(dropped, dtype))(params))
+    assert len(masks) == 2
+    assert all(0.1 < mask.mean() < 0.4 for mask in masks)
+    for mask, half_mask in zip(masks, half_masks, strict=True):
+        np.testing.assert_array_equal(half_mask, mask)
+
+
+@each_dtype
+def test_dropout_in_an_nnx_model_draws_the_masks_of_float32_call_after_call(dtype):
+    def make():
+        return nnx.Sequential(nnx.Linear(6, 40, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+
+    def run(model, x):
+        return model(x), model(x)
+
+    plain, half = make(), make()
+    step, half_step = nnx.jit(run), nnx.jit(jmp.autocast(run, dtype))
+    for _ in range(2):
+        ys, half_ys = step(plain, models.ROWS), half_step(half, models.ROWS)
+        assert not np.array_equal(ys[0] == 0, ys[1] == 0)
+        for y, half_y in zip(ys, half_ys, strict=True):
+            np.testing.assert_array_equal(half_y == 0, y == 0)
+            np.testing.assert_allclose(half_y, y, rtol=0, atol=16 * float(jnp.finfo(dtype).eps))
+            assert not np.array_equal(half_y, y)
+    assert int(half.layers[1].rngs.count[...]) == int(plain.layers[1].rngs.count[...]) == 4
+
+
+def test_a_bilinear_resize_keeps_the_precision_for_which_jax_asks():
+    resize = lambda x: jax.image.resize(x, (4, 16, 16, 3), "bilinear")
+    assert set(products(jmp.autocast(resize), models.IMAGES)) == {("float32", "float32")}
+    default = lambda x: jax.image.resize(x, (4, 16, 16, 3), "bilinear", precision="default")
+    assert set(products(jmp.autocast(default), models.IMAGES)) == {("bfloat16", "bfloat16")}
+
+
+# The transformer, next to casts by hand.
+
+LAYERS = 3
+
+
+def transformer_losses(framework, dtype):
+    """A transformer's parameters, and its loss of them: plain, under autocast, with casts by hand."""
+    if framework == "Linen":
+        case = models.linen_case(models.LinenTransformer(layers=LAYERS), *models.NEXT_TOKEN)
+    else:
+        case = models.nnx_case(models.NnxTransformer(nnx.Rngs(0), layers=LAYERS), *models.NEXT_TOKEN)
+    policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")
+
+    def plain(params):
+        if framework == "NNX":
+            y = case.rebuild(params, case.state)(case.inputs)
+        else:
+            y, _ = case.forward(params, case.state, case.inputs)
+        return case.criterion(y, case.targets)
+
+    def by_hand(params):
+        y, _ = case.cast_forward(policy, params, case.state, case.inputs)
+        return case.criterion(policy.cast_to_output(y), case.targets)
+
+    return case.params, plain, jmp.autocast(plain, dtype), by_hand
+
+
+def saved_arrays(loss, params):
+    """What is kept from the forward to the backward pass."""
+    return jax.tree.leaves(jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params))
+
+
+def nbytes(arrays):
+    return sum(array.size * array.dtype.itemsize for array in arrays)
+
+
+each_framework = pytest.mark.parametrize("framework", ["Linen", "NNX"])
+
+
+@each_framework
+@each_dtype
+def test_a_transformer_runs_the_products_of_casts_by_hand_and_in_the_backward_pass_more_of_them_in_half(
+    framework, dtype
+):
+    params, plain, automatic, by_hand = transformer_losses(framework, dtype)
+    expected, found, found_by_hand = (
+        products(jax.value_and_grad(loss), params) for loss in (plain, automatic, by_hand)
+    )
+    assert len(found) == len(found_by_hand) == len(expected) > 12 * LAYERS
+    assert set(found) == {(dtype.name, dtype.name)}
+    # The product of queries and keys in jax.nn.dot_product_attention gives float32, and so its cotangents
+    # are float32: two products a layer for which casts by hand can do nothing.
+    mixed = [pair for pair in found_by_hand if pair != (dtype.name, dtype.name)]
+    assert mixed == [("float32", dtype.name)] * 2 * LAYERS
+
+
+@each_framework
+def test_a_transformer_saves_as_many_bytes_for_the_backward_pass_as_with_casts_by_hand(framework):
+    params, plain, automatic, by_hand = transformer_losses(framework, jnp.dtype("bfloat16"))
+    full, half, half_by_hand = (nbytes(saved_arrays(loss, params)) for loss in (plain, automatic, by_hand))
+    assert half <= 1.01 * half_by_hand
+    assert half < 0.65 * full
+
+
+@each_framework
+def test_in_float16_a_transformer_saves_more_than_by_hand_only_for_gelu_whose_cube_leaves_the_range(
+    framework,
+):
+    params, plain, automatic, by_hand = transformer_losses(framework, jnp.dtype("float16"))
+    full, half, half_by_hand = (saved_arrays(loss, params) for loss in (plain, automatic, by_hand))
+    assert nbytes(half) < 0.85 * nbytes(full)
+    in_gelu = (*models.TEXT.shape, 4 * models.WIDTH)
+    in_float32 = [array for array in half if array.dtype == jnp.float32 and array.shape == in_gelu]
+    assert len(in_float32) <= 4 * LAYERS
+    assert nbytes(half) - nbytes(in_float32) // 2 <= 1.01 * nbytes(half_by_hand)
+
+
+@pytest.mark.slow
+def test_tracing_a_transformer_of_twelve_layers_takes_at_most_twice_the_plain_time():
+    module = models.NnxTransformer(nnx.Rngs(0), layers=12, width=128, heads=4)
+    case = models.nnx_case(module, *models.NEXT_TOKEN)
+
+    def seconds(transform):
+        # A new function each time: JAX remembers what it has traced.
+        began = time.process_time()
+        jax.make_jaxpr(case.step(inner=transform))(*case.arguments)
+        return time.process_time() - began
+
+    transforms = {"plain": lambda loss: loss, "autocast": jmp.autocast}
+    times = {name: [] for name in transforms}
+    for _ in range(6):
+        for name, transform in transforms.items():
+            times[name].append(seconds(transform))
+    # The first of each fills the caches of JAX and Flax; the fastest is what nothing else disturbed.
+    ratio = min(times["autocast"][1:]) / min(times["plain"][1:])
+    assert 1.0 < ratio <= 2.0
