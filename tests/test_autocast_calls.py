@@ -125,9 +125,9 @@ CALLS = {
     "jit with options": jax.jit(layer, inline=False, keep_unused=True),
     "inlined jit": jax.jit(layer, inline=True),
     "jit in jit": jax.jit(lambda x, w, b: jax.jit(layer)(jax.jit(layer)(x, w, b), w, b)),
-    "jit with a static argument": lambda x, w, b: jax.jit(
-        lambda n, x: layer(x, w * n, b), static_argnums=0
-    )(1, x),
+    "jit with a static argument": lambda x, w, b: jax.jit(lambda n, x: layer(x, w * n, b), static_argnums=0)(
+        1, x
+    ),
     "closed call": _closed(layer),
     "closed call of jit": _closed(jax.jit(layer)),
     "scan over layers": lambda x, w, b: lax.scan(lambda x, w: (layer(x, w, b), None), x, w + STACK)[0],
@@ -145,9 +145,7 @@ CALLS = {
     "batched map": lambda x, w, b: lax.map(lambda row: layer(row[None], w, b)[0], x, batch_size=2),
     "associative scan": lambda x, w, b: lax.associative_scan(jnp.matmul, STACK + w)[-1][:4] + layer(x, w, b),
     "fori_loop": lambda x, w, b: lax.fori_loop(0, 3, lambda i, x: layer(x, w, b), x),
-    "cond": lambda x, w, b: lax.cond(
-        x[0, 0] < 9, lambda x: layer(x, w, b), lambda x: jnp.sin(x @ w.T), x
-    ),
+    "cond": lambda x, w, b: lax.cond(x[0, 0] < 9, lambda x: layer(x, w, b), lambda x: jnp.sin(x @ w.T), x),
     "cond with closures": lambda x, w, b: lax.cond(x[0, 0] < 9, lambda: layer(x, w, b), lambda: x),
     "switch": lambda x, w, b: lax.switch(
         jnp.int32(1) + (x[0, 0] > 99), [lambda x: x, lambda x: layer(x, w, b), jnp.cos], x
@@ -166,18 +164,21 @@ CALLS = {
     "custom_vjp": lambda x, w, b: product(x + b, w),
     "custom_vjp of static arguments": lambda x, w, b: power(x + b, w, 2, "name"),
     "custom_vjp of integers": lambda x, w, b: embed_and_multiply(jnp.array([1, 2, 2, 0]), w, x + b),
-    "custom rules nested": lambda x, w, b: jax.jit(lambda x, w: smooth(product(smooth(x, w), w), w))(x, w) + b,
+    "custom rules nested": lambda x, w, b: (
+        jax.jit(lambda x, w: smooth(product(smooth(x, w), w), w))(x, w) + b
+    ),
     "custom_vjp in scan": lambda x, w, b: lax.scan(
         lambda x, w: (jnp.tanh(product(x, w) + b), None), x, STACK + w
     )[0],
-    "custom_jvp in remat in cond": lambda x, w, b: lax.cond(
-        x[0, 0] < 9, jax.checkpoint(smooth), lambda x, w: x, x, w
-    )
-    + b,
+    "custom_jvp in remat in cond": lambda x, w, b: (
+        lax.cond(x[0, 0] < 9, jax.checkpoint(smooth), lambda x, w: x, x, w) + b
+    ),
     "relu and its kin": lambda x, w, b: jax.nn.relu(jax.nn.relu6(jax.nn.silu(x @ w) + b) @ w),
     "vmap of rows": lambda x, w, b: jax.vmap(lambda row: layer(row[None], w, b)[0])(x),
     "vmap of weights": lambda x, w, b: jax.vmap(layer, (None, 0, None))(x, STACK + w, b).mean(0),
-    "vmap of custom rules": lambda x, w, b: jax.vmap(lambda w: product(smooth(x, w), w))(STACK + w).sum(0) + b,
+    "vmap of custom rules": lambda x, w, b: (
+        jax.vmap(lambda w: product(smooth(x, w), w))(STACK + w).sum(0) + b
+    ),
     "vmap of a scan": lambda x, w, b: jax.vmap(
         lambda row: lax.scan(lambda r, w: (layer(r[None], w, b)[0], None), row, STACK + w)[0]
     )(x),
@@ -205,7 +206,9 @@ CALLS = {
 
 def program_of(name):
     """Two layers with a call of this kind between them."""
-    return lambda x, w, b: jax.tree.map(lambda y: y @ W if y.shape[-1:] == (8,) else y, CALLS[name](x @ V, w, b))
+    return lambda x, w, b: jax.tree.map(
+        lambda y: y @ W if y.shape[-1:] == (8,) else y, CALLS[name](x @ V, w, b)
+    )
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -272,7 +275,9 @@ def test_with_the_products_denied_the_jaxpr_comes_back_equal(name):
 
 
 @pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", ["custom_jvp", "jit", "scan with constants", "remat", "cond", "vmap of weights"])
+@pytest.mark.parametrize(
+    "name", ["custom_jvp", "jit", "scan with constants", "remat", "cond", "vmap of weights"]
+)
 def test_forward_mode_and_second_derivatives_work_through(name, half):
     fun = lambda w: jnp.sum(jnp.sin(CALLS[name](X, w, B)))
     direction = normal(8, 8)
@@ -337,7 +342,9 @@ def test_slow_sums_in_a_carry_are_float32():
 @pytest.mark.parametrize("half", HALVES)
 def test_slices_leave_a_scan_in_half_when_a_product_takes_them(half):
     fun = lambda x, w: lax.scan(lambda c, row: (c, jnp.tanh(row @ w)), None, x[:, None])[1][:, 0] @ w
-    scan = next(e for e in equations(jax.make_jaxpr(jmp.autocast(fun, half))(X, W)) if e.primitive.name == "scan")
+    scan = next(
+        e for e in equations(jax.make_jaxpr(jmp.autocast(fun, half))(X, W)) if e.primitive.name == "scan"
+    )
     assert [var.aval.dtype.name for var in scan.outvars] == [half]
 
 
@@ -511,7 +518,9 @@ def test_an_implicit_solve_with_a_rule_of_ones_own_works(order, half):
             lambda y: jnp.tanh(0.3 * (y @ w) + x) - y,
             jnp.zeros_like(x),
             lambda f, y: lax.fori_loop(0, 30, lambda _, y: f(y) + y, y),
-            lambda g, y: jnp.linalg.solve(jax.jacobian(lambda z: g(z.reshape(y.shape)).ravel())(y.ravel()), y.ravel()).reshape(y.shape),
+            lambda g, y: jnp.linalg.solve(
+                jax.jacobian(lambda z: g(z.reshape(y.shape)).ravel())(y.ravel()), y.ravel()
+            ).reshape(y.shape),
         )
 
     loss = lambda w: jnp.sum(fixed_point(w, X[:2, :4]))
@@ -607,7 +616,9 @@ def test_source_lines_survive():
         return x @ w  # This line.
 
     frame = lambda f: next(
-        e.source_info.traceback for e in equations(jax.make_jaxpr(f)(X, W)) if e.primitive.name == "dot_general"
+        e.source_info.traceback
+        for e in equations(jax.make_jaxpr(f)(X, W))
+        if e.primitive.name == "dot_general"
     )
     from jax.extend import source_info_util
 
@@ -656,14 +667,23 @@ def test_shardings_inside_survive():
 
     def found(f):
         jaxpr = jax.make_jaxpr(f)(X, W)
-        constraints = [e.params["sharding"] for e in equations(jaxpr) if e.primitive.name == "sharding_constraint"]
-        inner = next(e for e in equations(jaxpr) if e.primitive.name == "jit" and "<lambda>" in e.params["name"])
+        constraints = [
+            e.params["sharding"] for e in equations(jaxpr) if e.primitive.name == "sharding_constraint"
+        ]
+        inner = next(
+            e for e in equations(jaxpr) if e.primitive.name == "jit" and "<lambda>" in e.params["name"]
+        )
         return constraints, inner.params["in_shardings"][:2], inner.params["out_shardings"]
 
     assert found(jmp.autocast(fun)) == found(fun)
     assert_close(jax.jit(jmp.autocast(fun))(X, W), jax.jit(fun)(X, W), "bfloat16", factor=8)
-    for order in (jax.grad(jmp.autocast(lambda w: fun(X, w).sum())), jmp.autocast(jax.grad(lambda w: fun(X, w).sum()))):
-        assert_close(jax.jit(order)(W), jax.jit(jax.grad(lambda w: fun(X, w).sum()))(W), "bfloat16", factor=16)
+    for order in (
+        jax.grad(jmp.autocast(lambda w: fun(X, w).sum())),
+        jmp.autocast(jax.grad(lambda w: fun(X, w).sum())),
+    ):
+        assert_close(
+            jax.jit(order)(W), jax.jit(jax.grad(lambda w: fun(X, w).sum()))(W), "bfloat16", factor=16
+        )
         assert set(products(order, W)) == {("bfloat16", "bfloat16")}
     placed = jax.device_put(X, rows)
     plain = jax.jit(lambda x: x @ W)(placed).sharding
@@ -754,7 +774,10 @@ def test_shard_map_over_four_devices(check):
         "JAX_PLATFORMS": "cpu",
     }
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == "ok tensor_parallel ok data_parallel ok scanned ok partly_manual".split()
@@ -811,8 +834,12 @@ def test_autocast_within_vmap_grad_and_scan_is_half():
 
 def test_convolutions_einsums_and_ragged_products_are_half_forward_and_backward():
     image, kernel = normal(2, 8, 8, 3), normal(3, 3, 3, 4, scale=0.2)
-    convolve = lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    transposed = lambda x, k: lax.conv_transpose(x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    convolve = lambda x, k: lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    transposed = lambda x, k: lax.conv_transpose(
+        x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     ragged = lambda x, w: lax.ragged_dot(x, w, jnp.array([1, 2, 1]))
     for fun, args in (
         (convolve, (image, kernel)),

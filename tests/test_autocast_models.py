@@ -1,6 +1,7 @@
 """`autocast` on unmodified models of every kind: what runs in half, how close it comes, what it costs."""
 
 import functools
+import gc
 import time
 
 import flax.linen as nn
@@ -283,9 +284,15 @@ def test_tracing_a_transformer_of_twelve_layers_takes_at_most_twice_the_plain_ti
     case = models.nnx_case(module, *models.NEXT_TOKEN)
 
     def seconds(transform):
-        # A new function each time: JAX remembers what it has traced.
+        # A new function each time: JAX remembers what it has traced. Garbage is no matter of ours.
+        step = case.step(inner=transform)
+        gc.collect()
+        gc.disable()
         began = time.process_time()
-        jax.make_jaxpr(case.step(inner=transform))(*case.arguments)
+        try:
+            jax.make_jaxpr(step)(*case.arguments)
+        finally:
+            gc.enable()
         return time.process_time() - began
 
     transforms = {"plain": lambda loss: loss, "autocast": jmp.autocast}
@@ -293,6 +300,7 @@ def test_tracing_a_transformer_of_twelve_layers_takes_at_most_twice_the_plain_ti
     for _ in range(6):
         for name, transform in transforms.items():
             times[name].append(seconds(transform))
-    # The first of each fills the caches of JAX and Flax; the fastest is what nothing else disturbed.
-    ratio = min(times["autocast"][1:]) / min(times["plain"][1:])
+    # The first of each fills the caches of JAX and Flax.
+    ratio = np.median(times["autocast"][1:]) / np.median(times["plain"][1:])
+    print(f"autocast / plain = {ratio:.2f}")
     assert 1.0 < ratio <= 2.0

@@ -82,6 +82,16 @@ def is_literal(var: Any) -> bool:
     return isinstance(var, Literal)
 
 
+def name_of(equation: Any) -> str:
+    """Returns the name by which the lists know an operation: its primitive's, or what it amounts to."""
+    name = equation.primitive.name
+    if name == "mul" and equation.invars[0] is equation.invars[1] and not is_literal(equation.invars[0]):
+        return "square"
+    if name == "div" and is_literal(equation.invars[0]):
+        return "reciprocal"
+    return name
+
+
 def inner_jaxprs(equation: Any) -> tuple[Inner, ...]:
     """Returns the jaxprs that `equation` runs, if it is one of `rules.CALLS`."""
     name, params = equation.primitive.name, equation.params

@@ -39,6 +39,7 @@ from .jaxprs import (
     inner_jaxprs,
     is_float32,
     is_literal,
+    name_of,
     open_jaxpr,
     scope_of,
 )
@@ -277,6 +278,7 @@ class Planner:
             return self._decide_cast(equation, operands[0])
         if name == "name" and equation.params["name"] == KEEP_F32_NAME:
             return _in_float32(equation, operands, List.DENY, "keep_f32")
+        name = name_of(equation)
         which = self.rules.list_of(name)
         wanted = [not is_literal(var) and uses[var] > 0 for var in equation.outvars]
         match which:

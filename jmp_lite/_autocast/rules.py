@@ -39,8 +39,9 @@ DENY = frozenset(
     "reduce_scatter".split()
 )
 
-# Powers: in float16 they leave the range at 256; in bfloat16 they are multiplications like any other.
-RANGE = frozenset({"integer_pow", "square"})
+# What leaves float16's range where a float32 program does not: the square of 256, the reciprocal of 1e-5.
+# Harmless in bfloat16, whose range is that of float32. `x * x` counts as a square, `1 / x` as a reciprocal.
+RANGE = frozenset({"integer_pow", "reciprocal", "square"})
 
 # Element by element: the widest of the operands' types.
 INFER = frozenset(
