@@ -155,10 +155,13 @@ def linen_case(model: nn.Module, inputs: Any, criterion: Any = weighted_mean, ta
     return Case(forward, criterion, params, state, inputs, targets)
 
 
-def nnx_case(module: nnx.Module, inputs: Any, criterion: Any = weighted_mean, targets: Any = None) -> Case:
-    module.train()
-    graphdef, params, state = nnx.split(module, nnx.Param, ...)
-    # copied: what a step changes is the module that it makes, not these.
+def nnx_case(
+    make: Callable[[nnx.Rngs], nnx.Module], inputs: Any, criterion: Any = weighted_mean, targets: Any = None
+) -> Case:
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    whole = jax.jit(lambda: nnx.state(make(nnx.Rngs(0))), compiler_options=COMPILE_FAST)()
+    params, state = nnx.split_state(whole, nnx.Param, ...)
+    # Copied: a step changes the module that it makes, not these.
     rebuild = lambda params, state: nnx.merge(graphdef, params, state, copy=True)
     return NnxCase(lambda module, x: module(x), criterion, params, state, inputs, targets, rebuild)
 
@@ -339,13 +342,15 @@ class NnxTransformer(nnx.Module):
         tied: bool = False,
         width: int = WIDTH,
         heads: int = HEADS,
+        vocabulary: int = VOCABULARY,
+        length: int = LENGTH,
     ):
         self.remat = remat
-        self.embed = nnx.Embed(VOCABULARY, width, rngs=rngs)
-        self.positions = nnx.Param(0.1 * jax.random.normal(rngs.params(), (LENGTH, width)))
+        self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
+        self.positions = nnx.Param(0.1 * jax.random.normal(rngs.params(), (length, width)))
         self.blocks = nnx.List([NnxAttentionBlock(rngs, attention, width, heads) for _ in range(layers)])
         self.norm = nnx.LayerNorm(width, rngs=rngs)
-        self.head = None if tied else nnx.Linear(width, VOCABULARY, rngs=rngs)
+        self.head = None if tied else nnx.Linear(width, vocabulary, rngs=rngs)
 
     def __call__(self, text):
         x = self.embed(text) + self.positions[...]
@@ -553,17 +558,16 @@ def _linen_transformer(hand_dtype: Any, **options: Any) -> Case:
 
 
 def _nnx_transformer(hand_dtype: Any, **options: Any) -> Case:
-    model = NnxTransformer(nnx.Rngs(0), _attention(hand_dtype), **options)
-    return nnx_case(model, *NEXT_TOKEN)
+    return nnx_case(lambda rngs: NnxTransformer(rngs, _attention(hand_dtype), **options), *NEXT_TOKEN)
 
 
 # Each is built for a dtype that casts by hand will use: None for the model as it is. A recurrent network
 # needs it, since its initial carry is float32, and so does attention in float16.
 CASES: dict[str, Callable[[Any], Case]] = {
     "Linen MLP": lambda _: linen_case(LinenMLP(), ROWS),
-    "NNX MLP": lambda _: nnx_case(NnxMLP(nnx.Rngs(0)), ROWS),
+    "NNX MLP": lambda _: nnx_case(NnxMLP, ROWS),
     "Linen ResNet": lambda _: linen_case(LinenResNet(), IMAGES),
-    "NNX ResNet": lambda _: nnx_case(NnxResNet(nnx.Rngs(0)), IMAGES),
+    "NNX ResNet": lambda _: nnx_case(NnxResNet, IMAGES),
     "Linen transformer, tied": lambda dtype: _linen_transformer(dtype, tied=True),
     "Linen transformer, rematerialized": lambda dtype: _linen_transformer(dtype, tied=False, remat=True),
     "Linen transformer, scanned": lambda dtype: _linen_transformer(dtype, scanned=True, layers=3),
@@ -576,12 +580,12 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "JAX transformer, scanned and rematerialized": lambda dtype: plain_case(_attention(dtype)),
     "Linen LSTM": lambda dtype: linen_case(LinenLSTM(dtype=dtype), SEQUENCES),
     "Linen optimized LSTM": lambda dtype: linen_case(LinenLSTM(nn.OptimizedLSTMCell, dtype), SEQUENCES),
-    "NNX LSTM": lambda _: nnx_case(NnxLSTM(nnx.Rngs(0)), SEQUENCES),
-    "NNX optimized LSTM": lambda _: nnx_case(NnxLSTM(nnx.Rngs(0), nnx.OptimizedLSTMCell), SEQUENCES),
+    "NNX LSTM": lambda _: nnx_case(NnxLSTM, SEQUENCES),
+    "NNX optimized LSTM": lambda _: nnx_case(lambda rngs: NnxLSTM(rngs, nnx.OptimizedLSTMCell), SEQUENCES),
     "Linen U-Net": lambda _: linen_case(LinenUNet(), IMAGES),
-    "NNX U-Net": lambda _: nnx_case(NnxUNet(nnx.Rngs(0)), IMAGES),
+    "NNX U-Net": lambda _: nnx_case(NnxUNet, IMAGES),
     "Linen experts": lambda _: linen_case(LinenExperts(), ROWS),
-    "NNX experts": lambda _: nnx_case(NnxExperts(nnx.Rngs(0)), ROWS),
+    "NNX experts": lambda _: nnx_case(NnxExperts, ROWS),
     "Equinox MLP": lambda _: equinox_case(eqx.nn.MLP(6, 4, 16, 2, key=jax.random.key(0)), ROWS),
     "Equinox transformer": lambda _: equinox_case(EquinoxTransformer(jax.random.key(0)), *NEXT_TOKEN),
     "Haiku network": lambda _: haiku_case(),

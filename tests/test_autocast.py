@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import inspect
 import typing
 
@@ -52,6 +53,52 @@ def test_the_name_docstring_and_signature_of_the_function_are_kept():
     assert (wrapped.__name__, wrapped.__doc__) == ("named", "Documented.")
     assert inspect.signature(wrapped) == inspect.signature(named)
     assert jmp.full_precision(named).__name__ == "named"
+
+
+def test_methods_partials_jitted_functions_and_callable_objects_are_functions():
+    class Model:
+        def __init__(self):
+            self.w = W
+
+        @jmp.autocast
+        def apply(self, x):
+            return x @ self.w
+
+        def __call__(self, x, scale=1.0):
+            return x @ self.w * scale
+
+    model = Model()
+    for fun in (
+        model.apply,
+        jmp.autocast(model),
+        jmp.autocast(model.__call__),
+        jmp.autocast(functools.partial(model, scale=2.0)),
+        jmp.autocast(jax.jit(model)),
+        jmp.autocast(jax.vmap(model)),
+        jmp.autocast(jax.checkpoint(model)),
+        jax.jit(jmp.autocast(model)),
+    ):
+        assert products(fun, X) == [("bfloat16", "bfloat16")]
+    scaled = jax.jit(jmp.autocast(model), static_argnames="scale")
+    assert_close(scaled(X, scale=3.0), X @ W * 3, "bfloat16", factor=2)
+
+
+def test_gradients_of_integers_have_no_dtype_as_in_jax():
+    fun = lambda x, n: jnp.sum(x @ W) * n
+    grad = lambda f: jax.grad(f, (0, 1), allow_int=True)
+    for ours in (grad(jmp.autocast(fun)), jmp.autocast(grad(fun)), jax.jit(jmp.autocast(grad(fun)))):
+        grads = ours(X, jnp.int32(2))
+        assert [g.dtype for g in grads] == [jnp.float32, jax.dtypes.float0]
+        assert_close(grads[0], grad(fun)(X, jnp.int32(2))[0], "bfloat16", factor=2)
+
+
+def test_lowering_ahead_of_time_and_exporting_work():
+    fun = jax.jit(jmp.autocast(mlp))
+    compiled = fun.lower(PARAMS, X).compile()
+    np.testing.assert_array_equal(compiled(PARAMS, X), fun(PARAMS, X))
+    exported = jax.export.export(fun)(PARAMS, X)
+    np.testing.assert_array_equal(exported.call(PARAMS, X), fun(PARAMS, X))
+    assert "tensor<8x8xbf16>" in exported.mlir_module()
 
 
 def test_static_python_arguments_reach_the_function_as_they_are():
@@ -599,8 +646,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("order", ["inside", "outside"])
+@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 @pytest.mark.parametrize("name", COUNTS)
 def test_the_gradient_over_a_batch_is_summed_in_float32(name, order, half):
     shape, fun = COUNTS[name]
@@ -611,16 +657,14 @@ def test_the_gradient_over_a_batch_is_summed_in_float32(name, order, half):
     np.testing.assert_array_equal(jnp.ravel(grads)[:4], np.full(4, MANY, np.float32))
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("order", ["inside", "outside"])
+@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 def test_a_scalar_parameter_of_a_batch_is_summed_in_float32(order, half):
     one, eye = jnp.ones((MANY, 4)), jnp.eye(4)
     for fun in (lambda s: (one @ eye * s).sum(), lambda s: (one @ eye + s).sum()):
         assert float(both_orders(fun, half)[order](jnp.float32(1))) == 4 * MANY
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("order", ["inside", "outside"])
+@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 @pytest.mark.parametrize("steps", ["scan", "unrolled", "slices", "jitted", "fori"])
 def test_a_weight_used_many_times_has_its_gradients_summed_in_float32(steps, order, half):
     # Every use adds 3 to the gradient, which bfloat16 cannot count beyond 512; 1026 uses in all, 3078.
@@ -648,8 +692,7 @@ def test_a_weight_used_many_times_has_its_gradients_summed_in_float32(steps, ord
     assert set(found) == {(half, half)}
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("order", ["inside", "outside"])
+@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 def test_a_half_activation_used_in_every_step_of_a_scan_has_its_gradients_summed_in_float32(order, half):
     x, eye, count = jnp.full((2, 4), 1.5), jnp.eye(4), 1026
 
@@ -882,7 +925,6 @@ def test_no_tracers_leak():
         jax.jit(jmp.autocast(loss))(PARAMS, X)
         jax.jit(jax.grad(jmp.autocast(loss)))(PARAMS, X)
         jax.jit(jmp.autocast(jax.grad(loss)))(PARAMS, X)
-        jax.vmap(jmp.autocast(loss), (None, 0))(PARAMS, X[None])
         jmp.autocast(loss)(PARAMS, X)
 
 
@@ -1018,7 +1060,7 @@ def test_small_steps_on_weights_do_not_underflow_in_float16():
     np.testing.assert_array_equal(jmp.autocast(used_again, jnp.float16)(w)[0], jnp.full((8, 8), -(2.0**-26)))
 
 
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("half", ["float16"])
 def test_higher_derivatives_are_those_of_float32(half):
     fun = lambda w: jnp.sum(jnp.sin(jnp.tanh(X[:2, :4] @ w) @ w))
     w = normal(4, 4, scale=0.5)

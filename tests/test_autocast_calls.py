@@ -1,4 +1,4 @@
-"""`autocast` goes inside every function within a function: jit, loops, branches, remat, custom rules, shards."""
+"""`autocast` goes inside every function within a function: jit, loops, remat, custom rules, shards."""
 
 import collections
 import functools
@@ -14,6 +14,7 @@ import pytest
 from closeness import assert_close
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import checkify
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -211,7 +212,7 @@ def program_of(name):
     )
 
 
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("half", ["float16"])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_product_inside_is_half_and_the_value_that_of_float32(name, half):
     fun = program_of(name)
@@ -225,9 +226,8 @@ def test_every_product_inside_is_half_and_the_value_that_of_float32(name, half):
     assert_close(result, expected, half, factor=16)
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "a while loop"])
+@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
+@pytest.mark.parametrize("name", CALLS)
 def test_every_product_of_the_backward_pass_is_half_and_the_gradients_those_of_float32(name, order, half):
     fun = program_of(name)
     plain = jax.value_and_grad(
@@ -274,7 +274,7 @@ def test_with_the_products_denied_the_jaxpr_comes_back_equal(name):
     assert text(denied, X, W, B) == text(fun, X, W, B)
 
 
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("half", ["float16"])
 @pytest.mark.parametrize(
     "name", ["custom_jvp", "jit", "scan with constants", "remat", "cond", "vmap of weights"]
 )
@@ -325,7 +325,7 @@ def test_loop_carries_keep_their_dtype():
         [var.aval.dtype for var in e.outvars[:4]] for e in equations(jaxpr) if e.primitive.name == "scan"
     )
     assert carried(jaxpr) == carried(plain)
-    (total, half, key, x), ys = jmp.autocast(fun)(X, W)
+    (total, half, _, x), ys = jmp.autocast(fun)(X, W)
     assert (total.dtype, half.dtype, x.dtype, ys.dtype) == ("float32", "float16", "float32", "float32")
     assert float(half) == 8
 
@@ -377,7 +377,7 @@ def test_branches_give_the_widest_dtype_of_their_results():
 
 
 def counting_rules():
-    """A custom_vjp and a custom_jvp function whose gradients are wrong on purpose, and how often each is traced."""
+    """Two functions with rules whose gradients are wrong on purpose, and counts of their calls."""
     calls = collections.Counter()
 
     @jax.custom_vjp
@@ -410,8 +410,7 @@ def counting_rules():
     return with_vjp, with_jvp, calls
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
 def test_a_users_rule_is_called_and_its_gradients_are_the_users(around, kind, order, half):
@@ -510,8 +509,7 @@ def test_closure_convert_and_custom_gradient_work():
         assert_close(grad(X), expected, "bfloat16", factor=4)
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 def test_an_implicit_solve_with_a_rule_of_ones_own_works(order, half):
     def fixed_point(w, x):
         return lax.custom_root(
@@ -747,18 +745,17 @@ for name, fun in dict(tensor_parallel=tensor_parallel, data_parallel=data_parall
                       partly_manual=partly_manual).items():
     loss = lambda *args: jnp.sum(jnp.sin(fun(*args)))
     expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, w, b)
-    for half in ("float16", "bfloat16"):
+    for half, order in (("float16", jax.value_and_grad(jmp.autocast(loss, "float16"), (0, 1, 2))),
+                        ("bfloat16", jmp.autocast(jax.value_and_grad(loss, (0, 1, 2)), "bfloat16"))):
         assert set(products(jmp.autocast(fun, half), x, w, b)) == {(half, half)}, name
-        for order in (jax.value_and_grad(jmp.autocast(loss, half), (0, 1, 2)),
-                      jmp.autocast(jax.value_and_grad(loss, (0, 1, 2)), half)):
-            assert set(products(order, x, w, b)) == {(half, half)}, (name, half)
-            value, grads = jax.jit(order)(x, w, b)
-            assert_close(value, expected[0], half, factor=32)
-            assert_close(grads, expected[1], half, factor=48)
-            sums = [e for e in equations(jax.make_jaxpr(order)(x, w, b))
-                    if e.primitive.name.startswith(("psum", "reduce_scatter"))]
-            dtypes = {var.aval.dtype.name for e in sums for var in e.invars}
-            assert dtypes <= {"float32"}, (name, half, dtypes)
+        assert set(products(order, x, w, b)) == {(half, half)}, (name, half)
+        value, grads = jax.jit(order)(x, w, b)
+        assert_close(value, expected[0], half, factor=32)
+        assert_close(grads, expected[1], half, factor=48)
+        sums = [e for e in equations(jax.make_jaxpr(order)(x, w, b))
+                if e.primitive.name.startswith(("psum", "reduce_scatter"))]
+        dtypes = {var.aval.dtype.name for e in sums for var in e.invars}
+        assert dtypes <= {"float32"}, (name, half, dtypes)
     print("ok", name)
 """
 
@@ -780,7 +777,8 @@ def test_shard_map_over_four_devices(check):
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == "ok tensor_parallel ok data_parallel ok scanned ok partly_manual".split()
+    names = ["tensor_parallel", "data_parallel", "scanned", "partly_manual"]
+    assert done.stdout.splitlines() == [f"ok {name}" for name in names]
 
 
 def test_explicit_sharding_types_are_kept():
@@ -846,12 +844,74 @@ def test_convolutions_einsums_and_ragged_products_are_half_forward_and_backward(
         (transposed, (image, kernel)),
         (ragged, (X, STACK)),
         (lambda x, w: jnp.einsum("bi,lij,bj->bl", x, w, x), (X, STACK)),
-        (lambda x, w: jnp.tensordot(x, w, axes=([1], [1])), (X, STACK)),
     ):
         loss = lambda *args, fun=fun: jnp.sum(jnp.sin(fun(*args)))
-        expected = jax.grad(loss, (0, 1))(*args)
+        expected = jax.jit(jax.grad(loss, (0, 1)))(*args)
         for grad in (jax.grad(jmp.autocast(loss), (0, 1)), jmp.autocast(jax.grad(loss, (0, 1)))):
-            found = products(grad, *args)
-            assert found
-            assert set(found) == {("bfloat16", "bfloat16")}
-            assert_close(grad(*args), expected, "bfloat16", factor=16)
+            assert set(products(grad, *args)) == {("bfloat16", "bfloat16")}
+            assert_close(jax.jit(grad)(*args), expected, "bfloat16", factor=16)
+
+
+def _sum_in_reference(x, w):
+    total = jax.new_ref(jnp.zeros((4, 8)))
+
+    def step(x, _):
+        total[...] = total[...] + x @ w
+        return jnp.tanh(x @ w), None
+
+    lax.scan(step, x, length=3)
+    return total[...]
+
+
+def _collective(fun):
+    """Applies a collective to the rows of a product, of which vmap makes an ordinary operation."""
+    return lambda x, w: jax.vmap(lambda row: fun(row @ w), axis_name="i")(x)
+
+
+# Operations with a side of their own: every product before and after them is half.
+ODD = {
+    "linearize": lambda x, w: jax.linearize(lambda w: jnp.tanh(x @ w), w)[1](w),
+    "linear_transpose": lambda x, w: jax.linear_transpose(lambda x: x @ w, x)(x)[0],
+    "vjp of jit": lambda x, w: jax.vjp(jax.jit(lambda x: jnp.tanh(x @ w)), x)[1](x)[0],
+    "platform_dependent": lambda x, w: lax.platform_dependent(
+        x, w, cpu=jnp.matmul, default=lambda x, w: jnp.sin(x @ w)
+    ),
+    "named_call": lambda x, w: jax.named_call(lambda x: jnp.tanh(x @ w), name="name")(x),
+    "reduce": lambda x, w: lax.reduce(x @ w, 0.0, lambda a, b: a + b * 1.0, (0,))[None],
+    "reduce_precision": lambda x, w: lax.reduce_precision(x @ w, 8, 10),
+    "checkify": lambda x, w: checkify.checkify(lambda x: x @ w)(x)[1],
+    "reference in a scan": _sum_in_reference,
+    "fft": lambda x, w: jnp.fft.fft(x @ w).real,
+    "sort by keys": lambda x, w: lax.sort((x @ w, x), num_keys=1)[1],
+    "top_k": lambda x, w: lax.top_k(x @ w, 8)[0],
+    "quantile": lambda x, w: jnp.quantile(x @ w, 0.5) * x,
+    "scatter": lambda x, w: (x @ w).at[jnp.array([0, 0])].add(x[:2]),
+    "segment_sum": lambda x, w: jax.ops.segment_sum(x @ w, jnp.array([0, 1, 1, 0]), num_segments=2),
+    "norm": lambda x, w: jnp.linalg.norm(x @ w, axis=-1, keepdims=True) * x,
+    "select of three": lambda x, w: lax.select_n(
+        jnp.array([[0, 1, 2, 0, 1, 2, 0, 1]] * 4), x @ w, x, jnp.exp(x)
+    ),
+    "max pool": lambda x, w: lax.reduce_window(x @ w, -jnp.inf, lax.max, (1, 2), (1, 1), "SAME"),
+    "average pool": lambda x, w: lax.reduce_window(x @ w, 0.0, lax.add, (1, 2), (1, 1), "SAME") / 2,
+    "all_gather": lambda x, w: _collective(lambda row: lax.all_gather(row, "i"))(x, w)[0],
+    "ppermute": _collective(lambda row: lax.ppermute(row, "i", [(i, (i + 1) % 4) for i in range(4)])),
+    "all_to_all": lambda x, w: _collective(lambda row: lax.all_to_all(row[:4], "i", 0, 0))(x, w).repeat(2, 1),
+    "half loop of one's own": lambda x, w: lax.fori_loop(
+        0, 2, lambda _, x: (x.astype(jnp.float16) * jnp.float16(0.5)).astype(jnp.float32), x @ w
+    ),
+}
+
+
+@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
+@pytest.mark.parametrize("name", ODD)
+def test_products_around_odd_operations_are_half(name, half, order):
+    fun = lambda x, w, b: (ODD[name](x + b, w) * 0.5) @ w
+    plain, found = products(fun, X, W, B), products(jmp.autocast(fun, half), X, W, B)
+    assert found == [(half, half)] * len(plain)
+    assert_close(jmp.autocast(fun, half)(X, W, B), fun(X, W, B), half, factor=8)
+    if name == "sort by keys":  # Close keys change places, and with them all gradients.
+        return
+    loss = lambda *args: jnp.sum(jnp.sin(fun(*args)))
+    grad = value_and_grad(fun, half, order)
+    assert set(products(grad, X, W, B)) == {(half, half)}
+    assert_close(grad(X, W, B)[1], jax.grad(loss, (0, 1, 2))(X, W, B), half, factor=32)

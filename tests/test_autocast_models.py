@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jaxprs import PRODUCTS, equations, products
+from steps import bits
 
 import jmp_lite as jmp
 
@@ -87,7 +88,7 @@ def root_mean_square(errors):
     return float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.0
 
 
-# Every family, half of it in each dtype: compiling takes the time here.
+# Every family, in one dtype or the other: compiling takes the time here.
 CLOSENESS = {
     "Linen MLP": "float16",
     "NNX MLP": "bfloat16",
@@ -99,23 +100,27 @@ CLOSENESS = {
     "Linen LSTM": "float16",
     "NNX optimized LSTM": "bfloat16",
     "Linen U-Net": "bfloat16",
-    "NNX U-Net": "float16",
-    "Linen experts": "float16",
-    "NNX experts": "bfloat16",
+    "NNX experts": "float16",
     "Equinox transformer": "float16",
     "Haiku network": "bfloat16",
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), CLOSENESS.items())
-def test_loss_gradients_and_statistics_are_as_close_to_float32_as_casts_by_hand_bring_them(name, dtype):
-    case, eps = case_of(name), float(jnp.finfo(dtype).eps)
+@functools.cache
+def compiled_steps(name, dtype):
+    case = case_of(name)
     steps = {
         "float32": case.step(),
         "autocast": autocast_step(case, dtype),
         "by hand": case_of(name, jnp.dtype(dtype)).by_hand(dtype),
     }
-    steps = {key: jax.jit(step, compiler_options=models.COMPILE_FAST) for key, step in steps.items()}
+    return {key: jax.jit(step, compiler_options=models.COMPILE_FAST) for key, step in steps.items()}
+
+
+@pytest.mark.parametrize(("name", "dtype"), CLOSENESS.items())
+def test_loss_gradients_and_statistics_are_as_close_to_float32_as_casts_by_hand_bring_them(name, dtype):
+    case, eps = case_of(name), float(jnp.finfo(dtype).eps)
+    steps = compiled_steps(name, dtype)
     errors = {key: [] for key in steps}
     for x, targets in batches(case):
         results = {key: step(case.params, case.state, x, targets) for key, step in steps.items()}
@@ -134,26 +139,22 @@ def test_loss_gradients_and_statistics_are_as_close_to_float32_as_casts_by_hand_
 
 @pytest.mark.parametrize("name", ["Linen ResNet", "NNX ResNet", "Haiku network"])
 def test_batch_statistics_are_updated_in_float32(name):
-    case = case_of(name)
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(case.state) if leaf.ndim)
-    step = lambda transform: jax.jit(transform, compiler_options=models.COMPILE_FAST)(*case.arguments)[2]
-    expected, actual = step(case.step()), step(autocast_step(case, "bfloat16"))
+    case, dtype = case_of(name), CLOSENESS[name]
+    steps = compiled_steps(name, dtype)
+    (*_, expected), (*_, actual) = steps["float32"](*case.arguments), steps["autocast"](*case.arguments)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    changed = 0
     for before, a, b in zip(*map(jax.tree.leaves, (case.state, actual, expected)), strict=True):
         assert a.dtype == b.dtype
-        if jnp.issubdtype(b.dtype, jnp.floating):
-            np.testing.assert_allclose(a, b, rtol=0, atol=4 * float(jnp.finfo("bfloat16").eps))
-            changed += a.size > 1 and not np.array_equal(a, before)
-            in_half = a.astype(jnp.bfloat16).astype(jnp.float32)
-            assert a.size == 1 or not np.array_equal(a, in_half)  # Neither stored nor computed in half.
-        else:
-            np.testing.assert_array_equal(a, b)
-    assert changed >= 2
+        if b.dtype != jnp.float32 or b.ndim == 0:  # Random state, and Haiku's counters.
+            assert bits(a) == bits(b)
+            continue
+        np.testing.assert_allclose(a, b, rtol=0, atol=4 * float(jnp.finfo(dtype).eps))
+        assert not np.array_equal(a, before)
+        assert not np.array_equal(a, b)
+        assert not np.array_equal(a, a.astype(dtype).astype(jnp.float32))  # Neither stored nor made in half.
 
 
-@each_dtype
-def test_dropout_in_a_linen_model_draws_the_mask_of_float32(dtype):
+def test_dropout_in_a_linen_model_draws_the_mask_of_float32():
     model, text = models.LinenTransformer(), models.TEXT
     params = case_of("Linen transformer, tied").params
 
@@ -166,8 +167,9 @@ def test_dropout_in_a_linen_model_draws_the_mask_of_float32(dtype):
         )
         return jax.tree.map(lambda y: y == 0, captured)
 
-    masks = jax.tree.leaves(jax.jit(dropped)(params))
-    half_masks = jax.tree.leaves(jax.jit(jmp.autocast(dropped, dtype))(params))
+    run = lambda fun: jax.tree.leaves(jax.jit(fun, compiler_options=models.COMPILE_FAST)(params))
+    masks, half_masks = run(dropped), run(jmp.autocast(dropped, "float16"))
+    assert set(products(jmp.autocast(dropped, "float16"), params)) == {("float16", "float16")}
     assert len(masks) == 2
     assert all(0.1 < mask.mean() < 0.4 for mask in masks)
     for mask, half_mask in zip(masks, half_masks, strict=True):
@@ -211,7 +213,7 @@ def transformer_losses(framework, dtype):
     if framework == "Linen":
         case = models.linen_case(models.LinenTransformer(layers=LAYERS), *models.NEXT_TOKEN)
     else:
-        case = models.nnx_case(models.NnxTransformer(nnx.Rngs(0), layers=LAYERS), *models.NEXT_TOKEN)
+        case = models.nnx_case(functools.partial(models.NnxTransformer, layers=LAYERS), *models.NEXT_TOKEN)
     policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")
 
     def plain(params):
@@ -274,14 +276,14 @@ def test_in_float16_a_transformer_saves_more_than_by_hand_only_for_gelu_whose_cu
     assert nbytes(half) < 0.85 * nbytes(full)
     in_gelu = (*models.TEXT.shape, 4 * models.WIDTH)
     in_float32 = [array for array in half if array.dtype == jnp.float32 and array.shape == in_gelu]
-    assert len(in_float32) <= 4 * LAYERS
+    assert len(in_float32) <= 5 * LAYERS
     assert nbytes(half) - nbytes(in_float32) // 2 <= 1.01 * nbytes(half_by_hand)
 
 
 @pytest.mark.slow
 def test_tracing_a_transformer_of_twelve_layers_takes_at_most_twice_the_plain_time():
-    module = models.NnxTransformer(nnx.Rngs(0), layers=12, width=128, heads=4)
-    case = models.nnx_case(module, *models.NEXT_TOKEN)
+    make = functools.partial(models.NnxTransformer, layers=12, width=128, heads=4)
+    case = models.nnx_case(make, *models.NEXT_TOKEN)
 
     def seconds(transform):
         # A new function each time: JAX remembers what it has traced. Garbage is no matter of ours.
@@ -303,4 +305,4 @@ def test_tracing_a_transformer_of_twelve_layers_takes_at_most_twice_the_plain_ti
     # The first of each fills the caches of JAX and Flax.
     ratio = np.median(times["autocast"][1:]) / np.median(times["plain"][1:])
     print(f"autocast / plain = {ratio:.2f}")
-    assert 1.0 < ratio <= 2.0
+    assert 1.05 < ratio <= 2.0

@@ -249,6 +249,7 @@ def test_applying_autocast_twice_gives_the_same_jaxpr(program, half):
     assert text(jmp.autocast(once, half), PARAMS, X) == text(once, PARAMS, X)
 
 
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(program=programs(), half=st.sampled_from(HALVES))
 def test_gradients_in_both_orders_are_those_of_float32(program, half):
     fun = build(program)

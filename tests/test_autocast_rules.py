@@ -38,9 +38,12 @@ def operands_of(name, fun, *args):
 
 # On no list, and left as traced: nothing of theirs is float32, or only a rule of JAX's own binds them.
 NO_FLOAT32 = frozenset(
-    "and or not xor shift_left shift_right_arithmetic shift_right_logical clz population_count mulhi "
-    "reduce_and reduce_or reduce_xor axis_index empty2 after_all create_token "
-    "random_bits random_fold_in random_seed random_split threefry2x32 rng_bit_generator rng_uniform".split()
+    {
+        *("and", "or", "not", "xor", "shift_left", "shift_right_arithmetic", "shift_right_logical", "clz"),
+        *("population_count", "mulhi", "reduce_and", "reduce_or", "reduce_xor", "axis_index", "empty2"),
+        *("after_all", "create_token", "random_bits", "random_fold_in", "random_seed", "random_split"),
+        *("threefry2x32", "rng_bit_generator", "rng_uniform"),
+    }
 )
 # On no list: a cast has rules of its own in plan.py; references and what is in flight keep their dtypes.
 OWN_RULES = frozenset({"convert_element_type"})
@@ -120,18 +123,42 @@ def test_every_listed_name_is_one_of_some_supported_jax():
 
 @pytest.mark.parametrize("name", sorted(rules.DENY & public_primitives()))
 def test_what_is_on_the_deny_list_runs_in_float32(name):
-    """Bound directly on a half product, wherever the primitive takes one array and no parameter that matters."""
+    """On a half product, wherever the primitive runs on one device."""
     programs = {
-        "exp": jnp.exp, "exp2": lax.exp2, "expm1": jnp.expm1, "log": jnp.log, "log1p": jnp.log1p,
-        "log2": jnp.log2, "pow": lambda y: lax.pow(y, 1.5), "rsqrt": lax.rsqrt, "cbrt": jnp.cbrt,
-        "tan": jnp.tan, "asin": jnp.arcsin, "acos": jnp.arccos, "atan": jnp.arctan, "sinh": jnp.sinh,
-        "cosh": jnp.cosh, "asinh": jnp.arcsinh, "acosh": lax.acosh, "atanh": jnp.arctanh, "erfc": lax.erfc,
-        "erf_inv": lax.erf_inv, "lgamma": lax.lgamma, "digamma": lax.digamma,
-        "polygamma": lambda y: lax.polygamma(jnp.ones_like(y), y), "zeta": lambda y: lax.zeta(y + 2, y),
-        "igamma": lambda y: lax.igamma(y, y), "igammac": lambda y: lax.igammac(y, y),
-        "igamma_grad_a": lambda y: lax.igamma_grad_a(y, y), "bessel_i0e": lax.bessel_i0e,
-        "bessel_i1e": lax.bessel_i1e, "regularized_incomplete_beta": lambda y: lax.betainc(y, y, y),
-        "reduce_sum": jnp.sum, "reduce_prod": jnp.prod, "cumsum": jnp.cumsum, "cumprod": jnp.cumprod,
+        "exp": jnp.exp,
+        "exp2": lax.exp2,
+        "expm1": jnp.expm1,
+        "log": jnp.log,
+        "log1p": jnp.log1p,
+        "log2": jnp.log2,
+        "pow": lambda y: lax.pow(y, 1.5),
+        "rsqrt": lax.rsqrt,
+        "cbrt": jnp.cbrt,
+        "tan": jnp.tan,
+        "asin": jnp.arcsin,
+        "acos": jnp.arccos,
+        "atan": jnp.arctan,
+        "sinh": jnp.sinh,
+        "cosh": jnp.cosh,
+        "asinh": jnp.arcsinh,
+        "acosh": lax.acosh,
+        "atanh": jnp.arctanh,
+        "erfc": lax.erfc,
+        "erf_inv": lax.erf_inv,
+        "lgamma": lax.lgamma,
+        "digamma": lax.digamma,
+        "polygamma": lambda y: lax.polygamma(jnp.ones_like(y), y),
+        "zeta": lambda y: lax.zeta(y + 2, y),
+        "igamma": lambda y: lax.igamma(y, y),
+        "igammac": lambda y: lax.igammac(y, y),
+        "igamma_grad_a": lambda y: lax.igamma_grad_a(y, y),
+        "bessel_i0e": lax.bessel_i0e,
+        "bessel_i1e": lax.bessel_i1e,
+        "regularized_incomplete_beta": lambda y: lax.betainc(y, y, y),
+        "reduce_sum": jnp.sum,
+        "reduce_prod": jnp.prod,
+        "cumsum": jnp.cumsum,
+        "cumprod": jnp.cumprod,
         "cumlogsumexp": lax.cumlogsumexp,
         "reduce_window_sum": lambda y: lax.reduce_window(y, 0.0, lax.add, (2, 2), (1, 1), "VALID"),
         "psum": lambda y: _sharded(lambda y: lax.psum(y, "d"), check_vma=False)(y),
@@ -145,15 +172,33 @@ def test_what_is_on_the_deny_list_runs_in_float32(name):
 
 
 ELEMENTWISE = {
-    "tanh": jnp.tanh, "logistic": jax.nn.sigmoid, "erf": lax.erf, "sin": jnp.sin, "cos": jnp.cos,
-    "sqrt": jnp.sqrt, "abs": jnp.abs, "neg": lambda y: -y, "max": jax.nn.relu, "floor": jnp.floor,
-    "add": lambda y: y + 1.0, "mul": lambda y: y * 2.0, "div": lambda y: y / 2.0, "sub": lambda y: 1.0 - y,
-    "select_n": lambda y: jnp.where(y > 0, y, 0.0), "concatenate": lambda y: jnp.concatenate([y, y], 0),
-    "transpose": lambda y: y.T.T, "reshape": lambda y: y.reshape(2, 2, 8).reshape(4, 8), "rev": lambda y: y[::-1],
-    "pad": lambda y: lax.pad(y, 0.0, ((0, 0, 0), (0, 0, 0))), "sort": lambda y: jnp.sort(y, axis=0),
-    "slice": lambda y: y[:3], "reduce_max": lambda y: jnp.max(y, 0, keepdims=True),
-    "clamp": lambda y: lax.clamp(0.0, y, 1.0), "dynamic_slice": lambda y: lax.dynamic_slice(y, (0, 0), (4, 8)),
-    "cummax": lax.cummax, "optimization_barrier": lax.optimization_barrier,
+    "tanh": jnp.tanh,
+    "logistic": jax.nn.sigmoid,
+    "erf": lax.erf,
+    "sin": jnp.sin,
+    "cos": jnp.cos,
+    "sqrt": jnp.sqrt,
+    "abs": jnp.abs,
+    "neg": lambda y: -y,
+    "max": jax.nn.relu,
+    "floor": jnp.floor,
+    "add": lambda y: y + 1.0,
+    "mul": lambda y: y * 2.0,
+    "div": lambda y: y / 2.0,
+    "sub": lambda y: 1.0 - y,
+    "select_n": lambda y: jnp.where(y > 0, y, 0.0),
+    "concatenate": lambda y: jnp.concatenate([y, y], 0),
+    "transpose": lambda y: y.T.T,
+    "reshape": lambda y: y.reshape(2, 2, 8).reshape(4, 8),
+    "rev": lambda y: y[::-1],
+    "pad": lambda y: lax.pad(y, 0.0, ((0, 0, 0), (0, 0, 0))),
+    "sort": lambda y: jnp.sort(y, axis=0),
+    "slice": lambda y: y[:3],
+    "reduce_max": lambda y: jnp.max(y, 0, keepdims=True),
+    "clamp": lambda y: lax.clamp(0.0, y, 1.0),
+    "dynamic_slice": lambda y: lax.dynamic_slice(y, (0, 0), (4, 8)),
+    "cummax": lax.cummax,
+    "optimization_barrier": lax.optimization_barrier,
     "dynamic_update_slice": lambda y: lax.dynamic_update_slice(y, y[:1], (1, 0)),
 }
 
@@ -516,10 +561,20 @@ def test_a_rule_and_full_precision_and_autocast_within_go_together():
 @pytest.mark.parametrize(
     ("value", "half", "expected"),
     [
-        (0.1, "float16", True), (1e-8, "float16", False), (1e5, "float16", False), (65504.0, "float16", True),
-        (65536.0, "float16", False), (6.1e-5, "float16", True), (-np.inf, "float16", True), (np.nan, "float16", True),
-        (0.0, "float16", True), (1e-8, "bfloat16", True), (1e30, "bfloat16", True), (3.4e38, "bfloat16", False),
-        (np.float32(np.finfo(np.float32).min), "bfloat16", False), (257.0, "bfloat16", True),
+        (0.1, "float16", True),
+        (1e-8, "float16", False),
+        (1e5, "float16", False),
+        (65504.0, "float16", True),
+        (65536.0, "float16", False),
+        (6.1e-5, "float16", True),
+        (-np.inf, "float16", True),
+        (np.nan, "float16", True),
+        (0.0, "float16", True),
+        (1e-8, "bfloat16", True),
+        (1e30, "bfloat16", True),
+        (3.4e38, "bfloat16", False),
+        (np.float32(np.finfo(np.float32).min), "bfloat16", False),
+        (257.0, "bfloat16", True),
     ],
 )
 def test_which_numbers_half_holds(value, half, expected):

@@ -64,7 +64,6 @@ MOVES = {"move", "as traced"}
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("row", "name"), CASES, ids=[name for _, name in CASES])
 def test_an_operation_of_torch_runs_where_the_table_says(row, name, dtype):
-    here = row.in_bfloat16 if row.in_bfloat16 and dtype == "bfloat16" else row.here
     found = operations(row.names[name], dtype)
     if row.decisive:
         decisive = [operation for operation in found if operation.name in row.decisive]
@@ -72,7 +71,7 @@ def test_an_operation_of_torch_runs_where_the_table_says(row, name, dtype):
     else:
         decisive = [o for o in found if o.name not in torch_lists.PRODUCT and o.list not in MOVES]
     assert decisive
-    if here == "float32":
+    if row.here == "float32":
         assert any(operation.list in ("deny", "as traced", "infer", "allow") for operation in decisive)
         assert not [str(operation) for operation in decisive if operation.in_half]
     else:  # Half, and the widest of half operands.

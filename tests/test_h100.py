@@ -13,6 +13,7 @@ import pytest
 
 import jmp_lite as jmp
 from benchmarks.h100 import compile_for_h100
+from benchmarks.program import bytes_moved, library_calls
 from jmp_lite.linen import with_policy
 
 has_plugin = importlib.util.find_spec("jax_cuda13_plugin") is not None
@@ -98,3 +99,50 @@ def test_a_step_that_keeps_its_old_state_aside_would_be_found_out():
     step = lambda grads, params, opt_state: tx.update(grads, opt_state, params)
     compiled = compile_for_h100(step, SHAPES, SHAPES, jax.eval_shape(tx.init, SHAPES))
     assert compiled.memory_analysis().alias_size_in_bytes == 0
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block, written in float32."""
+
+    @nn.compact
+    def __call__(self, x):
+        batch, length, width = x.shape
+        heads = nn.Dense(3 * width)(nn.LayerNorm()(x)).reshape(batch, length, 3, -1, 64)
+        query, key, value = (heads[:, :, place] for place in range(3))
+        attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = x + nn.Dense(width)(attended.reshape(x.shape))
+        return x + nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(nn.LayerNorm()(x))))
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        positions = self.param("positions", nn.initializers.normal(0.02), (tokens.shape[1], 256))
+        x = nn.Embed(2048, 256)(tokens) + positions
+        for _ in range(3):
+            x = Block()(x)
+        return nn.Dense(2048)(nn.LayerNorm()(x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_autocast_calls_the_gemms_of_casts_by_hand_and_moves_no_more_bytes(dtype):
+    model, policy = Transformer(), jmp.Policy(jnp.float32, dtype, jnp.float32)
+    tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+
+    def loss_fn(params, tokens, apply=model.apply):
+        logits = apply(params, tokens)[:, :-1]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    by_hand = lambda params, tokens: policy.cast_to_output(
+        model.apply(policy.cast_to_compute(params), tokens)
+    )
+    hand = lambda params, tokens: loss_fn(params, tokens, by_hand)
+    auto = jmp.autocast(loss_fn, dtype)
+    texts = [compile_for_h100(jax.value_and_grad(f), params, tokens).as_text() for f in (hand, auto, loss_fn)]
+    hand_calls, auto_calls, full_calls = map(library_calls, texts)
+    assert len(auto_calls) == len(hand_calls) == len(full_calls) == 3 * (3 * 3 * 2) + 3
+    half = "bf16" if dtype == jnp.bfloat16 else "f16"
+    assert {operands for _, operands, _ in auto_calls} == {(half, half)}
+    hand_bytes, auto_bytes, full_bytes = map(bytes_moved, texts)
+    assert auto_bytes <= 1.01 * hand_bytes < full_bytes

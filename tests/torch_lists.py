@@ -17,7 +17,6 @@ class Row:
     Attributes:
         torch: where torch's autocast runs them: float16, float32, widest.
         here: where ours does: half, float32 or widest; of several operations, the decisive ones.
-        in_bfloat16: where ours does in bfloat16, if that is different.
         names: torch's name of each, with the expression in JAX.
         why: why ours differs, or what should be known.
         decisive: the primitives that `here` speaks of, if not all.
@@ -27,7 +26,6 @@ class Row:
     here: str
     names: dict[str, str]
     why: str = ""
-    in_bfloat16: str = ""
     decisive: tuple[str, ...] = ()
 
 
@@ -113,8 +111,7 @@ ROWS = (
             "__rdiv__": "2 / y",
             "__rtruediv__": "2 / y",
         },
-        in_bfloat16="widest",
-        why="bfloat16 has the range of float32; other powers are float32 in both",
+        why="in bfloat16, which has float32's range, widest where other half operations read them",
         decisive=("integer_pow", "square", "div"),
     ),
     Row("float32", "float32", {"__rpow__": "2**y"}),
@@ -222,6 +219,5 @@ def table() -> str:
     lines = ["| torch | there | here | |", "| --- | --- | --- | --- |"]
     for row in ROWS:
         names = " ".join(f"`{name}`" for name in row.names)
-        here = f"{row.here}; bfloat16: {row.in_bfloat16}" if row.in_bfloat16 else row.here
-        lines.append(f"| {names} | {row.torch} | {here} | {row.why} |")
+        lines.append(f"| {names} | {row.torch} | {row.here} | {row.why} |")
     return "\n".join(lines)

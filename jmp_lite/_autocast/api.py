@@ -15,7 +15,7 @@ from .._dtypes import DTypeLike
 from .._path import argument_names
 from .interpreter import Interpreter, Value
 from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, KEEP_F32_NAME
-from .plan import Plan, Planner
+from .plan import Plan, Planner, Wanted
 from .rules import Rules, make_rules
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -177,7 +177,7 @@ def trace(fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...], kwargs: 
     planner = Planner(rules)
     names = tuple(names[place] for place in places)
     states = [planner.argument(array, name) for array, name in zip(arrays, names)]
-    plan = planner.plan(closed, states, [False] * len(closed.jaxpr.outvars))
+    plan = planner.plan(closed, states, [Wanted.NO] * len(closed.jaxpr.outvars))
     _check_rules(planner)
     return Traced(planner, plan, names, arrays, outputs)
 

@@ -26,7 +26,7 @@ from .jaxprs import (
     open_jaxpr,
     without_constants,
 )
-from .plan import FIRM, HALF, OTHER, Compute, Decision, Kind, Plan, Planner, State
+from .plan import FIRM, HALF, OTHER, Compute, Decision, Kind, Plan, Planner, State, Wanted
 from .rules import BROADCASTS, GATHERS, SPREADS, List
 
 
@@ -125,7 +125,13 @@ class Interpreter:
         def read(var: Any) -> Value:
             return self._literal(var) if is_literal(var) else known[var]
 
-        for equation, decision in zip(equations(inside), plan.decisions):
+        for place, (equation, decision) in enumerate(zip(equations(inside), plan.decisions)):
+            if place in plan.skipped:
+                continue
+            if decision.compute is Compute.ACTIVATION:
+                (out,) = equation.outvars
+                known[out] = self._activation(plan, out, known[plan.anatomy.sources[out]])
+                continue
             operands = [read(var) for var in equation.invars]
             with context_of(equation):
                 results = self._equation(equation, decision, operands, plan)
@@ -134,6 +140,31 @@ class Interpreter:
             value if value.state == state else value.with_state(state)
             for value, state in zip(map(read, inside.outvars), plan.results)
         ]
+
+    def _activation(self, plan: Plan, out: Any, source: Value) -> Value:
+        """Computes a function of one half value in float32; its derivative is stored in half."""
+        members = [equations(open_jaxpr(plan.jaxpr))[place] for place in sorted(plan.anatomy.members[out])]
+        half = self.half
+
+        def wide(x: jax.Array) -> jax.Array:
+            known = {plan.anatomy.sources[out]: x}
+            for equation in members:
+                operands = [var.val if is_literal(var) else known[var] for var in equation.invars]
+                with context_of(equation):
+                    (known[equation.outvars[0]],) = bind(equation, operands)
+            return known[out]
+
+        @jax.custom_jvp
+        def activation(x: jax.Array) -> jax.Array:
+            return wide(x.astype(jnp.float32)).astype(half)
+
+        @activation.defjvp
+        def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+            x = primals[0].astype(jnp.float32)
+            result, derivative = jax.jvp(wide, (x,), (jnp.ones_like(x),))
+            return result.astype(half), tangents[0] * derivative.astype(half)
+
+        return Value(HALF, activation(source.to(half)))
 
     def _literal(self, var: Any) -> Value:
         return Value(self.planner.literal(var), var.val)
@@ -201,7 +232,7 @@ class Interpreter:
             ]
         (state, *others), (value, *rest) = decision.results, operands
         lazy = not others and not spread and value.state.kind not in (Kind.OTHER, Kind.HALF)
-        if lazy and plan.uses[equation.outvars[0]]:
+        if lazy and plan.demand.uses[equation.outvars[0]]:
             return [Value(state, moved=self._mover(equation, value, [each.native for each in rest]))]
         results = bind(equation, [each.native for each in operands])
         return [Value(state, array) for state, array in zip(decision.results, results)]
@@ -269,7 +300,7 @@ class Interpreter:
             for place, (var, state) in enumerate(zip(operands, plans[0].inputs, strict=True))
             if any(plan.wanted[place] for plan in plans)
             and not is_literal(var)
-            and around.uses[var] > 1
+            and around.demand.uses[var] > 1
             and state.kind in (Kind.FREE, Kind.OPEN, Kind.FIRM)
         )
 
@@ -573,7 +604,7 @@ def _run_traced(
     ]
     closed = jax.make_jaxpr(fun)(*traced)
     beyond = len(open_jaxpr(closed).outvars) - len(states)
-    wanted = [state.kind == Kind.HALF for state in states] + [False] * beyond
+    wanted = [Wanted.YES if state.kind == Kind.HALF else Wanted.NO for state in states] + [Wanted.NO] * beyond
     arguments = [*values, *tangents]
     plan = interpreter.planner.plan(closed, [value.state for value in arguments], wanted)
     ends = [*states, *plan.results[len(states) :]]

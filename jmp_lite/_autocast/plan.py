@@ -20,13 +20,14 @@ import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .activations import Anatomy, anatomy, inner_members
 from .jaxprs import (
     AUTOCAST_SCOPE,
     FULL_PRECISION_SCOPE,
@@ -43,7 +44,7 @@ from .jaxprs import (
     open_jaxpr,
     scope_of,
 )
-from .rules import BROADCASTS, List, Rules, fits
+from .rules import BROADCASTS, RANGE, List, Rules, fits
 
 
 class Kind(enum.IntEnum):
@@ -87,6 +88,7 @@ class Compute(enum.Enum):
     HALF = "half"
     FLOAT32 = "float32"
     STORE_HALF = "float32, the result stored in half"
+    ACTIVATION = "float32, the result and the derivative stored in half"
     EACH = "each operand as it is"
 
 
@@ -117,21 +119,30 @@ class Plan:
 
     Attributes:
         jaxpr: the jaxpr, closed or open.
+        scope: the scopes around it.
         states: of its constants and inputs.
         decisions: one for each equation.
         results: the state of each output.
-        wanted: for each input, how many operations want it in half.
-        uses: how many operations want each variable in half.
+        demand: what is wanted in half.
+        anatomy: the activation functions in it.
+        skipped: the places of the equations that activation functions compute themselves.
         changed: whether any decision differs from what was traced.
     """
 
     jaxpr: Any
+    scope: str
     states: tuple[State, ...]
     decisions: tuple[Decision, ...]
     results: tuple[State, ...]
-    wanted: tuple[int, ...]
-    uses: collections.Counter[Any]
+    demand: "Demand"
+    anatomy: Anatomy
+    skipped: frozenset[int]
     changed: bool
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """For each input, how many operations want it in half."""
+        return tuple(self.demand.uses[var] for var in open_jaxpr(self.jaxpr).invars)
 
     @property
     def inputs(self) -> tuple[State, ...]:
@@ -139,11 +150,47 @@ class Plan:
         return self.states[len(constants(self.jaxpr)) :]
 
 
-class _Everything(collections.Counter[Any]):
-    """Says of every variable that it is wanted in half."""
+class Wanted(enum.IntEnum):
+    """Whether a value is wanted in half."""
 
-    def __missing__(self, key: Any) -> int:
-        return 1
+    NO = 0
+    YES = 1  # By an operation that passes it on to a product, perhaps with others.
+    BY_PRODUCTS = 2  # And by nothing else: whatever reads it would round it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What a jaxpr wants in half.
+
+    Attributes:
+        reads: how often each variable is read.
+        uses: how often it is wanted in half.
+        products: how often a product, and nothing else, wants it so.
+    """
+
+    reads: Callable[[Any], int]
+    uses: collections.Counter[Any] = dataclasses.field(default_factory=collections.Counter)
+    products: collections.Counter[Any] = dataclasses.field(default_factory=collections.Counter)
+
+    def of(self, var: Any) -> Wanted:
+        """Returns whether the variable `var` is wanted in half."""
+        if is_literal(var) or not self.uses[var]:
+            return Wanted.NO
+        return Wanted.BY_PRODUCTS if self.products[var] >= self.reads(var) else Wanted.YES
+
+    def add(self, var: Any, wanted: Wanted, times: int = 1) -> None:
+        """Notes that one reader wants `var`, as if it read it `times`."""
+        if wanted and not is_literal(var) and is_float32(var):
+            self.uses[var] += times
+            self.products[var] += wanted is Wanted.BY_PRODUCTS
+
+
+class _Everything(Demand):
+    """Wants everything in half."""
+
+    def of(self, var: Any) -> Wanted:
+        del var
+        return Wanted.BY_PRODUCTS
 
 
 class Planner:
@@ -174,7 +221,7 @@ class Planner:
             return State(Kind.OTHER, constant=True)
         return self.argument(np.asarray(var.val, np.float32))
 
-    def plan(self, jaxpr: Any, inputs: Sequence[State], wanted: Sequence[bool], scope: str = "") -> Plan:
+    def plan(self, jaxpr: Any, inputs: Sequence[State], wanted: Sequence[Wanted], scope: str = "") -> Plan:
         """Plans a jaxpr.
 
         Args:
@@ -191,84 +238,113 @@ class Planner:
             self._plans[key] = self._make(jaxpr, states, wanted, scope)
         return self._plans[key]
 
-    def _make(self, jaxpr: Any, states: tuple[State, ...], wanted: Sequence[bool], scope: str) -> Plan:
+    def _make(self, jaxpr: Any, states: tuple[State, ...], wanted: Sequence[Wanted], scope: str) -> Plan:
         inside = open_jaxpr(jaxpr)
         start: dict[Any, State] = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
+        functions = anatomy(inside)
         # First as if everything were wanted in half, to learn which operations end in float32 all the same.
-        uses: collections.Counter[Any] = _Everything()
-        decisions, _ = self._decide_all(inside, start, uses, scope)
-        uses = self._half_uses(inside, decisions, wanted)
-        decisions, known = self._decide_all(inside, start, uses, scope)
+        demand: Demand = _Everything(functions.reads)
+        decisions, _ = self._decide_all(inside, functions, start, demand, scope)
+        demand = self._demand(inside, functions, decisions, wanted)
+        decisions, known = self._decide_all(inside, functions, start, demand, scope)
+        ends = [place for place, each in enumerate(decisions) if each.compute is Compute.ACTIVATION]
         return Plan(
             jaxpr,
+            scope,
             states,
             decisions,
             tuple(self._state(var, known) for var in inside.outvars),
-            tuple(uses[var] for var in inside.invars),
-            uses,
+            demand,
+            functions,
+            inner_members(inside, functions, ends),
             any(decision.changed for decision in decisions),
         )
 
     def _decide_all(
-        self, inside: Any, start: dict[Any, State], uses: collections.Counter[Any], scope: str
+        self, inside: Any, functions: Anatomy, start: dict[Any, State], demand: Demand, scope: str
     ) -> tuple[tuple[Decision, ...], dict[Any, State]]:
         """Returns a decision for each equation of a jaxpr, and the state of each variable."""
         known = dict(start)
-        decisions = []
+        decisions: list[Decision] = []
         for equation in equations(inside):
             operands = [self._state(var, known) for var in equation.invars]
-            decision = self._decide(equation, operands, uses, scope)
-            known.update(zip(equation.outvars, decision.results, strict=True))
+            decision = self._decide(equation, operands, demand, scope)
             decisions.append(decision)
+            if self._is_activation(equation, inside, functions, decisions, known, demand):
+                reason = "a function of one half value, computed in float32; only products read it"
+                decision = Decision(decision.which, Compute.ACTIVATION, (HALF,), reason, changed=True)
+                decisions[-1] = decision
+            known.update(zip(equation.outvars, decision.results, strict=True))
         return tuple(decisions), known
+
+    def _is_activation(
+        self,
+        equation: Any,
+        inside: Any,
+        functions: Anatomy,
+        decisions: list[Decision],
+        known: dict[Any, State],
+        demand: Demand,
+    ) -> bool:
+        """Whether `equation` gives the result of an activation function that is computed as one."""
+        out = equation.outvars[0] if equation.outvars else None
+        if out not in functions.members or not is_float32(out) or demand.of(out) is not Wanted.BY_PRODUCTS:
+            return False
+        members = sorted(functions.members[out])
+        names = {name_of(equations(inside)[place]) for place in members}
+        risky = any(self.rules.list_of(name) is List.DENY or name in RANGE for name in names)
+        free = all(decisions[place].which in (List.DENY, List.INFER) for place in members)
+        return risky and free and known[functions.sources[out]].kind == Kind.HALF
 
     def _state(self, var: Any, known: dict[Any, State]) -> State:
         return self.literal(var) if is_literal(var) else known[var]
 
     # Backwards: what is wanted in half.
 
-    def _half_uses(
-        self, inside: Any, decisions: Sequence[Decision], wanted: Sequence[bool]
-    ) -> collections.Counter[Any]:
-        """Returns how many operations want each variable of a jaxpr in half."""
-        uses = collections.Counter(
-            var for var, want in zip(inside.outvars, wanted) if want and _in_reach(var)
-        )
+    def _demand(
+        self, inside: Any, functions: Anatomy, decisions: Sequence[Decision], wanted: Sequence[Wanted]
+    ) -> Demand:
+        """Returns what a jaxpr wants in half, where its outputs are `wanted`."""
+        demand = Demand(functions.reads)
+        for var, want in zip(inside.outvars, wanted):
+            demand.add(var, want)
         for equation, decision in zip(reversed(equations(inside)), reversed(decisions)):
-            for var, times in self._wants(equation, decision, uses):
-                if _in_reach(var):
-                    uses[var] += times
-        return uses
+            self._add_demand(demand, equation, decision, functions)
+        return demand
 
-    def _wants(
-        self, equation: Any, decision: Decision, uses: collections.Counter[Any]
-    ) -> list[tuple[Any, int]]:
-        """Returns the operands that `equation` wants in half, and how many times."""
-        wants_any = any(not is_literal(var) and uses[var] for var in equation.outvars)
-        match decision.which:
-            case List.CALL:
-                return [
-                    (equation.invars[place], 2 if role is Role.CONSTANT else 1)
-                    for inner, plan in zip(inner_jaxprs(equation), decision.inner)
-                    for place, role, times in zip(inner.operands, inner.roles, plan.wanted)
-                    if times and role is not Role.CARRY
-                ]
-            case List.ALLOW if decision.compute is Compute.HALF:
-                return [(var, 1) for var in equation.invars]
-            case List.INFER if wants_any and decision.compute is not Compute.FLOAT32:
-                return [(var, 1) for var in equation.invars]
-            case List.MOVE if wants_any:
-                return [(var, 1) for var in equation.invars]
-        if equation.primitive.name == "convert_element_type":
-            to_half = equation.params["new_dtype"] == self.rules.dtype
-            return [(var, 1) for var in equation.invars] if to_half or wants_any else []
-        return []
+    def _add_demand(self, demand: Demand, equation: Any, decision: Decision, functions: Anatomy) -> None:
+        """Notes the operands that `equation` wants in half."""
+        name = equation.primitive.name
+        result = max((demand.of(var) for var in equation.outvars), default=Wanted.NO)
+        wanted = Wanted.NO
+        if decision.which is List.CALL:
+            results = [demand.of(var) for var in equation.outvars]
+            inners = inner_jaxprs(equation)
+            # Planned by what is wanted now; `decision` was made as if everything were.
+            plans = [
+                self.plan(plan.jaxpr, plan.inputs, _wanted(inner, results), plan.scope)
+                for inner, plan in zip(inners, decision.inner)
+            ]
+            for place, want, times in _wanted_by_call(inners, plans):
+                demand.add(equation.invars[place], want, times)
+        elif decision.compute is Compute.ACTIVATION:
+            demand.add(functions.sources[equation.outvars[0]], min(result, Wanted.YES))
+            if decision.which is List.INFER:  # In case that it turns out to be none.
+                wanted = min(result, Wanted.YES)
+        elif decision.which is List.ALLOW and decision.compute is Compute.HALF:
+            wanted = Wanted.BY_PRODUCTS
+        elif decision.which is List.MOVE or (name == "select_n" and decision.compute is not Compute.FLOAT32):
+            wanted = result
+        elif decision.which is List.INFER and decision.compute is not Compute.FLOAT32:
+            wanted = min(result, Wanted.YES)
+        elif name == "convert_element_type":
+            wanted = Wanted.YES if equation.params["new_dtype"] == self.rules.dtype else result
+        for var in equation.invars:
+            demand.add(var, wanted)
 
     # Forwards: what each operation does.
 
-    def _decide(
-        self, equation: Any, operands: list[State], uses: collections.Counter[Any], scope: str
-    ) -> Decision:
+    def _decide(self, equation: Any, operands: list[State], demand: Demand, scope: str) -> Decision:
         path = scope_of(equation, scope)
         name = equation.primitive.name
         full_reason = self._full_reason(path)
@@ -280,7 +356,7 @@ class Planner:
             return _in_float32(equation, operands, List.DENY, "keep_f32")
         name = name_of(equation)
         which = self.rules.list_of(name)
-        wanted = [not is_literal(var) and uses[var] > 0 for var in equation.outvars]
+        wanted = [demand.of(var) for var in equation.outvars]
         match which:
             case List.CALL:
                 return self._decide_call(equation, operands, wanted, call_scope(path, equation))
@@ -358,7 +434,9 @@ class Planner:
         changed = Kind.HALF in (operand.kind, result.kind)
         return Decision(List.AS_TRACED, Compute.EACH, (result,), reason, changed=changed)
 
-    def _decide_call(self, equation: Any, operands: list[State], wanted: list[bool], scope: str) -> Decision:
+    def _decide_call(
+        self, equation: Any, operands: list[State], wanted: list[Wanted], scope: str
+    ) -> Decision:
         results: dict[int, State] = {}
         plans = []
         for inner in inner_jaxprs(equation):
@@ -515,16 +593,27 @@ def _join(first: State, second: State) -> State:
     return State(kind, full=first.full or second.full)
 
 
-def _wanted(inner: Inner, results_wanted: Sequence[bool]) -> tuple[bool, ...]:
+def _wanted(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:
     """For each output of an inner jaxpr, whether it is wanted in half; a carry keeps its dtype."""
     return tuple(
-        place is not None and not carry and results_wanted[place]
+        Wanted.NO if place is None or carry else results[place]
         for place, carry in zip(inner.results, inner.carries)
     )
 
 
-def _in_reach(var: Any) -> bool:
-    return not is_literal(var) and is_float32(var)
+def _wanted_by_call(inners: Sequence[Inner], plans: Sequence[Plan]) -> list[tuple[int, Wanted, int]]:
+    """The places of the operands that a call wants in half, how it wants them, and how many times."""
+    wants: dict[int, list[tuple[Wanted, int]]] = collections.defaultdict(list)
+    for inner, plan in zip(inners, plans):
+        for place, role, var in zip(inner.operands, inner.roles, open_jaxpr(inner.jaxpr).invars):
+            if role is not Role.CARRY:
+                wants[place].append((plan.demand.of(var), 2 if role is Role.CONSTANT else 1))
+    found = []
+    for place, each in wants.items():
+        wanted = [want for want, _ in each if want]
+        if wanted:
+            found.append((place, min(wanted), sum(times for want, times in each if want)))
+    return found
 
 
 def _number(value: Any) -> float | None:

@@ -82,6 +82,13 @@ GATHERS = frozenset({"all_gather"})
 # Element-wise operations that broadcast axes of size 1; their transposes are sums as well.
 BROADCASTS = frozenset("add sub mul div rem max min pow atan2 nextafter eq ne lt le gt ge".split())
 
+# Element by element, of values of one shape: what activation functions are made of.
+POINTWISE = frozenset(
+    "add sub mul div rem max min neg abs sign floor ceil round select_n clamp tanh logistic erf erfc sqrt "
+    "rsqrt cbrt pow integer_pow square exp exp2 expm1 log log1p log2 sin cos tan asin acos atan atan2 sinh "
+    "cosh asinh acosh atanh one_minus_square polynomial eq ne lt le gt ge".split()
+)
+
 
 class List(enum.Enum):
     """The list that decided about an operation; `move` is the part of infer that changes no value."""

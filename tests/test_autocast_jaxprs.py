@@ -1,0 +1,305 @@
+"""What autocast relies upon of JAX: a release that changes a name or a parameter fails here, by that name."""
+
+import contextlib
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import source_info_util
+from jax.extend.core import Literal, jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+from jaxprs import equations
+
+from jmp_lite._autocast import interpreter, jaxprs, rules
+from jmp_lite._autocast.jaxprs import Role
+
+W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
+
+
+@jax.custom_jvp
+def with_jvp(x, w):
+    return x @ w
+
+
+with_jvp.defjvp(lambda p, t: (with_jvp(*p), t[0] @ p[1] + p[0] @ t[1]))
+
+
+@jax.custom_vjp
+def with_vjp(x, w):
+    return x @ w
+
+
+with_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+
+def _sharded(x, w):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    return jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))(x, w)
+
+
+def _loop(x, w):
+    limit = x.sum() + 100
+    return lax.while_loop(
+        lambda s: (s[0] < 3) & (s[1].sum() < limit), lambda s: (s[0] + 1, s[1] @ w), (0, x)
+    )[1]
+
+
+def _scan(x, w):
+    def step(carry, row):
+        count, x = carry
+        return (count + 1, x @ w), (row * 2, x.sum())
+
+    return lax.scan(step, (0, x), x)
+
+
+# A function that runs each call of rules.CALLS.
+CALLS = {
+    "jit": jax.jit(lambda x, w: x @ w),
+    "remat2": jax.checkpoint(lambda x, w: x @ w),
+    "custom_jvp_call": with_jvp,
+    "custom_vjp_call": with_vjp,
+    "shard_map": _sharded,
+    "cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x, x),
+    "scan": _scan,
+    "while": _loop,
+    "inlined": jax.grad(
+        lambda x, w: jax.checkpoint(lambda x: lax.map(lambda row: jnp.sin(row @ w), x))(x).sum()
+    ),
+}
+
+
+def find(name, fun, *args):
+    return next(e for e in equations(jax.make_jaxpr(fun)(*args)) if e.primitive.name == name)
+
+
+def call(name):
+    names = ("closed_call", "eval_jaxpr") if name == "inlined" else (name,)
+    found = [e for e in equations(jax.make_jaxpr(CALLS[name])(X, W)) if e.primitive.name in names]
+    return found[0] if found else None
+
+
+def test_every_call_of_the_lists_has_a_handler_and_is_tried_here():
+    assert set(interpreter._CALLS) == set(rules.CALLS)
+    assert set(CALLS) - {"inlined"} == rules.CALLS - {"closed_call", "eval_jaxpr"}
+
+
+# The parameters that autocast reads of each call.
+PARAMETERS = {
+    "jit": {"jaxpr", "name", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "donated_invars"},
+    "remat2": {"jaxpr", "policy", "prevent_cse", "differentiated"},
+    "custom_jvp_call": {"call_jaxpr", "num_consts"},
+    "custom_vjp_call": {"call_jaxpr", "num_consts"},
+    "shard_map": {"jaxpr", "mesh", "in_specs", "out_specs", "newly_manual_axes", "check_vma"},
+    "cond": {"branches"},
+    "scan": {"jaxpr", "length", "reverse", "unroll"},
+    "while": {"cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"},
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_call_has_the_parameters_that_autocast_reads(name):
+    assert call(name) is not None, f"JAX no longer has a primitive called {name}"
+    assert PARAMETERS[name] <= set(call(name).params)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_jaxprs_of_a_call_are_found_and_fit_its_operands(name):
+    equation = call(name)
+    assert equation is not None
+    found = jaxprs.inner_jaxprs(equation)
+    assert len(found) == {"cond": 2, "while": 2}.get(name, 1)
+    assert len(found) == len(list(jaxprs_in_params(equation.params)))
+    for inner in found:
+        inside = jaxprs.open_jaxpr(inner.jaxpr)
+        assert len(inside.invars) == len(inner.operands) == len(inner.roles)
+        assert len(inside.outvars) == len(inner.results) == len(inner.carries)
+        for var, place, role in zip(inside.invars, inner.operands, inner.roles):
+            outside = equation.invars[place].aval
+            if name != "shard_map":
+                assert var.aval.shape == (outside.shape[1:] if role is Role.ELEMENT else outside.shape)
+            assert var.aval.dtype == outside.dtype
+        for var, place in zip(inside.outvars, inner.results):
+            if place is not None:
+                assert var.aval.dtype == equation.outvars[place].aval.dtype
+
+
+def test_the_operands_of_a_scan_are_constants_carry_and_slices():
+    (body,) = jaxprs.inner_jaxprs(call("scan"))
+    assert body.roles == (Role.CONSTANT, Role.CARRY, Role.CARRY, Role.ELEMENT)
+    assert body.carries == (True, True, False, False)
+    assert body.results == (0, 1, 2, 3)
+    params = call("scan").params
+    if "num_consts" in params:  # As JAX 0.10 writes it.
+        assert (params["num_consts"], params["num_carry"]) == (1, 2)
+    empty = find("scan", lambda x: lax.scan(lambda c, _: (c * 2, None), x, length=2), X)
+    assert jaxprs.inner_jaxprs(empty)[0].roles == (Role.CARRY,)
+    keys = find(
+        "scan",
+        lambda k: lax.scan(lambda c, k: (c + 1, jax.random.normal(k)), 0, k),
+        jax.random.split(jax.random.key(0), 3),
+    )
+    assert jaxprs.inner_jaxprs(keys)[0].roles == (Role.CARRY, Role.ELEMENT)
+
+
+def test_the_operands_of_a_while_loop_are_both_constants_and_the_carry():
+    condition, body = jaxprs.inner_jaxprs(call("while"))
+    assert condition.roles == (Role.CONSTANT, Role.CARRY, Role.CARRY)
+    assert body.roles == (Role.CONSTANT, Role.CARRY, Role.CARRY)
+    assert (condition.operands, body.operands) == ((0, 2, 3), (1, 2, 3))
+    assert (condition.results, body.results) == ((None,), (0, 1))
+
+
+def test_the_first_operand_of_a_cond_is_the_index_of_the_branch():
+    equation = call("cond")
+    assert equation.invars[0].aval.dtype == jnp.int32
+    assert [inner.operands[0] for inner in jaxprs.inner_jaxprs(equation)] == [1, 1]
+
+
+def test_a_jit_has_one_entry_for_each_operand_in_what_is_given_by_operand():
+    params, operands = call("jit").params, len(call("jit").invars)
+    for name in ("in_shardings", "in_layouts", "donated_invars"):
+        assert len(params[name]) == operands, name
+    donated = find("jit", lambda w: jax.jit(lambda w: w + 1, donate_argnums=0)(w * 2), W).params
+    assert donated["donated_invars"] == (True,)
+    named = find("jit", lambda x: jax.jit(lax.tanh)(x), X).params
+    assert named["name"] == "tanh"
+
+
+def test_shard_map_writes_what_the_public_function_takes():
+    params = call("shard_map").params
+    assert set(inspect.signature(jax.shard_map).parameters) >= {
+        "mesh", "in_specs", "out_specs", "axis_names", "check_vma",
+    }  # fmt: skip
+    assert (tuple(params["in_specs"]), tuple(params["out_specs"])) == ((P("d"), P()), (P("d"),))
+    assert set(params["newly_manual_axes"]) == {"d"}
+    assert params["check_vma"] is True
+
+
+def test_rematerialization_that_grad_has_made_is_marked():
+    loss = lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ W)), policy=lambda *_, **__: False)(x).sum()
+    forward = call("remat2").params
+    assert (forward["differentiated"], forward["policy"], forward["prevent_cse"]) == (False, None, True)
+    backward = find("remat2", jax.grad(loss), X).params
+    assert backward["differentiated"] is True
+    assert callable(backward["policy"])
+    assert {"policy", "prevent_cse"} <= set(inspect.signature(jax.checkpoint).parameters)
+
+
+def test_custom_rules_take_their_constants_first():
+    shift = jnp.full((3, 8), 2.0)
+    identity_jvp, identity_vjp = jax.custom_jvp(lambda x: x @ shift.T), jax.custom_vjp(lambda x: x @ shift.T)
+    identity_jvp.defjvp(lambda p, t: (identity_jvp(*p), t[0] @ shift.T))
+    identity_vjp.defvjp(lambda x: (identity_vjp(x), None), lambda _, g: (g @ shift,))
+    for name, fun in (("custom_jvp_call", identity_jvp), ("custom_vjp_call", identity_vjp)):
+        equation = find(name, fun, X)
+        assert len(equation.invars) == 1 + equation.params["num_consts"]
+        assert equation.invars[-1].aval.shape == (4, 8)
+
+
+def test_a_name_a_cast_and_the_products_have_the_parameters_that_autocast_reads():
+    assert find("name", lambda x: checkpoint_name(x, "mine"), X).params["name"] == "mine"
+    cast = find("convert_element_type", lambda x: x.astype(jnp.float16), X).params
+    assert cast["new_dtype"] == jnp.float16
+    product = find("dot_general", lambda x, w: jnp.matmul(x, w, precision="highest"), X, W).params
+    assert set(product) >= {"precision", "preferred_element_type", "dimension_numbers"}
+    assert [each.name for each in product["precision"]] == ["HIGHEST"] * 2
+    assert find("dot_general", jnp.matmul, X, W).params["precision"] is None
+    assert product["dimension_numbers"] == (((1,), (0,)), ((), ()))
+    algorithm = lax.DotAlgorithmPreset.TF32_TF32_F32
+    product = find("dot_general", lambda x, w: lax.dot(x, w, precision=algorithm), X, W).params
+    assert product["precision"] == algorithm
+    with jax.default_matmul_precision("highest"):
+        assert find("dot_general", jnp.matmul, X, W).params["precision"] is not None
+    convolution = find(
+        "conv_general_dilated", lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"), X
+    )
+    assert set(convolution.params) >= {"precision", "preferred_element_type", "dimension_numbers"}
+    assert len(convolution.params["dimension_numbers"].rhs_spec) == 4
+    ragged = find(
+        "ragged_dot_general", lambda x: lax.ragged_dot(x, jnp.ones((2, 8, 8)), jnp.array([1, 3])), X
+    )
+    assert set(ragged.params) >= {"precision", "preferred_element_type", "ragged_dot_dimension_numbers"}
+    assert hasattr(ragged.params["ragged_dot_dimension_numbers"], "dot_dimension_numbers")
+
+
+def test_an_equation_carries_its_names_line_and_context():
+    def fun(x):
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    equation = find("sin", fun, X)
+    assert str(equation.source_info.name_stack) == "outer/inner"
+    assert jaxprs.scope_of(equation) == "outer/inner"
+    assert jaxprs.scope_of(equation, "around") == "around/outer/inner"
+    assert "test_autocast_jaxprs.py" in jaxprs.source_line(equation)
+    assert isinstance(equation.ctx.manager, contextlib.AbstractContextManager)
+    stack = source_info_util.current_name_stack() + equation.source_info.name_stack
+    assert str(stack) == "outer/inner"
+    with jaxprs.context_of(equation):
+        assert str(source_info_util.current_name_stack()) == "outer/inner"
+    with jax.named_scope("before"), jaxprs.context_of(equation):
+        again = find("cos", lambda x: jnp.cos(x), X)
+        assert str(source_info_util.current_name_stack()) == "before/outer/inner"
+    assert again is not None
+
+
+@pytest.mark.parametrize(
+    "transform", [jax.grad, jax.vmap, jax.checkpoint, jax.jacfwd, jax.hessian, jax.linearize]
+)
+def test_names_that_transforms_add_are_taken_off(transform):
+    def fun(x):
+        with jax.named_scope("scope"), jax.named_scope("sub"):
+            return jnp.sum(jnp.sin(x) * x)
+
+    args = (X,) if transform is not jax.linearize else ()
+    transformed = transform(fun) if args else lambda x: jax.linearize(fun, x)[1](x)
+    scopes = {
+        jaxprs.scope_of(e)
+        for e in equations(jax.make_jaxpr(transformed)(X))
+        if e.primitive.name in ("sin", "cos", "mul") and str(e.source_info.name_stack)
+    }
+    assert scopes
+    assert scopes <= {"scope/sub", "checkpoint/scope/sub", "rematted_computation/scope/sub", ""}
+
+
+def test_an_equation_can_be_bound_again():
+    for name in CALLS:
+        equation = call(name)
+        if name == "shard_map":
+            continue
+        values = [np.asarray(v.val) if isinstance(v, Literal) else None for v in equation.invars]
+        shaped = [
+            jnp.ones(v.aval.shape, v.aval.dtype) if x is None else x for v, x in zip(equation.invars, values)
+        ]
+        results = jaxprs.bind(equation, shaped)
+        assert [r.shape for r in results] == [v.aval.shape for v in equation.outvars], name
+    product = find("dot_general", jnp.matmul, X, W)
+    (half,) = jaxprs.bind(
+        product, [X.astype("float16"), W.astype("float16")], preferred_element_type=jnp.float16
+    )
+    assert half.dtype == jnp.float16
+
+
+def test_literals_and_constants_are_told_from_variables():
+    closed = jax.make_jaxpr(lambda x: x * 2.0 + np.arange(8.0, dtype=np.float32))(X)
+    multiply = next(e for e in jaxprs.equations(jaxprs.open_jaxpr(closed)) if e.primitive.name == "mul")
+    literals = [var for var in multiply.invars if jaxprs.is_literal(var)]
+    assert [float(var.val) for var in literals] == [2.0]
+    assert all(jaxprs.is_float32(var) for var in multiply.invars)
+    assert len(jaxprs.constants(closed)) == len(jaxprs.open_jaxpr(closed).constvars) == 1
+    opened = jaxprs.without_constants(closed)
+    assert (len(opened.constvars), len(opened.invars)) == (0, 2)
+    assert not jaxprs.is_float32(
+        find("random_bits", lambda k: jax.random.bits(k), jax.random.key(0)).invars[0]
+    )
+
+
+def test_what_is_imported_of_jax_is_public():
+    # `jax.core`, `jax._src` and `jax.interpreters` change between releases without a word.
+    source = "".join(inspect.getsource(module) for module in (interpreter, jaxprs, rules))
+    for private in ("jax._src", "jax.core", "jax.interpreters", "jax._"):
+        assert private not in source.replace("jax.extend.core", "")
