@@ -232,8 +232,14 @@ def split_objects(
 
     def pure(state: Any, others: dict[str, Any]) -> tuple[T, Any]:
         copies = nnx.merge(graph, state)
+        before = dict(nnx.to_flat_state(nnx.state(copies)))
+        values = {path: leaf.get_value() for path, leaf in before.items()}
         args, kwargs = jax.tree.unflatten(structure, [(copies | others)[name] for name in named])
-        return fun(*args, **kwargs), nnx.state(copies)
+        output = fun(*args, **kwargs)
+        # What the call left alone is not written back: the modules may belong to an outer trace.
+        after = nnx.to_flat_state(nnx.state(copies))
+        changed = [(path, leaf) for path, leaf in after if values.get(path) is not leaf.get_value()]
+        return output, nnx.from_flat_state(changed)
 
     def update(returned: tuple[T, Any]) -> T:
         output, state = returned

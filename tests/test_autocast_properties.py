@@ -235,6 +235,7 @@ def assert_close(actual, expected, half, factor):
         np.testing.assert_allclose(a, b, rtol=0, atol=factor * float(jnp.finfo(half).eps) * scale)
 
 
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(program=programs(), half=st.sampled_from(HALVES))
 def test_a_program_gives_what_float32_gives_in_the_same_dtype(program, half):
     fun = build(program)
@@ -249,7 +250,7 @@ def test_applying_autocast_twice_gives_the_same_jaxpr(program, half):
     assert text(jmp.autocast(once, half), PARAMS, X) == text(once, PARAMS, X)
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(program=programs(), half=st.sampled_from(HALVES))
 def test_gradients_in_both_orders_are_those_of_float32(program, half):
     fun = build(program)

@@ -222,7 +222,8 @@ def test_what_is_on_the_infer_list_runs_in_half_between_products(name, half):
 @pytest.mark.parametrize(("half", "expected"), [("float16", "float32"), ("bfloat16", "bfloat16")])
 def test_powers_are_float32_in_float16_alone(half, expected):
     for power in (lambda y: y**2, lambda y: y**3, jnp.square):
-        fun = lambda x, w, power=power: jnp.tanh(power(x @ w)) @ w
+        # Of two values, so that it is not computed as an activation function, in float32 and at once.
+        fun = lambda x, w, power=power: (power(x @ w) * (x @ w.T)) @ w
         found = operands_of("square", jmp.autocast(fun, half), X, W)
         found += operands_of("integer_pow", jmp.autocast(fun, half), X, W)
         assert found == [expected]

@@ -133,7 +133,7 @@ def stdlib_text():
 
 def train_on_text(arm, seed, text, step_of, steps=60, batch=8, length=32):
     """Returns the bits per byte of the last 20 steps, every loss, and the optimizer."""
-    model = models.NnxTransformer(nnx.Rngs(seed), width=32, vocabulary=256, length=length)
+    model = models.NnxTransformer(nnx.Rngs(seed), layers=1, width=32, vocabulary=256, length=length)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(5e-3))
     optimizer = nnx.Optimizer(model, jmp.with_loss_scale(tx, SCALES[arm]), wrt=nnx.Param)
     train_step = step_of(arm)

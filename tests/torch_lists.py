@@ -132,9 +132,9 @@ ROWS = (
             "softmax": "jax.nn.softmax(y)",
             "softmin": "jax.nn.softmax(-y)",
             "log_softmax": "jax.nn.log_softmax(y)",
-            "softplus": "jax.nn.softplus(y)",
         },
     ),
+    Row("float32", "float32", {"softplus": "jax.nn.softplus(y)"}, decisive=("exp", "log1p")),
     Row(
         "float32",
         "float32",

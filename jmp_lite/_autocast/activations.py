@@ -2,8 +2,8 @@
 
 A GELU is seven operations, of which a power runs in float32 and takes all after it along. Differentiated one
 by one they would keep four float32 arrays for the backward pass. Taken together they are one function of
-one value: autocast computes it in float32 and keeps its derivative alone, in half. It does so where the value
-is in half and only products read the result, which they take in half in any case.
+one value: autocast computes it in float32 and keeps its derivative alone. It does so where the value is in
+half and only products read the result, which they take in half in any case.
 """
 
 import collections

@@ -142,7 +142,11 @@ class Interpreter:
         ]
 
     def _activation(self, plan: Plan, out: Any, source: Value) -> Value:
-        """Computes a function of one half value in float32; its derivative is stored in half."""
+        """Computes a function of one half value in float32; of it, only the derivative is kept.
+
+        The derivative may leave the range of float16 (that of log at 1e-6), so that it is kept in float32
+        there; bfloat16 has that range.
+        """
         members = [equations(open_jaxpr(plan.jaxpr))[place] for place in sorted(plan.anatomy.members[out])]
         half = self.half
 
@@ -162,7 +166,8 @@ class Interpreter:
         def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
             x = primals[0].astype(jnp.float32)
             result, derivative = jax.jvp(wide, (x,), (jnp.ones_like(x),))
-            return result.astype(half), tangents[0] * derivative.astype(half)
+            kept = derivative.astype(half if half == jnp.bfloat16 else jnp.float32)
+            return result.astype(half), (tangents[0].astype(kept.dtype) * kept).astype(half)
 
         return Value(HALF, activation(source.to(half)))
 

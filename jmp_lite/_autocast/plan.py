@@ -67,7 +67,7 @@ class State:
         number: the value of a literal.
         leaf: it is an argument or an exact 0 and 1, at most reshaped: it may be rounded to half.
         constant: it was made of literals alone.
-        full: a rule keeps every product of it in float32.
+        full: it is an argument, at most reshaped, of which a rule keeps every product in float32.
     """
 
     kind: Kind
@@ -88,7 +88,7 @@ class Compute(enum.Enum):
     HALF = "half"
     FLOAT32 = "float32"
     STORE_HALF = "float32, the result stored in half"
-    ACTIVATION = "float32, the result and the derivative stored in half"
+    ACTIVATION = "float32, as the end of a function of one half value; the result stored in half"
     EACH = "each operand as it is"
 
 
@@ -178,6 +178,10 @@ class Demand:
             return Wanted.NO
         return Wanted.BY_PRODUCTS if self.products[var] >= self.reads(var) else Wanted.YES
 
+    def of_all(self, outputs: Sequence[Any]) -> Wanted:
+        """Returns how the results of one equation are wanted: as the one that is wanted most."""
+        return max(map(self.of, outputs), default=Wanted.NO)
+
     def add(self, var: Any, wanted: Wanted, times: int = 1) -> None:
         """Notes that one reader wants `var`, as if it read it `times`."""
         if wanted and not is_literal(var) and is_float32(var):
@@ -190,7 +194,7 @@ class _Everything(Demand):
 
     def of(self, var: Any) -> Wanted:
         del var
-        return Wanted.BY_PRODUCTS
+        return Wanted.YES
 
 
 class Planner:
@@ -269,32 +273,26 @@ class Planner:
         for equation in equations(inside):
             operands = [self._state(var, known) for var in equation.invars]
             decision = self._decide(equation, operands, demand, scope)
-            decisions.append(decision)
-            if self._is_activation(equation, inside, functions, decisions, known, demand):
-                reason = "a function of one half value, computed in float32; only products read it"
-                decision = Decision(decision.which, Compute.ACTIVATION, (HALF,), reason, changed=True)
-                decisions[-1] = decision
+            if demand.of_all(equation.outvars) is Wanted.BY_PRODUCTS and self._may_be_activation(
+                equation, inside, functions
+            ):
+                (out,) = equation.outvars
+                members = [*decisions, decision]
+                unruled = all(members[place].which is not List.AS_TRACED for place in functions.members[out])
+                if unruled and known[functions.sources[out]].kind == Kind.HALF:
+                    reason = "a function of one half value, computed in float32; only products read it"
+                    decision = Decision(decision.which, Compute.ACTIVATION, (HALF,), reason, changed=True)
             known.update(zip(equation.outvars, decision.results, strict=True))
+            decisions.append(decision)
         return tuple(decisions), known
 
-    def _is_activation(
-        self,
-        equation: Any,
-        inside: Any,
-        functions: Anatomy,
-        decisions: list[Decision],
-        known: dict[Any, State],
-        demand: Demand,
-    ) -> bool:
-        """Whether `equation` gives the result of an activation function that is computed as one."""
-        out = equation.outvars[0] if equation.outvars else None
-        if out not in functions.members or not is_float32(out) or demand.of(out) is not Wanted.BY_PRODUCTS:
+    def _may_be_activation(self, equation: Any, inside: Any, functions: Anatomy) -> bool:
+        """Whether `equation` ends a function of one value of which a part is better left in float32."""
+        out = equation.outvars[0]
+        if out not in functions.members or not is_float32(out):
             return False
-        members = sorted(functions.members[out])
-        names = {name_of(equations(inside)[place]) for place in members}
-        risky = any(self.rules.list_of(name) is List.DENY or name in RANGE for name in names)
-        free = all(decisions[place].which in (List.DENY, List.INFER) for place in members)
-        return risky and free and known[functions.sources[out]].kind == Kind.HALF
+        names = {name_of(equations(inside)[place]) for place in functions.members[out]}
+        return any(self.rules.list_of(name) is List.DENY or name in RANGE for name in names)
 
     def _state(self, var: Any, known: dict[Any, State]) -> State:
         return self.literal(var) if is_literal(var) else known[var]
@@ -309,13 +307,15 @@ class Planner:
         for var, want in zip(inside.outvars, wanted):
             demand.add(var, want)
         for equation, decision in zip(reversed(equations(inside)), reversed(decisions)):
-            self._add_demand(demand, equation, decision, functions)
+            self._add_demand(demand, equation, decision, inside, functions)
         return demand
 
-    def _add_demand(self, demand: Demand, equation: Any, decision: Decision, functions: Anatomy) -> None:
+    def _add_demand(
+        self, demand: Demand, equation: Any, decision: Decision, inside: Any, functions: Anatomy
+    ) -> None:
         """Notes the operands that `equation` wants in half."""
         name = equation.primitive.name
-        result = max((demand.of(var) for var in equation.outvars), default=Wanted.NO)
+        result = demand.of_all(equation.outvars)
         wanted = Wanted.NO
         if decision.which is List.CALL:
             results = [demand.of(var) for var in equation.outvars]
@@ -327,13 +327,9 @@ class Planner:
             ]
             for place, want, times in _wanted_by_call(inners, plans):
                 demand.add(equation.invars[place], want, times)
-        elif decision.compute is Compute.ACTIVATION:
-            demand.add(functions.sources[equation.outvars[0]], min(result, Wanted.YES))
-            if decision.which is List.INFER:  # In case that it turns out to be none.
-                wanted = min(result, Wanted.YES)
         elif decision.which is List.ALLOW and decision.compute is Compute.HALF:
             wanted = Wanted.BY_PRODUCTS
-        elif decision.which is List.MOVE or (name == "select_n" and decision.compute is not Compute.FLOAT32):
+        elif decision.which is List.MOVE or name == "select_n":  # Which moves one of two values.
             wanted = result
         elif decision.which is List.INFER and decision.compute is not Compute.FLOAT32:
             wanted = min(result, Wanted.YES)
@@ -341,6 +337,8 @@ class Planner:
             wanted = Wanted.YES if equation.params["new_dtype"] == self.rules.dtype else result
         for var in equation.invars:
             demand.add(var, wanted)
+        if result is Wanted.BY_PRODUCTS and self._may_be_activation(equation, inside, functions):
+            demand.add(functions.sources[equation.outvars[0]], Wanted.YES)
 
     # Forwards: what each operation does.
 
@@ -393,7 +391,6 @@ class Planner:
             state = State(
                 Kind.FREE if kind == Kind.LITERAL else kind,
                 constant=all(state.constant for state in operands),
-                full=any(state.full for state in operands),
             )
             results = tuple(state if is_float32(var) else _other(operands) for var in equation.outvars)
             return Decision(List.INFER, Compute.FLOAT32, results, "no operand is in half")

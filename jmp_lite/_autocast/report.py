@@ -204,6 +204,9 @@ def explain(fun: Callable[..., Any]) -> Callable[..., Report]:
     return explain_fun
 
 
+_PART = "part of a function of one half value, computed in float32"
+
+
 def _operations(
     plan: Plan, half: np.dtype, scope: str, times: int, origins: Sequence[str]
 ) -> Iterator[Operation]:
@@ -219,7 +222,9 @@ def _operations(
     inside = open_jaxpr(plan.jaxpr)
     states: dict[Any, State] = dict(zip((*inside.constvars, *inside.invars), plan.states))
     paths = dict(zip(inside.invars, origins, strict=True))
-    for equation, decision in zip(equations(inside), plan.decisions):
+    for place, (equation, decision) in enumerate(zip(equations(inside), plan.decisions)):
+        if place in plan.skipped:
+            decision = dataclasses.replace(decision, compute=Compute.FLOAT32, reason=_PART)
         path = scope_of(equation, scope)
         taken = ["" if is_literal(var) else paths.get(var, "") for var in equation.invars]
         if decision.which is List.CALL:
