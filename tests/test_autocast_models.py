@@ -260,24 +260,12 @@ def test_a_transformer_runs_the_products_of_casts_by_hand_and_in_the_backward_pa
 
 
 @each_framework
-def test_a_transformer_saves_as_many_bytes_for_the_backward_pass_as_with_casts_by_hand(framework):
-    params, plain, automatic, by_hand = transformer_losses(framework, jnp.dtype("bfloat16"))
+@each_dtype
+def test_a_transformer_saves_no_more_bytes_for_the_backward_pass_than_with_casts_by_hand(framework, dtype):
+    params, plain, automatic, by_hand = transformer_losses(framework, dtype)
     full, half, half_by_hand = (nbytes(saved_arrays(loss, params)) for loss in (plain, automatic, by_hand))
     assert half <= 1.01 * half_by_hand
     assert half < 0.65 * full
-
-
-@each_framework
-def test_in_float16_a_transformer_saves_more_than_by_hand_only_for_gelu_whose_cube_leaves_the_range(
-    framework,
-):
-    params, plain, automatic, by_hand = transformer_losses(framework, jnp.dtype("float16"))
-    full, half, half_by_hand = (saved_arrays(loss, params) for loss in (plain, automatic, by_hand))
-    assert nbytes(half) < 0.85 * nbytes(full)
-    in_gelu = (*models.TEXT.shape, 4 * models.WIDTH)
-    in_float32 = [array for array in half if array.dtype == jnp.float32 and array.shape == in_gelu]
-    assert len(in_float32) <= 5 * LAYERS
-    assert nbytes(half) - nbytes(in_float32) // 2 <= 1.01 * nbytes(half_by_hand)
 
 
 @pytest.mark.slow
@@ -304,5 +292,4 @@ def test_tracing_a_transformer_of_twelve_layers_takes_at_most_twice_the_plain_ti
             times[name].append(seconds(transform))
     # The first of each fills the caches of JAX and Flax.
     ratio = np.median(times["autocast"][1:]) / np.median(times["plain"][1:])
-    print(f"autocast / plain = {ratio:.2f}")
     assert 1.05 < ratio <= 2.0

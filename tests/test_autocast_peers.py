@@ -42,6 +42,7 @@ def test_jaxamp_crashes_where_ours_is_half(name):
     assert products(jmp.autocast(PROGRAMS[name]), X, W) == [HALF]
 
 
+@pytest.mark.filterwarnings("ignore:Implicit conversion of an array to a dtype")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_grampax_crashes_where_ours_is_half(name):
     grampax = pytest.importorskip("grampax")

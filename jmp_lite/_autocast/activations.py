@@ -1,9 +1,9 @@
-"""Finds the activation functions in a jaxpr: what is computed of one value, element by element.
+"""Finds the activation functions in a jaxpr: what is computed of one or two values, element by element.
 
 A GELU is seven operations, of which a power runs in float32 and takes all after it along. Differentiated one
-by one they would keep four float32 arrays for the backward pass. Taken together they are one function of
-one value: autocast computes it in float32 and keeps its derivative alone. It does so where the value is in
-half and only products read the result, which they take in half in any case.
+by one they would keep four float32 arrays for the backward pass. Taken together they are one function of one
+value: autocast computes it in float32, keeps that half value alone and computes the rest anew. It does so
+where the values are in half and only products read the result, which they take in half in any case.
 """
 
 import collections
@@ -20,13 +20,13 @@ class Anatomy:
     """What is known of a jaxpr before anything is decided.
 
     Attributes:
-        sources: for each variable that is computed of one other, element by element, that other.
+        sources: for each variable that is computed of one or two others, element by element, those.
         members: for each such variable, the places of the equations that compute it.
         consumers: for each variable, the places of the equations that read it, once for each time.
         outputs: how often each variable is an output.
     """
 
-    sources: dict[Any, Any]
+    sources: dict[Any, tuple[Any, ...]]
     members: dict[Any, frozenset[int]]
     consumers: dict[Any, list[int]]
     outputs: collections.Counter[Any]
@@ -37,8 +37,8 @@ class Anatomy:
 
 
 def anatomy(inside: Any) -> Anatomy:
-    """Returns what is computed of one value, element by element, in an open jaxpr."""
-    sources: dict[Any, Any] = {}
+    """Returns what is computed of one or two values, element by element, in an open jaxpr."""
+    sources: dict[Any, tuple[Any, ...]] = {}
     members: dict[Any, frozenset[int]] = {}
     consumers: dict[Any, list[int]] = collections.defaultdict(list)
     for place, equation in enumerate(equations(inside)):
@@ -48,12 +48,11 @@ def anatomy(inside: Any) -> Anatomy:
         if equation.primitive.name not in POINTWISE:
             continue
         (out,) = equation.outvars
-        of = {sources.get(var, var) for var in operands}
-        if len(of) == 1 and all(var.aval.shape == out.aval.shape for var in operands):
-            (source,) = of
-            if is_float32(source):
-                sources[out] = source
-                members[out] = frozenset({place}).union(*(members.get(var, ()) for var in operands))
+        of = tuple(dict.fromkeys(source for var in operands for source in sources.get(var, (var,))))
+        same_shape = all(var.aval.shape == out.aval.shape for var in operands)
+        if same_shape and len(of) in (1, 2) and all(map(is_float32, of)):
+            sources[out] = of
+            members[out] = frozenset({place}).union(*(members.get(var, ()) for var in operands))
     outputs = collections.Counter(var for var in inside.outvars if not is_literal(var))
     return Anatomy(sources, members, consumers, outputs)
 

@@ -130,7 +130,7 @@ class Interpreter:
                 continue
             if decision.compute is Compute.ACTIVATION:
                 (out,) = equation.outvars
-                known[out] = self._activation(plan, out, known[plan.anatomy.sources[out]])
+                known[out] = self._activation(plan, out, [known[var] for var in plan.anatomy.sources[out]])
                 continue
             operands = [read(var) for var in equation.invars]
             with context_of(equation):
@@ -141,35 +141,21 @@ class Interpreter:
             for value, state in zip(map(read, inside.outvars), plan.results)
         ]
 
-    def _activation(self, plan: Plan, out: Any, source: Value) -> Value:
-        """Computes a function of one half value in float32; of it, only the derivative is kept.
-
-        The derivative may leave the range of float16 (that of log at 1e-6), so that it is kept in float32
-        there; bfloat16 has that range.
-        """
+    def _activation(self, plan: Plan, out: Any, sources: list[Value]) -> Value:
+        """Computes a function of half values in float32; the backward pass computes it anew from them."""
         members = [equations(open_jaxpr(plan.jaxpr))[place] for place in sorted(plan.anatomy.members[out])]
-        half = self.half
 
-        def wide(x: jax.Array) -> jax.Array:
-            known = {plan.anatomy.sources[out]: x}
+        @jax.checkpoint
+        def activation(*sources: jax.Array) -> jax.Array:
+            wide = [lax.convert_element_type(source, jnp.float32) for source in sources]
+            known = dict(zip(plan.anatomy.sources[out], wide, strict=True))
             for equation in members:
                 operands = [var.val if is_literal(var) else known[var] for var in equation.invars]
                 with context_of(equation):
                     (known[equation.outvars[0]],) = bind(equation, operands)
-            return known[out]
+            return lax.convert_element_type(known[out], self.half)
 
-        @jax.custom_jvp
-        def activation(x: jax.Array) -> jax.Array:
-            return wide(x.astype(jnp.float32)).astype(half)
-
-        @activation.defjvp
-        def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-            x = primals[0].astype(jnp.float32)
-            result, derivative = jax.jvp(wide, (x,), (jnp.ones_like(x),))
-            kept = derivative.astype(half if half == jnp.bfloat16 else jnp.float32)
-            return result.astype(half), (tangents[0].astype(kept.dtype) * kept).astype(half)
-
-        return Value(HALF, activation(source.to(half)))
+        return Value(HALF, activation(*(source.to(self.half) for source in sources)))
 
     def _literal(self, var: Any) -> Value:
         return Value(self.planner.literal(var), var.val)

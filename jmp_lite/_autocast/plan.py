@@ -88,7 +88,7 @@ class Compute(enum.Enum):
     HALF = "half"
     FLOAT32 = "float32"
     STORE_HALF = "float32, the result stored in half"
-    ACTIVATION = "float32, as the end of a function of one half value; the result stored in half"
+    ACTIVATION = "float32, as the end of a function of half values; the result stored in half"
     EACH = "each operand as it is"
 
 
@@ -279,15 +279,15 @@ class Planner:
                 (out,) = equation.outvars
                 members = [*decisions, decision]
                 unruled = all(members[place].which is not List.AS_TRACED for place in functions.members[out])
-                if unruled and known[functions.sources[out]].kind == Kind.HALF:
-                    reason = "a function of one half value, computed in float32; only products read it"
+                if unruled and all(known[var].kind == Kind.HALF for var in functions.sources[out]):
+                    reason = "a function of half values, computed in float32; only products read it"
                     decision = Decision(decision.which, Compute.ACTIVATION, (HALF,), reason, changed=True)
             known.update(zip(equation.outvars, decision.results, strict=True))
             decisions.append(decision)
         return tuple(decisions), known
 
     def _may_be_activation(self, equation: Any, inside: Any, functions: Anatomy) -> bool:
-        """Whether `equation` ends a function of one value of which a part is better left in float32."""
+        """Whether `equation` ends a function of which a part is better left in float32."""
         out = equation.outvars[0]
         if out not in functions.members or not is_float32(out):
             return False
@@ -338,7 +338,8 @@ class Planner:
         for var in equation.invars:
             demand.add(var, wanted)
         if result is Wanted.BY_PRODUCTS and self._may_be_activation(equation, inside, functions):
-            demand.add(functions.sources[equation.outvars[0]], Wanted.YES)
+            for source in functions.sources[equation.outvars[0]]:
+                demand.add(source, Wanted.YES)
 
     # Forwards: what each operation does.
 

@@ -204,7 +204,7 @@ def explain(fun: Callable[..., Any]) -> Callable[..., Report]:
     return explain_fun
 
 
-_PART = "part of a function of one half value, computed in float32"
+_PART = "part of a function of half values, computed in float32"
 
 
 def _operations(
