@@ -232,13 +232,12 @@ def split_objects(
 
     def pure(state: Any, others: dict[str, Any]) -> tuple[T, Any]:
         copies = nnx.merge(graph, state)
-        before = dict(nnx.to_flat_state(nnx.state(copies)))
-        values = {path: leaf.get_value() for path, leaf in before.items()}
+        before = {path: _value(leaf) for path, leaf in nnx.to_flat_state(nnx.state(copies))}
         args, kwargs = jax.tree.unflatten(structure, [(copies | others)[name] for name in named])
         output = fun(*args, **kwargs)
         # What the call left alone is not written back: the modules may belong to an outer trace.
         after = nnx.to_flat_state(nnx.state(copies))
-        changed = [(path, leaf) for path, leaf in after if values.get(path) is not leaf.get_value()]
+        changed = [(path, leaf) for path, leaf in after if before.get(path) is not _value(leaf)]
         return output, nnx.from_flat_state(changed)
 
     def update(returned: tuple[T, Any]) -> T:
@@ -247,3 +246,8 @@ def split_objects(
         return output
 
     return pure, (state, {name: leaf for name, leaf in named.items() if name not in objects}), update
+
+
+def _value(leaf: Any) -> Any:
+    """The array that a leaf of a state holds."""
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jaxprs import products
 from sklearn.datasets import load_digits
 from steps import bits
 
@@ -104,6 +105,12 @@ def train_digits(arm, steps=100, batch=64):
         logits = model.apply({"params": params, "batch_stats": stats}, test_x, train=False)
         return jnp.mean(logits.argmax(-1) == test_y), losses, opt_state
 
+    first = model.init(jax.random.key(0), test_x[:1], train=False)
+    operands = products(
+        jax.grad(precision(arm, loss_fn), has_aux=True), first["params"], first["batch_stats"], test_x, test_y
+    )
+    assert set(operands) == {(arm, arm)}
+
     results = []
     for seed in SEEDS:
         chosen = np.random.default_rng(seed).integers(0, len(train_x), (steps, batch))
@@ -155,6 +162,9 @@ def test_an_nnx_transformer_trains_in_float16_to_the_bits_per_byte_of_float32():
     def step_of(arm):
         def loss_fn(model, text):
             return models.next_token_loss(model(text), text)
+
+        operands = products(precision(arm, loss_fn), models.NnxTransformer(nnx.Rngs(0)), models.TEXT)
+        assert set(operands) == {(arm, arm)}
 
         @nnx.jit
         def train_step(model, optimizer, text):

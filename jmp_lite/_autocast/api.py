@@ -125,7 +125,7 @@ class Traced(NamedTuple):
     Attributes:
         planner: what made the plan.
         plan: how the jaxpr is run.
-        names: the path of each input of the jaxpr among the arguments.
+        names: the path of each input of the jaxpr among the arguments; empty if nobody asked.
         arrays: the arrays among the arguments, the inputs of the jaxpr.
         outputs: makes the function's outputs of those of the jaxpr.
     """
@@ -137,20 +137,25 @@ class Traced(NamedTuple):
     outputs: Callable[[list[Any]], Any]
 
 
-def trace(fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+def trace(
+    fun: Callable[..., Any],
+    rules: Rules,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    with_names: bool = False,
+) -> Traced:
     """Traces `fun`, whose arguments may hold anything, and plans it.
 
-    Only `jax.Array`s are traced; everything else reaches the function as it is, as in a plain call.
+    Only `jax.Array`s are traced; everything else reaches the function as it is, as in a plain call. The names
+    of the arguments, which take time to make, are there if the rules need them or `with_names`.
     """
+    with_names = with_names or bool(rules.scopes)
     finish = None
     if _holds_nnx_objects((args, kwargs)):
         from .. import nnx  # Only here: whoever passes an NNX module has Flax.
 
         fun, args, finish = nnx.split_objects(fun, args, kwargs)
-        names = [name.split("/", 1)[1].removesuffix("/value") for name in argument_names(fun, args, {})]
         kwargs = {}
-    else:
-        names = argument_names(fun, args, kwargs)
     leaves, structure = jax.tree.flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     arrays = [leaves[place] for place in places]
@@ -175,6 +180,11 @@ def trace(fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...], kwargs: 
         return finish(output) if finish else output
 
     planner = Planner(rules)
+    names = [""] * len(leaves)
+    if with_names:
+        names = argument_names(fun, args, kwargs)
+        if finish:  # Of an NNX module: a parameter of ours comes first, and its value last.
+            names = [name.split("/", 1)[1].removesuffix("/value") for name in names]
     names = tuple(names[place] for place in places)
     states = [planner.argument(array, name) for array, name in zip(arrays, names)]
     plan = planner.plan(closed, states, [Wanted.NO] * len(closed.jaxpr.outvars))

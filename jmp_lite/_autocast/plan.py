@@ -208,22 +208,26 @@ class Planner:
         self._reasons: dict[str, str | None] = {}
         self._alive: list[Any] = []  # The keys hold ids of jaxprs.
 
-    def argument(self, value: Any, path: str = "") -> State:
-        """Returns the state of an argument or constant called `path`."""
+    def argument(self, value: Any, path: str) -> State:
+        """Returns the state of an argument called `path`."""
         if getattr(value, "dtype", None) != jnp.float32:
             return OTHER
-        if path and self._pattern(path):
+        if self._pattern(path):
             return dataclasses.replace(FIRM, full=True)
-        number = None if path else _number(value)
+        return State(Kind.FREE if value.ndim <= 1 else Kind.OPEN, leaf=True)
+
+    def constant(self, value: Any) -> State:
+        """Returns the state of a constant: a number that is known, or like an argument."""
+        number = _number(value) if getattr(value, "dtype", None) == jnp.float32 else None
         if number is not None:
             return State(Kind.LITERAL, number, constant=True)
-        return State(Kind.FREE if value.ndim <= 1 else Kind.OPEN, leaf=True)
+        return self.argument(value, path="")
 
     def literal(self, var: Any) -> State:
         """Returns the state of a constant written into an equation."""
         if not is_float32(var):
             return State(Kind.OTHER, constant=True)
-        return self.argument(np.asarray(var.val, np.float32))
+        return self.constant(np.asarray(var.val, np.float32))
 
     def plan(self, jaxpr: Any, inputs: Sequence[State], wanted: Sequence[Wanted], scope: str = "") -> Plan:
         """Plans a jaxpr.
@@ -235,7 +239,7 @@ class Planner:
             scope: the scopes around the jaxpr.
         """
         scope = self._scope_that_matters(scope)
-        states = (*map(self.argument, constants(jaxpr)), *inputs)
+        states = (*map(self.constant, constants(jaxpr)), *inputs)
         key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), scope)
         if key not in self._plans:
             self._alive.append(jaxpr)

@@ -190,7 +190,7 @@ def explain(fun: Callable[..., Any]) -> Callable[..., Report]:
 
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Report:
-        traced = trace(wrapped, rules, args, kwargs)
+        traced = trace(wrapped, rules, args, kwargs, with_names=True)
         before = traced.plan.jaxpr
         after = jax.make_jaxpr(lambda *arrays: run(traced, arrays))(*traced.arrays)
         return Report(
