@@ -119,6 +119,16 @@ def _in_mesh(fun):
     return jax.shard_map(fun, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d"))
 
 
+@jax.custom_jvp
+def around_a_custom_vjp(x, w):
+    return jnp.tanh(product(x, w))
+
+
+around_a_custom_vjp.defjvp(
+    lambda primals, tangents: jax.jvp(lambda x, w: jnp.tanh(product(x, w)), primals, tangents)
+)
+
+
 POLICIES = jax.checkpoint_policies
 # Each of (x, w, b); between two plain layers all products of its kind must be half.
 CALLS = {
@@ -168,6 +178,7 @@ CALLS = {
     "custom rules nested": lambda x, w, b: (
         jax.jit(lambda x, w: smooth(product(smooth(x, w), w), w))(x, w) + b
     ),
+    "custom_vjp in a custom_jvp rule": lambda x, w, b: around_a_custom_vjp(x + b, w),
     "custom_vjp in scan": lambda x, w, b: lax.scan(
         lambda x, w: (jnp.tanh(product(x, w) + b), None), x, STACK + w
     )[0],

@@ -31,6 +31,8 @@ def load(name):
 
 digits = load("digits")
 language_model = load("language_model")
+sys.modules["language_model"] = language_model  # As a script, autocast.py finds it beside itself.
+autocast = load("autocast")
 
 
 def table_rows(text, arms):
@@ -115,6 +117,24 @@ def test_language_model_prints_its_table(capsys):
     assert rows["float32"][1:3] == ["0", "1"]
     assert rows["float16"][1:3] == ["0", f"{2**15 * 2 ** (60 // 20):,}"]
     assert math.isfinite(float(rows["float16"][4]))
+
+
+def test_autocast_prints_its_table_and_its_report(capsys):
+    runs = autocast.main(["--size", "small", "--steps", "60"])
+    out = capsys.readouterr().out
+    rows = table_rows(out, autocast.ARMS)
+    assert list(rows) == ["float32", "policy", "autocast"]
+    assert all(float(bits) < 5.5 for bits, *_ in rows.values())  # 8 at the start.
+    for arm in ("policy", "autocast"):
+        assert runs[arm].bits_per_byte == pytest.approx(runs["float32"].bits_per_byte, abs=0.05)
+        assert runs[arm].bits_per_byte != runs["float32"].bits_per_byte
+    assert rows["float32"][3] == "1.00"
+    summary = re.search(r"(\d+) of (\d+) operations in float16, (\d+) casts, ([\d.]+)% of FLOPs", out)
+    half, total, casts, share = map(float, summary.groups())
+    assert 0 < half < total
+    assert casts > 0
+    assert share > 90
+    assert "model/blocks/0/attention/project" in out
 
 
 @pytest.mark.slow

@@ -17,6 +17,11 @@ MODULES = {
     if path.name != "__init__.py"
 }
 
+
+def autocast(*names):
+    return (f"_autocast.{name}" for name in names)
+
+
 # Of design.md. What a module may import of this package; what is not listed may import none of it.
 ALLOWED = {
     "_dtypes": set(),
@@ -35,14 +40,19 @@ ALLOWED = {
     "nnx": {"_policy", "_tree", "_path", "_flax"},
     "_autocast.rules": {"_dtypes", "_path"},
     "_autocast.jaxprs": {"_path"},
-    "_autocast.plan": {"_autocast.rules", "_autocast.jaxprs"},
-    "_autocast.interpreter": {"_autocast.rules", "_autocast.jaxprs", "_autocast.plan"},
+    "_autocast.scopes": {*autocast("rules", "jaxprs")},
+    "_autocast.activations": {*autocast("rules", "jaxprs")},
+    "_autocast.states": {*autocast("rules", "jaxprs", "activations")},
+    "_autocast.plan": {*autocast("rules", "jaxprs", "scopes", "activations", "states")},
+    "_autocast.interpreter": {*autocast("rules", "jaxprs", "states", "plan")},
+    "_autocast.custom_rules": {*autocast("jaxprs", "states", "interpreter")},
+    "_autocast.calls": {*autocast("jaxprs", "states", "interpreter", "custom_rules")},
     # `nnx` only within a call that was given an NNX module.
     "_autocast.api": {
-        *("_autocast.rules", "_autocast.jaxprs", "_autocast.plan", "_autocast.interpreter"),
+        *autocast("rules", "jaxprs", "states", "plan", "interpreter", "calls"),
         *("_dtypes", "_path", "nnx"),
     },
-    "_autocast.report": {"_autocast.rules", "_autocast.jaxprs", "_autocast.plan", "_autocast.api"},
+    "_autocast.report": {*autocast("rules", "jaxprs", "states", "api")},
 }
 STANDARD = set(sys.stdlib_module_names)
 THIRD_PARTY = {name: {"jax", "numpy"} for name in ALLOWED}
@@ -60,10 +70,7 @@ def imports_of(path):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             start = "." * node.level + (node.module or "")
-            found += [
-                f"{start}{alias.name}" if node.module is None else start
-                for alias in node.names
-            ]
+            found += [f"{start}{alias.name}" if node.module is None else start for alias in node.names]
     return sorted(set(found))
 
 

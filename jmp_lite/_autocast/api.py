@@ -1,6 +1,5 @@
 """The functions that users call: `autocast`, `full_precision` and `keep_f32`."""
 
-import difflib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,10 +12,12 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 
 from .._dtypes import DTypeLike
 from .._path import argument_names
+from .calls import CALLS
 from .interpreter import Interpreter, Value
 from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, KEEP_F32_NAME
-from .plan import Plan, Planner, Wanted
+from .plan import Planner
 from .rules import Rules, make_rules
+from .states import Plan, Wanted
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -188,7 +189,7 @@ def trace(
     names = tuple(names[place] for place in places)
     states = [planner.argument(array, name) for array, name in zip(arrays, names)]
     plan = planner.plan(closed, states, [Wanted.NO] * len(closed.jaxpr.outvars))
-    _check_rules(planner)
+    planner.scopes.check()
     return Traced(planner, plan, names, arrays, outputs)
 
 
@@ -197,7 +198,7 @@ def run(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
     with jax.named_scope(AUTOCAST_SCOPE):
         if not traced.plan.changed:
             return jaxpr_as_fun(traced.plan.jaxpr)(*arrays)
-        interpreter = Interpreter(traced.planner)
+        interpreter = Interpreter(traced.planner, CALLS)
         values = interpreter.run(traced.plan, list(map(Value, traced.plan.inputs, arrays)))
         return [interpreter.traced(value) for value in values]
 
@@ -209,18 +210,6 @@ def _holds_nnx_objects(tree: Any) -> bool:
         return False
     is_object = lambda node: isinstance(node, (nnx.Pytree, nnx.Variable))
     return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
-
-
-def _check_rules(planner: Planner) -> None:
-    """A rule that selects nothing is a mistake that would leave a part of the model in half."""
-    for pattern, _ in planner.rules.scopes:
-        if pattern not in planner.patterns_used:
-            near = difflib.get_close_matches(pattern, planner.paths_seen, n=3, cutoff=0.3)
-            hint = f" Close to it are {', '.join(map(repr, near))}." if near else ""
-            raise ValueError(
-                f"The rule for '{pattern}' selects nothing: no named scope, Flax module, jitted function or "
-                f"argument that the function uses has that name.{hint} `explain` lists the scopes."
-            )
 
 
 def full_precision(fun: F) -> F:

@@ -2,11 +2,10 @@
 
 A value keeps the dtype in which it was computed and the cast that was made of it, so that it is cast once.
 Functions within the program (jit, loops, branches, rematerialization, custom derivatives) are built again
-through JAX's public combinators; each has a small handler, at the end of this file.
+through JAX's public combinators, by the handlers of `calls.py`.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,19 +14,17 @@ import numpy as np
 from jax import lax
 
 from .jaxprs import (
-    Role,
     bind,
     constants,
     context_of,
     equations,
-    inner_jaxprs,
     is_float32,
     is_literal,
     open_jaxpr,
-    without_constants,
 )
-from .plan import FIRM, HALF, OTHER, Compute, Decision, Kind, Plan, Planner, State, Wanted
+from .plan import Planner
 from .rules import BROADCASTS, GATHERS, SPREADS, List
+from .states import HALF, Compute, Decision, Kind, Plan, State
 
 
 @jax.custom_jvp
@@ -103,8 +100,10 @@ class Value:
 class Interpreter:
     """Runs plans; one interpreter serves one call of an autocast function."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, calls: Mapping[str, "Handler"]) -> None:
+        """Makes an interpreter of `planner`'s plans, with a handler for each operation that runs jaxprs."""
         self.planner = planner
+        self.calls = calls
         self.half = planner.rules.dtype
         self.jitted: dict[Any, Any] = {}
 
@@ -162,7 +161,8 @@ class Interpreter:
 
     def _equation(self, equation: Any, decision: Decision, operands: list[Value], plan: Plan) -> list[Value]:
         if decision.which is List.CALL and decision.changed:
-            return _CALLS[equation.primitive.name](self, equation, decision, operands, plan)
+            handler = self.calls[equation.primitive.name]
+            return handler(self, equation, decision, operands, plan)
         if equation.primitive.name == "convert_element_type":
             return [self._cast(equation, decision, operands[0])]
         if decision.compute is Compute.EACH and decision.which is List.MOVE:
@@ -312,328 +312,11 @@ class Interpreter:
         return fun
 
 
-def _values(decision: Decision, arrays: Sequence[Any]) -> list[Value]:
+Handler = Callable[[Interpreter, Any, Decision, list[Value], Plan], list[Value]]
+"""Runs an equation that runs jaxprs: of the interpreter, the equation, its decision, its operands, the plan
+around it."""
+
+
+def values_of(decision: Decision, arrays: Sequence[Any]) -> list[Value]:
+    """Returns the results of an operation as values."""
     return [Value(state, array) for state, array in zip(decision.results, arrays, strict=True)]
-
-
-# One handler for each operation that runs a jaxpr of its own: of the interpreter, the equation, its decision,
-# its operands, and the plan around it.
-
-
-def _inline(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    del equation, around
-    (plan,) = decision.inner
-    arguments = [value.with_state(state) for state, value in zip(plan.inputs, operands, strict=True)]
-    return interpreter.run(plan, arguments)
-
-
-def _jit(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    """A jitted function stays one, and is made once for all its calls of one kind.
-
-    What several calls want in half is cast outside, once, and given to each call beside the original.
-    """
-    (plan,) = decision.inner
-    beside = interpreter.cast_beside(equation.invars, decision.inner, around)
-    arrays = interpreter.entering(operands, plan.inputs)
-    arrays += [operands[place].to(interpreter.half) for place in beside]
-    key = (plan, beside)
-    if key not in interpreter.jitted:
-        fun = interpreter.inside(plan, decision.results, beside)
-        interpreter.jitted[key] = jax.make_jaxpr(fun)(*arrays)
-    per_operand = {
-        name: (*given, *(name != "donated_invars" and given[place] for place in beside))
-        for name in ("in_shardings", "in_layouts", "donated_invars")
-        if beside and (given := equation.params.get(name)) is not None
-    }
-    return _values(decision, bind(equation, arrays, jaxpr=interpreter.jitted[key], **per_operand))
-
-
-def _remat(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    """Recomputation keeps the user's policy; casts are made inside and recomputed, not saved."""
-    del around
-    (plan,) = decision.inner
-    fun = interpreter.inside(plan, decision.results)
-    arrays = interpreter.entering(operands, plan.inputs)
-    params = equation.params
-    if not params["differentiated"]:
-        fun = jax.checkpoint(fun, policy=params["policy"], prevent_cse=params["prevent_cse"])
-        return _values(decision, fun(*arrays))
-    # What grad has made of it: jax.checkpoint would begin anew and save what is to be recomputed.
-    closed = jax.make_jaxpr(fun)(*arrays)
-    return _values(decision, bind(equation, [*constants(closed), *arrays], jaxpr=without_constants(closed)))
-
-
-def _shard_map(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    del around
-    (plan,) = decision.inner
-    params = equation.params
-    fun = jax.shard_map(
-        lambda *arrays: tuple(interpreter.inside(plan, decision.results)(*arrays)),
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=params["newly_manual_axes"],
-        check_vma=params["check_vma"],
-    )
-    return _values(decision, fun(*interpreter.entering(operands, plan.inputs)))
-
-
-def _cond(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    index, *operands = operands
-    plans = decision.inner  # All of the same inputs.
-    beside = interpreter.cast_beside(equation.invars[1:], plans, around)
-    arrays = interpreter.entering(operands, plans[0].inputs)
-    arrays += [operands[place].to(interpreter.half) for place in beside]
-    branches = [interpreter.inside(plan, decision.results, beside) for plan in plans]
-    return _values(decision, lax.switch(index.native, branches, *arrays))
-
-
-def _scan(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    """The carry keeps its dtype; slices enter and leave in the dtype that they have."""
-    del around
-    (plan,) = decision.inner
-    (body,) = inner_jaxprs(equation)
-    constant, carried = (body.roles.count(role) for role in (Role.CONSTANT, Role.CARRY))
-    fixed = interpreter.looped(operands[:constant], plan)
-    arrays = interpreter.entering(operands[constant:], plan.inputs[constant:])
-
-    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        arguments = map(Value, plan.inputs[constant:], (*carry, *slices))
-        fresh = [value.with_state(value.state) for value in fixed]
-        results = interpreter.entering(interpreter.run(plan, [*fresh, *arguments]), decision.results)
-        return results[:carried], results[carried:]
-
-    params = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
-    carry, slices = lax.scan(step, arrays[:carried], arrays[carried:], **params)
-    return _values(decision, [*carry, *slices])
-
-
-def _while(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    del around
-    condition, body = decision.inner
-    parts = inner_jaxprs(equation)
-    counts = [part.roles.count(Role.CONSTANT) for part in parts]
-    start = sum(counts)
-    fixed = [
-        interpreter.looped([operands[place] for place in part.operands[:count]], plan)
-        for part, count, plan in zip(parts, counts, decision.inner)
-    ]
-
-    def part(plan: Plan, fixed: list[Value], carry: list[Any]) -> list[Value]:
-        arguments = map(Value, plan.inputs[len(fixed) :], carry)
-        return interpreter.run(plan, [*(value.with_state(value.state) for value in fixed), *arguments])
-
-    return _values(
-        decision,
-        lax.while_loop(
-            lambda carry: part(condition, fixed[0], carry)[0].native,
-            lambda carry: interpreter.entering(part(body, fixed[1], carry), decision.results),
-            interpreter.entering(operands[start:], body.inputs[counts[1] :]),
-        ),
-    )
-
-
-def _custom_jvp(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    """The user's rule is traced at the dtypes for which it was written, and run by a plan of its own."""
-    del around
-    (plan,) = decision.inner
-    given, closed_over = _closed_over(interpreter, equation, plan, operands)
-    run = interpreter.inside(plan, decision.results)
-    fun = jax.custom_jvp(_named(lambda *arrays: run(*closed_over, *arrays), equation))
-    moving = _moving(equation)
-
-    def rule(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        values = list(map(Value, plan.inputs, (*closed_over, *primals)))
-        full = (*(None for _ in closed_over), *tangents)
-        directions = [_tangent(tangent) for tangent, moves in zip(full, moving) if moves]
-
-        def pushforward(primals: list[Any], directions: list[Any]) -> tuple[list[Any], list[Any]]:
-            of_moving, moved = _of_moving(equation, primals)
-            results, changes = jax.jvp(of_moving, moved, tuple(directions))
-            return results, [
-                change for change, var in zip(changes, equation.outvars) if _is_differentiable(var)
-            ]
-
-        results = decision.results
-        changing = [state for state, var in zip(results, equation.outvars) if _is_differentiable(var)]
-        arrays = _run_traced(interpreter, pushforward, values, directions, [*results, *changing])
-        changes = iter(arrays[len(results) :])
-        return arrays[: len(results)], [
-            next(changes) if _is_differentiable(var) else _zero(var) for var in equation.outvars
-        ]
-
-    fun.defjvp(rule)
-    return _values(decision, fun(*given))
-
-
-def _custom_vjp(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    """The user's forward and backward rules, each traced at the dtypes for which it was written."""
-    del around
-    (plan,) = decision.inner
-    given, closed_over = _closed_over(interpreter, equation, plan, operands)
-    run = interpreter.inside(plan, decision.results)
-    fun = jax.custom_vjp(_named(lambda *arrays: run(*closed_over, *arrays), equation))
-    moving = _moving(equation)
-
-    def forward(*arrays: Any) -> tuple[list[Any], Any]:
-        structure = None
-
-        def trace(arrays: list[Any], _: list[Any]) -> tuple[list[Any], list[Any]]:
-            nonlocal structure
-            of_moving, moved = _of_moving(equation, arrays)
-            results, pullback = jax.vjp(of_moving, *moved)
-            leaves, structure = jax.tree.flatten(pullback)
-            return results, leaves
-
-        values = list(map(Value, plan.inputs, (*closed_over, *arrays)))
-        saved_states: list[State] = []
-        results = _run_traced(interpreter, trace, values, [], decision.results, saved_states)
-        outputs, saved = results[: len(decision.results)], results[len(decision.results) :]
-        return outputs, jax.tree_util.Partial(_Saved(structure, tuple(saved_states)), *saved)
-
-    def backward(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        arriving = [
-            _tangent(cotangent)
-            for cotangent, var in zip(cotangents, equation.outvars)
-            if _is_differentiable(var)
-        ]
-
-        def pullback(leaves: list[Any], arriving: list[Any]) -> list[Any]:
-            given = iter(arriving)
-            full = [next(given) if _is_differentiable(var) else _zero(var) for var in equation.outvars]
-            return list(jax.tree.unflatten(saved.func.structure, leaves)(full))
-
-        values = list(map(Value, saved.func.states, saved.args))
-        states = [state for state, moves in zip(plan.inputs, moving) if moves]
-        gradients = iter(_run_traced(interpreter, pullback, values, arriving, states))
-        return tuple(next(gradients) if moves else None for moves in moving[len(closed_over) :])
-
-    fun.defvjp(forward, backward)
-    return _values(decision, fun(*given))
-
-
-def _closed_over(
-    interpreter: Interpreter, equation: Any, plan: Plan, operands: list[Value]
-) -> tuple[list[Any], list[Any]]:
-    """Returns the arrays that a custom rule is given, and those that its function closes over.
-
-    The latter stay closed over: a rule says nothing of their gradients, and JAX reports who asks for one.
-    """
-    arrays = interpreter.entering(operands, plan.inputs)
-    closed_over = equation.params["num_consts"]
-    return arrays[closed_over:], arrays[:closed_over]
-
-
-def _moving(equation: Any) -> list[bool]:
-    """For each operand of a custom rule, whether the rule differentiates by it."""
-    return [
-        place >= equation.params["num_consts"] and _is_differentiable(var)
-        for place, var in enumerate(equation.invars)
-    ]
-
-
-def _of_moving(equation: Any, arrays: list[Any]) -> tuple[Callable[..., list[Any]], tuple[Any, ...]]:
-    """Returns an equation as a function of the operands by which it is differentiated, and those operands."""
-    moving = _moving(equation)
-
-    def fun(*moved: Any) -> list[Any]:
-        given = iter(moved)
-        return bind(equation, [next(given) if moves else x for x, moves in zip(arrays, moving)])
-
-    return fun, tuple(x for x, moves in zip(arrays, moving) if moves)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Saved:
-    """What is static of what a forward rule saves: how its pullback is put together, and the states."""
-
-    structure: Any
-    states: tuple[State, ...]
-
-    def __call__(self) -> None:
-        """Never called: `jax.tree_util.Partial`, the pytree that carries this, asks for a callable."""
-
-
-def _run_traced(
-    interpreter: Interpreter,
-    fun: Callable[[list[Any], list[Any]], Any],
-    values: list[Value],
-    tangents: list[Value],
-    states: Sequence[State],
-    further: list[State] | None = None,
-) -> list[Any]:
-    """Traces a rule in the dtypes for which it was written, plans it and runs it.
-
-    Args:
-        fun: the rule, of arrays in their traced dtypes.
-        values: its values.
-        tangents: its tangents or cotangents.
-        states: the states of its results; the results take their dtypes.
-        further: filled with the states of the results beyond those.
-    """
-    traced = [
-        [value.native if value.state.kind == Kind.OTHER else value.to(jnp.float32) for value in group]
-        for group in (values, tangents)
-    ]
-    closed = jax.make_jaxpr(fun)(*traced)
-    beyond = len(open_jaxpr(closed).outvars) - len(states)
-    wanted = [Wanted.YES if state.kind == Kind.HALF else Wanted.NO for state in states] + [Wanted.NO] * beyond
-    arguments = [*values, *tangents]
-    plan = interpreter.planner.plan(closed, [value.state for value in arguments], wanted)
-    ends = [*states, *plan.results[len(states) :]]
-    if further is not None:
-        further += ends[len(states) :]
-    return interpreter.entering(interpreter.run(plan, arguments), ends)
-
-
-def _named(fun: Callable[..., Any], equation: Any) -> Callable[..., Any]:
-    """Gives `fun` the name of the function that an equation calls, which JAX prints."""
-    fun.__name__ = str(equation.params.get("name", fun.__name__))
-    return fun
-
-
-def _tangent(array: Any) -> Value:
-    dtype = array.dtype
-    if dtype == jnp.float32:
-        return Value(FIRM, array)
-    return Value(HALF if dtype in (jnp.float16, jnp.bfloat16) else OTHER, array)
-
-
-def _is_differentiable(var: Any) -> bool:
-    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
-
-
-def _zero(var: Any) -> Any:
-    return np.zeros(var.aval.shape, jax.dtypes.float0)
-
-
-_CALLS = {
-    "closed_call": _inline,
-    "cond": _cond,
-    "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _custom_vjp,
-    "eval_jaxpr": _inline,
-    "jit": _jit,
-    "remat2": _remat,
-    "scan": _scan,
-    "shard_map": _shard_map,
-    "while": _while,
-}

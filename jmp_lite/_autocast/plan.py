@@ -5,22 +5,11 @@ the operations that end in float32 all the same. The second goes backwards and a
 product wants it in half, directly or through operations that would pass it on: what only float32 operations
 read need not be rounded. The third goes forwards again and decides, by each operation's list and the states
 of its operands.
-
-Only float32 values are ever changed. The state of one says what autocast knows of it:
-
-- a literal is a number, whose value decides whether half can hold it;
-- a free value (a bias, a scale, a mask, an embedding that was looked up, anything made of literals alone)
-  takes the type of what it meets;
-- an open value is an argument of the function, or made of such: float32, until it is broadcast or looked up;
-- a firm value was computed in float32, because an operation demands it or the user does;
-- a half value was computed in half.
 """
 
 import collections
 import dataclasses
-import enum
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,8 +18,6 @@ import numpy as np
 
 from .activations import Anatomy, anatomy, inner_members
 from .jaxprs import (
-    AUTOCAST_SCOPE,
-    FULL_PRECISION_SCOPE,
     KEEP_F32_NAME,
     Inner,
     Role,
@@ -44,149 +31,25 @@ from .jaxprs import (
     open_jaxpr,
     scope_of,
 )
-from .rules import BROADCASTS, RANGE, List, Rules, fits
-
-
-class Kind(enum.IntEnum):
-    """What is known of a value, from what yields most to what yields least; see above."""
-
-    OTHER = 0  # No float32: integers, keys, float64, what the user made half. Never changed.
-    LITERAL = 1
-    FREE = 2
-    OPEN = 3
-    FIRM = 4
-    HALF = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """What the plan knows of one value.
-
-    Attributes:
-        kind: see `Kind`.
-        number: the value of a literal.
-        leaf: it is an argument or an exact 0 and 1, at most reshaped: it may be rounded to half.
-        constant: it was made of literals alone.
-        full: it is an argument, at most reshaped, of which a rule keeps every product in float32.
-    """
-
-    kind: Kind
-    number: float | None = None
-    leaf: bool = False
-    constant: bool = False
-    full: bool = False
-
-
-OTHER = State(Kind.OTHER)
-FIRM = State(Kind.FIRM)
-HALF = State(Kind.HALF)
-
-
-class Compute(enum.Enum):
-    """The dtype in which an operation takes its float32 operands."""
-
-    HALF = "half"
-    FLOAT32 = "float32"
-    STORE_HALF = "float32, the result stored in half"
-    ACTIVATION = "float32, as the end of a function of half values; the result stored in half"
-    EACH = "each operand as it is"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Decision:
-    """How one equation is run.
-
-    Attributes:
-        which: the list that decided.
-        compute: the dtype of the operands that were traced in float32.
-        results: the state of each result.
-        reason: why, in words.
-        inner: the plans of the jaxprs inside it.
-        changed: whether it differs from what was traced.
-    """
-
-    which: List
-    compute: Compute
-    results: tuple[State, ...]
-    reason: str
-    inner: tuple["Plan", ...] = ()
-    changed: bool = False
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-    """How a jaxpr is run.
-
-    Attributes:
-        jaxpr: the jaxpr, closed or open.
-        scope: the scopes around it.
-        states: of its constants and inputs.
-        decisions: one for each equation.
-        results: the state of each output.
-        demand: what is wanted in half.
-        anatomy: the activation functions in it.
-        skipped: the places of the equations that activation functions compute themselves.
-        changed: whether any decision differs from what was traced.
-    """
-
-    jaxpr: Any
-    scope: str
-    states: tuple[State, ...]
-    decisions: tuple[Decision, ...]
-    results: tuple[State, ...]
-    demand: "Demand"
-    anatomy: Anatomy
-    skipped: frozenset[int]
-    changed: bool
-
-    @property
-    def wanted(self) -> tuple[int, ...]:
-        """For each input, how many operations want it in half."""
-        return tuple(self.demand.uses[var] for var in open_jaxpr(self.jaxpr).invars)
-
-    @property
-    def inputs(self) -> tuple[State, ...]:
-        """The states of the inputs, without those of the constants."""
-        return self.states[len(constants(self.jaxpr)) :]
-
-
-class Wanted(enum.IntEnum):
-    """Whether a value is wanted in half."""
-
-    NO = 0
-    YES = 1  # By an operation that passes it on to a product, perhaps with others.
-    BY_PRODUCTS = 2  # And by nothing else: whatever reads it would round it.
-
-
-@dataclasses.dataclass(frozen=True)
-class Demand:
-    """What a jaxpr wants in half.
-
-    Attributes:
-        reads: how often each variable is read.
-        uses: how often it is wanted in half.
-        products: how often a product, and nothing else, wants it so.
-    """
-
-    reads: Callable[[Any], int]
-    uses: collections.Counter[Any] = dataclasses.field(default_factory=collections.Counter)
-    products: collections.Counter[Any] = dataclasses.field(default_factory=collections.Counter)
-
-    def of(self, var: Any) -> Wanted:
-        """Returns whether the variable `var` is wanted in half."""
-        if is_literal(var) or not self.uses[var]:
-            return Wanted.NO
-        return Wanted.BY_PRODUCTS if self.products[var] >= self.reads(var) else Wanted.YES
-
-    def of_all(self, outputs: Sequence[Any]) -> Wanted:
-        """Returns how the results of one equation are wanted: as the one that is wanted most."""
-        return max(map(self.of, outputs), default=Wanted.NO)
-
-    def add(self, var: Any, wanted: Wanted, times: int = 1) -> None:
-        """Notes that one reader wants `var`, as if it read it `times`."""
-        if wanted and not is_literal(var) and is_float32(var):
-            self.uses[var] += times
-            self.products[var] += wanted is Wanted.BY_PRODUCTS
+from .rules import RANGE, List, Rules, fits
+from .scopes import Scopes
+from .states import (
+    FIRM,
+    HALF,
+    OTHER,
+    Compute,
+    Decision,
+    Demand,
+    Kind,
+    Plan,
+    State,
+    Wanted,
+    broadcast,
+    entering,
+    join,
+    may_be_rounded,
+    moved,
+)
 
 
 class _Everything(Demand):
@@ -202,17 +65,15 @@ class Planner:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.patterns_used: set[str] = set()
-        self.paths_seen: set[str] = set()
+        self.scopes = Scopes(rules)
         self._plans: dict[Any, Plan] = {}
-        self._reasons: dict[str, str | None] = {}
         self._alive: list[Any] = []  # The keys hold ids of jaxprs.
 
     def argument(self, value: Any, path: str) -> State:
         """Returns the state of an argument called `path`."""
         if getattr(value, "dtype", None) != jnp.float32:
             return OTHER
-        if self._pattern(path):
+        if self.scopes.rule_for(path):
             return dataclasses.replace(FIRM, full=True)
         return State(Kind.FREE if value.ndim <= 1 else Kind.OPEN, leaf=True)
 
@@ -238,7 +99,7 @@ class Planner:
             wanted: for each output, whether it is wanted in half.
             scope: the scopes around the jaxpr.
         """
-        scope = self._scope_that_matters(scope)
+        scope = self.scopes.that_matters(scope)
         states = (*map(self.constant, constants(jaxpr)), *inputs)
         key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), scope)
         if key not in self._plans:
@@ -349,20 +210,18 @@ class Planner:
 
     def _decide(self, equation: Any, operands: list[State], demand: Demand, scope: str) -> Decision:
         path = scope_of(equation, scope)
-        name = equation.primitive.name
-        full_reason = self._full_reason(path)
-        if full_reason:
-            return _as_traced(equation, operands, full_reason)
+        name = name_of(equation)
+        which = self.rules.list_of(name)
+        wanted = [demand.of(var) for var in equation.outvars]
+        if which is List.CALL:
+            return self._decide_call(equation, operands, wanted, call_scope(path, equation))
+        if reason := self.scopes.why_as_traced(path):
+            return _as_traced(equation, operands, reason)
         if name == "convert_element_type":
             return self._decide_cast(equation, operands[0])
         if name == "name" and equation.params["name"] == KEEP_F32_NAME:
             return _in_float32(equation, operands, List.DENY, "keep_f32")
-        name = name_of(equation)
-        which = self.rules.list_of(name)
-        wanted = [demand.of(var) for var in equation.outvars]
         match which:
-            case List.CALL:
-                return self._decide_call(equation, operands, wanted, call_scope(path, equation))
             case List.ALLOW:
                 return self._decide_product(equation, operands)
             case List.DENY:
@@ -371,7 +230,8 @@ class Planner:
                 return self._decide_infer(equation, operands, any(wanted))
             case List.MOVE:
                 return _decide_move(equation, operands)
-        return _as_traced(equation, operands, f"{name} is on no list")
+        known = name in self.rules.lists
+        return _as_traced(equation, operands, f"{name} {'stays as traced' if known else 'is on no list'}")
 
     def _decide_product(self, equation: Any, operands: list[State]) -> Decision:
         reason = why_not_half(equation, self.rules.dtype)
@@ -386,7 +246,7 @@ class Planner:
     def _decide_infer(self, equation: Any, operands: list[State], wanted: bool) -> Decision:
         """The widest type of the operands that insist on one, in half only if the result is of use there."""
         float32 = [
-            (var, _broadcast(equation, var, state))
+            (var, broadcast(equation, var, state))
             for var, state in zip(equation.invars, operands)
             if state.kind != Kind.OTHER
         ]
@@ -409,7 +269,7 @@ class Planner:
         if reason:
             return _in_float32(equation, operands, List.INFER, reason)
         results = tuple(HALF if is_float32(var) else OTHER for var in equation.outvars)
-        if all(_may_be_rounded(var, state) for var, state in float32):
+        if all(may_be_rounded(var, state) for var, state in float32):
             reason = "its operands are in half, or take the type of what they meet"
             return Decision(List.INFER, Compute.HALF, results, reason, changed=True)
         reason = "one operand is in half; another was computed in float32 and takes its type"
@@ -443,7 +303,7 @@ class Planner:
         plans = []
         for inner in inner_jaxprs(equation):
             inputs = [
-                _entering(operands[place], role, var)
+                entering(operands[place], role, var)
                 for place, role, var in zip(inner.operands, inner.roles, open_jaxpr(inner.jaxpr).invars)
             ]
             plan = self.plan(inner.jaxpr, inputs, _wanted(inner, wanted), scope)
@@ -451,45 +311,13 @@ class Planner:
             for place, carry, state in zip(inner.results, inner.carries, plan.results):
                 if place is not None:
                     state = FIRM if carry and state.kind != Kind.OTHER else state
-                    results[place] = _join(results[place], state) if place in results else state
+                    results[place] = join(results[place], state) if place in results else state
         states = tuple(results[place] for place in range(len(equation.outvars)))
         changed = any(plan.changed for plan in plans) or any(
             s.kind == Kind.HALF for s in (*operands, *states)
         )
         reason = "decided inside, operation by operation"
         return Decision(List.CALL, Compute.EACH, states, reason, tuple(plans), changed)
-
-    # Scopes.
-
-    def _scope_that_matters(self, scope: str) -> str:
-        """A jaxpr that is called in many places is planned once, unless rules may tell the places apart."""
-        if self.rules.scopes:
-            return scope
-        return next((mark for mark in (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE) if mark in scope), "")
-
-    def _full_reason(self, path: str) -> str | None:
-        """Returns why everything in the scope `path` stays as traced; None if it does not."""
-        if path not in self._reasons:
-            reason = None
-            if AUTOCAST_SCOPE in path:
-                reason = "another autocast has decided"
-            elif FULL_PRECISION_SCOPE in path:
-                reason = "inside full_precision"
-            elif pattern := self._pattern(path):
-                reason = f"the rule for '{pattern}'"
-            self._reasons[path] = reason
-        return self._reasons[path]
-
-    def _pattern(self, path: str) -> str | None:
-        """Returns the rule that keeps the scope or argument `path` in float32, if any."""
-        if not path or not self.rules.scopes:
-            return None
-        self.paths_seen.add(path)
-        found = self.rules.pattern_for(path)
-        if found is None:
-            return None
-        self.patterns_used.add(found[0])
-        return found[0] if found[1] else None
 
 
 def why_not_half(equation: Any, half: np.dtype) -> str | None:
@@ -540,59 +368,10 @@ def _other(operands: list[State]) -> State:
 def _decide_move(equation: Any, operands: list[State]) -> Decision:
     paired = len(equation.outvars) == len(operands)
     results = tuple(
-        _moved(equation, operands[index if paired else 0], out) for index, out in enumerate(equation.outvars)
+        moved(equation, operands[index if paired else 0], out) for index, out in enumerate(equation.outvars)
     )
     changed = any(state.kind == Kind.HALF for state in operands)
     return Decision(List.MOVE, Compute.EACH, results, "it moves data and keeps its type", changed=changed)
-
-
-def _moved(equation: Any, state: State, out: Any) -> State:
-    """The state of a value after a move: what is broadcast, looked up or a vector becomes free."""
-    if not is_float32(out) or state.kind != Kind.OPEN:
-        return state
-    source = equation.invars[0].aval
-    grown = equation.primitive.name == "broadcast_in_dim" and math.prod(out.aval.shape) > math.prod(
-        source.shape
-    )
-    freed = grown or (state.leaf and (equation.primitive.name == "gather" or out.aval.ndim <= 1))
-    return dataclasses.replace(state, kind=Kind.FREE) if freed else state
-
-
-def _broadcast(equation: Any, var: Any, state: State) -> State:
-    """The state of an operand that an element-wise operation may broadcast along axes of size 1."""
-    if state.kind != Kind.OPEN or equation.primitive.name not in BROADCASTS:
-        return state
-    grown = math.prod(var.aval.shape) < math.prod(equation.outvars[0].aval.shape)
-    return dataclasses.replace(state, kind=Kind.FREE) if grown else state
-
-
-def _may_be_rounded(var: Any, state: State) -> bool:
-    """Whether an operand may be taken in half: it is in half, a literal, or a parameter that is no scalar."""
-    return state.kind != Kind.FREE or (state.leaf and var.aval.ndim > 0)
-
-
-def _entering(state: State, role: Role, var: Any) -> State:
-    """The state of an operand inside the jaxpr that takes it."""
-    if state.kind == Kind.OTHER:
-        # What changes from one iteration to the next is no constant.
-        return OTHER if role is Role.CARRY else state
-    if role is Role.CARRY:
-        return FIRM
-    if role is Role.ELEMENT and state.kind == Kind.OPEN and state.leaf and var.aval.ndim <= 1:
-        return dataclasses.replace(state, kind=Kind.FREE)
-    return state
-
-
-def _join(first: State, second: State) -> State:
-    """The state of a result that may come from either of two branches: the widest."""
-    if first == second:
-        return first
-    if Kind.OTHER in (first.kind, second.kind):
-        return OTHER
-    if Kind.HALF in (first.kind, second.kind):
-        return FIRM
-    kind = max(first.kind, second.kind, Kind.FREE)
-    return State(kind, full=first.full or second.full)
 
 
 def _wanted(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:

@@ -25,8 +25,8 @@ from .jaxprs import (
     source_line,
     visible_scope,
 )
-from .plan import Compute, Decision, Kind, Plan, State
 from .rules import ALLOW, MOVE, List
+from .states import Compute, Decision, Kind, Plan, State
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,61 @@
+"""Where in a program autocast keeps out: `full_precision`, another autocast, the user's rules by scope."""
+
+import difflib
+
+from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE
+from .rules import Rules
+
+
+class Scopes:
+    """The scopes and arguments that one call of an autocast function has, and what the rules say of them."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._used: set[str] = set()
+        self._seen: set[str] = set()
+        self._reasons: dict[str, str | None] = {}
+
+    def that_matters(self, scope: str) -> str:
+        """Returns what of a scope may make a difference: without rules, whether autocast keeps out.
+
+        So a function that is called in many places is planned once.
+        """
+        if self._rules.scopes:
+            return scope
+        return next((mark for mark in (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE) if mark in scope), "")
+
+    def why_as_traced(self, path: str) -> str | None:
+        """Returns why everything in the scope `path` stays as it was traced; None if it does not."""
+        if path not in self._reasons:
+            reason = None
+            if AUTOCAST_SCOPE in path:
+                reason = "another autocast has decided"
+            elif FULL_PRECISION_SCOPE in path:
+                reason = "inside full_precision"
+            elif pattern := self.rule_for(path):
+                reason = f"the rule for '{pattern}'"
+            self._reasons[path] = reason
+        return self._reasons[path]
+
+    def rule_for(self, path: str) -> str | None:
+        """Returns the rule that keeps the scope or argument `path` in float32, if any."""
+        if not path or not self._rules.scopes:
+            return None
+        self._seen.add(path)
+        found = self._rules.pattern_for(path)
+        if found is None:
+            return None
+        pattern, keeps_float32 = found
+        self._used.add(pattern)
+        return pattern if keeps_float32 else None
+
+    def check(self) -> None:
+        """Raises a ValueError if a rule has selected nothing: it would leave a part of the model in half."""
+        for pattern, _ in self._rules.scopes:
+            if pattern not in self._used:
+                near = difflib.get_close_matches(pattern, self._seen, n=3, cutoff=0.3)
+                hint = f" Close to it are {', '.join(map(repr, near))}." if near else ""
+                raise ValueError(
+                    f"The rule for '{pattern}' selects nothing: no named scope, Flax module, jitted function "
+                    f"or argument that the function uses has that name.{hint} `explain` lists the scopes."
+                )

@@ -1,0 +1,215 @@
+"""`explain`: what it says of every operation is what autocast does."""
+
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jaxprs import equations, products
+
+import jmp_lite as jmp
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(32)(nn.LayerNorm()(x))
+        return x + nn.Dense(16)(nn.gelu(h))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(10, 16)(tokens)
+        for place in range(2):
+            x = Block(name=f"block{place}")(x)
+        return nn.Dense(10, name="head", precision="highest")(x)
+
+
+TOKENS = jnp.zeros((2, 3), jnp.int32)
+PARAMS = Net().init(jax.random.key(0), TOKENS)
+
+
+def loss_fn(params, tokens):
+    logits = Net().apply(params, tokens)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+@pytest.fixture(scope="module", params=["float16", "bfloat16"])
+def report(request):
+    return jmp.explain(jmp.autocast(loss_fn, request.param))(PARAMS, TOKENS)
+
+
+def dots(report):
+    return [operation for operation in report.operations if operation.name == "dot_general"]
+
+
+def test_every_product_is_told_with_the_dtypes_that_it_has(report):
+    fun = jmp.autocast(loss_fn, report.dtype)
+    told = [tuple(each.partition("[")[0] for each in operation.inputs) for operation in dots(report)]
+    assert told == products(fun, PARAMS, TOKENS)
+    assert [operation.in_half for operation in dots(report)] == [True] * 4 + [False]
+    assert report.in_float32() == (dots(report)[-1],)
+
+
+def test_every_operation_is_told_once_with_its_list_and_reason(report):
+    before = [
+        equation.primitive.name
+        for equation in equations(report.before)
+        if equation.primitive.name not in {"jit", "custom_jvp_call"}
+        and any(jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in (*equation.invars, *equation.outvars))
+    ]
+    assert [operation.name for operation in report.operations] == before
+    lists = {operation.name: operation.list for operation in report.operations}
+    assert (lists["dot_general"], lists["reduce_sum"], lists["add"]) == ("allow", "deny", "infer")
+    assert lists["broadcast_in_dim"] == "move"
+    assert all(operation.reason for operation in report.operations)
+
+
+def test_it_tells_why_a_product_is_in_float32(report):
+    (head,) = report.in_float32()
+    assert head.reason == "the program asks for precision HIGHEST"
+    assert head.scope == head.module == "Net/head"
+    assert head.arguments == ("params/params/head/kernel",)
+    assert "linear.py" in head.source
+    assert str(head) in str(report)
+
+
+def test_it_groups_by_module(report):
+    modules = report.by_module()
+    assert [name for name in modules if name.startswith("Net/block0")] == [
+        "Net/block0/LayerNorm_0",
+        "Net/block0/Dense_0",
+        "Net/block0",
+        "Net/block0/Dense_1",
+    ]
+    assert sum(map(len, modules.values())) == len(report.operations)
+    assert {name.count("/") for name in report.by_module(depth=1)} == {0}
+    assert len(report.by_module(depth=2)["Net/block0"]) == sum(
+        len(operations) for name, operations in modules.items() if name.startswith("Net/block0")
+    )
+
+
+def test_the_flops_are_those_of_the_products(report):
+    shapes = [(6, 16, 32), (6, 32, 16)] * 2 + [(6, 16, 10)]
+    assert [operation.flops for operation in dots(report)] == [2 * m * k * n for m, k, n in shapes]
+    assert report.flops_on_tensor_cores == pytest.approx(
+        sum(operation.flops for operation in dots(report)[:-1])
+        / sum(operation.flops for operation in report.operations)
+    )
+
+
+def test_the_summary_counts_what_the_report_holds(report):
+    half = sum(operation.in_half for operation in report.operations)
+    casts = [
+        {equation.invars[0].aval.dtype.name, equation.outvars[0].aval.dtype.name}
+        for equation in equations(report.after)
+        if equation.primitive.name == "convert_element_type"
+    ]
+    assert report.casts == casts.count({"float32", report.dtype.name}) > 0
+    assert report.summary() == (
+        f"{half} of {len(report.operations)} operations in {report.dtype.name}, {report.casts} casts, "
+        f"{report.flops_on_tensor_cores:.1%} of FLOPs on Tensor Cores"
+    )
+    assert str(report).startswith(report.summary())
+
+
+def test_the_jaxprs_are_those_before_and_after(report):
+    fun = jmp.autocast(loss_fn, report.dtype)
+    same = lambda f: [e.primitive.name for e in equations(jax.make_jaxpr(f)(PARAMS, TOKENS))]
+    assert [e.primitive.name for e in equations(report.before)] == same(loss_fn)
+    assert [e.primitive.name for e in equations(report.after)] == same(fun)
+
+
+def test_it_is_plain_data(report):
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["summary"] == report.summary()
+    assert data["operations"][0]["name"] == report.operations[0].name
+    assert "dot_general" in data["after"]
+    assert report.table().count("\n    ") == len(report.operations)
+
+
+def test_it_tells_of_the_backward_pass_too():
+    both = jmp.explain(jmp.autocast(jax.value_and_grad(loss_fn)))(PARAMS, TOKENS)
+    found = [operation.in_half for operation in dots(both)]
+    assert len(found) == len(products(jax.grad(loss_fn), PARAMS, TOKENS))
+    assert found.count(False) == 3  # The head's three, whose precision the program asks for.
+
+
+def test_it_counts_the_iterations_of_a_scan():
+    fun = lambda w, x: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
+    report = jmp.explain(jmp.autocast(fun))(jnp.ones((4, 4)), jnp.ones((2, 4)))
+    (product,) = dots(report)
+    assert (product.times, product.flops) == (7, 7 * 2 * 2 * 4 * 4)
+
+
+def test_it_names_scopes_jitted_functions_and_rules():
+    @jax.jit
+    def inner(w, x):
+        return x @ w
+
+    def fun(w, x):
+        with jax.named_scope("outer"):
+            return inner(w, x) @ w
+
+    w = x = jnp.ones((4, 4))
+    report = jmp.explain(jmp.autocast(fun, rules={"outer/inner": "float32"}))(w, x)
+    assert [(o.scope, o.in_half, o.reason) for o in dots(report)] == [
+        ("outer/inner", False, "the rule for 'outer/inner'"),
+        ("outer", True, "dot_general is on the allow list"),
+    ]
+    kept = jmp.explain(jmp.autocast(lambda w, x: jmp.full_precision(fun)(w, x) @ w))(w, x)
+    assert [(o.scope, o.reason) for o in dots(kept)] == [
+        ("outer/inner", "inside full_precision"),
+        ("outer", "inside full_precision"),
+        ("", "dot_general is on the allow list"),
+    ]
+
+
+def test_an_nnx_module_is_named_by_its_arguments():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return self.norm(x)
+
+    model = Model(nnx.Rngs(0))
+    report = jmp.explain(jmp.autocast(lambda model, x: model(x).sum()))(model, jnp.ones((2, 4)))
+    assert [operation.module for operation in dots(report)] == ["model/layers/0", "model/layers/1"]
+    assert dots(report)[0].arguments == ("x", "model/layers/0/kernel")
+    assert float(model.norm.mean[...].sum()) == 0.0  # Explaining computes nothing, and changes nothing.
+
+
+def test_an_activation_function_is_told_as_the_float32_function_that_it_is():
+    report = jmp.explain(jmp.autocast(lambda w, x: jax.nn.gelu(x @ w) @ w))(
+        jnp.ones((4, 4)), jnp.ones((2, 4))
+    )
+    *parts, last = [o for o in report.operations if o.name not in ("dot_general", "copy")]
+    assert {operation.in_half for operation in (*parts, last)} == {False}
+    assert {operation.reason for operation in parts} == {
+        "part of a function of half values, computed in float32"
+    }
+    assert last.reason == "a function of half values, computed in float32; only products read it"
+    assert last.outputs == ("bfloat16[2,4]",)
+
+
+def test_what_is_on_no_list_is_named():
+    from jax.extend.core import Primitive
+
+    own = Primitive("an_operation_of_ours")
+    own.def_abstract_eval(lambda x: x)
+    report = jmp.explain(jmp.autocast(lambda w: own.bind(w @ w) @ w))(jnp.ones((4, 4)))
+    assert str(report).endswith("On no list, kept as they were traced: an_operation_of_ours")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.grad(jmp.autocast(f)), jax.jit])
+def test_it_explains_only_functions_of_autocast(wrap):
+    with pytest.raises(TypeError, match=r"a function that autocast returned.*jax\.value_and_grad"):
+        jmp.explain(wrap(loss_fn))
