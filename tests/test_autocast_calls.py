@@ -238,7 +238,10 @@ def test_every_product_inside_is_half_and_the_value_that_of_float32(name, half):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_product_of_the_backward_pass_is_half_and_the_gradients_those_of_float32(name):
+def test_every_product_of_the_backward_pass_is_half_and_the_gradients_those_of_float32(name, request):
+    if name == "custom_vjp in a custom_jvp rule":  # README, Limits.
+        reason = "jax.jvp of a custom_vjp leaves a custom_lin, whose backward rule is bound as traced"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     fun = program_of(name)
     plain = jax.value_and_grad(
         lambda *args: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(fun(*args))), (0, 1, 2)
