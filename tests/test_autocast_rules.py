@@ -116,7 +116,11 @@ def test_every_listed_name_is_one_of_some_supported_jax():
     # Of other versions of JAX, or bound in few places: what this test lets through is named here.
     others = {"closed_call", "eval_jaxpr", "log2", "one_minus_square", "polynomial", "unstack", "stack"}
     others |= {"layout_constraint", "scaled_dot", "scaled_matmul", "reshard", *HIDDEN}
-    others |= {"reciprocal"}  # No primitive: `1 / x`.
+    others |= {
+        "reciprocal",
+        "inner_product",
+        "outer_product",
+    }  # No primitives: `1 / x` and kinds of `dot_general`.
     listed = {name for each in LISTS.values() for name in each}
     assert listed - public_primitives() <= others
 
@@ -581,3 +585,26 @@ def test_a_rule_and_full_precision_and_autocast_within_go_together():
 )
 def test_which_numbers_half_holds(value, half, expected):
     assert rules.fits(value, jnp.dtype(half)) is expected
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_product_that_sums_nothing_is_element_wise(half):
+    # Rotary embeddings as they are usually written: in bfloat16 position 257 would be 256.
+    positions, frequencies = jnp.arange(4099.0), jnp.array([1.0, 0.1])
+    for angles in (
+        lambda p, f: jnp.einsum("i,j->ij", p, f),
+        lambda p, f: p[:, None] @ f[None],
+        lambda p, f: (f[:, None] @ p[None]).T,
+    ):
+        found = jmp.autocast(lambda p, f, angles=angles: jnp.sin(angles(p, f)), half)(positions, frequencies)
+        np.testing.assert_array_equal(found, jnp.sin(angles(positions, frequencies)))
+    big = jnp.full(3, 1e3)
+    assert float(jmp.autocast(lambda x: jnp.einsum("i,j->ij", x, x), half)(big)[0, 0]) == 1e6
+    # The gradient of an inner product is one.
+    grad = jax.grad(lambda x, y: jnp.dot(x, y))
+    np.testing.assert_array_equal(jmp.autocast(grad, half)(jnp.ones(4), jnp.full(4, 1e5)), jnp.full(4, 1e5))
+
+
+def test_an_outer_product_of_half_values_that_a_product_reads_is_half():
+    fun = lambda x, w: jnp.einsum("bi,bj->bij", x @ w, x @ w) @ w
+    assert products(jmp.autocast(fun), X, W) == [("bfloat16", "bfloat16")] * 4

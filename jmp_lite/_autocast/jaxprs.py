@@ -7,6 +7,7 @@ Public interfaces only: `jax.extend.core`, `jax.extend.source_info_util`, and th
 import contextlib
 import dataclasses
 import enum
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -89,7 +90,20 @@ def name_of(equation: Any) -> str:
         return "square"
     if name == "div" and is_literal(equation.invars[0]):
         return "reciprocal"
+    if name == "dot_general" and not asked_precision(equation):
+        (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+        if math.prod(equation.invars[0].aval.shape[axis] for axis in contracted) <= 1:
+            return "outer_product"
+        if all(var.aval.ndim == len(contracted) + len(batch) for var in equation.invars):
+            return "inner_product"
     return name
+
+
+def asked_precision(equation: Any) -> str:
+    """Returns the precision that the program asks of a product; empty if it asks for none."""
+    precision = equation.params.get("precision")
+    both = precision if isinstance(precision, tuple) else (precision,)
+    return " and ".join(sorted({str(getattr(each, "name", each)) for each in both} - {"DEFAULT", "None"}))
 
 
 def inner_jaxprs(equation: Any) -> tuple[Inner, ...]:

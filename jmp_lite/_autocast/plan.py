@@ -21,6 +21,7 @@ from .jaxprs import (
     KEEP_F32_NAME,
     Inner,
     Role,
+    asked_precision,
     call_scope,
     constants,
     equations,
@@ -329,23 +330,12 @@ def why_not_half(equation: Any, half: np.dtype) -> str | None:
     others = sorted({var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, half)})
     if others:
         return f"an operand was traced in {' and '.join(others)}"
-    params = equation.params
-    precision = params.get("precision")
-    asked = {str(getattr(each, "name", each)) for each in _as_tuple(precision)} - {"DEFAULT", "None"}
-    if asked:
-        return f"the program asks for precision {' and '.join(sorted(asked))}"
-    if params.get("preferred_element_type") not in (None, jnp.float32):
-        return f"the program asks for a result in {params['preferred_element_type']}"
-    if equation.primitive.name == "dot_general":
-        (contracted, _), (batch, _) = params["dimension_numbers"]
-        axes = len(contracted) + len(batch)
-        if contracted and all(var.aval.ndim == axes for var in equation.invars):
-            return "an inner product is a sum, which no Tensor Core runs"
+    if precision := asked_precision(equation):
+        return f"the program asks for precision {precision}"
+    preferred = equation.params.get("preferred_element_type")
+    if preferred not in (None, jnp.float32):
+        return f"the program asks for a result in {preferred}"
     return None
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def _as_traced(equation: Any, operands: list[State], reason: str) -> Decision:

@@ -70,7 +70,7 @@ class Operation:
     @property
     def on_tensor_cores(self) -> bool:
         """Whether it is a product or convolution of half operands."""
-        return self.in_half and self.name in ALLOW
+        return self.in_half and self.list == List.ALLOW.value and self.name in ALLOW
 
     def __str__(self) -> str:
         shapes = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
@@ -124,7 +124,8 @@ class Report:
 
     def in_float32(self) -> tuple[Operation, ...]:
         """Returns the products and convolutions that are not in half: what Tensor Cores could run."""
-        return tuple(o for o in self.operations if o.name in ALLOW and not o.in_half)
+        lists = (List.ALLOW.value, List.AS_TRACED.value)
+        return tuple(o for o in self.operations if o.name in ALLOW and o.list in lists and not o.in_half)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, ready for `json.dumps`; the jaxprs as text."""

@@ -34,21 +34,23 @@ DENY = frozenset(
     "exp exp2 expm1 log log1p log2 pow rsqrt cbrt tan asin acos atan sinh cosh asinh acosh atanh "
     "erfc erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a bessel_i0e bessel_i1e "
     "regularized_incomplete_beta one_minus_square polynomial "
-    # Sums, within a device and across devices. `add_any` sums the gradients of a value used twice.
-    "reduce_sum reduce_prod reduce_window_sum cumsum cumprod cumlogsumexp add_any psum psum_invariant "
-    "reduce_scatter".split()
+    # Sums, within a device and across devices. `add_any` sums the gradients of a value used twice; an
+    # `inner_product` is a `dot_general` without an axis of its own, which no Tensor Core runs.
+    "inner_product reduce_sum reduce_prod reduce_window_sum cumsum cumprod cumlogsumexp add_any psum "
+    "psum_invariant reduce_scatter".split()
 )
 
 # What leaves float16's range where a float32 program does not: the square of 256, the reciprocal of 1e-5.
 # Harmless in bfloat16, whose range is that of float32. `x * x` counts as a square, `1 / x` as a reciprocal.
 RANGE = frozenset({"integer_pow", "reciprocal", "square"})
 
-# Element by element: the widest of the operands' types.
+# Element by element: the widest of the operands' types. An `outer_product` is a `dot_general` that sums
+# nothing.
 INFER = frozenset(
-    "add sub mul div rem max min neg abs sign floor ceil round select_n clamp concatenate pad stack tanh "
-    "logistic erf sin cos sqrt atan2 nextafter reduce_max reduce_min argmax argmin cummax cummin top_k "
-    "approx_top_k is_finite eq ne lt le gt ge eq_to lt_to le_to dynamic_update_slice reduce_window_max "
-    "reduce_window_min".split()
+    "outer_product add sub mul div rem max min neg abs sign floor ceil round select_n clamp concatenate "
+    "pad stack tanh logistic erf sin cos sqrt atan2 nextafter reduce_max reduce_min argmax argmin cummax "
+    "cummin top_k approx_top_k is_finite eq ne lt le gt ge eq_to lt_to le_to dynamic_update_slice "
+    "reduce_window_max reduce_window_min".split()
 )
 
 # Data is moved, not changed: every operand keeps the type in which it arrives.
