@@ -18,7 +18,7 @@ import jmp_lite as jmp
 
 DTYPES = [jnp.dtype("float16"), jnp.dtype("bfloat16")]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-each_order = pytest.mark.parametrize("order", ["grad(autocast(f))", "autocast(grad(f))"])
+ORDERS = ["grad(autocast(f))", "autocast(grad(f))"]
 
 
 @functools.cache
@@ -49,8 +49,8 @@ def in_float32(name):
     return products_and_output_dtypes(case.step(), case)
 
 
-@each_order
-@each_dtype
+# Tracing takes the time: each order in one dtype, by turns.
+@pytest.mark.parametrize(("dtype", "order"), zip(DTYPES, ORDERS), ids=ORDERS)
 @pytest.mark.parametrize("name", models.CASES)
 def test_every_product_of_forward_and_backward_takes_half_operands(name, dtype, order):
     case = case_of(name)

@@ -143,9 +143,10 @@ class Planner:
                 equation, inside, functions
             ):
                 (out,) = equation.outvars
-                members = [*decisions, decision]
-                unruled = all(members[place].which is not List.AS_TRACED for place in functions.members[out])
-                if unruled and all(known[var].kind == Kind.HALF for var in functions.sources[out]):
+                so_far = [*decisions, decision]
+                lists = {so_far[place].which for place in functions.members[out]}
+                in_half = all(known[var].kind == Kind.HALF for var in functions.sources[out])
+                if in_half and lists <= {List.DENY, List.INFER}:
                     reason = "a function of half values, computed in float32; only products read it"
                     decision = Decision(decision.which, Compute.ACTIVATION, (HALF,), reason, changed=True)
             known.update(zip(equation.outvars, decision.results, strict=True))
