@@ -8,7 +8,7 @@ where the values are in half and only products read the result, which they take 
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from .jaxprs import equations, is_float32, is_literal
@@ -34,6 +34,10 @@ class Anatomy:
     def reads(self, var: Any) -> int:
         """Returns how often `var` is read or given out."""
         return len(self.consumers[var]) + self.outputs[var]
+
+    def read_only_by(self, var: Any, places: Set[int]) -> bool:
+        """Whether nothing but the equations at `places` reads `var`."""
+        return not self.outputs[var] and all(reader in places for reader in self.consumers[var])
 
 
 def anatomy(inside: Any) -> Anatomy:

@@ -76,7 +76,7 @@ class Planner:
             return OTHER
         if self.scopes.rule_for(path):
             return dataclasses.replace(FIRM, full=True)
-        return State(Kind.FREE if value.ndim <= 1 else Kind.OPEN, leaf=True)
+        return State(Kind.OPEN if value.ndim else Kind.FREE, leaf=True)
 
     def constant(self, value: Any) -> State:
         """Returns the state of a constant: a number that is known, or like an argument."""
@@ -173,14 +173,27 @@ class Planner:
         demand = Demand(functions.reads)
         for var, want in zip(inside.outvars, wanted):
             demand.add(var, want)
-        for equation, decision in zip(reversed(equations(inside)), reversed(decisions)):
-            self._add_demand(demand, equation, decision, inside, functions)
+            if not want:
+                demand.keep(var)
+        absorbed: set[int] = set()  # What activation functions compute themselves, of half values.
+        for place, (equation, decision) in reversed(list(enumerate(zip(equations(inside), decisions)))):
+            ends = demand.of_all(equation.outvars) is Wanted.BY_PRODUCTS
+            if ends and self._may_be_activation(equation, inside, functions):
+                (out,) = equation.outvars
+                absorbed |= functions.members[out]
+                for source in functions.sources[out]:
+                    demand.add(source, Wanted.YES)
+            else:
+                ends = False
+            self._add_demand(demand, equation, decision)
+            alone = place in absorbed and (ends or functions.read_only_by(equation.outvars[0], absorbed))
+            if not alone and _reads_in_float32(equation, decision, demand):
+                for var in equation.invars:
+                    demand.keep(var)
         return demand
 
-    def _add_demand(
-        self, demand: Demand, equation: Any, decision: Decision, inside: Any, functions: Anatomy
-    ) -> None:
-        """Notes the operands that `equation` wants in half."""
+    def _add_demand(self, demand: Demand, equation: Any, decision: Decision) -> None:
+        """Notes the operands that `equation` wants in half, and those that a call keeps in float32."""
         name = equation.primitive.name
         result = demand.of_all(equation.outvars)
         wanted = Wanted.NO
@@ -194,6 +207,10 @@ class Planner:
             ]
             for place, want, times in _wanted_by_call(inners, plans):
                 demand.add(equation.invars[place], want, times)
+            for inner, plan in zip(inners, plans):
+                for place, role, var in zip(inner.operands, inner.roles, open_jaxpr(inner.jaxpr).invars):
+                    if role is Role.CARRY or var in plan.demand.kept:
+                        demand.keep(equation.invars[place])
         elif decision.which is List.ALLOW and decision.compute is Compute.HALF:
             wanted = Wanted.BY_PRODUCTS
         elif decision.which is List.MOVE or name == "select_n":  # Which moves one of two values.
@@ -204,9 +221,6 @@ class Planner:
             wanted = Wanted.YES if equation.params["new_dtype"] == self.rules.dtype else result
         for var in equation.invars:
             demand.add(var, wanted)
-        if result is Wanted.BY_PRODUCTS and self._may_be_activation(equation, inside, functions):
-            for source in functions.sources[equation.outvars[0]]:
-                demand.add(source, Wanted.YES)
 
     # Forwards: what each operation does.
 
@@ -267,11 +281,11 @@ class Planner:
         elif unfit := [state.number for _, state in float32 if not self._fits(state)]:
             reason = f"{self.rules.dtype.name} does not hold the constant {unfit[0]:g}"
         elif not wanted and any(map(is_float32, equation.outvars)):
-            reason = "its result is used in float32 only"
+            reason = "float32 operations read its result"
         if reason:
             return _in_float32(equation, operands, List.INFER, reason)
         results = tuple(HALF if is_float32(var) else OTHER for var in equation.outvars)
-        if all(may_be_rounded(var, state) for var, state in float32):
+        if all(may_be_rounded(equation, var, state) for var, state in float32):
             reason = "its operands are in half, or take the type of what they meet"
             return Decision(List.INFER, Compute.HALF, results, reason, changed=True)
         reason = "one operand is in half; another was computed in float32 and takes its type"
@@ -304,10 +318,7 @@ class Planner:
         results: dict[int, State] = {}
         plans = []
         for inner in inner_jaxprs(equation):
-            inputs = [
-                entering(operands[place], role, var)
-                for place, role, var in zip(inner.operands, inner.roles, open_jaxpr(inner.jaxpr).invars)
-            ]
+            inputs = [entering(operands[place], role) for place, role in zip(inner.operands, inner.roles)]
             plan = self.plan(inner.jaxpr, inputs, _wanted(inner, wanted), scope)
             plans.append(plan)
             for place, carry, state in zip(inner.results, inner.carries, plan.results):
@@ -337,6 +348,16 @@ def why_not_half(equation: Any, half: np.dtype) -> str | None:
     if preferred not in (None, jnp.float32):
         return f"the program asks for a result in {preferred}"
     return None
+
+
+def _reads_in_float32(equation: Any, decision: Decision, demand: Demand) -> bool:
+    """Whether an operation computes a float32 value of its operands, for which they should not be rounded."""
+    if decision.which is List.CALL or (decision.which is List.ALLOW and decision.compute is Compute.HALF):
+        return False
+    if decision.which is List.MOVE or equation.primitive.name in ("select_n", "convert_element_type"):
+        return any(var in demand.kept for var in equation.outvars)
+    computes = decision.compute is Compute.FLOAT32 or any(var in demand.kept for var in equation.outvars)
+    return computes and any(map(is_float32, equation.outvars))
 
 
 def _as_traced(equation: Any, operands: list[State], reason: str) -> Decision:

@@ -84,6 +84,9 @@ GATHERS = frozenset({"all_gather"})
 # Element-wise operations that broadcast axes of size 1; their transposes are sums as well.
 BROADCASTS = frozenset("add sub mul div rem max min pow atan2 nextafter eq ne lt le gt ge".split())
 
+# Operations whose operands may leave half's range where the result does not.
+SCALES = frozenset({"mul", "div", "rem", "atan2", "outer_product"})
+
 # Element by element, of values of one shape: what activation functions are made of.
 POINTWISE = frozenset(
     "add sub mul div rem max min neg abs sign floor ceil round select_n clamp tanh logistic erf erfc sqrt "

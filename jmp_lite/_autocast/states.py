@@ -19,7 +19,7 @@ from typing import Any
 
 from .activations import Anatomy
 from .jaxprs import Role, constants, is_float32, is_literal, open_jaxpr
-from .rules import BROADCASTS, List
+from .rules import BROADCASTS, SCALES, List
 
 
 class Kind(enum.IntEnum):
@@ -58,14 +58,14 @@ HALF = State(Kind.HALF)
 
 
 def moved(equation: Any, state: State, out: Any) -> State:
-    """The state of a value after a move: what is broadcast, looked up or a vector becomes free."""
+    """The state of a value after a move: what is broadcast or looked up becomes free."""
     if not is_float32(out) or state.kind != Kind.OPEN:
         return state
     source = equation.invars[0].aval
     grown = equation.primitive.name == "broadcast_in_dim" and math.prod(out.aval.shape) > math.prod(
         source.shape
     )
-    freed = grown or (state.leaf and (equation.primitive.name == "gather" or out.aval.ndim <= 1))
+    freed = grown or (state.leaf and equation.primitive.name == "gather")
     return dataclasses.replace(state, kind=Kind.FREE) if freed else state
 
 
@@ -77,20 +77,23 @@ def broadcast(equation: Any, var: Any, state: State) -> State:
     return dataclasses.replace(state, kind=Kind.FREE) if grown else state
 
 
-def may_be_rounded(var: Any, state: State) -> bool:
-    """Whether an operand may be taken in half: it is in half, a literal, or a parameter that is no scalar."""
-    return state.kind != Kind.FREE or (state.leaf and var.aval.ndim > 0)
+def may_be_rounded(equation: Any, var: Any, state: State) -> bool:
+    """Whether an operand may be taken in half: it is in half, a literal, or a parameter that is added.
+
+    What a value is multiplied by may leave the range of half where the result does not.
+    """
+    return state.kind != Kind.FREE or (
+        state.leaf and var.aval.ndim > 0 and equation.primitive.name not in SCALES
+    )
 
 
-def entering(state: State, role: Role, var: Any) -> State:
+def entering(state: State, role: Role) -> State:
     """The state of an operand inside the jaxpr that takes it."""
     if state.kind == Kind.OTHER:
         # What changes from one iteration to the next is no constant.
         return OTHER if role is Role.CARRY else state
     if role is Role.CARRY:
         return FIRM
-    if role is Role.ELEMENT and state.kind == Kind.OPEN and state.leaf and var.aval.ndim <= 1:
-        return dataclasses.replace(state, kind=Kind.FREE)
     return state
 
 
@@ -190,21 +193,28 @@ class Demand:
         reads: how often each variable is read.
         uses: how often it is wanted in half.
         products: how often a product, and nothing else, wants it so.
+        kept: what an operation reads in float32: rounded for others, it would be rounded for that one too.
     """
 
     reads: Callable[[Any], int]
     uses: collections.Counter[Any] = dataclasses.field(default_factory=collections.Counter)
     products: collections.Counter[Any] = dataclasses.field(default_factory=collections.Counter)
+    kept: set[Any] = dataclasses.field(default_factory=set)
 
     def of(self, var: Any) -> Wanted:
         """Returns whether the variable `var` is wanted in half."""
-        if is_literal(var) or not self.uses[var]:
+        if is_literal(var) or not self.uses[var] or var in self.kept:
             return Wanted.NO
         return Wanted.BY_PRODUCTS if self.products[var] >= self.reads(var) else Wanted.YES
 
     def of_all(self, outputs: Sequence[Any]) -> Wanted:
         """Returns how the results of one equation are wanted: as the one that is wanted most."""
         return max(map(self.of, outputs), default=Wanted.NO)
+
+    def keep(self, var: Any) -> None:
+        """Notes that an operation reads `var` in float32."""
+        if not is_literal(var):
+            self.kept.add(var)
 
     def add(self, var: Any, wanted: Wanted, times: int = 1) -> None:
         """Notes that one reader wants `var`, as if it read it `times`."""
