@@ -19,13 +19,21 @@ def equations(jaxpr) -> Iterator:
                     yield from equations(inner)
 
 
+def sums_nothing(equation) -> bool:
+    """Whether a product is an outer product: no axis, or only axes of size 1, are contracted."""
+    if equation.primitive.name != "dot_general":
+        return False
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    return all(equation.invars[0].aval.shape[axis] == 1 for axis in contracted)
+
+
 def products(fun, *args, **kwargs) -> list[tuple[str, ...]]:
-    """Returns the operand dtypes of every matrix product and convolution that `fun` runs."""
+    """Returns the operand dtypes of every convolution and product, but for outer ones, that `fun` runs."""
     jaxpr = jax.make_jaxpr(fun)(*args, **kwargs)
     return [
         tuple(var.aval.dtype.name for var in equation.invars[:2])
         for equation in equations(jaxpr)
-        if equation.primitive.name in PRODUCTS
+        if equation.primitive.name in PRODUCTS and not sums_nothing(equation)
     ]
 
 

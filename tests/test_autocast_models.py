@@ -50,7 +50,7 @@ def in_float32(name):
 
 
 # Tracing takes the time: each order in one dtype, by turns.
-@pytest.mark.parametrize(("dtype", "order"), zip(DTYPES, ORDERS), ids=ORDERS)
+@pytest.mark.parametrize(("dtype", "order"), list(zip(DTYPES, ORDERS)), ids=ORDERS)
 @pytest.mark.parametrize("name", models.CASES)
 def test_every_product_of_forward_and_backward_takes_half_operands(name, dtype, order):
     case = case_of(name)

@@ -607,4 +607,4 @@ def test_a_product_that_sums_nothing_is_element_wise(half):
 
 def test_an_outer_product_of_half_values_that_a_product_reads_is_half():
     fun = lambda x, w: jnp.einsum("bi,bj->bij", x @ w, x @ w) @ w
-    assert products(jmp.autocast(fun), X, W) == [("bfloat16", "bfloat16")] * 4
+    assert operands_of("dot_general", jmp.autocast(fun), X, W) == ["bfloat16"] * 4
