@@ -1211,3 +1211,37 @@ def test_losses_are_computed_in_float32(half):
         ]
         assert sums
         assert {e.invars[0].aval.dtype.name for e in sums} == {"float32"}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_learned_scale_is_applied_in_float32_and_keeps_a_half_activation_for_the_backward_pass(half):
+    fun = lambda params, x: jnp.sum((params[0] * (x @ params[1])) @ params[1])
+    by_hand = lambda params, x: fun(jax.tree.map(lambda p: p.astype(half), params), x.astype(half))
+
+    def saved(fun):
+        pullback = jax.eval_shape(lambda p: jax.vjp(lambda p: fun(p, X), p)[1], (jnp.ones(8), W))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+    assert saved(jmp.autocast(fun, half)) <= saved(by_hand) + 2 * 8  # The scale itself is in float32.
+    # Scales, learned or looked up, that float16 does not hold.
+    small = (jnp.full(8, 1e5), W * 1e-3)
+    for params in (small, (small[0][None], small[1])):
+        for grad in (jax.grad(jmp.autocast(fun, half)), jmp.autocast(jax.grad(fun), half)):
+            assert_close(grad(params, X * 1e-3), jax.grad(fun)(params, X * 1e-3), half, factor=16)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half, order):
+    """A product of the backward pass wants the error in half; the loss squares it in float32."""
+    target, bias = jnp.linspace(999.0, 1001.0, 4), jnp.array([1000.0])
+    regression = lambda w, x: jnp.mean(((x @ w)[:, 0] + bias - target) ** 2)
+    entropy = lambda w, x: -jnp.mean(jnp.log(1 - jax.nn.sigmoid(x @ w + 4) + 1e-7))
+    for fun in (regression, entropy):
+        expected = jax.value_and_grad(fun)(W, X)
+        result = (
+            jax.value_and_grad(jmp.autocast(fun, half))(W, X)
+            if order == "inside"
+            else jmp.autocast(jax.value_and_grad(fun), half)(W, X)
+        )
+        assert_close(result, expected, half, factor=16)

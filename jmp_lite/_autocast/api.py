@@ -42,9 +42,9 @@ def autocast(
     - *allow*: what Tensor Cores run (`dot_general`, `conv_general_dilated`, `ragged_dot_general`) takes half
       operands and gives a half result; the hardware accumulates in float32.
     - *deny*: what loses range or precision in half (exp, log, rsqrt, sums, ...) takes and gives float32.
-    - *infer*: element-wise operations run in the widest of their operands' types. Numbers, biases, scales,
-      masks and looked-up embeddings take the type of what they meet; an operation whose result only float32
-      operations read runs in float32.
+    - *infer*: element-wise operations run in the widest of their operands' types, where numbers, looked-up
+      embeddings and what is broadcast (biases, scales, masks) take the type of what they meet; and in half
+      only if all that reads the result takes half.
     - Everything else keeps the dtypes with which it was traced.
 
     Only float32 is ever changed: integers, float64, complex, fp8, and what the program made half itself stay

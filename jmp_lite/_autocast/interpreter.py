@@ -23,7 +23,7 @@ from .jaxprs import (
     open_jaxpr,
 )
 from .plan import Planner
-from .rules import BROADCASTS, GATHERS, SPREADS, List
+from .rules import BROADCASTS, GATHERS, SCALES, SPREADS, List
 from .states import HALF, Compute, Decision, Kind, Plan, State
 
 
@@ -167,6 +167,8 @@ class Interpreter:
             return [self._cast(equation, decision, operands[0])]
         if decision.compute is Compute.EACH and decision.which is List.MOVE:
             return self._move(equation, decision, operands, plan)
+        if decision.compute is Compute.STORE_HALF:
+            return self._stored_in_half(equation, decision, operands)
         takes_half = decision.compute is Compute.HALF
         dtype = self.half if takes_half else jnp.float32
         arrays = [self._operand(equation, var, value, dtype) for var, value in zip(equation.invars, operands)]
@@ -174,9 +176,31 @@ class Interpreter:
         if takes_half and equation.params.get("preferred_element_type") is not None:
             changed["preferred_element_type"] = self.half
         results = bind(equation, arrays, **changed)
-        if decision.compute is Compute.STORE_HALF:
-            results = [self._down(array, state) for array, state in zip(results, decision.results)]
         return [Value(state, array) for state, array in zip(decision.results, results)]
+
+    def _stored_in_half(self, equation: Any, decision: Decision, operands: list[Value]) -> list[Value]:
+        """Computes in float32 and stores in half; the backward pass keeps no operand but as it came."""
+        kinds = [value.state.kind for value in operands]
+
+        def compute(*arrays: Any) -> list[Any]:
+            wide = [
+                lax.convert_element_type(array, jnp.float32) if kind == Kind.HALF else array
+                for array, kind in zip(arrays, kinds)
+            ]
+            results = bind(equation, wide)
+            return [self._down(array, state) for array, state in zip(results, decision.results)]
+
+        differentiable = any(
+            kind in (Kind.FREE, Kind.OPEN) and not value.state.constant
+            for value, kind in zip(operands, kinds)
+        )
+        if differentiable and equation.primitive.name in SCALES:
+            compute = jax.checkpoint(compute)
+        arrays = [
+            value.native if kind == Kind.OTHER else value.to(self.half if kind == Kind.HALF else jnp.float32)
+            for value, kind in zip(operands, kinds)
+        ]
+        return [Value(state, array) for state, array in zip(decision.results, compute(*arrays))]
 
     def _operand(self, equation: Any, var: Any, value: Value, dtype: Any) -> Any:
         """An operand in the dtype of its operation, which may broadcast it.
