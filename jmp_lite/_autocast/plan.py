@@ -2,9 +2,9 @@
 
 A plan is made in three passes. The first goes forwards as if every result were wanted in half, and finds
 the operations that end in float32 all the same. The second goes backwards and asks of every value whether a
-product wants it in half, directly or through operations that would pass it on: what only float32 operations
-read need not be rounded. The third goes forwards again and decides, by each operation's list and the states
-of its operands.
+product wants it in half, directly or through operations that would pass it on, and whether an operation reads
+it in float32, which should not read a rounded one. The third goes forwards again and decides, by each
+operation's list and the states of its operands.
 """
 
 import collections
