@@ -23,9 +23,8 @@ def custom_jvp(
     """The user's rule is traced at the dtypes for which it was written, and run by a plan of its own."""
     del around
     (plan,) = decision.inner
-    given, closed_over = _closed_over(interpreter, equation, plan, operands)
-    run = interpreter.inside(plan, decision.results)
-    fun = jax.custom_jvp(_named(lambda *arrays: run(*closed_over, *arrays), equation))
+    primal, given, closed_over = _primal(interpreter, equation, decision, operands)
+    fun = jax.custom_jvp(primal)
     moving = _moving(equation)
 
     def rule(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
@@ -58,9 +57,8 @@ def custom_vjp(
     """The user's forward and backward rules, each traced at the dtypes for which it was written."""
     del around
     (plan,) = decision.inner
-    given, closed_over = _closed_over(interpreter, equation, plan, operands)
-    run = interpreter.inside(plan, decision.results)
-    fun = jax.custom_vjp(_named(lambda *arrays: run(*closed_over, *arrays), equation))
+    primal, given, closed_over = _primal(interpreter, equation, decision, operands)
+    fun = jax.custom_vjp(primal)
     moving = _moving(equation)
 
     def forward(*arrays: Any) -> tuple[list[Any], Any]:
@@ -100,16 +98,24 @@ def custom_vjp(
     return values_of(decision, fun(*given))
 
 
-def _closed_over(
-    interpreter: Interpreter, equation: Any, plan: Plan, operands: list[Value]
-) -> tuple[list[Any], list[Any]]:
-    """Returns the arrays that a custom rule is given, and those that its function closes over.
+def _primal(
+    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value]
+) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
+    """Returns the function that a custom rule is for, the arrays that it is given, and those it closes over.
 
     The latter stay closed over: a rule says nothing of their gradients, and JAX reports who asks for one.
     """
+    (plan,) = decision.inner
     arrays = interpreter.entering(operands, plan.inputs)
-    closed_over = equation.params["num_consts"]
-    return arrays[closed_over:], arrays[:closed_over]
+    count = equation.params["num_consts"]
+    given, closed_over = arrays[count:], arrays[:count]
+    run = interpreter.inside(plan, decision.results)
+
+    def fun(*arrays: Any) -> list[Any]:
+        return run(*closed_over, *arrays)
+
+    fun.__name__ = str(equation.params.get("name", fun.__name__))  # JAX prints it.
+    return fun, given, closed_over
 
 
 def _moving(equation: Any) -> list[bool]:
@@ -159,11 +165,7 @@ def _run_traced(
         states: the states of its results; the results take their dtypes.
         further: filled with the states of the results beyond those.
     """
-    traced = [
-        [value.native if value.state.kind == Kind.OTHER else value.to(jnp.float32) for value in group]
-        for group in (values, tangents)
-    ]
-    closed = jax.make_jaxpr(fun)(*traced)
+    closed = jax.make_jaxpr(fun)(*(list(map(interpreter.traced, group)) for group in (values, tangents)))
     beyond = len(open_jaxpr(closed).outvars) - len(states)
     wanted = [Wanted.YES if state.kind == Kind.HALF else Wanted.NO for state in states] + [Wanted.NO] * beyond
     arguments = [*values, *tangents]
@@ -172,12 +174,6 @@ def _run_traced(
     if further is not None:
         further += ends[len(states) :]
     return interpreter.entering(interpreter.run(plan, arguments), ends)
-
-
-def _named(fun: Callable[..., Any], equation: Any) -> Callable[..., Any]:
-    """Gives `fun` the name of the function that an equation calls, which JAX prints."""
-    fun.__name__ = str(equation.params.get("name", fun.__name__))
-    return fun
 
 
 def _tangent(array: Any) -> Value:
