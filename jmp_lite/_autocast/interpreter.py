@@ -175,8 +175,7 @@ class Interpreter:
         changed = {}
         if takes_half and equation.params.get("preferred_element_type") is not None:
             changed["preferred_element_type"] = self.half
-        results = bind(equation, arrays, **changed)
-        return [Value(state, array) for state, array in zip(decision.results, results)]
+        return values_of(decision, bind(equation, arrays, **changed))
 
     def _stored_in_half(self, equation: Any, decision: Decision, operands: list[Value]) -> list[Value]:
         """Computes in float32 and stores in half; the backward pass keeps no operand but as it came."""
@@ -196,11 +195,8 @@ class Interpreter:
         )
         if differentiable and equation.primitive.name in SCALES:
             compute = jax.checkpoint(compute)
-        arrays = [
-            value.native if kind == Kind.OTHER else value.to(self.half if kind == Kind.HALF else jnp.float32)
-            for value, kind in zip(operands, kinds)
-        ]
-        return [Value(state, array) for state, array in zip(decision.results, compute(*arrays))]
+        arrays = self.entering(operands, [value.state for value in operands])
+        return values_of(decision, compute(*arrays))
 
     def _operand(self, equation: Any, var: Any, value: Value, dtype: Any) -> Any:
         """An operand in the dtype of its operation, which may broadcast it.
@@ -235,10 +231,7 @@ class Interpreter:
     def _move(self, equation: Any, decision: Decision, operands: list[Value], plan: Plan) -> list[Value]:
         spread = equation.primitive.name in SPREADS
         if spread and any(state.kind == Kind.HALF for state in decision.results):
-            arrays = [
-                value.to(jnp.float32) if value.state.kind == Kind.HALF else value.native for value in operands
-            ]
-            results = bind(equation, arrays)
+            results = bind(equation, list(map(self.traced, operands)))
             return [Value(state, self._down(array, state)) for state, array in zip(decision.results, results)]
         if equation.primitive.name in GATHERS and decision.results[0].kind == Kind.HALF:
             return [
@@ -249,8 +242,7 @@ class Interpreter:
         lazy = not others and not spread and value.state.kind not in (Kind.OTHER, Kind.HALF)
         if lazy and plan.demand.uses[equation.outvars[0]]:
             return [Value(state, moved=self._mover(equation, value, [each.native for each in rest]))]
-        results = bind(equation, [each.native for each in operands])
-        return [Value(state, array) for state, array in zip(decision.results, results)]
+        return values_of(decision, bind(equation, [each.native for each in operands]))
 
     def _mover(self, equation: Any, value: Value, rest: list[Any]) -> Callable[[Any], Any]:
         """Moves `value` when it is read: in half it is cast first, so that all its uses share one cast."""
