@@ -284,6 +284,35 @@ def test_an_equation_can_be_bound_again():
     assert half.dtype == jnp.float16
 
 
+def test_an_operation_bound_again_is_differentiated_once_and_leaves_no_trace():
+    equation = find("sin", jnp.sin, X)
+    rules = []
+
+    class Counted:
+        """The primitive of the equation, counting how often JAX asks for its derivative."""
+
+        multiple_results = False
+
+        def __getattr__(self, name):
+            return getattr(equation.primitive, name)
+
+        def bind(self, x, **params):
+            rules.append(params)
+            return equation.primitive.bind(x, **params)
+
+    counted = type("Equation", (), {"primitive": Counted(), "params": equation.params, "effects": set()})
+
+    def twelve(x):
+        for _ in range(12):
+            (x,) = jaxprs.bind(counted, [x])
+        return x.sum()
+
+    found = jax.make_jaxpr(jax.grad(twelve))(X)
+    assert len(rules) == 1
+    names = [each.primitive.name for each in equations(found.jaxpr)]
+    assert (names.count("sin"), names.count("cos"), names.count("jit")) == (12, 12, 0)
+
+
 def test_literals_and_constants_are_told_from_variables():
     closed = jax.make_jaxpr(lambda x: x * 2.0 + np.arange(8.0, dtype=np.float32))(X)
     multiply = next(e for e in jaxprs.equations(jaxprs.open_jaxpr(closed)) if e.primitive.name == "mul")

@@ -15,6 +15,7 @@ from jax import lax
 
 from .jaxprs import (
     bind,
+    cast,
     constants,
     context_of,
     equations,
@@ -90,7 +91,7 @@ class Value:
         if native.dtype == dtype:
             return native
         if dtype not in self.casts:
-            self.casts[dtype] = lax.convert_element_type(native, dtype)
+            self.casts[dtype] = cast(native, dtype)
             return self.casts[dtype]
         if self.exact == dtype or native.dtype != jnp.float32:
             return self.casts[dtype]
@@ -146,13 +147,13 @@ class Interpreter:
 
         @jax.checkpoint
         def activation(*sources: jax.Array) -> jax.Array:
-            wide = [lax.convert_element_type(source, jnp.float32) for source in sources]
+            wide = [cast(source, jnp.float32) for source in sources]
             known = dict(zip(plan.anatomy.sources[out], wide, strict=True))
             for equation in members:
                 operands = [var.val if is_literal(var) else known[var] for var in equation.invars]
                 with context_of(equation):
                     (known[equation.outvars[0]],) = bind(equation, operands)
-            return lax.convert_element_type(known[out], self.half)
+            return cast(known[out], self.half)
 
         return Value(HALF, activation(*(source.to(self.half) for source in sources)))
 
@@ -183,8 +184,7 @@ class Interpreter:
 
         def compute(*arrays: Any) -> list[Any]:
             wide = [
-                lax.convert_element_type(array, jnp.float32) if kind == Kind.HALF else array
-                for array, kind in zip(arrays, kinds)
+                cast(array, jnp.float32) if kind == Kind.HALF else array for array, kind in zip(arrays, kinds)
             ]
             results = bind(equation, wide)
             return [self._down(array, state) for array, state in zip(results, decision.results)]
@@ -209,11 +209,11 @@ class Interpreter:
         if dtype == self.half and broadcasts and not value.state.constant:
             shape = equation.outvars[0].aval.shape
             if var.aval.shape != shape:
-                return lax.convert_element_type(jnp.broadcast_to(value.to(jnp.float32), shape), dtype)
+                return cast(jnp.broadcast_to(value.to(jnp.float32), shape), dtype)
         return value.to(dtype)
 
     def _down(self, array: Any, state: State) -> Any:
-        return lax.convert_element_type(array, self.half) if state.kind == Kind.HALF else array
+        return cast(array, self.half) if state.kind == Kind.HALF else array
 
     def _cast(self, equation: Any, decision: Decision, operand: Value) -> Value:
         (source,), (target,) = equation.invars, equation.outvars
@@ -321,8 +321,8 @@ class Interpreter:
 
         def fun(*arrays: Any) -> list[Any]:
             arguments = [Value(state, array) for state, array in zip(plan.inputs, arrays)]
-            for place, cast in zip(beside, arrays[len(arguments) :], strict=True):
-                arguments[place].casts[self.half] = cast
+            for place, half in zip(beside, arrays[len(arguments) :], strict=True):
+                arguments[place].casts[self.half] = half
             return self.entering(self.run(plan, arguments), states)
 
         return fun
