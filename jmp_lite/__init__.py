@@ -8,6 +8,7 @@ from ._autocast.api import full_precision as full_precision
 from ._autocast.api import keep_f32 as keep_f32
 from ._autocast.report import explain as explain
 from ._dtypes import half_dtype as half_dtype
+from ._finite import all_finite as all_finite
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._loss_scale import DynamicLossScale as DynamicLossScale
@@ -26,7 +27,6 @@ from ._optimizer_state import skipped_steps as skipped_steps
 from ._policy import Policy as Policy
 from ._policy import Rule as Rule
 from ._policy import get_policy as get_policy
-from ._tree import all_finite as all_finite
 from ._tree import cast_to_full as cast_to_full
 from ._tree import cast_to_half as cast_to_half
 from ._tree import select_tree as select_tree

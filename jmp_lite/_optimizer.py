@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._early_select import update_or_keep
+from ._early_select import TracedUpdate
+from ._finite import agree
 from ._loss_scale import DynamicLossScale, LossScale, is_loss_scale
 from ._optimizer_state import SkipNonfiniteState, unwrap
 from ._path import leaf_names
-from ._tree import agree, at_least_float32, leaves_finite, select_tree
+from ._tree import at_least_float32, select_tree
 
 _MISSING: Any = object()
 
@@ -153,17 +154,21 @@ def _skip_nonfinite(
                 "true gradients, from jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state)); or "
                 "thread the scale yourself with jmp.skip_nonfinite and jmp.unscale."
             )
-        flags = _leaf_finite(updates, state.leaf_names, axis_name)
-        finite = flags.all()
-        skipped = (~finite).astype(jnp.int32)
+        paths = _checked_paths(updates, state.leaf_names)
         inner_update = functools.partial(inner.update, **extra_args)
-        new_updates, new_inner = update_or_keep(inner_update, finite, updates, state.inner_state, params)
+        traced = TracedUpdate(inner_update, updates, state.inner_state, params)
+        flags, finite = traced.leaves_finite()
+        if axis_name is not None:
+            flags = agree(flags, axis_name)
+            finite = flags.all()
+        skipped = (~finite).astype(jnp.int32)
+        new_updates, new_inner = traced.run(finite)
         # Minus zero is the one number that leaves every parameter as it is: -0.0 + 0.0 is 0.0.
         nothing = jax.tree.map(lambda update: -jnp.zeros_like(update), new_updates)
         new_state = SkipNonfiniteState(
             inner_state=new_inner,
             loss_scale=None if loss_scale is None else state.loss_scale.adjust(finite),
-            leaf_finite=flags,
+            leaf_finite=_in_order(flags, paths, state.leaf_names),
             skipped_steps=state.skipped_steps + skipped,
             consecutive_skipped_steps=(state.consecutive_skipped_steps + 1) * skipped,
             leaf_names=state.leaf_names,
@@ -174,17 +179,22 @@ def _skip_nonfinite(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _leaf_finite(updates: Any, names: tuple[str, ...], axis_name: Any) -> jax.Array:
-    """Which of the named gradients are finite, shape `(len(names),)`; one that is not there is."""
+def _checked_paths(updates: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The paths of the gradients, which should be among the names that the optimizer knows."""
     paths = leaf_names(unwrap(updates))
-    found: dict[str, jax.Array] = {}
-    for path, flag in zip(paths, leaves_finite(updates), strict=True):
-        found[path] = found[path] & flag if path in found else flag  # {"a": {"b": x}, "a/b": y}
     if unknown := sorted(set(paths) - set(names)):
         raise ValueError(
             f"The gradients have leaves that the optimizer was not initialised with: {unknown[:4]}. "
             f"It knows {list(names[:4])}{'...' if len(names) > 4 else ''}."
         )
-    flags = [found.get(name, jnp.asarray(True)) for name in names]
-    stacked = jnp.stack(flags) if flags else jnp.ones(0, jnp.bool_)
-    return stacked if axis_name is None else agree(stacked, axis_name)
+    return paths
+
+
+def _in_order(flags: jax.Array, paths: tuple[str, ...], names: tuple[str, ...]) -> jax.Array:
+    """Sorts the flags of the gradients at `paths` by `names`; a gradient that is not there is finite."""
+    if paths == names:
+        return flags
+    found: dict[str, jax.Array] = {}
+    for path, flag in zip(paths, flags, strict=True):
+        found[path] = found[path] & flag if path in found else flag  # {"a": {"b": x}, "a/b": y}
+    return jnp.stack([found.get(name, jnp.asarray(True)) for name in names])

@@ -1,4 +1,4 @@
-"""Maps over pytrees that know which leaves are floating: cast, check, select, and state classes."""
+"""Maps over pytrees that know which leaves are floating: cast, select, and state classes."""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -79,40 +79,6 @@ def at_least_float32(tree: T) -> T:
         return cast_leaf(leaf, np.dtype(np.float32)) if narrow else leaf
 
     return jax.tree.map(widen, tree)
-
-
-def leaves_finite(tree: Any) -> list[jax.Array]:
-    """Returns a boolean scalar a leaf of `tree`: whether all of its elements are finite."""
-
-    def leaf_finite(leaf: Any) -> jax.Array:
-        is_number = isinstance(leaf, (float, complex)) or has_dtype(leaf, jnp.inexact)
-        return jnp.all(jnp.isfinite(leaf)) if is_number else jnp.asarray(True)
-
-    return [leaf_finite(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
-    """Returns whether every element of every leaf is finite.
-
-    Args:
-        tree: any pytree. Leaves that are neither floating nor complex count as finite.
-        axis_name: under `shard_map`, `pmap` or `vmap`, the axis name or names over which to agree:
-            the answer is true where it is true on all of them.
-
-    Returns:
-        A boolean scalar, shape `()`. True for a tree without leaves.
-
-    >>> bool(all_finite({"a": jnp.ones(3), "b": jnp.array(jnp.inf)}))
-    False
-    """
-    flags = leaves_finite(tree)
-    finite = jnp.stack(flags).all() if flags else jnp.asarray(True)
-    return finite if axis_name is None else agree(finite, axis_name)
-
-
-def agree(flags: jax.Array, axis_name: Any) -> jax.Array:
-    """Returns the boolean `flags` that are true everywhere along the named axes."""
-    return jax.lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:

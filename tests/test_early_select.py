@@ -1,4 +1,4 @@
-"""`update_or_keep`: the update itself where finite, the old state bit for bit elsewhere."""
+"""`TracedUpdate`: the update itself where finite, the old state bit for bit elsewhere."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import optax
 import pytest
 from jaxprs import equations
 
-from jmp_lite._early_select import update_or_keep
+from jmp_lite._early_select import TracedUpdate
 
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.ones(4)}
 GRADS = jax.tree.map(jnp.cos, PARAMS)
@@ -30,7 +30,7 @@ def data(tree):
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_where_finite_it_is_the_update_and_elsewhere_the_old_state(inner, jit):
-    step = lambda finite, g, s, p: update_or_keep(inner.update, finite, g, s, p)
+    step = lambda finite, g, s, p: TracedUpdate(inner.update, g, s, p).run(finite)
     step = jax.jit(step) if jit else step
     plain = jax.jit(inner.update) if jit else inner.update
     state = inner.init(PARAMS)
@@ -48,7 +48,7 @@ def test_where_finite_it_is_the_update_and_elsewhere_the_old_state(inner, jit):
 
 def test_the_update_reads_the_chosen_moment_so_that_there_is_one_version_of_it():
     inner = optax.trace(0.9)
-    run = lambda finite, g, s: update_or_keep(inner.update, finite, g, s, None)
+    run = lambda finite, g, s: TracedUpdate(inner.update, g, s, None).run(finite)
     jaxpr = jax.make_jaxpr(run)(jnp.bool_(True), GRADS, inner.init(PARAMS))
     updates, state = jaxpr.jaxpr.outvars[:2], jaxpr.jaxpr.outvars[2:]
     assert updates == state
@@ -70,7 +70,7 @@ def test_values_that_are_no_new_ones_are_kept_too():
         "d": jnp.float32(4),
         "e": jnp.int32(5),
     }
-    run = lambda finite: update_or_keep(update, jnp.bool_(finite), jnp.float32(9), state, None)
+    run = lambda finite: TracedUpdate(update, jnp.float32(9), state, None).run(jnp.bool_(finite))
     assert jax.tree.map(float, run(True)[1]) == {"a": 2, "b": 2, "c": 9, "d": 7, "e": 7.5}
     assert jax.tree.map(float, run(False)[1]) == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
 
@@ -80,10 +80,10 @@ def test_named_scopes_of_the_optimizer_are_kept_for_the_profiler():
         with jax.named_scope("my_moment"):
             return updates, state * 0.9 + updates
 
-    run = lambda g, s: update_or_keep(update, jnp.bool_(True), g, s, None)
+    run = lambda g, s: TracedUpdate(update, g, s, None).run(jnp.bool_(True))
     assert "my_moment" in jax.jit(run).lower(jnp.ones(2), jnp.ones(2)).as_text(debug_info=True)
 
 
 def test_a_state_of_another_structure_is_an_error():
     with pytest.raises(ValueError, match="another structure than it was given"):
-        update_or_keep(lambda g, s, p: (g, (s, s)), jnp.bool_(True), jnp.ones(2), jnp.ones(2), None)
+        TracedUpdate(lambda g, s, p: (g, (s, s)), jnp.ones(2), jnp.ones(2), None)
