@@ -1,16 +1,25 @@
-"""Compiles a jitted step for an H100 on a machine that has none.
+"""Compiles a jitted step for an H100, or for a mesh of them, on a machine that has none.
 
-The result is the real optimized H100 program: its library calls, kernels and memory. It cannot be
-run, so it says nothing of time. Needs `pip install -e ".[h100]"` (no CUDA, no driver) and, in the
-environment, `JAX_PLATFORMS=cpu`, without which JAX looks for the driver.
+    python -m benchmarks.h100            # A GPT training step, as text and as JSON.
+
+The result is the real optimized H100 program, for `jmp_lite.diagnostics.read_program`: its library calls,
+kernels and memory. It cannot be run, so it says nothing of time. Needs `pip install -e ".[h100]"`: no CUDA,
+no driver. On a machine with an NVIDIA GPU the same functions compile for that.
 """
 
-from collections.abc import Callable, Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+HAS_GPU = pathlib.Path("/proc/driver/nvidia/version").exists()
+if not HAS_GPU:
+    # JAX would look for the driver as soon as it finds the plugin, and fail.
+    jax.config.update("jax_platforms", "cpu")
 
 # An H100 SXM as XLA describes it: a GpuTargetConfigProto in text form.
 H100 = """
@@ -52,26 +61,57 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def compile_for_h100(
-    fun: Callable[..., Any], *args: Any, donate_argnums: int | Sequence[int] = ()
-) -> jax.stages.Compiled:
-    """Compiles `jax.jit(fun)` for one H100.
+def gpu_mesh(axes: Mapping[str, int]) -> Mesh:
+    """Returns a mesh of H100s, or of this machine's GPUs if it has any.
 
     Args:
-        fun: a function of arrays.
-        args: pytrees of arrays or `ShapeDtypeStruct`s; only shapes and dtypes count.
-        donate_argnums: as in `jax.jit`.
-
-    Returns:
-        The compiled program, for `.as_text()` and `.memory_analysis()`.
+        axes: names and sizes, such as `{"data": 8}`. In all 1 to 8 devices, or a multiple of 8: eight a host.
 
     Raises:
         RuntimeError: the CUDA plugin of JAX is not installed.
     """
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=H100, topology="1x1x1"
-    )
-    sharding = SingleDeviceSharding(topology.devices[0])
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    count = int(np.prod(list(axes.values())))
+    if HAS_GPU:
+        devices = jax.devices("gpu")[:count]
+    else:
+        hosts, each = (1, count) if count <= 8 else (count // 8, 8)
+        devices = topologies.get_topology_desc(
+            platform="cuda", topology_name="", target_config=H100, topology=f"1x{hosts}x{each}"
+        ).devices
+    shape = tuple(axes.values())
+    return Mesh(np.array(devices).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def compile_for_gpu(
+    fun: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    mesh: Mesh | None = None,
+) -> jax.stages.Compiled:
+    """Compiles `jax.jit(fun)` for an H100, or for this machine's GPU if it has one.
+
+    Args:
+        fun: a function of arrays.
+        args: pytrees of arrays or `ShapeDtypeStruct`s; only shapes, dtypes and shardings count. What has no
+            sharding is whole on every device.
+        donate_argnums: as in `jax.jit`.
+        mesh: of `gpu_mesh`, if it is compiled for more than one device.
+
+    Returns:
+        The compiled program, for `read_program`. For an H100 that is not there no product is autotuned, so
+        that all of them are cuBLAS's.
+
+    Raises:
+        RuntimeError: the CUDA plugin of JAX is not installed.
+    """
+    if mesh is None:
+        whole = SingleDeviceSharding(gpu_mesh({"device": 1}).devices.item())
+    else:
+        whole = NamedSharding(mesh, PartitionSpec())
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        given = x.sharding if mesh is not None and isinstance(x, jax.ShapeDtypeStruct) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=given or whole)
+
     lowered = jax.jit(fun, donate_argnums=donate_argnums).lower(*jax.tree.map(place, args))
-    return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    return lowered.compile(compiler_options={} if HAS_GPU else {"xla_gpu_enable_triton_gemm": False})

@@ -22,8 +22,20 @@ from ._tree import has_dtype, select_tree
 class TracedUpdate:
     """An optimizer's update, to be run in two parts: what tells if the gradients are finite, and the rest."""
 
-    def __init__(self, update: Callable[..., tuple[Any, Any]], updates: Any, state: Any, params: Any) -> None:
+    def __init__(
+        self,
+        update: Callable[..., tuple[Any, Any]],
+        updates: Any,
+        state: Any,
+        params: Any,
+        loss_scale: Any = None,
+    ) -> None:
         """Traces `update(updates, state, params)`, the update function of an optax transform.
+
+        Args:
+            update: the function.
+            updates, state, params: what it takes.
+            loss_scale: the factor, shape `()`, by which it may divide the gradients.
 
         Raises:
             ValueError: the state that it returns has another structure than the one it was given.
@@ -41,6 +53,7 @@ class TracedUpdate:
         variables = (*self._jaxpr.constvars, *self._jaxpr.invars)
         arguments = (*closed.consts, *jax.tree.leaves((updates, state, params)))
         self._values = dict(zip(variables, arguments, strict=True))
+        self._scales = [var for var, value in self._values.items() if value is loss_scale]
         self._done: set[int] = set()
 
     def leaves_finite(self) -> tuple[jax.Array, jax.Array]:
@@ -57,11 +70,7 @@ class TracedUpdate:
             if is_inexact(leaf)
         }
         floating = all(has_dtype(leaves[place], jnp.floating) for place in gradients)
-        known = (
-            find_known_sums(self._jaxpr, list(gradients.values()), self._jaxpr.constvars)
-            if floating
-            else None
-        )
+        known = find_known_sums(self._jaxpr, list(gradients.values()), self._scales) if floating else None
         if known is None:
             flags = leaves_finite(self._updates)
             return flags, flags.all()

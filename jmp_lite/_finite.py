@@ -36,10 +36,11 @@ def leaves_finite(tree: Any) -> jax.Array:
         Booleans in the order of `jax.tree.leaves(tree)`, shape `(number of leaves,)`.
     """
     leaves = jax.tree.leaves(tree)
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for place, leaf in enumerate(leaves):
         if is_inexact(leaf):
-            groups.setdefault(jnp.shape(leaf), []).append(place)
+            kind = jax.typeof(leaf)  # With its sharding, on a mesh whose axes are explicit.
+            groups.setdefault((kind.shape, kind.sharding), []).append(place)
     checked = [part for places in groups.values() for part in _parts(places)]
     flags = [_finite_together([jnp.asarray(leaves[place]) for place in part]) for part in checked]
     order = [place for part in checked for place in part]

@@ -7,13 +7,14 @@ a scan if the use is inside, so that the gradients of many uses are summed in fl
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._casts import reuse_cast
 from ._path import join
 from ._policy import Policy
 from ._tree import cast_leaf
@@ -60,13 +61,21 @@ def has_compute_dtype(module: Any) -> bool:
         return False
 
 
-def lookup_dtype(policy: Policy) -> np.dtype:
-    """The dtype in which an embedding table is read: float32, or wider.
+def look_up(read: Callable[[np.dtype], jax.Array], policy: Policy) -> jax.Array:
+    """Reads rows of an embedding table in half, with gradients that are summed in float32, or wider.
 
-    The gradient of a lookup adds up the gradients of all uses of a row. In half precision the sum
-    stops growing: 256 + 1 is 256 in bfloat16. Rows are cast after they are read.
+    The gradient of a lookup adds up the gradients of all uses of a row. In half precision the sum stops
+    growing: 256 + 1 is 256 in bfloat16. So it takes the way of a lookup in float32, of which nothing else is
+    left in the program: where the table is split over devices, it is gathered in half.
+
+    Args:
+        read: does the lookup in the dtype given.
+        policy: that of the layer.
     """
-    return jnp.promote_types(policy.compute_dtype, jnp.float32)
+    dtype = policy.compute_dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    rows = read(wide)
+    return rows if dtype == wide else reuse_cast(rows, read(dtype))
 
 
 def add_bias(output: jax.Array, bias: Any) -> jax.Array:

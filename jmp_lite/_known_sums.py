@@ -1,7 +1,7 @@
 """Finds sums that an optimizer computes of its gradients and that tell whether they are finite.
 
-A clip by global norm adds up the squares of every gradient. Inf and NaN are contagious: squares, sums and
-multiples of them are inf or NaN again. So where the norm is finite all gradients are, and the check is free.
+A clip by global norm adds up the squares of every gradient. Inf and NaN are contagious: squares and sums of
+them are inf or NaN again. So where the norm is finite all gradients are, and the check is free.
 
 The one difference: gradients beyond 1.8e19 have squares that float32 cannot hold. They are finite and their
 norm is not, and the clip would turn them all into zeros. Such a step counts as non-finite.
@@ -9,10 +9,11 @@ norm is not, and the clip would turn them all into zeros. Such a step counts as 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 # Operations of one operand whose result is inf or NaN wherever the operand is.
@@ -24,9 +25,9 @@ class KnownSums:
     """Scalars in the jaxpr of an optimizer's update.
 
     Attributes:
-        leaves: for each gradient, the variable that is finite only if all of its elements are.
-        total: the variable that is finite only if all elements of all gradients are.
-        needed: the places of the equations that compute them.
+        leaves: for each gradient, a variable that is finite only if all of its elements are.
+        total: the variable that is finite only if all of them are.
+        needed: the places of the equations that compute it, and them on the way.
     """
 
     leaves: tuple[Any, ...]
@@ -34,64 +35,75 @@ class KnownSums:
     needed: tuple[int, ...]
 
 
-def find_known_sums(jaxpr: Any, gradients: Sequence[Any], constants: Sequence[Any]) -> KnownSums | None:
-    """Looks for a sum over each gradient and one over all of them.
+def find_known_sums(jaxpr: Any, gradients: Sequence[Any], scales: Collection[Any] = ()) -> KnownSums | None:
+    """Looks for a sum over all gradients, and in it one over each.
 
     Args:
         jaxpr: of an optimizer's update, open.
         gradients: those of its variables that are gradients of a floating dtype.
-        constants: those that are constants of the update, such as a loss scale.
+        scales: those that are loss scales, finite and above zero.
 
     Returns:
-        The sums, or None if they are not all there.
+        The sums, or None if they are not there.
     """
     # For each variable the gradients whose inf or NaN it shows; none for what is made of numbers alone.
     shows: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in gradients}
-    sums: dict[Any, Any] = {}
-    total = None
     for equation in jaxpr.eqns:
-        shown = _shown(equation, shows, constants)
+        shown = _shown(equation, shows, scales)
         if shown is None:
             continue
-        (out,) = equation.outvars
-        shows[out] = shown
-        if math.prod(out.aval.shape) == 1:
-            if len(shown) == 1:
-                sums.setdefault(next(iter(shown)), out)
-            if total is None and len(shown) == len(gradients):
-                total = out
-    if total is None or len(sums) < len(gradients):
-        return None
-    leaves = tuple(sums[var] for var in gradients)
-    return KnownSums(leaves, total, _needed(jaxpr, {*leaves, total}))
+        (total,) = equation.outvars
+        shows[total] = shown
+        if not gradients or len(shown) < len(gradients) or math.prod(total.aval.shape) != 1:
+            continue
+        needed = _needed(jaxpr, total)
+        sums: dict[Any, Any] = {}
+        for place in needed:
+            for var in jaxpr.eqns[place].outvars:
+                if len(shown := shows.get(var, frozenset())) == math.prod(var.aval.shape) == 1:
+                    sums.setdefault(next(iter(shown)), var)
+        if len(sums) == len(gradients):
+            return KnownSums(tuple(sums[var] for var in gradients), total, needed)
+    return None
 
 
-def _shown(
-    equation: Any, shows: dict[Any, frozenset[Any]], constants: Sequence[Any]
-) -> frozenset[Any] | None:
+def _shown(equation: Any, shows: dict[Any, frozenset[Any]], scales: Collection[Any]) -> frozenset[Any] | None:
     """The gradients whose inf or NaN the result of `equation` shows; None if it may hide or make one."""
-    name, params = equation.primitive.name, equation.params
-    literal = [isinstance(var, Literal) for var in equation.invars]
-    each = [frozenset() if number else shows.get(var) for var, number in zip(equation.invars, literal)]
-    if len(equation.outvars) > 1 or equation.outvars[0].aval.dtype not in (jnp.float32, jnp.float64):
-        return None  # Half precision overflows where float32 does not.
-    if name in _OF_ONE or (name == "integer_pow" and params["y"] > 0):
+    if len(equation.outvars) != 1:
+        return None
+    out = equation.outvars[0].aval
+    if 0 in out.shape or out.dtype not in (jnp.float32, jnp.float64):
+        return None  # Of no elements, or half precision, which overflows where float32 does not.
+    each = [
+        (frozenset() if np.isfinite(var.val).all() else None) if isinstance(var, Literal) else shows.get(var)
+        for var in equation.invars
+    ]
+    name = equation.primitive.name
+    if name in _OF_ONE or (name == "integer_pow" and equation.params["y"] > 0):
         return each[0]
     if name == "add" and each[0] is not None and each[1] is not None:
         return each[0] | each[1]  # Inf and minus inf are NaN.
     if name == "mul" and equation.invars[0] is equation.invars[1]:
         return each[0]
-    if name in ("mul", "div") and (literal[1] or equation.invars[1] in constants):
+    if name in ("mul", "div") and _makes_no_inf(name, equation.invars[1], scales):
         return each[0]
     return None
 
 
-def _needed(jaxpr: Any, wanted: set[Any]) -> tuple[int, ...]:
-    """The places of the equations that compute `wanted`."""
-    places = []
+def _makes_no_inf(name: str, factor: Any, scales: Collection[Any]) -> bool:
+    """Whether a finite number times or divided by `factor` is finite; a loss scale is trusted."""
+    if isinstance(factor, Literal):
+        size = np.abs(factor.val)
+        return bool(0 < size <= 1 if name == "mul" else 1 <= size < np.inf)
+    return any(factor is scale for scale in scales)
+
+
+def _needed(jaxpr: Any, wanted: Any) -> tuple[int, ...]:
+    """The places of the equations that compute the variable `wanted`."""
+    variables, places = {wanted}, []
     for place in reversed(range(len(jaxpr.eqns))):
         equation = jaxpr.eqns[place]
-        if wanted.intersection(equation.outvars):
+        if variables.intersection(equation.outvars):
             places.append(place)
-            wanted |= {var for var in equation.invars if not isinstance(var, Literal)}
+            variables |= {var for var in equation.invars if not isinstance(var, Literal)}
     return tuple(reversed(places))

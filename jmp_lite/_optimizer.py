@@ -67,7 +67,9 @@ def skip_nonfinite(
     leaves the parameters and the state of `inner` bit for bit as they were: moments, counts,
     schedules, weight decay. Such a step is never applied, however many came in a row;
     `raise_if_stuck` tells the host. Nothing branches: donated buffers stay in place. What is checked
-    are the gradients: an update that `inner` makes infinite out of finite ones is applied.
+    are the gradients: an update that `inner` makes infinite out of finite ones is applied. If `inner` adds up
+    the squares of all gradients, as a clip by global norm does, its sum is the check; gradients beyond 1.8e19,
+    whose squares float32 cannot hold, then count as non-finite.
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`, which then drops a non-finite micro-batch
@@ -156,11 +158,12 @@ def _skip_nonfinite(
             )
         paths = _checked_paths(updates, state.leaf_names)
         inner_update = functools.partial(inner.update, **extra_args)
-        traced = TracedUpdate(inner_update, updates, state.inner_state, params)
+        factor = getattr(extra_args.get("loss_scale"), "loss_scale", None)
+        traced = TracedUpdate(inner_update, updates, state.inner_state, params, factor)
         flags, finite = traced.leaves_finite()
         if axis_name is not None:
-            flags = agree(flags, axis_name)
-            finite = flags.all()
+            agreed = agree(jnp.append(flags, finite), axis_name)
+            flags, finite = agreed[:-1], agreed[-1]
         skipped = (~finite).astype(jnp.int32)
         new_updates, new_inner = traced.run(finite)
         # Minus zero is the one number that leaves every parameter as it is: -0.0 + 0.0 is 0.0.

@@ -73,7 +73,7 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
     >>> bool(grads_finite(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2))))
     True
     """
-    return jnp.asarray(unwrap(_skip_state(opt_state, name).leaf_finite)).all(-1)
+    return jnp.asarray(unwrap(_skip_state(opt_state, name).consecutive_skipped_steps)) == 0
 
 
 def skipped_steps(opt_state: Any, name: str | None = None) -> jax.Array:
@@ -149,9 +149,10 @@ def raise_if_stuck(opt_state: Any, max_consecutive_skips: int = 50, name: str | 
         if state.loss_scale is None
         else f" The loss scale is {float(unwrap(state.loss_scale).loss_scale)}."
     )
+    names = f"inf or NaN in the gradients of {', '.join(bad)} ({len(bad)} of {len(flags)} parameters)"
     raise FloatingPointError(
-        f"The last {skips} steps were skipped: inf or NaN in the gradients of {', '.join(bad)} "
-        f"({len(bad)} of {len(flags)} parameters).{scale}\n"
+        f"The last {skips} steps were skipped: "
+        f"{names if bad else 'the squares of the gradients add up to inf'}.{scale}\n"
         "At a small loss scale the cause is the model or the data: an inf or NaN in a batch, a learning "
         "rate too large, log or division of zero, an activation beyond 65504 in float16. Look at the "
         "first of these layers in float32 (jax_debug_nans), or keep it in float32 with a policy rule."

@@ -149,7 +149,7 @@ def _call(
     is_layer = _flax.is_layer(module, nn.Module)
     reads_embedding = is_layer and isinstance(module, nn.Embed) and method == "__call__"
     if _flax.has_compute_dtype(module) and not isinstance(module, _REWRITES_PARAMS):
-        changes["dtype"] = _flax.lookup_dtype(here) if reads_embedding else here.compute_dtype
+        changes["dtype"] = here.compute_dtype
     if not is_layer:
         changes["param"] = _casting_param(module, path, policy)
     elif policy.rules and changes:
@@ -158,12 +158,16 @@ def _call(
     bias = _bias(module) if is_layer and method == "__call__" else None
     if bias is not None:
         changes["use_bias"] = False
-    with _flax.attributes(module, changes):
-        output = call(*args, **kwargs)
+
+    def run(dtype: Any = None) -> Any:
+        with _flax.attributes(module, changes if dtype is None else changes | {"dtype": dtype}):
+            return call(*args, **kwargs)
+
+    if reads_embedding:
+        return _flax.look_up(run, here)
+    output = run()
     if bias is not None:
         output = _flax.add_bias(output, bias)
-    if reads_embedding:
-        return cast_floating(output, here.compute_dtype)
     if isinstance(module, nn.RNNCellBase) and method == "__call__":
         return _flax.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
     return output

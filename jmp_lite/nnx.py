@@ -167,20 +167,20 @@ def _call(module: Any, name: str, method: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = _flax.cast_inputs(cast, is_cell, args, kwargs)
         changes[_PLACE] = dataclasses.replace(place, is_root=False)  # For the calls inside this one.
     reads_embedding = is_layer and isinstance(module, nnx.Embed) and name == "__call__"
-    if reads_embedding:
-        changes["dtype"] = _flax.lookup_dtype(here)
     if not is_layer:
         changes |= {n: _cast_params(value, place, n) for n, value in _own_params(module).items()}
     bias = _bias(module) if is_layer and name == "__call__" else None
     if bias is not None:
         changes |= {"bias": None, "use_bias": False}
-    with _flax.attributes(module, changes):
-        output = method(module, *args, **kwargs)
+
+    def run(dtype: Any = None) -> Any:
+        with _flax.attributes(module, changes if dtype is None else changes | {"dtype": dtype}):
+            return method(module, *args, **kwargs)
+
+    output = _flax.look_up(run, here) if reads_embedding else run()
     if bias is not None:
         output = _flax.add_bias(output, bias)
-    if reads_embedding:
-        output = _cast(output, here.compute_dtype)
-    elif is_cell:
+    if is_cell:
         output = _flax.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
     if not place.is_root:
         return output

@@ -27,6 +27,7 @@ ALLOWED = {
     "_dtypes": set(),
     "_path": set(),
     "_tree": {"_dtypes"},
+    "_casts": set(),
     "_finite": {"_tree"},
     "_known_sums": set(),
     "_policy": {"_dtypes", "_tree", "_path"},
@@ -36,7 +37,7 @@ ALLOWED = {
     "_optimizer_state": {"_tree"},
     "_early_select": {"_finite", "_known_sums", "_tree"},
     "_optimizer": {"_early_select", "_finite", "_loss_scale", "_tree", "_path", "_optimizer_state"},
-    "_flax": {"_policy", "_tree", "_path", "_dtypes"},
+    "_flax": {"_casts", "_policy", "_tree", "_path", "_dtypes"},
     # The states, to register how Flax's serialization writes them.
     "linen": {"_policy", "_tree", "_path", "_flax", "_loss_scale", "_optimizer_state"},
     "nnx": {"_policy", "_tree", "_path", "_flax"},
@@ -46,7 +47,7 @@ ALLOWED = {
     "_autocast.activations": {*autocast("rules", "jaxprs")},
     "_autocast.states": {*autocast("rules", "jaxprs", "activations")},
     "_autocast.plan": {*autocast("rules", "jaxprs", "scopes", "activations", "states")},
-    "_autocast.interpreter": {*autocast("rules", "jaxprs", "states", "plan")},
+    "_autocast.interpreter": {"_casts", *autocast("rules", "jaxprs", "states", "plan")},
     "_autocast.custom_rules": {*autocast("jaxprs", "states", "interpreter")},
     "_autocast.calls": {*autocast("jaxprs", "states", "interpreter", "custom_rules")},
     # `nnx` only within a call that was given an NNX module.
@@ -55,6 +56,10 @@ ALLOWED = {
         *("_dtypes", "_path", "nnx"),
     },
     "_autocast.report": {*autocast("rules", "jaxprs", "states", "api")},
+    "diagnostics._hlo": set(),
+    "diagnostics._products": {"diagnostics._hlo"},
+    "diagnostics._traffic": {"diagnostics._hlo"},
+    "diagnostics._program": {"diagnostics._hlo", "diagnostics._products", "diagnostics._traffic"},
 }
 STANDARD = set(sys.stdlib_module_names)
 THIRD_PARTY = {name: {"jax", "numpy"} for name in ALLOWED}

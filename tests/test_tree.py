@@ -1,4 +1,4 @@
-"""Casting, checking and selecting: which leaves, which bits."""
+"""Casting and selecting: which leaves, which bits."""
 
 import copy
 import dataclasses
@@ -168,67 +168,6 @@ def test_casting_to_no_dtype_is_an_error_even_for_an_empty_tree():
 def test_casting_there_and_back_keeps_what_fits(values, target):
     there = cast_floating(np.asarray(values, np.float16), target)
     assert there.tolist() == values
-
-
-# all_finite
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
-def test_one_bad_element_makes_a_tree_not_finite(dtype, bad):
-    tree = {"a": jnp.ones(3, dtype), "b": [jnp.ones((2, 2), dtype)]}
-    assert bool(jmp_lite.all_finite(tree)) is True
-    assert bool(jmp_lite.all_finite({**tree, "b": [tree["b"][0].at[1, 1].set(bad)]})) is False
-
-
-def test_imaginary_parts_are_looked_at_too():
-    assert not jmp_lite.all_finite(jnp.asarray(complex(0, np.inf), jnp.complex64))
-    assert not jmp_lite.all_finite(complex(0, np.nan))
-
-
-def test_the_answer_is_a_boolean_scalar():
-    for tree in (None, {}, {"a": jnp.ones(3)}, {"a": np.inf}):
-        answer = jmp_lite.all_finite(tree)
-        assert isinstance(answer, jax.Array)
-        assert (answer.shape, answer.dtype) == ((), np.bool_)
-
-
-def test_trees_without_leaves_and_other_leaves_are_finite():
-    assert jmp_lite.all_finite(None)
-    assert jmp_lite.all_finite({})
-    assert jmp_lite.all_finite({**UNTOUCHED, "none": None})
-    assert not jmp_lite.all_finite({**UNTOUCHED, "x": float("inf")})
-    assert not jmp_lite.all_finite({**UNTOUCHED, "x": np.float64("nan")})
-
-
-def test_the_largest_half_is_finite_and_its_double_is_not():
-    largest = jnp.asarray(65504, jnp.float16)
-    assert jmp_lite.all_finite(largest)
-    assert not jmp_lite.all_finite(largest * 2)
-
-
-def test_all_members_of_a_named_axis_agree():
-    x = jnp.ones((8, 2)).at[3, 0].set(np.nan)
-    alone = jax.vmap(jmp_lite.all_finite)(x)
-    agreed = jax.vmap(lambda row: jmp_lite.all_finite(row, axis_name="i"), axis_name="i", out_axes=None)(x)
-    assert alone.tolist() == [True] * 3 + [False] + [True] * 4
-    assert (agreed.shape, bool(agreed)) == ((), False)
-    both = jax.vmap(
-        jax.vmap(lambda v: jmp_lite.all_finite(v, axis_name=("i", "j")), axis_name="j"), axis_name="i"
-    )(x)
-    assert not both.any()
-
-
-def test_all_devices_agree():
-    mesh = Mesh(np.asarray(jax.devices()[:8]), ("data",))
-    check = jax.shard_map(
-        lambda x: jmp_lite.all_finite(x, axis_name="data")[None],
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
-    )
-    assert check(jnp.ones(8)).tolist() == [True] * 8
-    assert check(jnp.ones(8).at[5].set(np.inf)).tolist() == [False] * 8
 
 
 # select_tree

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from .._casts import reuse_cast
 from .jaxprs import (
     bind,
     cast,
@@ -26,22 +26,6 @@ from .jaxprs import (
 from .plan import Planner
 from .rules import BROADCASTS, GATHERS, SCALES, SPREADS, List
 from .states import HALF, Compute, Decision, Kind, Plan, State
-
-
-@jax.custom_jvp
-def reuse_cast(x: jax.Array, cast: jax.Array) -> jax.Array:
-    """Returns `cast`, the half of `x`, in a way that the gradients of all its uses are summed in x's dtype.
-
-    Without it a weight that is cast once and used many times, as in a loop, has its gradients summed in half.
-    """
-    del x
-    return cast
-
-
-@reuse_cast.defjvp
-def _reuse_cast_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    cast = primals[1]
-    return cast, lax.convert_element_type(tangents[0], cast.dtype)
 
 
 class Value:

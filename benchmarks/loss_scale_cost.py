@@ -1,0 +1,311 @@
+"""What a dynamic loss scale costs in the program that an H100 runs, ours beside the others.
+
+    python -m benchmarks.loss_scale_cost                 # All cases, about five minutes on two cores.
+    python -m benchmarks.loss_scale_cost --case adamw --json out/cost.json
+
+Each case is a training step with everything donated: the optimizer alone, fed with scaled gradients, or a
+whole GPT step in float16. `plain` has no scale. Nothing is run: the figures are those of the compiled
+program, from `jmp_lite.diagnostics.read_program`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from flax.training.dynamic_scale import DynamicScale
+
+import jmp_lite
+from benchmarks.gpt import GPT, next_token_loss
+from benchmarks.h100 import compile_for_gpu
+from jmp_lite.diagnostics import read_program
+from jmp_lite.linen import with_policy
+
+Loss = Callable[[Any], jax.Array]
+Arm = tuple[Callable[[Any], Any], Callable[[Loss, Any, Any], tuple[Any, Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One step, compiled.
+
+    Attributes:
+        arm: whose loss scale it is.
+        parameters: how many there are.
+        bytes_moved, kernels, temporary_bytes, aliased_bytes, conditionals, host_syncs: as in `Program`.
+        state_bytes: of parameters and optimizer state, which should all be aliased.
+        compile_seconds: on this machine, for comparison within one run.
+    """
+
+    arm: str
+    parameters: int
+    bytes_moved: int
+    kernels: int
+    temporary_bytes: int
+    aliased_bytes: int
+    state_bytes: int
+    conditionals: int
+    host_syncs: int
+    compile_seconds: float
+
+    @property
+    def bytes_a_parameter(self) -> float:
+        """Bytes read and written for each parameter."""
+        return self.bytes_moved / self.parameters
+
+
+# The arms. Each takes an optimizer and gives its `init` and a step: of a loss, which has the batch in it, and
+# of parameters and state to new ones. The state of the scale is part of the state.
+
+
+def plain(tx: Any) -> Arm:
+    """No loss scale."""
+
+    def step(loss: Loss, params: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(_wide(jax.grad(loss)(params)), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx.init, step
+
+
+def ours(tx: Any) -> Arm:
+    """jmp_lite, as its README says."""
+    tx = jmp_lite.with_loss_scale(tx)
+
+    def step(loss: Loss, params: Any, state: Any) -> tuple[Any, Any]:
+        grads = jmp_lite.grad(loss, jmp_lite.get_loss_scale(state))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx.init, step
+
+
+def deepmind_jmp(tx: Any) -> Arm:
+    """DeepMind's jmp, as its README says; the scale as arrays, since JAX cannot lower jmp's object."""
+
+    def init(params: Any) -> Any:
+        return tx.init(params), (jnp.float32(2.0**15), jnp.int32(0))
+
+    def step(loss: Loss, params: Any, state: Any) -> tuple[Any, Any]:
+        inner, (scale, counter) = state
+        loss_scale = jmp.DynamicLossScale(scale, counter)
+        grads = _wide(jax.grad(lambda params: loss_scale.scale(loss(params)))(params))
+        grads = loss_scale.unscale(grads)
+        updates, new_inner = tx.update(grads, inner, params)
+        new_params = optax.apply_updates(params, updates)
+        finite = jmp.all_finite(grads)
+        params, inner = jmp.select_tree(finite, (new_params, new_inner), (params, inner))
+        adjusted = loss_scale.adjust(finite)
+        return params, (inner, (adjusted.loss_scale, adjusted.counter))
+
+    return init, step
+
+
+def flax_dynamic_scale(tx: Any) -> Arm:
+    """Flax's DynamicScale, as its example does it."""
+
+    def init(params: Any) -> Any:
+        return tx.init(params), DynamicScale(scale=jnp.float32(65536.0))
+
+    def step(loss: Loss, params: Any, state: Any) -> tuple[Any, Any]:
+        inner, dynamic_scale = state
+        dynamic_scale, finite, _, grads = dynamic_scale.value_and_grad(loss)(params)
+        updates, new_inner = tx.update(_wide(grads), inner, params)
+        new_params = optax.apply_updates(params, updates)
+        choose = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+        return choose(new_params, params), (choose(new_inner, inner), dynamic_scale)
+
+    return init, step
+
+
+def optax_apply_if_finite(
+    tx: Any,
+) -> Arm:
+    """optax.apply_if_finite, with a static scale by hand."""
+    tx = optax.apply_if_finite(tx, max_consecutive_errors=10)
+
+    def step(loss: Loss, params: Any, state: Any) -> tuple[Any, Any]:
+        grads = jax.grad(lambda params: loss(params) * 1024.0)(params)
+        grads = jax.tree.map(lambda grad: grad / 1024.0, _wide(grads))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx.init, step
+
+
+ARMS = {
+    "plain": plain,
+    "jmp 0.0.4": deepmind_jmp,
+    "Flax DynamicScale": flax_dynamic_scale,
+    "optax.apply_if_finite": optax_apply_if_finite,
+    "jmp_lite": ours,
+}
+
+
+def _wide(grads: Any) -> Any:
+    return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+
+
+# The cases.
+
+
+def many_leaves() -> Any:
+    """48.8 million parameters in 124 leaves: 62 layers of 1024 x 768 with a bias."""
+    return {f"layer_{i}": {"kernel": _shape(1024, 768), "bias": _shape(768)} for i in range(62)}
+
+
+def small_leaves() -> Any:
+    """1,000 leaves of 64 to 8,192 parameters."""
+    shapes = [(64,), (128, 64), (64, 64), (3, 3, 16, 32)]
+    return {f"leaf_{i}": _shape(*shapes[i % 4]) for i in range(1000)}
+
+
+def _shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+@jax.custom_vjp
+def _with_gradients(params: Any, grads: Any) -> jax.Array:
+    """A loss, float32, that has the given gradients, read in their own dtype."""
+    del params, grads
+    return jnp.float32(0)
+
+
+def _forward(params: Any, grads: Any) -> tuple[jax.Array, Any]:
+    return _with_gradients(params, grads), grads
+
+
+def _backward(grads: Any, cotangent: jax.Array) -> tuple[Any, None]:
+    return jax.tree.map(lambda grad: grad.astype(jnp.float32) * cotangent, grads), None
+
+
+_with_gradients.defvjp(_forward, _backward)
+
+
+def optimizer_case(arm: str, tx: Any, params: Any, grads_dtype: Any) -> Row:
+    """The optimizer alone: it reads gradients of `grads_dtype`."""
+    init, step = ARMS[arm](tx)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grads_dtype), params)
+    run = lambda params, state, grads: step(lambda params: _with_gradients(params, grads), params, state)
+    return measure(arm, run, params, jax.eval_shape(init, params), grads)
+
+
+def gpt_case(arm: str, dtype: Any = jnp.float16, batch: int = 8, length: int = 1024, **sizes: int) -> Row:
+    """A whole training step of a GPT under a policy."""
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    model = with_policy(GPT(**sizes), jmp_lite.Policy(jnp.float32, dtype, jnp.float32))  # type: ignore[arg-type]
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    init, step = ARMS[arm](optax.adamw(3e-4))
+
+    def run(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any]:
+        def loss(params: Any) -> jax.Array:
+            logits: Any = model.apply(params, tokens)
+            return next_token_loss(logits, tokens)
+
+        return step(loss, params, state)
+
+    return measure(arm, run, params, jax.eval_shape(init, params), tokens)
+
+
+def measure(arm: str, step: Callable[..., Any], params: Any, state: Any, *rest: Any) -> Row:
+    """Compiles a step that donates its parameters and state, and reads the program."""
+    began = time.perf_counter()
+    compiled = compile_for_gpu(step, params, state, *rest, donate_argnums=(0, 1))
+    seconds = time.perf_counter() - began
+    program = read_program(compiled)
+    size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return Row(
+        arm=arm,
+        parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+        bytes_moved=program.bytes_moved,
+        kernels=program.kernels,
+        temporary_bytes=program.temporary_bytes,
+        aliased_bytes=program.aliased_bytes,
+        state_bytes=size((params, state)),
+        conditionals=program.conditionals,
+        host_syncs=len(program.host_syncs),
+        compile_seconds=round(seconds, 1),
+    )
+
+
+_CLIP = functools.partial(optax.chain, optax.clip_by_global_norm(1.0))
+CASES: dict[str, tuple[str, Callable[[str], Row]]] = {
+    "adamw": (
+        "AdamW, 48.8M parameters in 124 leaves, float16 gradients",
+        lambda arm: optimizer_case(arm, optax.adamw(3e-4), many_leaves(), jnp.float16),
+    ),
+    "adamw-f32": (
+        "AdamW, the same, float32 gradients",
+        lambda arm: optimizer_case(arm, optax.adamw(3e-4), many_leaves(), jnp.float32),
+    ),
+    "clip": (
+        "AdamW behind a clip by global norm, the same, float16 gradients",
+        lambda arm: optimizer_case(arm, _CLIP(optax.adamw(3e-4)), many_leaves(), jnp.float16),
+    ),
+    "sgd": (
+        "SGD with momentum, the same, float16 gradients",
+        lambda arm: optimizer_case(arm, optax.sgd(0.1, momentum=0.9), many_leaves(), jnp.float16),
+    ),
+    "small": (
+        "AdamW, 1,000 leaves, 4.3M parameters, float16 gradients",
+        lambda arm: optimizer_case(arm, optax.adamw(3e-4), small_leaves(), jnp.float16),
+    ),
+    "gpt": ("A GPT of GPT-2 small's sizes, batch 8 x 1024, float16, AdamW", gpt_case),
+    "gpt-bf16": (
+        "The same in bfloat16, which needs no scale",
+        functools.partial(gpt_case, dtype=jnp.bfloat16),
+    ),
+}
+
+
+def table(title: str, rows: list[Row]) -> str:
+    """One case as text."""
+    names = ("bytes/param", "kernels", "temp MB", "in place", "cond", "syncs", "compile")
+    widths = (12, 9, 9, 10, 6, 6, 9)
+    lines = [title, " " * 22 + "".join(map(str.rjust, names, widths))]
+    for row in rows:
+        in_place = row.aliased_bytes / row.state_bytes
+        lines.append(
+            f"{row.arm:22}{row.bytes_a_parameter:>12.3f}{row.kernels:>9,}{row.temporary_bytes / 1e6:>9.2f}"
+            f"{in_place:>10.1%}{row.conditionals:>6}{row.host_syncs:>6}{row.compile_seconds:>8.1f}s"
+        )
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    """The versions that the figures belong to."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "jmp")}
+
+
+def main() -> None:
+    """Compiles the cases asked for, prints their tables and writes them as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("out/loss_scale_cost.json"))
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {"versions": versions(), "cases": {}}
+    for name in arguments.case:
+        title, case = CASES[name]
+        arms = ["plain"] if name == "gpt-bf16" else list(ARMS)
+        rows = [case(arm) for arm in arms]
+        print(table(title, rows), end="\n\n", flush=True)
+        found["cases"][name] = {"title": title, "rows": [dataclasses.asdict(row) for row in rows]}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(found, indent=1))
+    print(f"{found['versions']}; written to {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""What a compiled program does: its products and their dtypes, kernels, bytes, memory, collectives.
+
+"Do my matrix products run on Tensor Cores?" is answered by the program itself, not by what was asked for.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from ._hlo import Array, Computation, Instruction, Module, parse
+from ._products import Product, operation_of, products_of
+from ._traffic import bytes_of
+
+# What names a buffer or a part of one, or only waits: nothing runs.
+_NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"}
+_NO_KERNEL |= {"add-dependency", "partition-id", "replica-id", "domain"}
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVES += ("collective-broadcast", "ragged-all-to-all")
+_CALLS_BACK = re.compile(r"callback|infeed|outfeed|SendToHost|RecvFromHost", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A communication between devices.
+
+    Attributes:
+        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, ...
+        arrays: what each device puts in.
+        times: how often it runs.
+        operation: the scopes and the operation of JAX that it was made of.
+    """
+
+    kind: str
+    arrays: tuple[Array, ...]
+    times: int
+    operation: str
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes of what is moved, each once."""
+        return tuple(sorted({array.dtype for array in self.arrays}))
+
+    @property
+    def size(self) -> int:
+        """The bytes that each device puts in."""
+        return sum(array.size for array in self.arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What one device runs.
+
+    Attributes:
+        device: the kind of device that it was compiled for.
+        products: the matrix products, convolutions and attentions, in the order of the program.
+        collectives: what is sent between devices.
+        kernels: how many kernels and library calls one run starts, each iteration of a loop counted.
+        bytes_moved: how many bytes they read and write, each once, library calls included.
+        temporary_bytes: memory beside arguments and outputs.
+        argument_bytes, output_bytes: memory of arguments and outputs.
+        aliased_bytes: memory of outputs that are written over donated arguments.
+        conditionals: how many conditionals it has. Both branches are counted in what is above.
+        host_syncs: why the host must wait for the device within a run: conditionals, loops whose length the
+            device decides (counted as one iteration above), callbacks.
+    """
+
+    device: str
+    products: tuple[Product, ...]
+    collectives: tuple[Collective, ...]
+    kernels: int
+    bytes_moved: int
+    temporary_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    aliased_bytes: int
+    conditionals: int
+    host_syncs: tuple[str, ...]
+
+    @property
+    def tensor_core_share(self) -> float:
+        """The share of the products' FLOPs on Tensor Cores in 16 bits or less; 1 if there are none."""
+        flops = [
+            (each.flops * each.times, each.on_tensor_cores and each.arithmetic != "tf32")
+            for each in self.products
+        ]
+        total = sum(count for count, _ in flops)
+        return sum(count for count, half in flops if half) / total if total else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as what `json.dump` takes."""
+        data = dataclasses.asdict(self)
+        for product, row in zip(self.products, data["products"]):
+            row["operands"], row["result"] = list(map(str, product.operands)), str(product.result)
+        for collective, row in zip(self.collectives, data["collectives"]):
+            row["arrays"] = list(map(str, collective.arrays))
+        return data | {"tensor_core_share": self.tensor_core_share}
+
+    def __str__(self) -> str:
+        """Returns a table of the products, then the totals."""
+        return "\n".join(_lines(self))
+
+
+def read_program(compiled: Any) -> Program:
+    """Reads what a compiled step does.
+
+    Args:
+        compiled: what `jax.jit(step).lower(*args).compile()` returned, for any device. For a GPU that is not
+            there, see `benchmarks/h100.py`.
+
+    Returns:
+        The products with their dtypes, kernels, bytes, memory, conditionals and collectives of one run on one
+        device. `print` it for a table.
+
+    Raises:
+        TypeError: `compiled` is not compiled.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((8, 8), jnp.bfloat16)
+    >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
+    >>> [product.kind for product in program.products]
+    ['gemm']
+    """
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise TypeError(
+            f"read_program reads what was compiled, got {type(compiled).__name__}. Give "
+            "jax.jit(step).lower(*args).compile()."
+        )
+    device = _device(compiled)
+    module = parse(compiled.as_text() or "")
+    memory = compiled.memory_analysis()
+    size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
+    products, collectives, syncs = [], [], []
+    kernels = moved = conditionals = 0
+    for each, computation, times in _executed(module, module.entry, 1):
+        products += products_of(each, computation, module, times, device.platform)
+        kind = next((kind for kind in _COLLECTIVES if each.opcode in (kind, f"{kind}-start")), None)
+        conditionals += each.opcode == "conditional"
+        syncs += _syncs(each)
+        if kind:
+            arrays = tuple(array for operand in computation.operands(each) for array in operand.arrays)
+            collectives.append(Collective(kind, arrays, times, operation_of(each)))
+        elif _runs(each):
+            kernels += times
+            moved += times * bytes_of(each, computation, module)
+    return Program(
+        device=device.device_kind,
+        products=tuple(products),
+        collectives=tuple(collectives),
+        kernels=kernels,
+        bytes_moved=moved,
+        temporary_bytes=size("temp"),
+        argument_bytes=size("argument"),
+        output_bytes=size("output"),
+        aliased_bytes=size("alias"),
+        conditionals=conditionals,
+        host_syncs=tuple(syncs),
+    )
+
+
+def _device(compiled: Any) -> Any:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return min(shardings[0].device_set, key=lambda device: device.id) if shardings else jax.devices()[0]
+
+
+def _executed(
+    module: Module, computation: Computation, times: int
+) -> Iterator[tuple[Instruction, Computation, int]]:
+    """Yields what runs, with its computation and how often; not what is fused into a kernel."""
+    for each in computation:
+        yield each, computation, times
+        names = each.called(
+            "body", "condition", "true_computation", "false_computation", "branch_computations"
+        )
+        if each.opcode in ("call", "async-start"):
+            names += each.called("to_apply", "calls")
+        for name in names:
+            yield from _executed(module, module.computations[name], times * (_trips(each) or 1))
+
+
+def _trips(instruction: Instruction) -> int | None:
+    """How many iterations a loop has, None if the device decides; of what is no loop, 1."""
+    if instruction.opcode != "while":
+        return 1
+    known = instruction.backend_config.get("known_trip_count")
+    return int(known["n"]) if known else None
+
+
+def _runs(instruction: Instruction) -> bool:
+    """Whether it is a kernel or a library call, and no collective."""
+    opcode = instruction.opcode
+    if opcode in _NO_KERNEL or opcode in ("while", "conditional", "call", "async-start"):
+        return False
+    return not opcode.endswith(("-done", "-update"))
+
+
+def _syncs(instruction: Instruction) -> list[str]:
+    if instruction.opcode == "conditional":
+        return ["conditional"]
+    if instruction.opcode == "while" and _trips(instruction) is None:
+        return ["while, of a length that the device decides"]
+    name = instruction.target or instruction.opcode
+    return [name] if _CALLS_BACK.search(name) else []
+
+
+# The text.
+
+
+def _lines(program: Program) -> Iterator[str]:
+    rows: dict[tuple[str, ...], list[Product]] = {}
+    for product in program.products:
+        inputs = " x ".join(array.dtype for array in product.operands)
+        key = (product.kind, inputs, product.arithmetic, product.accumulation, product.result.dtype)
+        rows.setdefault(key, []).append(product)
+    yield f"{'runs':>6}  {'product':12}{'operands':16}{'multiplies':12}{'adds in':9}{'result':8}{'GFLOP':>10}"
+    for (kind, inputs, arithmetic, accumulation, result), products in rows.items():
+        flops = sum(product.flops * product.times for product in products) / 1e9
+        runs = sum(product.times for product in products)
+        yield f"{runs:>6}  {kind:12}{inputs:16}{arithmetic:12}{accumulation:9}{result:8}{flops:>10,.1f}"
+    others = [each for each in program.products if each.arithmetic in ("f32", "tf32", "f64")]
+    if others and len(others) < len(program.products):
+        yield "in float32:"
+        yield from (f"    {each.operation}  {' x '.join(map(str, each.operands))}" for each in others[:8])
+        yield from [f"    and {len(others) - 8} more"] * (len(others) > 8)
+    share = f"{program.tensor_core_share:.1%}"
+    yield f"on {program.device}: {share} of the products' FLOPs in 16 bits on Tensor Cores"
+    yield f"{program.kernels:,} kernels and library calls, {_megabytes(program.bytes_moved)} read and written"
+    yield (
+        f"memory: {_megabytes(program.argument_bytes)} arguments, {_megabytes(program.output_bytes)} outputs "
+        f"({_megabytes(program.aliased_bytes)} in place), {_megabytes(program.temporary_bytes)} temporary"
+    )
+    syncs = f"{len(program.host_syncs)} host syncs {', '.join(program.host_syncs)}"
+    yield f"{program.conditionals} conditionals, {syncs}".rstrip()
+    for each in program.collectives:
+        yield f"{each.times:>6}  {each.kind} of {_megabytes(each.size)} in {', '.join(each.dtypes)}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.2f} MB"
