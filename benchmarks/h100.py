@@ -1,7 +1,5 @@
 """Compiles a jitted step for an H100, or for a mesh of them, on a machine that has none.
 
-    python -m benchmarks.h100            # A GPT training step, as text and as JSON.
-
 The result is the real optimized H100 program, for `jmp_lite.diagnostics.read_program`: its library calls,
 kernels and memory. It cannot be run, so it says nothing of time. Needs `pip install -e ".[h100]"`: no CUDA,
 no driver. On a machine with an NVIDIA GPU the same functions compile for that.

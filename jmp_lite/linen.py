@@ -14,33 +14,39 @@ import jax
 from flax import serialization
 
 from . import _flax
+from ._dtypes import DTypeLike
 from ._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ._optimizer_state import SkipNonfiniteState
 from ._path import join
 from ._policy import Policy
 from ._tree import cast_floating, replace_leaves
+from ._wide_gradients import parse_reduce_dtype, wide_gradients
 
 # The outer half of a lifted transform, whose inner module comes next; and what looks an attribute up.
 _CASTS_NOTHING = ("<lambda>", "__getattr__")
 # Modules that rewrite the parameters of a layer: they must see them unrounded. The layer casts.
 _REWRITES_PARAMS = (nn.WeightNorm, nn.SpectralNorm)
+_PRODUCTS = (nn.Dense, nn.DenseGeneral)
 _BIASED = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal, nn.ConvTranspose)
 
 
-def with_policy(module: nn.Module, policy: Policy) -> "WithPolicy":
+def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> "WithPolicy":
     """Returns `module` under a policy.
 
     The inputs and the parameters are cast to the compute dtype, each parameter where it is used; the
     outputs to the output dtype. Parameters keep their paths, so checkpoints of the plain module fit,
     and `init` gives them in the parameter dtype. Normalisation statistics are computed in float32,
-    batch statistics and other collections keep their dtype, embedding rows are read in float32 and
-    then cast, a recurrent carry keeps its dtype.
+    batch statistics and other collections keep their dtype, and so does a recurrent carry. Gradients of
+    biases and of embeddings, which are sums, are summed in float32.
 
     Args:
         module: any Linen module; it is not changed. The policy wins over a `dtype` that a layer was
             given: to keep a layer in float32, write a rule.
         policy: its rules name modules, or single parameters of modules that users write. `head`
             covers all that lies in `head`.
+        reduce_dtype: in what the gradients of the weights of `Dense` and `DenseGeneral` leave their
+            products, to be summed over devices: float32, or None for the compute dtype, of half the
+            bytes. Float32 has no forward-mode derivative (`jax.jvp`).
 
     Returns:
         A module with the parameter tree of `module`. Its methods and attributes can be reached, as in
@@ -48,8 +54,8 @@ def with_policy(module: nn.Module, policy: Policy) -> "WithPolicy":
 
     Raises:
         TypeError: `module` is no Linen module, or `policy` no policy.
-        ValueError: when called, a rule matches no parameter (the nearest paths are named), or names
-            one parameter of a layer that computes in one dtype.
+        ValueError: `reduce_dtype` is another dtype; when called, a rule matches no parameter (the
+            nearest paths are named), or names one parameter of a layer that computes in one dtype.
 
     >>> import jax.numpy as jnp
     >>> from jmp_lite import get_policy
@@ -62,7 +68,7 @@ def with_policy(module: nn.Module, policy: Policy) -> "WithPolicy":
         raise TypeError(f"linen.with_policy takes a flax.linen.Module, got {type(module).__name__}.")
     if not isinstance(policy, Policy):
         raise TypeError(f"linen.with_policy takes a jmp.Policy, got {policy!r}. See jmp.get_policy.")
-    return WithPolicy(_Plain(module), policy)
+    return WithPolicy(_Plain(module), policy, parse_reduce_dtype(reduce_dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +84,12 @@ class WithPolicy(nn.Module):
     Attributes:
         plain: the plain module.
         policy: the policy.
+        reduce_dtype: in what weight gradients are summed over devices, if not in the compute dtype.
     """
 
     plain: _Plain
     policy: Policy
+    reduce_dtype: Any = None
 
     def setup(self) -> None:
         # A module made in a compact method is bound already, under its own name. Any other takes
@@ -125,7 +133,7 @@ class WithPolicy(nn.Module):
             if context.method_name in _CASTS_NOTHING or isinstance(context.module, WithPolicy):
                 return call(*args, **kwargs)
             path = "/".join(context.module.path[len(root) :])
-            return _call(context.module, context.method_name, path, self.policy, call, args, kwargs)
+            return _call(context.module, context.method_name, path, self, call, args, kwargs)
 
         with nn.intercept_methods(interceptor):
             output = getattr(module, method)(*args, **kwargs)
@@ -141,9 +149,10 @@ class WithPolicy(nn.Module):
 
 
 def _call(
-    module: nn.Module, method: str, path: str, policy: Policy, call: Any, args: Any, kwargs: Any
+    module: nn.Module, method: str, path: str, settings: WithPolicy, call: Any, args: Any, kwargs: Any
 ) -> Any:
     """Calls one method of one module in the compute dtype that the policy gives it."""
+    policy = settings.policy
     here = policy.at(path)
     changes: dict[str, Any] = {}
     is_layer = _flax.is_layer(module, nn.Module)
@@ -158,6 +167,8 @@ def _call(
     bias = _bias(module) if is_layer and method == "__call__" else None
     if bias is not None:
         changes["use_bias"] = False
+    if isinstance(module, _PRODUCTS) and (bias is not None or not module.use_bias):
+        changes |= wide_gradients(module, here.compute_dtype, settings.reduce_dtype)
 
     def run(dtype: Any = None) -> Any:
         with _flax.attributes(module, changes if dtype is None else changes | {"dtype": dtype}):

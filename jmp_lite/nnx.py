@@ -9,14 +9,17 @@ import jax
 from flax import nnx
 
 from . import _flax
+from ._dtypes import DTypeLike
 from ._path import argument_names, join, path_name
 from ._policy import Policy
 from ._tree import cast_leaf
+from ._wide_gradients import parse_reduce_dtype, wide_gradients
 
 M = TypeVar("M", bound=nnx.Module)
 T = TypeVar("T")
 
 _NORMALISATION = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
+_PRODUCTS = (nnx.Linear, nnx.LinearGeneral)
 _BIASED = (nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose)
 # Modules that rewrite the parameters of a layer: they must see them unrounded. The layer casts.
 _REWRITES_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)
@@ -25,24 +28,25 @@ _PLACE = "_jmp_lite_place"
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where in a model a module stands, and under which policy."""
+    """Where in a model a module stands, under which policy, and in what weight gradients are summed."""
 
     policy: Policy
     path: str
     is_root: bool
+    reduce_dtype: Any
 
     def at(self, name: str) -> Policy:
         return self.policy.at(join(self.path, name))
 
 
-def with_policy(model: M, policy: Policy) -> M:
+def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> M:
     """Returns a copy of `model` that runs under a policy.
 
     The inputs and the parameters are cast to the compute dtype, each parameter where it is used; the
     outputs to the output dtype. `nnx.state` of the copy has the paths of the original, with the
     parameters in the parameter dtype, so checkpoints of the plain model fit. Normalisation statistics
-    are computed in float32, batch statistics and all other variables keep their dtype, embedding rows
-    are read in float32 and then cast, a recurrent carry keeps its dtype.
+    are computed in float32, batch statistics and all other variables keep their dtype, and so does a
+    recurrent carry. Gradients of biases and of embeddings, which are sums, are summed in float32.
 
     Args:
         model: any NNX module; it is not changed. The copy shares its arrays, so a step that donates
@@ -50,6 +54,9 @@ def with_policy(model: M, policy: Policy) -> M:
             to keep a layer in float32, write a rule.
         policy: its rules name modules, or single parameters of modules that users write. `head`
             covers all that lies in `head`.
+        reduce_dtype: in what the gradients of the weights of `Linear` and `LinearGeneral` leave their
+            products, to be summed over devices: float32, or None for the compute dtype, of half the
+            bytes. Float32 has no forward-mode derivative (`jax.jvp`).
 
     Returns:
         A module whose class is a subclass of the model's. All public methods run under the policy. What a
@@ -58,8 +65,9 @@ def with_policy(model: M, policy: Policy) -> M:
 
     Raises:
         TypeError: `model` is no NNX module, or `policy` no policy.
-        ValueError: a rule matches no parameter (the nearest paths are named), or names one parameter
-            of a layer that computes in one dtype; or the model is under a policy already.
+        ValueError: `reduce_dtype` is another dtype; a rule matches no parameter (the nearest paths are
+            named), or names one parameter of a layer that computes in one dtype; or the model is under a
+            policy already.
 
     >>> import jax.numpy as jnp
     >>> from jmp_lite import get_policy
@@ -74,6 +82,7 @@ def with_policy(model: M, policy: Policy) -> M:
         raise TypeError(f"nnx.with_policy takes a jmp.Policy, got {policy!r}. See jmp.get_policy.")
     if hasattr(model, _PLACE):
         raise ValueError("The model is under a policy already. Give the plain model to nnx.with_policy.")
+    reduce_dtype = parse_reduce_dtype(reduce_dtype)
     model = nnx.clone(model)
     params = nnx.as_pure(nnx.state(model, nnx.Param))
     policy.check_rules(params)
@@ -87,7 +96,7 @@ def with_policy(model: M, policy: Policy) -> M:
                 "nnx.bridge.ToNNX(jmp_lite.linen.with_policy(module, policy))."
             )
         if not f"{path}/".startswith(tuple(settled)):  # The innermost policy wins.
-            _place(module, _Place(policy, path, is_root=module is model))
+            _place(module, _Place(policy, path, module is model, reduce_dtype))
     return model
 
 
@@ -172,6 +181,8 @@ def _call(module: Any, name: str, method: Any, args: Any, kwargs: Any) -> Any:
     bias = _bias(module) if is_layer and name == "__call__" else None
     if bias is not None:
         changes |= {"bias": None, "use_bias": False}
+    if isinstance(module, _PRODUCTS) and name == "__call__" and (bias is not None or module.bias is None):
+        changes |= wide_gradients(module, here.compute_dtype, place.reduce_dtype)
 
     def run(dtype: Any = None) -> Any:
         with _flax.attributes(module, changes if dtype is None else changes | {"dtype": dtype}):

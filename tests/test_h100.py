@@ -3,17 +3,19 @@
 The figures are read off programs compiled here and now: a test fails when one gets worse.
 """
 
+import functools
 import importlib.util
+import math
 import re
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 
 import jmp_lite as jmp
 from jmp_lite.linen import with_policy
@@ -22,13 +24,12 @@ if importlib.util.find_spec("jax_cuda13_plugin") is None:
     pytest.skip('needs pip install -e ".[h100]"', allow_module_level=True)
 
 from benchmarks import loss_scale_cost
-from benchmarks.gpt import GPT, next_token_loss
+from benchmarks.gpt import GPT
 from benchmarks.h100 import HAS_GPU, compile_for_gpu, gpu_mesh
+from benchmarks.step import gpt_loss, moved, training_step
 from jmp_lite.diagnostics import read_program
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="on a GPU the program is another one")
-
-F16 = jmp.get_policy("params=float32,compute=float16,output=float32")
 
 
 def assert_in_place(row, leaves):
@@ -141,50 +142,33 @@ def test_with_policy_sums_bias_gradients_in_float32_at_no_cost():
 
 
 TOKENS = jax.ShapeDtypeStruct((8, 256), jnp.int32)
+TOKENS_OF_ZERO = np.zeros((8, 256), np.int32)
 SMALL = GPT(vocabulary=2048, width=256, layers=3)
 
 
-def loss_of(apply):
-    return lambda params, tokens: next_token_loss(apply(params, tokens), tokens)
-
-
-def by_hand(policy):
-    """The model with its parameters cast before use and its logits after, as every guide has it."""
-    return loss_of(
-        lambda params, tokens: policy.cast_to_output(SMALL.apply(policy.cast_to_compute(params), tokens))
-    )
+@pytest.fixture(scope="module")
+def params():
+    return jax.eval_shape(SMALL.init, jax.random.key(0), TOKENS)
 
 
 @pytest.fixture(scope="module")
-def programs():
+def programs(params):
     """The gradients of a GPT by several ways, each compiled once for all tests that read it."""
-    params = jax.eval_shape(SMALL.init, jax.random.key(0), TOKENS)
-    made = {}
-
-    def program(way, dtype=jnp.float16):
-        policy = jmp.Policy(jnp.float32, dtype, jnp.float32)
-        ways = {
-            "float32": lambda: loss_of(SMALL.apply),
-            "by hand": lambda: by_hand(policy),
-            "policy": lambda: loss_of(with_policy(SMALL, policy).apply),
-            "autocast": lambda: jmp.autocast(loss_of(SMALL.apply), dtype),
-        }
-        if (way, dtype) not in made:
-            made[way, dtype] = read_program(compile_for_gpu(jax.value_and_grad(ways[way]()), params, TOKENS))
-        return made[way, dtype]
-
-    return program
+    return functools.cache(
+        lambda casts, dtype: read_program(
+            compile_for_gpu(jax.value_and_grad(gpt_loss(SMALL, casts, dtype)), params, TOKENS)
+        )
+    )
 
 
-PRODUCTS = (
-    3 * (4 + 2) * 3 + 3
-)  # Forward and two backward of each of six products in three blocks, and of the head.
+# Forward and two backward: six in each of three blocks, and the head.
+PRODUCTS = 3 * (3 * 6 + 1)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("way", ["policy", "autocast"])
 def test_every_gemm_takes_half_as_with_casts_by_hand_and_no_more_bytes_are_moved(programs, way, dtype):
-    full, hand, ours = (programs(each, dtype) for each in ("float32", "by hand", way))
+    full, hand, ours = (programs(each, dtype) for each in ("none", "by hand", way))
     assert len(ours.products) == len(hand.products) == len(full.products) == PRODUCTS
     half = "bf16" if dtype == jnp.bfloat16 else "f16"
     assert {array.dtype for product in ours.products for array in product.operands} == {half}
@@ -196,76 +180,89 @@ def test_every_gemm_takes_half_as_with_casts_by_hand_and_no_more_bytes_are_moved
     assert ours.temporary_bytes <= 1.01 * hand.temporary_bytes < full.temporary_bytes
 
 
+@pytest.mark.parametrize("way", ["policy", "autocast"])
+def test_no_float32_activation_is_saved_that_casts_by_hand_would_not_save(params, way):
+    def saved(casts):
+        """The float32 activations, batch x sequence x features, kept for the backward pass; bytes of all."""
+        loss = gpt_loss(SMALL, casts, jnp.float16)
+        _, pull_back = jax.eval_shape(lambda p: jax.vjp(lambda p: loss(p, TOKENS_OF_ZERO), p), params)
+        arrays = [x for x in jax.tree.leaves(pull_back) if math.prod(x.shape) >= 8 * 256 * 256]
+        wide = [x for x in arrays if x.dtype == jnp.float32]
+        return len(wide), sum(x.size * x.dtype.itemsize for x in arrays)
+
+    (hand, hand_bytes), (ours, our_bytes) = saved("by hand"), saved(way)
+    assert ours <= hand
+    assert our_bytes <= 1.01 * hand_bytes
+    assert hand_bytes < 0.9 * saved("none")[1]
+
+
+def test_each_weight_is_cast_once_a_step(params):
+    loss = gpt_loss(SMALL, "policy", jnp.float16)
+    closed = jax.make_jaxpr(jax.value_and_grad(loss))(params, TOKENS_OF_ZERO)
+    casts = [
+        each.invars[0].aval.shape
+        for each in equations(closed)
+        if each.primitive.name == "convert_element_type"
+        and each.params["new_dtype"] == jnp.float16
+        and each.invars[0].aval.dtype == jnp.float32
+    ]
+    weights = [x.shape for x in jax.tree.leaves(params) if len(x.shape) == 2]
+    for shape in set(weights):
+        assert casts.count(shape) == weights.count(shape), shape
+
+
 # Many devices.
 
 
-def split(x, mesh):
-    """Fully sharded: the longest axis of what is not tiny, split over all devices."""
-    axis = max(range(len(x.shape)), key=lambda axis: x.shape[axis], default=None)
-    count = mesh.devices.size
-    fits = axis is not None and x.size >= 2**14 and x.shape[axis] % count == 0
-    return P(*(None,) * axis, "data") if fits else P()
+@functools.cache
+def sharded(devices, full, reduce_dtype=None):
+    """A training step of a GPT, two sequences a device, and the shapes of its parameters."""
+    model = GPT(vocabulary=2048, width=256, layers=2)
+    loss = gpt_loss(model, "policy", jnp.float16, reduce_dtype)
+    return training_step(model, loss, 2 * devices, 128, gpu_mesh({"data": devices}), full)
 
 
-def sharded_program(devices, fully, policy=F16, **settings):
-    """A loss-scaled AdamW step of a GPT, the batch split over the devices, two sequences for each."""
-    mesh = gpu_mesh({"data": devices})
-    place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-    tokens = place(jax.ShapeDtypeStruct((2 * devices, 128), jnp.int32), P("data"))
-    plain = GPT(vocabulary=2048, width=256, layers=2)
-    model = with_policy(plain, policy, **settings)
-    tx = jmp.with_loss_scale(optax.adamw(1e-3))
-    params = jax.eval_shape(plain.init, jax.random.key(0), tokens)
-    state = (params, jax.eval_shape(tx.init, params))
-    if fully:
-        state = jax.tree.map(lambda x: place(x, split(x, mesh)), state)
+def sizes(params):
+    """How many parameters there are, and of how many `with_policy` sums the gradients in float32.
 
-    def step(params, opt_state, tokens):
-        loss_scale = jmp.get_loss_scale(opt_state)
-        loss, grads = jmp.value_and_grad(loss_of(model.apply), loss_scale)(params, tokens)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    return read_program(compile_for_gpu(step, *state, tokens, donate_argnums=(0, 1), mesh=mesh)), params
-
-
-def moved(program, *kinds):
-    """The bytes that a device sends by collectives of some kinds, by dtype."""
-    found = {}
-    for each in program.collectives:
-        for array in each.arrays:
-            if each.kind in kinds:
-                found[array.dtype] = found.get(array.dtype, 0) + array.size
-    return found
-
-
-def summed_in_float32(params):
-    """The parameters whose gradients `with_policy` sums in float32: all vectors and the embedding."""
+    Those are vectors and the embedding; the positions are the model's own, and summed in half.
+    """
     inside = params["params"]
     sums = (inside["Embed_0"], [x for x in jax.tree.leaves(inside) if len(x.shape) == 1])
-    return sum(x.size for x in jax.tree.leaves(sums))
+    return tuple(sum(x.size for x in jax.tree.leaves(tree)) for tree in (params, sums))
 
 
 @pytest.mark.parametrize("devices", [8, 256])
 def test_fully_sharded_gathers_and_reduces_move_half(devices):
-    program, params = sharded_program(devices, fully=True)
-    total = sum(x.size for x in jax.tree.leaves(params))
+    program, params = sharded(devices, full=True)
+    total, sums = sizes(params)
     gathered = moved(program, "all-gather")
-    assert gathered.get("f16", 0) >= 0.9 * 2 * total / devices
-    assert gathered.get("f32", 0) == 0
+    assert set(gathered) == {"f16"}
+    assert gathered["f16"] >= 0.9 * 2 * total / devices
     reduced = moved(program, "reduce-scatter", "all-reduce")
-    assert reduced["f16"] == pytest.approx(2 * (total - summed_in_float32(params)), rel=0.01)
-    assert reduced["f32"] <= 4 * summed_in_float32(params) + 1024
-    # The flags of all leaves, once.
+    assert reduced["f16"] == pytest.approx(2 * (total - sums), rel=0.01)
+    assert reduced["f32"] <= 4 * sums + 1024
+    # The flags of the leaves, once.
     assert len([each for each in program.collectives if "pred" in each.dtypes]) == 1
     assert reduced["pred"] <= 4096
 
 
 def test_data_parallel_gradients_are_reduced_in_half_and_the_check_needs_no_collective():
-    program, params = sharded_program(8, fully=False)
-    reduced = moved(program, "all-reduce")
-    total = sum(x.size for x in jax.tree.leaves(params))
+    program, params = sharded(8, full=False)
+    total, sums = sizes(params)
     assert {each.kind for each in program.collectives} == {"all-reduce"}
-    assert reduced["f16"] == pytest.approx(2 * (total - summed_in_float32(params)), rel=0.01)
-    assert reduced["f32"] <= 4 * summed_in_float32(params) + 1024
+    reduced = moved(program, "all-reduce")
+    assert reduced["f16"] == pytest.approx(2 * (total - sums), rel=0.01)
+    assert reduced["f32"] <= 4 * sums + 1024
     assert set(reduced) == {"f16", "f32"}  # Every device has all gradients and sees the same.
+
+
+def test_gradients_are_reduced_in_float32_on_request_by_products_of_half_operands():
+    program, params = sharded(8, full=True, reduce_dtype="float32")
+    total, _ = sizes(params)
+    positions = params["params"]["positions"].size
+    assert set(moved(program, "all-gather")) == {"f16"}
+    reduced = moved(program, "reduce-scatter", "all-reduce")
+    assert reduced["f16"] == 2 * positions
+    assert reduced["f32"] == pytest.approx(4 * (total - positions), rel=0.01)
+    assert program.tensor_core_share == 1

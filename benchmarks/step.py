@@ -1,0 +1,154 @@
+"""What a GPT training step does in the program that an H100 runs, or a mesh of them.
+
+    python -m benchmarks.step                                  # Every way to half precision, side by side.
+    python -m benchmarks.step --casts policy --report          # One of them, with every product.
+    python -m benchmarks.step --devices 8 --sharding full      # Fully sharded (FSDP) over a host.
+    python -m benchmarks.step --devices 256 --sharding data --reduce-dtype float32
+
+The step is loss, gradients, loss scale and AdamW, donated. `by hand` casts parameters and logits; `policy` is
+`jmp_lite.linen.with_policy`. Nothing is run: the figures are those of the compiled program.
+"""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jmp_lite as jmp
+from benchmarks.gpt import GPT, next_token_loss
+from benchmarks.h100 import compile_for_gpu, gpu_mesh
+from jmp_lite.diagnostics import Program, read_program
+from jmp_lite.linen import with_policy
+
+CASTS = ("none", "by hand", "policy", "autocast")
+Loss = Callable[[Any, jax.Array], jax.Array]
+
+
+def gpt_loss(model: GPT, casts: str, dtype: Any, reduce_dtype: Any = None) -> Loss:
+    """Returns the loss, of parameters and tokens, of a GPT whose products take `dtype`.
+
+    Args:
+        model: the GPT, in float32.
+        casts: one of `CASTS`: who brings the half precision in.
+        dtype: the half dtype.
+        reduce_dtype: for `policy`, as in `with_policy`.
+    """
+    policy = jmp.Policy(jnp.float32, dtype, jnp.float32)
+
+    def loss_of(apply: Callable[..., Any]) -> Loss:
+        return lambda params, tokens: next_token_loss(apply(params, tokens), tokens)
+
+    if casts == "by hand":
+        apply: Any = model.apply
+        return loss_of(lambda p, tokens: policy.cast_to_output(apply(policy.cast_to_compute(p), tokens)))
+    if casts == "policy":
+        return loss_of(with_policy(model, policy, reduce_dtype=reduce_dtype).apply)
+    return jmp.autocast(loss_of(model.apply), dtype) if casts == "autocast" else loss_of(model.apply)
+
+
+def fully_sharded(x: jax.ShapeDtypeStruct, devices: int) -> PartitionSpec:
+    """Splits the longest axis of what is not tiny over all devices."""
+    axis = max(range(len(x.shape)), key=lambda axis: x.shape[axis], default=0)
+    fits = x.size >= 2**14 and x.shape[axis] % devices == 0
+    return PartitionSpec(*(None,) * axis, "data") if fits else PartitionSpec()
+
+
+def training_step(
+    model: GPT, loss: Loss, batch: int, length: int, mesh: Mesh | None = None, full: bool = False
+) -> tuple[Program, Any]:
+    """Compiles a loss-scaled AdamW step and reads the program.
+
+    Args:
+        model: the GPT, for its parameters.
+        loss: of `gpt_loss`.
+        batch, length: of the tokens, on all devices together.
+        mesh: with an axis `data`, over which the batch is split; None for one device.
+        full: whether parameters and optimizer state are split too.
+
+    Returns:
+        The program and the shapes of the parameters.
+    """
+    tx = jmp.with_loss_scale(optax.adamw(3e-4))
+    tokens: Any = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    state = (params, jax.eval_shape(tx.init, params))
+    if mesh is not None:
+        on_mesh = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        tokens = on_mesh(tokens, PartitionSpec("data"))
+        if full:
+            state = jax.tree.map(lambda x: on_mesh(x, fully_sharded(x, mesh.devices.size)), state)
+
+    def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        value, grads = jmp.value_and_grad(loss, jmp.get_loss_scale(opt_state))(params, tokens)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return read_program(compile_for_gpu(step, *state, tokens, donate_argnums=(0, 1), mesh=mesh)), params
+
+
+def moved(program: Program, *kinds: str) -> dict[str, int]:
+    """Returns the bytes that a device puts into collectives of some kinds, by dtype."""
+    found: dict[str, int] = {}
+    for collective in program.collectives:
+        for array in collective.arrays if collective.kind in kinds else ():
+            found[array.dtype] = found.get(array.dtype, 0) + array.size * collective.times
+    return found
+
+
+def row(casts: str, program: Program) -> str:
+    """One line of the table."""
+    gemms = sum(product.times for product in program.products)
+    collectives = "".join(
+        f"  {kind} {size / 1e6:.2f} MB {dtype}"
+        for kind in dict.fromkeys(each.kind for each in program.collectives)
+        for dtype, size in moved(program, kind).items()
+    )
+    return (
+        f"{casts:10}{gemms:>9}{program.tensor_core_share:>8.1%}{program.kernels:>9,}"
+        f"{program.bytes_moved / 1e6:>12,.0f}{program.temporary_bytes / 1e6:>10,.0f}{collectives}"
+    )
+
+
+def main() -> None:
+    """Compiles the steps asked for, prints a line or a report of each and writes them as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--casts", nargs="*", choices=CASTS, default=list(CASTS))
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
+    parser.add_argument("--devices", type=int, default=1, help="how many GPUs: 1 to 8, or a multiple of 8")
+    parser.add_argument("--sharding", choices=["data", "full"], default="data")
+    parser.add_argument("--reduce-dtype", choices=["float32"], help="for policy")
+    parser.add_argument("--batch", type=int, default=8, help="sequences a device")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=50304)
+    parser.add_argument("--report", action="store_true", help="print every kind of product")
+    parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("out/step.json"))
+    options = parser.parse_args()
+    model = GPT(options.vocabulary, options.width, options.layers)
+    mesh = gpu_mesh({"data": options.devices}) if options.devices > 1 else None
+    found: dict[str, Any] = {"jax": jax.__version__, **{k: str(v) for k, v in vars(options).items()}}
+    print(f"{'casts':10}{'products':>9}{'half':>8}{'kernels':>9}{'MB moved':>12}{'MB temp':>10}  collectives")
+    for casts in options.casts:
+        loss = gpt_loss(model, casts, jnp.dtype(options.dtype), options.reduce_dtype)
+        batch = options.batch * options.devices
+        program, _ = training_step(model, loss, batch, options.length, mesh, options.sharding == "full")
+        print(row(casts, program), flush=True)
+        if options.report:
+            print(program, end="\n\n")
+        found[casts] = program.to_dict()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(found, indent=1))
+    print(f"jax {jax.__version__}; written to {options.json}")
+
+
+if __name__ == "__main__":
+    main()
