@@ -5,6 +5,8 @@ kernels and memory. It cannot be run, so it says nothing of time. Needs `pip ins
 no driver. On a machine with an NVIDIA GPU the same functions compile for that.
 """
 
+import importlib.util
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -60,18 +62,22 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def gpu_mesh(axes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh of H100s, or of this machine's GPUs if it has any.
+    """Returns a mesh of this machine's GPUs, or of H100s if it has not as many.
 
     Args:
         axes: names and sizes, such as `{"data": 8}`. In all 1 to 8 devices, or a multiple of 8: eight a host.
 
     Raises:
+        ValueError: another number of devices.
         RuntimeError: the CUDA plugin of JAX is not installed.
     """
-    count = int(np.prod(list(axes.values())))
-    if HAS_GPU:
-        devices = jax.devices("gpu")[:count]
-    else:
+    count = math.prod(axes.values())
+    if count > 8 and count % 8:
+        raise ValueError(f"A mesh has 1 to 8 devices or a multiple of 8, eight a host; got {count}.")
+    devices = jax.devices("gpu")[:count] if HAS_GPU else []
+    if len(devices) < count:
+        if importlib.util.find_spec("jax_cuda13_plugin") is None:
+            raise RuntimeError('The CUDA plugin of JAX is not installed: pip install -e ".[h100]"')
         hosts, each = (1, count) if count <= 8 else (count // 8, 8)
         devices = topologies.get_topology_desc(
             platform="cuda", topology_name="", target_config=H100, topology=f"1x{hosts}x{each}"
@@ -100,8 +106,11 @@ def compile_for_gpu(
         that all of them are cuBLAS's.
 
     Raises:
-        RuntimeError: the CUDA plugin of JAX is not installed.
+        ValueError: there is no array among the arguments, which carry the device.
+        RuntimeError: as in `gpu_mesh`.
     """
+    if not jax.tree.leaves(args):
+        raise ValueError("Give the function an argument: by the arguments JAX knows what to compile for.")
     if mesh is None:
         whole = SingleDeviceSharding(gpu_mesh({"device": 1}).devices.item())
     else:

@@ -56,7 +56,8 @@ ALLOWED = {
     "_autocast.scopes": {*autocast("rules", "jaxprs")},
     "_autocast.activations": {*autocast("rules", "jaxprs")},
     "_autocast.states": {*autocast("rules", "jaxprs", "activations")},
-    "_autocast.plan": {*autocast("rules", "jaxprs", "scopes", "activations", "states")},
+    "_autocast.demand": {*autocast("rules", "jaxprs", "activations", "states", "plan")},  # Its types.
+    "_autocast.plan": {*autocast("rules", "jaxprs", "scopes", "activations", "states", "demand")},
     "_autocast.interpreter": {"_casts", *autocast("rules", "jaxprs", "states", "plan")},
     "_autocast.custom_rules": {*autocast("jaxprs", "states", "interpreter")},
     "_autocast.calls": {*autocast("jaxprs", "states", "interpreter", "custom_rules")},

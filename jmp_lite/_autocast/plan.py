@@ -7,7 +7,6 @@ it in float32, which should not read a rounded one. The third goes forwards agai
 operation's list and the states of its operands.
 """
 
-import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .activations import Anatomy, anatomy, inner_members
+from .demand import find_demand, wanted_inside
 from .jaxprs import (
     KEEP_F32_NAME,
-    Inner,
-    Role,
     asked_precision,
     call_scope,
     constants,
@@ -115,7 +113,7 @@ class Planner:
         # First as if everything were wanted in half, to learn which operations end in float32 all the same.
         demand: Demand = _Everything(functions.reads)
         decisions, _ = self._decide_all(inside, functions, start, demand, scope)
-        demand = self._demand(inside, functions, decisions, wanted)
+        demand = find_demand(self, inside, functions, decisions, wanted)
         decisions, known = self._decide_all(inside, functions, start, demand, scope)
         ends = [place for place, each in enumerate(decisions) if each.compute is Compute.ACTIVATION]
         return Plan(
@@ -139,7 +137,7 @@ class Planner:
         for equation in equations(inside):
             operands = [self._state(var, known) for var in equation.invars]
             decision = self._decide(equation, operands, demand, scope)
-            if demand.of_all(equation.outvars) is Wanted.BY_PRODUCTS and self._may_be_activation(
+            if demand.of_all(equation.outvars) is Wanted.BY_PRODUCTS and self.may_be_activation(
                 equation, inside, functions
             ):
                 (out,) = equation.outvars
@@ -153,8 +151,8 @@ class Planner:
             decisions.append(decision)
         return tuple(decisions), known
 
-    def _may_be_activation(self, equation: Any, inside: Any, functions: Anatomy) -> bool:
-        """Whether `equation` ends a function of which a part is better left in float32."""
+    def may_be_activation(self, equation: Any, inside: Any, functions: Anatomy) -> bool:
+        """Returns whether `equation` ends a function of which a part is better left in float32."""
         out = equation.outvars[0]
         if out not in functions.members or not is_float32(out):
             return False
@@ -163,66 +161,6 @@ class Planner:
 
     def _state(self, var: Any, known: dict[Any, State]) -> State:
         return self.literal(var) if is_literal(var) else known[var]
-
-    # Backwards: what is wanted in half.
-
-    def _demand(
-        self, inside: Any, functions: Anatomy, decisions: Sequence[Decision], wanted: Sequence[Wanted]
-    ) -> Demand:
-        """Returns what a jaxpr wants in half, where its outputs are `wanted`."""
-        demand = Demand(functions.reads)
-        for var, want in zip(inside.outvars, wanted):
-            demand.add(var, want)
-            if not want:
-                demand.keep(var)
-        absorbed: set[int] = set()  # What activation functions compute themselves, of half values.
-        for place, (equation, decision) in reversed(list(enumerate(zip(equations(inside), decisions)))):
-            ends = demand.of_all(equation.outvars) is Wanted.BY_PRODUCTS
-            if ends and self._may_be_activation(equation, inside, functions):
-                (out,) = equation.outvars
-                absorbed |= functions.members[out]
-                for source in functions.sources[out]:
-                    demand.add(source, Wanted.YES)
-            else:
-                ends = False
-            self._add_demand(demand, equation, decision)
-            alone = place in absorbed and (ends or functions.read_only_by(equation.outvars[0], absorbed))
-            if not alone and _reads_in_float32(equation, decision, demand):
-                for var in equation.invars:
-                    demand.keep(var)
-        return demand
-
-    def _add_demand(self, demand: Demand, equation: Any, decision: Decision) -> None:
-        """Notes the operands that `equation` wants in half, and those that a call keeps in float32."""
-        name = equation.primitive.name
-        result = demand.of_all(equation.outvars)
-        wanted = Wanted.NO
-        if decision.which is List.CALL:
-            results = [demand.of(var) for var in equation.outvars]
-            inners = inner_jaxprs(equation)
-            # Planned by what is wanted now; `decision` was made as if everything were.
-            plans = [
-                self.plan(plan.jaxpr, plan.inputs, _wanted(inner, results), plan.scope)
-                for inner, plan in zip(inners, decision.inner)
-            ]
-            for place, want, times in _wanted_by_call(inners, plans):
-                demand.add(equation.invars[place], want, times)
-            for inner, plan in zip(inners, plans):
-                for place, role, var in zip(inner.operands, inner.roles, open_jaxpr(inner.jaxpr).invars):
-                    if role is Role.CARRY or var in plan.demand.kept:
-                        demand.keep(equation.invars[place])
-        elif decision.which is List.ALLOW and decision.compute is Compute.HALF:
-            wanted = Wanted.BY_PRODUCTS
-        elif decision.which is List.MOVE or name == "select_n":  # Which moves one of two values.
-            wanted = result
-        elif decision.which is List.INFER and decision.compute is not Compute.FLOAT32:
-            wanted = min(result, Wanted.YES)
-        elif name == "convert_element_type":
-            wanted = Wanted.YES if equation.params["new_dtype"] == self.rules.dtype else result
-        for var in equation.invars:
-            demand.add(var, wanted)
-
-    # Forwards: what each operation does.
 
     def _decide(self, equation: Any, operands: list[State], demand: Demand, scope: str) -> Decision:
         path = scope_of(equation, scope)
@@ -319,7 +257,7 @@ class Planner:
         plans = []
         for inner in inner_jaxprs(equation):
             inputs = [entering(operands[place], role) for place, role in zip(inner.operands, inner.roles)]
-            plan = self.plan(inner.jaxpr, inputs, _wanted(inner, wanted), scope)
+            plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), scope)
             plans.append(plan)
             for place, carry, state in zip(inner.results, inner.carries, plan.results):
                 if place is not None:
@@ -350,16 +288,6 @@ def why_not_half(equation: Any, half: np.dtype) -> str | None:
     return None
 
 
-def _reads_in_float32(equation: Any, decision: Decision, demand: Demand) -> bool:
-    """Whether an operation computes a float32 value of its operands, for which they should not be rounded."""
-    if decision.which is List.CALL or (decision.which is List.ALLOW and decision.compute is Compute.HALF):
-        return False
-    if decision.which is List.MOVE or equation.primitive.name in ("select_n", "convert_element_type"):
-        return any(var in demand.kept for var in equation.outvars)
-    computes = decision.compute is Compute.FLOAT32 or any(var in demand.kept for var in equation.outvars)
-    return computes and any(map(is_float32, equation.outvars))
-
-
 def _as_traced(equation: Any, operands: list[State], reason: str) -> Decision:
     return _in_float32(equation, operands, List.AS_TRACED, reason)
 
@@ -384,29 +312,6 @@ def _decide_move(equation: Any, operands: list[State]) -> Decision:
     )
     changed = any(state.kind == Kind.HALF for state in operands)
     return Decision(List.MOVE, Compute.EACH, results, "it moves data and keeps its type", changed=changed)
-
-
-def _wanted(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:
-    """For each output of an inner jaxpr, whether it is wanted in half; a carry keeps its dtype."""
-    return tuple(
-        Wanted.NO if place is None or carry else results[place]
-        for place, carry in zip(inner.results, inner.carries)
-    )
-
-
-def _wanted_by_call(inners: Sequence[Inner], plans: Sequence[Plan]) -> list[tuple[int, Wanted, int]]:
-    """The places of the operands that a call wants in half, how it wants them, and how many times."""
-    wants: dict[int, list[tuple[Wanted, int]]] = collections.defaultdict(list)
-    for inner, plan in zip(inners, plans):
-        for place, role, var in zip(inner.operands, inner.roles, open_jaxpr(inner.jaxpr).invars):
-            if role is not Role.CARRY:
-                wants[place].append((plan.demand.of(var), 2 if role is Role.CONSTANT else 1))
-    found = []
-    for place, each in wants.items():
-        wanted = [want for want, _ in each if want]
-        if wanted:
-            found.append((place, min(wanted), sum(times for want, times in each if want)))
-    return found
 
 
 def _number(value: Any) -> float | None:

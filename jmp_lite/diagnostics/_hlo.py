@@ -29,9 +29,11 @@ class Array:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Its bytes; none of a token, which only orders what happens."""
+        if self.dtype == "token":
+            return 0
         bits = _BITS.search(self.dtype)
-        return math.prod(self.shape) * (int(bits[1]) if bits else 8) // 8
+        return -(-math.prod(self.shape) * (int(bits[1]) if bits else 8) // 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -46,7 +48,8 @@ class Instruction:
         opcode: `fusion`, `custom-call`, `copy`, ...
         arrays: what comes out, the parts of a tuple one after the other.
         operands: the names of what goes in.
-        attributes: the text after the operands.
+        attributes: the text after the operands, without the metadata.
+        op_name: the scopes and the name of the operation of JAX that it was made of.
         is_root: whether it is what the computation returns.
     """
 
@@ -55,6 +58,7 @@ class Instruction:
     arrays: tuple[Array, ...]
     operands: tuple[str, ...]
     attributes: str
+    op_name: str
     is_root: bool
 
     @property
@@ -68,18 +72,18 @@ class Instruction:
         return self.attribute(r'custom_call_target="([^"]+)"')
 
     @property
-    def op_name(self) -> str:
-        """The scopes and the name of the operation of JAX that it was made of."""
-        return self.attribute(r'op_name="([^"]*)"')
+    def operation(self) -> str:
+        """The opcode; of what is waited for later too, without `-start`."""
+        return self.opcode.removesuffix("-start")
 
     @cached_property
     def backend_config(self) -> dict[str, Any]:
-        """What the backend decided about it."""
-        start = self.attributes.find("backend_config={")
-        if start < 0:
+        """What the backend decided about it; nothing if it is no JSON, as of a foreign function."""
+        _, found, config = self.attributes.partition("backend_config=")
+        try:
+            return json.JSONDecoder().raw_decode(config)[0] if found else {}
+        except json.JSONDecodeError:
             return {}
-        config, _ = json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))
-        return config
 
     def attribute(self, pattern: str) -> str:
         """The first group of the first match of `pattern` in the attributes, otherwise empty."""
@@ -127,6 +131,13 @@ class Computation:
         """The instructions whose results `instruction` takes."""
         return [self.instructions[name] for name in instruction.operands]
 
+    def results(self, instruction: Instruction) -> tuple[Array, ...]:
+        """The arrays that come out of it: a `-start` lists its operands too, the `-done` for it does not."""
+        last = instruction
+        while last.opcode.endswith(("-start", "-update")) and self.users[last.name]:
+            last = self.users[last.name][0]
+        return last.arrays
+
 
 @dataclasses.dataclass(frozen=True)
 class Module:
@@ -143,6 +154,9 @@ class Module:
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
+# Names that a user gave are in here, with any letter in them.
+_METADATA = re.compile(r', metadata=\{((?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*)\}')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 
 
@@ -155,7 +169,7 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     instructions: dict[str, Instruction] = {}
     entry = None
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if header := _HEADER.match(line):
             instructions = {}
             computations[header[2]] = Computation(instructions)
@@ -167,9 +181,12 @@ def parse(text: str) -> Module:
             operands = (
                 () if opcode in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", inside))
             )
+            metadata, attributes = _METADATA.search(attributes), _METADATA.sub("", attributes)
             if opcode == "parameter":
                 attributes = f"parameter({inside}){attributes}"
-            instructions[name] = Instruction(name, opcode, _arrays(shapes), operands, attributes, bool(root))
+            instructions[name] = Instruction(
+                name, opcode, _arrays(shapes), operands, attributes, _op_name(metadata), bool(root)
+            )
     if entry is None:
         raise ValueError("This is not the text of a compiled program: no ENTRY computation was found.")
     return Module(computations, entry)
@@ -180,6 +197,14 @@ def _arrays(shapes: str) -> tuple[Array, ...]:
         Array(dtype, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
         for dtype, sizes in _ARRAY.findall(shapes)
     )
+
+
+def _op_name(metadata: re.Match[str] | None) -> str:
+    found = metadata and _OP_NAME.search(metadata[1])
+    if not found:
+        return ""
+    # Escaped as in C, byte for byte.
+    return found[1].encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
 
 
 def _split(rest: str) -> tuple[str, str]:

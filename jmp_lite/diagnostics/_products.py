@@ -23,10 +23,11 @@ class Product:
         operands: what it takes, two arrays or three.
         result: what it gives.
         arithmetic: in what it multiplies: `f16`, `bf16`, `tf32` (float32, of which 10 bits of the mantissa
-            go in), `f32`, `f8e4m3fn`, ...
+            go in), `f32`, `f8e4m3fn`, `bf16_x3` (float32 as three products of bfloat16 parts), ...
         accumulation: in what it adds up.
         on_tensor_cores: whether an NVIDIA GPU runs it on Tensor Cores.
-        flops: of one run; 0 if they cannot be told.
+        flops: of one run; 0 if they cannot be told. Of an attention those of its products without a mask,
+            two forward and four backward, not what it computes twice.
         times: how often it runs.
         operation: the scopes and the operation of JAX that it was made of.
     """
@@ -47,38 +48,37 @@ def products_of(
     instruction: Instruction, computation: Computation, module: Module, times: int, platform: str
 ) -> Iterator[Product]:
     """Yields the products that an instruction runs: it is one, or a kernel that has one inside."""
-    if instruction.opcode == "fusion":
+    if instruction.operation == "fusion":
         for name in instruction.called("calls"):
             inside = module.computations[name]
             for each in inside:
                 yield from products_of(each, inside, module, times, platform)
     kind = _kind(instruction)
-    if kind is None:
-        return
-    operands = tuple(operand.arrays[0] for operand in computation.operands(instruction))
+    operands = tuple(operand.arrays[0] for operand in computation.operands(instruction) if operand.arrays)
     operands = operands[: 3 if kind == "attention" else 2]
-    widest = max(operands, key=lambda array: Array(array.dtype, (8,)).size).dtype
-    arithmetic = "tf32" if widest == "f32" and platform in _NVIDIA and _may_round(instruction) else widest
-    half = arithmetic in _HALF or arithmetic.startswith("f8")
+    results = computation.results(instruction)
+    if kind is None or not operands or not results:
+        return
+    arithmetic, accumulation = _precision(instruction, operands, platform)
+    narrow = arithmetic.startswith((*_HALF, *_EIGHT_BIT, "f8", "tf32"))
     yield Product(
         kind=kind,
-        target=instruction.target or instruction.opcode,
+        target=instruction.target or instruction.operation,
         operands=operands,
-        result=instruction.arrays[0],
+        result=results[0],
         arithmetic=arithmetic,
-        # cuBLAS and cuDNN are always asked for float32 sums of what is narrower.
-        accumulation="f32" if half or arithmetic == "tf32" else "s32" if widest in _EIGHT_BIT else widest,
-        on_tensor_cores=platform in _NVIDIA and (half or arithmetic == "tf32" or widest in _EIGHT_BIT),
-        flops=_flops(kind, instruction, operands),
+        accumulation=accumulation,
+        on_tensor_cores=platform in _NVIDIA and narrow,
+        flops=_flops(kind, instruction, operands, results[0]),
         times=times,
         operation=operation_of(instruction),
     )
 
 
 def _kind(instruction: Instruction) -> str | None:
-    if instruction.opcode in ("dot", "ragged-dot", "scaled-dot"):
+    if instruction.operation in ("dot", "ragged-dot", "scaled-dot"):
         return "gemm"
-    if instruction.opcode == "convolution":
+    if instruction.operation == "convolution":
         return "convolution"
     target = instruction.target.lower()
     if target.startswith("__cudnn$fmha"):
@@ -88,36 +88,65 @@ def _kind(instruction: Instruction) -> str | None:
     return "gemm" if "matmul" in target or "gemm" in target else None
 
 
-def _may_round(instruction: Instruction) -> bool:
-    """Whether a float32 product may round its operands to TF32, as JAX's default precision lets it."""
-    config = next(
+def _precision(instruction: Instruction, operands: tuple[Array, ...], platform: str) -> tuple[str, str]:
+    """In what it multiplies and in what it adds up."""
+    widest = max(operands, key=lambda array: Array(array.dtype, (8,)).size).dtype
+    if widest in _EIGHT_BIT:
+        return widest, "s32"
+    if widest in _HALF or widest.startswith("f8"):
+        return widest, "f32"  # cuBLAS and cuDNN are always asked for float32 sums of what is narrower.
+    if widest != "f32" or platform not in _NVIDIA:
+        return widest, widest
+    gemm = next(
         (c for name, c in instruction.backend_config.items() if name.endswith("gemm_backend_config")), {}
     )
-    precision = config.get("precision_config", {})
-    if (algorithm := precision.get("algorithm", "ALG_UNSET")) != "ALG_UNSET":
-        return "TF32" in algorithm
-    stated = precision.get("operand_precision") or instruction.attribute(r"operand_precision=\{(\w+)").split()
-    return "HIGHEST" not in [each.upper() for each in stated]
+    config = gemm.get("precision_config", {})
+    algorithm = config.get("algorithm", "ALG_UNSET").lower()
+    if algorithm == "alg_unset":
+        algorithm = instruction.attribute(r"\balgorithm=(\w+)")
+    # Such as dot_bf16_bf16_f32_x3: three products of bfloat16 parts, added in float32.
+    if stated := re.fullmatch(r"(?:alg_)?dot_([a-z0-9]+)_[a-z0-9]+_(\w?f\d+)(_x\d)?", algorithm):
+        return stated[1] + (stated[3] or ""), stated[2]
+    asked = config.get("operand_precision")
+    asked = asked or instruction.attribute(r"\boperand_precision=\{([\w,]+)").upper().split(",")
+    # As JAX's default precision lets it.
+    return ("f32" if "HIGHEST" in asked else "tf32"), "f32"
 
 
-def _flops(kind: str, instruction: Instruction, operands: tuple[Array, ...]) -> int:
-    result = instruction.arrays[0]
-    if kind == "gemm" and operands:
-        config = instruction.backend_config.get("gemm_backend_config", {})
-        axes = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions")
+def _flops(kind: str, instruction: Instruction, operands: tuple[Array, ...], result: Array) -> int:
+    if kind == "gemm":
+        axes = _summed_axes(instruction)
         if axes is None:
-            axes = filter(None, instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}").split(","))
-        summed = math.prod(operands[0].shape[int(axis)] for axis in axes)
-        return 2 * math.prod(result.shape) * summed
+            return 0
+        return 2 * math.prod(result.shape) * math.prod(operands[0].shape[axis] for axis in axes)
+    if kind == "attention":
+        config = instruction.backend_config.get("cudnn_fmha_backend_config", {})
+        scores = config.get("intermediate_tensor_shape", {}).get("dimensions", [0])
+        products = sum(name.endswith("dot_dimension_numbers") for name in config)
+        return 2 * products * math.prod(map(int, scores)) * operands[0].shape[-1]
     labels = re.match(r"\w+_(\w+)->", instruction.attribute(r"dim_labels=([^,\s]+)"))
-    if kind == "convolution" and labels and len(operands) == 2:
+    if labels and len(operands) == 2:
         output, kernel = result, operands[1]
         if "BackwardInput" in instruction.target:
             output = operands[0]
         elif "BackwardFilter" in instruction.target:
             output, kernel = operands[1], result
-        return 2 * math.prod(output.shape) * math.prod(kernel.shape) // kernel.shape[labels[1].index("o")]
+        # Of an input spread out by zeros, as in the gradient of a convolution with strides, only the rest.
+        spread = math.prod(map(int, filter(None, instruction.attribute(r"lhs_dilate=([\dx]+)").split("x"))))
+        outputs = kernel.shape[labels[1].index("o")]
+        return 2 * math.prod(output.shape) * math.prod(kernel.shape) // (outputs * spread)
     return 0
+
+
+def _summed_axes(instruction: Instruction) -> list[int] | None:
+    """The axes of the first operand over which a matrix product adds up, None if it does not say."""
+    config = instruction.backend_config.get("gemm_backend_config", {})
+    axes = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions")
+    if axes is None and instruction.target:
+        return None
+    if axes is None:
+        axes = filter(None, instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}").split(","))
+    return [int(axis) for axis in axes]
 
 
 def operation_of(instruction: Instruction) -> str:

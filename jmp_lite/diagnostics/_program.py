@@ -17,8 +17,11 @@ from ._traffic import bytes_of
 # What names a buffer or a part of one, or only waits: nothing runs.
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"}
 _NO_KERNEL |= {"add-dependency", "partition-id", "replica-id", "domain"}
+# What only runs other computations, whose kernels are counted.
+_NO_KERNEL |= {"while", "conditional", "call", "async"}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVES += ("collective-broadcast", "ragged-all-to-all")
+_WIDE = ("tf32", "tf32_x3", "f32", "f64", "c64", "c128")
 _CALLS_BACK = re.compile(r"callback|infeed|outfeed|SendToHost|RecvFromHost", re.IGNORECASE)
 
 
@@ -83,7 +86,7 @@ class Program:
     def tensor_core_share(self) -> float:
         """The share of the products' FLOPs on Tensor Cores in 16 bits or less; 1 if there are none."""
         flops = [
-            (each.flops * each.times, each.on_tensor_cores and each.arithmetic != "tf32")
+            (each.flops * each.times, each.on_tensor_cores and not each.arithmetic.startswith("tf32"))
             for each in self.products
         ]
         total = sum(count for count, _ in flops)
@@ -128,21 +131,29 @@ def read_program(compiled: Any) -> Program:
             f"read_program reads what was compiled, got {type(compiled).__name__}. Give "
             "jax.jit(step).lower(*args).compile()."
         )
-    device = _device(compiled)
-    module = parse(compiled.as_text() or "")
-    memory = compiled.memory_analysis()
+    return _read(compiled.as_text() or "", compiled.memory_analysis(), _device(compiled))
+
+
+def _read(text: str, memory: Any, device: Any) -> Program:
+    """Reads the text of a program.
+
+    Args:
+        text: of `Compiled.as_text()`.
+        memory: of `Compiled.memory_analysis()`; None if that is not known.
+        device: one that it was compiled for.
+    """
+    module = parse(text)
     size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
     products, collectives, syncs = [], [], []
     kernels = moved = conditionals = 0
     for each, computation, times in _executed(module, module.entry, 1):
         products += products_of(each, computation, module, times, device.platform)
-        kind = next((kind for kind in _COLLECTIVES if each.opcode in (kind, f"{kind}-start")), None)
         conditionals += each.opcode == "conditional"
         syncs += _syncs(each)
-        if kind:
+        if each.operation in _COLLECTIVES:
             arrays = tuple(array for operand in computation.operands(each) for array in operand.arrays)
-            collectives.append(Collective(kind, arrays, times, operation_of(each)))
-        elif _runs(each):
+            collectives.append(Collective(each.operation, arrays, times, operation_of(each)))
+        elif _runs(each, computation):
             kernels += times
             moved += times * bytes_of(each, computation, module)
     return Program(
@@ -174,7 +185,7 @@ def _executed(
         names = each.called(
             "body", "condition", "true_computation", "false_computation", "branch_computations"
         )
-        if each.opcode in ("call", "async-start"):
+        if each.operation in ("call", "async"):
             names += each.called("to_apply", "calls")
         for name in names:
             yield from _executed(module, module.computations[name], times * (_trips(each) or 1))
@@ -188,12 +199,13 @@ def _trips(instruction: Instruction) -> int | None:
     return int(known["n"]) if known else None
 
 
-def _runs(instruction: Instruction) -> bool:
+def _runs(instruction: Instruction, computation: Computation) -> bool:
     """Whether it is a kernel or a library call, and no collective."""
-    opcode = instruction.opcode
-    if opcode in _NO_KERNEL or opcode in ("while", "conditional", "call", "async-start"):
+    if instruction.operation in _NO_KERNEL or instruction.opcode.endswith(("-done", "-update")):
         return False
-    return not opcode.endswith(("-done", "-update"))
+    # No kernel is started for an array without elements; a call without results is made for what it does.
+    results = computation.results(instruction)
+    return not results or any(array.size for array in results)
 
 
 def _syncs(instruction: Instruction) -> list[str]:
@@ -214,18 +226,20 @@ def _lines(program: Program) -> Iterator[str]:
         inputs = " x ".join(array.dtype for array in product.operands)
         key = (product.kind, inputs, product.arithmetic, product.accumulation, product.result.dtype)
         rows.setdefault(key, []).append(product)
-    yield f"{'runs':>6}  {'product':12}{'operands':16}{'multiplies':12}{'adds in':9}{'result':8}{'GFLOP':>10}"
+    if rows:
+        titles = f"{'product':12}{'operands':21}{'multiplies':12}{'adds in':9}{'result':10}{'GFLOP':>10}"
+        yield f"{'runs':>6}  {titles}"
     for (kind, inputs, arithmetic, accumulation, result), products in rows.items():
         flops = sum(product.flops * product.times for product in products) / 1e9
         runs = sum(product.times for product in products)
-        yield f"{runs:>6}  {kind:12}{inputs:16}{arithmetic:12}{accumulation:9}{result:8}{flops:>10,.1f}"
-    others = [each for each in program.products if each.arithmetic in ("f32", "tf32", "f64")]
+        yield f"{runs:>6}  {kind:12}{inputs:21}{arithmetic:12}{accumulation:9}{result:10}{flops:>10,.1f}"
+    others = [each for each in program.products if each.arithmetic in _WIDE]
     if others and len(others) < len(program.products):
-        yield "in float32:"
+        yield "in float32 or wider:"
         yield from (f"    {each.operation}  {' x '.join(map(str, each.operands))}" for each in others[:8])
         yield from [f"    and {len(others) - 8} more"] * (len(others) > 8)
-    share = f"{program.tensor_core_share:.1%}"
-    yield f"on {program.device}: {share} of the products' FLOPs in 16 bits on Tensor Cores"
+    share = f"{program.tensor_core_share:.1%} of the products' FLOPs in 16 bits on Tensor Cores"
+    yield f"on {program.device}: {share if rows else 'no products'}"
     yield f"{program.kernels:,} kernels and library calls, {_megabytes(program.bytes_moved)} read and written"
     yield (
         f"memory: {_megabytes(program.argument_bytes)} arguments, {_megabytes(program.output_bytes)} outputs "
