@@ -167,7 +167,7 @@ def _call(
     bias = _bias(module) if is_layer and method == "__call__" else None
     if bias is not None:
         changes["use_bias"] = False
-    if isinstance(module, _PRODUCTS) and (bias is not None or not module.use_bias):
+    if is_layer and isinstance(module, _PRODUCTS) and (bias is not None or not module.use_bias):
         changes |= wide_gradients(module, here.compute_dtype, settings.reduce_dtype)
 
     def run(dtype: Any = None) -> Any:

@@ -141,3 +141,22 @@ def test_another_dtype_is_an_error(with_policy):
     model = nn.Dense(5) if with_policy is jmp_lite.linen.with_policy else NNX["Linear"]()
     with pytest.raises(ValueError, match=r"reduce_dtype should be float32.*got float16"):
         with_policy(model, jmp.get_policy("c=f16"), reduce_dtype="float16")
+
+
+def test_a_layer_that_users_wrote_keeps_its_compute_dtype():
+    class Doubled(nn.Dense):
+        def __call__(self, x):
+            return super().__call__(x) * jnp.ones((), self.dtype)
+
+    class DoubledNnx(nnx.Linear):
+        def __call__(self, x):
+            return super().__call__(x) * jnp.ones((), self.dtype)
+
+    policy = jmp.get_policy("c=f16,o=f16")
+    model = jmp_lite.linen.with_policy(Doubled(5, use_bias=False), policy, reduce_dtype="float32")
+    variables = model.init(jax.random.key(0), X)
+    assert "f32[4,6,5]" not in str(jax.make_jaxpr(model.apply)(variables, X))
+    plain = DoubledNnx(8, 5, use_bias=False, rngs=nnx.Rngs(0))
+    under = jmp_lite.nnx.with_policy(plain, policy, reduce_dtype="float32")
+    graph, state = nnx.split(under)
+    assert "f32[4,6,5]" not in str(jax.make_jaxpr(lambda state: nnx.merge(graph, state)(X))(state))
