@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -72,7 +73,7 @@ def gpu_mesh(axes: Mapping[str, int]) -> Mesh:
         RuntimeError: the CUDA plugin of JAX is not installed.
     """
     count = math.prod(axes.values())
-    if count > 8 and count % 8:
+    if count < 1 or (count > 8 and count % 8):
         raise ValueError(f"A mesh has 1 to 8 devices or a multiple of 8, eight a host; got {count}.")
     devices = jax.devices("gpu")[:count] if HAS_GPU else []
     if len(devices) < count:
@@ -118,7 +119,7 @@ def compile_for_gpu(
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
         given = x.sharding if mesh is not None and isinstance(x, jax.ShapeDtypeStruct) else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=given or whole)
+        return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=given or whole)
 
     lowered = jax.jit(fun, donate_argnums=donate_argnums).lower(*jax.tree.map(place, args))
     return lowered.compile(compiler_options={} if HAS_GPU else {"xla_gpu_enable_triton_gemm": False})

@@ -6,6 +6,7 @@ old value until both are done, and on the CPU it copies every moment to do so. C
 there is one version, and the step is fused and runs in place as it does without a choice.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,6 +55,8 @@ class TracedUpdate:
         arguments = (*closed.consts, *jax.tree.leaves((updates, state, params)))
         self._values = dict(zip(variables, arguments, strict=True))
         self._scales = [var for var, value in self._values.items() if value is loss_scale]
+        with contextlib.suppress(TypeError, jax.errors.ConcretizationTypeError):
+            self._scales.append(float(loss_scale))  # Known while tracing, it is a number in the jaxpr.
         self._done: set[int] = set()
 
     def leaves_finite(self) -> tuple[jax.Array, jax.Array]:
@@ -70,7 +73,10 @@ class TracedUpdate:
             if is_inexact(leaf)
         }
         floating = all(has_dtype(leaves[place], jnp.floating) for place in gradients)
-        known = find_known_sums(self._jaxpr, list(gradients.values()), self._scales) if floating else None
+        updates = self._jaxpr.outvars[: len(self._jaxpr.outvars) - len(self._state)]
+        known = None
+        if floating:
+            known = find_known_sums(self._jaxpr, list(gradients.values()), updates, self._scales)
         if known is None:
             flags = leaves_finite(self._updates)
             return flags, flags.all()

@@ -72,6 +72,7 @@ def _finite_together(leaves: list[jax.Array]) -> jax.Array:
         # Ones that XLA cannot see through, or it would drop them.
         shared = lax.optimization_barrier(jnp.ones(row, jnp.bool_))
         axes = tuple(range(len(shape) - len(row), len(shape)))
+        shared = shared.reshape((1,) * (len(shape) - len(row)) + row)
         finite = [(each & shared).all(axis=axes) for each in finite]
     together = jnp.stack(finite)
     return together.all(axis=tuple(range(1, together.ndim)))

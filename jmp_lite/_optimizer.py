@@ -67,9 +67,9 @@ def skip_nonfinite(
     leaves the parameters and the state of `inner` bit for bit as they were: moments, counts,
     schedules, weight decay. Such a step is never applied, however many came in a row;
     `raise_if_stuck` tells the host. Nothing branches: donated buffers stay in place. What is checked
-    are the gradients: an update that `inner` makes infinite out of finite ones is applied. If `inner`
-    adds up the squares of all gradients, as a clip by global norm does, its sum is the check; gradients
-    beyond 1.8e19, whose squares float32 cannot hold, then count as non-finite.
+    are the gradients: an update that `inner` makes infinite out of finite ones is applied. If the
+    updates depend on a sum of the squares of all gradients, as behind a clip by global norm, that sum is
+    the check; gradients beyond 1.8e19, whose squares float32 cannot hold, then count as non-finite.
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`, which then drops a non-finite micro-batch

@@ -154,8 +154,9 @@ def raise_if_stuck(opt_state: Any, max_consecutive_skips: int = 50, name: str | 
         f"The last {skips} steps were skipped: "
         f"{names if bad else 'the squares of the gradients add up to inf'}.{scale}\n"
         "At a small loss scale the cause is the model or the data: an inf or NaN in a batch, a learning "
-        "rate too large, log or division of zero, an activation beyond 65504 in float16. Look at the "
-        "first of these layers in float32 (jax_debug_nans), or keep it in float32 with a policy rule."
+        "rate too large, log or division of zero, an activation beyond 65504 in float16, or, behind a clip "
+        "by global norm, a gradient beyond 1.8e19, whose square is inf. Look at the first of these layers in "
+        "float32 (jax_debug_nans), or keep it in float32 with a policy rule."
     )
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ._dtypes import DTypeLike, parse_dtype
 
@@ -57,6 +58,8 @@ def _dot_general(compute_dtype: np.dtype, reduce_dtype: np.dtype) -> Callable[..
         if any(map(len, batch)):  # Of layers with a weight for each member of a batch.
             return product(narrow(x), narrow(weight))
 
+        x_dtype = x.dtype
+
         @jax.custom_vjp
         def run(x: jax.Array, weight: jax.Array) -> jax.Array:
             return product(narrow(x), narrow(weight))
@@ -69,10 +72,8 @@ def _dot_general(compute_dtype: np.dtype, reduce_dtype: np.dtype) -> Callable[..
             half_x, half_weight = operands
             (of_x,) = jax.linear_transpose(lambda x: product(x, half_weight), half_x)(cotangent)
             precision = options.get("precision")
-            of_weight = _weight_gradient(
-                half_x, cotangent, contracted, half_weight.ndim, precision, reduce_dtype
-            )
-            return of_x.astype(x.dtype), of_weight
+            of_weight = _weight_gradient(half_x, half_weight, cotangent, contracted, precision, reduce_dtype)
+            return _like(half_x, of_x).astype(x_dtype), _like(half_weight, of_weight)
 
         run.defvjp(forward, backward)
         return run(x, weight)
@@ -81,19 +82,32 @@ def _dot_general(compute_dtype: np.dtype, reduce_dtype: np.dtype) -> Callable[..
 
 
 def _weight_gradient(
-    x: jax.Array, cotangent: jax.Array, contracted: Any, rank: int, precision: Any, dtype: Any
+    x: jax.Array, weight: jax.Array, cotangent: jax.Array, contracted: Any, precision: Any, dtype: Any
 ) -> jax.Array:
-    """The gradient of the weight, of `rank` axes, in a product that contracts the axes `contracted`."""
+    """The gradient of `weight` in a product with `x` that contracts the axes `contracted`."""
     of_x, of_weight = (tuple(axes) for axes in contracted)
     summed = tuple(axis for axis in range(x.ndim) if axis not in of_x)
+    # First the contracted axes, in the order of x, then the others of the weight.
+    others = [axis for axis in range(weight.ndim) if axis not in of_weight]
+    order = [of_weight[of_x.index(axis)] for axis in sorted(of_x)] + others
+    sharding = jax.typeof(weight).sharding
+    out_sharding = None
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        spec = (*sharding.spec, *(None,) * (weight.ndim - len(sharding.spec)))
+        out_sharding = NamedSharding(sharding.mesh, PartitionSpec(*(spec[axis] for axis in order)))
     gradient = lax.dot_general(
         x,
         cotangent,
         ((summed, tuple(range(len(summed)))), ((), ())),
         precision=precision,
         preferred_element_type=dtype,
+        out_sharding=out_sharding,
     )
-    # First the contracted axes, in the order of x, then the others of the weight.
-    others = [axis for axis in range(rank) if axis not in of_weight]
-    order = [of_weight[of_x.index(axis)] for axis in sorted(of_x)] + others
     return gradient.transpose(np.argsort(order))
+
+
+def _like(primal: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Sums a gradient over the axes of a `shard_map` along which it varies and its variable does not."""
+    varying = lambda array: jax.typeof(array).manual_axis_type.varying
+    axes = varying(gradient) - varying(primal)
+    return lax.psum(gradient, tuple(axes)) if axes else gradient

@@ -186,7 +186,8 @@ def _call(
 
 def _bias(module: nn.Module) -> Any:
     """The bias of a layer that adds one to its last dimensions, if it has one by now."""
-    if not isinstance(module, _BIASED) or not module.use_bias or getattr(module, "batch_dims", ()):
+    batched = getattr(module, "batch_dims", ()) not in ((), [])  # The number 0 is an axis.
+    if not isinstance(module, _BIASED) or not module.use_bias or batched:
         return None
     return nn.unbox(module.get_variable("params", "bias"))
 

@@ -182,7 +182,7 @@ def _call(module: Any, name: str, method: Any, args: Any, kwargs: Any) -> Any:
     if bias is not None:
         changes |= {"bias": None, "use_bias": False}
     is_product = is_layer and isinstance(module, _PRODUCTS) and name == "__call__"
-    if is_product and (bias is not None or module.bias is None):
+    if is_product and (bias is not None or vars(module)["bias"] is None):
         changes |= wide_gradients(module, here.compute_dtype, place.reduce_dtype)
 
     def run(dtype: Any = None) -> Any:

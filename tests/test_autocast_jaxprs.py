@@ -1,8 +1,10 @@
 """What autocast relies upon of JAX: a release that changes a name or a parameter fails here, by that name."""
 
 import contextlib
+import gc
 import inspect
 import pathlib
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,11 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal, Primitive, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 
+import jmp_lite as jmp
 from jmp_lite._autocast import jaxprs, rules
 from jmp_lite._autocast.jaxprs import Role
 
@@ -284,33 +287,56 @@ def test_an_equation_can_be_bound_again():
     assert half.dtype == jnp.float16
 
 
-def test_an_operation_bound_again_is_differentiated_once_and_leaves_no_trace():
-    equation = find("sin", jnp.sin, X)
-    rules = []
+def test_an_operation_bound_again_is_differentiated_once_and_leaves_no_trace(monkeypatch):
+    traced = []
+    operation = jaxprs._operation
 
-    class Counted:
-        """The primitive of the equation, counting how often JAX asks for its derivative."""
+    def counted(primitive, params):
+        return lambda *operands: traced.append(primitive) or operation(primitive, params)(*operands)
 
-        multiple_results = False
-
-        def __getattr__(self, name):
-            return getattr(equation.primitive, name)
-
-        def bind(self, x, **params):
-            rules.append(params)
-            return equation.primitive.bind(x, **params)
-
-    counted = type("Equation", (), {"primitive": Counted(), "params": equation.params, "effects": set()})
+    monkeypatch.setattr(jaxprs, "_operation", counted)
+    jaxprs._inlined.cache_clear()
+    sine = find("sin", jnp.sin, X)
 
     def twelve(x):
         for _ in range(12):
-            (x,) = jaxprs.bind(counted, [x])
+            (x,) = jaxprs.bind(sine, [x])
         return x.sum()
 
     found = jax.make_jaxpr(jax.grad(twelve))(X)
-    assert len(rules) == 1
+    jaxprs._inlined.cache_clear()
+    assert traced == [sine.primitive]
     names = [each.primitive.name for each in equations(found.jaxpr)]
     assert (names.count("sin"), names.count("cos"), names.count("jit")) == (12, 12, 0)
+
+
+def test_operations_that_are_not_jaxs_own_are_not_taken_for_each_other_or_kept_alive():
+    copysign = Primitive("copysign_of")
+    copysign.def_abstract_eval(lambda x, *, sign: x.update())
+    signs = [0.0, -0.0, 1, True, np.float32(1)]
+    found = [
+        jax.make_jaxpr(jmp.autocast(lambda x, sign=sign: copysign.bind(x @ x, sign=sign)))(jnp.ones((2, 2)))
+        for sign in signs
+    ]
+    kept = [
+        each.params["sign"] for jaxpr in found for each in equations(jaxpr.jaxpr) if "sign" in each.params
+    ]
+    assert [repr(sign) for sign in kept] == [repr(sign) for sign in signs]
+
+    class Data:
+        """What a callback may hold."""
+
+    def trace():
+        data = Data()
+        shape = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+        jax.make_jaxpr(jmp.autocast(lambda x: jax.pure_callback(lambda x: (data, x)[1], shape, x @ x)))(
+            jnp.ones((2, 2))
+        )
+        return weakref.ref(data)
+
+    alive = trace()
+    gc.collect()
+    assert alive() is None
 
 
 def test_literals_and_constants_are_told_from_variables():

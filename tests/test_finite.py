@@ -421,3 +421,9 @@ def test_leaves_of_one_shape_may_be_split_differently_over_explicit_axes(size):
         ]
         expected = [True, False, True, False]
         assert leaves_finite(leaves).tolist() == jax.jit(leaves_finite)(leaves).tolist() == expected
+
+
+def test_no_rank_is_promoted():
+    leaves = [jnp.ones((300, 300)), jnp.ones((300, 300)), jnp.ones((2, 256, 256)), jnp.ones((2, 256, 256))]
+    with jax.numpy_rank_promotion("raise"):
+        assert leaves_finite(leaves).tolist() == [True] * 4

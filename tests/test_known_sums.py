@@ -229,7 +229,8 @@ def test_each_member_of_an_ensemble_is_checked_by_its_own_sums():
 
 def test_a_sum_that_the_optimizer_keeps_is_the_old_one_after_a_skipped_step():
     def update(updates, state, params=None):
-        return updates, sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(updates))
+        total = sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(updates))
+        return jax.tree.map(lambda leaf: leaf / total, updates), total
 
     inner = optax.GradientTransformation(lambda params: jnp.float32(7), update)
     tx, grads = jmp.skip_nonfinite(inner), make_tree(SHAPES["scalars"])
@@ -455,24 +456,28 @@ def test_the_devices_of_a_shard_map_agree_though_each_has_sums_of_its_own():
 # find_known_sums itself
 
 
-def known(function, *operands, constants=()):
-    """What is found in `function`, and its jaxpr. Operands: the gradients, then the constants."""
-    jaxpr = jax.make_jaxpr(function)(*operands, *constants).jaxpr
-    gradients = jaxpr.invars[: len(operands)]
-    return find_known_sums(jaxpr, gradients, jaxpr.invars[len(operands) :]), jaxpr
+def known(function, *operands, scales=()):
+    """What is found in `function` of gradients and scales, all of whose results are updates; its jaxpr."""
+    jaxpr = jax.make_jaxpr(function)(*operands, *scales).jaxpr
+    gradients, others = jaxpr.invars[: len(operands)], jaxpr.invars[len(operands) :]
+    return find_known_sums(jaxpr, gradients, jaxpr.outvars, others), jaxpr
 
 
 A, B = jnp.ones((2, 3)), jnp.ones(3)
 
+
+def squares(x):
+    return jnp.sum(lax.square(x))
+
+
 TELLING = {
-    "sum of squares": lambda a, b: jnp.sum(lax.square(a)) + jnp.sum(lax.square(b)),
+    "sum of squares": lambda a, b: squares(a) + squares(b),
     "sum of products": lambda a, b: jnp.sum(a * a) + jnp.sum(b * b),
-    "sum of powers": lambda a, b: jnp.sum(lax.integer_pow(a, 2)) + jnp.sum(lax.integer_pow(b, 3)),
-    "sums": lambda a, b: jnp.sum(a) + jnp.sum(b),
-    "of multiples": lambda a, b: jnp.sum(a * 0.5) + jnp.sum(b / 3.0),
-    "in another shape": lambda a, b: jnp.sum(a.reshape(6)) + jnp.sum(jnp.broadcast_to(b, (4, 3))),
-    "from a scalar on": lambda a, b: jnp.float32(0.0) + jnp.sum(a) + jnp.sum(b),
-    "of each part": lambda a, b: jnp.sum(jnp.sum(a, 0) + jnp.sum(b)) * 1.0 + jnp.sum(a),
+    "sum of powers": lambda a, b: jnp.sum(lax.integer_pow(a, 2)) + jnp.sum(lax.integer_pow(b, 2)),
+    "as optax does it": lambda a, b: optax.tree.norm((a, b)),
+    "in another shape": lambda a, b: squares(a.reshape(6)) + squares(jnp.broadcast_to(b, (4, 3))),
+    "from a scalar on": lambda a, b: jnp.float32(0.0) + squares(a) + squares(b),
+    "of each part": lambda a, b: squares(b) + jnp.sum(jnp.sum(lax.square(a), 0)),
 }
 
 
@@ -492,27 +497,31 @@ def test_sums_are_found_and_no_more_is_computed_for_them_than_they_need(name):
 
 HIDING = {
     "nothing": lambda a, b: (a, b),
-    "one leaf": lambda a, b: jnp.sum(lax.square(a)),
-    "no total": lambda a, b: (jnp.sum(lax.square(a)), jnp.sum(lax.square(b))),
-    "no sum of each": lambda a, b: jnp.sum(lax.square(a + b)),
-    "maximum": lambda a, b: jnp.sum(lax.max(a, 0.0)) + jnp.sum(lax.max(b, 0.0)),
-    "minimum": lambda a, b: jnp.sum(lax.min(a, 1.0)) + jnp.sum(lax.min(b, 1.0)),
-    "select": lambda a, b: jnp.sum(lax.select(a > 0, a, a * 2.0)) + jnp.sum(b),
-    "slice": lambda a, b: jnp.sum(lax.slice(a, (0, 0), (1, 3))) + jnp.sum(b),
-    "gather": lambda a, b: jnp.sum(a[jnp.arange(1)]) + jnp.sum(b),
-    "inverse": lambda a, b: jnp.sum(1.0 / a) + jnp.sum(1.0 / b),
-    "negative power": lambda a, b: jnp.sum(lax.integer_pow(a, -2)) + jnp.sum(b),
-    "power of zero": lambda a, b: jnp.sum(lax.integer_pow(a, 0) * a) + jnp.sum(b),
-    "exponential": lambda a, b: jnp.sum(lax.exp(a)) + jnp.sum(lax.exp(b)),
-    "sign": lambda a, b: jnp.sum(lax.sign(a)) + jnp.sum(lax.sign(b)),
-    "clamp": lambda a, b: jnp.sum(lax.clamp(-1.0, a, 1.0)) + jnp.sum(b),
-    "tanh": lambda a, b: jnp.sum(lax.tanh(a)) + jnp.sum(lax.tanh(b)),
-    "largest": lambda a, b: jnp.max(a) + jnp.max(b),
-    "each by the other": lambda a, b: jnp.sum(a / b) + jnp.sum(b / a),
-    "integers": lambda a, b: jnp.sum(a.astype(jnp.int32)) + jnp.sum(b.astype(jnp.int32)) + 0.0,
-    "half precision": lambda a, b: jnp.sum(a.astype(jnp.float16).astype(jnp.float32)) + jnp.sum(b),
-    "brain precision": lambda a, b: jnp.sum(a.astype(jnp.bfloat16).astype(jnp.float32)) + jnp.sum(b),
-    "a branch": lambda a, b: lax.cond(jnp.sum(a) > 0, jnp.sum, lambda b: 0.0, b) + 0.0 * jnp.sum(a),
+    "one leaf": lambda a, b: squares(a),
+    "no total": lambda a, b: (squares(a), squares(b)),
+    "no sum of each": lambda a, b: squares(a + b),
+    "sums": lambda a, b: jnp.sum(a) + jnp.sum(b),
+    "cubes": lambda a, b: jnp.sum(lax.integer_pow(a, 3)) + jnp.sum(lax.integer_pow(b, 3)),
+    "squares of squares": lambda a, b: squares(lax.square(a)) + squares(lax.square(b)),
+    "multiples": lambda a, b: squares(a * 2.0) + squares(b * 2.0),
+    "maximum": lambda a, b: squares(lax.max(a, 0.0)) + squares(lax.max(b, 0.0)),
+    "minimum": lambda a, b: squares(lax.min(a, 1.0)) + squares(lax.min(b, 1.0)),
+    "select": lambda a, b: squares(lax.select(a > 0, a, a * 2.0)) + squares(b),
+    "slice": lambda a, b: squares(lax.slice(a, (0, 0), (1, 3))) + squares(b),
+    "gather": lambda a, b: squares(a[jnp.arange(1)]) + squares(b),
+    "inverse": lambda a, b: squares(1.0 / a) + squares(1.0 / b),
+    "negative power": lambda a, b: jnp.sum(lax.integer_pow(a, -2)) + squares(b),
+    "power of zero": lambda a, b: jnp.sum(lax.integer_pow(a, 0) * a) + squares(b),
+    "exponential": lambda a, b: squares(lax.exp(a)) + squares(lax.exp(b)),
+    "sign": lambda a, b: squares(lax.sign(a)) + squares(lax.sign(b)),
+    "clamp": lambda a, b: squares(lax.clamp(-1.0, a, 1.0)) + squares(b),
+    "tanh": lambda a, b: squares(lax.tanh(a)) + squares(lax.tanh(b)),
+    "largest": lambda a, b: jnp.max(a * a) + jnp.max(b * b),
+    "each by the other": lambda a, b: squares(a / b) + squares(b / a),
+    "integers": lambda a, b: squares(a.astype(jnp.int32).astype(jnp.float32)) + squares(b),
+    "half precision": lambda a, b: squares(a.astype(jnp.float16).astype(jnp.float32)) + squares(b),
+    "brain precision": lambda a, b: squares(a.astype(jnp.bfloat16).astype(jnp.float32)) + squares(b),
+    "a branch": lambda a, b: lax.cond(squares(a) > 0, squares, lambda b: 0.0, b) + 0.0 * squares(a),
 }
 
 
@@ -521,12 +530,41 @@ def test_nothing_is_found_where_a_sum_may_hide_or_make_an_inf(name):
     assert known(HIDING[name], A, B)[0] is None
 
 
-def test_multiples_of_constants_are_found_and_of_other_variables_not():
-    total = lambda a, b, s: jnp.sum(a / s) + jnp.sum(b / s)
+def test_what_a_loss_scale_divides_is_found_and_what_another_variable_does_is_not():
+    total = lambda a, b, s: squares(a / s) + squares(b / s)
     s = jnp.float32(2)
-    assert known(total, A, B, constants=(s,))[0] is not None
+    assert known(total, A, B, scales=(s,))[0] is not None
     jaxpr = jax.make_jaxpr(total)(A, B, s).jaxpr
-    assert find_known_sums(jaxpr, jaxpr.invars[:2], ()) is None
+    assert find_known_sums(jaxpr, jaxpr.invars[:2], jaxpr.outvars, ()) is None
+    constant = lambda a, b: squares(a / 2.0**-14) + squares(b / 2.0**-14)
+    jaxpr = jax.make_jaxpr(constant)(A, B).jaxpr
+    assert find_known_sums(jaxpr, jaxpr.invars, jaxpr.outvars, (2.0**-14,)) is not None
+    assert find_known_sums(jaxpr, jaxpr.invars, jaxpr.outvars, (2.0**-13,)) is None
+
+
+def test_a_sum_that_no_update_is_made_of_is_not_believed():
+    """A norm that is only logged may overflow."""
+    jaxpr = jax.make_jaxpr(lambda a, b: (a, b, squares(a) + squares(b)))(A, B).jaxpr
+    assert find_known_sums(jaxpr, jaxpr.invars, jaxpr.outvars[:2]) is None
+    assert find_known_sums(jaxpr, jaxpr.invars, jaxpr.outvars) is not None
+
+
+def test_a_norm_that_is_only_logged_skips_no_finite_step():
+    log = optax.GradientTransformation(lambda p: jnp.float32(0), lambda g, s, p=None: (g, optax.tree.norm(g)))
+    grads = {"a": jnp.full(3, 1e20), "b": jnp.ones(2)}
+    assert one_step(optax.chain(log, optax.adam(1e-3)), grads) == (True, True, [True, True])
+
+
+def test_a_scale_below_one_is_the_same_whether_it_is_a_constant_or_not():
+    """1e36 divided by 2**-14 is inf: the true gradient, which the clip looks at."""
+    tx = jmp.skip_nonfinite(optax.chain(jmp.unscale(), CLIP, optax.sgd(0.1)))
+    grads, scale = {"a": jnp.full(3, 1e36), "b": jnp.ones(2)}, jmp.StaticLossScale(2.0**-14)
+    step = lambda g, s, scale: tx.update(g, s, loss_scale=scale)
+    state = tx.init(grads)
+    within = jax.jit(lambda g, s: step(g, s, scale))(grads, state)
+    for updates, after in (step(grads, state, scale), jax.jit(step)(grads, state, scale), within):
+        assert not jmp.grads_finite(after)
+        assert not any(jnp.any(update != 0) for update in updates.values())
 
 
 # What would fool a careless search

@@ -432,3 +432,12 @@ def test_a_carry_that_is_handed_in_is_not_rounded():
     (c, _), y = model.apply(params, carry, x)
     assert (c.dtype, y.dtype) == (jnp.float32, jnp.float16)
     assert not np.array_equal(c, c.astype(jnp.float16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("batch_dims", [0, (0,), ()])
+def test_the_bias_of_a_layer_with_a_weight_for_each_member_of_a_batch(batch_dims):
+    module = nn.DenseGeneral(7, batch_dims=batch_dims, bias_init=nn.initializers.normal(1.0))
+    x = jax.random.normal(jax.random.key(0), (5, 5, 4))
+    variables = module.init(jax.random.key(1), x)
+    under = with_policy(module, jmp.get_policy("p=f32,c=f32"))
+    np.testing.assert_array_equal(under.apply(variables, x), module.apply(variables, x))

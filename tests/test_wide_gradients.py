@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 
 import jmp_lite as jmp
@@ -160,3 +162,38 @@ def test_a_layer_that_users_wrote_keeps_its_compute_dtype():
     under = jmp_lite.nnx.with_policy(plain, policy, reduce_dtype="float32")
     graph, state = nnx.split(under)
     assert "f32[4,6,5]" not in str(jax.make_jaxpr(lambda state: nnx.merge(graph, state)(X))(state))
+
+
+DEVICES = 4
+
+
+def test_under_an_explicit_mesh_the_gradient_is_split_as_the_weight_is():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    model = nn.DenseGeneral((3, 4), use_bias=False)
+    loss, params = linen_loss(model, jnp.float16, reduce_dtype="float32")
+    expected = jax.grad(loss)(params)
+    under = jmp_lite.linen.with_policy(model, jmp.get_policy("c=f16,o=f32"), reduce_dtype="float32")
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        for spec in (P(), P(None, None, "model")):
+            placed = jax.device_put(params, NamedSharding(mesh, spec))
+            grads = jax.jit(jax.grad(lambda params: jnp.sum(under.apply(params, x) ** 2)))(placed)
+            np.testing.assert_allclose(*map(jax.tree.leaves, (grads, expected)), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_a_shard_map_the_gradient_of_a_whole_weight_is_summed_over_the_devices(check_vma):
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+    loss, params = linen_loss(nn.Dense(5), jnp.float16, reduce_dtype="float32")
+    expected = jax.grad(loss)(params)
+    under = jmp_lite.linen.with_policy(nn.Dense(5), jmp.get_policy("c=f16,o=f32"), reduce_dtype="float32")
+
+    def local(params, x):
+        grads = jax.grad(lambda params: jnp.sum(under.apply(params, x) ** 2))(params)
+        return grads if check_vma else lax.psum(grads, "data")  # Without the check nothing is summed.
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+    grads = jax.jit(run)(params, X)
+    for found, wanted in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-2)

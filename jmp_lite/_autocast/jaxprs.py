@@ -229,10 +229,18 @@ def bind(equation: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
     a deep model is traced in two thirds of the time.
     """
     primitive, params = equation.primitive, tuple((equation.params | changed).items())
-    plain = not equation.effects and not any(True for _ in jaxprs_in_params(equation.params))
-    operation = _inlined if plain and _hashable(params) else _operation
+    operation = _inlined if _may_be_remembered(equation) and _hashable(params) else _operation
     results = operation(primitive, params)(*operands)
     return list(results) if primitive.multiple_results else [results]
+
+
+def _may_be_remembered(equation: Any) -> bool:
+    """Whether it is an operation of `jax.lax` itself, whose parameters are plain and mean what they equal.
+
+    Those of others may be functions, which would be kept alive, or 0.0 and -0.0, which are equal.
+    """
+    own = getattr(lax, f"{equation.primitive.name}_p", None) is equation.primitive
+    return own and not equation.effects and not any(True for _ in jaxprs_in_params(equation.params))
 
 
 def _operation(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:

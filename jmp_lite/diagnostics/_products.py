@@ -118,7 +118,8 @@ def _flops(kind: str, instruction: Instruction, operands: tuple[Array, ...], res
         axes = _summed_axes(instruction)
         if axes is None:
             return 0
-        return 2 * math.prod(result.shape) * math.prod(operands[0].shape[axis] for axis in axes)
+        each = 8 if result.dtype.startswith("c") else 2  # A complex product is four, and two sums.
+        return each * math.prod(result.shape) * math.prod(operands[0].shape[axis] for axis in axes)
     if kind == "attention":
         config = instruction.backend_config.get("cudnn_fmha_backend_config", {})
         scores = config.get("intermediate_tensor_shape", {}).get("dimensions", [0])

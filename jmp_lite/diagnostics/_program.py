@@ -60,7 +60,8 @@ class Program:
         device: the kind of device that it was compiled for.
         products: the matrix products, convolutions and attentions, in the order of the program.
         collectives: what is sent between devices.
-        kernels: how many kernels and library calls one run starts, each iteration of a loop counted.
+        kernels: how many kernels and library calls one run starts, each iteration of a loop counted, its
+            condition and counter too, as XLA's text has them.
         bytes_moved: how many bytes they read and write, each once, library calls included.
         temporary_bytes: memory beside arguments and outputs.
         argument_bytes, output_bytes: memory of arguments and outputs.
