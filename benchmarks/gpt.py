@@ -1,9 +1,21 @@
-"""A GPT, written in float32 with no cast of its own: what the benchmarks compile."""
+"""A GPT, written in float32 with no cast of its own, and its loss with half precision brought in by others.
+
+It is what the benchmarks compile.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+
+import jmp_lite as jmp
+from jmp_lite.linen import with_policy
+
+CASTS = ("none", "by hand", "policy", "autocast")
+Loss = Callable[[Any, jax.Array], jax.Array]
 
 
 class Block(nn.Module):
@@ -48,3 +60,25 @@ def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
         logits[:, :-1].astype(jnp.float32), tokens[:, 1:]
     )
     return losses.mean()
+
+
+def gpt_loss(model: GPT, casts: str, dtype: Any, reduce_dtype: Any = None) -> Loss:
+    """Returns the loss, of parameters and tokens, of a GPT whose products take `dtype`.
+
+    Args:
+        model: the GPT, in float32.
+        casts: one of `CASTS`: who brings the half precision in.
+        dtype: the half dtype.
+        reduce_dtype: for `policy`, as in `with_policy`.
+    """
+    policy = jmp.Policy(jnp.float32, dtype, jnp.float32)
+
+    def loss_of(apply: Callable[..., Any]) -> Loss:
+        return lambda params, tokens: next_token_loss(apply(params, tokens), tokens)
+
+    if casts == "by hand":
+        apply: Any = model.apply
+        return loss_of(lambda p, tokens: policy.cast_to_output(apply(policy.cast_to_compute(p), tokens)))
+    if casts == "policy":
+        return loss_of(with_policy(model, policy, reduce_dtype=reduce_dtype).apply)
+    return jmp.autocast(loss_of(model.apply), dtype) if casts == "autocast" else loss_of(model.apply)

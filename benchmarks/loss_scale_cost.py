@@ -26,10 +26,9 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jmp_lite
-from benchmarks.gpt import GPT, next_token_loss
+from benchmarks.gpt import GPT, gpt_loss
 from benchmarks.h100 import compile_for_gpu
 from jmp_lite.diagnostics import read_program
-from jmp_lite.linen import with_policy
 
 Loss = Callable[[Any], jax.Array]
 Arm = tuple[Callable[[Any], Any], Callable[[Loss, Any, Any], tuple[Any, Any]]]
@@ -203,17 +202,11 @@ def optimizer_case(arm: str, tx: Any, params: Any, grads_dtype: Any) -> Row:
 def gpt_case(arm: str, dtype: Any = jnp.float16, batch: int = 8, length: int = 1024, **sizes: int) -> Row:
     """A whole training step of a GPT under a policy."""
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    model = with_policy(GPT(**sizes), jmp_lite.Policy(jnp.float32, dtype, jnp.float32))  # type: ignore[arg-type]
+    model = GPT(**sizes)  # type: ignore[arg-type]
+    loss = gpt_loss(model, "policy", dtype)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
     init, step = ARMS[arm](optax.adamw(3e-4))
-
-    def run(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any]:
-        def loss(params: Any) -> jax.Array:
-            logits: Any = model.apply(params, tokens)
-            return next_token_loss(logits, tokens)
-
-        return step(loss, params, state)
-
+    run = lambda params, state, tokens: step(lambda params: loss(params, tokens), params, state)
     return measure(arm, run, params, jax.eval_shape(init, params), tokens)
 
 

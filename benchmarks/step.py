@@ -12,7 +12,6 @@ The step is loss, gradients, loss scale and AdamW, donated. `by hand` casts para
 import argparse
 import json
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,35 +20,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_lite as jmp
-from benchmarks.gpt import GPT, next_token_loss
+from benchmarks.gpt import CASTS, GPT, Loss, gpt_loss
 from benchmarks.h100 import compile_for_gpu, gpu_mesh
 from jmp_lite.diagnostics import Program, read_program
-from jmp_lite.linen import with_policy
-
-CASTS = ("none", "by hand", "policy", "autocast")
-Loss = Callable[[Any, jax.Array], jax.Array]
-
-
-def gpt_loss(model: GPT, casts: str, dtype: Any, reduce_dtype: Any = None) -> Loss:
-    """Returns the loss, of parameters and tokens, of a GPT whose products take `dtype`.
-
-    Args:
-        model: the GPT, in float32.
-        casts: one of `CASTS`: who brings the half precision in.
-        dtype: the half dtype.
-        reduce_dtype: for `policy`, as in `with_policy`.
-    """
-    policy = jmp.Policy(jnp.float32, dtype, jnp.float32)
-
-    def loss_of(apply: Callable[..., Any]) -> Loss:
-        return lambda params, tokens: next_token_loss(apply(params, tokens), tokens)
-
-    if casts == "by hand":
-        apply: Any = model.apply
-        return loss_of(lambda p, tokens: policy.cast_to_output(apply(policy.cast_to_compute(p), tokens)))
-    if casts == "policy":
-        return loss_of(with_policy(model, policy, reduce_dtype=reduce_dtype).apply)
-    return jmp.autocast(loss_of(model.apply), dtype) if casts == "autocast" else loss_of(model.apply)
 
 
 def fully_sharded(x: jax.ShapeDtypeStruct, devices: int) -> PartitionSpec:

@@ -24,9 +24,9 @@ if importlib.util.find_spec("jax_cuda13_plugin") is None:
     pytest.skip('needs pip install -e ".[h100]"', allow_module_level=True)
 
 from benchmarks import loss_scale_cost
-from benchmarks.gpt import GPT
+from benchmarks.gpt import GPT, gpt_loss
 from benchmarks.h100 import HAS_GPU, compile_for_gpu, gpu_mesh
-from benchmarks.step import gpt_loss, moved, training_step
+from benchmarks.step import moved, training_step
 from jmp_lite.diagnostics import read_program
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="on a GPU the program is another one")
