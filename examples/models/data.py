@@ -5,6 +5,7 @@ import functools
 import sysconfig
 import tokenize
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import skimage.data
@@ -21,7 +22,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     Returns:
         Images `(1797, 8, 8)`, float32, 0 to 1, and the digits `(1797,)`, int32.
     """
-    scans = sklearn.datasets.load_digits()
+    scans: Any = sklearn.datasets.load_digits()
     return (scans["images"] / 16).astype(np.float32), scans["target"].astype(np.int32)
 
 
@@ -45,7 +46,7 @@ def coins() -> tuple[np.ndarray, np.ndarray]:
     bright = smooth > np.maximum(
         skimage.filters.threshold_local(smooth, 151), 0.9 * skimage.filters.threshold_otsu(smooth)
     )
-    parts = skimage.measure.label(bright)
+    parts: Any = skimage.measure.label(bright)
     large = np.bincount(parts.ravel()) > 300
     large[0] = False
     return picture, large[parts].astype(np.int32)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from . import data
-from .resnet import Basic, conv, norm
+from .resnet import Basic, conv, norm, pool
 from .workload import Batch, Workload
 
 WIDE = (2.0, 3.0)  # Aspect ratios beside 1, each way up.
@@ -62,7 +62,7 @@ class SSD(nn.Module):
             `(batch, boxes, classes)`.
         """
         x = nn.relu(norm("stem_norm", train)(conv(self.features, 7, 2, "stem")(images)))
-        x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+        x = pool(x)
         for stage, blocks in enumerate(self.stages):
             for place in range(blocks):
                 stride = 2 if stage == 1 and not place else 1
