@@ -62,11 +62,12 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def gpu_mesh(axes: Mapping[str, int]) -> Mesh:
+def gpu_mesh(axes: Mapping[str, int], pretend: bool = not HAS_GPU) -> Mesh:
     """Returns a mesh of this machine's GPUs, or of H100s if it has not as many.
 
     Args:
         axes: names and sizes, such as `{"data": 8}`. In all 1 to 8 devices, or a multiple of 8: eight a host.
+        pretend: whether they are H100s that are not there, in any case.
 
     Raises:
         ValueError: another number of devices.
@@ -75,7 +76,7 @@ def gpu_mesh(axes: Mapping[str, int]) -> Mesh:
     count = math.prod(axes.values())
     if count < 1 or (count > 8 and count % 8):
         raise ValueError(f"A mesh has 1 to 8 devices or a multiple of 8, eight a host; got {count}.")
-    devices = jax.devices("gpu")[:count] if HAS_GPU else []
+    devices = [] if pretend else jax.devices("gpu")[:count]
     if len(devices) < count:
         if importlib.util.find_spec("jax_cuda13_plugin") is None:
             raise RuntimeError('The CUDA plugin of JAX is not installed: pip install -e ".[h100]"')
@@ -92,6 +93,7 @@ def compile_for_gpu(
     *args: Any,
     donate_argnums: int | Sequence[int] = (),
     mesh: Mesh | None = None,
+    pretend: bool = not HAS_GPU,
 ) -> jax.stages.Compiled:
     """Compiles `jax.jit(fun)` for an H100, or for this machine's GPU if it has one.
 
@@ -101,6 +103,7 @@ def compile_for_gpu(
             sharding is whole on every device.
         donate_argnums: as in `jax.jit`.
         mesh: of `gpu_mesh`, if it is compiled for more than one device.
+        pretend: whether it is compiled for an H100 that is not there, in any case.
 
     Returns:
         The compiled program, for `read_program`. For an H100 that is not there no product is autotuned, so
@@ -113,7 +116,7 @@ def compile_for_gpu(
     if not jax.tree.leaves(args):
         raise ValueError("Give the function an argument: by the arguments JAX knows what to compile for.")
     if mesh is None:
-        whole = SingleDeviceSharding(gpu_mesh({"device": 1}).devices.item())
+        whole = SingleDeviceSharding(gpu_mesh({"device": 1}, pretend).devices.item())
     else:
         whole = NamedSharding(mesh, PartitionSpec())
 
@@ -122,4 +125,4 @@ def compile_for_gpu(
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=given or whole)
 
     lowered = jax.jit(fun, donate_argnums=donate_argnums).lower(*jax.tree.map(place, args))
-    return lowered.compile(compiler_options={} if HAS_GPU else {"xla_gpu_enable_triton_gemm": False})
+    return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False} if pretend else {})

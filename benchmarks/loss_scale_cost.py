@@ -21,17 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
-from flax.training.dynamic_scale import DynamicScale
 
-import jmp_lite
 from benchmarks.gpt import GPT, gpt_loss
 from benchmarks.h100 import compile_for_gpu
+from benchmarks.loss_scalers import SCALE, SCALERS, Scaler
 from jmp_lite.diagnostics import read_program
-
-Loss = Callable[[Any], jax.Array]
-Arm = tuple[Callable[[Any], Any], Callable[[Loss, Any, Any], tuple[Any, Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,98 +56,6 @@ class Row:
     def bytes_a_parameter(self) -> float:
         """Bytes read and written for each parameter."""
         return self.bytes_moved / self.parameters
-
-
-# The arms. Each takes an optimizer and gives its `init` and a step: of a loss, which has the batch in it, and
-# of parameters and state to new ones. The state of the scale is part of the state.
-
-
-def plain(tx: Any) -> Arm:
-    """No loss scale."""
-
-    def step(loss: Loss, params: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(_wide(jax.grad(loss)(params)), state, params)
-        return optax.apply_updates(params, updates), state
-
-    return tx.init, step
-
-
-def ours(tx: Any) -> Arm:
-    """jmp_lite, as its README says."""
-    tx = jmp_lite.with_loss_scale(tx)
-
-    def step(loss: Loss, params: Any, state: Any) -> tuple[Any, Any]:
-        grads = jmp_lite.grad(loss, jmp_lite.get_loss_scale(state))(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return tx.init, step
-
-
-def deepmind_jmp(tx: Any) -> Arm:
-    """DeepMind's jmp, as its README says; the scale as arrays, since JAX cannot lower jmp's object."""
-
-    def init(params: Any) -> Any:
-        return tx.init(params), (jnp.float32(2.0**15), jnp.int32(0))
-
-    def step(loss: Loss, params: Any, state: Any) -> tuple[Any, Any]:
-        inner, (scale, counter) = state
-        loss_scale = jmp.DynamicLossScale(scale, counter)
-        grads = _wide(jax.grad(lambda params: loss_scale.scale(loss(params)))(params))
-        grads = loss_scale.unscale(grads)
-        updates, new_inner = tx.update(grads, inner, params)
-        new_params = optax.apply_updates(params, updates)
-        finite = jmp.all_finite(grads)
-        params, inner = jmp.select_tree(finite, (new_params, new_inner), (params, inner))
-        adjusted = loss_scale.adjust(finite)
-        return params, (inner, (adjusted.loss_scale, adjusted.counter))
-
-    return init, step
-
-
-def flax_dynamic_scale(tx: Any) -> Arm:
-    """Flax's DynamicScale, as its example does it."""
-
-    def init(params: Any) -> Any:
-        return tx.init(params), DynamicScale(scale=jnp.float32(65536.0))
-
-    def step(loss: Loss, params: Any, state: Any) -> tuple[Any, Any]:
-        inner, dynamic_scale = state
-        dynamic_scale, finite, _, grads = dynamic_scale.value_and_grad(loss)(params)
-        updates, new_inner = tx.update(_wide(grads), inner, params)
-        new_params = optax.apply_updates(params, updates)
-        choose = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
-        return choose(new_params, params), (choose(new_inner, inner), dynamic_scale)
-
-    return init, step
-
-
-def optax_apply_if_finite(
-    tx: Any,
-) -> Arm:
-    """optax.apply_if_finite, with a static scale by hand."""
-    tx = optax.apply_if_finite(tx, max_consecutive_errors=10)
-
-    def step(loss: Loss, params: Any, state: Any) -> tuple[Any, Any]:
-        grads = jax.grad(lambda params: loss(params) * 1024.0)(params)
-        grads = jax.tree.map(lambda grad: grad / 1024.0, _wide(grads))
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return tx.init, step
-
-
-ARMS = {
-    "plain": plain,
-    "jmp 0.0.4": deepmind_jmp,
-    "Flax DynamicScale": flax_dynamic_scale,
-    "optax.apply_if_finite": optax_apply_if_finite,
-    "jmp_lite": ours,
-}
-
-
-def _wide(grads: Any) -> Any:
-    return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
 
 
 # The cases.
@@ -193,10 +96,8 @@ _with_gradients.defvjp(_forward, _backward)
 
 def optimizer_case(arm: str, tx: Any, params: Any, grads_dtype: Any) -> Row:
     """The optimizer alone: it reads gradients of `grads_dtype`."""
-    init, step = ARMS[arm](tx)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grads_dtype), params)
-    run = lambda params, state, grads: step(lambda params: _with_gradients(params, grads), params, state)
-    return measure(arm, run, params, jax.eval_shape(init, params), grads)
+    return measure(arm, SCALERS[arm](tx), _with_gradients, params, grads)
 
 
 def gpt_case(arm: str, dtype: Any = jnp.float16, batch: int = 8, length: int = 1024, **sizes: int) -> Row:
@@ -205,15 +106,19 @@ def gpt_case(arm: str, dtype: Any = jnp.float16, batch: int = 8, length: int = 1
     model = GPT(**sizes)  # type: ignore[arg-type]
     loss = gpt_loss(model, "policy", dtype)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    init, step = ARMS[arm](optax.adamw(3e-4))
-    run = lambda params, state, tokens: step(lambda params: loss(params, tokens), params, state)
-    return measure(arm, run, params, jax.eval_shape(init, params), tokens)
+    return measure(arm, SCALERS[arm](optax.adamw(3e-4)), loss, params, tokens)
 
 
-def measure(arm: str, step: Callable[..., Any], params: Any, state: Any, *rest: Any) -> Row:
+def measure(arm: str, scaler: Scaler, loss: Callable[..., jax.Array], params: Any, batch: Any) -> Row:
     """Compiles a step that donates its parameters and state, and reads the program."""
+
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        params, state, *_ = scaler.step(lambda params: (loss(params, batch), ()), params, state, ())
+        return params, state
+
+    state = jax.eval_shape(lambda params: scaler.init(params, SCALE), params)
     began = time.perf_counter()
-    compiled = compile_for_gpu(step, params, state, *rest, donate_argnums=(0, 1))
+    compiled = compile_for_gpu(step, params, state, batch, donate_argnums=(0, 1))
     seconds = time.perf_counter() - began
     program = read_program(compiled)
     size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -291,7 +196,7 @@ def main() -> None:
     found: dict[str, Any] = {"versions": versions(), "cases": {}}
     for name in arguments.case:
         title, case = CASES[name]
-        arms = ["plain"] if name == "gpt-bf16" else list(ARMS)
+        arms = ["plain"] if name == "gpt-bf16" else list(SCALERS)
         rows = [case(arm) for arm in arms]
         print(table(title, rows), end="\n\n", flush=True)
         found["cases"][name] = {"title": title, "rows": [dataclasses.asdict(row) for row in rows]}

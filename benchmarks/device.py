@@ -1,0 +1,45 @@
+"""What figures belong to: the device, its clocks, the versions of what ran."""
+
+import importlib.metadata
+import importlib.util
+import subprocess
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "numpy", "torch")
+
+
+def _nvidia_smi(*fields: str) -> list[str] | None:
+    """What the first GPU says of some fields; None if there is none. It reads, and sets nothing."""
+    try:
+        text = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return [value.strip() for value in text.splitlines()[0].split(",")]
+
+
+def device_name() -> str:
+    """Returns the GPU's name as a folder's, such as `nvidia-h100-80gb-hbm3`, or `cpu`. JAX is not asked."""
+    found = _nvidia_smi("name")
+    return "-".join(found[0].lower().split()) if found else "cpu"
+
+
+def memory_bytes() -> float:
+    """Returns the memory of the GPU; infinity without one, since a machine's own memory is swapped."""
+    found = _nvidia_smi("memory.total")
+    return float(found[0]) * 2**20 if found else float("inf")
+
+
+def clocks() -> dict[str, str] | None:
+    """Returns clocks in MHz, temperature in degrees Celsius and power in watts; None without a GPU."""
+    fields = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "driver_version")
+    found = _nvidia_smi(*fields)
+    return dict(zip(fields, found)) if found else None
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages that are installed."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}

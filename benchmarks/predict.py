@@ -1,0 +1,83 @@
+"""What the program of each arm is, as compiled for an H100 that is not there; beside the real one on a GPU.
+
+    python -m benchmarks.predict                       # All families at full size: half an hour on two cores.
+    python -m benchmarks.predict resnet50 neumf --arms float16 "float16 autocast"
+
+Every arm is held to the dtype that it claims for its products, on the program of the H100. Where there is a
+GPU the same step is compiled for it as well, and the two are printed side by side. Nothing is run. Needs
+`pip install -e ".[h100]"`.
+"""
+
+import argparse
+import json
+import pathlib
+import time
+from typing import Any
+
+from benchmarks.device import device_name, versions
+from benchmarks.h100 import HAS_GPU, compile_for_gpu
+from benchmarks.jax_arms import JaxArm, arms_of, check_program, facts
+from examples.models import FAMILIES
+from jmp_lite.diagnostics import read_program
+
+WANTED = ("float32", "TF32", "bfloat16", "float16", "float16 autocast")
+
+
+def predict(family: str, arm: str, pretend: bool = True) -> dict[str, Any]:
+    """Compiles the step of an arm at full size.
+
+    Args:
+        family: one of `FAMILIES`.
+        arm: one of `JAX_ARMS`.
+        pretend: for an H100 that is not there, else for this machine's GPU.
+
+    Returns:
+        `benchmarks.jax_arms.facts` of the program, and seconds.
+
+    Raises:
+        AssertionError: a product multiplies in another dtype than the arm claims.
+    """
+    workload = FAMILIES[family].full()
+    made = JaxArm(arm, workload, workload.batch_size)
+    began = time.perf_counter()
+    compiled = compile_for_gpu(made.step, *made.shapes(), donate_argnums=0, pretend=pretend)
+    seconds = time.perf_counter() - began
+    program = read_program(compiled)
+    check_program(program, made.precision)
+    return {**facts(program), "compile_seconds": round(seconds, 1)}
+
+
+def line(family: str, arm: str, where: str, found: dict[str, Any]) -> str:
+    """One line of the table."""
+    products = ", ".join(f"{count} {name}" for name, count in found["products"].items())
+    return (
+        f"{family:12} {arm:18} {where:10}{found['kernels']:>8,}{found['bytes_moved'] / 1e6:>11,.0f}"
+        f"{found['program_bytes'] / 1e6:>9,.0f}{found['compile_seconds']:>7.0f}s  {products}"
+    )
+
+
+def main() -> None:
+    """Compiles what is asked for, prints a table and writes it as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all if none is named")
+    parser.add_argument("--arms", nargs="*", default=list(WANTED))
+    parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
+    options = parser.parse_args()
+    print(f"{'family':12} {'arm':18} {'for':10}{'kernels':>8}{'MB moved':>11}{'MB held':>9}{'compile':>8}")
+    for family in options.families or FAMILIES:
+        known = arms_of(FAMILIES[family].full())
+        for where in ["H100", *([device_name()] if HAS_GPU else [])]:
+            pretend = where == "H100"
+            found: dict[str, Any] = {"family": family, "versions": versions(), "arms": {}}
+            for arm in (each for each in options.arms if each in known):
+                found["arms"][arm] = predict(family, arm, pretend)
+                print(line(family, arm, where, found["arms"][arm]), flush=True)
+            folder = options.results / ("h100-pretended" if pretend else f"{where}-compiled")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{family}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""How fast one model trains: every arm of JAX and of PyTorch, side by side on one GPU.
+
+    python -m benchmarks.run gpt2-small            # On a GPU, within ten minutes.
+    python -m benchmarks.run gpt2-small --quick    # Anywhere, at a small size: proves that it works.
+
+Each arm is a process (`benchmarks.worker`) with the same initial values and the same batch. They compile one
+after another, so that what XLA tries out is not disturbed, and then take turns: a block of steps of one arm,
+a block of the next. As many are timed together as the memory holds, and float16 with each of them, so that
+two arms that never ran together are compared by their ratios to it. `python -m benchmarks.table` draws what
+was found.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from multiprocessing.connection import wait
+from typing import Any
+
+import jax
+
+from benchmarks.device import clocks, device_name, memory_bytes, versions
+from benchmarks.flops import training_flops
+from benchmarks.h100 import HAS_GPU
+from examples.models import FAMILIES
+from examples.models.workload import Workload
+
+REFERENCE = "float16"
+TORCH_ARMS = ("torch float32", "torch TF32", "torch bfloat16", "torch float16")
+FLASH_ARMS = ("torch bfloat16, flash", "torch float16, flash")
+OVERFLOWING = 2.0**40  # A scale that no gradient survives in float16.
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How arms are timed: steps to warm up, and blocks of steps with one wait at the end of each."""
+
+    warm_up: int = 10
+    blocks: int = 5
+    steps: int = 20
+
+
+class ArmFailed(Exception):
+    """An arm answered with an error, died or took too long."""
+
+
+class Worker:
+    """An arm in a process of its own.
+
+    Args:
+        arm: its name.
+        settings: of `benchmarks.worker`.
+        log: where its stderr goes.
+        seconds: how long it may take to answer.
+    """
+
+    def __init__(self, arm: str, settings: dict[str, Any], log: pathlib.Path, seconds: float):
+        self.arm, self.seconds = arm, seconds
+        self.found: dict[str, Any] = {}
+        self.milliseconds: list[float] = []
+        self.is_ready = False
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if arm.startswith("torch ") or not HAS_GPU:
+            environment["JAX_PLATFORMS"] = "cpu"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.worker", json.dumps({**settings, "arm": arm})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                text=True,
+            )
+
+    def ask(self, do: str, **command: Any) -> dict[str, Any]:
+        """Sends a command and returns the answer.
+
+        Raises:
+            ArmFailed: there was none in time, or it is an error.
+        """
+        if not self.is_ready:
+            self.is_ready = True
+            self._answer()
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise ArmFailed(f"died before {do}") from None
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        if not wait([self.process.stdout], self.seconds):
+            raise ArmFailed(f"no answer within {self.seconds:.0f} s")
+        line = self.process.stdout.readline()
+        if not line:
+            raise ArmFailed(f"died with exit status {self.process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ArmFailed(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """Ends the process, and so frees its memory."""
+        self.process.kill()
+        self.process.communicate()
+
+
+@dataclasses.dataclass
+class Session:
+    """The arms of one family, compiled and timed.
+
+    Attributes:
+        arms: their names, the most wanted first; `REFERENCE` is timed with all others.
+        settings: of `benchmarks.worker`.
+        protocol: how they are timed.
+        memory: how many bytes those that are timed together may take.
+        deadline: on `time.monotonic`'s clock; what cannot begin by then is left out.
+        arm_seconds: how long an arm may take to answer.
+        logs: a folder for what the processes write.
+    """
+
+    arms: list[str]
+    settings: dict[str, Any]
+    protocol: Protocol
+    memory: float
+    deadline: float
+    arm_seconds: float
+    logs: pathlib.Path
+    results: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def run(self) -> dict[str, dict[str, Any]]:
+        """Returns what was found of each arm, or the `error` that ended it."""
+        pending = [self._start(arm) for arm in self.arms[:2]]
+        group: list[Worker] = []
+        try:
+            for place in range(len(self.arms)):
+                if place + 2 < len(self.arms):
+                    pending.append(self._start(self.arms[place + 2]))  # It imports while others compile.
+                worker = pending.pop(0)
+                if time.monotonic() > self.deadline:
+                    self._fail(worker, "left out: no time")
+                elif self._try(worker, lambda worker=worker: worker.found.update(_compile(worker))):
+                    if group and sum(map(_bytes, [*group, worker])) > self.memory:
+                        group = self._time(group)
+                    group.append(worker)
+            self._time(group, is_last=True)
+        finally:
+            for worker in [*pending, *group]:
+                worker.close()
+        return {arm: self.results[arm] for arm in self.arms if arm in self.results}
+
+    def _start(self, arm: str) -> Worker:
+        log = self.logs / f"{arm.replace(' ', '_').replace(',', '')}.log"
+        return Worker(arm, self.settings, log, self.arm_seconds)
+
+    def _time(self, group: list[Worker], is_last: bool = False) -> list[Worker]:
+        """Times some arms in turn, and returns those that go on: the reference."""
+        warm_up = lambda worker: worker.found.update(_warm_up(worker, self.protocol.warm_up))
+        group = [worker for worker in group if self._try(worker, lambda worker=worker: warm_up(worker))]
+        for worker in group:
+            worker.milliseconds = []
+        for _ in range(self.protocol.blocks):
+            group = [
+                worker
+                for worker in group
+                if self._try(worker, lambda worker=worker: _block(worker, self.protocol.steps))
+            ]
+        reference = next((worker for worker in group if worker.arm == REFERENCE), None)
+        for worker in group:
+            timing = _timing(worker.milliseconds, reference.milliseconds if reference else None)
+            worker.found = timing | worker.found if worker is reference else worker.found | timing
+        staying = [] if is_last or reference is None else [reference]
+        for worker in group:
+            if worker not in staying and self._try(worker, lambda worker=worker: _finish(worker)):
+                self.results[worker.arm] = worker.found
+                print(f"{worker.arm:36}{worker.found['ms']:10.2f} ms", flush=True)
+                worker.close()
+        return staying
+
+    def _try(self, worker: Worker, act: Any) -> bool:
+        try:
+            act()
+        except ArmFailed as error:
+            self._fail(worker, str(error))
+            return False
+        return True
+
+    def _fail(self, worker: Worker, error: str) -> None:
+        print(f"{worker.arm:36}{error.splitlines()[0][:160]}", flush=True)
+        self.results[worker.arm] = {**worker.found, "error": error}
+        worker.close()
+
+
+def _compile(worker: Worker) -> dict[str, Any]:
+    facts = worker.ask("compile")
+    return facts | {"peak_bytes": worker.ask("peak")["peak_bytes"]}
+
+
+def _bytes(worker: Worker) -> float:
+    """What an arm needs, with room for its context and for holes in its memory."""
+    needed = worker.found.get("program_bytes") or worker.found["peak_bytes"] or 0
+    return 1.15 * needed + 2**30
+
+
+def _warm_up(worker: Worker, steps: int) -> dict[str, Any]:
+    first = worker.ask("steps", count=1)["loss"]
+    if steps > 1:
+        worker.ask("steps", count=steps - 1)
+    return {} if "loss_first" in worker.found else {"loss_first": first}
+
+
+def _block(worker: Worker, steps: int) -> None:
+    answer = worker.ask("steps", count=steps)
+    worker.milliseconds.append(1000 * answer["seconds"] / steps)
+    worker.found["loss_last"] = answer["loss"]
+
+
+def _timing(milliseconds: list[float], reference: list[float] | None) -> dict[str, Any]:
+    """Returns median and quartiles of a step, and the median ratio to the reference, block by block."""
+    low, median, high = statistics.quantiles(milliseconds, n=4, method="inclusive")
+    found = {"ms": median, "ms_quartiles": [low, high], "ms_blocks": milliseconds}
+    if reference is not None:
+        found["times_reference"] = statistics.median(a / b for a, b in zip(milliseconds, reference))
+    return found
+
+
+def _finish(worker: Worker) -> None:
+    """Asks for the memory, holds the arm to its falling loss and forces an overflow."""
+    found = worker.found
+    found["peak_bytes"] = worker.ask("peak")["peak_bytes"]
+    first, last = found["loss_first"], found["loss_last"]
+    if not last < first:
+        raise ArmFailed(f"the loss did not fall: {first} to {last}")
+    answer = worker.ask("overflow", scale=OVERFLOWING, limit=60)
+    if (scales := answer["scales"]) is not None:
+        found["overflow"] = {"skipped_steps": len(scales) - 2, "scale_after": scales[-1]}
+        if not (scales[1] < scales[0] and scales[-1] >= scales[-2] and math.isfinite(answer["loss"])):
+            raise ArmFailed(f"did not recover from an overflow: scales {scales}, loss {answer['loss']}")
+
+
+def arms_of(workload: Workload) -> list[str]:
+    """Returns the arms of a family in the order in which they are wanted."""
+    from benchmarks.jax_arms import arms_of
+
+    ours = arms_of(workload)
+    if not HAS_GPU:  # cuDNN is for GPUs.
+        ours = {name: precision for name, precision in ours.items() if not precision.cudnn}
+    has_attention = hasattr(workload.model, "attention")
+    torch = (*TORCH_ARMS, *(FLASH_ARMS if has_attention and HAS_GPU else ()))
+    names = [*ours, *(torch if importlib.util.find_spec("torch") else ())]
+    wanted = (REFERENCE, "float32", "TF32", "torch float16", "float16 autocast", "bfloat16")
+    return sorted(names, key=lambda name: wanted.index(name) if name in wanted else len(wanted))
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Runs one family and writes what was found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("--quick", action="store_true", help="the small size, few steps")
+    parser.add_argument("--arms", nargs="*", help="some arms only; all are shown by --list")
+    parser.add_argument("--list", action="store_true", help="name the arms and end")
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which no arm is begun")
+    parser.add_argument("--arm-seconds", type=float, default=180.0, help="for an arm to answer")
+    parser.add_argument("--results", type=pathlib.Path, help="a folder; of --quick, out/quick")
+    options = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")  # The GPU is for the workers.
+
+    workload = getattr(FAMILIES[options.family], "small" if options.quick else "full")()
+    arms = options.arms or arms_of(workload)
+    if options.list:
+        print("\n".join(arms))
+        return {}
+    if not (HAS_GPU or options.quick):
+        parser.error("the full size needs a GPU; --quick runs anywhere")
+    batch_size = options.batch_size or workload.batch_size
+    protocol = Protocol(2, 3, 3) if options.quick else Protocol()
+    began = time.monotonic()
+    device, before = device_name(), clocks()
+    session = Session(
+        arms=[arm for arm in arms if arm == REFERENCE] + [arm for arm in arms if arm != REFERENCE],
+        settings={
+            "family": options.family,
+            "size": "small" if options.quick else "full",
+            "batch_size": batch_size,
+        },
+        protocol=protocol,
+        memory=0.92 * memory_bytes(),
+        deadline=began + 60 * options.minutes,
+        arm_seconds=options.arm_seconds,
+        logs=pathlib.Path("out/logs") / options.family,
+    )
+    inputs, targets = workload.batch(0, batch_size)
+    loss = lambda variables: workload.loss(
+        workload.model.apply(variables, *inputs, mutable=["batch_stats"])[0], targets
+    )
+    found = {
+        "family": options.family,
+        "size": session.settings["size"],
+        "batch_size": batch_size,
+        "flops_a_step": training_flops(loss, jax.eval_shape(workload.init, 0)),
+        "device": device,
+        "versions": versions(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "protocol": dataclasses.asdict(protocol),
+        "reference": REFERENCE,
+        "arms": session.run(),
+        "clocks": {"before": before, "after": clocks()},
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    folder = options.results or pathlib.Path("out/quick" if options.quick else "benchmarks/results")
+    path = folder / device / f"{options.family}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{found['seconds']:.0f} s; written to {path}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""One arm, in a process of its own: what `benchmarks.run` starts, and talks to in lines of JSON.
+
+    python -m benchmarks.worker '{"family": "gpt2-small", "arm": "float16", "size": "full", "batch_size": 8}'
+
+A command is a line such as `{"do": "steps", "count": 20}`; the answer is a line with what was found, or with
+`error` and what went wrong. All else that is written goes to stderr.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def make_arm(family: str, arm: str, size: str, batch_size: int | None) -> Any:
+    """Returns a `JaxArm` or a `TorchArm`.
+
+    Args:
+        family: one of `examples.models.FAMILIES`.
+        arm: its name.
+        size: `full`, or `small` as for a CPU.
+        batch_size: how many examples a step takes; None for as many as the workload says.
+    """
+    from examples.models import FAMILIES
+
+    workload = getattr(FAMILIES[family], size)()
+    batch_size = batch_size or workload.batch_size
+    if arm.startswith("torch "):
+        from benchmarks.torch_arms import TorchArm
+
+        return TorchArm(arm, workload, batch_size, quick=size == "small")
+    from benchmarks.jax_arms import JaxArm
+
+    return JaxArm(arm, workload, batch_size)
+
+
+def obey(arm: Any, command: dict[str, Any]) -> dict[str, Any]:
+    """Does one command and returns the answer."""
+    match command:
+        case {"do": "compile"}:
+            return arm.compile()
+        case {"do": "steps", "count": count}:
+            began = time.perf_counter()
+            loss = arm.steps(count)
+            return {"seconds": time.perf_counter() - began, "loss": loss}
+        case {"do": "peak"}:
+            return {"peak_bytes": arm.peak_bytes()}
+        case {"do": "overflow", "scale": scale, "limit": limit}:
+            scales = arm.overflow(scale, limit)
+            return {"scales": scales, "loss": None if scales is None else arm.steps(1)}
+    raise ValueError(f"unknown command {command}")
+
+
+def attempt(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns what `act` does, or what went wrong."""
+    try:
+        return act()
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def main() -> None:
+    """Makes the arm, then obeys the lines of stdin until there are no more."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # Libraries may print what they like.
+    tell = lambda found: answers.write(json.dumps(found) + "\n")
+    made: list[Any] = []
+
+    def make() -> dict[str, Any]:
+        made.append(make_arm(**json.loads(sys.argv[1])))
+        return {"ready": True}
+
+    tell(attempt(make))
+    for line in sys.stdin:
+        tell(attempt(lambda line=line: obey(made[0], json.loads(line))))
+
+
+if __name__ == "__main__":
+    main()
