@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.gpt import GPT, gpt_loss
+from benchmarks.gpt import gpt, gpt_loss
 from benchmarks.h100 import compile_for_gpu
 from benchmarks.loss_scalers import SCALE, SCALERS, Scaler
 from jmp_lite.diagnostics import read_program
@@ -103,7 +103,7 @@ def optimizer_case(arm: str, tx: Any, params: Any, grads_dtype: Any) -> Row:
 def gpt_case(arm: str, dtype: Any = jnp.float16, batch: int = 8, length: int = 1024, **sizes: int) -> Row:
     """A whole training step of a GPT under a policy."""
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    model = GPT(**sizes)  # type: ignore[arg-type]
+    model = gpt(length=length, **sizes)
     loss = gpt_loss(model, "policy", dtype)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
     return measure(arm, SCALERS[arm](optax.adamw(3e-4)), loss, params, tokens)

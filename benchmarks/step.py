@@ -20,8 +20,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_lite as jmp
-from benchmarks.gpt import CASTS, GPT, Loss, gpt_loss
+from benchmarks.gpt import CASTS, Loss, gpt, gpt_loss
 from benchmarks.h100 import compile_for_gpu, gpu_mesh
+from examples.models.gpt2 import GPT2
 from jmp_lite.diagnostics import Program, read_program
 
 
@@ -33,12 +34,12 @@ def fully_sharded(x: jax.ShapeDtypeStruct, devices: int) -> PartitionSpec:
 
 
 def training_step(
-    model: GPT, loss: Loss, batch: int, length: int, mesh: Mesh | None = None, full: bool = False
+    model: GPT2, loss: Loss, batch: int, length: int, mesh: Mesh | None = None, full: bool = False
 ) -> tuple[Program, Any]:
     """Compiles a loss-scaled AdamW step and reads the program.
 
     Args:
-        model: the GPT, for its parameters.
+        model: the transformer, for its parameters.
         loss: of `gpt_loss`.
         batch, length: of the tokens, on all devices together.
         mesh: with an axis `data`, over which the batch is split; None for one device.
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="print every kind of product")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("out/step.json"))
     options = parser.parse_args()
-    model = GPT(options.vocabulary, options.width, options.layers)
+    model = gpt(options.vocabulary, options.length, options.width, options.layers)
     mesh = gpu_mesh({"data": options.devices}) if options.devices > 1 else None
     found: dict[str, Any] = {"jax": jax.__version__, **{k: str(v) for k, v in vars(options).items()}}
     print(f"{'casts':10}{'products':>9}{'half':>8}{'kernels':>9}{'MB moved':>12}{'MB temp':>10}  collectives")

@@ -10,7 +10,7 @@ import optax
 
 from . import data
 from .attention import attention
-from .workload import Batch, Workload
+from .workload import Batch, Optimizer, Workload
 
 MASKED = 0.15  # The share of the tokens that are masked and predicted; section 3.1.
 
@@ -95,7 +95,7 @@ def full() -> Workload:
     model = BERT()
     tokens = lambda rng, size: rng.integers(0, 30522, (size, model.length), dtype=np.int32)
     batch = lambda rng, size: _mask(model, tokens(rng, size), rng)
-    return Workload(model, loss, lambda: optax.adamw(1e-4), 16, batch)
+    return Workload(model, loss, Optimizer("adamw", 1e-4), 16, batch)
 
 
 def small() -> Workload:
@@ -107,4 +107,4 @@ def small() -> Workload:
         starts = rng.integers(0, len(text) - model.length, size)
         return _mask(model, text[starts[:, None] + np.arange(model.length)].astype(np.int32), rng)
 
-    return Workload(model, loss, lambda: optax.adamw(3e-3), 32, batch)
+    return Workload(model, loss, Optimizer("adamw", 3e-3), 32, batch)

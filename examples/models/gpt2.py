@@ -10,7 +10,7 @@ import optax
 
 from . import data
 from .attention import attention
-from .workload import Batch, Workload
+from .workload import Batch, Optimizer, Workload
 
 
 class Block(nn.Module):
@@ -78,7 +78,7 @@ def full(width: int = 768, layers: int = 12, batch_size: int = 8) -> Workload:
         tokens = rng.integers(0, 50257, (size, model.length + 1), dtype=np.int32)
         return (tokens[:, :-1],), tokens[:, 1:]
 
-    return Workload(model, loss, lambda: optax.adamw(3e-4), batch_size, batch)
+    return Workload(model, loss, Optimizer("adamw", 3e-4), batch_size, batch)
 
 
 def small() -> Workload:
@@ -91,4 +91,4 @@ def small() -> Workload:
         tokens = text[starts[:, None] + np.arange(model.length + 1)].astype(np.int32)
         return (tokens[:, :-1],), tokens[:, 1:]
 
-    return Workload(model, loss, lambda: optax.adamw(3e-3), 16, batch)
+    return Workload(model, loss, Optimizer("adamw", 3e-3), 16, batch)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from . import data
-from .workload import Batch, Workload
+from .workload import Batch, Optimizer, Workload
 
 
 class NeuMF(nn.Module):
@@ -58,7 +58,7 @@ def full() -> Workload:
         items = rng.integers(0, model.items, size, dtype=np.int32)
         return (users, items), rng.integers(0, 2, size).astype(np.float32)
 
-    return Workload(model, loss, lambda: optax.adam(5e-3), 2**20, batch)
+    return Workload(model, loss, Optimizer("adam", 5e-3), 2**20, batch)
 
 
 def small() -> Workload:
@@ -73,4 +73,4 @@ def small() -> Workload:
         items = np.concatenate([names[used], rng.integers(0, model.items, size - size // 2)])
         return (users.astype(np.int32), items.astype(np.int32)), (counts[users, items] > 0).astype(np.float32)
 
-    return Workload(model, loss, lambda: optax.adam(5e-3), 512, batch)
+    return Workload(model, loss, Optimizer("adam", 5e-3), 512, batch)

@@ -10,7 +10,7 @@ import optax
 from jax.nn.initializers import variance_scaling
 
 from . import data
-from .workload import Batch, Workload
+from .workload import Batch, Optimizer, Workload
 
 he_normal = variance_scaling(2.0, "fan_out", "normal")
 
@@ -110,16 +110,22 @@ def full() -> Workload:
         images = rng.standard_normal((size, 224, 224, 3), np.float32)
         return (images,), rng.integers(0, 1000, size, dtype=np.int32)
 
-    return Workload(ResNet(), loss, lambda: optax.sgd(0.05, momentum=0.9), 128, batch)
+    return Workload(ResNet(), loss, Optimizer("sgd", 0.05), 128, batch)
 
 
-def small() -> Workload:
-    """Two stages on scanned digits."""
-    model = ResNet(classes=10, stages=(1, 1), features=16, stem=3)
+def small(batch_size: int = 64, features: int = 16, part: tuple[float, float] = (0.0, 1.0)) -> Workload:
+    """Two stages on scanned digits.
+
+    Args:
+        batch_size: how many scans.
+        features: of the stem and the first stage.
+        part: of the scans, from where to where.
+    """
+    model = ResNet(classes=10, stages=(1, 1), features=features, stem=3)
 
     def batch(rng: np.random.Generator, size: int) -> Batch:
         images, labels = data.digits()
-        rows = rng.integers(0, len(images), size)
+        rows = rng.integers(*(int(edge * len(images)) for edge in part), size)
         return (images[rows, ..., None],), labels[rows]
 
-    return Workload(model, loss, lambda: optax.sgd(0.05, momentum=0.9), 64, batch)
+    return Workload(model, loss, Optimizer("sgd", 0.05), batch_size, batch)

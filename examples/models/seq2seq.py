@@ -10,7 +10,7 @@ import optax
 
 from . import data
 from .attention import attention
-from .workload import Batch, Workload
+from .workload import Batch, Optimizer, Workload
 
 PADDING = 0
 
@@ -114,7 +114,7 @@ def full() -> Workload:
         target = rng.integers(1, 32000, (size, 51), dtype=np.int32)
         return (source, target[:, :-1]), target[:, 1:]
 
-    return Workload(Seq2Seq(), loss, lambda: optax.adamw(3e-4), 128, batch)
+    return Workload(Seq2Seq(), loss, Optimizer("adamw", 3e-4), 128, batch)
 
 
 def small() -> Workload:
@@ -134,4 +134,4 @@ def small() -> Workload:
         target = encode(["\n" + name for _, name in chosen], 16)
         return (source, target[:, :-1]), target[:, 1:]
 
-    return Workload(model, loss, lambda: optax.adamw(5e-3), 32, batch)
+    return Workload(model, loss, Optimizer("adamw", 5e-3), 32, batch)

@@ -11,7 +11,7 @@ import optax
 
 from . import data
 from .resnet import Basic, conv, norm, pool
-from .workload import Batch, Workload
+from .workload import Batch, Optimizer, Workload
 
 WIDE = (2.0, 3.0)  # Aspect ratios beside 1, each way up.
 
@@ -161,7 +161,7 @@ def full() -> Workload:
         classes = [rng.integers(1, model.classes, 8) for _ in images]
         return (images,), _targets(boxes, objects, classes)
 
-    return Workload(model, loss, lambda: optax.sgd(1e-3, momentum=0.9), 32, batch)
+    return Workload(model, loss, Optimizer("sgd", 1e-3), 32, batch)
 
 
 def small() -> Workload:
@@ -187,4 +187,4 @@ def small() -> Workload:
             classes.append(labels[rows] + 1)
         return (images,), _targets(boxes, objects, classes)
 
-    return Workload(model, loss, lambda: optax.adam(2e-3), 8, batch)
+    return Workload(model, loss, Optimizer("adam", 2e-3), 8, batch)

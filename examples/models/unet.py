@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from . import data
-from .workload import Batch, Workload
+from .workload import Batch, Optimizer, Workload
 
 
 class TwoConvs(nn.Module):
@@ -78,20 +78,33 @@ def full() -> Workload:
         images = rng.standard_normal((size, 572, 572, 1), np.float32)
         return (images,), rng.integers(0, 2, (size, 388, 388), dtype=np.int32)
 
-    return Workload(UNet(), loss, lambda: optax.sgd(0.01, momentum=0.9), 4, batch)
+    return Workload(UNet(), loss, Optimizer("sgd", 0.01), 4, batch)
 
 
-def small() -> Workload:
-    """Two levels that find coins in a photograph."""
-    model = UNet(features=8, depth=2)
+def small(
+    tile: int = 60, batch_size: int = 8, features: int = 8, part: tuple[float, float] = (0.0, 1.0)
+) -> Workload:
+    """Two levels that find coins in a photograph.
+
+    Args:
+        tile: the height and width of what the network sees, a multiple of 4; it judges 40 pixels less.
+        batch_size: how many tiles.
+        features: of the first level.
+        part: of the photograph's width, from where to where.
+    """
+    model = UNet(features=features, depth=2)
 
     def batch(rng: np.random.Generator, size: int) -> Batch:
-        picture, coins = data.coins()
-        corners = zip(rng.integers(0, 303 - 60, size), rng.integers(0, 384 - 60, size))
+        whole, all_coins = data.coins()
+        columns = slice(*(int(edge * whole.shape[1]) for edge in part))
+        picture, coins = whole[:, columns], all_coins[:, columns]
+        height, width = picture.shape
+        corners = zip(rng.integers(0, height - tile, size), rng.integers(0, width - tile, size))
         tiles = [
-            (picture[y : y + 60, x : x + 60], coins[y + 20 : y + 40, x + 20 : x + 40]) for y, x in corners
+            (picture[y : y + tile, x : x + tile], coins[y + 20 : y + tile - 20, x + 20 : x + tile - 20])
+            for y, x in corners
         ]
         images, classes = map(np.stack, zip(*tiles))
         return (images[..., None],), classes
 
-    return Workload(model, loss, lambda: optax.adam(3e-3), 8, batch)
+    return Workload(model, loss, Optimizer("adam", 3e-3), batch_size, batch)

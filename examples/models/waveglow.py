@@ -6,10 +6,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from . import data
-from .workload import Batch, Workload
+from .workload import Batch, Optimizer, Workload
 
 SIGMA = 1.0  # Of the noise; section 3.2 has 0.5 to 1.
 
@@ -118,7 +117,7 @@ def full() -> Workload:
         audio = 0.1 * rng.standard_normal((size, 62 * 256), np.float32)
         return (audio, rng.standard_normal((size, 62, 80), np.float32)), ()
 
-    return Workload(model, loss, lambda: optax.adam(1e-4), 4, batch)
+    return Workload(model, loss, Optimizer("adam", 1e-4), 4, batch)
 
 
 def small() -> Workload:
@@ -136,4 +135,4 @@ def small() -> Workload:
         spectrogram = np.log(1e-3 + np.abs(np.fft.rfft(windows))).astype(np.float32)
         return (audio[:, :256], spectrogram), ()
 
-    return Workload(model, loss, lambda: optax.adam(2e-3), 16, batch)
+    return Workload(model, loss, Optimizer("adam", 2e-3), 16, batch)

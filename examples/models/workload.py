@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -13,13 +13,45 @@ Batch = tuple[tuple[Any, ...], Any]
 
 
 @dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """The settings of an optimizer, from which any framework can make its own.
+
+    Attributes:
+        kind: stochastic gradient descent with momentum, Adam (Kingma and Ba, 2014), or Adam with decoupled
+            weight decay (Loshchilov and Hutter, 2017).
+        learning_rate: constant.
+        momentum: of `sgd`.
+        betas, epsilon: of `adam` and `adamw`.
+        weight_decay: of `adamw`, of every parameter.
+    """
+
+    kind: Literal["sgd", "adam", "adamw"]
+    learning_rate: float
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 1e-4
+
+    def __call__(self) -> optax.GradientTransformation:
+        """Returns the optax transformation."""
+        adam = (self.learning_rate, *self.betas, self.epsilon)
+        match self.kind:
+            case "sgd":
+                return optax.sgd(self.learning_rate, self.momentum)
+            case "adam":
+                return optax.adam(*adam)
+            case "adamw":
+                return optax.adamw(*adam, weight_decay=self.weight_decay)
+
+
+@dataclasses.dataclass(frozen=True)
 class Workload:
     """A model of one size, and how it is trained.
 
     Attributes:
         model: a Linen module, in float32, with no word of precision.
         loss: of what the model returns and the targets, a float32 scalar.
-        optimizer: makes the optimizer.
+        optimizer: the settings of the optimizer; called, it makes optax's.
         batch_size: how many examples a step takes.
         make_batch: of a random generator and a batch size, the arguments of the model and the targets, as
             NumPy arrays.
@@ -27,7 +59,7 @@ class Workload:
 
     model: nn.Module
     loss: Callable[[Any, Any], jax.Array]
-    optimizer: Callable[[], optax.GradientTransformation]
+    optimizer: Optimizer
     batch_size: int
     make_batch: Callable[[np.random.Generator, int], Batch]
 
