@@ -2,6 +2,7 @@
 
     python -m benchmarks.predict                       # All families at full size: half an hour on two cores.
     python -m benchmarks.predict resnet50 neumf --arms float16 "float16 autocast"
+    python -m benchmarks.predict --summary           # The README's table, from the files that were written.
 
 Every arm is held to the dtype that it claims for its products, on the program of the H100. Where there is a
 GPU the same step is compiled for it as well, and the two are printed side by side. Nothing is run. Needs
@@ -20,6 +21,7 @@ from benchmarks.jax_arms import JaxArm, arms_of, check_program, facts
 from examples.models import FAMILIES
 from jmp_lite.diagnostics import read_program
 
+PRETENDED = "h100-pretended"  # The folder of what was compiled for an H100 that is not there.
 WANTED = ("float32", "TF32", "bfloat16", "float16", "float16 autocast")
 
 
@@ -56,6 +58,29 @@ def line(family: str, arm: str, where: str, found: dict[str, Any]) -> str:
     )
 
 
+def summary(folder: pathlib.Path) -> list[str]:
+    """Returns a table in Markdown of what was written for the H100: float32, float16 and autocast."""
+    arms = ("float32", "float16", "float16 autocast")
+    lines = [
+        "| | products | GB moved | GB held | kernels |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for family in FAMILIES:
+        path = folder / PRETENDED / f"{family}.json"
+        found = json.loads(path.read_text())["arms"] if path.exists() else {}
+        if all(arm in found for arm in arms):
+            half = [found[arm] for arm in arms]
+            cells = (
+                family,
+                str(sum(half[1]["products"].values())),
+                " / ".join(f"{each['bytes_moved'] / 1e9:.1f}" for each in half),
+                " / ".join(f"{each['program_bytes'] / 1e9:.1f}" for each in half),
+                " / ".join(f"{each['kernels']:,}" for each in half),
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> None:
     """Compiles what is asked for, prints a table and writes it as JSON."""
     parser = argparse.ArgumentParser(
@@ -64,7 +89,11 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all if none is named")
     parser.add_argument("--arms", nargs="*", default=list(WANTED))
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
+    parser.add_argument("--summary", action="store_true", help="compile nothing")
     options = parser.parse_args()
+    if options.summary:
+        print("\n".join(summary(options.results)))
+        return
     print(f"{'family':12} {'arm':18} {'for':10}{'kernels':>8}{'MB moved':>11}{'MB held':>9}{'compile':>8}")
     for family in options.families or FAMILIES:
         known = arms_of(FAMILIES[family].full())
@@ -74,7 +103,7 @@ def main() -> None:
             for arm in (each for each in options.arms if each in known):
                 found["arms"][arm] = predict(family, arm, pretend)
                 print(line(family, arm, where, found["arms"][arm]), flush=True)
-            folder = options.results / ("h100-pretended" if pretend else f"{where}-compiled")
+            folder = options.results / (PRETENDED if pretend else f"{where}-compiled")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{family}.json").write_text(json.dumps(found, indent=1) + "\n")
 
