@@ -82,7 +82,9 @@ class JaxArm:
         self.precision = (JAX_ARMS | CUDNN_ARMS)[name]
         self.workload, self.batch_size = workload, batch_size
         self.scaler = SCALERS[self.precision.scaler](workload.optimizer())
-        self.run = self.first_state = self.state = self.batch = None
+        self.run: Any = None
+        self.state: Any = None
+        self.batch: Any = None
 
     def initial_state(self, scale: float = SCALE) -> Any:
         """Returns parameters, state of the scaler and statistics."""
@@ -136,7 +138,7 @@ class JaxArm:
         check_lowered(lowered.as_text(), self.precision)
         self.run = lowered.compile()
         program = read_program(self.run)
-        if jax.default_backend() == "gpu":  # A CPU computes float16 by way of float32.
+        if program.device != "cpu":  # Which computes float16 by way of float32.
             check_program(program, self.precision)
         seconds = time.perf_counter() - began
         self.batch = jax.device_put(self.workload.batch(0, self.batch_size))

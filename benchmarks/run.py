@@ -18,11 +18,11 @@ import json
 import math
 import os
 import pathlib
+import select
 import statistics
 import subprocess
 import sys
 import time
-from multiprocessing.connection import wait
 from typing import Any
 
 import jax
@@ -100,7 +100,7 @@ class Worker:
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        if not wait([self.process.stdout], self.seconds):
+        if not select.select([self.process.stdout], [], [], self.seconds)[0]:
             raise ArmFailed(f"no answer within {self.seconds:.0f} s")
         line = self.process.stdout.readline()
         if not line:

@@ -182,7 +182,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not devices:
         print(f"Nothing was measured: {options.results} has no file of benchmarks.run.")
     for place, (device, results) in enumerate(devices.items()):
-        print("\n".join(target_table(results)), end="\n\n")
+        if device in PEAKS:  # On a CPU half precision is only slower.
+            print("\n".join(target_table(results)), end="\n\n")
         for found in results:
             print("\n".join(family_table(found)), end="\n\n")
         output = options.output.with_stem(f"{options.output.stem}-{device}") if place else options.output

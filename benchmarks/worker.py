@@ -27,14 +27,14 @@ def make_arm(family: str, arm: str, size: str, batch_size: int | None) -> Any:
     from examples.models import FAMILIES
 
     workload = getattr(FAMILIES[family], size)()
-    batch_size = batch_size or workload.batch_size
+    examples = batch_size or workload.batch_size
     if arm.startswith("torch "):
         from benchmarks.torch_arms import TorchArm
 
-        return TorchArm(arm, workload, batch_size, quick=size == "small")
+        return TorchArm(arm, workload, examples, quick=size == "small")
     from benchmarks.jax_arms import JaxArm
 
-    return JaxArm(arm, workload, batch_size)
+    return JaxArm(arm, workload, examples)
 
 
 def obey(arm: Any, command: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """Settings that must stand before JAX starts: eight virtual CPU devices, and a compiler in a hurry."""
 
 import os
+from pathlib import Path
+
+import hypothesis
 
 # The tests spend their time in the compiler, not in the programs that it makes.
 _FLAGS = (
@@ -10,8 +13,10 @@ _FLAGS = (
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS))
 os.environ.setdefault("KERAS_BACKEND", "jax")
-
-import hypothesis
+if Path("/proc/driver/nvidia/version").exists():
+    # The GPU is for the tests that ask for it; several processes share it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.load_profile("ci")
