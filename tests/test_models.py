@@ -11,7 +11,7 @@ import pytest
 from jaxprs import equations
 
 import examples.models
-from examples.models import FAMILIES, data, gpt2, ssd, unet, waveglow
+from examples.models import FAMILIES, data, gpt2, ssd, training, unet, waveglow, workload
 from examples.models.attention import attention
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -24,8 +24,8 @@ def script():
     spec = importlib.util.spec_from_file_location("examples_train", EXAMPLES / "train.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "models", examples.models)
-        patch.setitem(sys.modules, "models.workload", examples.models.workload)
+        for name, found in {"": examples.models, ".training": training, ".workload": workload}.items():
+            patch.setitem(sys.modules, f"models{name}", found)
         spec.loader.exec_module(module)
     return module
 

@@ -125,7 +125,8 @@ def small(batch_size: int = 64, features: int = 16, part: tuple[float, float] = 
 
     def batch(rng: np.random.Generator, size: int) -> Batch:
         images, labels = data.digits()
-        rows = rng.integers(*(int(edge * len(images)) for edge in part), size)
+        first, last = (int(edge * len(images)) for edge in part)
+        rows = rng.integers(first, last, size)
         return (images[rows, ..., None],), labels[rows]
 
     return Workload(model, loss, Optimizer("sgd", 0.05), batch_size, batch)

@@ -1,0 +1,50 @@
+"""A train step for every model: the whole use of jmp_lite, in one place."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jmp_lite as jmp
+from jmp_lite.linen import with_policy
+
+from .workload import Workload
+
+
+def make_train_step(
+    workload: Workload, policy: jmp.Policy, tx: optax.GradientTransformation
+) -> Callable[..., Any]:
+    """Returns a jitted step of a model under a policy.
+
+    Args:
+        workload: what is trained.
+        policy: of the model.
+        tx: an optimizer with a loss scale: of `jmp.with_loss_scale`.
+
+    Returns:
+        A function of parameters, statistics (`batch_stats`, or nothing), optimizer state, all donated, and a
+        batch, to the first three anew and a pair of the loss and the scale it had, float32 scalars.
+    """
+    model = with_policy(workload.model, policy)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def train_step(params: Any, statistics: Any, opt_state: Any, batch: Any) -> Any:
+        inputs, targets = batch
+
+        def loss_fn(params: Any) -> tuple[jax.Array, Any]:
+            variables = {"params": params, **statistics}
+            outputs, new_statistics = model.apply(variables, *inputs, mutable=list(statistics))
+            return workload.loss(outputs, targets), new_statistics
+
+        loss_scale: Any = jmp.get_loss_scale(opt_state)
+        (loss, new_statistics), grads = jmp.value_and_grad(loss_fn, loss_scale, has_aux=True)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        # A skipped step leaves the parameters as they were, and should leave the statistics so.
+        new_statistics = jmp.select_tree(jmp.grads_finite(opt_state), new_statistics, statistics)
+        params = optax.apply_updates(params, updates)
+        return params, new_statistics, opt_state, (loss, jnp.float32(loss_scale.loss_scale))
+
+    return train_step
