@@ -1,0 +1,414 @@
+"""Accuracy is never the price: three models in four precisions, from the same starts on the same batches.
+
+    python -m benchmarks.convergence                   # 14 minutes of CPU time.
+    python -m benchmarks.convergence --size large      # For a GPU.
+    python -m benchmarks.convergence --draw-only       # The table and the picture again, from the JSON.
+
+float16 with a loss scale is to lie within the spread of float32's seeds, which is meant literally: cut the
+run into ten equal parts; in every one of them the mean training loss of the arm, averaged over its seeds,
+lies between the lowest and the highest float32 seed, and so does its loss on held-out data. Nothing is
+added to the spread. A seed has the same first parameters and the same batches in every arm.
+
+float16 without a scale shows what the scale is for, as Figure 1 of NVIDIA's guide to mixed precision
+training does; `language_model` says why.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+import jmp_lite as jmp
+from benchmarks.device import device_name, versions
+from examples.models import data, gpt2, resnet, unet
+from examples.models.training import make_train_step
+from examples.models.workload import Batch, Optimizer, Workload
+from jmp_lite.linen import with_policy
+
+# The scale may double every 50 steps because these runs are short; over thousands of steps leave the
+# default period of 2000.
+_HALF = "params=float32,compute={},output=float32"
+ARMS = {
+    "float32": (jmp.get_policy("float32"), jmp.NoOpLossScale()),
+    "bfloat16": (jmp.get_policy(_HALF.format("bfloat16")), jmp.NoOpLossScale()),
+    "float16, scaled": (jmp.get_policy(_HALF.format("float16")), jmp.DynamicLossScale(2.0**15, period=50)),
+    "float16, unscaled": (jmp.get_policy(_HALF.format("float16")), jmp.NoOpLossScale()),
+}
+POINTS = 40  # Of a curve in the JSON; each is the mean of the steps that it stands for.
+PARTS = 10  # Of a run, for the comparison with float32's spread.
+HELD_OUT_BATCHES = 4
+TRAIN, HELD_OUT = (0.0, 0.7), (0.7, 1.0)  # Which part of the data is which.
+
+
+# What is trained.
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A family at one size.
+
+    Attributes:
+        title: what it learns, and over how many numbers its loss is a mean.
+        train, held_out: the same workload on two parts of the data that have nothing in common.
+        steps: how many.
+    """
+
+    title: str
+    train: Workload
+    held_out: Workload
+    steps: int
+
+
+def _task(title: str, make: Callable[..., Workload], steps: int, optimizer: Optimizer | None = None) -> Task:
+    train, held_out = make(part=TRAIN), make(part=HELD_OUT)
+    if optimizer is not None:
+        train = dataclasses.replace(train, optimizer=optimizer)
+    return Task(title, train, held_out, steps)
+
+
+@functools.cache
+def words(vocabulary: int) -> np.ndarray:
+    """Returns the standard library's text as words, spaces and signs, int32: 0 the most used.
+
+    Args:
+        vocabulary: how many are told apart; all the rarer ones are the last.
+    """
+    text = data.source_text().tobytes().decode(errors="replace")
+    found, places, counts = np.unique(
+        re.findall(r"\w+|\s+|[^\w\s]", text), return_inverse=True, return_counts=True
+    )
+    rank = np.empty(len(found), np.int32)
+    rank[np.argsort(-counts, kind="stable")] = np.arange(len(found))
+    return np.minimum(rank, vocabulary - 1)[places]
+
+
+def language_model(
+    vocabulary: int, length: int, batch_size: int, width: int, layers: int, part: tuple[float, float]
+) -> Workload:
+    """A GPT-2 that reads the standard library word by word: why float16 needs a loss scale.
+
+    The loss is the mean over all tokens of a batch. So the gradient of the logit of a word that does not come
+    next is its probability over the number of tokens: for 8,192 words, equally likely, and 8,192 tokens,
+    1.5e-8, which float16 rounds to zero. Words that are wrong are then not pushed down, only the right one
+    up, which is not enough: the loss lies above float32's from the first steps to the last. With GPT-2's
+    own vocabulary and 8 x 1,024 tokens such gradients are six times smaller.
+
+    Args:
+        vocabulary: how many words are told apart.
+        length, batch_size: of a batch of tokens.
+        width, layers: of the transformer; a head has 32 features.
+        part: of the text, from where to where.
+    """
+    model = gpt2.GPT2(vocabulary, length, width, layers, heads=width // 32)
+
+    def batch(rng: np.random.Generator, size: int) -> Batch:
+        text = words(vocabulary)
+        first, last = (int(edge * len(text)) for edge in part)
+        starts = rng.integers(first, last - length, size)
+        tokens = text[starts[:, None] + np.arange(length + 1)]
+        return (tokens[:, :-1],), tokens[:, 1:]
+
+    return Workload(model, gpt2.loss, Optimizer("adamw", 3e-3), batch_size, batch)
+
+
+def tasks(size: str) -> dict[str, Task]:
+    """Returns the families at a size, `small` for two CPU cores or `large` for a GPU."""
+    if size == "small":
+        words_small = functools.partial(language_model, 8192, 32, 256, 32, 1)
+        return {
+            "gpt2": _task("GPT-2, a mean over 8,192 tokens", words_small, 40, Optimizer("adamw", 1e-2)),
+            "unet": _task(
+                "U-Net, a mean over 28,800 pixels",
+                functools.partial(unet.small, tile=100),
+                100,
+                Optimizer("adam", 1e-3),
+            ),
+            "resnet": _task("ResNet, a mean over 64 images", resnet.small, 120),
+        }
+    words_large = functools.partial(language_model, 16384, 256, 64, 512, 6)
+    unet_large = functools.partial(unet.small, tile=112, batch_size=64, features=64)
+    resnet_large = functools.partial(resnet.small, batch_size=512, features=128)
+    return {
+        "gpt2": _task("GPT-2, a mean over 16,384 tokens", words_large, 1000, Optimizer("adamw", 1e-3)),
+        "unet": _task("U-Net, a mean over 331,776 pixels", unet_large, 400, Optimizer("adam", 1e-3)),
+        "resnet": _task("ResNet, a mean over 512 images", resnet_large, 400),
+    }
+
+
+# Training.
+
+
+def make_step(workload: Workload, arm: str) -> tuple[Any, Any]:
+    """Returns the optimizer of an arm and its train step."""
+    policy, loss_scale = ARMS[arm]
+    tx = jmp.with_loss_scale(workload.optimizer(), loss_scale)
+    return tx, make_train_step(workload, policy, tx)
+
+
+def make_evaluate(workload: Workload, arm: str) -> Any:
+    """Returns a jitted function: parameters, other variables, arguments and targets to the loss, float32."""
+    model = with_policy(workload.model, ARMS[arm][0])
+
+    @jax.jit
+    def evaluate(params: Any, state: Any, inputs: Any, targets: Any) -> jax.Array:
+        settings: dict[str, Any] = {"train": False} if state else {}  # Those with batch statistics.
+        return workload.loss(model.apply({"params": params, **state}, *inputs, **settings), targets)
+
+    return evaluate
+
+
+def share_lost(workload: Workload, params: Any, state: Any, batch: Batch) -> float:
+    """Returns the share of the gradients of a model's outputs that float16 rounds to zero, 0 to 1."""
+    inputs, targets = batch
+
+    @jax.jit
+    def lost(params: Any, state: Any, inputs: Any, targets: Any) -> jax.Array:
+        outputs, _ = workload.model.apply({"params": params, **state}, *inputs, mutable=list(state))
+        grads = jax.grad(workload.loss)(outputs, targets)
+        return jnp.mean((grads != 0) & (jnp.abs(grads) <= 2.0**-25))
+
+    return float(lost(params, state, inputs, targets))
+
+
+def train_arm(task: Task, arm: str, starts: list[Any], steps: int) -> list[dict[str, Any]]:
+    """Trains one arm from every seed; the step is compiled once.
+
+    Args:
+        task: what is trained.
+        arm: one of `ARMS`.
+        starts: the initial variables of each seed, float32, as NumPy arrays: a step is given its buffers.
+        steps: how many.
+
+    Returns:
+        For each seed what the JSON keeps of it: curves of `POINTS` or fewer, the steps that were skipped,
+        the loss on held-out data; for float32's first also `share_lost` at the start and at the end.
+    """
+    tx, train_step = make_step(task.train, arm)
+    evaluate = make_evaluate(task.held_out, arm)
+    runs = []
+    for seed, start in enumerate(starts):
+        began = time.perf_counter()
+        measured = arm == "float32" and seed == 0
+        state = jax.tree.map(jnp.array, dict(start))
+        params = state.pop("params")
+        opt_state = tx.init(params)
+        first = task.train.batch(_batch_seed(seed, 0))
+        lost = [share_lost(task.train, params, state, first)] if measured else []
+        history = []
+        for step in range(steps):
+            batch = task.train.batch(_batch_seed(seed, step))
+            params, state, opt_state, metrics = train_step(params, state, opt_state, batch)
+            history.append(metrics)
+        losses, scales = np.asarray(history, np.float64).T
+        lost += [share_lost(task.train, params, state, first)] if measured else []
+        held_out = [evaluate(params, state, *task.held_out.batch(place)) for place in range(HELD_OUT_BATCHES)]
+        run = {
+            "seed": seed,
+            "losses": _curve(losses, np.mean),
+            "scales": _curve(scales, lambda part: part[-1]),
+            "skipped_steps": int(jmp.skipped_steps(opt_state)),
+            "held_out_loss": _number(np.mean(held_out)),
+        }
+        runs.append(run | ({"share_lost": lost} if lost else {}))
+        print(f"{arm}, seed {seed}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    return runs
+
+
+def _batch_seed(seed: int, step: int) -> int:
+    return 1_000_000 * (seed + 1) + step
+
+
+def _curve(values: np.ndarray, point: Callable[[np.ndarray], Any]) -> list[float | None]:
+    return [_number(point(part)) for part in np.array_split(values, min(POINTS, len(values)))]
+
+
+def _number(value: Any) -> float | None:
+    """JSON has no NaN and no inf; six digits are enough."""
+    return float(f"{value:.6g}") if np.isfinite(value) else None
+
+
+# What it says. All of it is read off the JSON.
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """An arm beside float32.
+
+    Attributes:
+        parts_within: in how many of the parts of the run the mean of the arm's seeds lies between the lowest
+            and the highest float32 seed.
+        parts: how many there are.
+        held_out_within: the same, of the loss on held-out data.
+    """
+
+    parts_within: int
+    parts: int
+    held_out_within: bool
+
+    @property
+    def within(self) -> bool:
+        """Whether the arm lies within float32's spread."""
+        return self.parts_within == self.parts and self.held_out_within
+
+
+def part_means(runs: list[dict[str, Any]]) -> np.ndarray:
+    """Returns the mean training loss of each part of each run, shape `(seeds, parts)`."""
+    losses = np.array([run["losses"] for run in runs], float)
+    return np.stack([part.mean(1) for part in np.array_split(losses, min(PARTS, losses.shape[1]), axis=1)], 1)
+
+
+def held_out_losses(runs: list[dict[str, Any]]) -> np.ndarray:
+    """Returns the loss on held-out data of each run, shape `(seeds,)`."""
+    return np.array([run["held_out_loss"] for run in runs], float)
+
+
+def compare(arms: dict[str, list[dict[str, Any]]], arm: str) -> Comparison:
+    """Says where an arm lies in the spread of float32's seeds; a loss that is NaN or inf lies outside."""
+
+    def inside(of: Callable[[list[dict[str, Any]]], np.ndarray]) -> np.ndarray:
+        full, mean = of(arms["float32"]), of(arms[arm]).mean(0)
+        return (full.min(0) <= mean) & (mean <= full.max(0))
+
+    parts = inside(part_means)
+    return Comparison(int(parts.sum()), parts.size, bool(inside(held_out_losses)))
+
+
+def table(family: dict[str, Any]) -> str:
+    """One family as text."""
+    arms = family["arms"]
+    start, end = arms["float32"][0]["share_lost"]
+    lines = [
+        f"{family['title']}, {family['steps']} steps; of the gradients of its outputs float16 rounds to zero "
+        f"{start:.0%} at the start, {end:.0%} at the end",
+        f"{'':18}{'training loss':>24}{'held-out loss':>24}{'within float32':>16}{'skipped':>9}{'scale':>9}",
+    ]
+    for arm, runs in arms.items():
+        found = compare(arms, arm)
+        held_out = "yes" if found.held_out_within else "no"
+        within = "" if arm == "float32" else f"{found.parts_within}/{found.parts}, {held_out}"
+        skipped = np.mean([run["skipped_steps"] for run in runs])
+        lines.append(
+            f"{arm:18}{_spread(part_means(runs)[:, -1]):>24}{_spread(held_out_losses(runs)):>24}{within:>16}"
+            f"{skipped:>9.1f}{runs[-1]['scales'][-1]:>9,.0f}"
+        )
+    return "\n".join(lines)
+
+
+def _spread(values: np.ndarray) -> str:
+    return f"{values.mean():.3f} ({values.min():.3f}-{values.max():.3f})"
+
+
+def draw(found: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws a panel a family: the mean of each arm's seeds, and the range of float32's."""
+    styles = {"float32": ("0.5", "-", 4.5), "float16, unscaled": ("tab:red", "-", 1.8)}
+    styles |= {"bfloat16": ("tab:blue", (0, (4, 2)), 1.8), "float16, scaled": ("tab:green", "-", 1.3)}
+    families = found["families"].values()
+    figure = Figure(figsize=(3.4 * len(families), 3.7), layout="constrained")
+    panels = figure.subplots(1, len(families), squeeze=False)[0]
+    for axes, family in zip(panels, families):
+        for arm, runs in family["arms"].items():
+            curves = np.array([run["losses"] for run in runs], float)
+            points = curves.shape[1]
+            sizes = [len(part) for part in np.array_split(np.arange(family["steps"]), points)]
+            steps = np.cumsum(sizes) - (np.array(sizes) - 1) / 2
+            color, line, width = styles[arm]
+            height = 2 + list(styles).index(arm) / 10  # Wide lines lie under narrow ones.
+            if arm == "float32":
+                axes.fill_between(steps, curves.min(0), curves.max(0), color="0.85", linewidth=0)
+            axes.plot(
+                steps, curves.mean(0), color=color, linestyle=line, linewidth=width, label=arm, zorder=height
+            )
+        name, _, of_what = family["title"].partition(", ")
+        axes.set_title(f"{name}\n", loc="left", weight="bold", fontsize=12)
+        axes.text(0, 1.03, of_what, transform=axes.transAxes, fontsize=10, color="0.3")
+        axes.set(xlabel="step", xlim=(1, family["steps"]), yscale="log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 5, 6, 8) if name == "GPT-2" else (1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+    panels[0].set_ylabel("training loss, mean of the seeds")
+    lines, labels = panels[0].get_legend_handles_labels()
+    lines.insert(1, panels[0].collections[0])
+    labels.insert(1, "float32, lowest to highest seed")
+    figure.legend(
+        lines,
+        labels,
+        loc="outside lower center",
+        ncols=min(2 * len(families), 5),
+        frameon=False,
+        fontsize=9.5,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Trains what is asked for, writes the JSON, prints the tables and draws the picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=("small", "large"), default="small")
+    parser.add_argument("--families", nargs="+", choices=tasks("small"), default=list(tasks("small")))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="instead of each family's own number")
+    parser.add_argument("--json", type=pathlib.Path, help="of a whole run, benchmarks/results/<device>/")
+    parser.add_argument("--output", type=pathlib.Path, help="of a whole run on a CPU, docs/convergence.png")
+    parser.add_argument("--draw-only", action="store_true", help="nothing is trained")
+    options = parser.parse_args(arguments)
+    whole = (options.families, options.seeds, options.steps) == (list(tasks("small")), 3, None)
+    folder = f"benchmarks/results/{device_name()}" if whole or options.draw_only else "out"
+    path = options.json or pathlib.Path(folder) / "convergence.json"
+    found = json.loads(path.read_text()) if options.draw_only else _train(options, path)
+    print("\n\n".join(table(family) for family in found["families"].values()))
+    print(
+        f"\nThe mean (lowest-highest) of {found['seeds']} seeds; training loss: of the run's last tenth.\n"
+        "Within float32: in how many tenths of the run, and whether on held-out data, the mean of the seeds\n"
+        f"lies between the lowest and the highest of float32. {found['device']}, {found['date']}, "
+        f"jax {found['versions']['jax']}, {found['seconds']:.0f} s."
+    )
+    kept = folder == "benchmarks/results/cpu" and not options.json
+    output = options.output or pathlib.Path("docs" if kept else "out") / "convergence.png"
+    draw(found, output)
+    print(f"Wrote {output} from {path}.")
+    return found
+
+
+def _train(options: argparse.Namespace, path: pathlib.Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    found: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "date": datetime.date.today().isoformat(),
+        "versions": versions() | {"python": sys.version.split()[0]},
+        "size": options.size,
+        "seeds": options.seeds,
+        "families": {},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name in options.families:
+        task = tasks(options.size)[name]
+        steps = options.steps or task.steps
+        print(task.title, file=sys.stderr)
+        starts = [jax.device_get(task.train.init(seed)) for seed in range(options.seeds)]
+        arms = {arm: train_arm(task, arm, starts, steps) for arm in ARMS}
+        found["families"][name] = {"title": task.title, "steps": steps, "arms": arms}
+        found["seconds"] = round(time.perf_counter() - began)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+if __name__ == "__main__":
+    main()
