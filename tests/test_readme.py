@@ -31,3 +31,13 @@ def test_the_table_of_what_a_loss_scale_costs_is_that_of_the_last_run():
         rows = [loss_scale_cost.Row(**row) for row in case["rows"]]
         assert loss_scale_cost.table(case["title"], rows) in text
     assert ", ".join(f"{library} {version}" for library, version in found["versions"].items()) in text
+
+
+def test_the_table_of_the_models_programs_is_that_of_the_last_run():
+    """`python -m benchmarks.predict` writes the files, `--summary` prints the table."""
+    pytest.importorskip("jmp")
+    from benchmarks import predict
+
+    lines = predict.summary(README.parent / "benchmarks/results")
+    assert len(lines) == 2 + len(predict.FAMILIES)
+    assert "\n".join(lines) in README.read_text()
