@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-HAS_GPU = pathlib.Path("/proc/driver/nvidia/version").exists()
+HAS_GPU = any(pathlib.Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl"))
 if not HAS_GPU:
     # JAX would look for the driver as soon as it finds the plugin, and fail.
     jax.config.update("jax_platforms", "cpu")

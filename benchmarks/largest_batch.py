@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.device import device_name, memory_bytes, versions
 from benchmarks.h100 import HAS_GPU, compile_for_gpu
 from benchmarks.jax_arms import JaxArm, facts
-from benchmarks.run import ArmFailed, Worker
+from benchmarks.worker import ArmFailed, Worker
 from examples.models import FAMILIES
 from jmp_lite.diagnostics import read_program
 

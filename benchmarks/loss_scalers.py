@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 from flax.training.dynamic_scale import DynamicScale
 
@@ -68,6 +67,7 @@ def ours(tx: Any) -> Scaler:
 
 def deepmind_jmp(tx: Any) -> Scaler:
     """DeepMind's jmp, as its README says; the scale as arrays, since JAX cannot lower jmp's object."""
+    import jmp  # Not everywhere.
 
     def init(params: Any, scale: float) -> Any:
         return tx.init(params), (jnp.float32(scale), jnp.int32(0))

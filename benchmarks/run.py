@@ -16,13 +16,10 @@ import datetime
 import importlib.util
 import json
 import math
-import os
 import pathlib
-import select
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,12 +27,16 @@ import jax
 from benchmarks.device import clocks, device_name, memory_bytes, versions
 from benchmarks.flops import training_flops
 from benchmarks.h100 import HAS_GPU
+from benchmarks.worker import ArmFailed, Worker
 from examples.models import FAMILIES
 from examples.models.workload import Workload
 
 REFERENCE = "float16"
 TORCH_ARMS = ("torch float32", "torch TF32", "torch bfloat16", "torch float16")
 FLASH_ARMS = ("torch bfloat16, flash", "torch float16, flash")
+# Those that the targets are about come first, in case that time runs out.
+WANTED = (REFERENCE, "float32", "TF32", "torch float16", "float16 autocast", "bfloat16", "float16 unchecked")
+WANTED += ("float16, cuDNN attention", "torch float16, flash", "torch TF32", "torch float32")
 OVERFLOWING = 2.0**40  # A scale that no gradient survives in float16.
 
 
@@ -48,74 +49,6 @@ class Protocol:
     steps: int = 20
 
 
-class ArmFailed(Exception):
-    """An arm answered with an error, died or took too long."""
-
-
-class Worker:
-    """An arm in a process of its own.
-
-    Args:
-        arm: its name.
-        settings: of `benchmarks.worker`.
-        log: where its stderr goes.
-        seconds: how long it may take to answer.
-    """
-
-    def __init__(self, arm: str, settings: dict[str, Any], log: pathlib.Path, seconds: float):
-        self.arm, self.seconds = arm, seconds
-        self.found: dict[str, Any] = {}
-        self.milliseconds: list[float] = []
-        self.is_ready = False
-        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if arm.startswith("torch ") or not HAS_GPU:
-            environment["JAX_PLATFORMS"] = "cpu"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.worker", json.dumps({**settings, "arm": arm})],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=environment,
-                text=True,
-            )
-
-    def ask(self, do: str, **command: Any) -> dict[str, Any]:
-        """Sends a command and returns the answer.
-
-        Raises:
-            ArmFailed: there was none in time, or it is an error.
-        """
-        if not self.is_ready:
-            self.is_ready = True
-            self._answer()
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise ArmFailed(f"died before {do}") from None
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], self.seconds)[0]:
-            raise ArmFailed(f"no answer within {self.seconds:.0f} s")
-        line = self.process.stdout.readline()
-        if not line:
-            raise ArmFailed(f"died with exit status {self.process.wait()}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ArmFailed(answer["error"])
-        return answer
-
-    def close(self) -> None:
-        """Ends the process, and so frees its memory."""
-        self.process.kill()
-        self.process.communicate()
-
-
 @dataclasses.dataclass
 class Session:
     """The arms of one family, compiled and timed.
@@ -125,9 +58,12 @@ class Session:
         settings: of `benchmarks.worker`.
         protocol: how they are timed.
         memory: how many bytes those that are timed together may take.
-        deadline: on `time.monotonic`'s clock; what cannot begin by then is left out.
+        deadline: on `time.monotonic`'s clock; what is not compiled by then is left out.
         arm_seconds: how long an arm may take to answer.
         logs: a folder for what the processes write.
+        save: called with the results so far as often as there is one more.
+        results: what was found of each arm.
+        clocks: what the GPU said of itself while it worked, once a group.
     """
 
     arms: list[str]
@@ -137,10 +73,12 @@ class Session:
     deadline: float
     arm_seconds: float
     logs: pathlib.Path
+    save: Callable[[], None] = lambda: None
     results: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    clocks: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
-    def run(self) -> dict[str, dict[str, Any]]:
-        """Returns what was found of each arm, or the `error` that ended it."""
+    def run(self) -> None:
+        """Compiles and times all arms; `results` has what was found of each, or the `error` that ended it."""
         pending = [self._start(arm) for arm in self.arms[:2]]
         group: list[Worker] = []
         try:
@@ -152,13 +90,14 @@ class Session:
                     self._fail(worker, "left out: no time")
                 elif self._try(worker, lambda worker=worker: worker.found.update(_compile(worker))):
                     if group and sum(map(_bytes, [*group, worker])) > self.memory:
+                        for other in pending:  # Their imports would be in the way.
+                            other.wait_until_ready()
                         group = self._time(group)
                     group.append(worker)
             self._time(group, is_last=True)
         finally:
             for worker in [*pending, *group]:
                 worker.close()
-        return {arm: self.results[arm] for arm in self.arms if arm in self.results}
 
     def _start(self, arm: str) -> Worker:
         log = self.logs / f"{arm.replace(' ', '_').replace(',', '')}.log"
@@ -176,6 +115,7 @@ class Session:
                 for worker in group
                 if self._try(worker, lambda worker=worker: _block(worker, self.protocol.steps))
             ]
+        self.clocks += [now] if (now := clocks()) else []
         reference = next((worker for worker in group if worker.arm == REFERENCE), None)
         for worker in group:
             timing = _timing(worker.milliseconds, reference.milliseconds if reference else None)
@@ -183,9 +123,7 @@ class Session:
         staying = [] if is_last or reference is None else [reference]
         for worker in group:
             if worker not in staying and self._try(worker, lambda worker=worker: _finish(worker)):
-                self.results[worker.arm] = worker.found
-                print(f"{worker.arm:36}{worker.found['ms']:10.2f} ms", flush=True)
-                worker.close()
+                self._keep(worker, f"{worker.found['ms']:10.2f} ms")
         return staying
 
     def _try(self, worker: Worker, act: Any) -> bool:
@@ -197,8 +135,13 @@ class Session:
         return True
 
     def _fail(self, worker: Worker, error: str) -> None:
-        print(f"{worker.arm:36}{error.splitlines()[0][:160]}", flush=True)
-        self.results[worker.arm] = {**worker.found, "error": error}
+        worker.found["error"] = error
+        self._keep(worker, error.splitlines()[0][:160])
+
+    def _keep(self, worker: Worker, said: str) -> None:
+        print(f"{worker.arm:36}{said}", flush=True)
+        self.results[worker.arm] = worker.found
+        self.save()
         worker.close()
 
 
@@ -210,7 +153,7 @@ def _compile(worker: Worker) -> dict[str, Any]:
 def _bytes(worker: Worker) -> float:
     """What an arm needs, with room for its context and for holes in its memory."""
     needed = worker.found.get("program_bytes") or worker.found["peak_bytes"] or 0
-    return 1.15 * needed + 2**30
+    return 1.3 * needed + 2**30
 
 
 def _warm_up(worker: Worker, steps: int) -> dict[str, Any]:
@@ -256,11 +199,23 @@ def arms_of(workload: Workload) -> list[str]:
     ours = arms_of(workload)
     if not HAS_GPU:  # cuDNN is for GPUs.
         ours = {name: precision for name, precision in ours.items() if not precision.cudnn}
+    if importlib.util.find_spec("jmp") is None:
+        ours = {name: precision for name, precision in ours.items() if precision.scaler != "jmp 0.0.4"}
     has_attention = hasattr(workload.model, "attention")
     torch = (*TORCH_ARMS, *(FLASH_ARMS if has_attention and HAS_GPU else ()))
     names = [*ours, *(torch if importlib.util.find_spec("torch") else ())]
-    wanted = (REFERENCE, "float32", "TF32", "torch float16", "float16 autocast", "bfloat16")
-    return sorted(names, key=lambda name: wanted.index(name) if name in wanted else len(wanted))
+    return sorted(names, key=lambda name: WANTED.index(name) if name in WANTED else len(WANTED))
+
+
+def model_flops(workload: Workload, batch_size: int) -> int:
+    """Returns the FLOPs of a training step, as `training_flops` counts them."""
+    inputs, targets = workload.batch(0, batch_size)
+
+    def loss(variables: Any) -> jax.Array:
+        outputs, _ = workload.model.apply(variables, *inputs, mutable=["batch_stats"])
+        return workload.loss(outputs, targets)
+
+    return training_flops(loss, jax.eval_shape(workload.init, 0))
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -273,7 +228,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--arms", nargs="*", help="some arms only; all are shown by --list")
     parser.add_argument("--list", action="store_true", help="name the arms and end")
     parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which no arm is begun")
+    parser.add_argument("--add", action="store_true", help="keep what the file says of other arms")
+    parser.add_argument("--minutes", type=float, default=6.5, help="after which no arm is compiled")
     parser.add_argument("--arm-seconds", type=float, default=180.0, help="for an arm to answer")
     parser.add_argument("--results", type=pathlib.Path, help="a folder; of --quick, out/quick")
     options = parser.parse_args(arguments)
@@ -287,44 +243,43 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if not (HAS_GPU or options.quick):
         parser.error("the full size needs a GPU; --quick runs anywhere")
     batch_size = options.batch_size or workload.batch_size
+    size = "small" if options.quick else "full"
     protocol = Protocol(2, 3, 3) if options.quick else Protocol()
     began = time.monotonic()
-    device, before = device_name(), clocks()
     session = Session(
         arms=[arm for arm in arms if arm == REFERENCE] + [arm for arm in arms if arm != REFERENCE],
-        settings={
-            "family": options.family,
-            "size": "small" if options.quick else "full",
-            "batch_size": batch_size,
-        },
+        settings={"family": options.family, "size": size, "batch_size": batch_size},
         protocol=protocol,
         memory=0.92 * memory_bytes(),
         deadline=began + 60 * options.minutes,
         arm_seconds=options.arm_seconds,
         logs=pathlib.Path("out/logs") / options.family,
     )
-    inputs, targets = workload.batch(0, batch_size)
-    loss = lambda variables: workload.loss(
-        workload.model.apply(variables, *inputs, mutable=["batch_stats"])[0], targets
-    )
     found = {
         "family": options.family,
-        "size": session.settings["size"],
+        "size": size,
         "batch_size": batch_size,
-        "flops_a_step": training_flops(loss, jax.eval_shape(workload.init, 0)),
-        "device": device,
+        "flops_a_step": model_flops(workload, batch_size),
+        "device": device_name(),
         "versions": versions(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "protocol": dataclasses.asdict(protocol),
         "reference": REFERENCE,
-        "arms": session.run(),
-        "clocks": {"before": before, "after": clocks()},
-        "seconds": round(time.monotonic() - began, 1),
     }
     folder = options.results or pathlib.Path("out/quick" if options.quick else "benchmarks/results")
-    path = folder / device / f"{options.family}.json"
+    path = folder / found["device"] / f"{options.family}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    kept = json.loads(path.read_text())["arms"] if options.add and path.exists() else {}
+
+    def save() -> None:
+        """Writes what there is: whoever started this may end it when time is up."""
+        found["arms"] = kept | {arm: session.results[arm] for arm in arms if arm in session.results}
+        found["clocks"] = session.clocks
+        found["seconds"] = round(time.monotonic() - began, 1)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+    session.save = save
+    session.run()
     print(f"{found['seconds']:.0f} s; written to {path}")
     return found
 

@@ -83,7 +83,7 @@ def family_table(found: Found) -> Iterator[str]:
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
-    clock = (found["clocks"]["after"] or {}).get("clocks.sm")
+    clock = found["clocks"][-1]["clocks.sm"] if found["clocks"] else None
     yield (
         f"{protocol['blocks']} blocks of {protocol['steps']} steps after {protocol['warm_up']}, in turn; "
         + (f"SM clock {clock} MHz; " if clock else "")

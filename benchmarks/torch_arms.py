@@ -140,8 +140,10 @@ class TorchArm:
             kernels = self.kernels()
             check_attention(kernels, self.precision)
             facts |= {"kernels": kernels.total(), "products": product_kernels(kernels)}
+            facts["program_bytes"] = self.peak_bytes()
         self.restart()
         if self.device == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         return facts
 

@@ -1,4 +1,4 @@
-"""One arm, in a process of its own: what `benchmarks.run` starts, and talks to in lines of JSON.
+"""One arm, in a process of its own: what `benchmarks.run` starts, and how it talks to it, in lines of JSON.
 
     python -m benchmarks.worker '{"family": "gpt2-small", "arm": "float16", "size": "full", "batch_size": 8}'
 
@@ -8,11 +8,99 @@ A command is a line such as `{"do": "steps", "count": 20}`; the answer is a line
 
 import json
 import os
+import pathlib
+import select
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from benchmarks.h100 import HAS_GPU
+
+# The side that asks.
+
+
+class ArmFailed(Exception):
+    """An arm answered with an error, died or took too long."""
+
+
+class Worker:
+    """An arm in a process of its own.
+
+    Args:
+        arm: its name.
+        settings: of `benchmarks.worker`.
+        log: where its stderr goes.
+        seconds: how long it may take to answer.
+    """
+
+    def __init__(self, arm: str, settings: dict[str, Any], log: pathlib.Path, seconds: float):
+        self.arm, self.seconds = arm, seconds
+        self.found: dict[str, Any] = {}
+        self.milliseconds: list[float] = []
+        self.is_ready = False
+        self.failure: str | None = None
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if arm.startswith("torch ") or not HAS_GPU:
+            environment["JAX_PLATFORMS"] = "cpu"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.worker", json.dumps({**settings, "arm": arm})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                text=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Waits until everything is imported; what went wrong is told when it is asked for something."""
+        if not self.is_ready:
+            self.is_ready = True
+            try:
+                self._answer()
+            except ArmFailed as error:
+                self.failure = str(error)
+
+    def ask(self, do: str, **command: Any) -> dict[str, Any]:
+        """Sends a command and returns the answer.
+
+        Raises:
+            ArmFailed: there was none in time, or it is an error.
+        """
+        self.wait_until_ready()
+        if self.failure is not None:
+            raise ArmFailed(self.failure)
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise ArmFailed(f"died before {do}") from None
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], self.seconds)[0]:
+            raise ArmFailed(f"no answer within {self.seconds:.0f} s")
+        line = self.process.stdout.readline()
+        if not line:
+            raise ArmFailed(f"died with exit status {self.process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ArmFailed(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """Ends the process, and so frees its memory."""
+        self.process.kill()
+        self.process.communicate()
+
+
+# The side that answers.
 
 
 def make_arm(family: str, arm: str, size: str, batch_size: int | None) -> Any:

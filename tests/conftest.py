@@ -13,7 +13,7 @@ _FLAGS = (
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS))
 os.environ.setdefault("KERAS_BACKEND", "jax")
-if Path("/proc/driver/nvidia/version").exists():
+if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists():
     # The GPU is for the tests that ask for it; several processes share it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

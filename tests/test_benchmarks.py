@@ -15,6 +15,7 @@ from benchmarks import run, table
 from benchmarks.flops import training_flops
 from benchmarks.jax_arms import JAX_ARMS, JaxArm, Precision, check_lowered
 from benchmarks.loss_scalers import SCALERS
+from benchmarks.worker import ArmFailed, Worker
 from examples.models import FAMILIES
 
 GPT = FAMILIES["gpt2-small"].small()
@@ -106,15 +107,6 @@ def test_flops_are_counted_through_loops_calls_and_transposed_convolutions():
     assert training_flops(widen, image, kernel) == 3 * 2 * 6 * 6 * 3 * 9 * 8
 
 
-def flops_an_example(family):
-    workload = FAMILIES[family].full()
-    inputs, targets = workload.batch(0, 1)
-    loss = lambda variables: workload.loss(
-        workload.model.apply(variables, *inputs, mutable=["batch_stats"])[0], targets
-    )
-    return training_flops(loss, jax.eval_shape(workload.init, 0))
-
-
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
@@ -124,7 +116,7 @@ def flops_an_example(family):
     ],
 )
 def test_the_flops_of_a_model_are_those_of_the_literature(family, expected):
-    assert flops_an_example(family) == pytest.approx(expected, rel=0.01)
+    assert run.model_flops(FAMILIES[family].full(), 1) == pytest.approx(expected, rel=0.01)
 
 
 # The driver, with processes of its own.
@@ -140,8 +132,8 @@ def worker(tmp_path):
             path = tmp_path / "python"
             path.write_text(f"#!{sys.executable}\nimport json, sys, time\n{script}")
             path.chmod(0o755)
-            patch.setattr(run.sys, "executable", str(path))
-            made.append(run.Worker("float16", {}, tmp_path / "log", seconds))
+            patch.setattr(sys, "executable", str(path))
+            made.append(Worker("float16", {}, tmp_path / "log", seconds))
         return made[-1]
 
     yield make
@@ -165,7 +157,7 @@ def test_a_worker_answers_line_by_line(worker):
 )
 def test_a_worker_that_fails_says_how(worker, script, message):
     began = time.monotonic()
-    with pytest.raises(run.ArmFailed, match=message):
+    with pytest.raises(ArmFailed, match=message):
         worker(script, seconds=1.0 if "within" in message else 20.0).ask("compile")
     assert time.monotonic() - began < 15
 
@@ -182,7 +174,7 @@ class FakeWorker:
     def ask(self, do, **command):
         FakeWorker.log.append((self.arm, do))
         if self.arm == "broken" and do == "compile":
-            raise run.ArmFailed("AssertionError: claimed f16")
+            raise ArmFailed("AssertionError: claimed f16")
         if do == "compile":
             return {"program_bytes": 3 * 2**30}
         if do == "peak":
@@ -196,6 +188,9 @@ class FakeWorker:
             "loss": 1.0 * (self.calls if rising else -self.calls),
         }
 
+    def wait_until_ready(self):
+        FakeWorker.log.append((self.arm, "ready"))
+
     def close(self):
         FakeWorker.log.append((self.arm, "close"))
 
@@ -203,13 +198,17 @@ class FakeWorker:
 def session(monkeypatch, tmp_path, arms, memory=float("inf"), deadline=float("inf")):
     monkeypatch.setattr(run, "Worker", FakeWorker)
     monkeypatch.setattr(FakeWorker, "log", [])
-    settings = run.Session(arms, {}, run.Protocol(2, 3, 5), memory, deadline, 1.0, tmp_path)
-    return settings.run(), FakeWorker.log
+    made = run.Session(arms, {}, run.Protocol(2, 3, 5), memory, deadline, 1.0, tmp_path)
+    saved = []
+    made.save = lambda: saved.append(len(made.results))
+    made.run()
+    assert saved == [*range(1, len(arms) + 1)]  # Should it be ended early, what is done is not lost.
+    return made.results, FakeWorker.log
 
 
 def test_arms_take_turns_and_one_that_fails_does_not_stop_the_others(monkeypatch, tmp_path):
     results, log = session(monkeypatch, tmp_path, ["float16", "broken", "slow", "rising"])
-    assert list(results) == ["float16", "broken", "slow", "rising"]
+    assert set(results) == {"float16", "broken", "slow", "rising"}
     assert "claimed f16" in results["broken"]["error"]
     assert "did not fall" in results["rising"]["error"]
     assert results["float16"]["ms"] == pytest.approx(1.0)
@@ -223,7 +222,7 @@ def test_arms_take_turns_and_one_that_fails_does_not_stop_the_others(monkeypatch
 
 
 def test_what_does_not_fit_together_is_timed_in_groups_the_reference_with_each(monkeypatch, tmp_path):
-    results, log = session(monkeypatch, tmp_path, ["float16", "a", "b", "slow"], memory=9.5 * 2**30)
+    results, log = session(monkeypatch, tmp_path, ["float16", "a", "b", "slow"], memory=10 * 2**30)
     blocks = [arm for arm, do in log if do == "steps"]
     assert blocks.count("a") == 2 + 3
     assert blocks.count("float16") == 3 * (2 + 3)  # With a, with b, with the last.
@@ -253,6 +252,11 @@ def test_a_family_runs_from_end_to_end(tmp_path, capsys):
     assert arms["float32"]["products"].keys() == {"gemm f32"}
     assert written["flops_a_step"] > 0
     assert written["versions"]["jax"] == jax.__version__
+    again = run.main(["neumf", "--quick", "--add", "--arms", "float16", "--results", str(tmp_path)])
+    assert again["arms"].keys() == arms.keys()
+    assert again["arms"]["float32"] == arms["float32"]
+    assert again["arms"]["float16"] != arms["float16"]
+    arms = again["arms"]
     table.main(["--results", str(tmp_path), "--output", str(tmp_path / "speed.png")])
     text = capsys.readouterr().out
     assert f"| float32 | {arms['float32']['ms']:.2f} (" in text
@@ -276,7 +280,7 @@ def measured(device="nvidia-h100-80gb-hbm3", **times):
         "versions": {"jax": "1"},
         "date": "2026-01-01",
         "protocol": {"warm_up": 10, "blocks": 5, "steps": 20},
-        "clocks": {"before": None, "after": {"clocks.sm": "1980"}},
+        "clocks": [{"clocks.sm": "1980"}],
         "arms": arms,
     }
 
