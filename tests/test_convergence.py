@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import convergence
+from benchmarks import convergence, spread
 from examples.models import resnet
 from examples.models.workload import Optimizer
 
@@ -36,16 +36,16 @@ def test_an_arm_lies_within_float32_between_its_lowest_and_highest_seed(
     losses, held_out, parts, held_out_within
 ):
     arms = {"float32": runs_of([1.0, 3.0, 2.0], [1.0, 2.0, 3.0]), "arm": runs_of(losses, held_out)}
-    found = convergence.compare(arms, "arm")
-    assert found == convergence.Comparison(parts, 10, held_out_within)
+    found = spread.compare(arms, "arm")
+    assert found == spread.Comparison(parts, 10, held_out_within)
     assert found.within == (parts == 10 and held_out_within)
 
 
 def test_one_part_of_ten_outside_is_outside():
     arms = {"float32": runs_of([1.0, 3.0], [2.0, 2.0]), "arm": runs_of([2.0], [2.0])}
     arms["arm"][0]["losses"][4:6] = [3.5, 3.5]
-    assert convergence.compare(arms, "arm") == convergence.Comparison(9, 10, True)
-    assert not convergence.compare(arms, "arm").within
+    assert spread.compare(arms, "arm") == spread.Comparison(9, 10, True)
+    assert not spread.compare(arms, "arm").within
 
 
 def test_training_and_held_out_data_have_nothing_in_common():
@@ -105,26 +105,26 @@ def test_the_committed_run_shows_what_the_readme_says():
     assert (found["device"], found["size"], found["seeds"]) == ("cpu", "small", 3)
     assert list(found["families"]) == ["gpt2", "unet", "resnet"]
     for name, family in found["families"].items():
-        found_here = convergence.compare(family["arms"], "float16, scaled")
+        found_here = spread.compare(family["arms"], "float16, scaled")
         # U-Net's three float32 seeds end within 0.001 of each other on held-out data; the mean of float16's,
         # which differ by 0.02, is below the lowest. That is outside, and so the README says it.
-        assert found_here == convergence.Comparison(10, 10, name != "unet"), name
+        assert found_here == spread.Comparison(10, 10, name != "unet"), name
         for arm, runs in family["arms"].items():
             assert len(runs) == 3
-            first, last = convergence.part_means(runs)[:, [0, -1]].T
+            first, last = spread.part_means(runs)[:, [0, -1]].T
             assert (last < 0.6 * first).all(), (name, arm)
 
     unet = found["families"]["unet"]["arms"]
-    full, scaled = (convergence.held_out_losses(unet[arm]) for arm in ("float32", "float16, scaled"))
+    full, scaled = (spread.held_out_losses(unet[arm]) for arm in ("float32", "float16, scaled"))
     assert scaled.mean() < full.min()
 
     # Figure 1: in every part of the run each seed is behind its float32 run, and their mean outside the
     # spread; on held-out data the best seed is behind float32's worst.
     family = found["families"]["gpt2"]
     arms = family["arms"]
-    assert convergence.compare(arms, UNSCALED) == convergence.Comparison(0, 10, False)
-    assert (convergence.part_means(arms[UNSCALED]) > convergence.part_means(arms["float32"])).all()
-    full, unscaled = (convergence.held_out_losses(arms[arm]) for arm in ("float32", UNSCALED))
+    assert spread.compare(arms, UNSCALED) == spread.Comparison(0, 10, False)
+    assert (spread.part_means(arms[UNSCALED]) > spread.part_means(arms["float32"])).all()
+    full, unscaled = (spread.held_out_losses(arms[arm]) for arm in ("float32", UNSCALED))
     assert unscaled.min() > full.max()
     assert unscaled.mean() > full.mean() + 0.4
     assert family["arms"]["float32"][0]["share_lost"][0] > 0.9
