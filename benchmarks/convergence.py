@@ -253,7 +253,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     whole = (options.families, options.seeds, options.steps) == (list(tasks("small")), 3, None)
     folder = f"benchmarks/results/{device_name()}" if whole or options.draw_only else "out"
-    path = options.json or pathlib.Path(folder) / "convergence.json"
+    name = "convergence.json" if options.size == "small" else f"convergence-{options.size}.json"
+    path = options.json or pathlib.Path(folder) / name
     found = json.loads(path.read_text()) if options.draw_only else _train(options, path)
     print("\n\n".join(table(family) for family in found["families"].values()))
     print(
@@ -262,7 +263,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         f"lies between the lowest and the highest of float32. {found['device']}, {found['date']}, "
         f"jax {found['versions']['jax']}, {found['seconds']:.0f} s."
     )
-    kept = folder == "benchmarks/results/cpu" and not options.json
+    kept = folder == "benchmarks/results/cpu" and path.parts[-1] == "convergence.json" and not options.json
     output = options.output or pathlib.Path("docs" if kept else "out") / "convergence.png"
     draw(found, output)
     print(f"Wrote {output} from {path}.")
@@ -274,7 +275,7 @@ def _train(options: argparse.Namespace, path: pathlib.Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "date": datetime.date.today().isoformat(),
-        "versions": versions() | {"python": sys.version.split()[0]},
+        "versions": versions(),
         "size": options.size,
         "seeds": options.seeds,
         "families": {},
@@ -285,7 +286,11 @@ def _train(options: argparse.Namespace, path: pathlib.Path) -> dict[str, Any]:
         steps = options.steps or task.steps
         print(task.title, file=sys.stderr)
         starts = [jax.device_get(task.train.init(seed)) for seed in range(options.seeds)]
-        arms = {arm: train_arm(task, arm, starts, steps) for arm in ARMS}
+        arms = {}
+        for arm in ARMS:
+            # Else a GPU's float32 products are TF32.
+            with jax.default_matmul_precision("highest" if arm == "float32" else None):
+                arms[arm] = train_arm(task, arm, starts, steps)
         found["families"][name] = {"title": task.title, "steps": steps, "arms": arms}
         found["seconds"] = round(time.perf_counter() - began)
         path.write_text(json.dumps(found, indent=1) + "\n")

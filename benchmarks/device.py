@@ -1,10 +1,11 @@
 """What figures belong to: the device, its clocks, the versions of what ran."""
 
 import importlib.metadata
-import importlib.util
+import platform
 import subprocess
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "numpy", "torch")
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "jmp", "numpy", "torch", "triton")
+PACKAGES += ("nvidia-cudnn-cu13", "nvidia-cublas")
 
 
 def _nvidia_smi(*fields: str) -> list[str] | None:
@@ -41,5 +42,10 @@ def clocks() -> dict[str, str] | None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that are installed."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}
+    """Returns the versions of Python and of the packages that are installed."""
+    installed = {
+        each.name: each.version for each in importlib.metadata.distributions() if each.name in PACKAGES
+    }
+    return {"python": platform.python_version()} | {
+        name: installed[name] for name in PACKAGES if name in installed
+    }

@@ -214,6 +214,7 @@ def facts(program: Program) -> dict[str, Any]:
         products[name] = products.get(name, 0) + product.times
     in_place = program.aliased_bytes
     return {
+        "device": program.device,
         "kernels": program.kernels,
         "products": products,
         "program_bytes": program.temporary_bytes + program.argument_bytes + program.output_bytes - in_place,

@@ -11,7 +11,6 @@ program, from `jmp_lite.diagnostics.read_program`.
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import math
 import pathlib
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.device import versions
 from benchmarks.gpt import gpt, gpt_loss
 from benchmarks.h100 import compile_for_gpu
 from benchmarks.loss_scalers import SCALE, SCALERS, Scaler
@@ -180,11 +180,6 @@ def table(title: str, rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def versions() -> dict[str, str]:
-    """The versions that the figures belong to."""
-    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "jmp")}
-
-
 def main() -> None:
     """Compiles the cases asked for, prints their tables and writes them as JSON."""
     parser = argparse.ArgumentParser(
@@ -193,7 +188,8 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("out/loss_scale_cost.json"))
     arguments = parser.parse_args()
-    found: dict[str, Any] = {"versions": versions(), "cases": {}}
+    belong_to = ("jax", "jaxlib", "flax", "optax", "jmp")
+    found: dict[str, Any] = {"versions": {name: versions()[name] for name in belong_to}, "cases": {}}
     for name in arguments.case:
         title, case = CASES[name]
         arms = ["plain"] if name == "gpt-bf16" else list(SCALERS)

@@ -59,7 +59,8 @@ class Session:
         protocol: how they are timed.
         memory: how many bytes those that are timed together may take.
         deadline: on `time.monotonic`'s clock; what is not compiled by then is left out.
-        arm_seconds: how long an arm may take to answer.
+        arm_seconds: how long an arm may take to answer; the reference, without which there are no ratios,
+            may take three times as long.
         logs: a folder for what the processes write.
         save: called with the results so far as often as there is one more.
         results: what was found of each arm.
@@ -76,6 +77,7 @@ class Session:
     save: Callable[[], None] = lambda: None
     results: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     clocks: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    reference: str = REFERENCE
 
     def run(self) -> None:
         """Compiles and times all arms; `results` has what was found of each, or the `error` that ended it."""
@@ -101,7 +103,7 @@ class Session:
 
     def _start(self, arm: str) -> Worker:
         log = self.logs / f"{arm.replace(' ', '_').replace(',', '')}.log"
-        return Worker(arm, self.settings, log, self.arm_seconds)
+        return Worker(arm, self.settings, log, self.arm_seconds * (3 if arm == REFERENCE else 1))
 
     def _time(self, group: list[Worker], is_last: bool = False) -> list[Worker]:
         """Times some arms in turn, and returns those that go on: the reference."""
@@ -116,9 +118,11 @@ class Session:
                 if self._try(worker, lambda worker=worker: _block(worker, self.protocol.steps))
             ]
         self.clocks += [now] if (now := clocks()) else []
-        reference = next((worker for worker in group if worker.arm == REFERENCE), None)
-        for worker in group:
-            timing = _timing(worker.milliseconds, reference.milliseconds if reference else None)
+        if group and not any(worker.arm == self.reference for worker in group):
+            self.reference = group[0].arm  # What follows can still be compared, with this one.
+        reference = next((worker for worker in group if worker.arm == self.reference), None)
+        for worker in group if reference else ():
+            timing = _timing(worker.milliseconds, reference) if reference else {}
             worker.found = timing | worker.found if worker is reference else worker.found | timing
         staying = [] if is_last or reference is None else [reference]
         for worker in group:
@@ -147,43 +151,54 @@ class Session:
 
 def _compile(worker: Worker) -> dict[str, Any]:
     facts = worker.ask("compile")
+    if HAS_GPU and facts["device"] == "cpu":
+        raise ArmFailed("it runs on the CPU, beside a GPU")
     return facts | {"peak_bytes": worker.ask("peak")["peak_bytes"]}
 
 
 def _bytes(worker: Worker) -> float:
-    """What an arm needs, with room for its context and for holes in its memory."""
-    needed = worker.found.get("program_bytes") or worker.found["peak_bytes"] or 0
-    return 1.3 * needed + 2**30
+    """What an arm may take: JAX doubles what it has each time that it needs more, and gives nothing back."""
+    return 2.0 * (worker.found["program_bytes"] or 0) + 2**30
 
 
 def _warm_up(worker: Worker, steps: int) -> dict[str, Any]:
     first = worker.ask("steps", count=1)["loss"]
     if steps > 1:
         worker.ask("steps", count=steps - 1)
-    return {} if "loss_first" in worker.found else {"loss_first": first}
+    return {} if "loss_first" in worker.found else {"loss_first": _number(first)}
 
 
 def _block(worker: Worker, steps: int) -> None:
     answer = worker.ask("steps", count=steps)
     worker.milliseconds.append(1000 * answer["seconds"] / steps)
-    worker.found["loss_last"] = answer["loss"]
+    worker.found["loss_last"] = _number(answer["loss"])
 
 
-def _timing(milliseconds: list[float], reference: list[float] | None) -> dict[str, Any]:
-    """Returns median and quartiles of a step, and the median ratio to the reference, block by block."""
+def _number(loss: float) -> float | None:
+    """JSON has no NaN and no inf."""
+    return loss if math.isfinite(loss) else None
+
+
+def _timing(milliseconds: list[float], reference: Worker) -> dict[str, Any]:
+    """Returns median and quartiles of a step, and the ratio to the reference of each block."""
     low, median, high = statistics.quantiles(milliseconds, n=4, method="inclusive")
-    found = {"ms": median, "ms_quartiles": [low, high], "ms_blocks": milliseconds}
-    if reference is not None:
-        found["times_reference"] = statistics.median(a / b for a, b in zip(milliseconds, reference))
-    return found
+    return {
+        "ms": median,
+        "ms_quartiles": [low, high],
+        "ms_blocks": milliseconds,
+        "reference": reference.arm,
+        "times_reference": [ours / its for ours, its in zip(milliseconds, reference.milliseconds)],
+    }
 
 
 def _finish(worker: Worker) -> None:
     """Asks for the memory, holds the arm to its falling loss and forces an overflow."""
     found = worker.found
-    found["peak_bytes"] = worker.ask("peak")["peak_bytes"]
+    compiling, found["peak_bytes"] = found["peak_bytes"], worker.ask("peak")["peak_bytes"]
+    if found["peak_bytes"] and found["peak_bytes"] == compiling:
+        found["peak_bytes"] = found["program_bytes"]  # What XLA tried out took more than the steps.
     first, last = found["loss_first"], found["loss_last"]
-    if not last < first:
+    if first is None or last is None or not last < first:
         raise ArmFailed(f"the loss did not fall: {first} to {last}")
     answer = worker.ask("overflow", scale=OVERFLOWING, limit=60)
     if (scales := answer["scales"]) is not None:
@@ -250,7 +265,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         arms=[arm for arm in arms if arm == REFERENCE] + [arm for arm in arms if arm != REFERENCE],
         settings={"family": options.family, "size": size, "batch_size": batch_size},
         protocol=protocol,
-        memory=0.92 * memory_bytes(),
+        memory=0.85 * memory_bytes(),
         deadline=began + 60 * options.minutes,
         arm_seconds=options.arm_seconds,
         logs=pathlib.Path("out/logs") / options.family,

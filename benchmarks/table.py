@@ -10,6 +10,7 @@ file.
 import argparse
 import json
 import pathlib
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,12 +40,20 @@ def arithmetic(arm: str) -> str:
     return {"float16": "f16", "bfloat16": "bf16", "TF32": "tf32", "float32": "f32"}[name]
 
 
+def ratios(found: Found, arm: str, other: str) -> list[float]:
+    """Returns how many times faster one arm is than another, block by block; none if either was not timed."""
+    both = [found["arms"].get(each, {}) for each in (arm, other)]
+    if any("ms" not in each or "error" in each for each in both):
+        return []
+    if both[0]["reference"] != both[1]["reference"]:
+        return []
+    return [slow / fast for fast, slow in zip(*(each["times_reference"] for each in both))]
+
+
 def faster(found: Found, arm: str, other: str) -> float | None:
-    """Returns how many times faster one arm is than another; None if either was not timed."""
-    arms = found["arms"]
-    if any("times_reference" not in arms.get(each, {}) or "error" in arms[each] for each in (arm, other)):
-        return None
-    return arms[other]["times_reference"] / arms[arm]["times_reference"]
+    """Returns the median of the `ratios`; None if there are none."""
+    found_ratios = ratios(found, arm, other)
+    return statistics.median(found_ratios) if found_ratios else None
 
 
 def utilisation(found: Found, arm: str) -> float | None:
@@ -88,12 +97,12 @@ def family_table(found: Found) -> Iterator[str]:
         f"{protocol['blocks']} blocks of {protocol['steps']} steps after {protocol['warm_up']}, in turn; "
         + (f"SM clock {clock} MHz; " if clock else "")
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f"; {found['date'][:10]}."
+        + f"; {found['date'][:10]}. PyTorch is compiled in its default mode: no CUDA graphs, which XLA has."
     )
 
 
-def targets(found: Found) -> Iterator[tuple[str, float, float]]:
-    """Yields what was aimed at: a name, the ratio that was measured, and the least that it should be."""
+def targets(found: Found) -> Iterator[tuple[str, list[float], float]]:
+    """Yields what was aimed at: a name, the ratios that were measured, and the least that they should be."""
     family = found["family"]
     wanted = [
         ("float16 over float32", "float16", "float32", NVIDIA.get(family)),
@@ -112,19 +121,21 @@ def targets(found: Found) -> Iterator[tuple[str, float, float]]:
         ("over Flax's DynamicScale", "float16", "float16 Flax DynamicScale", 1.0),
     ]
     for name, arm, other, least in wanted:
-        ratio = faster(found, arm, other)
-        if least is not None and ratio is not None:
-            yield name, ratio, least
+        measured = ratios(found, arm, other)
+        if least is not None and measured:
+            yield name, measured, least
 
 
 def target_table(results: list[Found]) -> Iterator[str]:
     """Yields the lines of the table of what was aimed at, in Markdown."""
-    yield "| family | ratio | measured | aimed at | |"
+    yield "| family | ratio | measured (quartiles) | aimed at | |"
     yield "| --- | --- | ---: | ---: | --- |"
     for found in results:
-        for name, ratio, least in targets(found):
-            met = "" if ratio >= least else "missed"
-            yield f"| {found['family']} | {name} | {ratio:.3f} | {least:.2f} | {met} |"
+        for name, measured, least in targets(found):
+            low, ratio, high = statistics.quantiles(measured, n=4, method="inclusive")
+            met = "met" if low >= least else "missed" if high < least else "within the noise"
+            cells = found["family"], name, f"{ratio:.3f} ({low:.3f}-{high:.3f})", f"{least:.2f}", met
+            yield f"| {' | '.join(cells)} |"
 
 
 def draw(results: list[Found], output: pathlib.Path) -> None:

@@ -56,9 +56,11 @@ def train(workload: Workload, arm: str, steps: int) -> Run:
     opt_state = tx.init(params)
     losses, seconds = [], []
     for step in range(1, steps + 1):
-        batch = workload.batch(step)
+        batch = jax.block_until_ready(jax.device_put(workload.batch(step)))
         began = time.perf_counter()
-        params, statistics, opt_state, (loss, _) = train_step(params, statistics, opt_state, batch)
+        # Else a GPU's float32 products are TF32.
+        with jax.default_matmul_precision("highest" if arm == "float32" else None):
+            params, statistics, opt_state, (loss, _) = train_step(params, statistics, opt_state, batch)
         losses.append(float(loss))
         seconds.append(time.perf_counter() - began)
     skipped = int(jmp.skipped_steps(opt_state))

@@ -1,7 +1,9 @@
 """The benchmarks: what an arm claims is checked, a process may fail, what is measured is drawn."""
 
+import dataclasses
 import functools
 import json
+import math
 import sys
 import time
 from typing import ClassVar
@@ -16,9 +18,9 @@ from benchmarks.flops import training_flops
 from benchmarks.jax_arms import JAX_ARMS, JaxArm, Precision, check_lowered
 from benchmarks.loss_scalers import SCALERS
 from benchmarks.worker import ArmFailed, Worker
-from examples.models import FAMILIES
+from examples.models import FAMILIES, resnet
 
-GPT = FAMILIES["gpt2-small"].small()
+GPT, NEUMF = FAMILIES["gpt2-small"].small(), FAMILIES["neumf"].small()
 
 
 # The arms of JAX.
@@ -26,15 +28,15 @@ GPT = FAMILIES["gpt2-small"].small()
 
 @functools.cache
 def loss_at_the_start():
-    inputs, targets = GPT.batch(0, 4)
-    return float(GPT.loss(GPT.model.apply(GPT.init(0), *inputs), targets))
+    inputs, targets = NEUMF.batch(0)
+    return float(NEUMF.loss(NEUMF.model.apply(NEUMF.init(0), *inputs), targets))
 
 
 @pytest.mark.parametrize("name", JAX_ARMS)
 def test_an_arm_compiles_to_what_it_claims_learns_and_recovers_from_an_overflow(name):
-    arm = JaxArm(name, GPT, 4)
+    arm = JaxArm(name, NEUMF, NEUMF.batch_size)
     facts = arm.compile()
-    assert sum(facts["products"].values()) == 3 * (2 * 6 + 1)
+    assert sum(facts["products"].values()) >= 3 * 2
     first = arm.steps(1)
     assert first == pytest.approx(loss_at_the_start(), rel=2**-10)
     assert arm.steps(20) < first
@@ -60,7 +62,8 @@ def test_an_arm_that_is_not_what_it_claims_is_found_out(name, claimed):
 
 
 def test_statistics_are_kept_when_a_step_is_skipped():
-    workload = FAMILIES["resnet50"].small()
+    model = resnet.ResNet(classes=10, stages=(1,), features=4, stem=3)
+    workload = dataclasses.replace(FAMILIES["resnet50"].small(), model=model)
     for name in ("float16", "float16 jmp", "float16 Flax DynamicScale"):
         arm = JaxArm(name, workload, 8)
         params, state, statistics = arm.initial_state(2.0**40)
@@ -176,13 +179,15 @@ class FakeWorker:
         if self.arm == "broken" and do == "compile":
             raise ArmFailed("AssertionError: claimed f16")
         if do == "compile":
-            return {"program_bytes": 3 * 2**30}
+            return {"program_bytes": 3 * 2**30, "device": "cpu"}
         if do == "peak":
             return {"peak_bytes": None}
         if do == "overflow":
             return {"scales": None, "loss": None}
         self.calls += 1
         rising = self.arm == "rising"
+        if self.arm == "nan":
+            return {"seconds": 1.0, "loss": math.nan}
         return {
             "seconds": command["count"] * (0.002 if self.arm == "slow" else 0.001),
             "loss": 1.0 * (self.calls if rising else -self.calls),
@@ -212,7 +217,7 @@ def test_arms_take_turns_and_one_that_fails_does_not_stop_the_others(monkeypatch
     assert "claimed f16" in results["broken"]["error"]
     assert "did not fall" in results["rising"]["error"]
     assert results["float16"]["ms"] == pytest.approx(1.0)
-    assert results["slow"]["times_reference"] == pytest.approx(2.0)
+    assert results["slow"]["times_reference"] == pytest.approx([2.0] * 3)
     assert len(results["slow"]["ms_blocks"]) == 3
     timed = [arm for arm, do in log if do == "steps"]
     assert timed == ["float16"] * 2 + ["slow"] * 2 + ["rising"] * 2 + ["float16", "slow", "rising"] * 3
@@ -222,13 +227,34 @@ def test_arms_take_turns_and_one_that_fails_does_not_stop_the_others(monkeypatch
 
 
 def test_what_does_not_fit_together_is_timed_in_groups_the_reference_with_each(monkeypatch, tmp_path):
-    results, log = session(monkeypatch, tmp_path, ["float16", "a", "b", "slow"], memory=10 * 2**30)
+    results, log = session(monkeypatch, tmp_path, ["float16", "a", "b", "slow"], memory=14 * 2**30)
     blocks = [arm for arm, do in log if do == "steps"]
     assert blocks.count("a") == 2 + 3
     assert blocks.count("float16") == 3 * (2 + 3)  # With a, with b, with the last.
-    assert all(results[arm]["times_reference"] == pytest.approx(1) for arm in ("float16", "a", "b"))
-    assert results["slow"]["times_reference"] == pytest.approx(2)
+    assert all(results[arm]["times_reference"] == pytest.approx([1] * 3) for arm in ("float16", "a", "b"))
+    assert results["slow"]["times_reference"] == pytest.approx([2] * 3)
     assert log.index(("a", "close")) < log.index(("b", "steps"))  # Its memory is free by then.
+
+
+def test_without_the_reference_the_others_are_compared_with_one_of_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "REFERENCE", "broken")
+    monkeypatch.setattr(run.Session, "reference", "broken")
+    results, _ = session(monkeypatch, tmp_path, ["broken", "a", "slow"])
+    assert {each.get("reference") for each in results.values()} == {None, "a"}
+    assert results["slow"]["times_reference"] == pytest.approx([2.0] * 3)
+
+
+def test_a_loss_that_is_not_finite_is_an_error_and_no_number(monkeypatch, tmp_path):
+    results, _ = session(monkeypatch, tmp_path, ["float16", "nan"])
+    assert results["nan"]["loss_last"] is None
+    assert "did not fall" in results["nan"]["error"]
+    assert "error" not in results["float16"]
+
+
+def test_an_arm_on_the_cpu_of_a_machine_with_a_gpu_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "HAS_GPU", True)
+    results, _ = session(monkeypatch, tmp_path, ["float16"])
+    assert "runs on the CPU" in results["float16"]["error"]
 
 
 def test_what_there_is_no_time_for_is_left_out_and_said_so(monkeypatch, tmp_path):
@@ -268,7 +294,13 @@ def test_a_family_runs_from_end_to_end(tmp_path, capsys):
 
 def measured(device="nvidia-h100-80gb-hbm3", **times):
     arms = {
-        arm: {"ms": ms, "ms_quartiles": [ms, ms], "times_reference": ms / 10.0, "peak_bytes": 2_000_000_000}
+        arm: {
+            "ms": ms,
+            "ms_quartiles": [ms, ms],
+            "reference": "float16",
+            "times_reference": [ms / 10.0] * 3,
+            "peak_bytes": 2_000_000_000,
+        }
         for arm, ms in times.items()
     }
     return {
@@ -293,12 +325,14 @@ def test_ratios_utilisation_and_targets_are_computed_from_the_file():
     assert table.utilisation(found, "float32") == pytest.approx(3e12 / 0.040 / 66.9e12)
     assert table.utilisation(measured("cpu", float16=1.0), "float16") is None
     assert list(table.targets(found)) == [
-        ("float16 over float32", 4.0, 3.47),
-        ("float16 over TF32", 1.5, 1.6),
-        ("jmp_lite over torch.amp", 0.9, 1.0),
+        ("float16 over float32", [4.0] * 3, 3.47),
+        ("float16 over TF32", [1.5] * 3, 1.6),
+        ("jmp_lite over torch.amp", [0.9] * 3, 1.0),
     ]
-    text = "\n".join(table.target_table([found]))
-    assert text.count("missed") == 2
+    found["arms"]["torch float16"]["times_reference"] = [0.8, 0.9, 1.2, 1.2]
+    found["arms"]["float16"]["times_reference"] = [1.0] * 4
+    verdicts = [line.split(" | ")[-1] for line in table.target_table([found])][2:]
+    assert verdicts == ["met |", "missed |", "within the noise |"]
     assert "| float32 | 40.00 (40.00-40.00) | 2,500 | 1.00 |" in "\n".join(table.family_table(found))
 
 

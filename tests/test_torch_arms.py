@@ -13,7 +13,7 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
-from benchmarks import torch_arms
+from benchmarks import run, torch_arms
 from benchmarks.torch_arms import TORCH_ARMS, TorchArm
 from examples.models import FAMILIES
 from examples.models.workload import Workload
@@ -54,7 +54,7 @@ def workload(family):
 
 
 def make(family, name, batch_size=16):
-    return TorchArm(name, workload(family), batch_size, quick=True)
+    return TorchArm(name, workload(family), batch_size, quick=True, device="cpu")
 
 
 def assert_at_the_start(arm):
@@ -224,3 +224,7 @@ def test_an_overflow_gives_up_at_the_limit():
 def test_an_arm_without_a_scale_has_no_overflow():
     arm = make("gpt2-small", "torch bfloat16", batch_size=2)
     assert arm.overflow(2.0**40, 60) is None
+
+
+def test_the_driver_knows_the_arms():
+    assert {*run.TORCH_ARMS, *run.FLASH_ARMS} == set(TORCH_ARMS)

@@ -1,6 +1,7 @@
 """What training needs to know of a model: its loss, its optimizer and its batches."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -70,4 +71,8 @@ class Workload:
     def init(self, seed: int) -> Any:
         """Returns the initial variables: `params`, and `batch_stats` if the model has any."""
         inputs, _ = self.batch(0, 1)
-        return jax.jit(self.model.init)(jax.random.key(seed), *inputs)
+        return self._init(jax.random.key(seed), *inputs)
+
+    @functools.cached_property
+    def _init(self) -> Callable[..., Any]:
+        return jax.jit(self.model.init)
