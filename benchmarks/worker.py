@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import jaxlib
+
 from benchmarks.h100 import HAS_GPU
 
 # The side that asks.
@@ -47,8 +49,10 @@ class Worker:
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         environment["JAX_PLATFORMS"] = "cuda,cpu" if on_gpu else "cpu"
         if on_gpu:  # What one arm found to be the fastest kernel of a product, the next one takes, too.
-            cache = f"--xla_gpu_per_fusion_autotune_cache_dir={log.parent.absolute() / 'autotuned'}"
-            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cache}"
+            cache = log.parent.absolute() / f"autotuned-{jaxlib.__version__}"
+            cache.mkdir(exist_ok=True)
+            flag = f"--xla_gpu_per_fusion_autotune_cache_dir={cache}"
+            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.worker", json.dumps({**settings, "arm": arm})],

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -129,14 +130,14 @@ def test_the_flops_of_a_model_are_those_of_the_literature(family, expected):
 def worker(tmp_path):
     made = []
 
-    def make(script, seconds=20.0):
+    def make(script, seconds=20.0, arm="float16"):
         """A worker that is a script of ours: it reads commands and prints answers."""
         with pytest.MonkeyPatch.context() as patch:
             path = tmp_path / "python"
             path.write_text(f"#!{sys.executable}\nimport json, sys, time\n{script}")
             path.chmod(0o755)
             patch.setattr(sys, "executable", str(path))
-            made.append(Worker("float16", {}, tmp_path / "log", seconds))
+            made.append(Worker(arm, {}, tmp_path / "log", seconds))
         return made[-1]
 
     yield make
@@ -148,6 +149,17 @@ def test_a_worker_answers_line_by_line(worker):
     ours = worker("print('{}', flush=True)\nfor line in sys.stdin: print(line, end='', flush=True)")
     assert ours.ask("steps", count=3) == {"do": "steps", "count": 3}
     assert ours.ask("peak") == {"do": "peak"}
+
+
+def test_beside_a_gpu_an_arm_runs_on_it_with_the_kernels_that_others_found(worker, monkeypatch):
+    monkeypatch.setattr("benchmarks.worker.HAS_GPU", True)
+    tell = "import os\nprint('{}', flush=True)\nfor _ in sys.stdin: print(json.dumps({**os.environ}), flush=True)"
+    told = worker(tell).ask("compile")
+    assert told["JAX_PLATFORMS"].split(",")[0] == "cuda"
+    assert told["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    folder = told["XLA_FLAGS"].split("--xla_gpu_per_fusion_autotune_cache_dir=")[1]
+    assert Path(folder).is_dir()  # Else XLA compiles nothing.
+    assert worker(tell, arm="torch float16").ask("compile")["JAX_PLATFORMS"] == "cpu"
 
 
 @pytest.mark.parametrize(
