@@ -153,7 +153,8 @@ def test_a_worker_answers_line_by_line(worker):
 
 def test_beside_a_gpu_an_arm_runs_on_it_with_the_kernels_that_others_found(worker, monkeypatch):
     monkeypatch.setattr("benchmarks.worker.HAS_GPU", True)
-    tell = "import os\nprint('{}', flush=True)\nfor _ in sys.stdin: print(json.dumps({**os.environ}), flush=True)"
+    tell = "import os\nprint('{}', flush=True)\n"
+    tell += "for _ in sys.stdin: print(json.dumps({**os.environ}), flush=True)"
     told = worker(tell).ask("compile")
     assert told["JAX_PLATFORMS"].split(",")[0] == "cuda"
     assert told["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
