@@ -25,6 +25,10 @@ NVIDIA = {
     "unet": 1.10,
     "waveglow": 1.94,
 }
+# What a reader of a family's ratios must know.
+REMARKS = {
+    "seq2seq": "PyTorch's LSTM is cuDNN's, JAX's is a loop of XLA's (`lax.scan`): kernels are not matched."
+}
 TF32_TARGET = {"gpt2-small": 1.6, "gpt2-medium": 1.6, "resnet50": 1.6}
 
 # Dense peaks in FLOP/s: NVIDIA's data sheets of the H100 SXM and the H200, without sparsity.
@@ -97,7 +101,8 @@ def family_table(found: Found) -> Iterator[str]:
         f"{protocol['blocks']} blocks of {protocol['steps']} steps after {protocol['warm_up']}, in turn; "
         + (f"SM clock {clock} MHz; " if clock else "")
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f"; {found['date'][:10]}. PyTorch is compiled in its default mode: no CUDA graphs, which XLA has."
+        + f"; {found['date'][:10]}. PyTorch is compiled in its default mode: no CUDA graphs, which XLA has. "
+        + REMARKS.get(found["family"], "")
     )
 
 
