@@ -6,7 +6,7 @@ would copy large ones: they are reduced row by row, each by itself, and tied tog
 share, for which XLA makes one kernel of several reductions. Each leaf is read once and where it lies, so that
 it may be split over devices.
 
-`python -m benchmarks.loss_scale_cost` counts the kernels; tests/test_h100.py holds them.
+`python -m benchmarks.loss_scale_cost` counts the kernels; benchmarks/tests/test_h100.py holds them.
 """
 
 import math

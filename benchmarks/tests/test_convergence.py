@@ -12,7 +12,7 @@ from benchmarks import convergence, spread
 from examples.models import resnet
 from examples.models.workload import Optimizer
 
-RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results" / "cpu" / "convergence.json"
+RESULTS = pathlib.Path(__file__).parent.parent / "results" / "cpu" / "convergence.json"
 UNSCALED = "float16, unscaled"
 FLOAT16 = float(jax.numpy.finfo(jax.numpy.float16).eps)
 

@@ -14,7 +14,7 @@ import examples.models
 from examples.models import FAMILIES, data, gpt2, ssd, training, unet, waveglow, workload
 from examples.models.attention import attention
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 STEPS = {"resnet50": 20, "bert-base": 60, "unet": 60, "ssd": 20}
 
 
