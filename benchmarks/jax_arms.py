@@ -107,14 +107,12 @@ class JaxArm:
             return self.workload.loss(outputs, targets), statistics
 
         fun = jmp.autocast(plain, precision.dtype) if precision.casts == "autocast" else plain
-        with jax.default_matmul_precision(precision.matmul_precision):
-            return fun(params, statistics, batch)
+        return fun(params, statistics, batch)
 
     def step(self, state: Any, batch: Any) -> tuple[Any, jax.Array]:
         """Takes a training step; to be jitted, the state donated."""
         params, scaler_state, statistics = state
         loss = lambda params: self.loss(params, statistics, batch)
-        # Around the backward pass as well, which is traced here.
         with jax.default_matmul_precision(self.precision.matmul_precision):
             *state, value = self.scaler.step(loss, params, scaler_state, statistics)
         return tuple(state), value

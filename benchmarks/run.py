@@ -118,13 +118,15 @@ class Session:
                 if self._try(worker, lambda worker=worker: _block(worker, self.protocol.steps))
             ]
         self.clocks += [now] if (now := clocks()) else []
-        if group and not any(worker.arm == self.reference for worker in group):
-            self.reference = group[0].arm  # What follows can still be compared, with this one.
-        reference = next((worker for worker in group if worker.arm == self.reference), None)
-        for worker in group if reference else ():
-            timing = _timing(worker.milliseconds, reference) if reference else {}
+        if not group:
+            return []
+        # Without the reference what follows can still be compared, with another one.
+        reference = next((worker for worker in group if worker.arm == self.reference), group[0])
+        self.reference = reference.arm
+        for worker in group:
+            timing = _timing(worker.milliseconds, reference)
             worker.found = timing | worker.found if worker is reference else worker.found | timing
-        staying = [] if is_last or reference is None else [reference]
+        staying = [] if is_last else [reference]
         for worker in group:
             if worker not in staying and self._try(worker, lambda worker=worker: _finish(worker)):
                 self._keep(worker, f"{worker.found['ms']:10.2f} ms")
@@ -279,7 +281,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "versions": versions(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "protocol": dataclasses.asdict(protocol),
-        "reference": REFERENCE,
     }
     folder = options.results or pathlib.Path("out/quick" if options.quick else "benchmarks/results")
     path = folder / found["device"] / f"{options.family}.json"

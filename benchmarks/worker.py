@@ -110,26 +110,25 @@ class Worker:
 # The side that answers.
 
 
-def make_arm(family: str, arm: str, size: str, batch_size: int | None) -> Any:
+def make_arm(family: str, arm: str, size: str, batch_size: int) -> Any:
     """Returns a `JaxArm` or a `TorchArm`.
 
     Args:
         family: one of `examples.models.FAMILIES`.
         arm: its name.
         size: `full`, or `small` as for a CPU.
-        batch_size: how many examples a step takes; None for as many as the workload says.
+        batch_size: how many examples a step takes.
     """
     from examples.models import FAMILIES
 
     workload = getattr(FAMILIES[family], size)()
-    examples = batch_size or workload.batch_size
     if arm.startswith("torch "):
         from benchmarks.torch_arms import TorchArm
 
-        return TorchArm(arm, workload, examples, quick=size == "small")
+        return TorchArm(arm, workload, batch_size, quick=size == "small")
     from benchmarks.jax_arms import JaxArm
 
-    return JaxArm(arm, workload, examples)
+    return JaxArm(arm, workload, batch_size)
 
 
 def obey(arm: Any, command: dict[str, Any]) -> dict[str, Any]:

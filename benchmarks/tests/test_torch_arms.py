@@ -18,19 +18,10 @@ from benchmarks.torch_arms import TORCH_ARMS, TorchArm
 from examples.models import FAMILIES
 from examples.models.workload import Workload
 
-COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = ("torch bfloat16", "torch float16")
 MATCHED = [name for name in TORCH_ARMS if "flash" not in name]
 CASES = [("gpt2-small", name) for name in TORCH_ARMS] + [("resnet50", name) for name in MATCHED]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """More would wait for each other: the operations are small, and other tests run at the same time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +39,7 @@ class Initialized(Workload):
 def workload(family):
     small = FAMILIES[family].small()
     inputs, _ = small.batch(0, 1)
-    variables = jax.jit(small.model.init, compiler_options=COMPILE_FAST)(jax.random.key(0), *inputs)
+    variables = jax.jit(small.model.init)(jax.random.key(0), *inputs)
     fields = {field.name: getattr(small, field.name) for field in dataclasses.fields(small)}
     return Initialized(**fields, variables=variables)
 
@@ -130,19 +121,18 @@ class Rounded(WithoutAutocast):
             return self.layer(x).float()
 
 
-def test_a_product_outside_of_autocast_is_found():
-    arm = make("gpt2-small", "torch float16", batch_size=2)
-    arm.module.blocks[1].expand = WithoutAutocast(arm.module.blocks[1].expand)
+@pytest.mark.parametrize(
+    ("name", "layer", "message"),
+    [
+        ("torch float16", WithoutAutocast, "claimed float16: addmm takes float32"),
+        ("torch float32", Rounded, "claimed float32: addmm takes bfloat16"),
+    ],
+)
+def test_one_product_of_another_dtype_is_found(name, layer, message):
+    arm = make("gpt2-small", name, batch_size=2)
+    arm.module.blocks[1].expand = layer(arm.module.blocks[1].expand)
     arm.initial = arm.module.state_dict()
-    with pytest.raises(AssertionError, match="claimed float16: addmm takes float32"):
-        arm.compile()
-
-
-def test_a_half_product_of_a_float32_arm_is_found():
-    arm = make("gpt2-small", "torch float32", batch_size=2)
-    arm.module.blocks[1].expand = Rounded(arm.module.blocks[1].expand)
-    arm.initial = arm.module.state_dict()
-    with pytest.raises(AssertionError, match="claimed float32: addmm takes bfloat16"):
+    with pytest.raises(AssertionError, match=message):
         arm.compile()
 
 

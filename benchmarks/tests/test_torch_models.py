@@ -24,21 +24,12 @@ from examples.models.workload import Optimizer
 
 EPSILON = float(np.finfo(np.float32).eps)
 RTOL = 1e3 * EPSILON
-COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORKLOADS = {name: family.small for name, family in FAMILIES.items() if name != "gpt2-medium"}
 WORKLOADS["resnet of bottlenecks"] = lambda: dataclasses.replace(
     resnet.small(), model=resnet.ResNet(classes=10, stages=(1, 2), features=8, stem=7)
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """More would wait for each other: the operations are small, and other tests run at the same time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_variables(workload):
@@ -72,7 +63,7 @@ def flax_side(name):
         )
         return workload.loss(outputs, targets), new
 
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=COMPILE_FAST)
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (value, new_statistics), grads = run(variables["params"])
     return workload, variables, (inputs, targets), float(value), grads, new_statistics
 
@@ -115,7 +106,7 @@ def test_two_steps_of_an_optimizer_are_those_of_optax(kind):
     grads = jax.tree.map(lambda x: np.cos(9 * x), variables["params"])
     settings = Optimizer(kind, 0.01)
 
-    @functools.partial(jax.jit, compiler_options=COMPILE_FAST)
+    @jax.jit
     def two_steps(params):
         tx = settings()
         state = tx.init(params)
