@@ -16,8 +16,6 @@ from flax import nnx
 import jmp_lite as jmp
 from jmp_lite.nnx import with_policy
 
-# For a CPU: these tests spend their time in the compiler.
-COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 WIDTH, HEADS, LENGTH, VOCABULARY = 16, 2, 8, 17
 ROWS = jax.random.normal(jax.random.key(1), (12, 6))
 IMAGES = jax.random.normal(jax.random.key(2), (4, 8, 8, 3))
@@ -143,7 +141,7 @@ NEXT_TOKEN = (TEXT, next_token_loss, TEXT)  # Inputs, criterion and targets of a
 
 
 def linen_case(model: nn.Module, inputs: Any, criterion: Any = weighted_mean, targets: Any = None) -> Case:
-    init = jax.jit(model.init, compiler_options=COMPILE_FAST)
+    init = jax.jit(model.init)
     variables = init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, inputs)
     params = variables["params"]
     state = {name: value for name, value in variables.items() if name != "params"}
@@ -159,7 +157,7 @@ def nnx_case(
     make: Callable[[nnx.Rngs], nnx.Module], inputs: Any, criterion: Any = weighted_mean, targets: Any = None
 ) -> Case:
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    whole = jax.jit(lambda: nnx.state(make(nnx.Rngs(0))), compiler_options=COMPILE_FAST)()
+    whole = jax.jit(lambda: nnx.state(make(nnx.Rngs(0))))()
     params, state = nnx.split_state(whole, nnx.Param, ...)
     # Copied: a step changes the module that it makes, not these.
     rebuild = lambda params, state: nnx.merge(graphdef, params, state, copy=True)
@@ -507,7 +505,7 @@ def haiku_case() -> Case:
         return hk.Linear(3)(x)
 
     model = hk.transform_with_state(network)
-    params, state = jax.jit(model.init, compiler_options=COMPILE_FAST)(jax.random.key(0), IMAGES)
+    params, state = jax.jit(model.init)(jax.random.key(0), IMAGES)
     forward = lambda params, state, x: model.apply(params, state, jax.random.key(5), x)
     return Case(forward, weighted_mean, params, state, IMAGES, None)
 

@@ -198,7 +198,7 @@ def linen_steps(batches, note_trace):
     case = models.linen_case(models.LinenResNet(), models.IMAGES)
     tx = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(2.0**10, period=1000))
 
-    @functools.partial(jax.jit, compiler_options=models.COMPILE_FAST)
+    @jax.jit
     def step(params, state, opt_state, x):
         note_trace()
 
