@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._dtypes import DTypeLike, dtype_name, parse_dtype
-from ._path import leaf_names, matches, path_name, subtrees
+from ._paths import leaf_names, matches, path_name, subtrees
 from ._tree import cast_floating, cast_leaf
 
 T = TypeVar("T")

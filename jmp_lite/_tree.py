@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ._dtypes import DTypeLike, half_dtype, parse_dtype
 
@@ -79,6 +80,23 @@ def at_least_float32(tree: T) -> T:
         return cast_leaf(leaf, np.dtype(np.float32)) if narrow else leaf
 
     return jax.tree.map(widen, tree)
+
+
+@jax.custom_jvp
+def reuse_cast(x: jax.Array, cast: jax.Array) -> jax.Array:
+    """Returns `cast`, the half of `x`, in a way that the gradients of all its uses are summed in x's dtype.
+
+    Without it a weight that is cast once and used many times, as in a loop or by a lookup, has its gradients
+    summed in half. Nothing reads the value of `x`: what computes it is dropped.
+    """
+    del x
+    return cast
+
+
+@reuse_cast.defjvp
+def _reuse_cast_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    cast = primals[1]
+    return cast, lax.convert_element_type(tangents[0], cast.dtype)
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:

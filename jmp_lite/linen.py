@@ -13,14 +13,14 @@ import flax.linen as nn
 import jax
 from flax import serialization
 
-from . import _flax
 from ._dtypes import DTypeLike
-from ._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from ._optimizer_state import SkipNonfiniteState
-from ._path import join
+from ._flax import layers
+from ._flax.products import parse_reduce_dtype, wide_gradients
+from ._paths import join
 from ._policy import Policy
+from ._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from ._scaling.state import SkipNonfiniteState
 from ._tree import cast_floating, replace_leaves
-from ._wide_gradients import parse_reduce_dtype, wide_gradients
 
 # The outer half of a lifted transform, whose inner module comes next; and what looks an attribute up.
 _CASTS_NOTHING = ("<lambda>", "__getattr__")
@@ -123,7 +123,7 @@ class WithPolicy(nn.Module):
         root = module.path
         is_cell = isinstance(module, nn.RNNCellBase) and method == "__call__"
         cast = lambda tree: cast_floating(tree, self.policy.compute_dtype)
-        args, kwargs = _flax.cast_inputs(cast, is_cell, args, kwargs)
+        args, kwargs = layers.cast_inputs(cast, is_cell, args, kwargs)
         if not module.is_initializing():
             self.policy.check_rules(module.variables.get("params", {}))
 
@@ -139,7 +139,9 @@ class WithPolicy(nn.Module):
             output = getattr(module, method)(*args, **kwargs)
         if module.is_initializing():
             self._cast_initial_params(module)
-        return _flax.cast_outputs(lambda tree: cast_floating(tree, self.policy.output_dtype), is_cell, output)
+        return layers.cast_outputs(
+            lambda tree: cast_floating(tree, self.policy.output_dtype), is_cell, output
+        )
 
     def _cast_initial_params(self, module: nn.Module) -> None:
         params = module.variables.get("params", {})
@@ -155,15 +157,15 @@ def _call(
     policy = settings.policy
     here = policy.at(path)
     changes: dict[str, Any] = {}
-    is_layer = _flax.is_layer(module, nn.Module)
+    is_layer = layers.is_layer(module, nn.Module)
     reads_embedding = is_layer and isinstance(module, nn.Embed) and method == "__call__"
-    if _flax.has_compute_dtype(module) and not isinstance(module, _REWRITES_PARAMS):
+    if layers.has_compute_dtype(module) and not isinstance(module, _REWRITES_PARAMS):
         changes["dtype"] = here.compute_dtype
     if not is_layer:
         changes["param"] = _casting_param(module, path, policy)
     elif policy.rules and changes:
         own = [name for name, value in module.variables.get("params", {}).items() if hasattr(value, "dtype")]
-        _flax.check_layer_rules(policy, path, own, module)
+        layers.check_layer_rules(policy, path, own, module)
     bias = _bias(module) if is_layer and method == "__call__" else None
     if bias is not None:
         changes["use_bias"] = False
@@ -171,16 +173,16 @@ def _call(
         changes |= wide_gradients(module, here.compute_dtype, settings.reduce_dtype)
 
     def run(dtype: Any = None) -> Any:
-        with _flax.attributes(module, changes if dtype is None else changes | {"dtype": dtype}):
+        with layers.attributes(module, changes if dtype is None else changes | {"dtype": dtype}):
             return call(*args, **kwargs)
 
     if reads_embedding:
-        return _flax.look_up(run, here)
+        return layers.look_up(run, here)
     output = run()
     if bias is not None:
-        output = _flax.add_bias(output, bias)
+        output = layers.add_bias(output, bias)
     if isinstance(module, nn.RNNCellBase) and method == "__call__":
-        return _flax.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
+        return layers.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
     return output
 
 

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from . import _flax
 from ._dtypes import DTypeLike
-from ._path import argument_names, join, path_name
+from ._flax import layers
+from ._flax.products import parse_reduce_dtype, wide_gradients
+from ._paths import argument_names, join, path_name
 from ._policy import Policy
 from ._tree import cast_leaf
-from ._wide_gradients import parse_reduce_dtype, wide_gradients
 
 M = TypeVar("M", bound=nnx.Module)
 T = TypeVar("T")
@@ -102,11 +102,11 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
 
 def _place(module: Any, place: _Place) -> None:
     """Sets the dtypes of one module, and makes its calls pass through `_call` if need be."""
-    is_layer = _flax.is_layer(module, nnx.Module)
-    if _flax.has_compute_dtype(module) and not isinstance(module, _REWRITES_PARAMS):
+    is_layer = layers.is_layer(module, nnx.Module)
+    if layers.has_compute_dtype(module) and not isinstance(module, _REWRITES_PARAMS):
         module.dtype = place.policy.at(place.path).compute_dtype
         if is_layer:
-            _flax.check_layer_rules(place.policy, place.path, list(_own_params(module)), module)
+            layers.check_layer_rules(place.policy, place.path, list(_own_params(module)), module)
     if isinstance(module, _NORMALISATION):
         module.promote_dtype = _keep_dtypes
     needs_care = isinstance(module, (*_BIASED, nnx.Embed, nnx.RNNCellBase))
@@ -169,11 +169,11 @@ def _call(module: Any, name: str, method: Any, args: Any, kwargs: Any) -> Any:
     place: _Place = getattr(module, _PLACE)
     here = place.policy.at(place.path)
     changes: dict[str, Any] = {}
-    is_layer = _flax.is_layer(module, nnx.Module)
+    is_layer = layers.is_layer(module, nnx.Module)
     is_cell = isinstance(module, nnx.RNNCellBase) and name == "__call__"
     if place.is_root:
         cast = lambda tree: _cast(tree, place.policy.compute_dtype)
-        args, kwargs = _flax.cast_inputs(cast, is_cell, args, kwargs)
+        args, kwargs = layers.cast_inputs(cast, is_cell, args, kwargs)
         changes[_PLACE] = dataclasses.replace(place, is_root=False)  # For the calls inside this one.
     reads_embedding = is_layer and isinstance(module, nnx.Embed) and name == "__call__"
     if not is_layer:
@@ -186,17 +186,17 @@ def _call(module: Any, name: str, method: Any, args: Any, kwargs: Any) -> Any:
         changes |= wide_gradients(module, here.compute_dtype, place.reduce_dtype)
 
     def run(dtype: Any = None) -> Any:
-        with _flax.attributes(module, changes if dtype is None else changes | {"dtype": dtype}):
+        with layers.attributes(module, changes if dtype is None else changes | {"dtype": dtype}):
             return method(module, *args, **kwargs)
 
-    output = _flax.look_up(run, here) if reads_embedding else run()
+    output = layers.look_up(run, here) if reads_embedding else run()
     if bias is not None:
-        output = _flax.add_bias(output, bias)
+        output = layers.add_bias(output, bias)
     if is_cell:
-        output = _flax.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
+        output = layers.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
     if not place.is_root:
         return output
-    return _flax.cast_outputs(lambda tree: _cast(tree, place.policy.output_dtype), is_cell, output)
+    return layers.cast_outputs(lambda tree: _cast(tree, place.policy.output_dtype), is_cell, output)
 
 
 def _bias(module: Any) -> Any:

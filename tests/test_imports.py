@@ -18,122 +18,93 @@ MODULES = {
 }
 
 
-def autocast(*names):
-    return (f"_autocast.{name}" for name in names)
-
-
-# Of design.md. What a module may import of this package; what is not listed may import none of it.
-ALLOWED = {
-    "_dtypes": set(),
-    "_path": set(),
-    "_tree": {"_dtypes"},
-    "_casts": set(),
-    "_finite": {"_tree"},
-    "_known_sums": set(),
-    "_policy": {"_dtypes", "_tree", "_path"},
-    "_scalars": set(),
-    "_loss_scale": {"_scalars", "_tree"},
-    "_grad": {"_loss_scale", "_tree"},
-    "_optimizer_state": {"_tree"},
-    "_early_select": {"_finite", "_known_sums", "_tree"},
-    "_optimizer": {"_early_select", "_finite", "_loss_scale", "_tree", "_path", "_optimizer_state"},
-    "_flax": {"_casts", "_policy", "_tree", "_path", "_dtypes"},
-    "_wide_gradients": {"_dtypes"},
-    # The states, to register how Flax's serialization writes them.
-    "linen": {
-        "_dtypes",
-        "_wide_gradients",
-        "_policy",
-        "_tree",
-        "_path",
-        "_flax",
-        "_loss_scale",
-        "_optimizer_state",
-    },
-    "nnx": {"_dtypes", "_wide_gradients", "_policy", "_tree", "_path", "_flax"},
-    "_autocast.rules": {"_dtypes", "_path"},
-    "_autocast.jaxprs": {"_path"},
-    "_autocast.scopes": {*autocast("rules", "jaxprs")},
-    "_autocast.activations": {*autocast("rules", "jaxprs")},
-    "_autocast.states": {*autocast("rules", "jaxprs", "activations")},
-    "_autocast.demand": {*autocast("rules", "jaxprs", "activations", "states", "plan")},  # Its types.
-    "_autocast.plan": {*autocast("rules", "jaxprs", "scopes", "activations", "states", "demand")},
-    "_autocast.interpreter": {"_casts", *autocast("rules", "jaxprs", "states", "plan")},
-    "_autocast.custom_rules": {*autocast("jaxprs", "states", "interpreter")},
-    "_autocast.calls": {*autocast("jaxprs", "states", "interpreter", "custom_rules")},
-    # `nnx` only within a call that was given an NNX module.
-    "_autocast.api": {
-        *autocast("rules", "jaxprs", "states", "plan", "interpreter", "calls"),
-        *("_dtypes", "_path", "nnx"),
-    },
-    "_autocast.report": {*autocast("rules", "jaxprs", "states", "api")},
-    "diagnostics._hlo": set(),
-    "diagnostics._products": {"diagnostics._hlo"},
-    "diagnostics._traffic": {"diagnostics._hlo"},
-    "diagnostics._program": {"diagnostics._hlo", "diagnostics._products", "diagnostics._traffic"},
+# The rooms of design.md, and the rooms below each that it may import.
+ROOMS = {
+    "_dtypes": (),
+    "_paths": (),
+    "_tree": ("_dtypes",),
+    "_policy": ("_dtypes", "_paths", "_tree"),
+    "_scaling": ("_dtypes", "_paths", "_tree"),
+    "_autocast": ("_dtypes", "_paths", "_tree"),
+    "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling"),
+    "linen": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_flax"),
+    "nnx": ("_dtypes", "_paths", "_tree", "_policy", "_flax"),
+    "diagnostics": (),
 }
+# The files of each room, in the order in which to read them: a file imports only files before it.
+FILES = {
+    "_scaling": "finite known_sums scalars loss_scale grad state early_select optimizer",
+    "_autocast": "rules jaxprs scopes activations states demand plan interpreter custom_rules calls "
+    "api report",
+    "_flax": "products layers",
+    "diagnostics": "_hlo _traffic _products _program",
+}
+# Imports upwards that are still there, by file.
+EXCEPTIONS = {"_autocast.demand": {"_autocast.plan"}, "_autocast.api": {"nnx"}}
+THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}}
+THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}
 STANDARD = set(sys.stdlib_module_names)
-THIRD_PARTY = {name: {"jax", "numpy"} for name in ALLOWED}
-THIRD_PARTY["_path"] = {"jax"}
-THIRD_PARTY["_optimizer"] = {"jax", "numpy", "optax"}
-for flax_module in ("_flax", "linen", "nnx"):
-    THIRD_PARTY[flax_module] = {"jax", "numpy", "flax"}
 
 
-def imports_of(path):
-    """The absolute names that a file imports, those of this package from a dot on."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+def allowed(name):
+    """The modules of this package that the module `name` may import."""
+    room, _, file = name.partition(".")
+    below = {module for module in MODULES if module.split(".")[0] in ROOMS[room]}
+    files = FILES.get(room, "").split()
+    return below | {f"{room}.{each}" for each in files[: files.index(file)]} if file else below
+
+
+def others(name):
+    """The modules of other libraries that the module `name` imports."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            start = "." * node.level + (node.module or "")
-            found += [f"{start}{alias.name}" if node.module is None else start for alias in node.names]
-    return sorted(set(found))
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module
 
 
 def ours(name):
     """The modules of this package that the module `name` imports."""
     package = name.split(".")[:-1]
-    for module in imports_of(MODULES[name]):
-        if module.startswith("."):
-            level = len(module) - len(module.lstrip("."))
-            yield ".".join((*package[: len(package) - level + 1], module.lstrip(".")))
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            start = ".".join((*package[: len(package) - node.level + 1], *filter(None, [node.module])))
+            for alias in node.names:
+                inside = f"{start}.{alias.name}".lstrip(".")
+                yield inside if inside in MODULES else start
 
 
-CORE = [name for name in MODULES if name in ALLOWED]
+def test_the_rooms_and_their_files_are_those_that_there_are():
+    assert {name.split(".")[0] for name in MODULES} == set(ROOMS)
+    for room, files in FILES.items():
+        found = {name for name in MODULES if name.startswith(f"{room}.")}
+        assert found == {f"{room}.{file}" for file in files.split()}
 
 
-def test_the_rules_name_every_module_of_the_core():
-    assert set(ALLOWED) == set(MODULES)
+def test_a_room_stands_above_all_that_it_imports():
+    order = list(ROOMS)
+    assert all(order.index(below) < order.index(room) for room, rooms in ROOMS.items() for below in rooms)
 
 
-@pytest.mark.parametrize("name", CORE)
-def test_a_module_imports_only_whom_it_may(name):
-    assert set(ours(name)) <= ALLOWED[name]
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_only_what_is_below_it(name):
+    assert set(ours(name)) <= allowed(name) | EXCEPTIONS.get(name, set())
 
 
-@pytest.mark.parametrize("name", CORE)
-def test_a_module_imports_only_the_libraries_it_may(name):
-    others = {module.split(".")[0] for module in imports_of(MODULES[name]) if not module.startswith(".")}
-    assert others - STANDARD <= THIRD_PARTY[name]
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_only_the_libraries_that_its_room_may(name):
+    libraries = {module.split(".")[0] for module in others(name)}
+    assert libraries - STANDARD <= THIRD_PARTY.get(name.split(".")[0], {"jax", "numpy"})
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_nobody_imports_the_inside_of_jax(name):
-    modules = imports_of(MODULES[name])
+    modules = list(others(name))
     assert not [module for module in modules if module.startswith(("jax._src", "jaxlib"))]
-    reads_jaxprs = name.startswith(("_autocast", "_early_select", "_known_sums", "diagnostics"))
+    old = ("_scaling.early_select", "_scaling.known_sums")
+    reads_jaxprs = name.startswith(("_autocast", "diagnostics", *old))
     assert reads_jaxprs or not [module for module in modules if module.startswith("jax.extend")]
     assert "jax._src" not in MODULES[name].read_text()
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in {"linen", "nnx", "_flax"}])
-def test_only_the_flax_modules_import_flax(name):
-    modules = imports_of(MODULES[name])
-    assert not [m for m in modules if m.split(".")[0] == "flax"]
-    allowed = {"nnx"} if name == "_autocast.api" else set()
-    assert {"linen", "nnx", "_flax"} & set(ours(name)) <= allowed
 
 
 def test_the_table_of_contents_holds_only_imports():
@@ -167,7 +138,7 @@ def fresh_import():
 
 def test_importing_does_not_import_flax(fresh_import):
     modules = fresh_import[1]
-    assert "jmp_lite._optimizer" in modules
+    assert "jmp_lite._scaling.optimizer" in modules
     assert not modules & {
         "flax",
         "jmp_lite.linen",

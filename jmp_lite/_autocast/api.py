@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive, jaxpr_as_fun
 
 from .._dtypes import DTypeLike
-from .._path import argument_names
+from .._paths import argument_names
 from .calls import CALLS
 from .interpreter import Interpreter, Value
 from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, KEEP_F32_NAME

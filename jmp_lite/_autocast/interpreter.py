@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._casts import reuse_cast
+from .._tree import reuse_cast
 from .jaxprs import (
     bind,
     cast,

@@ -1,7 +1,7 @@
 """How to read and repeat an equation: all that differs between JAX's versions, in one place.
 
 Public interfaces only: `jax.extend.core`, `jax.extend.source_info_util`, and the parameters that
-`jax.make_jaxpr` prints. tests/test_autocast_jaxprs.py names every parameter that is relied upon.
+`jax.make_jaxpr` prints. tests/autocast/test_jaxprs.py names every parameter that is relied upon.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Literal, jaxprs_in_params
 
-from .._path import join
+from .._paths import join
 
 # Names of scopes by which autocast knows, in any trace, what it has done and what it must not touch.
 AUTOCAST_SCOPE = "jmp_lite.autocast"

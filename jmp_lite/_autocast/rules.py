@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend.core import Primitive, primitives
 
 from .._dtypes import DTypeLike, parse_dtype
-from .._path import matches
+from .._paths import matches
 
 # What Tensor Cores run: half operands, accumulated in float32 by the hardware, a half result.
 ALLOW = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})

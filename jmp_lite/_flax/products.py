@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._dtypes import DTypeLike, parse_dtype
+from .._dtypes import DTypeLike, parse_dtype
 
 
 def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:

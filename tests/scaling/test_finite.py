@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 
 import jmp_lite
-from jmp_lite._finite import agree, leaves_finite
+from jmp_lite._scaling.finite import agree, leaves_finite
 
 BAD = [np.nan, np.inf, -np.inf]
 SMALL = 2**16  # Elements up to which leaves are moved to be checked together.

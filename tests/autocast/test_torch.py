@@ -91,5 +91,5 @@ def test_the_widest_of_half_and_float32_is_float32(name):
 
 
 def test_the_readme_shows_the_table():
-    readme = pathlib.Path(__file__).parent.parent.joinpath("README.md").read_text()
+    readme = pathlib.Path(__file__).parent.parent.parent.joinpath("README.md").read_text()
     assert torch_lists.table() in readme

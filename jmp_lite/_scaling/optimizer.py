@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._early_select import TracedUpdate
-from ._finite import agree
-from ._loss_scale import DynamicLossScale, LossScale, is_loss_scale
-from ._optimizer_state import SkipNonfiniteState, unwrap
-from ._path import leaf_names
-from ._tree import at_least_float32, select_tree
+from .._paths import leaf_names
+from .._tree import at_least_float32, select_tree
+from .early_select import TracedUpdate
+from .finite import agree
+from .loss_scale import DynamicLossScale, LossScale, is_loss_scale
+from .state import SkipNonfiniteState, unwrap
 
 _MISSING: Any = object()
 

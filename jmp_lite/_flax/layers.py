@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._casts import reuse_cast
-from ._path import join
-from ._policy import Policy
-from ._tree import cast_leaf
+from .._paths import join
+from .._policy import Policy
+from .._tree import cast_leaf, reuse_cast
 
 _MISSING: Any = object()
 

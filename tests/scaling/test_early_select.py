@@ -7,7 +7,7 @@ import optax
 import pytest
 from jaxprs import equations
 
-from jmp_lite._early_select import TracedUpdate
+from jmp_lite._scaling.early_select import TracedUpdate
 
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.ones(4)}
 GRADS = jax.tree.map(jnp.cos, PARAMS)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
-from ._finite import is_inexact, leaves_finite
-from ._known_sums import find_known_sums
-from ._tree import has_dtype, select_tree
+from .._tree import has_dtype, select_tree
+from .finite import is_inexact, leaves_finite
+from .known_sums import find_known_sums
 
 
 class TracedUpdate:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._tree import register_state, static_field
+from .._tree import register_state, static_field
 
 
 @register_state

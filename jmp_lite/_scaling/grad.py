@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._loss_scale import LossScale, is_loss_scale
-from ._tree import at_least_float32
+from .._tree import at_least_float32
+from .loss_scale import LossScale, is_loss_scale
 
 
 def value_and_grad(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._tree import has_dtype
+from .._tree import has_dtype
 
 _SMALL = 2**16  # Elements of a leaf that may be moved; XLA stacks within the kernel up to here and beyond.
 _TOGETHER = 64  # Leaves that are checked together: XLA gives a kernel at most 96 operands and results.

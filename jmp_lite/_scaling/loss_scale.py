@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._scalars import LARGEST, check_flag, float32_scale, int32_count, number, warn_if_not_floating
-from ._tree import at_least_float32, has_dtype, register_state, replace_leaves, static_field
+from .._tree import at_least_float32, has_dtype, register_state, replace_leaves, static_field
+from .scalars import LARGEST, check_flag, float32_scale, int32_count, number, warn_if_not_floating
 
 T = TypeVar("T")
 

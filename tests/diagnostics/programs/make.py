@@ -1,6 +1,6 @@
 """Writes the programs of this folder: steps compiled for an H100, as text, without what nobody reads.
 
-    python -m tests.programs.make        # Needs pip install -e ".[h100]", no GPU; run it once a JAX version.
+    python -m tests.diagnostics.programs.make  # Needs pip install -e ".[h100]", no GPU; once a JAX version.
 
 `test_diagnostics.py` says what is in each.
 """

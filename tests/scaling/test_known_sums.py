@@ -17,7 +17,7 @@ from jaxprs import equations
 from steps import bits
 
 import jmp_lite as jmp
-from jmp_lite._known_sums import find_known_sums
+from jmp_lite._scaling.known_sums import find_known_sums
 
 BAD = [np.nan, np.inf, -np.inf]
 CLIP = optax.clip_by_global_norm(1.0)

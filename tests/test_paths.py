@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import strategies as st
 
-from jmp_lite._path import leaf_names, matches, path_name, subtrees
+from jmp_lite._paths import leaf_names, matches, path_name, subtrees
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,1 @@
+"""What `linen` and `nnx` share: layers, and products with wide gradients."""
