@@ -165,10 +165,10 @@ class DynamicLossScale(_Scaling):
         loss_scale: the factor, shape `()`; float32 whatever it is built from.
         counter: the finite steps since the last growth or back-off, shape `()`, int32.
         period: after how many finite steps in a row to grow; 2000 as in jmp and torch.
-        factor: by what to grow, above 1.
+        factor: by what to grow, 1 or above. With 1 the scale only falls.
         min_loss_scale: what a back-off never passes. 0 stands for the smallest normal float32.
-        backoff_factor: by what to multiply on a non-finite step, between 0 and 1; `1 / factor` if
-            None.
+        backoff_factor: by what to multiply on a non-finite step, between 0 and 1. None is `1 / factor`,
+            and 0.5 for a factor of 1.
         max_loss_scale: what growth never passes: a growth that would is left out.
         hysteresis: how many non-finite steps to tolerate before backing off. 0 is off. Megatron-LM
             and DeepSpeed count the step that backs off as well: their 2 is 1 here.
@@ -178,7 +178,7 @@ class DynamicLossScale(_Scaling):
             with hysteresis off.
 
     Raises:
-        ValueError: a scale is no scalar, or is zero, negative, NaN or inf; the factor is 1 or less;
+        ValueError: a scale is no scalar, or is zero, negative, NaN or inf; the factor is below 1;
             the period is below 1; the minimum is above the maximum, or the scale outside them.
         UserWarning: a scale is an integer (as in jmp).
 
@@ -244,15 +244,20 @@ class DynamicLossScale(_Scaling):
         back_off, left = self._spend_hysteresis(finite, grow)
         return replace_leaves(
             self,
-            loss_scale=jnp.where(back_off, self._lowered(scale), raised),
+            loss_scale=jnp.where(back_off, self.lowered(scale), raised),
             counter=jnp.where(finite & ~grow, counted, jnp.int32(0)),
             hysteresis_left=left,
         )
 
-    def _lowered(self, scale: jax.Array) -> jax.Array:
-        """The scale after a back-off: never below the minimum, never above what it was."""
+    def lowered(self, scale: Any) -> jax.Array:
+        """Returns what `scale`, shape `()`, backs off to: never below the minimum, never above `scale`.
+
+        >>> float(DynamicLossScale().lowered(1024.0))
+        512.0
+        """
+        scale = jnp.asarray(scale, jnp.float32)
         if self.backoff_factor is None:
-            lowered = scale / np.float32(self.factor)
+            lowered = scale / np.float32(self.factor if self.factor > 1 else 2)
         else:
             lowered = scale * np.float32(self.backoff_factor)
         minimum = stop = np.float32(self.min_loss_scale)
@@ -282,7 +287,7 @@ def _check_settings(scale: DynamicLossScale, minimum: float, maximum: float) -> 
 
     require(scale.period >= 1 and scale.period % 1 == 0, "period", "a whole number from 1")
     factor = float(np.float32(number("factor", scale.factor)))
-    require(1 < factor < math.inf, "factor", "above 1 and finite, in float32")
+    require(1 <= factor < math.inf, "factor", "1 or above and finite, in float32")
     backoff = None if scale.backoff_factor is None else number("backoff_factor", scale.backoff_factor)
     require(
         backoff is None or 0 < float(np.float32(backoff)) < 1, "backoff_factor", "None or between 0 and 1"

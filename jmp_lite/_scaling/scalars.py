@@ -22,6 +22,13 @@ def number(name: str, value: Any) -> float:
         ) from None
 
 
+def positive_number(name: str, value: Any) -> float:
+    """Returns a setting above 0 as a Python number."""
+    if isinstance(value, (bool, str)) or (known := number(name, value)) <= 0 or not math.isfinite(known):
+        raise ValueError(f"{name} should be a number above 0 and finite, got {value!r}.")
+    return known
+
+
 def float32_scale(name: str, value: Any, minimum: float = 0.0, maximum: float = LARGEST) -> Any:
     """Returns `value` as a strongly typed float32 scalar, checked as far as it is known."""
     if jnp.ndim(value) != 0:

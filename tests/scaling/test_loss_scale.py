@@ -298,6 +298,20 @@ def test_jmp_gives_the_same_bits(exponent, period, factor, events):
         assert int(ours.counter) == int(theirs.counter)
 
 
+# A factor of 1
+
+
+def test_with_a_factor_of_1_the_scale_only_falls():
+    scale = jmp_lite.DynamicLossScale(8.0, period=1, factor=1)
+    found = []
+    for finite in (True, True, False, True, False, True):
+        scale = scale.adjust(jnp.bool_(finite))
+        found.append(float(scale.loss_scale))
+    assert found == [8, 8, 4, 4, 2, 2]
+    quarter = jmp_lite.DynamicLossScale(8.0, factor=1, backoff_factor=0.25)
+    assert float(quarter.adjust(jnp.bool_(False)).loss_scale) == 2
+
+
 # Construction
 
 
@@ -353,10 +367,9 @@ INVALID = [
     ({"loss_scale": np.ones(2)}, r"loss_scale should be a scalar, got shape \(2,\)"),
     ({"loss_scale": 0.5}, "loss_scale should lie between 1.0 and"),
     ({"loss_scale": 64.0, "max_loss_scale": 32.0}, "loss_scale should lie between 1.0 and 32.0, got 64"),
-    ({"factor": 1}, "factor should be above 1"),
-    ({"factor": 0.5}, "factor should be above 1"),
-    ({"factor": math.nan}, "factor should be above 1"),
-    ({"factor": math.inf}, "factor should be above 1 and finite"),
+    ({"factor": 0.5}, "factor should be 1 or above"),
+    ({"factor": math.nan}, "factor should be 1 or above"),
+    ({"factor": math.inf}, "factor should be 1 or above and finite"),
     ({"period": 0}, "period should be a whole number from 1"),
     ({"period": -1}, "period should be a whole number from 1"),
     ({"period": 2.5}, "period should be a whole number from 1"),
