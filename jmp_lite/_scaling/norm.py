@@ -1,6 +1,6 @@
 """The global norm of gradients, and the clip by it."""
 
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,8 @@ from jax import lax
 
 from .finite import is_inexact
 
-T = TypeVar("T")
 
-
-def squared_norms(tree: T) -> jax.Array:
+def squared_norms(tree: Any) -> jax.Array:
     """Returns for each leaf the sum of the squares of its elements.
 
     The sum of a leaf with an inf or NaN is inf or NaN, since no square is negative.
@@ -30,7 +28,7 @@ def squared_norms(tree: T) -> jax.Array:
     return lax.optimization_barrier(jnp.stack(sums) if sums else jnp.zeros(0))
 
 
-def clip(tree: T, norm: jax.Array, max_norm: float) -> T:
+def clip(tree: Any, norm: jax.Array, max_norm: float) -> Any:
     """Returns the gradients `tree`, of global norm `norm`, scaled down to the norm `max_norm` if it is above.
 
     Source: `optax.clip_by_global_norm`.

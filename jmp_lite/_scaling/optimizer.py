@@ -162,9 +162,10 @@ class _Skipping:
             inner=optax.with_extra_args_support(inner),
             clip_norm=None if self.clip_norm is None else positive_number("clip_norm", self.clip_norm),
         )
-        return optax.GradientTransformationExtraArgs(settings.init, settings.update)
+        update: Any = settings.update  # With types of its own, which optax's protocol does not have.
+        return optax.GradientTransformationExtraArgs(settings.init, update)
 
-    def init(self, params: Any) -> SkipNonfiniteState:
+    def init(self, params: Any) -> Any:
         """Returns the state for `params`."""
         differentiated = params.fast if isinstance(params, optax.LookaheadParams) else params
         names = _names(differentiated)

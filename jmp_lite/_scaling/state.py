@@ -60,7 +60,7 @@ class SkipNonfiniteState:
 
 def count(counts: jax.Array, finite: jax.Array) -> jax.Array:
     """Returns the `counts` of a `SkipNonfiniteState` after one more step, taken if `finite`."""
-    taken = counts * np.int32([1, 1, 0]) + np.int32([1, 0, 0])
+    taken = counts * np.array([1, 1, 0], np.int32) + np.array([1, 0, 0], np.int32)
     return jnp.where(finite, taken, counts + 1)
 
 
