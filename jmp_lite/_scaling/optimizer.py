@@ -1,21 +1,25 @@
 """optax transforms that unscale gradients and skip the steps whose gradients are not finite."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from .._paths import leaf_names, names_in_model_order
-from .._tree import at_least_float32, select_tree
+from .._tree import at_least_float32, has_dtype, select_tree
 from .finite import agree, leaves_finite
-from .loss_scale import DynamicLossScale, LossScale, is_loss_scale
+from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
 from .norm import clip, squared_norms
 from .scalars import positive_number
 from .state import LeafNames, SkipNonfiniteState, count, unwrap
 
 _MISSING: Any = object()
+
+
+class UnscaleState(NamedTuple):
+    """The state of `unscale`, which holds nothing: it shows that a chain divides by the loss scale."""
 
 
 def unscale() -> optax.GradientTransformationExtraArgs:
@@ -33,6 +37,8 @@ def unscale() -> optax.GradientTransformationExtraArgs:
 
     Raises:
         TypeError: from `update`, if `loss_scale=` was left out or is no loss scale.
+
+    Gradients from `jmp.value_and_grad` and `jmp.grad` are divided already; `unscale` would divide twice.
 
     >>> from jmp_lite import StaticLossScale
     >>> tx = unscale()
@@ -53,7 +59,11 @@ def unscale() -> optax.GradientTransformationExtraArgs:
             )
         return at_least_float32(loss_scale.unscale(updates)), state
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    def init(params: Any) -> Any:
+        del params
+        return UnscaleState()
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def skip_nonfinite(
@@ -91,8 +101,9 @@ def skip_nonfinite(
         hold, such as batch statistics, use `select_tree(grads_finite(opt_state), new, old)`.
 
     Raises:
-        ValueError, TypeError: `clip_norm` is no number above 0; from `update`, a gradient belongs to no
-            parameter.
+        ValueError, TypeError: `inner` is no optax transform, or `clip_norm` no number above 0; from `update`,
+            the state is not that of this transform, a gradient belongs to no parameter, or `loss_scale=` was
+            given and no `unscale()` inside divides by it.
 
     >>> from jmp_lite import metrics
     >>> tx = skip_nonfinite(optax.sgd(1.0))
@@ -101,7 +112,7 @@ def skip_nonfinite(
     >>> optax.apply_updates(params, updates), metrics(opt_state)["skipped_steps"]
     (Array(1., dtype=float32), Array(1, dtype=int32))
     """
-    return _Skipping(inner, None, clip_norm, axis_name, name).transform()
+    return _Skipping("skip_nonfinite", inner, None, clip_norm, axis_name, name).transform()
 
 
 def with_loss_scale(
@@ -139,13 +150,14 @@ def with_loss_scale(
             "with_loss_scale(inner, loss_scale): expected a loss scale such as "
             f"jmp.DynamicLossScale(), got {type(loss_scale).__name__}."
         )
-    return _Skipping(inner, loss_scale, clip_norm, axis_name, name).transform()
+    return _Skipping("with_loss_scale", inner, loss_scale, clip_norm, axis_name, name).transform()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Skipping:
     """The `init` and `update` of `skip_nonfinite` and `with_loss_scale`, and their settings."""
 
+    made_by: str
     inner: Any
     loss_scale: LossScale | None
     clip_norm: float | None
@@ -157,6 +169,10 @@ class _Skipping:
         inner = self.inner
         if isinstance(inner, optax.MultiSteps):
             inner = inner.gradient_transformation()
+        if not isinstance(inner, optax.GradientTransformation):
+            raise TypeError(
+                f"{self.made_by}(inner) wraps an optax transform such as optax.adamw(3e-4), got {inner!r}."
+            )
         settings = dataclasses.replace(
             self,
             inner=optax.with_extra_args_support(inner),
@@ -171,7 +187,8 @@ class _Skipping:
         names = _names(differentiated)
         return SkipNonfiniteState(
             inner_state=self.inner.init(at_least_float32(params)),
-            loss_scale=jax.tree.map(jnp.asarray, self.loss_scale),
+            # A copy: a donated state must not take the caller's scale, or that of another state, along.
+            loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self.loss_scale),
             leaf_finite=jnp.ones(len(names.paths), jnp.bool_),
             grad_norm=None if self.clip_norm is None else jnp.float32(0),
             counts=jnp.zeros(3, jnp.int32),
@@ -183,20 +200,19 @@ class _Skipping:
         self, updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, SkipNonfiniteState]:
         """Returns the updates, all minus zero if the step is skipped, and the new state."""
-        if self.loss_scale is not None and "loss_scale" in extra_args:
-            raise TypeError(
-                "update was given loss_scale=, but this optimizer holds its own. Leave it out and give "
-                "true gradients, from jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state)); or "
-                "thread the scale yourself with jmp.skip_nonfinite and jmp.unscale."
-            )
+        self._check_state(state, params)
+        self._check_loss_scale(state, extra_args)
         names = state.leaf_names
         if len(names.paths) != state.leaf_finite.shape[-1]:  # `optax.tree_map_params` has lost the names.
             names = _names(updates)
         paths = _checked_paths(updates, names.paths)
         grads, flags, finite, norm = self._check(at_least_float32(updates), extra_args.get("loss_scale"))
-        new_updates, new_inner = self.inner.update(grads, state.inner_state, params, **extra_args)
-        # Minus zero is the one number that leaves every parameter as it is: -0.0 + 0.0 is 0.0.
-        nothing = jax.tree.map(lambda update: -jnp.zeros_like(update), new_updates)
+        try:
+            new_updates, new_inner = self.inner.update(grads, state.inner_state, params, **extra_args)
+        except (TypeError, ValueError) as error:
+            if missing := [name for name in names.paths if name not in paths]:
+                raise ValueError(f"The gradients lack the parameters {missing[:4]}: {error}") from error
+            raise
         new_state = SkipNonfiniteState(
             inner_state=_select_state(finite, new_inner, state.inner_state),
             loss_scale=None if self.loss_scale is None else state.loss_scale.adjust(finite),
@@ -206,7 +222,41 @@ class _Skipping:
             leaf_names=names,
             name=state.name,
         )
-        return select_tree(finite, new_updates, nothing), new_state
+        return jax.tree.map(lambda update: _or_nothing(finite, update), new_updates), new_state
+
+    def _check_state(self, state: Any, params: Any) -> None:
+        """Raises an error if `state` is not that of this transform."""
+        if not isinstance(state, SkipNonfiniteState):
+            swapped = isinstance(params, SkipNonfiniteState)
+            hint = " The state comes before the parameters." if swapped else ""
+            raise TypeError(
+                f"{self.made_by}: update(grads, opt_state, params) takes the state that its init(params) "
+                f"returned, got {type(state).__name__}.{hint} To go on from a state of the plain optimizer: "
+                "opt_state = dataclasses.replace(tx.init(params), inner_state=old_state)."
+            )
+        if (state.loss_scale is None) != (self.loss_scale is None):
+            other = "skip_nonfinite" if state.loss_scale is None else "with_loss_scale"
+            raise ValueError(
+                f"{self.made_by}: update was given a state of {other}. Make it anew with init(params)."
+            )
+
+    def _check_loss_scale(self, state: SkipNonfiniteState, extra_args: dict[str, Any]) -> None:
+        """Raises a TypeError if `update` was given a loss scale that the transform does not use."""
+        if "loss_scale" not in extra_args:
+            return
+        if self.loss_scale is not None:
+            raise TypeError(
+                "update was given loss_scale=, but this optimizer holds its own. Leave it out and give "
+                "true gradients, from jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state)); or "
+                "thread the scale yourself with jmp.skip_nonfinite and jmp.unscale."
+            )
+        nodes = jax.tree.leaves(state.inner_state, is_leaf=lambda node: isinstance(node, UnscaleState))
+        divides = any(isinstance(node, UnscaleState) for node in nodes)
+        if not divides and not isinstance(extra_args["loss_scale"], NoOpLossScale):
+            raise TypeError(
+                "skip_nonfinite: update was given loss_scale=, but nothing divides the gradients by it. Put "
+                "jmp.unscale() first: jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.adamw(3e-4)))."
+            )
 
     def _check(self, grads: Any, loss_scale: Any) -> tuple[Any, jax.Array, jax.Array, jax.Array | None]:
         """Returns the gradients, clipped if asked; a flag for each leaf; whether all are finite; the norm."""
@@ -226,6 +276,14 @@ class _Skipping:
             agreed = agree(jnp.append(flags, finite), self.axis_name)
             flags, finite = agreed[:-1], agreed[-1]
         return grads, flags, finite, norm
+
+
+def _or_nothing(finite: jax.Array, update: Any) -> Any:
+    """Returns an update where `finite`, and elsewhere one that changes no parameter."""
+    if not has_dtype(update, jnp.number):  # A key, float0 or boolean, which no parameter is added to.
+        return update
+    # Minus zero is the one number that leaves every parameter as it is: -0.0 + 0.0 is 0.0.
+    return select_tree(finite, update, -jnp.zeros_like(update))
 
 
 def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:

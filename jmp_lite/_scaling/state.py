@@ -164,7 +164,9 @@ def _choose(states: list[SkipNonfiniteState], name: str | None, wrapper: str) ->
     if not states:
         raise ValueError(
             f"No optimizer wrapped in {wrapper} was found in this state. Wrap yours, for example "
-            "tx = jmp.with_loss_scale(optax.adamw(3e-4)), and give the state that tx.init returned."
+            "tx = jmp.with_loss_scale(optax.adamw(3e-4)), and give the state that tx.init returned. For "
+            "float32 or bfloat16 without a scale: jmp.with_loss_scale(tx, jmp.NoOpLossScale()). A checkpoint "
+            "that was restored as plain dicts: restore it with a target, tx.init(params)."
         )
     if not found:
         raise ValueError(f"No optimizer is named {name!r}. The names here are {names}.")

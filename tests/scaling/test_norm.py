@@ -177,10 +177,13 @@ def test_the_gradients_are_read_once_for_the_norm_and_the_check():
     assert reduced == [*(leaf.shape for leaf in jax.tree.leaves(grads)), (LEAVES,)]
 
 
-@pytest.mark.parametrize("clip_norm", [0, -1.0, np.nan, np.inf, "1", True])
-def test_a_norm_is_a_number_above_0(clip_norm):
+@pytest.mark.parametrize(
+    ("clip_norm", "error"),
+    [(0, ValueError), (-1.0, ValueError), (np.nan, ValueError), ("1", TypeError), (True, TypeError)],
+)
+def test_a_norm_is_a_number_above_0(clip_norm, error):
     for wrap in (jmp.with_loss_scale, jmp.skip_nonfinite):
-        with pytest.raises(ValueError, match="clip_norm should be a number above 0 and finite, got"):
+        with pytest.raises(error, match="clip_norm should be a"):
             wrap(optax.sgd(1.0), clip_norm=clip_norm)
 
 
