@@ -19,17 +19,26 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
 
 
-def half_dtype() -> np.dtype:
-    """Returns the half precision dtype of the default backend.
+def half_dtype() -> Any:
+    """Returns the half precision type of the default backend.
 
     Returns:
-        bfloat16 on a TPU, which has no float16 arithmetic; float16 elsewhere, as jmp does.
+        `jnp.bfloat16` on a TPU, which has no float16 arithmetic; `jnp.float16` elsewhere, as jmp does.
 
-    >>> half_dtype()
-    dtype('float16')
+    >>> half_dtype() is jnp.float16, float(half_dtype()(2**15))
+    (True, 32768.0)
     """
     on_tpu = jax.local_devices()[0].platform == "tpu"
-    return np.dtype(jnp.bfloat16 if on_tpu else jnp.float16)
+    return jnp.bfloat16 if on_tpu else jnp.float16
+
+
+def scalar_type(dtype: np.dtype) -> Any:
+    """Returns the type that `jax.numpy` has for `dtype`, such as `jnp.float16`: callable, and one object.
+
+    >>> scalar_type(np.dtype("float16")) is jnp.float16
+    True
+    """
+    return getattr(jnp, dtype.name)
 
 
 def parse_dtype(spec: DTypeLike) -> np.dtype:
@@ -48,7 +57,7 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
     """
     if isinstance(spec, str):
         if spec == "half":
-            return half_dtype()
+            return np.dtype(half_dtype())
         if spec in _DTYPES:
             return _DTYPES[spec]
     try:

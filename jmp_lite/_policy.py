@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._dtypes import DTypeLike, dtype_name, parse_dtype
+from ._dtypes import DTypeLike, dtype_name, parse_dtype, scalar_type
 from ._paths import leaf_names, matches, path_name, subtrees
 from ._tree import cast_floating, cast_leaf
 
@@ -30,8 +31,8 @@ class Rule:
     Raises:
         ValueError: the pattern is empty or holds `->` or `;`, or the policy has rules of its own.
 
-    >>> Rule("head", "float32").policy.compute_dtype
-    dtype('float32')
+    >>> Rule("head", "float32").policy.compute_dtype is jnp.float32
+    True
     """
 
     pattern: str
@@ -39,6 +40,8 @@ class Rule:
     optional: bool = False
 
     def __init__(self, pattern: str, policy: "Policy | DTypeLike", optional: bool = False) -> None:
+        if not isinstance(pattern, str):
+            raise TypeError(f"Rule(pattern, policy): the pattern is a path such as 'head', got {pattern!r}.")
         object.__setattr__(self, "pattern", pattern.strip())
         object.__setattr__(self, "policy", _as_policy(policy))
         object.__setattr__(self, "optional", optional)
@@ -62,7 +65,7 @@ class Policy:
     """The three dtypes of mixed precision, and the exceptions by parameter path.
 
     Two policies are equal if they say the same, however their dtypes were spelt. `str(policy)` is
-    read back by `get_policy`.
+    read back by `get_policy`. The dtypes are kept as JAX's types: `policy.compute_dtype is jnp.float16`.
 
     Attributes:
         param_dtype: the dtype in which parameters and optimizer state rest; float32 for master
@@ -82,24 +85,16 @@ class Policy:
     True
     """
 
-    param_dtype: np.dtype
-    compute_dtype: np.dtype
-    output_dtype: np.dtype
-    rules: tuple[Rule, ...] = ()
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+    output_dtype: DTypeLike
+    # By keyword only, so that a subclass may add fields without defaults, as subclasses of jmp's policy do.
+    rules: Any = dataclasses.field(default=(), kw_only=True)
 
-    def __init__(
-        self,
-        param_dtype: DTypeLike,
-        compute_dtype: DTypeLike,
-        output_dtype: DTypeLike,
-        rules: Mapping[str, Any] | Iterable[Any] = (),
-    ) -> None:
-        object.__setattr__(self, "param_dtype", parse_dtype(param_dtype))
-        object.__setattr__(self, "compute_dtype", parse_dtype(compute_dtype))
-        object.__setattr__(self, "output_dtype", parse_dtype(output_dtype))
-        pairs = rules.items() if isinstance(rules, Mapping) else rules
-        rules = tuple(rule if isinstance(rule, Rule) else Rule(rule[0], rule[1]) for rule in pairs)
-        object.__setattr__(self, "rules", rules)
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "compute_dtype", "output_dtype"):
+            object.__setattr__(self, field, scalar_type(parse_dtype(getattr(self, field))))
+        object.__setattr__(self, "rules", tuple(map(_as_rule, _pairs(self.rules))))
 
     def cast_to_param(self, x: T) -> T:
         """Casts the floating leaves of the tree `x` to the parameter dtype.
@@ -148,14 +143,14 @@ class Policy:
         >>> str(get_policy("half").with_rules({"**/BatchNorm*": "float32"}))
         'p=f16,c=f16,o=f16; **/BatchNorm* -> p=full,c=full,o=full'
         """
-        first = Policy(self.param_dtype, self.compute_dtype, self.output_dtype, rules).rules
-        return dataclasses.replace(self, rules=first + self.rules)
+        return dataclasses.replace(self, rules=[*_pairs(rules), *self.rules])
 
     def at(self, name: str) -> "Policy":
         """Returns the policy, without rules, of the leaf or subtree `name`.
 
-        >>> get_policy("c=f16").with_rules({"head": "float32"}).at("head/kernel").compute_dtype
-        dtype('float32')
+        >>> policy = get_policy("c=f16").with_rules({"head": "float32"})
+        >>> policy.at("head/kernel").compute_dtype is jnp.float32
+        True
         """
         return self._at_any([name])
 
@@ -200,11 +195,12 @@ class Policy:
 
     def __repr__(self) -> str:
         """Returns the call of `get_policy` that makes the policy."""
-        is_o2 = self.rules and self == get_policy("O2")  # Of 240 characters.
+        is_o2 = self.rules and self == _read("O2")  # Of 240 characters.
         return f"get_policy({'O2' if is_o2 else str(self)!r})"
 
     def __str__(self) -> str:
-        names = (dtype_name(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
+        dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
+        names = (dtype_name(np.dtype(dtype)) for dtype in dtypes)
         dtypes = ",".join(f"{key}={name}" for key, name in zip("pco", names))
         return "; ".join([dtypes, *map(str, self.rules)])
 
@@ -236,7 +232,8 @@ def get_policy(policy_name: str) -> Policy:
               What is left out: params is float32, compute follows params, output follows compute;
             - one dtype for all three: `"float32"`, `"half"`, `"bf16"`, `"fp16"`;
             - a level of Apex: `"O0"` float32; `"O1"` float32 parameters, half compute; `"O2"` half
-              parameters, float32 normalisation; `"O3"` all half;
+              parameters, float32 normalisation; `"O3"` all half. O2 without master weights loses small
+              updates, and warns;
             - a name of Keras or Lightning: `"mixed_float16"`, `"16-mixed"`, `"mixed_bfloat16"`,
               `"bf16-mixed"`, all with float32 parameters and outputs;
             - any of these followed by rules: `"c=f16,o=f32; head -> float32; **/Norm* ?-> f32"`.
@@ -245,16 +242,53 @@ def get_policy(policy_name: str) -> Policy:
 
     Raises:
         ValueError: a key or dtype is unknown, or a key is given twice.
+        TypeError: `policy_name` is no string.
 
     >>> str(get_policy("O1"))
     'p=full,c=f16,o=full'
     """
+    if not isinstance(policy_name, str):
+        raise TypeError(
+            "get_policy takes a string such as 'params=float32,compute=float16,output=float32' or 'O1', got "
+            f"{policy_name!r}. For a policy of dtypes: jmp.Policy(jnp.float32, jnp.float16, jnp.float32)."
+        )
     head, *rules = (part.strip() for part in policy_name.split(";"))
+    if head == "O2":
+        # stacklevel: this function, its caller.
+        warnings.warn(
+            "With O2 the parameters rest in half precision and jmp_lite keeps no float32 master weights yet: "
+            "an update below half a unit in a parameter's last place is lost. O1 keeps float32 parameters.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return _read(head).with_rules([_get_rule(rule) for rule in rules])
+
+
+def _read(head: str) -> Policy:
+    """Returns the policy that a string without rules of the user's describes."""
     if head in _PRESETS:
-        policy = _get_dtypes_and_rules(*(part.strip() for part in _PRESETS[head].split(";")))
-    else:
-        policy = _get_dtypes_and_rules(head)
-    return policy.with_rules([_get_rule(rule) for rule in rules])
+        return _get_dtypes_and_rules(*(part.strip() for part in _PRESETS[head].split(";")))
+    return _get_dtypes_and_rules(head)
+
+
+def _pairs(rules: Any) -> list[Any]:
+    """Returns the rules that a user gave as a list of rules or pairs."""
+    if isinstance(rules, Mapping):
+        return list(rules.items())
+    if isinstance(rules, (str, Rule)) or not isinstance(rules, Iterable):
+        raise TypeError(
+            "rules= takes a mapping of pattern and policy, {'head': 'float32'}, or a list of jmp.Rule. "
+            f"Got {rules!r}."
+        )
+    return list(rules)
+
+
+def _as_rule(rule: Any) -> Rule:
+    if isinstance(rule, Rule):
+        return rule
+    if not isinstance(rule, (tuple, list)) or len(rule) != 2:
+        raise TypeError(f"A rule is a jmp.Rule or a pair of pattern and policy, got {rule!r}.")
+    return Rule(*rule)
 
 
 def _get_dtypes_and_rules(head: str, *rules: str) -> Policy:

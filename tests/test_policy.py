@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -98,7 +99,7 @@ rules = st.builds(
     plain_policies,
     st.booleans(),
 )
-policies = st.builds(jmp.Policy, dtype_names, dtype_names, dtype_names, st.lists(rules, max_size=4))
+policies = st.builds(jmp.Policy, dtype_names, dtype_names, dtype_names, rules=st.lists(rules, max_size=4))
 
 
 @hypothesis.settings(max_examples=300)
@@ -216,6 +217,75 @@ def test_a_pattern_with_spaces_at_its_ends_is_read_back_or_turned_down(pattern):
 def test_a_rule_within_a_rule_is_a_value_error():
     with pytest.raises(ValueError, match="The policy of rule 'head' has rules of its own"):
         jmp.Rule("head", jmp.get_policy("f16; a -> f32"))
+
+
+def test_o2_warns_of_updates_that_are_lost():
+    with pytest.warns(UserWarning, match="keeps no float32 master weights yet") as caught:
+        jmp.get_policy("O2; head -> float32")
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("spec", [None, jnp.float16, {"c": "f16"}, 16])
+def test_get_policy_reads_strings_alone(spec):
+    with pytest.raises(TypeError, match=r"get_policy takes a string such as .*For a policy of dtypes"):
+        jmp.get_policy(spec)
+
+
+@pytest.mark.parametrize("rules", ["head", jmp.Rule("head", "f32"), 3, None])
+def test_rules_are_a_mapping_or_a_list(rules):
+    for give in (
+        lambda: jmp.Policy("f32", "f16", "f32", rules=rules),
+        lambda: jmp.get_policy("O1").with_rules(rules),
+    ):
+        with pytest.raises(TypeError, match=r"rules= takes a mapping of pattern and policy.*Got"):
+            give()
+
+
+@pytest.mark.parametrize("rule", ["head", ("head",), 3, ("head", "f32", "f32")])
+def test_a_rule_is_a_rule_or_a_pair(rule):
+    with pytest.raises(TypeError, match=r"A rule is a jmp\.Rule or a pair of pattern and policy, got"):
+        jmp.Policy("f32", "f16", "f32", rules=[rule])
+
+
+def test_a_pattern_is_a_string():
+    with pytest.raises(TypeError, match="the pattern is a path such as 'head', got 3"):
+        jmp.Rule(3, "f32")
+
+
+# What public programs that use jmp do with a policy
+
+
+def test_the_dtypes_are_those_objects_of_jax():
+    policy = jmp.Policy("float32", np.dtype("float16"), jnp.bfloat16)
+    assert policy.param_dtype is jnp.float32
+    assert policy.compute_dtype is jnp.float16
+    assert policy.output_dtype is jnp.bfloat16
+    assert {jnp.float16: "half", jnp.float32: "full"}[policy.compute_dtype] == "half"
+    assert policy.compute_dtype(3).dtype == jnp.float16
+    for name in ("f64", "float8_e4m3fn", "float8_e5m2"):
+        kept = jmp.get_policy(name).compute_dtype
+        assert kept is getattr(jnp, np.dtype(kept).name)
+
+
+@pytest.mark.parametrize("half", ["f16", "bf16"])
+def test_half_dtype_is_callable_as_in_the_readme_of_jmp(half):
+    scale = jmp.DynamicLossScale(jmp.half_dtype()(2**15))
+    assert float(scale.loss_scale) == 2.0**15
+    assert jmp.get_policy(f"c={half}").compute_dtype(2).dtype == jmp.Policy(half, half, half).param_dtype
+
+
+def test_a_subclass_may_add_a_field_without_a_default():
+    @dataclasses.dataclass(frozen=True)
+    class WithReduction(jmp.Policy):
+        reduce_ops_dtype: Any
+
+    policy = WithReduction("f32", "f16", "f32", jnp.float32)
+    assert (policy.compute_dtype, policy.reduce_ops_dtype, policy.rules) == (jnp.float16, jnp.float32, ())
+    by_name = WithReduction(
+        param_dtype="f32", compute_dtype="f16", output_dtype="f32", reduce_ops_dtype=1, rules={"head": "f32"}
+    )
+    assert by_name.with_output_dtype("f16").output_dtype is jnp.float16
+    assert by_name.cast_to_compute({"head": jnp.ones(2), "body": jnp.ones(2)})["head"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("bad", [jnp.int32, None, 3])
@@ -360,8 +430,8 @@ def test_rules_act_on_nested_containers():
 
 
 def test_the_first_match_wins():
-    one_way = jmp.Policy("f32", "f16", "f32", [("head", "bf16"), ("head/kernel", "f32")])
-    other = jmp.Policy("f32", "f16", "f32", {"head/kernel": "f32", "head": "bf16"})
+    one_way = jmp.Policy("f32", "f16", "f32", rules=[("head", "bf16"), ("head/kernel", "f32")])
+    other = jmp.Policy("f32", "f16", "f32", rules={"head/kernel": "f32", "head": "bf16"})
     assert one_way.at("head/kernel").compute_dtype == BF16
     assert other.at("head/kernel").compute_dtype == F32
     assert other.at("head/bias").compute_dtype == BF16
@@ -427,7 +497,7 @@ def test_check_rules_lists_paths_even_where_none_is_near():
 
 def test_an_optional_rule_may_match_nothing():
     jmp.get_policy("f16; haed ?-> f32").check_rules({"head": 1})
-    jmp.Policy("f16", "f16", "f16", [jmp.Rule("haed", "f32", optional=True)]).check_rules({"head": 1})
+    jmp.Policy("f16", "f16", "f16", rules=[jmp.Rule("haed", "f32", optional=True)]).check_rules({"head": 1})
 
 
 def test_a_rule_hidden_by_an_earlier_one_still_matches():
