@@ -182,6 +182,42 @@ def test_flax_leaves_the_powers_of_two():
     assert float(ours.loss_scale) == 2.0**125
 
 
+def test_replicas_that_average_their_gradients_stay_together_as_with_flax():
+    """The row of the table "From Flax's DynamicScale": `axis_name=` there is `lax.pmean` here."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",))
+    x, y = jax.random.normal(jax.random.key(0), (2, 8, 3))
+    loss_fn = lambda w, x, y: jnp.mean((x @ w - y[:, 0]) ** 2)
+    tx = jmp_lite.with_loss_scale(optax.sgd(0.1), jmp_lite.DynamicLossScale(8.0), axis_name="data")
+
+    def ours(x, y):
+        w, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+        for _ in range(5):
+            _, grads = jmp_lite.value_and_grad(loss_fn, jmp_lite.get_loss_scale(state))(w, x, y)
+            updates, state = tx.update(jax.lax.pmean(grads, "data"), state, w)
+            w = optax.apply_updates(w, updates)
+        return w[None]
+
+    def theirs(x, y):
+        w, scale = jnp.zeros(3), DynamicScale(scale=jnp.float32(8))
+        for _ in range(5):
+            scale, _, _, grads = scale.value_and_grad(loss_fn, axis_name="data")(w, x, y)
+            w = w - 0.1 * grads
+        return w[None]
+
+    run = lambda f: jax.jit(
+        jax.shard_map(
+            f,
+            mesh=mesh,
+            in_specs=jax.sharding.PartitionSpec("data"),
+            check_vma=False,
+            out_specs=jax.sharding.PartitionSpec("data"),
+        )
+    )(x, y)
+    replicas = np.asarray(run(ours))
+    assert np.abs(replicas - replicas[0]).max() == 0
+    np.testing.assert_allclose(replicas, run(theirs), rtol=1e-5)
+
+
 # optax
 
 
