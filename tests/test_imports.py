@@ -35,7 +35,7 @@ ROOMS = {
 }
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
-    "_scaling": "finite norm scalars loss_scale grad state stuck optimizer",
+    "_scaling": "finite norm serialization scalars loss_scale grad state stuck optimizer",
     "_autocast": "rules jaxprs scopes activations states demand plan interpreter custom_rules calls "
     "api report",
     "_flax": "products layers",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._tree import at_least_float32, has_dtype, register_state, replace_leaves, static_field
+from . import serialization
 from .scalars import (
     LARGEST,
     SMALLEST,
@@ -70,6 +71,9 @@ class NoOpLossScale:
     >>> NoOpLossScale().scale(jnp.float16(3)).dtype
     dtype('float16')
     """
+
+    def __post_init__(self) -> None:
+        serialization.register(type(self))
 
     @property
     def loss_scale(self) -> np.float32:
@@ -158,6 +162,7 @@ class StaticLossScale(_Scaling):
     loss_scale: Any
 
     def __post_init__(self) -> None:
+        serialization.register(type(self))
         object.__setattr__(self, "loss_scale", float32_scale("loss_scale", self.loss_scale))
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
@@ -218,6 +223,7 @@ class DynamicLossScale(_Scaling):
     hysteresis_left: Any = None
 
     def __post_init__(self) -> None:
+        serialization.register(type(self))
         for name in ("loss_scale", "min_loss_scale"):
             warn_if_not_floating(name, getattr(self, name))
         minimum = number("min_loss_scale", self.min_loss_scale)

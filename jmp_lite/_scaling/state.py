@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._tree import register_state, static_field
+from . import serialization
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,6 +57,9 @@ class SkipNonfiniteState:
     counts: Any
     leaf_names: LeafNames = static_field()  # noqa: RUF009
     name: str | None = static_field()
+
+    def __post_init__(self) -> None:
+        serialization.register(type(self))
 
 
 def count(counts: jax.Array, finite: jax.Array) -> jax.Array:

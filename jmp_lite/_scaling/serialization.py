@@ -1,0 +1,68 @@
+"""Teaches `flax.serialization` the states of this package, if the program has imported it.
+
+Flax saves what it knows: containers, its own classes, and classes that were registered with it. A state
+registers its class when it is made, so that `flax.serialization.to_bytes(train_state)` holds the loss scale
+whatever was imported first. This package does not import Flax for it.
+"""
+
+import dataclasses
+import sys
+from typing import Any
+
+import numpy as np
+
+from .._tree import replace_leaves
+
+
+def register(cls: type) -> None:
+    """Registers a state class with `flax.serialization`, if the program has imported that."""
+    serialization = sys.modules.get("flax.serialization")
+    register_with_flax = getattr(serialization, "register_serialization_state", None)
+    if register_with_flax is None:  # Not imported, or this very import is under way.
+        return
+    names = [field.name for field in dataclasses.fields(cls) if not field.metadata.get("static")]
+
+    def to_state_dict(state: Any) -> dict[str, Any]:
+        return {name: serialization.to_state_dict(getattr(state, name)) for name in names}
+
+    def from_state_dict(state: Any, saved: Any) -> Any:
+        _check(state, saved, names)
+        changes = {}
+        for name in names:
+            target, found = getattr(state, name), saved.get(name)
+            if target is not None and found is not None:
+                changes[name] = serialization.from_state_dict(target, found, name=name)
+        return replace_leaves(state, **changes)
+
+    register_with_flax(cls, to_state_dict, from_state_dict, override=True)
+
+
+def _check(state: Any, saved: Any, names: list[str]) -> None:
+    """Raises a ValueError if what was saved cannot be restored into `state`.
+
+    What only one of the two has is no error: the tolerance of a hysteresis, a norm, the counter of a scale
+    that was static. Such a field keeps the value that it has in `state`, or is dropped.
+    """
+    kind = type(state).__name__
+    if not isinstance(saved, dict) or ("inner_state" in names and "inner_state" not in saved):
+        keys = sorted(saved) if isinstance(saved, dict) else type(saved).__name__
+        raise ValueError(
+            f"The saved state is no {kind}: it has {keys}. To go on from the state of a plain optimizer, "
+            "restore that into plain.init(params), then opt_state = "
+            "dataclasses.replace(tx.init(params), inner_state=old_state)."
+        )
+    if "counter" in saved and names == ["loss_scale"]:
+        raise ValueError(
+            f"The saved loss scale is dynamic and is restored into a {kind}. Restore it into a "
+            "DynamicLossScale, and make a new optimizer state if the scale should not change any more."
+        )
+    if "loss_scale" in names and "inner_state" in names and state.loss_scale is None and saved["loss_scale"]:
+        raise ValueError(
+            "The saved state holds a loss scale, and the optimizer is skip_nonfinite, which holds none. "
+            "Restore it into the state of with_loss_scale."
+        )
+    if "leaf_finite" in names and np.shape(saved["leaf_finite"]) != np.shape(state.leaf_finite):
+        raise ValueError(
+            f"The saved state is that of {np.shape(saved['leaf_finite'])[-1]} parameters, and the model has "
+            f"{np.shape(state.leaf_finite)[-1]}."
+        )

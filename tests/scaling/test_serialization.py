@@ -1,0 +1,145 @@
+"""`flax.serialization` saves and restores every state, into the same settings and into others."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from steps import bits, make_grads, make_params, run, spoil
+
+import jmp_lite as jmp
+
+SCRIPT = """
+{first}
+{second}
+import optax, jax.numpy as jnp
+tx = jmp.with_loss_scale(optax.sgd(1.0), jmp.DynamicLossScale(2.0**10))
+params = {{"w": jnp.ones(3)}}
+state = tx.init(params)
+_, after = tx.update({{"w": jnp.full(3, jnp.inf)}}, state, params)
+restored = serialization.from_bytes(state, serialization.to_bytes(after))
+print(jmp.get_loss_scale(restored).loss_scale, jmp.grads_finite(restored))
+assert not any(name.startswith("jmp_lite.linen") for name in __import__("sys").modules)
+"""
+IMPORTS = ["import jmp_lite as jmp", "from flax import serialization"]
+
+
+@pytest.mark.parametrize("order", [IMPORTS, IMPORTS[::-1]], ids=["jmp_lite first", "flax first"])
+def test_a_state_is_saved_whatever_was_imported_first(order):
+    script = SCRIPT.format(first=order[0], second=order[1])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["512.0", "False"]
+
+
+def trained(scale, inner=None, **settings):
+    """A transform and its state after two steps, of which one was skipped."""
+    tx = jmp.with_loss_scale(inner or optax.adam(1e-2), scale, **settings)
+    return tx, run(tx, [make_grads(0), spoil(make_grads(1))])[1]
+
+
+def restored(target, state):
+    return serialization.from_bytes(target, serialization.to_bytes(state))
+
+
+STEADY = {"period": 5, "hysteresis": 2}
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [jmp.NoOpLossScale(), jmp.StaticLossScale(8.0), jmp.DynamicLossScale(8.0, **STEADY)],
+    ids=["none", "static", "dynamic"],
+)
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0}], ids=["plain", "clip"])
+def test_every_field_comes_back(scale, settings):
+    tx, state = trained(scale, **settings)
+    assert bits(restored(tx.init(make_params()), state)) == bits(state)
+
+
+# Restored into other settings
+
+
+def test_hysteresis_switched_on_begins_with_its_full_tolerance():
+    _, state = trained(jmp.DynamicLossScale(8.0))
+    target = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(64.0, hysteresis=3)).init(
+        make_params()
+    )
+    scale = jmp.get_loss_scale(restored(target, state))
+    assert (float(scale.loss_scale), int(scale.hysteresis_left), scale.hysteresis) == (4.0, 3, 3)
+
+
+def test_hysteresis_switched_off_is_dropped():
+    _, state = trained(jmp.DynamicLossScale(8.0, **STEADY))
+    target = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(64.0)).init(make_params())
+    scale = jmp.get_loss_scale(restored(target, state))
+    assert (float(scale.loss_scale), scale.hysteresis_left) == (8.0, None)
+
+
+def test_a_static_scale_goes_on_as_a_dynamic_one():
+    _, state = trained(jmp.StaticLossScale(16.0))
+    target = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(64.0, counter=3)).init(make_params())
+    scale = jmp.get_loss_scale(restored(target, state))
+    assert (float(scale.loss_scale), int(scale.counter)) == (16.0, 3)
+
+
+def test_a_dynamic_scale_is_not_restored_into_a_static_one():
+    _, state = trained(jmp.DynamicLossScale(16.0))
+    target = jmp.with_loss_scale(optax.adam(1e-2), jmp.StaticLossScale(64.0)).init(make_params())
+    with pytest.raises(
+        ValueError, match=r"saved loss scale is dynamic and is restored into a StaticLossScale"
+    ):
+        restored(target, state)
+
+
+def test_a_run_that_needs_no_scale_any_more_drops_it():
+    _, state = trained(jmp.DynamicLossScale(16.0))
+    target = jmp.with_loss_scale(optax.adam(1e-2), jmp.NoOpLossScale()).init(make_params())
+    after = restored(target, state)
+    assert float(jmp.get_loss_scale(after).loss_scale) == 1.0
+    assert bits(after.inner_state) == bits(state.inner_state)
+
+
+@pytest.mark.parametrize("clip", [(None, 1.0), (1.0, None)], ids=["on", "off"])
+def test_a_clip_may_be_switched(clip):
+    before, after = clip
+    _, state = trained(jmp.DynamicLossScale(16.0), clip_norm=before)
+    tx = jmp.with_loss_scale(optax.adam(1e-2), clip_norm=after)
+    found = restored(tx.init(make_params()), state)
+    assert bits(found.inner_state) == bits(state.inner_state)
+    assert jmp.grads_finite(jax.jit(tx.update)(make_grads(2), found, make_params())[1])
+
+
+def test_a_plain_state_says_how_to_go_on():
+    plain = optax.adam(1e-2)
+    saved = serialization.to_bytes(run(plain, [make_grads(0)])[1])
+    tx = jmp.with_loss_scale(plain)
+    with pytest.raises(ValueError, match=r"no SkipNonfiniteState: it has \['0', '1'\]\. To go on from"):
+        serialization.from_bytes(tx.init(make_params()), saved)
+    old = serialization.from_bytes(plain.init(make_params()), saved)
+    state = dataclasses.replace(tx.init(make_params()), inner_state=old)
+    assert int(tx.update(make_grads(1), state, make_params())[1].inner_state[0].count) == 2
+
+
+def test_another_number_of_parameters_is_an_error():
+    _, state = trained(jmp.DynamicLossScale(16.0), optax.sgd(1.0))
+    target = jmp.with_loss_scale(optax.sgd(1.0)).init({"w": jnp.ones(2)})
+    with pytest.raises(ValueError, match="saved state is that of 3 parameters, and the model has 1"):
+        restored(target, state)
+
+
+def test_a_held_scale_is_not_lost_in_a_state_without_one():
+    _, state = trained(jmp.DynamicLossScale(16.0), optax.sgd(1.0))
+    target = jmp.skip_nonfinite(optax.sgd(1.0)).init(make_params())
+    with pytest.raises(ValueError, match=r"holds a loss scale, and the optimizer is skip_nonfinite"):
+        restored(target, state)
+
+
+def test_a_scale_of_its_own_is_saved_too():
+    scale = jmp.DynamicLossScale(8.0, counter=2)
+    after = restored(jmp.DynamicLossScale(64.0), scale)
+    assert (float(after.loss_scale), int(after.counter), after.loss_scale.dtype) == (8.0, 2, np.float32)
