@@ -36,7 +36,7 @@ FILES = {
     "_scaling": "finite known_sums scalars loss_scale grad state early_select optimizer",
     "_autocast": "rules jaxprs scopes activations states demand plan interpreter custom_rules calls "
     "api report",
-    "_flax": "products layers",
+    "_flax": "products layers calls serialization",
     "diagnostics": "_hlo _traffic _products _program",
 }
 # Imports upwards that are still there, by file.
