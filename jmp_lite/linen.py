@@ -17,7 +17,7 @@ import numpy as np
 from ._dtypes import DTypeLike
 from ._flax import serialization as serialization  # Registers the states.
 from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model
-from ._flax.layers import Library, check_layer_rules, is_cell_call, takes_dtype
+from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, takes_dtype
 from ._flax.products import parse_reduce_dtype
 from ._paths import join
 from ._policy import Policy
@@ -65,10 +65,7 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
     >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 2))).dtype
     (dtype('float32'), dtype('float32'))
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"linen.with_policy takes a flax.linen.Module, got {type(module).__name__}.")
-    if not isinstance(policy, Policy):
-        raise TypeError(f"linen.with_policy takes a jmp.Policy, got {policy!r}. See jmp.get_policy.")
+    check_arguments("linen.with_policy", "flax.linen.Module", _LINEN, module, policy)
     return WithPolicy(_Plain(module), policy, parse_reduce_dtype(reduce_dtype))
 
 

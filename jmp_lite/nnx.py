@@ -15,7 +15,7 @@ from flax import nnx
 from ._dtypes import DTypeLike
 from ._flax import serialization as serialization  # Registers the states.
 from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model
-from ._flax.layers import Library, check_layer_rules, is_cell_call, is_layer, takes_dtype
+from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, is_layer, takes_dtype
 from ._flax.products import parse_reduce_dtype
 from ._paths import argument_names, join, path_name
 from ._policy import Policy
@@ -88,10 +88,7 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
     >>> model.kernel[...].dtype, model.dtype, model(jnp.ones((1, 2))).dtype
     (dtype('float32'), dtype(bfloat16), dtype('float32'))
     """
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"nnx.with_policy takes a flax.nnx.Module, got {type(model).__name__}.")
-    if not isinstance(policy, Policy):
-        raise TypeError(f"nnx.with_policy takes a jmp.Policy, got {policy!r}. See jmp.get_policy.")
+    check_arguments("nnx.with_policy", "flax.nnx.Module", _NNX, model, policy)
     if hasattr(model, _SETTING):
         raise ValueError("The model is under a policy already. Give the plain model to nnx.with_policy.")
     wide = parse_reduce_dtype(reduce_dtype)
