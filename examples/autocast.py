@@ -85,7 +85,7 @@ def train(name: str, size: Size, steps: int, text: np.ndarray, test: np.ndarray)
     held_out = [float(evaluate(model, get_batch(test, size, step))) for step in range(20)]
     return Run(
         bits_per_byte=float(np.mean(held_out) / np.log(2)),
-        skipped_steps=int(jmp.skipped_steps(optimizer)),
+        skipped_steps=int(jmp.metrics(optimizer)["skipped_steps"]),
         tokens_per_second=size.batch * size.context / min(seconds),
     )
 

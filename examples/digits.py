@@ -164,7 +164,7 @@ def train_arm(arm: str, size: str, epochs: int, seeds: int, data: Any, progress:
                 test_loss=float(test_loss),
                 losses=losses,
                 scales=scales,
-                skipped_steps=int(jmp.skipped_steps(opt_state)),
+                skipped_steps=int(jmp.metrics(opt_state)["skipped_steps"]),
                 milliseconds=1e3 * min(seconds),
                 temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
             )

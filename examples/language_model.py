@@ -192,7 +192,7 @@ def train(arm: str, size: Size, options: argparse.Namespace, text: np.ndarray, t
     return Run(
         model=model,
         bits_per_byte=float(np.mean(held_out) / np.log(2)),
-        skipped_steps=int(jmp.skipped_steps(optimizer)),
+        skipped_steps=int(jmp.metrics(optimizer)["skipped_steps"]),
         scale=float(jmp.get_loss_scale(optimizer).loss_scale),
         tokens_per_second=size.batch * size.context / min(seconds) if seconds else 0.0,
     )

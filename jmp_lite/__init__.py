@@ -22,11 +22,11 @@ from ._scaling.optimizer import skip_nonfinite as skip_nonfinite
 from ._scaling.optimizer import unscale as unscale
 from ._scaling.optimizer import with_loss_scale as with_loss_scale
 from ._scaling.state import SkipNonfiniteState as SkipNonfiniteState
-from ._scaling.state import consecutive_skipped_steps as consecutive_skipped_steps
 from ._scaling.state import get_loss_scale as get_loss_scale
 from ._scaling.state import grads_finite as grads_finite
-from ._scaling.state import raise_if_stuck as raise_if_stuck
-from ._scaling.state import skipped_steps as skipped_steps
+from ._scaling.state import metrics as metrics
+from ._scaling.stuck import raise_if_stuck as raise_if_stuck
 from ._tree import cast_to_full as cast_to_full
 from ._tree import cast_to_half as cast_to_half
 from ._tree import select_tree as select_tree
+from ._version import __version__ as __version__

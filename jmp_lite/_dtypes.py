@@ -9,11 +9,11 @@ import numpy as np
 DTypeLike = Any
 """Whatever names a floating dtype: `jnp.float16`, `np.dtype("float16")`, `"f16"`, `"half"`."""
 
-# The first name is the one a policy prints; all are accepted. As in jmp.
+# All names are accepted; a policy prints the first. They are jmp's, and PyTorch's fp16 and fp32.
 _NAMES = {
     np.dtype(jnp.bfloat16): ("bf16", "bfloat16"),
-    np.dtype(jnp.float16): ("f16", "float16"),
-    np.dtype(jnp.float32): ("full", "f32", "float32"),
+    np.dtype(jnp.float16): ("f16", "float16", "fp16"),
+    np.dtype(jnp.float32): ("full", "f32", "float32", "fp32"),
     np.dtype(jnp.float64): ("f64", "float64"),
 }
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
@@ -36,8 +36,8 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
     """Returns the floating dtype that `spec` names.
 
     Args:
-        spec: a NumPy or JAX dtype or scalar type, or one of `half`, `full`, `f16`, `bf16`, `f32`,
-            `f64` and the full names.
+        spec: a NumPy or JAX dtype or scalar type, or one of `half`, `full`, `f16`, `fp16`, `bf16`, `f32`,
+            `fp32`, `f64` and the full names.
 
     Raises:
         ValueError: `spec` is a string that names no dtype.

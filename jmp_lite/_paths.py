@@ -7,7 +7,7 @@ module.
 
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +38,21 @@ def leaf_names(tree: Any) -> tuple[str, ...]:
     ('head/bias', 'head/kernel')
     """
     return tuple(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def names_in_model_order(tree: Any) -> tuple[str, ...]:
+    """Returns the names of the leaves of `tree`, those in a dict in the order in which its keys were put in.
+
+    >>> names_in_model_order({"stem": {"kernel": 1, "bias": 0}, "head": 2})
+    ('stem/kernel', 'stem/bias', 'head')
+    """
+    if not isinstance(tree, Mapping):
+        return leaf_names(tree)
+    return tuple(
+        join(str(key), name) if name else str(key)
+        for key, value in tree.items()
+        for name in names_in_model_order(value)
+    )
 
 
 def argument_names(

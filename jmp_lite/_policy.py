@@ -57,7 +57,7 @@ class Rule:
         return f"{self.pattern} {'?->' if self.optional else '->'} {self.policy}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
     """The three dtypes of mixed precision, and the exceptions by parameter path.
 
@@ -176,9 +176,9 @@ class Policy:
         for rule in self.rules:
             if rule.optional or any(matches(rule.pattern, name) for name in names):
                 continue
-            places = list(dict.fromkeys(place for name in names for place in subtrees(name)))
-            near = difflib.get_close_matches(rule.pattern.strip("*/"), places, n=4, cutoff=0.3)
-            listed = ", ".join(repr(place) for place in near or places[:4]) or "none"
+            paths = list(dict.fromkeys(path for name in names for path in subtrees(name)))
+            near = difflib.get_close_matches(rule.pattern.strip("*/"), paths, n=4, cutoff=0.3)
+            listed = ", ".join(map(repr, near or paths[:4])) or "none"
             raise ValueError(f"The rule '{rule}' matches no parameter. Nearest: {listed}.")
 
     def _cast(self, tree: T, field: str) -> T:
@@ -198,6 +198,11 @@ class Policy:
                 return rule.policy
         return dataclasses.replace(self, rules=())
 
+    def __repr__(self) -> str:
+        """Returns the call of `get_policy` that makes the policy."""
+        is_o2 = self.rules and self == get_policy("O2")  # Of 240 characters.
+        return f"get_policy({'O2' if is_o2 else str(self)!r})"
+
     def __str__(self) -> str:
         names = (dtype_name(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
         dtypes = ",".join(f"{key}={name}" for key, name in zip("pco", names))
@@ -207,11 +212,17 @@ class Policy:
 # Apex's levels (https://nvidia.github.io/apex/amp.html). Apex finds normalisation layers by class; a
 # parameter tree has names only, so these are the names that Flax gives and that people use.
 _NORMALISATION = ("*[Nn]orm*", "[Bb][Nn]", "[Bb][Nn][0-9_]*", "[Ll][Nn]", "[Ll][Nn][0-9_]*")
+_MIXED = {dtype: f"p=full,c={dtype},o=full" for dtype in ("f16", "bf16")}
 _PRESETS = {
     "O0": "full",
     "O1": "p=full,c=half,o=full",
     "O2": "; ".join(["p=half,c=half,o=full", *(f"{n} ?-> p=full,c=full,o=half" for n in _NORMALISATION)]),
     "O3": "half",
+    # Keras's and Lightning's names.
+    "mixed_float16": _MIXED["f16"],
+    "mixed_bfloat16": _MIXED["bf16"],
+    "16-mixed": _MIXED["f16"],
+    "bf16-mixed": _MIXED["bf16"],
 }
 _KEYS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
 
@@ -223,9 +234,11 @@ def get_policy(policy_name: str) -> Policy:
         policy_name: one of
             - `"params=float32,compute=float16,output=float32"`, or short `"p=f32,c=f16,o=f32"`.
               What is left out: params is float32, compute follows params, output follows compute;
-            - one dtype for all three: `"float32"`, `"half"`, `"bf16"`;
+            - one dtype for all three: `"float32"`, `"half"`, `"bf16"`, `"fp16"`;
             - a level of Apex: `"O0"` float32; `"O1"` float32 parameters, half compute; `"O2"` half
               parameters, float32 normalisation; `"O3"` all half;
+            - a name of Keras or Lightning: `"mixed_float16"`, `"16-mixed"`, `"mixed_bfloat16"`,
+              `"bf16-mixed"`, all with float32 parameters and outputs;
             - any of these followed by rules: `"c=f16,o=f32; head -> float32; **/Norm* ?-> f32"`.
               `?->` marks a rule that may match nothing.
             Spaces are allowed anywhere between the words.

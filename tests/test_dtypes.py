@@ -8,9 +8,9 @@ import jmp_lite
 from jmp_lite._dtypes import dtype_name, parse_dtype
 
 SPELLINGS = {
-    "float16": [np.float16, jnp.float16, np.dtype("float16"), "float16", "f16"],
+    "float16": [np.float16, jnp.float16, np.dtype("float16"), "float16", "f16", "fp16"],
     "bfloat16": [jnp.bfloat16, np.dtype(jnp.bfloat16), "bfloat16", "bf16"],
-    "float32": [np.float32, jnp.float32, np.dtype("float32"), "float32", "f32", "full"],
+    "float32": [np.float32, jnp.float32, np.dtype("float32"), "float32", "f32", "full", "fp32"],
     "float64": [np.float64, jnp.float64, np.dtype("float64"), "float64", "f64"],
 }
 

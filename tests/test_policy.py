@@ -110,6 +110,14 @@ def test_str_is_read_back(policy):
     assert hash(again) == hash(policy)
 
 
+@pytest.mark.parametrize("name", ["O0", "O1", "O2", "bf16", "c=f16; head -> float32"])
+def test_repr_is_a_short_call_that_makes_the_policy(name):
+    policy = jmp.get_policy(name)
+    assert eval(repr(policy), {"get_policy": jmp.get_policy}) == policy
+    assert len(repr(policy)) < 80
+    assert repr(jmp.get_policy("O2")) == "get_policy('O2')"
+
+
 def test_str_is_that_of_jmp():
     assert str(jmp.Policy(jnp.float32, jnp.float16, jnp.bfloat16)) == "p=full,c=f16,o=bf16"
 
@@ -133,6 +141,12 @@ def test_str_is_that_of_jmp():
         ("O0", (F32, F32, F32)),
         ("O1", (F32, F16, F32)),
         ("O2", (F16, F16, F32)),
+        ("mixed_float16", (F32, F16, F32)),
+        ("mixed_bfloat16", (F32, BF16, F32)),
+        ("16-mixed", (F32, F16, F32)),
+        ("bf16-mixed; head -> f32", (F32, BF16, F32)),
+        ("fp16", (F16, F16, F16)),
+        ("c=fp16,o=fp32", (F32, F16, F32)),
         ("O3", (F16, F16, F16)),
         (" O3 ", (F16, F16, F16)),
     ],

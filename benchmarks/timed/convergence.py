@@ -217,7 +217,7 @@ def train_arm(task: Task, arm: str, starts: list[Any], steps: int) -> list[dict[
             "seed": seed,
             "losses": _curve(losses, np.mean),
             "scales": _curve(scales, lambda part: part[-1]),
-            "skipped_steps": int(jmp.skipped_steps(opt_state)),
+            "skipped_steps": int(jmp.metrics(opt_state)["skipped_steps"]),
             "held_out_loss": _number(np.mean(held_out)),
         }
         runs.append(run | ({"share_lost": lost} if lost else {}))

@@ -1,10 +1,12 @@
 """Whether gradients are finite, in few kernels.
 
 A reduction for each leaf costs a GPU two kernels for each leaf, more than the optimizer itself. So leaves of
-one shape are checked together. Small ones are stacked, which XLA does within the kernel that reads them. That
-would copy large ones: they are reduced row by row, each by itself, and tied together by an operand that they
-share, for which XLA makes one kernel of several reductions. Each leaf is read once and where it lies, so that
-it may be split over devices.
+one shape are checked in groups. Small leaves are stacked, which XLA does within the kernel that reads them.
+Stacking would copy large leaves: each is reduced row by row, and the reductions of a group share an operand,
+so that XLA fuses several reductions into one kernel. Each leaf is read once and is not moved: leaves of one
+shape may be sharded in different ways. (A variadic `lax.reduce` over a group needs no shared operand and as
+few kernels, but it gives its operands one sharding: on a mesh of 8 H100s XLA adds an all-to-all for each leaf
+that is sharded in another way.)
 
 `python -m benchmarks.loss_scale_cost` counts the kernels; benchmarks/tests/test_h100.py holds them.
 """
@@ -20,10 +22,12 @@ from jax import lax
 
 from .._tree import has_dtype
 
-_SMALL = 2**16  # Elements of a leaf that may be moved; XLA stacks within the kernel up to here and beyond.
-_TOGETHER = 64  # Leaves that are checked together: XLA gives a kernel at most 96 operands and results.
-_ROW = 256  # Elements of a row, at least: enough for a block of threads.
-_LONGEST_ROW = 2**17  # And at most, since the operand that the rows share is as long.
+_SMALL = 2**16  # Elements of the largest leaf that is stacked.
+_GROUP = (
+    16  # Leaves in a group. Compile time grows steeply with the operands of a kernel: 64 take twice as long.
+)
+_ROW = 256  # Elements of the shortest row: enough for a block of threads.
+_LONGEST_ROW = 2**17  # The shared operand is as long as a row.
 
 
 def leaves_finite(tree: Any) -> jax.Array:
@@ -37,18 +41,18 @@ def leaves_finite(tree: Any) -> jax.Array:
     """
     leaves = jax.tree.leaves(tree)
     groups: dict[Any, list[int]] = {}
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if is_inexact(leaf):
-            kind = jax.typeof(leaf)  # With its sharding, on a mesh whose axes are explicit.
-            groups.setdefault((kind.shape, kind.sharding), []).append(place)
-    checked = [part for places in groups.values() for part in _parts(places)]
-    flags = [_finite_together([jnp.asarray(leaves[place]) for place in part]) for part in checked]
-    order = [place for part in checked for place in part]
+            kind = jax.typeof(leaf)  # Has a sharding on a mesh of explicit axes.
+            groups.setdefault((kind.shape, kind.sharding), []).append(index)
+    checked = [part for indices in groups.values() for part in _parts(indices)]
+    flags = [_group_finite([jnp.asarray(leaves[index]) for index in part]) for part in checked]
+    order = [index for part in checked for index in part]
     others = sorted(set(range(len(leaves))) - set(order))
     flags = jnp.concatenate([*flags, jnp.ones(len(others), jnp.bool_)])
     if (order := order + others) != sorted(order):
         flags = flags[np.argsort(order)]
-    # Seen through, `flags.all()` would make XLA reduce each part of the concatenation once more.
+    # Without the barrier XLA would reduce each part of the concatenation once more for `flags.all()`.
     return lax.optimization_barrier(flags)
 
 
@@ -57,29 +61,29 @@ def is_inexact(leaf: Any) -> bool:
     return isinstance(leaf, (float, complex)) or has_dtype(leaf, jnp.inexact)
 
 
-def _parts(places: list[int]) -> Iterator[list[int]]:
-    for start in range(0, len(places), _TOGETHER):
-        yield places[start : start + _TOGETHER]
+def _parts(indices: list[int]) -> Iterator[list[int]]:
+    for start in range(0, len(indices), _GROUP):
+        yield indices[start : start + _GROUP]
 
 
-def _finite_together(leaves: list[jax.Array]) -> jax.Array:
-    """Whether each of some leaves of one shape is finite, shape `(len(leaves),)`."""
+def _group_finite(leaves: list[jax.Array]) -> jax.Array:
+    """Returns whether each of some leaves of one shape is finite, shape `(len(leaves),)`."""
     shape = leaves[0].shape
     finite = [jnp.isfinite(leaf) for leaf in leaves]
     if len(leaves) > 1 and math.prod(shape) > _SMALL:
         if (row := _row(shape)) is None:
             return jnp.stack([each.all() for each in finite])
-        # Ones that XLA cannot see through, or it would drop them.
+        # The barrier keeps XLA from removing an operand of ones.
         shared = lax.optimization_barrier(jnp.ones(row, jnp.bool_))
         axes = tuple(range(len(shape) - len(row), len(shape)))
         shared = shared.reshape((1,) * (len(shape) - len(row)) + row)
         finite = [(each & shared).all(axis=axes) for each in finite]
-    together = jnp.stack(finite)
-    return together.all(axis=tuple(range(1, together.ndim)))
+    stacked = jnp.stack(finite)
+    return stacked.all(axis=tuple(range(1, stacked.ndim)))
 
 
 def _row(shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The last axes of `shape` that make a row, with an axis left; None if no row fits."""
+    """Returns the last axes of `shape`, at most all but one, that make a row; None if no row fits."""
     for axis in range(len(shape) - 1, 0, -1):
         if math.prod(shape[axis:]) >= _ROW:
             return shape[axis:] if math.prod(shape[axis:]) <= _LONGEST_ROW else None

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from .loss_scale import LossScale, is_loss_scale
 
 def value_and_grad(
     fun: Callable[..., Any],
-    loss_scale: LossScale,
+    loss_scale: LossScale = None,  # type: ignore[assignment]
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
@@ -46,14 +46,15 @@ def value_and_grad(
     """
     if not is_loss_scale(loss_scale):
         raise TypeError(
-            "value_and_grad(fun, loss_scale): expected a loss scale such as jmp.DynamicLossScale() "
-            f"or jmp.get_loss_scale(opt_state), got {type(loss_scale).__name__}."
+            "value_and_grad(fun, loss_scale): expected a loss scale such as "
+            "jmp.get_loss_scale(opt_state), jmp.DynamicLossScale() or, for none, jmp.NoOpLossScale(); got "
+            f"{'nothing' if loss_scale is None else type(loss_scale).__name__}."
         )
 
     @functools.wraps(fun)
-    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, _LossAndAux]:
         loss, aux = _split(fun(*args, **kwargs), has_aux)
-        return loss_scale.scale(loss), (loss, aux)
+        return loss_scale.scale(loss), _LossAndAux(loss, aux)
 
     # `argnums` only where it says something: Equinox's transforms take none.
     settings = {"has_aux": True} | ({} if _is_zero(argnums) else {"argnums": argnums})
@@ -61,7 +62,13 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def true_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        (_, (loss, aux)), grads = scaled_value_and_grad(*args, **kwargs)
+        value, grads = scaled_value_and_grad(*args, **kwargs)
+        if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], _LossAndAux)):
+            raise TypeError(
+                "transform should return what jax.value_and_grad returns, ((value, aux), gradients), as "
+                "flax.nnx.value_and_grad and equinox.filter_value_and_grad do. For gradients alone: jmp.grad."
+            )
+        loss, aux = value[1]
         grads = at_least_float32(loss_scale.unscale(grads))
         return ((loss, aux) if has_aux else loss), grads
 
@@ -70,7 +77,7 @@ def value_and_grad(
 
 def grad(
     fun: Callable[..., Any],
-    loss_scale: LossScale,
+    loss_scale: LossScale = None,  # type: ignore[assignment]
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
@@ -99,6 +106,13 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return true_grad
+
+
+class _LossAndAux(NamedTuple):
+    """The true loss and the auxiliary output beside the scaled loss."""
+
+    loss: Any
+    aux: Any
 
 
 def _is_zero(argnums: Any) -> bool:

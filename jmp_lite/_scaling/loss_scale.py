@@ -14,11 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._tree import at_least_float32, has_dtype, register_state, replace_leaves, static_field
-from .scalars import LARGEST, check_flag, float32_scale, int32_count, number, warn_if_not_floating
+from .scalars import (
+    LARGEST,
+    SMALLEST,
+    check_flag,
+    float32_scale,
+    int32_count,
+    number,
+    warn_if_not_floating,
+    whole_number,
+)
 
 T = TypeVar("T")
 
-_SMALLEST = float(np.finfo(np.float32).tiny)
+_NO_GRADIENTS = "_overwrite_with_gradient"  # `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`.
 
 
 @runtime_checkable
@@ -76,8 +85,8 @@ class NoOpLossScale:
         return tree
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
-        """Returns itself."""
-        check_flag(grads_finite)
+        """Returns itself, whatever it is given."""
+        del grads_finite
         return self
 
 
@@ -104,13 +113,18 @@ class _Scaling:
 
         Args:
             tree: gradients, or any pytree. Integer, boolean, PRNG key, float0 and None leaves come
-                through untouched.
+                through untouched, and so do the leaves under the key `_overwrite_with_gradient`: statistics
+                of fp8 layers, which Flax hands out in the place of gradients.
 
         Returns:
             The tree with float32 leaves, or float64 and complex where they were. Exact if the scale
             is a power of two.
         """
-        return self._map(tree, lambda x, scale: x / scale)
+        divided = self._map(tree, lambda x, scale: x / scale)
+        is_statistic = lambda path: any(getattr(key, "key", None) == _NO_GRADIENTS for key in path)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf, new: leaf if is_statistic(path) else new, tree, divided
+        )
 
     def _map(self, tree: T, operation: Any) -> T:
         def apply(leaf: Any) -> Any:
@@ -147,8 +161,8 @@ class StaticLossScale(_Scaling):
         object.__setattr__(self, "loss_scale", float32_scale("loss_scale", self.loss_scale))
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
-        """Returns itself: the scale is constant."""
-        check_flag(grads_finite)
+        """Returns itself, whatever it is given: the scale is constant."""
+        del grads_finite
         return self
 
 
@@ -158,17 +172,19 @@ class DynamicLossScale(_Scaling):
     """A scale that looks for the largest value at which gradients stay finite.
 
     It grows by `factor` on the `period`-th finite step in a row, as in jmp, torch and Apex, and
-    backs off on a step with inf or NaN. It stays between its minimum and maximum, never becomes 0 or
-    inf, and stays a power of two if it and the factors are powers of two.
+    backs off on a step with inf or NaN. It never becomes 0 or inf, and stays a power of two if it and
+    the factors are powers of two.
 
     Attributes:
         loss_scale: the factor, shape `()`; float32 whatever it is built from.
-        counter: the finite steps since the last growth or back-off, shape `()`, int32.
-        period: after how many finite steps in a row to grow; 2000 as in jmp and torch.
-        factor: by what to grow, above 1.
-        min_loss_scale: what a back-off never passes. 0 stands for the smallest normal float32.
-        backoff_factor: by what to multiply on a non-finite step, between 0 and 1; `1 / factor` if
-            None.
+        counter: the finite steps since the last growth or back-off, shape `()`, int32. A count above
+            `period`, resumed from a run with a longer period, goes on modulo the period, as in jmp.
+        period: after how many finite steps in a row to grow, at most 2**31 - 1; 2000 as in jmp and torch.
+        factor: by what to grow, 1 or above. With 1 the scale only falls.
+        min_loss_scale: what a back-off never passes. 0 stands for the smallest normal float32. A scale
+            that starts below it, as jmp allows, stays where it is until it grows.
+        backoff_factor: by what to multiply on a non-finite step, between 0 and 1. None is `1 / factor`,
+            and 0.5 for a factor of 1.
         max_loss_scale: what growth never passes: a growth that would is left out.
         hysteresis: how many non-finite steps to tolerate before backing off. 0 is off. Megatron-LM
             and DeepSpeed count the step that backs off as well: their 2 is 1 here.
@@ -178,8 +194,9 @@ class DynamicLossScale(_Scaling):
             with hysteresis off.
 
     Raises:
-        ValueError: a scale is no scalar, or is zero, negative, NaN or inf; the factor is 1 or less;
-            the period is below 1; the minimum is above the maximum, or the scale outside them.
+        ValueError: a scale is no scalar, or is zero, negative, NaN or inf; a setting is out of range; the
+            minimum or the scale is above the maximum.
+        TypeError: a setting is traced; a scale or a setting is no number.
         UserWarning: a scale is an integer (as in jmp).
 
     >>> scale = DynamicLossScale(1024.0, period=2)
@@ -206,18 +223,19 @@ class DynamicLossScale(_Scaling):
         minimum = number("min_loss_scale", self.min_loss_scale)
         maximum = number("max_loss_scale", self.max_loss_scale)
         _check_settings(self, minimum, maximum)
-        scale = float32_scale("loss_scale", self.loss_scale, minimum, maximum)
-        left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
+        scale = float32_scale("loss_scale", self.loss_scale, maximum)
+        hysteresis = whole_number("hysteresis", self.hysteresis, minimum=0)
+        left = hysteresis if self.hysteresis_left is None else self.hysteresis_left
         changes = {
             "loss_scale": scale,
             "counter": int32_count("counter", self.counter),
-            "period": int(self.period),
+            "period": whole_number("period", self.period, minimum=1),
             "factor": number("factor", self.factor),
-            "min_loss_scale": max(minimum, _SMALLEST),
+            "min_loss_scale": max(minimum, SMALLEST),
             "backoff_factor": None if self.backoff_factor is None else float(self.backoff_factor),
             "max_loss_scale": maximum,
-            "hysteresis": int(self.hysteresis),
-            "hysteresis_left": int32_count("hysteresis_left", left) if self.hysteresis else None,
+            "hysteresis": hysteresis,
+            "hysteresis_left": int32_count("hysteresis_left", left) if hysteresis else None,
         }
         for name, value in changes.items():
             object.__setattr__(self, name, value)
@@ -238,21 +256,26 @@ class DynamicLossScale(_Scaling):
         finite = check_flag(grads_finite)
         scale = jnp.asarray(self.loss_scale)
         counted = jnp.asarray(self.counter) + 1
-        grow = finite & (counted >= self.period)
+        grow = finite & (counted == self.period)
         grown = scale * np.float32(self.factor)
         raised = jnp.where(grow & (grown <= np.float32(self.max_loss_scale)), grown, scale)
         back_off, left = self._spend_hysteresis(finite, grow)
         return replace_leaves(
             self,
-            loss_scale=jnp.where(back_off, self._lowered(scale), raised),
-            counter=jnp.where(finite & ~grow, counted, jnp.int32(0)),
+            loss_scale=jnp.where(back_off, self.lowered(scale), raised),
+            counter=jnp.where(finite, counted % self.period, 0),
             hysteresis_left=left,
         )
 
-    def _lowered(self, scale: jax.Array) -> jax.Array:
-        """The scale after a back-off: never below the minimum, never above what it was."""
+    def lowered(self, scale: Any) -> jax.Array:
+        """Returns what `scale`, shape `()`, backs off to: never below the minimum, never above `scale`.
+
+        >>> float(DynamicLossScale().lowered(1024.0))
+        512.0
+        """
+        scale = jnp.asarray(scale, jnp.float32)
         if self.backoff_factor is None:
-            lowered = scale / np.float32(self.factor)
+            lowered = scale / np.float32(self.factor if self.factor > 1 else 2)
         else:
             lowered = scale * np.float32(self.backoff_factor)
         minimum = stop = np.float32(self.min_loss_scale)
@@ -280,15 +303,15 @@ def _check_settings(scale: DynamicLossScale, minimum: float, maximum: float) -> 
         if not condition:
             raise ValueError(f"DynamicLossScale: {name} should be {allowed}, got {getattr(scale, name)}.")
 
-    require(scale.period >= 1 and scale.period % 1 == 0, "period", "a whole number from 1")
     factor = float(np.float32(number("factor", scale.factor)))
-    require(1 < factor < math.inf, "factor", "above 1 and finite, in float32")
+    require(1 <= factor < math.inf, "factor", "1 or above and finite, in float32")
     backoff = None if scale.backoff_factor is None else number("backoff_factor", scale.backoff_factor)
     require(
-        backoff is None or 0 < float(np.float32(backoff)) < 1, "backoff_factor", "None or between 0 and 1"
+        backoff is None or SMALLEST <= float(np.float32(backoff)) < 1,
+        "backoff_factor",
+        "None, or between 0 and 1 and a normal float32",
     )
     require(0 <= minimum < math.inf, "min_loss_scale", "0 or above, and finite")
     require(0 < maximum <= LARGEST, "max_loss_scale", "above 0 and a finite float32")
     require(minimum <= maximum, "min_loss_scale", f"at most max_loss_scale, {maximum}")
-    require(scale.hysteresis >= 0 and scale.hysteresis % 1 == 0, "hysteresis", "0 (off) or a whole number")
     require(scale.hysteresis_refill in ("growth", "finite"), "hysteresis_refill", "'growth' or 'finite'")

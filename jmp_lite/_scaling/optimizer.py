@@ -1,26 +1,31 @@
-"""optax transforms that unscale gradients and leave out steps whose gradients are not finite."""
+"""optax transforms that unscale gradients and skip the steps whose gradients are not finite."""
 
-import functools
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._paths import leaf_names
-from .._tree import at_least_float32, select_tree
-from .early_select import TracedUpdate
-from .finite import agree
-from .loss_scale import DynamicLossScale, LossScale, is_loss_scale
-from .state import SkipNonfiniteState, unwrap
+from .._paths import leaf_names, names_in_model_order
+from .._tree import at_least_float32, has_dtype, select_tree
+from .finite import agree, leaves_finite
+from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
+from .norm import clip, squared_norms
+from .scalars import positive_number
+from .state import LeafNames, SkipNonfiniteState, count, unwrap
 
 _MISSING: Any = object()
 
 
-def unscale() -> optax.GradientTransformationExtraArgs:
-    """Divides gradients by the loss scale given to `update`, for those who thread it themselves.
+class UnscaleState(NamedTuple):
+    """The state of `unscale`, which holds nothing: it shows that a chain divides by the loss scale."""
 
-    Put it first, before whatever looks at the size of a gradient:
+
+def unscale() -> optax.GradientTransformationExtraArgs:
+    """Divides gradients by the loss scale given to `update`, for a step that threads the scale itself.
+
+    Put it first, before every transform that depends on the size of a gradient:
 
         tx = optax.chain(jmp.unscale(), optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
         tx = jmp.skip_nonfinite(tx)
@@ -32,6 +37,8 @@ def unscale() -> optax.GradientTransformationExtraArgs:
 
     Raises:
         TypeError: from `update`, if `loss_scale=` was left out or is no loss scale.
+
+    Gradients from `jmp.value_and_grad` and `jmp.grad` are divided already; `unscale` would divide twice.
 
     >>> from jmp_lite import StaticLossScale
     >>> tx = unscale()
@@ -52,51 +59,67 @@ def unscale() -> optax.GradientTransformationExtraArgs:
             )
         return at_least_float32(loss_scale.unscale(updates)), state
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    def init(params: Any) -> Any:
+        del params
+        return UnscaleState()
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def skip_nonfinite(
     inner: optax.GradientTransformation | optax.MultiSteps,
     *,
+    clip_norm: float | None = None,
     axis_name: Any = None,
     name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Leaves out the steps whose gradients hold inf or NaN.
+    """Skips the steps whose gradients hold inf or NaN.
 
     The check comes before everything else, since a clip turns inf into a number. A skipped step
     leaves the parameters and the state of `inner` bit for bit as they were: moments, counts,
-    schedules, weight decay. Such a step is never applied, however many came in a row;
-    `raise_if_stuck` tells the host. Nothing branches: donated buffers stay in place. What is checked
-    are the gradients: an update that `inner` makes infinite out of finite ones is applied. If the
-    updates depend on a sum of the squares of all gradients, as behind a clip by global norm, that sum is
-    the check; gradients beyond 1.8e19, whose squares float32 cannot hold, then count as non-finite.
+    schedules, weight decay. A step that is not finite is never applied, however many came in a row;
+    `raise_if_stuck` tells the host. Nothing branches: `inner` is called as it is, its results are
+    selected, and donated buffers stay in place. The check reads the gradients: an infinite update
+    that `inner` makes of finite gradients is applied.
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`, which then drops a non-finite micro-batch
-            and goes on with the others. Its state is made for parameters of at least float32, so that
-            moments do not rest in half precision.
+            and goes on with the others. Gradients narrower than 32 bits reach it as float32. Its state
+            is made for parameters of at least float32, so that moments do not rest in half precision.
+        clip_norm: clips the gradients to this global norm before `inner`, with the numbers of
+            `optax.clip_by_global_norm`. The norm is then the check, so that gradients are read once for
+            both, and `metrics` reports the norm. Finite gradients above 1.8e19 have squares that float32
+            cannot hold: their norm is inf, and the step is skipped. With `loss_scale=` given to `update`
+            the norm is that of the unscaled gradients. Around `optax.MultiSteps` it clips each
+            micro-batch.
         axis_name: under `shard_map` or `pmap`, the axis name or names over which all devices agree to
-            skip. Not needed under `jit`, nor where gradients were summed over the axis before.
+            skip. Not needed under `jit`, nor for gradients that were summed over the axis before.
         name: tells two optimizers in one tree apart, as `grads_finite(opt_state, name)`.
 
     Returns:
         A transform. Extra arguments of `update` reach `inner`. For state that the optimizer does not
         hold, such as batch statistics, use `select_tree(grads_finite(opt_state), new, old)`.
 
-    >>> from jmp_lite import skipped_steps
+    Raises:
+        ValueError, TypeError: `inner` is no optax transform, or `clip_norm` no number above 0; from `update`,
+            the state is not that of this transform, a gradient belongs to no parameter, or `loss_scale=` was
+            given and no `unscale()` inside divides by it.
+
+    >>> from jmp_lite import metrics
     >>> tx = skip_nonfinite(optax.sgd(1.0))
     >>> params = jnp.float32(1)
     >>> updates, opt_state = tx.update(jnp.float32(jnp.inf), tx.init(params), params)
-    >>> optax.apply_updates(params, updates), skipped_steps(opt_state)
+    >>> optax.apply_updates(params, updates), metrics(opt_state)["skipped_steps"]
     (Array(1., dtype=float32), Array(1, dtype=int32))
     """
-    return _skip_nonfinite(inner, None, axis_name, name)
+    return _Skipping("skip_nonfinite", inner, None, clip_norm, axis_name, name).transform()
 
 
 def with_loss_scale(
     inner: optax.GradientTransformation | optax.MultiSteps,
     loss_scale: LossScale | None = None,
     *,
+    clip_norm: float | None = None,
     axis_name: Any = None,
     name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -108,10 +131,11 @@ def with_loss_scale(
     Args:
         inner: as in `skip_nonfinite`.
         loss_scale: the scale to begin with; `DynamicLossScale()` if None.
-        axis_name, name: as in `skip_nonfinite`.
+        clip_norm, axis_name, name: as in `skip_nonfinite`.
 
     Raises:
         TypeError: `loss_scale` is no loss scale, or `update` was given one.
+        ValueError: as in `skip_nonfinite`.
 
     >>> tx = with_loss_scale(optax.sgd(1.0), DynamicLossScale(1024.0))
     >>> _, opt_state = tx.update(jnp.float32(jnp.nan), tx.init(jnp.float32(1)))
@@ -126,64 +150,169 @@ def with_loss_scale(
             "with_loss_scale(inner, loss_scale): expected a loss scale such as "
             f"jmp.DynamicLossScale(), got {type(loss_scale).__name__}."
         )
-    return _skip_nonfinite(inner, loss_scale, axis_name, name)
+    return _Skipping("with_loss_scale", inner, loss_scale, clip_norm, axis_name, name).transform()
 
 
-def _skip_nonfinite(
-    inner: Any, loss_scale: LossScale | None, axis_name: Any, name: str | None
-) -> optax.GradientTransformationExtraArgs:
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    inner = optax.with_extra_args_support(inner)
+@dataclasses.dataclass(frozen=True)
+class _Skipping:
+    """The `init` and `update` of `skip_nonfinite` and `with_loss_scale`, and their settings."""
 
-    def init(params: Any) -> Any:
+    made_by: str
+    inner: Any
+    loss_scale: LossScale | None
+    clip_norm: float | None
+    axis_name: Any
+    name: str | None
+
+    def transform(self) -> optax.GradientTransformationExtraArgs:
+        """Returns the optax transform, having checked the settings."""
+        inner = self.inner
+        if isinstance(inner, optax.MultiSteps):
+            inner = inner.gradient_transformation()
+        if not isinstance(inner, optax.GradientTransformation):
+            raise TypeError(
+                f"{self.made_by}(inner) wraps an optax transform such as optax.adamw(3e-4), got {inner!r}."
+            )
+        settings = dataclasses.replace(
+            self,
+            inner=optax.with_extra_args_support(inner),
+            clip_norm=None if self.clip_norm is None else positive_number("clip_norm", self.clip_norm),
+        )
+        update: Any = settings.update  # With types of its own, which optax's protocol does not have.
+        return optax.GradientTransformationExtraArgs(settings.init, update)
+
+    def init(self, params: Any) -> Any:
+        """Returns the state for `params`."""
         differentiated = params.fast if isinstance(params, optax.LookaheadParams) else params
-        names = leaf_names(unwrap(differentiated))
+        names = _names(differentiated)
         return SkipNonfiniteState(
-            inner_state=inner.init(at_least_float32(params)),
-            loss_scale=jax.tree.map(jnp.asarray, loss_scale),
-            leaf_finite=jnp.ones(len(names), jnp.bool_),
-            skipped_steps=jnp.int32(0),
-            consecutive_skipped_steps=jnp.int32(0),
+            inner_state=self.inner.init(at_least_float32(params)),
+            # A copy: a donated state must not take the caller's scale, or that of another state, along.
+            loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self.loss_scale),
+            leaf_finite=jnp.ones(len(names.paths), jnp.bool_),
+            grad_norm=None if self.clip_norm is None else jnp.float32(0),
+            counts=jnp.zeros(3, jnp.int32),
             leaf_names=names,
-            name=name,
+            name=self.name,
         )
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        if loss_scale is not None and "loss_scale" in extra_args:
+    def update(
+        self, updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, SkipNonfiniteState]:
+        """Returns the updates, all minus zero if the step is skipped, and the new state."""
+        self._check_state(state, params)
+        self._check_loss_scale(state, extra_args)
+        names = state.leaf_names
+        if len(names.paths) != state.leaf_finite.shape[-1]:  # `optax.tree_map_params` has lost the names.
+            names = _names(updates)
+        paths = _checked_paths(updates, names.paths)
+        grads, flags, finite, norm = self._check(at_least_float32(updates), extra_args.get("loss_scale"))
+        try:
+            new_updates, new_inner = self.inner.update(grads, state.inner_state, params, **extra_args)
+        except (TypeError, ValueError) as error:
+            if missing := [name for name in names.paths if name not in paths]:
+                raise ValueError(f"The gradients lack the parameters {missing[:4]}: {error}") from error
+            raise
+        new_state = SkipNonfiniteState(
+            inner_state=_select_state(finite, new_inner, state.inner_state),
+            loss_scale=None if self.loss_scale is None else state.loss_scale.adjust(finite),
+            leaf_finite=_in_order(flags, paths, names.paths),
+            grad_norm=norm,
+            counts=count(state.counts, finite),
+            leaf_names=names,
+            name=state.name,
+        )
+        return jax.tree.map(lambda update: _or_nothing(finite, update), new_updates), new_state
+
+    def _check_state(self, state: Any, params: Any) -> None:
+        """Raises an error if `state` is not that of this transform."""
+        if not isinstance(state, SkipNonfiniteState):
+            swapped = isinstance(params, SkipNonfiniteState)
+            hint = " The state comes before the parameters." if swapped else ""
+            raise TypeError(
+                f"{self.made_by}: update(grads, opt_state, params) takes the state that its init(params) "
+                f"returned, got {type(state).__name__}.{hint} To go on from a state of the plain optimizer: "
+                "opt_state = dataclasses.replace(tx.init(params), inner_state=old_state)."
+            )
+        if (state.loss_scale is None) != (self.loss_scale is None):
+            other = "skip_nonfinite" if state.loss_scale is None else "with_loss_scale"
+            raise ValueError(
+                f"{self.made_by}: update was given a state of {other}. Make it anew with init(params)."
+            )
+
+    def _check_loss_scale(self, state: SkipNonfiniteState, extra_args: dict[str, Any]) -> None:
+        """Raises a TypeError if `update` was given a loss scale that the transform does not use."""
+        if "loss_scale" not in extra_args:
+            return
+        if self.loss_scale is not None:
             raise TypeError(
                 "update was given loss_scale=, but this optimizer holds its own. Leave it out and give "
                 "true gradients, from jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state)); or "
                 "thread the scale yourself with jmp.skip_nonfinite and jmp.unscale."
             )
-        paths = _checked_paths(updates, state.leaf_names)
-        inner_update = functools.partial(inner.update, **extra_args)
-        factor = getattr(extra_args.get("loss_scale"), "loss_scale", None)
-        traced = TracedUpdate(inner_update, updates, state.inner_state, params, factor)
-        flags, finite = traced.leaves_finite()
-        if axis_name is not None:
-            agreed = agree(jnp.append(flags, finite), axis_name)
-            flags, finite = agreed[:-1], agreed[-1]
-        skipped = (~finite).astype(jnp.int32)
-        new_updates, new_inner = traced.run(finite)
-        # Minus zero is the one number that leaves every parameter as it is: -0.0 + 0.0 is 0.0.
-        nothing = jax.tree.map(lambda update: -jnp.zeros_like(update), new_updates)
-        new_state = SkipNonfiniteState(
-            inner_state=new_inner,
-            loss_scale=None if loss_scale is None else state.loss_scale.adjust(finite),
-            leaf_finite=_in_order(flags, paths, state.leaf_names),
-            skipped_steps=state.skipped_steps + skipped,
-            consecutive_skipped_steps=(state.consecutive_skipped_steps + 1) * skipped,
-            leaf_names=state.leaf_names,
-            name=state.name,
-        )
-        return select_tree(finite, new_updates, nothing), new_state
+        nodes = jax.tree.leaves(state.inner_state, is_leaf=lambda node: isinstance(node, UnscaleState))
+        divides = any(isinstance(node, UnscaleState) for node in nodes)
+        if not divides and not isinstance(extra_args["loss_scale"], NoOpLossScale):
+            raise TypeError(
+                "skip_nonfinite: update was given loss_scale=, but nothing divides the gradients by it. Put "
+                "jmp.unscale() first: jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.adamw(3e-4)))."
+            )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _check(self, grads: Any, loss_scale: Any) -> tuple[Any, jax.Array, jax.Array, jax.Array | None]:
+        """Returns the gradients, clipped if asked; a flag for each leaf; whether all are finite; the norm."""
+        norm = None
+        if self.clip_norm is None:
+            flags = leaves_finite(grads)
+            finite = flags.all()
+        else:
+            squares = squared_norms(grads)
+            flags = jnp.isfinite(squares)
+            norm = jnp.sqrt(squares.sum())
+            if is_loss_scale(loss_scale):
+                norm = norm / loss_scale.loss_scale
+            finite = jnp.isfinite(norm)
+            grads = clip(grads, norm, self.clip_norm)
+        if self.axis_name is not None:
+            agreed = agree(jnp.append(flags, finite), self.axis_name)
+            flags, finite = agreed[:-1], agreed[-1]
+        return grads, flags, finite, norm
+
+
+def _or_nothing(finite: jax.Array, update: Any) -> Any:
+    """Returns an update where `finite`, and elsewhere one that changes no parameter."""
+    if not has_dtype(update, jnp.number):  # A key, float0 or boolean, which no parameter is added to.
+        return update
+    # Minus zero is the one number that leaves every parameter as it is: -0.0 + 0.0 is 0.0.
+    return select_tree(finite, update, -jnp.zeros_like(update))
+
+
+def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
+    """Returns the state `new` where `finite`, and elsewhere `old`, bit for bit."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            "The optimizer's update returned a state of another structure than it was given: "
+            f"{jax.tree.structure(new)}, not {jax.tree.structure(old)}."
+        )
+
+    def select(new: Any, old: Any) -> Any:
+        # Some optax states change their dtype on the first step.
+        if new is not old and not jnp.issubdtype(jnp.result_type(new), jax.dtypes.extended):
+            dtype = jnp.result_type(new, old)
+            new, old = jnp.asarray(new, dtype), jnp.asarray(old, dtype)
+        return old if new is old else select_tree(finite, new, old)
+
+    return jax.tree.map(select, new, old)
+
+
+def _names(tree: Any) -> LeafNames:
+    """Returns the names of the leaves of a tree of parameters."""
+    names, in_model_order = leaf_names(unwrap(tree)), names_in_model_order(tree)
+    # The variables of Flax NNX are leaves with names of their own.
+    return LeafNames(names, in_model_order if set(names) == set(in_model_order) else names)
 
 
 def _checked_paths(updates: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The paths of the gradients, which should be among the names that the optimizer knows."""
+    """Returns the paths of the gradients, which should be among the names that the optimizer knows."""
     paths = leaf_names(unwrap(updates))
     if unknown := sorted(set(paths) - set(names)):
         raise ValueError(

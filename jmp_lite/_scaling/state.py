@@ -1,4 +1,4 @@
-"""What `skip_nonfinite` and `with_loss_scale` hold, and how to read it from any optimizer state."""
+"""The state of `skip_nonfinite` and `with_loss_scale`, and how to read it from any optimizer state."""
 
 import dataclasses
 from typing import Any
@@ -10,6 +10,28 @@ import numpy as np
 from .._tree import register_state, static_field
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LeafNames:
+    """The paths of the parameters, which ride along in a state's structure.
+
+    All are equal, so that two states have one structure if their arrays have: `optax.tree_map_params`
+    compares a state with the state of a placeholder, whose parameters have no names.
+
+    Attributes:
+        paths: the paths, in the order of `jax.tree.leaves`.
+        in_model_order: the same paths in the order in which the model made them. JAX sorts a dict's keys.
+    """
+
+    paths: tuple[str, ...]
+    in_model_order: tuple[str, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LeafNames)
+
+    def __hash__(self) -> int:
+        return hash(LeafNames)
+
+
 @register_state
 @dataclasses.dataclass(frozen=True)
 class SkipNonfiniteState:
@@ -19,19 +41,27 @@ class SkipNonfiniteState:
         inner_state: the state of the wrapped transform.
         loss_scale: the loss scale, or None if the caller threads it.
         leaf_finite: which gradients of the last step were finite, shape `(len(leaf_names),)`, bool.
-        skipped_steps: how many steps were left out, shape `()`, int32.
-        consecutive_skipped_steps: how many of them since the last one taken, shape `()`, int32.
-        leaf_names: the paths of the parameters.
-        name: what tells this optimizer from another in the same tree.
+        grad_norm: the global norm of the last step's gradients before the clip, shape `()`, float32; None
+            without `clip_norm`.
+        counts: three counts, shape `(3,)`, int32: all steps, the skipped steps, and the steps skipped since
+            the last step that was taken. One array costs a GPU one kernel, three scalars cost three.
+        leaf_names: the paths of the parameters, in the order of `leaf_finite`.
+        name: tells this optimizer from another in the same tree.
     """
 
     inner_state: Any
     loss_scale: Any
     leaf_finite: Any
-    skipped_steps: Any
-    consecutive_skipped_steps: Any
-    leaf_names: tuple[str, ...] = static_field()
+    grad_norm: Any
+    counts: Any
+    leaf_names: LeafNames = static_field()  # noqa: RUF009
     name: str | None = static_field()
+
+
+def count(counts: jax.Array, finite: jax.Array) -> jax.Array:
+    """Returns the `counts` of a `SkipNonfiniteState` after one more step, taken if `finite`."""
+    taken = counts * np.array([1, 1, 0], np.int32) + np.array([1, 0, 0], np.int32)
+    return jnp.where(finite, taken, counts + 1)
 
 
 def get_loss_scale(opt_state: Any, name: str | None = None) -> Any:
@@ -73,100 +103,57 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
     >>> bool(grads_finite(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2))))
     True
     """
-    return jnp.asarray(unwrap(_skip_state(opt_state, name).consecutive_skipped_steps)) == 0
+    return metrics(opt_state, name)["grads_finite"]
 
 
-def skipped_steps(opt_state: Any, name: str | None = None) -> jax.Array:
-    """Returns how many steps were skipped since the optimizer was initialised.
-
-    Args:
-        opt_state, name: as in `get_loss_scale`.
-
-    Returns:
-        A count, shape `()`, int32.
-
-    Raises:
-        ValueError: as in `get_loss_scale`.
-
-    >>> import optax, jmp_lite as jmp
-    >>> int(skipped_steps(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2))))
-    0
-    """
-    return unwrap(_skip_state(opt_state, name).skipped_steps)
-
-
-def consecutive_skipped_steps(opt_state: Any, name: str | None = None) -> jax.Array:
-    """Returns how many steps were skipped since the last one that was taken.
+def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
+    """Returns what to log of `skip_nonfinite` or `with_loss_scale`; works inside `jit` and outside.
 
     Args:
         opt_state, name: as in `get_loss_scale`.
 
     Returns:
-        A count, shape `()`, int32.
+        Scalars, shape `()`, or one for each member of a batched state:
+
+        - `loss_scale`: the scale of the next step, float32; absent where the caller threads the scale;
+        - `grads_finite`: whether the last step was taken, bool;
+        - `skipped_steps`: how many steps were skipped since the optimizer was initialised, int32;
+        - `consecutive_skipped_steps`: how many of them since the last step that was taken, int32;
+        - `grad_norm`: the global norm of the last step's gradients before the clip, float32; absent
+          without `clip_norm`.
 
     Raises:
         ValueError: as in `get_loss_scale`.
 
     >>> import optax, jmp_lite as jmp
-    >>> int(consecutive_skipped_steps(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2))))
-    0
+    >>> opt_state = jmp.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
+    >>> {key: value.item() for key, value in jmp.metrics(opt_state).items()}
+    {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skipped_steps': 0}
     """
-    return unwrap(_skip_state(opt_state, name).consecutive_skipped_steps)
+    state = find_state(opt_state, name)
+    counts = jnp.asarray(state.counts)
+    found = {} if state.loss_scale is None else {"loss_scale": jnp.asarray(state.loss_scale.loss_scale)}
+    found |= {
+        "grads_finite": counts[..., 2] == 0,
+        "skipped_steps": counts[..., 1],
+        "consecutive_skipped_steps": counts[..., 2],
+    }
+    return found if state.grad_norm is None else found | {"grad_norm": jnp.asarray(state.grad_norm)}
 
 
-def raise_if_stuck(opt_state: Any, max_consecutive_skips: int = 50, name: str | None = None) -> None:
-    """Raises on the host if too many steps in a row were skipped.
-
-    Call it outside `jit`, every few steps: it waits for the device. A dynamic scale that starts at
-    2**15 may rightly skip 15 steps before it has found its place.
-
-    Args:
-        opt_state, name: as in `get_loss_scale`.
-        max_consecutive_skips: how many skips in a row are too many.
+def find_state(opt_state: Any, name: str | None = None) -> SkipNonfiniteState:
+    """Returns the one state in `opt_state`, or the one called `name`, as arrays and without `inner_state`.
 
     Raises:
-        FloatingPointError: as many steps in a row, or more, were skipped. The message names the
-            parameters whose gradients were not finite on the last one.
-        TypeError: `opt_state` is traced.
-        ValueError: as in `get_loss_scale`, or `max_consecutive_skips` is below 1.
-
-    >>> import optax, jmp_lite as jmp
-    >>> raise_if_stuck(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2)))
+        ValueError: there is none, or more than one to choose from.
     """
-    if max_consecutive_skips < 1:
-        raise ValueError(f"max_consecutive_skips should be 1 or above, got {max_consecutive_skips}.")
-    state = _skip_state(opt_state, name)
-    try:
-        skips = int(unwrap(state.consecutive_skipped_steps))
-    except jax.errors.ConcretizationTypeError:
-        raise TypeError("raise_if_stuck reads values: call it on the host, outside jit.") from None
-    if skips < max_consecutive_skips:
-        return
-    flags = np.asarray(unwrap(state.leaf_finite))
-    bad = [path or "(the only parameter)" for path, ok in zip(state.leaf_names, flags) if not ok]
-    scale = (
-        ""
-        if state.loss_scale is None
-        else f" The loss scale is {float(unwrap(state.loss_scale).loss_scale)}."
-    )
-    names = f"inf or NaN in the gradients of {', '.join(bad)} ({len(bad)} of {len(flags)} parameters)"
-    raise FloatingPointError(
-        f"The last {skips} steps were skipped: "
-        f"{names if bad else 'the squares of the gradients add up to inf'}.{scale}\n"
-        "At a small loss scale the cause is the model or the data: an inf or NaN in a batch, a learning "
-        "rate too large, log or division of zero, an activation beyond 65504 in float16, or, behind a clip "
-        "by global norm, a gradient beyond 1.8e19, whose square is inf. Look at the first of these layers in "
-        "float32 (jax_debug_nans), or keep it in float32 with a policy rule."
-    )
+    state = _choose(_find_states(opt_state), name, "skip_nonfinite or with_loss_scale")
+    return unwrap(dataclasses.replace(state, inner_state=None))
 
 
 def _find_states(tree: Any) -> list[SkipNonfiniteState]:
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, SkipNonfiniteState))
     return [leaf for leaf in leaves if isinstance(leaf, SkipNonfiniteState)]
-
-
-def _skip_state(opt_state: Any, name: str | None) -> SkipNonfiniteState:
-    return _choose(_find_states(opt_state), name, "skip_nonfinite or with_loss_scale")
 
 
 def _choose(states: list[SkipNonfiniteState], name: str | None, wrapper: str) -> SkipNonfiniteState:
@@ -177,7 +164,9 @@ def _choose(states: list[SkipNonfiniteState], name: str | None, wrapper: str) ->
     if not states:
         raise ValueError(
             f"No optimizer wrapped in {wrapper} was found in this state. Wrap yours, for example "
-            "tx = jmp.with_loss_scale(optax.adamw(3e-4)), and give the state that tx.init returned."
+            "tx = jmp.with_loss_scale(optax.adamw(3e-4)), and give the state that tx.init returned. For "
+            "float32 or bfloat16 without a scale: jmp.with_loss_scale(tx, jmp.NoOpLossScale()). A checkpoint "
+            "that was restored as plain dicts: restore it with a target, tx.init(params)."
         )
     if not found:
         raise ValueError(f"No optimizer is named {name!r}. The names here are {names}.")

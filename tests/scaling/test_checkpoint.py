@@ -87,14 +87,14 @@ def test_an_orbax_save_and_restore_goes_on_bit_for_bit(tmp_path):
     # None of what was saved is what a new run begins with.
     assert scale_fields(start()) == [2.0**10, 0, 1]
     assert scale_fields(restored) == [2.0**9, 1, 0]
-    assert int(jmp.skipped_steps(restored["opt_state"])) == 2
+    assert int(jmp.metrics(restored["opt_state"])["skipped_steps"]) == 2
     assert jmp.get_loss_scale(restored["opt_state"]).min_loss_scale == 0.25
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(restored))
 
     finished, later_losses = run_until(restored, STEPS)
     np.testing.assert_array_equal(first_losses + later_losses, losses)
     assert bits(finished) == bits(uninterrupted)
-    assert int(jmp.skipped_steps(finished["opt_state"])) == 3
+    assert int(jmp.metrics(finished["opt_state"])["skipped_steps"]) == 3
 
 
 def test_the_restored_state_compiles_nothing_anew(tmp_path):

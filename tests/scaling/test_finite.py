@@ -17,7 +17,7 @@ from jmp_lite._scaling.finite import agree, leaves_finite
 
 BAD = [np.nan, np.inf, -np.inf]
 SMALL = 2**16  # Elements up to which leaves are moved to be checked together.
-TOGETHER = 64  # Leaves that are checked together.
+GROUP = 16  # Leaves of one group.
 
 # Leaves in which there is nothing to check.
 OTHERS = {
@@ -80,10 +80,10 @@ TREES = {
     ],
     "one": ones((3,)),
     "one scalar": ones(()),
-    "one less than together": ones(*[(5,)] * (TOGETHER - 1)),
-    "together": ones(*[(5,)] * TOGETHER),
-    "one more than together": ones(*[(5,)] * (TOGETHER + 1), dtype=np.float16),
-    "more than twice together": ones(*[(2, 3), ()] * (2 * TOGETHER + 1)),
+    "one less than together": ones(*[(5,)] * (GROUP - 1)),
+    "together": ones(*[(5,)] * GROUP),
+    "one more than together": ones(*[(5,)] * (GROUP + 1), dtype=np.float16),
+    "more than twice together": ones(*[(2, 3), ()] * (2 * GROUP + 1)),
     "about small": ones((SMALL,), (SMALL + 1,), (256, 256), (SMALL,), (257, 256), (SMALL + 1,), (257, 256)),
     # No axis but the first, no row that is long enough, none that is short enough.
     "large without rows": ones(
@@ -91,7 +91,7 @@ TREES = {
     ),
     "large": ones(*((300, 256), (2, 2**17), (20, 20, 255), (3, 4, 5, 1200), (4, 1, 160, 200)) * 2),
     "large of two dtypes": [*ones((300, 257)), *ones((300, 257), (300, 257), dtype=np.float16)],
-    "large, more than together": ones(*[(260, 256)] * (TOGETHER + 1), dtype=np.float16),
+    "large, more than together": ones(*[(260, 256)] * (GROUP + 1), dtype=np.float16),
 }
 CHECK = jax.jit(leaves_finite)
 
@@ -188,9 +188,9 @@ def reductions(tree):
 
 
 def test_small_leaves_of_one_shape_are_reduced_together():
-    tree = ones(*[(3,), (2, 3), ()] * 20, (SMALL,), (SMALL,))
-    assert sorted(reductions(tree)) == sorted([(20, 3), (20, 2, 3), (2, SMALL)])
-    assert reductions(ones(*[(3,)] * (TOGETHER + 2))) == [(TOGETHER, 3), (2, 3)]
+    tree = ones(*[(3,), (2, 3), ()] * 15, (SMALL,), (SMALL,))
+    assert sorted(reductions(tree)) == sorted([(15, 3), (15, 2, 3), (2, SMALL)])
+    assert reductions(ones(*[(3,)] * (GROUP + 2))) == [(GROUP, 3), (2, 3)]
 
 
 @pytest.mark.parametrize("shape", [(300, 256), (2, 2**17), (20, 20, 255), (2, 2**17 + 1), (SMALL + 1,)])

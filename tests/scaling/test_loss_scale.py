@@ -298,6 +298,20 @@ def test_jmp_gives_the_same_bits(exponent, period, factor, events):
         assert int(ours.counter) == int(theirs.counter)
 
 
+# A factor of 1
+
+
+def test_with_a_factor_of_1_the_scale_only_falls():
+    scale = jmp_lite.DynamicLossScale(8.0, period=1, factor=1)
+    found = []
+    for finite in (True, True, False, True, False, True):
+        scale = scale.adjust(jnp.bool_(finite))
+        found.append(float(scale.loss_scale))
+    assert found == [8, 8, 4, 4, 2, 2]
+    quarter = jmp_lite.DynamicLossScale(8.0, factor=1, backoff_factor=0.25)
+    assert float(quarter.adjust(jnp.bool_(False)).loss_scale) == 2
+
+
 # Construction
 
 
@@ -351,12 +365,15 @@ INVALID = [
     ({"loss_scale": np.float64(1e39)}, "loss_scale should be above 0 and finite in float32"),
     ({"loss_scale": 1e-60, "min_loss_scale": 0.0}, "loss_scale should be above 0 and finite in float32"),
     ({"loss_scale": np.ones(2)}, r"loss_scale should be a scalar, got shape \(2,\)"),
-    ({"loss_scale": 0.5}, "loss_scale should lie between 1.0 and"),
-    ({"loss_scale": 64.0, "max_loss_scale": 32.0}, "loss_scale should lie between 1.0 and 32.0, got 64"),
-    ({"factor": 1}, "factor should be above 1"),
-    ({"factor": 0.5}, "factor should be above 1"),
-    ({"factor": math.nan}, "factor should be above 1"),
-    ({"factor": math.inf}, "factor should be above 1 and finite"),
+    (
+        {"loss_scale": 64.0, "max_loss_scale": 32.0},
+        "loss_scale should be at most max_loss_scale, 32.0, got 64",
+    ),
+    ({"period": 2**31}, r"period should be a whole number from 1 to 2\*\*31 - 1, got 2147483648"),
+    ({"backoff_factor": 1e-39}, "backoff_factor should be None, or between 0 and 1 and a normal float32"),
+    ({"factor": 0.5}, "factor should be 1 or above"),
+    ({"factor": math.nan}, "factor should be 1 or above"),
+    ({"factor": math.inf}, "factor should be 1 or above and finite"),
     ({"period": 0}, "period should be a whole number from 1"),
     ({"period": -1}, "period should be a whole number from 1"),
     ({"period": 2.5}, "period should be a whole number from 1"),
@@ -369,14 +386,17 @@ INVALID = [
     ({"max_loss_scale": math.inf}, "max_loss_scale should be above 0 and a finite float32"),
     ({"max_loss_scale": math.nan}, "max_loss_scale should be above 0"),
     ({"max_loss_scale": 0.0, "min_loss_scale": 0.0}, "max_loss_scale should be above 0"),
-    ({"backoff_factor": 0.0}, "backoff_factor should be None or between 0 and 1"),
-    ({"backoff_factor": 1.0}, "backoff_factor should be None or between 0 and 1"),
-    ({"backoff_factor": math.nan}, "backoff_factor should be None or between 0 and 1"),
-    ({"hysteresis": -1}, "hysteresis should be 0"),
+    ({"backoff_factor": 0.0}, "backoff_factor should be None, or between 0 and 1"),
+    ({"backoff_factor": 1.0}, "backoff_factor should be None, or between 0 and 1"),
+    ({"backoff_factor": math.nan}, "backoff_factor should be None, or between 0 and 1"),
+    ({"hysteresis": -1}, "hysteresis should be a whole number from 0"),
     ({"hysteresis": 1.5}, "hysteresis should be"),
     ({"hysteresis_refill": "never"}, "hysteresis_refill should be 'growth' or 'finite', got never"),
-    ({"counter": -1}, "counter should be 0 or above, got -1"),
+    ({"counter": -1}, "counter should be a whole number from 0 to .*, got -1"),
+    ({"counter": 1.5}, "counter should be a whole number from 0 to .*, got 1.5"),
+    ({"counter": np.zeros(2, int)}, r"counter should be a scalar, got shape \(2,\)"),
 ]
+NO_NUMBERS = ["1024", True, None, [2.0], (2.0,), b"2", 1j, {}]
 
 
 @pytest.mark.parametrize(
@@ -391,6 +411,29 @@ def test_invalid_settings_are_a_value_error_that_says_so(settings, message):
 def test_an_invalid_static_scale_is_a_value_error(value):
     with pytest.raises(ValueError, match="loss_scale should be above 0 and finite"):
         jmp_lite.StaticLossScale(value)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+@pytest.mark.parametrize(
+    "setting",
+    ["loss_scale", "counter", "period", "factor", "min_loss_scale", "max_loss_scale", "hysteresis"],
+)
+def test_a_setting_that_is_no_number_is_a_type_error(setting, value):
+    with pytest.raises(
+        TypeError, match=f"{setting} should be a number, got .* of type {type(value).__name__}"
+    ):
+        jmp_lite.DynamicLossScale(**{setting: value})
+    with pytest.raises(TypeError, match="loss_scale should be a number"):
+        jmp_lite.StaticLossScale(value)
+
+
+@pytest.mark.parametrize("setting", ["period", "factor", "min_loss_scale", "max_loss_scale", "hysteresis"])
+def test_a_traced_setting_is_a_type_error_that_says_what_to_do(setting):
+    build = lambda value: jmp_lite.DynamicLossScale(**{setting: value})
+    with pytest.raises(
+        TypeError, match=f"{setting} is a traced value. It is a setting, part of the compiled"
+    ):
+        jax.jit(build)(jnp.float32(3))
 
 
 def test_a_static_scale_that_is_no_scalar_is_a_value_error():
@@ -409,12 +452,6 @@ def test_a_scale_that_backed_off_to_its_minimum_can_be_rebuilt():
     scale = jmp_lite.DynamicLossScale(0.75, min_loss_scale=0.7).adjust(jnp.bool_(False))
     assert float(scale.loss_scale) == f32(0.7)
     assert state_of(dataclasses.replace(scale)) == state_of(scale)
-
-
-@pytest.mark.parametrize("name", ["factor", "min_loss_scale", "max_loss_scale"])
-def test_a_traced_setting_is_a_type_error_that_says_what_to_do(name):
-    with pytest.raises(TypeError, match=f"{name} is a traced value.*outside the jitted function"):
-        jax.jit(lambda value: jmp_lite.DynamicLossScale(**{name: value}))(2.0)
 
 
 def test_settings_given_as_arrays_become_python_numbers():
@@ -439,13 +476,31 @@ def test_a_scale_can_be_built_from_a_traced_number():
     assert (static.loss_scale.dtype, float(static.loss_scale)) == (np.float32, 4.0)
 
 
-@pytest.mark.parametrize("flag", [jnp.ones(2, bool), jnp.int32(1), 1.0])
-@pytest.mark.parametrize(
-    "scale", [jmp_lite.NoOpLossScale(), jmp_lite.StaticLossScale(2), jmp_lite.DynamicLossScale()]
-)
-def test_adjust_turns_down_what_is_no_boolean_scalar(scale, flag):
+@pytest.mark.parametrize("flag", [jnp.ones(2, bool), jnp.int32(1), 1.0, None])
+def test_adjust_turns_down_what_is_no_boolean_scalar(flag):
     with pytest.raises(ValueError, match=r"adjust takes one boolean scalar.*Got shape"):
-        scale.adjust(flag)
+        jmp_lite.DynamicLossScale().adjust(flag)
+    for constant in (jmp_lite.NoOpLossScale(), jmp_lite.StaticLossScale(2)):
+        assert constant.adjust(flag) is constant  # As in jmp, which looks at nothing.
+
+
+def test_a_scale_that_starts_below_the_minimum_stays_until_it_grows():
+    scale = jmp_lite.DynamicLossScale(0.5, period=2)
+    found = []
+    for finite in (False, True, True, False, True, True, False, False):
+        scale = scale.adjust(jnp.bool_(finite))
+        found.append(float(scale.loss_scale))
+    assert found == [0.5, 0.5, 1, 1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("counter", [0, 1, 2, 3, 4, 5, 8, 4500])
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_counter_beyond_the_period_goes_on_as_in_jmp(counter, finite):
+    ours = jmp_lite.DynamicLossScale(8.0, counter=counter, period=3)
+    theirs = jmp.DynamicLossScale(jnp.float32(8), jnp.int32(counter), period=3)
+    for _ in range(4):
+        ours, theirs = ours.adjust(jnp.bool_(finite)), theirs.adjust(jnp.bool_(finite))
+        assert (float(ours.loss_scale), int(ours.counter)) == (float(theirs.loss_scale), int(theirs.counter))
 
 
 # The scale as a pytree

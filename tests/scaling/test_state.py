@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from hypothesis import strategies as st
-from steps import bits, make_grads, make_params, make_step, run, spoil
+from steps import bits, make_grads, make_params, make_step, spoil
 
 import jmp_lite as jmp
 
@@ -19,12 +19,39 @@ import jmp_lite as jmp
 def test_counts_follow_the_events(events):
     _, opt_state = run_events(events)
     trailing = next((n for n, finite in enumerate(reversed(events)) if finite), len(events))
-    assert int(jmp.skipped_steps(opt_state)) == events.count(False)
-    assert int(jmp.consecutive_skipped_steps(opt_state)) == trailing
+    assert int(jmp.metrics(opt_state)["skipped_steps"]) == events.count(False)
+    assert int(jmp.metrics(opt_state)["consecutive_skipped_steps"]) == trailing
     assert bool(jmp.grads_finite(opt_state)) == events[-1]
     assert int(opt_state.inner_state[0].count) == events.count(True)
-    for count in (jmp.skipped_steps(opt_state), jmp.consecutive_skipped_steps(opt_state)):
-        assert (count.dtype, count.shape, count.weak_type) == (np.int32, (), False)
+    for count in ("skipped_steps", "consecutive_skipped_steps"):
+        found = jmp.metrics(opt_state)[count]
+        assert (found.dtype, found.shape, found.weak_type) == (np.int32, (), False)
+
+
+# What goes into a logger
+
+
+def test_metrics_are_scalars_inside_jit_and_outside():
+    tx = jmp.with_loss_scale(optax.adam(1e-2), clip_norm=1.0)
+    names = ["loss_scale", "grads_finite", "skipped_steps", "consecutive_skipped_steps", "grad_norm"]
+    step = make_step(tx)
+    state = tx.init(make_params())
+    for grads, expected in [(make_grads(0), (2.0**15, 1, 0, 0)), (spoil(make_grads(1)), (2.0**14, 0, 1, 1))]:
+        _, state = step(make_params(), state, grads)
+        found = jmp.metrics(state)
+        assert list(found) == names
+        assert jax.tree.map(lambda x: x.shape, found) == dict.fromkeys(names, ())
+        assert tuple(float(found[name]) for name in names[:4]) == expected
+        inside = jax.jit(jmp.metrics)(state)
+        assert {name: float(inside[name]) for name in names[:4]} == dict(zip(names, expected))
+    assert np.isnan(found["grad_norm"])
+
+
+def test_metrics_leave_out_what_is_not_known():
+    threaded = jmp.metrics(jmp.skip_nonfinite(optax.sgd(1.0)).init(make_params()))
+    assert list(threaded) == ["grads_finite", "skipped_steps", "consecutive_skipped_steps"]
+    none = jmp.metrics(jmp.with_loss_scale(optax.sgd(1.0), jmp.NoOpLossScale()).init(make_params()))
+    assert (float(none["loss_scale"]), none["loss_scale"].dtype) == (1.0, np.float32)
 
 
 COUNTED = jmp.with_loss_scale(optax.adam(1e-2))
@@ -117,14 +144,16 @@ def test_the_state_is_found_at_any_depth(find):
     assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**14
     assert not jmp.grads_finite(state)
     state = update(state, spoil(make_grads(1), np.inf))
-    assert int(jmp.skipped_steps(state)) == int(jmp.consecutive_skipped_steps(state)) == 2
+    assert (
+        int(jmp.metrics(state)["skipped_steps"]) == int(jmp.metrics(state)["consecutive_skipped_steps"]) == 2
+    )
     with pytest.raises(FloatingPointError, match="dense/kernel"):
         jmp.raise_if_stuck(state, 2)
     if find is find_in_multi_steps:
         return  # Its accumulator holds the NaN now, for good: see test_peers.
     state = update(state, make_grads(2))
-    assert int(jmp.skipped_steps(state)) == 2
-    assert int(jmp.consecutive_skipped_steps(state)) == 0
+    assert int(jmp.metrics(state)["skipped_steps"]) == 2
+    assert int(jmp.metrics(state)["consecutive_skipped_steps"]) == 0
     assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**13
 
 
@@ -149,11 +178,15 @@ def test_the_state_is_found_in_an_nnx_optimizer():
     assert bits(nnx.to_pure_dict(nnx.state(model, nnx.Param))) == before
     assert float(jmp.get_loss_scale(optimizer).loss_scale) == 2.0**13
     assert not jmp.grads_finite(optimizer)
-    assert int(jmp.skipped_steps(optimizer)) == int(jmp.consecutive_skipped_steps(optimizer)) == 2
-    with pytest.raises(FloatingPointError, match="kernel"):
+    assert (
+        int(jmp.metrics(optimizer)["skipped_steps"])
+        == int(jmp.metrics(optimizer)["consecutive_skipped_steps"])
+        == 2
+    )
+    with pytest.raises(FloatingPointError, match="gradients of all 4 parameters"):
         jmp.raise_if_stuck(optimizer, 2)
     assert float(step(model, optimizer, x)) < first
-    assert int(jmp.consecutive_skipped_steps(optimizer)) == 0
+    assert int(jmp.metrics(optimizer)["consecutive_skipped_steps"]) == 0
     assert bits(nnx.to_pure_dict(nnx.state(model, nnx.Param))) != before
 
 
@@ -161,7 +194,7 @@ def test_a_state_without_a_wrapper_is_an_error_that_says_what_to_do():
     state = optax.adam(1e-3).init(make_params())
     with pytest.raises(ValueError, match=r"No optimizer wrapped in with_loss_scale was found.*Wrap yours"):
         jmp.get_loss_scale(state)
-    for read in (jmp.grads_finite, jmp.skipped_steps, jmp.consecutive_skipped_steps, jmp.raise_if_stuck):
+    for read in (jmp.grads_finite, jmp.metrics, jmp.raise_if_stuck):
         with pytest.raises(ValueError, match="No optimizer wrapped in skip_nonfinite or with_loss_scale"):
             read(state)
     with pytest.raises(ValueError, match="No optimizer wrapped in with_loss_scale"):
@@ -178,7 +211,7 @@ def test_two_states_are_told_apart_by_name_or_are_an_error():
     assert float(jmp.get_loss_scale(named, "generator").loss_scale) == 8.0
     assert float(jmp.get_loss_scale(named, "critic").loss_scale) == 16.0
     assert bool(jmp.grads_finite(named, "critic"))
-    for read in (jmp.get_loss_scale, jmp.grads_finite, jmp.skipped_steps, jmp.consecutive_skipped_steps):
+    for read in (jmp.get_loss_scale, jmp.grads_finite, jmp.metrics):
         with pytest.raises(
             ValueError, match=r"2 optimizers .* named \['critic', 'generator'\]. Name them apart"
         ):
@@ -247,55 +280,12 @@ def test_a_gan_trains_with_a_scale_for_each_of_two_optimizers():
     # The two circle around the true mean, 2, from a start at 0.
     assert abs(float(shifts[300:].mean()) - 2.0) < 0.5
     scale = {name: float(jmp.get_loss_scale(opt_state, name).loss_scale) for name in txs}
-    skipped = {name: int(jmp.skipped_steps(opt_state, name)) for name in txs}
+    skipped = {name: int(jmp.metrics(opt_state, name)["skipped_steps"]) for name in txs}
     assert scale["critic"] < scale["generator"]
     assert skipped["critic"] > skipped["generator"]
     assert int(opt_state["critic"].inner_state[0].count) == 600 - skipped["critic"]
     assert int(opt_state["generator"].inner_state[0].count) == 600 - skipped["generator"]
     assert float(scales.min()) >= 1.0
-
-
-# The host
-
-
-def test_raise_if_stuck_names_the_parameters_and_the_scale():
-    tx = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(8.0))
-    _, state = run(tx, [make_grads(0), spoil(make_grads(1)), spoil(make_grads(1))])
-    jmp.raise_if_stuck(state, 3)
-    jmp.raise_if_stuck(state)
-    with pytest.raises(FloatingPointError) as error:
-        jmp.raise_if_stuck(state, 2)
-    message = str(error.value)
-    assert (
-        "The last 2 steps were skipped: inf or NaN in the gradients of dense/kernel (1 of 3 param" in message
-    )
-    assert "The loss scale is 2.0." in message
-    assert "dense/bias" not in message
-
-
-def test_raise_if_stuck_forgets_after_a_step_that_was_taken():
-    tx = jmp.skip_nonfinite(optax.adam(1e-2))
-    _, state = run(tx, [spoil(make_grads(1))] * 3)
-    with pytest.raises(FloatingPointError) as error:
-        jmp.raise_if_stuck(state, 1)
-    assert "The loss scale" not in str(error.value)
-    _, state = run(tx, [spoil(make_grads(1)), make_grads(0)])
-    jmp.raise_if_stuck(state, 1)
-
-
-def test_raise_if_stuck_has_a_word_for_a_single_parameter():
-    tx = jmp.skip_nonfinite(optax.sgd(1.0))
-    _, state = tx.update(jnp.float32(np.nan), tx.init(jnp.float32(0)))
-    with pytest.raises(FloatingPointError, match=r"gradients of \(the only parameter\) \(1 of 1"):
-        jmp.raise_if_stuck(state, 1)
-
-
-def test_raise_if_stuck_belongs_on_the_host():
-    state = jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.float32(0))
-    with pytest.raises(TypeError, match="call it on the host, outside jit"):
-        jax.jit(lambda state: jmp.raise_if_stuck(state))(state)
-    with pytest.raises(ValueError, match="max_consecutive_skips should be 1 or above, got 0"):
-        jmp.raise_if_stuck(state, 0)
 
 
 def test_a_batched_state_has_a_flag_for_each_member():

@@ -1,0 +1,119 @@
+"""Tells the host that a run is stuck: too many of its steps are skipped."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._paths import subtrees
+from .loss_scale import DynamicLossScale
+from .state import SkipNonfiniteState, find_state
+
+_ADVICE = (
+    "At a small loss scale the cause is the model or the data: an inf or NaN in a batch, a learning rate too "
+    "large, log or division of zero, or a value beyond 65504 in float16."
+)
+
+
+def raise_if_stuck(
+    opt_state: Any,
+    max_consecutive_skips: int = 50,
+    max_skip_rate: float = 0.1,
+    name: str | None = None,
+) -> None:
+    """Raises on the host if too many steps were skipped.
+
+    Call it outside `jit`, every few steps: it waits for the device. A dynamic scale that starts at
+    2**15 may rightly skip 15 steps before it has found its value, and one step in `period` from then on.
+
+    Args:
+        opt_state, name: as in `get_loss_scale`. Of a batched or replicated state each member is judged.
+        max_consecutive_skips: how many skipped steps in a row are too many.
+        max_skip_rate: the share of skipped steps, over the run so far, above which a run is stuck; 1 never
+            is. It counts once `max_consecutive_skips` steps were skipped in all; and once as many steps were
+            made if the last one was skipped and the dynamic scale is at its minimum, where it cannot help.
+
+    Raises:
+        FloatingPointError: the run is stuck. The message says how many steps were skipped, names the loss
+            scale, and the modules whose gradients were not finite on the last skipped step.
+        TypeError: `opt_state` is traced.
+        ValueError: as in `get_loss_scale`, or a limit is out of range.
+
+    >>> import jax.numpy as jnp, optax, jmp_lite as jmp
+    >>> raise_if_stuck(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2)))
+    """
+    if max_consecutive_skips < 1:
+        raise ValueError(f"max_consecutive_skips should be 1 or above, got {max_consecutive_skips}.")
+    if not 0 <= max_skip_rate <= 1:
+        raise ValueError(f"max_skip_rate should lie between 0 and 1, got {max_skip_rate}.")
+    state = find_state(opt_state, name)
+    try:
+        counts = np.asarray(state.counts)
+    except jax.errors.TracerArrayConversionError:
+        raise TypeError("raise_if_stuck reads values: call it on the host, outside jit.") from None
+    batch = counts.shape[:-1]
+    for member in np.ndindex(batch):
+        complaint = _complaint(state, member, max_consecutive_skips, max_skip_rate)
+        if complaint:
+            which = f"Member {list(member)} of {list(batch)}: " if batch else ""
+            raise FloatingPointError(f"{which}{complaint}\n{_ADVICE}")
+
+
+def _complaint(
+    state: SkipNonfiniteState, member: tuple[int, ...], max_consecutive_skips: int, max_skip_rate: float
+) -> str:
+    """Returns what is wrong with one member of a state, or nothing."""
+    steps, skipped, in_a_row = map(int, np.asarray(state.counts)[member])
+    scale = None if state.loss_scale is None else float(_member(state.loss_scale.loss_scale, member))
+    at_minimum = isinstance(state.loss_scale, DynamicLossScale) and state.loss_scale.lowered(scale) == scale
+    low = at_minimum and in_a_row > 0 and steps >= max_consecutive_skips
+    if in_a_row >= max_consecutive_skips:
+        said = f"The last {in_a_row} steps were skipped"
+    elif (low or skipped >= max_consecutive_skips) and skipped > max_skip_rate * steps:
+        said = f"{skipped} of {steps} steps were skipped ({skipped / steps:.0%})"
+    else:
+        return ""
+    flags = _member(state.leaf_finite, member)
+    if in_a_row and not flags.all():
+        finite = dict(zip(state.leaf_names.paths, flags.tolist()))
+        said += f": inf or NaN in the gradients of {describe(finite, state.leaf_names.in_model_order)}"
+    elif in_a_row:
+        said += ": the norm of the gradients is inf"
+    said += "."
+    if scale is not None:
+        said += f" The loss scale is {scale:g}{', its minimum' if at_minimum else ''}."
+    return said
+
+
+def _member(values: Any, member: tuple[int, ...]) -> Any:
+    """Returns one member of a batched array; the array itself where it is not batched."""
+    array = np.asarray(values)
+    return array[member] if array.ndim >= len(member) else array
+
+
+def describe(finite: dict[str, bool], order: Sequence[str], most: int = 6) -> str:
+    """Returns which leaves are not finite, by module, in `order`.
+
+    >>> finite = {"a/bias": False, "a/kernel": False, "b/bias": False, "b/kernel": True}
+    >>> describe(finite, list(finite))
+    '3 of 4 parameters, all but b/kernel'
+    >>> describe({**finite, "b/bias": True}, list(finite))
+    '2 of 4 parameters: a'
+    """
+    names = [name for name in dict.fromkeys(order) if name in finite]
+    bad, good = ([name for name in names if finite[name] is ok] for ok in (False, True))
+    counted = f"{len(bad)} of {len(names)} parameters"
+    if not good:
+        return f"all {len(names)} parameters" if len(names) > 1 else "the only parameter"
+    of_bad, of_good = _modules(bad, good), _modules(good, bad)
+    few, how = (of_good, ", all but ") if len(of_good) < len(of_bad) else (of_bad, ": ")
+    more = f" and {len(few) - most} more" if len(few) > most else ""
+    return counted + how + ", ".join(few[:most]) + more
+
+
+def _modules(chosen: list[str], others: list[str]) -> list[str]:
+    """Returns the outermost subtrees that hold leaves of `chosen` and none of `others`."""
+    taken = {subtree for name in others for subtree in subtrees(name)}
+    outermost = (next((s for s in subtrees(name) if s not in taken), name) for name in chosen)
+    return list(dict.fromkeys(outermost))

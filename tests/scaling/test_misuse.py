@@ -1,0 +1,228 @@
+"""What careless users write: each mistake has a message that says what was given and what to do."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from steps import bits, make_grads, make_params, run, spoil
+
+import jmp_lite as jmp
+
+WRAPPERS = [jmp.with_loss_scale, jmp.skip_nonfinite]
+PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(())}
+
+
+def loss_fn(params, x):
+    return jnp.sum(params["w"] * x) + params["b"]
+
+
+# What is given to the wrappers
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("inner", [None, 1e-3, optax.adam, PARAMS])
+def test_the_inner_transform_is_a_transform(wrap, inner):
+    with pytest.raises(TypeError, match=rf"{wrap.__name__}\(inner\) wraps an optax transform such as optax"):
+        wrap(inner)
+
+
+@pytest.mark.parametrize("scale", [1024.0, "dynamic", jmp.DynamicLossScale])
+def test_the_scale_is_a_loss_scale(scale):
+    with pytest.raises(TypeError, match="expected a loss scale such as"):
+        jmp.with_loss_scale(optax.sgd(1.0), scale)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_parameters_and_state_in_the_wrong_order(wrap):
+    tx = wrap(optax.sgd(1.0))
+    with pytest.raises(TypeError, match=r"got dict\. The state comes before the parameters\."):
+        tx.update(PARAMS, PARAMS, tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_the_state_of_another_transform(wrap):
+    state = optax.adam(1e-3).init(PARAMS)
+    with pytest.raises(TypeError, match=r"that its init\(params\) returned, got tuple\. To go on from"):
+        wrap(optax.adam(1e-3)).update(PARAMS, state, PARAMS)
+    other = {jmp.with_loss_scale: jmp.skip_nonfinite, jmp.skip_nonfinite: jmp.with_loss_scale}[wrap]
+    with pytest.raises(ValueError, match=rf"{wrap.__name__}: update was given a state of {other.__name__}"):
+        wrap(optax.adam(1e-3)).update(PARAMS, other(optax.adam(1e-3)).init(PARAMS), PARAMS)
+
+
+def test_a_plain_state_goes_on_as_the_message_says():
+    plain = optax.adam(1e-2)
+    params, old = make_params(), plain.init(make_params())
+    for step in range(3):
+        updates, old = plain.update(make_grads(step), old, params)
+        params = optax.apply_updates(params, updates)
+    tx = jmp.with_loss_scale(plain)
+    state = dataclasses.replace(tx.init(params), inner_state=old)
+    ours, state = tx.update(make_grads(3), state, params)
+    theirs, _ = plain.update(make_grads(3), old, params)
+    assert bits(ours) == bits(theirs)
+    assert int(state.inner_state[0].count) == 4
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_gradient_that_is_missing(wrap):
+    tx = wrap(optax.adam(1e-3))
+    with pytest.raises(ValueError, match=r"The gradients lack the parameters \['w'\]"):
+        tx.update({"b": jnp.ones(())}, tx.init(PARAMS), PARAMS)
+
+
+# A scale that nothing uses
+
+
+def test_a_threaded_scale_that_nothing_divides_by():
+    tx = jmp.skip_nonfinite(optax.adam(1e-3))
+    with pytest.raises(TypeError, match=r"nothing divides the gradients by it\. Put jmp\.unscale\(\) first"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=jmp.StaticLossScale(2.0**10))
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=jmp.NoOpLossScale())
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.chain(jmp.unscale(), optax.sgd(1.0)),
+        optax.masked(optax.chain(jmp.unscale(), optax.sgd(1.0)), {"w": True}),
+        optax.chain(optax.chain(jmp.unscale()), optax.sgd(1.0)),
+    ],
+    ids=["chain", "masked", "nested"],
+)
+def test_unscale_is_found_wherever_it_stands(inner):
+    tx = jmp.skip_nonfinite(inner)
+    updates, _ = tx.update(
+        {"w": jnp.full(2, 8.0)}, tx.init({"w": jnp.ones(2)}), loss_scale=jmp.StaticLossScale(4)
+    )
+    assert updates["w"].tolist() == [-2.0, -2.0]
+
+
+# value_and_grad
+
+
+def test_no_scale_is_named_nothing():
+    with pytest.raises(TypeError, match=r"jmp\.NoOpLossScale\(\); got nothing"):
+        jmp.value_and_grad(loss_fn)
+
+
+@pytest.mark.parametrize("scale", [jmp.with_loss_scale(optax.sgd(1.0)).init(PARAMS), 2.0**15])
+def test_an_optimizer_state_is_no_scale(scale):
+    with pytest.raises(TypeError, match=r"such as jmp\.get_loss_scale\(opt_state\).*got \w+"):
+        jmp.value_and_grad(loss_fn, scale)
+
+
+@pytest.mark.parametrize("transform", [jax.grad, eqx.filter_grad, nnx.grad])
+def test_a_transform_that_gives_gradients_alone(transform):
+    with pytest.raises(TypeError, match=r"transform should return what jax\.value_and_grad returns"):
+        jmp.value_and_grad(loss_fn, jmp.StaticLossScale(2), transform=transform)(PARAMS, jnp.ones(3))
+
+
+# States
+
+
+def test_a_checkpoint_restored_as_dicts_says_so():
+    state = {"inner_state": [], "loss_scale": {"loss_scale": 2.0, "counter": 0}, "leaf_finite": [True]}
+    with pytest.raises(
+        ValueError, match=r"restored as plain dicts: restore it with a target, tx\.init\(params\)"
+    ):
+        jmp.get_loss_scale(state)
+
+
+def test_a_float32_branch_is_told_of_the_scale_that_does_nothing():
+    with pytest.raises(
+        ValueError, match=r"without a scale: jmp\.with_loss_scale\(tx, jmp\.NoOpLossScale\(\)\)"
+    ):
+        jmp.get_loss_scale(optax.adam(1e-3).init(PARAMS))
+
+
+@pytest.mark.parametrize("scale", [jmp.DynamicLossScale(jnp.float32(8)), jmp.StaticLossScale(jnp.float32(8))])
+def test_donated_states_leave_the_scale_and_each_other_alone(scale):
+    tx = jmp.with_loss_scale(optax.sgd(1.0), scale)
+    step = jax.jit(lambda one, other: jax.tree.map(lambda x: x, (one, other)), donate_argnums=(0, 1))
+    step(tx.init(PARAMS), tx.init(PARAMS))
+    assert float(scale.loss_scale) == 8.0
+    number = jnp.float32(8)
+    built = type(scale)(number)
+    jax.jit(lambda built: built, donate_argnums=0)(built)
+    assert float(number) == 8.0
+
+
+def test_tree_map_params_reaches_the_parameters_of_the_state():
+    tx = jmp.with_loss_scale(optax.chain(optax.adam(1e-2), optax.trace(0.9)), clip_norm=1.0)
+    state = tx.init(make_params())
+    marked = optax.tree_map_params(tx, lambda _: "parameter", state, transform_non_params=lambda _: "other")
+    assert set(jax.tree.leaves(marked.inner_state[0][0].mu)) == {"parameter"}
+    assert jax.tree.leaves((marked.loss_scale, marked.counts, marked.leaf_finite)) == ["other"] * 4
+    # A state that went through it still trains, and still has names.
+    doubled = optax.tree_map_params(tx, lambda leaf: leaf * 2, state)
+    _, doubled = jax.jit(tx.update)(spoil(make_grads(0)), doubled, make_params())
+    with pytest.raises(FloatingPointError, match="1 of 3 parameters: dense/kernel"):
+        jmp.raise_if_stuck(doubled, 1)
+
+
+# Gradients of other dtypes
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e-4), ("float16", 300.0), ("bfloat16", 1e-4)])
+def test_gradients_in_half_are_widened_before_they_are_squared(wrap, dtype, value):
+    """In float16 the square of 1e-4 is 0 and the square of 300 is inf."""
+    tx = wrap(optax.adam(1e-3))
+    params = jnp.zeros(2)
+    updates, state = tx.update(jnp.full(2, value, dtype), tx.init(params), params)
+    np.testing.assert_allclose(updates, -1e-3, rtol=1e-3)
+    assert state.inner_state[0].nu.dtype == updates.dtype == jnp.float32
+    assert np.isfinite(state.inner_state[0].nu).all()
+
+
+def test_leaves_that_are_no_gradients_pass_through():
+    grads = {
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "key": jax.random.key(0),
+        "flag": jnp.array([True]),
+        "count": jnp.arange(2),
+        "none": None,
+        "w": jnp.ones(2),
+    }
+    for settings in ({}, {"clip_norm": 1.0}):
+        tx = jmp.skip_nonfinite(optax.identity(), **settings)
+        state = tx.init({**grads, "float0": jnp.ones(2, int)})
+        updates, state = tx.update(grads, state)
+        assert jmp.grads_finite(state)
+        assert updates["float0"].dtype == jax.dtypes.float0
+        assert updates["key"] == grads["key"]
+        updates, state = tx.update({**grads, "w": jnp.full(2, np.nan)}, state)
+        assert not jmp.grads_finite(state)
+        assert updates["w"].tolist() == [0, 0]
+
+
+def test_statistics_of_fp8_layers_are_no_gradients():
+    """Flax hands out new statistics in the place of gradients: they are taken as they are."""
+    import flax.linen as nn
+
+    model = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    x = jnp.linspace(-2, 2, 256).reshape(16, 16)
+    variables = model.init(jax.random.key(0), x)
+    assert "_overwrite_with_gradient" in variables
+    mean_square = lambda variables: jnp.mean(model.apply(variables, x) ** 2)
+    plain = jax.grad(mean_square)(variables)
+    true = jmp.grad(mean_square, jmp.StaticLossScale(1024.0))(variables)
+    for name in ("input_scale", "kernel_scale", "input_amax_history", "kernel_amax_history"):
+        statistic = lambda tree, name=name: jax.tree.leaves(
+            [v for p, v in jax.tree_util.tree_leaves_with_path(tree) if name in jax.tree_util.keystr(p)]
+        )
+        assert statistic(plain)
+        for one, other in zip(statistic(true), statistic(plain), strict=True):
+            np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(true["params"]["bias"], plain["params"]["bias"], rtol=1e-2, atol=1e-3)
+
+
+def test_multi_steps_count_micro_batches_as_the_documentation_says():
+    tx = jmp.with_loss_scale(optax.MultiSteps(optax.sgd(1.0), 4), jmp.DynamicLossScale(8.0, period=4))
+    _, state = run(tx, [make_grads(step) for step in range(4)])
+    assert float(jmp.get_loss_scale(state).loss_scale) == 16.0

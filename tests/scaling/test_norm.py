@@ -1,0 +1,219 @@
+"""`clip_norm`: one pass over the gradients clips them, checks them and reports their norm."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxprs import equations
+from steps import bits
+
+import jmp_lite as jmp
+
+BAD = [np.nan, np.inf, -np.inf]
+EPS = float(np.finfo(np.float32).eps)
+SHAPES = {"dense": {"bias": (4,), "kernel": (3, 4)}, "gain": (), "shift": (1,), "table": (2, 1, 5)}
+LEAVES = 5
+
+
+def make_tree(value=0.5, dtype=jnp.float32):
+    is_shape = lambda node: isinstance(node, tuple)
+    return jax.tree.map(lambda shape: jnp.full(shape, value, dtype), SHAPES, is_leaf=is_shape)
+
+
+def spoil(tree, index, value, where=0.0):
+    """`tree` with `value` in its leaf number `index`, at the fraction `where` of its elements."""
+    leaves, structure = jax.tree.flatten(tree)
+    bad = np.array(leaves[index])
+    bad.flat[min(int(where * bad.size), bad.size - 1)] = value
+    return structure.unflatten([*leaves[:index], jnp.asarray(bad), *leaves[index + 1 :]])
+
+
+def random_tree(seed, scale=1.0):
+    leaves, structure = jax.tree.flatten(make_tree())
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return structure.unflatten(
+        [scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)]
+    )
+
+
+INNERS = {"adamw": optax.adamw(1e-2), "momentum": optax.sgd(0.1, momentum=0.9), "plain": optax.sgd(1.0)}
+
+
+@functools.cache
+def stepped(name, clip_norm=1.0):
+    tx = jmp.with_loss_scale(INNERS[name], clip_norm=clip_norm)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step, tx.init(make_tree())
+
+
+@pytest.mark.parametrize("name", INNERS)
+@hypothesis.given(seed=st.integers(0, 1000), exponent=st.integers(-6, 8))
+@hypothesis.settings(max_examples=15)
+def test_finite_gradients_are_clipped_as_by_optax(name, seed, exponent):
+    params, grads = random_tree(seed + 1), random_tree(seed, 10.0**exponent)
+    step, state = stepped(name)
+    after, state = step(params, state, grads)
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), INNERS[name])
+    updates, inner_state = clipped.update(grads, clipped.init(params), params)
+    ours = (after, state.inner_state)
+    theirs = (optax.apply_updates(params, updates), inner_state[1])
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=16 * EPS, atol=16 * EPS)
+    norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(grads)))
+    np.testing.assert_allclose(jmp.metrics(state)["grad_norm"], norm, rtol=16 * EPS)
+
+
+def test_gradients_within_the_norm_are_left_as_they_are():
+    step, state = stepped("plain")
+    params, grads = make_tree(0.0), make_tree(0.125)
+    after, state = step(params, state, grads)
+    assert bits(after) == bits(jax.tree.map(jnp.negative, grads))
+    np.testing.assert_allclose(jmp.metrics(state)["grad_norm"], 0.125 * 28**0.5, rtol=4 * EPS)
+
+
+@pytest.mark.parametrize("name", INNERS)
+@hypothesis.given(index=st.integers(0, LEAVES - 1), value=st.sampled_from(BAD), where=st.floats(0, 1))
+@hypothesis.settings(max_examples=15)
+def test_one_bad_element_skips_the_step_and_names_its_leaf(name, index, value, where):
+    step, state = stepped(name)
+    params = make_tree(0.25)
+    after, state_after = step(params, state, spoil(make_tree(), index, value, where))
+    assert state_after.leaf_finite.tolist() == [i != index for i in range(LEAVES)]
+    assert not jmp.grads_finite(state_after)
+    assert bits((after, state_after.inner_state)) == bits((params, state.inner_state))
+    assert not np.isfinite(jmp.metrics(state_after)["grad_norm"])
+    assert float(jmp.get_loss_scale(state_after).loss_scale) == 2.0**14
+
+
+def test_gradients_with_squares_beyond_float32_are_skipped_only_with_a_clip():
+    params = make_tree()
+    for size, finite in [(1e18, True), (1e25, False), (3e38, False)]:
+        grads = spoil(make_tree(), 1, size)
+        step, state = stepped("plain")
+        after, state_after = step(params, state, grads)
+        assert bool(jmp.grads_finite(state_after)) is finite
+        assert state_after.leaf_finite.tolist() == [True, finite, True, True, True]
+        assert (bits(after) == bits(params)) is not finite
+        step, state = stepped("plain", None)
+        assert jmp.grads_finite(step(params, state, grads)[1])
+
+
+def test_a_norm_that_overflows_though_no_leaf_does_is_reported():
+    step, state = stepped("plain")
+    grads = spoil(spoil(make_tree(), 0, 1.4e19), 1, 1.4e19)
+    _, state = step(make_tree(), state, grads)
+    assert state.leaf_finite.all()
+    assert not jmp.grads_finite(state)
+    with pytest.raises(FloatingPointError, match="the norm of the gradients is inf"):
+        jmp.raise_if_stuck(state, 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_gradients_in_half_are_squared_in_float32(dtype):
+    tx = jmp.skip_nonfinite(optax.sgd(1.0), clip_norm=1.0)
+    grads = make_tree(float(jnp.finfo(jnp.float16).max) / 2, dtype)
+    updates, state = tx.update(grads, tx.init(grads), grads)
+    assert jmp.grads_finite(state)
+    for update in jax.tree.leaves(updates):
+        assert update.dtype == jnp.float32
+        np.testing.assert_allclose(update, -1 / 28**0.5, rtol=16 * EPS)
+
+
+def test_complex_and_integer_leaves():
+    grads = {"a": jnp.full(2, 3 + 4j), "b": jnp.arange(3), "c": jnp.zeros(2)}
+    tx = jmp.skip_nonfinite(optax.identity(), clip_norm=1.0)
+    updates, state = tx.update(grads, tx.init(grads), grads)
+    np.testing.assert_allclose(state.grad_norm, 50**0.5, rtol=EPS)
+    np.testing.assert_allclose(updates["a"], grads["a"] / 50**0.5, rtol=4 * EPS)
+    assert updates["b"].tolist() == [0, 1, 2]
+    for value in (complex(0, np.inf), complex(np.nan, 0)):
+        _, state = tx.update({**grads, "a": jnp.full(2, value)}, tx.init(grads), grads)
+        assert state.leaf_finite.tolist() == [False, True, True]
+
+
+def test_a_threaded_scale_clips_the_unscaled_gradients():
+    loss_scale = jmp.StaticLossScale(2.0**10)
+    tx = jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.sgd(1.0)), clip_norm=1.0)
+    grads = random_tree(0)
+    updates, state = tx.update(
+        jax.tree.map(lambda g: g * 2.0**10, grads), tx.init(grads), grads, loss_scale=loss_scale
+    )
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    expected, _ = clipped.update(grads, clipped.init(grads), grads)
+    for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=16 * EPS)
+    np.testing.assert_allclose(state.grad_norm, optax.tree.norm(grads), rtol=16 * EPS)
+
+
+def test_multi_steps_inside_has_each_micro_batch_clipped():
+    tx = jmp.skip_nonfinite(optax.MultiSteps(optax.sgd(1.0), 2), clip_norm=1.0)
+    params = jnp.zeros(4)
+    state = tx.init(params)
+    for size in (2.0, 0.25):
+        updates, state = tx.update(jnp.full(4, size), state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params, -(0.5 + 0.25) / 2, rtol=4 * EPS)
+
+
+def test_the_gradients_are_read_once_for_the_norm_and_the_check():
+    grads = make_tree()
+    tx = jmp.with_loss_scale(optax.sgd(0.1), clip_norm=1.0)
+    jaxpr = jax.make_jaxpr(tx.update)(grads, tx.init(grads), grads)
+    checked = [e.invars[0].aval.shape for e in equations(jaxpr) if e.primitive.name == "is_finite"]
+    assert sorted(checked) == [(), (LEAVES,)]
+    reduced = [e.invars[0].aval.shape for e in equations(jaxpr) if e.primitive.name == "reduce_sum"]
+    assert reduced == [*(leaf.shape for leaf in jax.tree.leaves(grads)), (LEAVES,)]
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "error"),
+    [(0, ValueError), (-1.0, ValueError), (np.nan, ValueError), ("1", TypeError), (True, TypeError)],
+)
+def test_a_norm_is_a_number_above_0(clip_norm, error):
+    for wrap in (jmp.with_loss_scale, jmp.skip_nonfinite):
+        with pytest.raises(error, match="clip_norm should be a"):
+            wrap(optax.sgd(1.0), clip_norm=clip_norm)
+
+
+# Devices
+
+
+def test_an_inf_in_one_shard_is_in_the_norm_of_all():
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("data",))
+    tx = jmp.skip_nonfinite(optax.sgd(0.1), clip_norm=1.0)
+    grads = {"a": jnp.ones((8, 2)), "b": jnp.ones(4)}
+    put = lambda tree: jax.device_put(tree, NamedSharding(mesh, P("data")))
+    state = tx.init(grads)
+    update = jax.jit(tx.update)
+    updates, after = update(put(grads), state, put(grads))
+    np.testing.assert_allclose(updates["a"], -0.1 / 20**0.5, rtol=16 * EPS)
+    updates, after = update(put({**grads, "b": grads["b"].at[2].set(np.inf)}), state, put(grads))
+    assert after.leaf_finite.tolist() == [True, False]
+    assert not np.any(updates["a"])
+
+
+def test_the_devices_of_a_shard_map_agree_though_each_has_a_norm_of_its_own():
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("data",))
+    tx = jmp.skip_nonfinite(optax.sgd(0.1), clip_norm=1.0, axis_name="data")
+    grads = jnp.ones((4, 2)).at[2, 1].set(np.nan)
+
+    def update(grads):
+        updates, state = tx.update(grads, tx.init(grads), grads)
+        return updates, state.counts[None]
+
+    sharded = jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    updates, counts = jax.jit(sharded)(grads)
+    assert not np.any(updates)
+    assert counts.tolist() == [[1, 1, 1]] * 4

@@ -1,0 +1,162 @@
+"""`raise_if_stuck` sees a stuck and a half-stuck run, and says where."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from steps import make_grads, make_params, run, spoil
+
+import jmp_lite as jmp
+from jmp_lite._scaling.stuck import describe
+
+GOOD, BAD = make_grads(0), spoil(make_grads(1))
+
+
+def after(events, tx=None):
+    """The state after steps that are finite (1) or not (0)."""
+    return run(tx or jmp.with_loss_scale(optax.sgd(1e-2)), [GOOD if event else BAD for event in events])[1]
+
+
+def complaint(state, *args, **kwargs):
+    with pytest.raises(FloatingPointError) as error:
+        jmp.raise_if_stuck(state, *args, **kwargs)
+    return str(error.value)
+
+
+def test_it_counts_the_last_steps_and_names_parameters_and_scale():
+    state = after([1, 0, 0], jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(8.0)))
+    jmp.raise_if_stuck(state, 3)
+    jmp.raise_if_stuck(state)
+    assert complaint(state, 2).startswith(
+        "The last 2 steps were skipped: inf or NaN in the gradients of 1 of 3 parameters: dense/kernel. "
+        "The loss scale is 2.\nAt a small loss scale"
+    )
+
+
+def test_it_forgets_skips_in_a_row_after_a_step_that_was_taken():
+    assert "The loss scale is" not in complaint(after([0] * 3, jmp.skip_nonfinite(optax.sgd(1.0))), 1)
+    jmp.raise_if_stuck(after([0, 1]), 1, max_skip_rate=1)
+
+
+def test_one_bad_batch_in_five_is_a_stuck_run():
+    """The scale falls from 2**15 to 1, though no two steps in a row are skipped."""
+    state = after([1, 1, 1, 1, 0] * 5)
+    jmp.raise_if_stuck(state)
+    said = complaint(state, max_consecutive_skips=5)
+    assert said.startswith("5 of 25 steps were skipped (20%): inf or NaN in the gradients of 1 of 3")
+    assert "The loss scale is 1024." in said
+    jmp.raise_if_stuck(state, max_consecutive_skips=6)
+    jmp.raise_if_stuck(state, max_consecutive_skips=5, max_skip_rate=0.2)
+    # A step that was taken has no bad gradients to name.
+    assert complaint(after([0, 1, 0, 1]), 2).startswith("2 of 4 steps were skipped (50%). The loss scale is")
+
+
+def test_a_scale_at_its_minimum_is_judged_after_fewer_skips():
+    low = jmp.with_loss_scale(optax.sgd(1e-2), jmp.DynamicLossScale(8.0, min_loss_scale=4.0))
+    events = [1, 1, 1, 0]
+    jmp.raise_if_stuck(after(events, low), max_consecutive_skips=5)  # Too early: four steps.
+    jmp.raise_if_stuck(after([*events, 1], low), max_consecutive_skips=5)  # The last step was taken.
+    said = complaint(after([1, *events], low), max_consecutive_skips=5)
+    assert said.startswith("1 of 5 steps were skipped (20%): inf or NaN in the gradients of 1 of 3 ")
+    assert "The loss scale is 4, its minimum." in said
+    above = jmp.with_loss_scale(optax.sgd(1e-2), jmp.DynamicLossScale(16.0, min_loss_scale=4.0))
+    jmp.raise_if_stuck(after([1, *events], above), max_consecutive_skips=5)
+    # A minimum that no power of two meets is reached one power above.
+    odd = jmp.with_loss_scale(optax.sgd(1e-2), jmp.DynamicLossScale(8.0, min_loss_scale=3.0))
+    assert "The loss scale is 4, its minimum." in complaint(after([1, *events], odd), 5)
+    static = jmp.with_loss_scale(optax.sgd(1e-2), jmp.StaticLossScale(1.0))
+    jmp.raise_if_stuck(after([1, *events], static), max_consecutive_skips=5)
+
+
+def test_a_start_that_looks_for_the_scale_is_no_stuck_run():
+    jmp.raise_if_stuck(after([0] * 15 + [1] * 40))
+    assert "16 of 57 steps were skipped (28%)" in complaint(after([0] * 15 + [1] * 41 + [0]))
+
+
+def test_a_single_parameter_has_no_name():
+    tx = jmp.skip_nonfinite(optax.sgd(1.0))
+    _, state = tx.update(jnp.float32(np.nan), tx.init(jnp.float32(0)))
+    assert "gradients of the only parameter." in complaint(state, 1)
+
+
+def test_it_belongs_on_the_host():
+    state = after([1])
+    with pytest.raises(TypeError, match="call it on the host, outside jit"):
+        jax.jit(lambda state: jmp.raise_if_stuck(state))(state)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_consecutive_skips": 0}, "max_consecutive_skips should be 1 or above, got 0"),
+        ({"max_skip_rate": 1.5}, r"max_skip_rate should lie between 0 and 1, got 1\.5"),
+        ({"max_skip_rate": -0.1}, "max_skip_rate should lie between 0 and 1"),
+    ],
+)
+def test_limits_out_of_range_are_an_error(limits, message):
+    with pytest.raises(ValueError, match=message):
+        jmp.raise_if_stuck(after([1]), **limits)
+
+
+def test_each_member_of_a_batched_state_is_judged():
+    tx = jmp.with_loss_scale(optax.sgd(1.0))
+    params = jnp.ones((2, 3))
+    _, state = jax.vmap(tx.update)(params.at[1, 0].set(np.nan), jax.vmap(tx.init)(params), params)
+    jmp.raise_if_stuck(state, 2)
+    said = complaint(state, 1)
+    assert said.startswith("Member [1] of [2]: The last 1 steps were skipped: inf or NaN in the gradients of")
+    assert "The loss scale is 16384." in said
+    assert jmp.metrics(state)["skipped_steps"].tolist() == [0, 1]
+
+
+# The names
+
+
+MODEL = {f"block_{i}": {"attention": {"kernel": 0, "bias": 1}, "mlp": {"kernel": 2}} for i in range(12)}
+MODEL = {"embedding": 0, **MODEL, "head": {"kernel": 3, "bias": 4}}
+
+
+def flagged(is_bad):
+    from jmp_lite._paths import names_in_model_order
+
+    names = names_in_model_order(MODEL)
+    return describe({name: not is_bad(name) for name in sorted(names)}, names)
+
+
+def test_names_are_those_of_modules_in_the_order_of_the_model():
+    assert flagged(lambda name: True) == "all 39 parameters"
+    assert flagged(lambda name: "head" not in name) == "37 of 39 parameters, all but head"
+    assert flagged(lambda name: name.startswith(("block_2/", "block_10/"))) == (
+        "6 of 39 parameters: block_2, block_10"
+    )
+    assert flagged(lambda name: name in ("embedding", "block_1/mlp/kernel")) == (
+        "2 of 39 parameters: embedding, block_1/mlp"
+    )
+    assert flagged(lambda name: name.endswith("mlp/kernel")) == (
+        "12 of 39 parameters: block_0/mlp, block_1/mlp, block_2/mlp, block_3/mlp, block_4/mlp, block_5/mlp "
+        "and 6 more"
+    )
+
+
+def test_the_state_keeps_the_order_in_which_the_model_made_its_parameters():
+    x = jnp.ones(2)
+    params = {"stem": x, "middle": {"z": x, "a": x}, "body": x, "head": x}
+    tx = jmp.skip_nonfinite(optax.sgd(1.0))
+    state = tx.init(params)
+    grads = {**params, "head": params["head"] * np.nan, "stem": params["stem"] * np.inf}
+    _, state = jax.jit(tx.update)(grads, state, params)
+    assert "2 of 5 parameters: stem, head." in complaint(state, 1)
+
+
+def test_leaves_with_one_name_are_named_once():
+    params = {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2), "c": jnp.ones(2)}
+    tx = jmp.skip_nonfinite(optax.sgd(1.0))
+    _, state = tx.update({**params, "a/b": jnp.full(2, np.inf)}, tx.init(params), params)
+    assert "1 of 2 parameters: a." in complaint(state, 1)
+
+
+def test_the_parameters_of_the_tests_are_named_by_module():
+    state = run(jmp.skip_nonfinite(optax.sgd(1.0)), [jax.tree.map(lambda g: g * np.nan, make_grads(0))])[1]
+    assert "gradients of all 3 parameters." in complaint(state, 1)
+    assert set(make_params()) == {"dense", "gain"}
