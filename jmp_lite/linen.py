@@ -23,6 +23,23 @@ from ._paths import join
 from ._policy import Policy
 from ._tree import cast_floating
 
+
+def _read_bias(module: Any) -> jax.Array | None:
+    """Returns the bias of a layer, as `Library.read_bias`."""
+    batched = getattr(module, "batch_dims", ()) not in ((), [])  # The number 0 is an axis.
+    return nn.unbox(module.get_variable("params", "bias")) if module.use_bias and not batched else None
+
+
+_LINEN = Library(
+    module=nn.Module,
+    embedding=nn.Embed,
+    cell=nn.RNNCellBase,
+    products=(nn.Dense, nn.DenseGeneral),
+    biased=(nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal, nn.ConvTranspose),
+    rewriters=(nn.WeightNorm, nn.SpectralNorm),
+    read_bias=_read_bias,
+    no_bias={"use_bias": False},
+)
 # The outer half of a lifted transform, which calls an inner module next; and the lookup of an attribute.
 _CASTS_NOTHING = ("<lambda>", "__getattr__")
 
@@ -166,21 +183,3 @@ def _cast_param(module: nn.Module, path: str, policy: Policy, name: str, *args: 
     """Runs `module.param` and casts its result. The stored parameter is not cast."""
     value = type(module).param(module, name, *args, **kwargs)
     return cast_floating(value, policy.at(join(path, name)).compute_dtype)
-
-
-def _read_bias(module: Any) -> jax.Array | None:
-    """Returns the bias of a layer, as `Library.read_bias`."""
-    batched = getattr(module, "batch_dims", ()) not in ((), [])  # The number 0 is an axis.
-    return nn.unbox(module.get_variable("params", "bias")) if module.use_bias and not batched else None
-
-
-_LINEN = Library(
-    module=nn.Module,
-    embedding=nn.Embed,
-    cell=nn.RNNCellBase,
-    products=(nn.Dense, nn.DenseGeneral),
-    biased=(nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal, nn.ConvTranspose),
-    rewriters=(nn.WeightNorm, nn.SpectralNorm),
-    read_bias=_read_bias,
-    no_bias={"use_bias": False},
-)

@@ -24,6 +24,22 @@ from ._tree import cast_leaf
 M = TypeVar("M", bound=nnx.Module)
 T = TypeVar("T")
 
+
+def _read_bias(module: Any) -> jax.Array | None:
+    """Returns the bias of a layer, as `Library.read_bias`."""
+    return None if module.bias is None or getattr(module, "batch_axis", None) else module.bias[...]
+
+
+_NNX = Library(
+    module=nnx.Module,
+    embedding=nnx.Embed,
+    cell=nnx.RNNCellBase,
+    products=(nnx.Linear, nnx.LinearGeneral),
+    biased=(nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose),
+    rewriters=(nnx.WeightNorm, nnx.SpectralNorm),
+    read_bias=_read_bias,
+    no_bias={"bias": None, "use_bias": False},
+)
 _NORMALIZATION = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
 _SETTING = "_jmp_lite_setting"
 
@@ -211,23 +227,6 @@ def _cast_params(tree: Any, setting: _Setting, attribute: str) -> Any:
         return jax.tree.map(lambda value: cast_leaf(value, dtype), leaf)
 
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=_is_node)
-
-
-def _read_bias(module: Any) -> jax.Array | None:
-    """Returns the bias of a layer, as `Library.read_bias`."""
-    return None if module.bias is None or getattr(module, "batch_axis", None) else module.bias[...]
-
-
-_NNX = Library(
-    module=nnx.Module,
-    embedding=nnx.Embed,
-    cell=nnx.RNNCellBase,
-    products=(nnx.Linear, nnx.LinearGeneral),
-    biased=(nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose),
-    rewriters=(nnx.WeightNorm, nnx.SpectralNorm),
-    read_bias=_read_bias,
-    no_bias={"bias": None, "use_bias": False},
-)
 
 
 def split_objects(

@@ -1,6 +1,7 @@
 """Ways to scale a loss: jmp_lite's and those of its peers, each written as in its own documentation.
 
-Each is a function of an optimizer. To add one, write it and add it to `SCALERS`.
+Each is a function of an optimizer and of the global norm to which gradients are clipped, or None. To add one,
+write it and add it to `SCALERS`.
 """
 
 import dataclasses
@@ -36,8 +37,9 @@ class Scaler:
     scale: Callable[[Any], Any]
 
 
-def plain(tx: Any) -> Scaler:
+def plain(tx: Any, clip_norm: float | None = None) -> Scaler:
     """No loss scale."""
+    tx = _clipped(tx, clip_norm)
 
     def step(loss: Loss, params: Any, state: Any, statistics: Any) -> Any:
         del statistics
@@ -48,9 +50,11 @@ def plain(tx: Any) -> Scaler:
     return Scaler(lambda params, _: tx.init(params), step, lambda _: 1.0)
 
 
-def ours(tx: Any) -> Scaler:
+def ours(tx: Any, clip_norm: float | None = None) -> Scaler:
     """jmp_lite, as in its README."""
-    with_scale = lambda scale: jmp_lite.with_loss_scale(tx, jmp_lite.DynamicLossScale(scale))
+    with_scale = lambda scale: jmp_lite.with_loss_scale(
+        tx, jmp_lite.DynamicLossScale(scale), clip_norm=clip_norm
+    )
     update = with_scale(SCALE).update
 
     def step(loss: Loss, params: Any, state: Any, statistics: Any) -> Any:
@@ -65,9 +69,11 @@ def ours(tx: Any) -> Scaler:
     return Scaler(init, step, lambda state: jmp_lite.get_loss_scale(state).loss_scale)  # type: ignore[attr-defined]
 
 
-def deepmind_jmp(tx: Any) -> Scaler:
+def deepmind_jmp(tx: Any, clip_norm: float | None = None) -> Scaler:
     """DeepMind's jmp, as in its README. The state holds arrays: JAX cannot lower jmp's object."""
     import jmp  # Here, because it is an optional dependency.
+
+    tx = _clipped(tx, clip_norm)
 
     def init(params: Any, scale: float) -> Any:
         return tx.init(params), (jnp.float32(scale), jnp.int32(0))
@@ -94,8 +100,9 @@ def deepmind_jmp(tx: Any) -> Scaler:
     return Scaler(init, step, lambda state: state[1][0])
 
 
-def flax_dynamic_scale(tx: Any) -> Scaler:
+def flax_dynamic_scale(tx: Any, clip_norm: float | None = None) -> Scaler:
     """Flax's DynamicScale, as in Flax's ImageNet example."""
+    tx = _clipped(tx, clip_norm)
 
     def init(params: Any, scale: float) -> Any:
         return tx.init(params), DynamicScale(scale=jnp.float32(scale))
@@ -114,9 +121,9 @@ def flax_dynamic_scale(tx: Any) -> Scaler:
     return Scaler(init, step, lambda state: state[1].scale)
 
 
-def optax_apply_if_finite(tx: Any) -> Scaler:
+def optax_apply_if_finite(tx: Any, clip_norm: float | None = None) -> Scaler:
     """optax.apply_if_finite, with a static scale by hand. It does not keep the old statistics."""
-    tx = optax.apply_if_finite(tx, max_consecutive_errors=10)
+    tx = optax.apply_if_finite(_clipped(tx, clip_norm), max_consecutive_errors=10)
 
     def step(loss: Loss, params: Any, state: Any, statistics: Any) -> Any:
         del statistics
@@ -133,13 +140,17 @@ def optax_apply_if_finite(tx: Any) -> Scaler:
     return Scaler(lambda params, _: tx.init(params), step, lambda _: 1024.0)
 
 
-SCALERS: dict[str, Callable[[Any], Scaler]] = {
+SCALERS: dict[str, Callable[..., Scaler]] = {
     "plain": plain,
     "jmp 0.0.4": deepmind_jmp,
     "Flax DynamicScale": flax_dynamic_scale,
     "optax.apply_if_finite": optax_apply_if_finite,
     "jmp_lite": ours,
 }
+
+
+def _clipped(tx: Any, clip_norm: float | None) -> Any:
+    return tx if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), tx)
 
 
 def _wide(grads: Any) -> Any:
