@@ -1,15 +1,17 @@
-"""What figures belong to: the device, its clocks, the versions of what ran."""
+"""What figures depend on: the device, its clocks, and the versions of the packages."""
 
 import importlib.metadata
+import pathlib
 import platform
 import subprocess
 
+HAS_GPU = any(pathlib.Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl"))
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "jmp", "numpy", "torch", "triton")
 PACKAGES += ("nvidia-cudnn-cu13", "nvidia-cublas")
 
 
 def _nvidia_smi(*fields: str) -> list[str] | None:
-    """What the first GPU says of some fields; None if there is none. It reads, and sets nothing."""
+    """Returns fields of the first GPU; None if there is no GPU. This only reads."""
     try:
         text = subprocess.run(
             ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
@@ -23,13 +25,13 @@ def _nvidia_smi(*fields: str) -> list[str] | None:
 
 
 def device_name() -> str:
-    """Returns the GPU's name as a folder's, such as `nvidia-h100-80gb-hbm3`, or `cpu`. JAX is not asked."""
+    """Returns the name of the GPU, such as `nvidia-h100-80gb-hbm3`, or `cpu`. This does not start JAX."""
     found = _nvidia_smi("name")
     return "-".join(found[0].lower().split()) if found else "cpu"
 
 
 def memory_bytes() -> float:
-    """Returns the memory of the GPU; infinity without one, since a machine's own memory is swapped."""
+    """Returns the memory of the GPU in bytes; infinity without a GPU, since the host swaps."""
     found = _nvidia_smi("memory.total")
     return float(found[0]) * 2**20 if found else float("inf")
 

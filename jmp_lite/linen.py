@@ -1,61 +1,79 @@
-"""Flax Linen: `with_policy` runs a module under a policy, the module and its parameters unchanged.
+"""Flax Linen: `with_policy` runs a module under a policy. The module and its parameters do not change.
 
-Importing this module also teaches `flax.serialization` the states of jmp_lite, so that
+Importing this module also registers the states of jmp_lite with `flax.serialization`, so that
 `to_bytes(train_state)` and Flax's own checkpoints hold the loss scale.
 """
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
-from flax import serialization
+import numpy as np
 
 from ._dtypes import DTypeLike
-from ._flax import layers
-from ._flax.products import parse_reduce_dtype, wide_gradients
+from ._flax import serialization as serialization  # Registers the states.
+from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model
+from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, takes_dtype
+from ._flax.products import parse_reduce_dtype
 from ._paths import join
 from ._policy import Policy
-from ._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from ._scaling.state import SkipNonfiniteState
-from ._tree import cast_floating, replace_leaves
+from ._tree import cast_floating
 
-# The outer half of a lifted transform, whose inner module comes next; and what looks an attribute up.
+
+def _read_bias(module: Any) -> jax.Array | None:
+    """Returns the bias of a layer, as `Library.read_bias`."""
+    batched = getattr(module, "batch_dims", ()) not in ((), [])  # The number 0 is an axis.
+    return nn.unbox(module.get_variable("params", "bias")) if module.use_bias and not batched else None
+
+
+_LINEN = Library(
+    module=nn.Module,
+    embedding=nn.Embed,
+    cell=nn.RNNCellBase,
+    products=(nn.Dense, nn.DenseGeneral),
+    biased=(nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal, nn.ConvTranspose),
+    rewriters=(nn.WeightNorm, nn.SpectralNorm),
+    read_bias=_read_bias,
+    no_bias={"use_bias": False},
+)
+# The outer half of a lifted transform, which calls an inner module next; and the lookup of an attribute.
 _CASTS_NOTHING = ("<lambda>", "__getattr__")
-# Modules that rewrite the parameters of a layer: they must see them unrounded. The layer casts.
-_REWRITES_PARAMS = (nn.WeightNorm, nn.SpectralNorm)
-_PRODUCTS = (nn.Dense, nn.DenseGeneral)
-_BIASED = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal, nn.ConvTranspose)
 
 
 def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> "WithPolicy":
     """Returns `module` under a policy.
 
-    The inputs and the parameters are cast to the compute dtype, each parameter where it is used; the
-    outputs to the output dtype. Parameters keep their paths, so checkpoints of the plain module fit,
-    and `init` gives them in the parameter dtype. Normalisation statistics are computed in float32,
-    batch statistics and other collections keep their dtype, and so does a recurrent carry. Gradients of
-    biases and of embeddings, which are sums, are summed in float32.
+    The model casts its inputs and its parameters to the compute dtype, and its outputs to the output dtype.
+    Each parameter is cast where it is used. Parameters keep their paths, so checkpoints of the plain module
+    fit. `init` returns parameters in the parameter dtype.
+
+    Some values stay in float32. Normalization layers compute their statistics in float32. Batch statistics,
+    other collections and recurrent carries keep their dtype. Gradients of biases and of embeddings are sums,
+    and they are summed in float32.
 
     Args:
-        module: any Linen module; it is not changed. The policy wins over a `dtype` that a layer was
-            given: to keep a layer in float32, write a rule.
-        policy: its rules name modules, or single parameters of modules that users write. `head`
-            covers all that lies in `head`.
-        reduce_dtype: in what the gradients of the weights of `Dense` and `DenseGeneral` leave their
-            products, to be summed over devices: float32, or None for the compute dtype, of half the
-            bytes. Float32 has no forward-mode derivative (`jax.jvp`).
+        module: any Linen module. It is not changed. The policy overrides the `dtype` that a layer was given.
+            To keep a layer in float32, write a rule.
+        policy: its rules name modules, or single parameters of modules that users write. The rule `head`
+            covers everything in `head`.
+        reduce_dtype: the dtype of the weight gradients of `Dense` and `DenseGeneral` when devices sum them:
+            float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
+            no forward-mode derivative (`jax.jvp`).
 
     Returns:
-        A module with the parameter tree of `module`. Its methods and attributes can be reached, as in
-        `apply(variables, x, method="encode")`: by name, since a function goes past the policy.
+        A module with the parameter tree of `module`. Its methods are reached by name, as in
+        `apply(variables, x, method="encode")`. A function given as `method` does not run under the policy.
+        Attributes can be read, except for submodules.
 
     Raises:
-        TypeError: `module` is no Linen module, or `policy` no policy.
-        ValueError: `reduce_dtype` is another dtype; when called, a rule matches no parameter (the
-            nearest paths are named), or names one parameter of a layer that computes in one dtype.
+        TypeError: `module` is no Linen module, or `policy` is no policy.
+        ValueError: `reduce_dtype` is another dtype. Also, when the model is called: a rule matches no
+            parameter (the message names the nearest paths), or a rule names one parameter of a layer that
+            computes in one dtype.
 
     >>> import jax.numpy as jnp
     >>> from jmp_lite import get_policy
@@ -64,16 +82,13 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
     >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 2))).dtype
     (dtype('float32'), dtype('float32'))
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"linen.with_policy takes a flax.linen.Module, got {type(module).__name__}.")
-    if not isinstance(policy, Policy):
-        raise TypeError(f"linen.with_policy takes a jmp.Policy, got {policy!r}. See jmp.get_policy.")
+    check_arguments("linen.with_policy", "flax.linen.Module", _LINEN, module, policy)
     return WithPolicy(_Plain(module), policy, parse_reduce_dtype(reduce_dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plain:
-    """Holds the plain module out of Linen's sight, which would adopt it as a child with a path."""
+    """Holds the plain module. Linen does not see it here; otherwise Linen would give it a path as a child."""
 
     module: nn.Module
 
@@ -84,16 +99,16 @@ class WithPolicy(nn.Module):
     Attributes:
         plain: the plain module.
         policy: the policy.
-        reduce_dtype: in what weight gradients are summed over devices, if not in the compute dtype.
+        reduce_dtype: the dtype in which devices sum weight gradients; None for the compute dtype.
     """
 
     plain: _Plain
     policy: Policy
-    reduce_dtype: Any = None
+    reduce_dtype: np.dtype | None = None
 
     def setup(self) -> None:
-        # A module made in a compact method is bound already, under its own name. Any other takes
-        # this module's scope, so that its parameters have the paths that they have without a policy.
+        # A module that was made in a compact method is bound already, under its own name. Any other module
+        # takes the scope of this one, so that its parameters have the paths that they have without a policy.
         module = self.plain.module
         bound = module if module.scope is not None else module.clone(parent=self.scope)
         object.__setattr__(self, "_bound", bound)
@@ -103,7 +118,7 @@ class WithPolicy(nn.Module):
         return self._run("__call__", args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Gives the module's own methods, run under the policy, and its attributes."""
+        """Returns a method of the plain module, run under the policy, or an attribute of it."""
         plain = vars(self).get("plain")
         if plain is None or name.startswith("_"):
             return super().__getattr__(name)
@@ -118,30 +133,21 @@ class WithPolicy(nn.Module):
             )
         return value
 
-    def _run(self, method: str, args: Any, kwargs: Any) -> Any:
+    def _run(self, method: str, args: Args, kwargs: Kwargs) -> Any:
+        """Calls a method of the plain module; every call inside it goes through `_intercept`."""
         module: nn.Module = self._bound
-        root = module.path
-        is_cell = isinstance(module, nn.RNNCellBase) and method == "__call__"
-        cast = lambda tree: cast_floating(tree, self.policy.compute_dtype)
-        args, kwargs = layers.cast_inputs(cast, is_cell, args, kwargs)
-        if not module.is_initializing():
-            self.policy.check_rules(module.variables.get("params", {}))
 
-        def interceptor(
-            call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
-        ) -> Any:
-            if context.method_name in _CASTS_NOTHING or isinstance(context.module, WithPolicy):
-                return call(*args, **kwargs)
-            path = "/".join(context.module.path[len(root) :])
-            return _call(context.module, context.method_name, path, self, call, args, kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not module.is_initializing():
+                self.policy.check_rules(module.variables.get("params", {}))
+            with nn.intercept_methods(functools.partial(_intercept, self, len(module.path))):
+                output = getattr(module, method)(*args, **kwargs)
+            if module.is_initializing():
+                self._cast_initial_params(module)
+            return output
 
-        with nn.intercept_methods(interceptor):
-            output = getattr(module, method)(*args, **kwargs)
-        if module.is_initializing():
-            self._cast_initial_params(module)
-        return layers.cast_outputs(
-            lambda tree: cast_floating(tree, self.policy.output_dtype), is_cell, output
-        )
+        is_cell = is_cell_call(_LINEN, module, method)
+        return run_model(run, self.policy, cast_floating, is_cell, args, kwargs)
 
     def _cast_initial_params(self, module: nn.Module) -> None:
         params = module.variables.get("params", {})
@@ -150,77 +156,30 @@ class WithPolicy(nn.Module):
             module.put_variable("params", name, value)
 
 
-def _call(
-    module: nn.Module, method: str, path: str, settings: WithPolicy, call: Any, args: Any, kwargs: Any
+def _intercept(
+    model: WithPolicy,
+    depth: int,
+    call: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    context: nn.module.InterceptorContext,
 ) -> Any:
-    """Calls one method of one module in the compute dtype that the policy gives it."""
-    policy = settings.policy
-    here = policy.at(path)
-    changes: dict[str, Any] = {}
-    is_layer = layers.is_layer(module, nn.Module)
-    reads_embedding = is_layer and isinstance(module, nn.Embed) and method == "__call__"
-    if layers.has_compute_dtype(module) and not isinstance(module, _REWRITES_PARAMS):
-        changes["dtype"] = here.compute_dtype
-    if not is_layer:
-        changes["param"] = _casting_param(module, path, policy)
+    """Calls one method of one module inside `model`, whose own path has the length `depth`."""
+    module, policy = context.module, model.policy
+    if context.method_name in _CASTS_NOTHING or isinstance(module, WithPolicy):
+        return call(*args, **kwargs)
+    path = "/".join(module.path[depth:])
+    plan = plan_call(_LINEN, module, context.method_name, policy.at(path), model.reduce_dtype)
+    changes: dict[str, Any] = {"dtype": plan.compute_dtype} if takes_dtype(_LINEN, module) else {}
+    if plan.casts_params:
+        changes["param"] = functools.partial(_cast_param, module, path, policy)
     elif policy.rules and changes:
         own = [name for name, value in module.variables.get("params", {}).items() if hasattr(value, "dtype")]
-        layers.check_layer_rules(policy, path, own, module)
-    bias = _bias(module) if is_layer and method == "__call__" else None
-    if bias is not None:
-        changes["use_bias"] = False
-    if is_layer and isinstance(module, _PRODUCTS) and (bias is not None or not module.use_bias):
-        changes |= wide_gradients(module, here.compute_dtype, settings.reduce_dtype)
-
-    def run(dtype: Any = None) -> Any:
-        with layers.attributes(module, changes if dtype is None else changes | {"dtype": dtype}):
-            return call(*args, **kwargs)
-
-    if reads_embedding:
-        return layers.look_up(run, here)
-    output = run()
-    if bias is not None:
-        output = layers.add_bias(output, bias)
-    if isinstance(module, nn.RNNCellBase) and method == "__call__":
-        return layers.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
-    return output
+        check_layer_rules(policy, path, own, module)
+    return run_call(plan, module, changes, call, args, kwargs)
 
 
-def _bias(module: nn.Module) -> Any:
-    """The bias of a layer that adds one to its last dimensions, if it has one by now."""
-    batched = getattr(module, "batch_dims", ()) not in ((), [])  # The number 0 is an axis.
-    if not isinstance(module, _BIASED) or not module.use_bias or batched:
-        return None
-    return nn.unbox(module.get_variable("params", "bias"))
-
-
-def _casting_param(module: nn.Module, path: str, policy: Policy) -> Callable[..., Any]:
-    """`module.param`, whose result is cast; what is stored stays as it is."""
-
-    def param(name: str, *args: Any, **kwargs: Any) -> Any:
-        value = type(module).param(module, name, *args, **kwargs)
-        dtype = policy.at(join(path, name)).compute_dtype
-        return cast_floating(value, dtype)
-
-    return param
-
-
-def _register_serialization(cls: type) -> None:
-    """Lets `flax.serialization` save the leaves of a state class by the names of its fields."""
-    names = [field.name for field in dataclasses.fields(cls) if not field.metadata.get("static")]
-
-    def to_state_dict(state: Any) -> dict[str, Any]:
-        return {name: serialization.to_state_dict(getattr(state, name)) for name in names}
-
-    def from_state_dict(state: Any, saved: dict[str, Any]) -> Any:
-        changes = {
-            name: serialization.from_state_dict(getattr(state, name), saved[name], name=name)
-            for name in names
-        }
-        return replace_leaves(state, **changes)
-
-    serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
-
-
-for _cls in (NoOpLossScale, StaticLossScale, DynamicLossScale, SkipNonfiniteState):
-    _register_serialization(_cls)
+def _cast_param(module: nn.Module, path: str, policy: Policy, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Runs `module.param` and casts its result. The stored parameter is not cast."""
+    value = type(module).param(module, name, *args, **kwargs)
+    return cast_floating(value, policy.at(join(path, name)).compute_dtype)

@@ -1,4 +1,7 @@
-"""Flax NNX: `with_policy` gives a model that runs under a policy, with the same parameter tree."""
+"""Flax NNX: `with_policy` returns a model that runs under a policy, with the same parameter tree.
+
+Importing this module also registers the states of jmp_lite with `flax.serialization`.
+"""
 
 import dataclasses
 import functools
@@ -6,11 +9,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from flax import nnx
 
 from ._dtypes import DTypeLike
-from ._flax import layers
-from ._flax.products import parse_reduce_dtype, wide_gradients
+from ._flax import serialization as serialization  # Registers the states.
+from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model
+from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, is_layer, takes_dtype
+from ._flax.products import parse_reduce_dtype
 from ._paths import argument_names, join, path_name
 from ._policy import Policy
 from ._tree import cast_leaf
@@ -18,56 +24,78 @@ from ._tree import cast_leaf
 M = TypeVar("M", bound=nnx.Module)
 T = TypeVar("T")
 
-_NORMALISATION = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
-_PRODUCTS = (nnx.Linear, nnx.LinearGeneral)
-_BIASED = (nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose)
-# Modules that rewrite the parameters of a layer: they must see them unrounded. The layer casts.
-_REWRITES_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)
-_PLACE = "_jmp_lite_place"
+
+def _read_bias(module: Any) -> jax.Array | None:
+    """Returns the bias of a layer, as `Library.read_bias`."""
+    return None if module.bias is None or getattr(module, "batch_axis", None) else module.bias[...]
+
+
+_NNX = Library(
+    module=nnx.Module,
+    embedding=nnx.Embed,
+    cell=nnx.RNNCellBase,
+    products=(nnx.Linear, nnx.LinearGeneral),
+    biased=(nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose),
+    rewriters=(nnx.WeightNorm, nnx.SpectralNorm),
+    read_bias=_read_bias,
+    no_bias={"bias": None, "use_bias": False},
+)
+_NORMALIZATION = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
+_SETTING = "_jmp_lite_setting"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where in a model a module stands, under which policy, and in what weight gradients are summed."""
+class _Setting:
+    """The policy of a module, held by the module itself.
+
+    Attributes:
+        policy: the policy of the whole model.
+        path: the path of the module in the model.
+        is_model: whether the module is the whole model, and its call does not come from inside.
+        reduce_dtype: as in `with_policy`.
+    """
 
     policy: Policy
     path: str
-    is_root: bool
-    reduce_dtype: Any
+    is_model: bool
+    reduce_dtype: np.dtype | None
 
     def at(self, name: str) -> Policy:
+        """Returns the policy of an attribute of the module."""
         return self.policy.at(join(self.path, name))
 
 
 def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> M:
     """Returns a copy of `model` that runs under a policy.
 
-    The inputs and the parameters are cast to the compute dtype, each parameter where it is used; the
-    outputs to the output dtype. `nnx.state` of the copy has the paths of the original, with the
-    parameters in the parameter dtype, so checkpoints of the plain model fit. Normalisation statistics
-    are computed in float32, batch statistics and all other variables keep their dtype, and so does a
-    recurrent carry. Gradients of biases and of embeddings, which are sums, are summed in float32.
+    The copy casts its inputs and its parameters to the compute dtype, and its outputs to the output dtype.
+    Each parameter is cast where it is used. `nnx.state` of the copy has the paths of the original, with the
+    parameters in the parameter dtype, so checkpoints of the plain model fit.
+
+    Some values stay in float32. Normalization layers compute their statistics in float32. Batch statistics,
+    all other variables and recurrent carries keep their dtype. Gradients of biases and of embeddings are
+    sums, and they are summed in float32.
 
     Args:
-        model: any NNX module; it is not changed. The copy shares its arrays, so a step that donates
-            the one takes the other's buffers. The policy wins over a `dtype` that a layer was given:
-            to keep a layer in float32, write a rule.
-        policy: its rules name modules, or single parameters of modules that users write. `head`
-            covers all that lies in `head`.
-        reduce_dtype: in what the gradients of the weights of `Linear` and `LinearGeneral` leave their
-            products, to be summed over devices: float32, or None for the compute dtype, of half the
-            bytes. Float32 has no forward-mode derivative (`jax.jvp`).
+        model: any NNX module. It is not changed. The copy shares its arrays: a step that donates one of the
+            two models takes the buffers of the other. The policy overrides the `dtype` that a layer was
+            given. To keep a layer in float32, write a rule.
+        policy: its rules name modules, or single parameters of modules that users write. The rule `head`
+            covers everything in `head`.
+        reduce_dtype: the dtype of the weight gradients of `Linear` and `LinearGeneral` when devices sum them:
+            float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
+            no forward-mode derivative (`jax.jvp`).
 
     Returns:
-        A module whose class is a subclass of the model's. All public methods run under the policy. What a
-        call assigns to a parameter of its own is lost, since the call works on a cast copy; use another
+        A module of a subclass of the model's class. All public methods run under the policy. A call works on
+        cast copies of the parameters, so a value that a call assigns to a parameter is lost. Use another
         `nnx.Variable` for what calls change.
 
     Raises:
-        TypeError: `model` is no NNX module, or `policy` no policy.
-        ValueError: `reduce_dtype` is another dtype; a rule matches no parameter (the nearest paths are
-            named), or names one parameter of a layer that computes in one dtype; or the model is under a
-            policy already.
+        TypeError: `model` is no NNX module, or `policy` is no policy.
+        ValueError: `reduce_dtype` is another dtype; a rule matches no parameter (the message names the
+            nearest paths); a rule names one parameter of a layer that computes in one dtype; or the model is
+            under a policy already.
 
     >>> import jax.numpy as jnp
     >>> from jmp_lite import get_policy
@@ -76,53 +104,55 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
     >>> model.kernel[...].dtype, model.dtype, model(jnp.ones((1, 2))).dtype
     (dtype('float32'), dtype(bfloat16), dtype('float32'))
     """
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"nnx.with_policy takes a flax.nnx.Module, got {type(model).__name__}.")
-    if not isinstance(policy, Policy):
-        raise TypeError(f"nnx.with_policy takes a jmp.Policy, got {policy!r}. See jmp.get_policy.")
-    if hasattr(model, _PLACE):
+    check_arguments("nnx.with_policy", "flax.nnx.Module", _NNX, model, policy)
+    if hasattr(model, _SETTING):
         raise ValueError("The model is under a policy already. Give the plain model to nnx.with_policy.")
-    reduce_dtype = parse_reduce_dtype(reduce_dtype)
+    wide = parse_reduce_dtype(reduce_dtype)
     model = nnx.clone(model)
     params = nnx.as_pure(nnx.state(model, nnx.Param))
     policy.check_rules(params)
     nnx.update(model, policy.cast_to_param(params))
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    settled = [f"{path}/" for path, module in modules.items() if hasattr(module, _PLACE)]
+    settled = tuple(f"{path}/" for path, module in modules.items() if hasattr(module, _SETTING))
     for path, module in modules.items():
-        if isinstance(module, nnx.bridge.ToNNX) and not hasattr(module.to_nnx__module, "policy"):
-            raise TypeError(
-                f"The Linen module in '{path}' would run outside an NNX policy. Give it one of its own: "
-                "nnx.bridge.ToNNX(jmp_lite.linen.with_policy(module, policy))."
-            )
-        if not f"{path}/".startswith(tuple(settled)):  # The innermost policy wins.
-            _place(module, _Place(policy, path, module is model, reduce_dtype))
+        _check_bridge(path, module)
+        if not f"{path}/".startswith(settled):  # The innermost policy wins.
+            _set(module, _Setting(policy, path, module is model, wide))
     return model
 
 
-def _place(module: Any, place: _Place) -> None:
-    """Sets the dtypes of one module, and makes its calls pass through `_call` if need be."""
-    is_layer = layers.is_layer(module, nnx.Module)
-    if layers.has_compute_dtype(module) and not isinstance(module, _REWRITES_PARAMS):
-        module.dtype = place.policy.at(place.path).compute_dtype
-        if is_layer:
-            layers.check_layer_rules(place.policy, place.path, list(_own_params(module)), module)
-    if isinstance(module, _NORMALISATION):
+def _check_bridge(path: str, module: nnx.Module) -> None:
+    """Raises a TypeError if a Linen module would run outside the policy."""
+    if isinstance(module, nnx.bridge.ToNNX) and not hasattr(module.to_nnx__module, "policy"):
+        raise TypeError(
+            f"The Linen module in '{path}' would run outside an NNX policy. Give it one of its own: "
+            "nnx.bridge.ToNNX(jmp_lite.linen.with_policy(module, policy))."
+        )
+
+
+def _set(module: Any, setting: _Setting) -> None:
+    """Sets the dtype of one module, and lets its calls run through `_call` where they need it."""
+    layer = is_layer(_NNX, module)
+    if takes_dtype(_NNX, module):
+        module.dtype = setting.policy.at(setting.path).compute_dtype
+        if layer:
+            check_layer_rules(setting.policy, setting.path, list(_own_params(module)), module)
+    if isinstance(module, _NORMALIZATION):
         module.promote_dtype = _keep_dtypes
-    needs_care = isinstance(module, (*_BIASED, nnx.Embed, nnx.RNNCellBase))
-    if needs_care or place.is_root or (not is_layer and _own_params(module)):
-        setattr(module, _PLACE, place)
-        object.__setattr__(module, "__class__", _subclass(type(module), is_layer))
+    needs_plan = isinstance(module, (*_NNX.biased, _NNX.embedding, _NNX.cell))
+    if needs_plan or setting.is_model or (not layer and _own_params(module)):
+        setattr(module, _SETTING, setting)
+        object.__setattr__(module, "__class__", _subclass(type(module), layer))
 
 
 def _keep_dtypes(args: T, /, *, dtype: Any = None, inexact: bool = True) -> T:
-    """`promote_dtype` of normalisation layers: Flax's own would round running statistics to half."""
+    """Replaces `promote_dtype` of normalization layers: Flax's own rounds running statistics to half."""
     del dtype, inexact
     return args
 
 
 def _own_params(module: nnx.Module) -> dict[str, Any]:
-    """The attributes of `module` that hold parameters, themselves or in a container."""
+    """Returns the attributes of `module` that hold parameters, themselves or in a container."""
 
     def holds_param(value: Any) -> bool:
         return any(isinstance(leaf, nnx.Param) for leaf in jax.tree.leaves(value, is_leaf=_is_node))
@@ -131,30 +161,20 @@ def _own_params(module: nnx.Module) -> dict[str, Any]:
 
 
 def _is_node(value: Any) -> bool:
-    """Modules, variables and Rngs go through a cast as they are: a copy would lose their updates."""
-    is_container = isinstance(value, (nnx.List, nnx.Dict))  # Modules too, to Flax.
+    """Whether a cast leaves `value` as it is: a module, a variable or Rngs, whose copy would lose updates."""
+    is_container = isinstance(value, (nnx.List, nnx.Dict))  # Flax counts containers as modules.
     return isinstance(value, (nnx.Variable, nnx.Module, nnx.Rngs, nnx.RngStream)) and not is_container
 
 
-@functools.cache  # One subclass a class, so that jit finds the type that it has compiled for.
-def _subclass(cls: type, is_layer: bool) -> type:
-    """A class like `cls` whose `__call__`, and public methods if users wrote it, run in `_call`."""
+@functools.cache  # One subclass for each class: jit compares types, and would compile again.
+def _subclass(cls: type, layer: bool) -> type:
+    """Returns a subclass of `cls` whose `__call__`, and public methods if users wrote it, run in `_call`."""
     names = {"__call__", "attend"} & set(dir(cls))
-    if not is_layer:
+    if not layer:
         own = cls.__mro__[: cls.__mro__.index(nnx.Module)]
         methods = {name for c in own for name, value in vars(c).items() if _is_method(value)}
         names |= {name for name in methods if not name.startswith("_")}
-
-    def under_policy(name: str) -> Any:
-        method = getattr(cls, name)
-
-        @functools.wraps(method)
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _call(self, name, method, args, kwargs)
-
-        return run
-
-    body = {name: under_policy(name) for name in names}
+    body = {name: _under_policy(name, getattr(cls, name)) for name in names}
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), body)
 
@@ -164,59 +184,46 @@ def _is_method(value: Any) -> bool:
     return callable(value) and not isinstance(value, (staticmethod, classmethod, type))
 
 
-def _call(module: Any, name: str, method: Any, args: Any, kwargs: Any) -> Any:
+def _under_policy(name: str, method: Callable[..., Any]) -> Any:
+    """Returns a method that runs `method` under the policy of its module."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _call(self, name, method, args, kwargs)
+
+    return run
+
+
+def _call(module: Any, name: str, method: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Calls one method of one module in the compute dtype that the policy gives it."""
-    place: _Place = getattr(module, _PLACE)
-    here = place.policy.at(place.path)
-    changes: dict[str, Any] = {}
-    is_layer = layers.is_layer(module, nnx.Module)
-    is_cell = isinstance(module, nnx.RNNCellBase) and name == "__call__"
-    if place.is_root:
-        cast = lambda tree: _cast(tree, place.policy.compute_dtype)
-        args, kwargs = layers.cast_inputs(cast, is_cell, args, kwargs)
-        changes[_PLACE] = dataclasses.replace(place, is_root=False)  # For the calls inside this one.
-    reads_embedding = is_layer and isinstance(module, nnx.Embed) and name == "__call__"
-    if not is_layer:
-        changes |= {n: _cast_params(value, place, n) for n, value in _own_params(module).items()}
-    bias = _bias(module) if is_layer and name == "__call__" else None
-    if bias is not None:
-        changes |= {"bias": None, "use_bias": False}
-    is_product = is_layer and isinstance(module, _PRODUCTS) and name == "__call__"
-    if is_product and (bias is not None or vars(module)["bias"] is None):
-        changes |= wide_gradients(module, here.compute_dtype, place.reduce_dtype)
+    setting: _Setting = getattr(module, _SETTING)
+    policy = setting.policy
+    plan = plan_call(_NNX, module, name, policy.at(setting.path), setting.reduce_dtype)
 
-    def run(dtype: Any = None) -> Any:
-        with layers.attributes(module, changes if dtype is None else changes | {"dtype": dtype}):
-            return method(module, *args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        changes: dict[str, Any] = {}
+        if plan.casts_params:
+            changes = {n: _cast_params(value, setting, n) for n, value in _own_params(module).items()}
+        if setting.is_model:  # Calls that come from inside this call are calls of a part of the model.
+            changes[_SETTING] = dataclasses.replace(setting, is_model=False)
+        return run_call(plan, module, changes, functools.partial(method, module), args, kwargs)
 
-    output = layers.look_up(run, here) if reads_embedding else run()
-    if bias is not None:
-        output = layers.add_bias(output, bias)
-    if is_cell:
-        output = layers.cast_cell_output(output, args[0] if args else kwargs["carry"], here)
-    if not place.is_root:
-        return output
-    return layers.cast_outputs(lambda tree: _cast(tree, place.policy.output_dtype), is_cell, output)
+    if not setting.is_model:
+        return run(*args, **kwargs)
+    return run_model(run, policy, _cast, is_cell_call(_NNX, module, name), args, kwargs)
 
 
-def _bias(module: Any) -> Any:
-    """The bias of a layer that adds one to its last dimensions, if it has one."""
-    if not isinstance(module, _BIASED) or module.bias is None or getattr(module, "batch_axis", None):
-        return None
-    return module.bias[...]
-
-
-def _cast(tree: Any, dtype: Any) -> Any:
+def _cast(tree: Any, dtype: np.dtype) -> Any:
     return jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), tree, is_leaf=_is_node)
 
 
-def _cast_params(tree: Any, place: _Place, attribute: str) -> Any:
-    """The same tree with each parameter replaced by a cast copy, for the length of a call."""
+def _cast_params(tree: Any, setting: _Setting, attribute: str) -> Any:
+    """Returns the tree with each parameter replaced by a cast copy, for the length of a call."""
 
     def cast(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, nnx.Param):
             return leaf
-        dtype = place.at(f"{attribute}/{path_name(path)}".rstrip("/")).compute_dtype
+        dtype = setting.at(f"{attribute}/{path_name(path)}".rstrip("/")).compute_dtype
         return jax.tree.map(lambda value: cast_leaf(value, dtype), leaf)
 
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=_is_node)

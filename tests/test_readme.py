@@ -20,9 +20,9 @@ def test_the_python_blocks_of_the_readme_run():
 
 
 def test_the_table_of_what_a_loss_scale_costs_is_that_of_the_last_run():
-    """`python -m benchmarks.loss_scale_cost --json benchmarks/results/loss_scale_cost.json` writes it."""
+    """`python -m benchmarks.compiled.loss_scale_cost --json benchmarks/results/loss_scale_cost.json`."""
     pytest.importorskip("jmp")
-    from benchmarks import loss_scale_cost
+    from benchmarks.compiled import loss_scale_cost
 
     found = json.loads((README.parent / "benchmarks/results/loss_scale_cost.json").read_text())
     text = README.read_text()
@@ -34,9 +34,9 @@ def test_the_table_of_what_a_loss_scale_costs_is_that_of_the_last_run():
 
 
 def test_the_table_of_the_models_programs_is_that_of_the_last_run():
-    """`python -m benchmarks.predict` writes the files, `--summary` prints the table."""
+    """`python -m benchmarks.compiled.predict` writes the files, `--summary` prints the table."""
     pytest.importorskip("jmp")
-    from benchmarks import predict
+    from benchmarks.compiled import predict
 
     lines = predict.summary(README.parent / "benchmarks/results")
     assert len(lines) == 2 + len(predict.FAMILIES)

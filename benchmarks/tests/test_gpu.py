@@ -10,9 +10,10 @@ import optax
 import pytest
 
 import jmp_lite as jmp
-from benchmarks.gpt import gpt, gpt_loss
-from benchmarks.h100 import HAS_GPU, compile_for_gpu
-from benchmarks.jax_arms import CUDNN_ARMS, JAX_ARMS, JaxArm
+from benchmarks.arms.jax_arms import CUDNN_ARMS, JAX_ARMS, JaxArm
+from benchmarks.compiled.gpt import gpt, gpt_loss
+from benchmarks.compiled.h100 import compile_for_gpu
+from benchmarks.device import HAS_GPU
 from examples.models import FAMILIES
 from jmp_lite.diagnostics import read_program
 

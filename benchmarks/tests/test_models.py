@@ -30,11 +30,9 @@ def script():
     return module
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2-medium"])
-def test_a_small_model_learns_real_data_in_float16_as_in_float32(script, family):
-    steps = STEPS.get(family, 40)
-    workload = FAMILIES[family].small()
-    full, half = (script.train(workload, arm, steps).losses for arm in ("float32", "float16"))
+def assert_learns_alike(full, half):
+    """The losses of both runs fall, and fall alike."""
+    steps = len(full)
     assert np.isfinite(full).all()
     few = steps // 5
     fell = float(full[:few].mean() - full[-few:].mean())
@@ -45,8 +43,16 @@ def test_a_small_model_learns_real_data_in_float16_as_in_float32(script, family)
     assert not np.array_equal(full, half)
 
 
+# The test of the table trains NeuMF.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2-medium", "neumf")])
+def test_a_small_model_learns_real_data_in_float16_as_in_float32(script, family):
+    workload, steps = FAMILIES[family].small(), STEPS.get(family, 40)
+    assert_learns_alike(*(script.train(workload, arm, steps).losses for arm in ("float32", "float16")))
+
+
 def test_train_prints_its_table(script, capsys):
-    runs = script.main(["neumf", "--steps", "20"])
+    runs = script.main(["neumf", "--steps", "40"])
+    assert_learns_alike(runs["float32"].losses, runs["float16"].losses)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == list(runs) == ["float32", "bfloat16", "float16"]
     assert all(float(line.split()[1]) > float(line.split()[2]) for line in lines[1:4])
@@ -179,7 +185,7 @@ def test_ssd_loss_takes_three_hard_others_for_each_object():
 
 def test_waveglow_is_invertible_and_knows_its_volume():
     """The log-determinant that the loss is made of is that of the Jacobian."""
-    model = waveglow.WaveGlow(flows=3, group=4, early=2, features=4, layers=2, hop=4)
+    model = waveglow.WaveGlow(flows=3, group=4, early=2, features=4, layers=1, hop=4)
     audio, spectrum = jax.random.normal(jax.random.key(0), (1, 8)), jnp.ones((1, 2, 3))
     variables = jax.jit(model.init)(jax.random.key(1), audio, spectrum)
     variables = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), variables)

@@ -1,4 +1,8 @@
-"""The models of NVIDIA's table of mixed precision results, as users write them: float32, without a cast."""
+"""The models of NVIDIA's table of mixed precision results, as users write them: float32, without a cast.
+
+This is the only zoo of models: the examples, the benchmarks and the tests use it. Read `workload` first, then
+any model, then `training`.
+"""
 
 import dataclasses
 import functools

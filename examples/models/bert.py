@@ -9,17 +9,17 @@ import numpy as np
 import optax
 
 from . import data
-from .attention import attention
+from .attention import attention, feed_forward, self_attention
 from .workload import Batch, Optimizer, Workload
 
-MASKED = 0.15  # The share of the tokens that are masked and predicted; section 3.1.
+MASKED = 0.15  # The share of masked tokens; section 3.1.
 
 
 class Block(nn.Module):
     """A post-norm transformer block.
 
     Attributes:
-        heads: how many attention heads.
+        heads: the number of attention heads.
         attention: called as `models.attention.attention` is.
     """
 
@@ -28,26 +28,22 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        width = x.shape[-1]
-        y = nn.Dense(3 * width, name="project")(x).reshape(*x.shape[:2], 3 * self.heads, -1)
-        y = self.attention(*jnp.split(y, 3, axis=2))
-        y = nn.Dense(width, name="merge")(y.reshape(x.shape))
+        y = self_attention(x, self.heads, self.attention)
         x = nn.LayerNorm(1e-5, name="attention_norm")(x + y)
-        y = nn.gelu(nn.Dense(4 * width, name="expand")(x))
-        return nn.LayerNorm(1e-5, name="norm")(x + nn.Dense(width, name="contract")(y))
+        return nn.LayerNorm(1e-5, name="norm")(x + feed_forward(x))
 
 
 class BERT(nn.Module):
-    """Tokens to the logits of those that are masked.
+    """Tokens to the logits of the masked tokens.
 
     Attributes:
-        vocabulary: how many tokens there are, the last of which is the mask.
-        length: how many positions, at most.
-        width, layers, heads: of the transformer.
+        vocabulary: the number of tokens. The last token is the mask.
+        length: the largest number of positions.
+        width, layers, heads: the size of the transformer.
         attention: called as `models.attention.attention` is.
     """
 
-    vocabulary: int = 30592  # 30,522 and room for a multiple of 64, which Tensor Cores like.
+    vocabulary: int = 30592  # 30,522, padded to a multiple of 64 for Tensor Cores.
     length: int = 512
     width: int = 768
     layers: int = 12
@@ -55,12 +51,12 @@ class BERT(nn.Module):
     attention: Callable[..., jax.Array] = attention
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, places: jax.Array) -> jax.Array:
-        """Returns the logits of the tokens at some places.
+    def __call__(self, tokens: jax.Array, masked: jax.Array) -> jax.Array:
+        """Returns the logits of the masked tokens.
 
         Args:
             tokens: shape `(batch, length)`, int32.
-            places: shape `(batch, masked)`, int32: where tokens are masked.
+            masked: the indices of the masked tokens, shape `(batch, masked)`, int32.
 
         Returns:
             Shape `(batch, masked, vocabulary)`.
@@ -72,7 +68,7 @@ class BERT(nn.Module):
         x = nn.LayerNorm(1e-5, name="embedding_norm")(x)
         for layer in range(self.layers):
             x = Block(self.heads, self.attention, name=f"blocks_{layer}")(x)
-        x = jnp.take_along_axis(x, places[..., None], axis=1)
+        x = jnp.take_along_axis(x, masked[..., None], axis=1)
         x = nn.gelu(nn.Dense(self.width, name="transform")(x))
         return embed.attend(nn.LayerNorm(1e-5, name="norm")(x))
 
@@ -83,11 +79,11 @@ def loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _mask(model: BERT, tokens: np.ndarray, rng: np.random.Generator) -> Batch:
-    masked = int(MASKED * model.length)
-    places = np.argsort(rng.random(tokens.shape), axis=1)[:, :masked].astype(np.int32)
+    count = int(MASKED * model.length)
+    masked = np.argsort(rng.random(tokens.shape), axis=1)[:, :count].astype(np.int32)
     hidden = tokens.copy()
-    np.put_along_axis(hidden, places, model.vocabulary - 1, axis=1)
-    return (hidden, places), np.take_along_axis(tokens, places, axis=1)
+    np.put_along_axis(hidden, masked, model.vocabulary - 1, axis=1)
+    return (hidden, masked), np.take_along_axis(tokens, masked, axis=1)
 
 
 def full() -> Workload:

@@ -1,4 +1,4 @@
-"""Real data that comes with Python, scikit-learn and scikit-image: nothing is downloaded."""
+"""Real data that comes with Python, scikit-learn and scikit-image. Nothing is downloaded."""
 
 import ast
 import functools
@@ -35,11 +35,11 @@ def pictures() -> tuple[np.ndarray, ...]:
 
 @functools.cache
 def coins() -> tuple[np.ndarray, np.ndarray]:
-    """Returns a photograph of coins and where the coins are.
+    """Returns a photograph of coins and a mask of the coins.
 
     Returns:
-        The picture `(303, 384)`, float32, 0 to 1, and 1 where there is a coin, int32, by Otsu's threshold
-        over the uneven light, without specks.
+        The picture `(303, 384)`, float32, 0 to 1, and the mask, int32, 1 for coins. The mask is Otsu's
+        threshold, corrected for uneven light, without small specks.
     """
     picture = skimage.data.coins().astype(np.float32) / 255
     smooth = skimage.filters.gaussian(picture, 1.5)
@@ -79,10 +79,10 @@ def name_counts(names: int = 1000) -> np.ndarray:
     """Returns how often each module of the standard library uses each name.
 
     Args:
-        names: how many, the most used first.
+        names: the number of names, the most frequent first.
 
     Returns:
-        Counts `(modules, names)`, int32: ratings that nobody had to give.
+        Counts `(modules, names)`, int32.
     """
     used = []
     for text in _modules():
@@ -90,7 +90,7 @@ def name_counts(names: int = 1000) -> np.ndarray:
         tokens = tokenize.generate_tokens(lambda lines=lines: next(lines, ""))
         used.append([token.string for token in tokens if token.type == tokenize.NAME])
     found, counts = np.unique(np.concatenate(used), return_counts=True)
-    column = {name: place for place, name in enumerate(found[np.argsort(-counts, kind="stable")[:names]])}
+    column = {name: index for index, name in enumerate(found[np.argsort(-counts, kind="stable")[:names]])}
     table = np.zeros((len(used), len(column)), np.int32)
     for row, words in enumerate(used):
         np.add.at(table[row], [column[word] for word in words if word in column], 1)

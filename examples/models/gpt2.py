@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from . import data
-from .attention import attention
+from .attention import attention, feed_forward, self_attention
 from .workload import Batch, Optimizer, Workload
 
 
@@ -17,7 +17,7 @@ class Block(nn.Module):
     """A pre-norm transformer block.
 
     Attributes:
-        heads: how many attention heads.
+        heads: the number of attention heads.
         attention: called as `models.attention.attention` is.
     """
 
@@ -26,27 +26,22 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        width = x.shape[-1]
         y = nn.LayerNorm(1e-5, name="attention_norm")(x)
-        y = nn.Dense(3 * width, name="project")(y).reshape(*x.shape[:2], 3 * self.heads, -1)
-        y = self.attention(*jnp.split(y, 3, axis=2), is_causal=True)
-        x = x + nn.Dense(width, name="merge")(y.reshape(x.shape))
-        y = nn.LayerNorm(1e-5, name="norm")(x)
-        y = nn.gelu(nn.Dense(4 * width, name="expand")(y))
-        return x + nn.Dense(width, name="contract")(y)
+        x = x + self_attention(y, self.heads, self.attention, is_causal=True)
+        return x + feed_forward(nn.LayerNorm(1e-5, name="norm")(x))
 
 
 class GPT2(nn.Module):
-    """Tokens to the logits of the next token, by the embedding again.
+    """Tokens to the logits of the next token. The head is the embedding table.
 
     Attributes:
-        vocabulary: how many tokens there are.
-        length: how many positions, at most.
-        width, layers, heads: of the transformer.
+        vocabulary: the number of tokens.
+        length: the largest number of positions.
+        width, layers, heads: the size of the transformer.
         attention: called as `models.attention.attention` is.
     """
 
-    vocabulary: int = 50304  # 50,257 and room for a multiple of 64, which Tensor Cores like.
+    vocabulary: int = 50304  # 50,257, padded to a multiple of 64 for Tensor Cores.
     length: int = 1024
     width: int = 768
     layers: int = 12
@@ -55,7 +50,7 @@ class GPT2(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns logits, shape `(batch, length, vocabulary)`, of tokens, shape `(batch, length)`, int32."""
+        """Maps tokens `(batch, length)`, int32, to logits `(batch, length, vocabulary)`."""
         small = nn.initializers.normal(0.02)
         embed = nn.Embed(self.vocabulary, self.width, embedding_init=small, name="tokens")
         positions = nn.Embed(self.length, self.width, embedding_init=small, name="positions")

@@ -16,9 +16,9 @@ class NeuMF(nn.Module):
     """A user and an item to the logit of whether they go together.
 
     Attributes:
-        users, items: how many there are.
-        factors: of the generalized matrix factorization.
-        layers: of the perceptron; the first is the width of its two embeddings together.
+        users, items: the numbers of users and items.
+        factors: the size of the generalized matrix factorization.
+        layers: the widths of the perceptron. The first is the width of its two embeddings together.
     """
 
     users: int = 138_493  # MovieLens 20M
@@ -28,7 +28,7 @@ class NeuMF(nn.Module):
 
     @nn.compact
     def __call__(self, users: jax.Array, items: jax.Array) -> jax.Array:
-        """Returns logits, shape `(batch,)`, of users and items, shape `(batch,)`, int32."""
+        """Maps users and items, both `(batch,)`, int32, to logits `(batch,)`."""
         small = nn.initializers.normal(0.05)
         embed = lambda count, width, name: nn.Embed(count, width, embedding_init=small, name=name)
         width = self.layers[0] // 2
@@ -39,8 +39,8 @@ class NeuMF(nn.Module):
             embed(self.items, width, "item_embedding")(items),
         )
         x = jnp.concatenate(pair, axis=-1)
-        for place, features in enumerate(self.layers[1:]):
-            x = nn.relu(nn.Dense(features, name=f"layers_{place}")(x))
+        for index, features in enumerate(self.layers[1:]):
+            x = nn.relu(nn.Dense(features, name=f"layers_{index}")(x))
         return nn.Dense(1, name="head")(jnp.concatenate([product, x], axis=-1))[:, 0]
 
 
@@ -62,7 +62,7 @@ def full() -> Workload:
 
 
 def small() -> Workload:
-    """Learns which names the modules of the standard library use; as many that they use as do not."""
+    """Learns which names the modules of the standard library use. Half of the pairs are used."""
     counts = data.name_counts()
     model = NeuMF(*counts.shape, factors=8, layers=(32, 32, 16))
     modules, names = np.nonzero(counts)

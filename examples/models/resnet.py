@@ -16,7 +16,7 @@ he_normal = variance_scaling(2.0, "fan_out", "normal")
 
 
 def conv(features: int, kernel: int, stride: int, name: str) -> nn.Conv:
-    """A convolution without a bias, padded as evenly as its kernel is odd."""
+    """A convolution without a bias, with even padding."""
     return nn.Conv(
         features, (kernel, kernel), stride, kernel // 2, use_bias=False, kernel_init=he_normal, name=name
     )
@@ -31,7 +31,7 @@ def norm(name: str, train: bool, scale: float = 1.0) -> nn.BatchNorm:
 
 def pool(x: jax.Array) -> jax.Array:
     """The largest of each 3 x 3, at half the size."""
-    edges: Any = ((1, 1), (1, 1))  # Flax takes what its annotation does not.
+    edges: Any = ((1, 1), (1, 1))  # Flax accepts this; its annotation does not.
     return nn.max_pool(x, (3, 3), (2, 2), edges)
 
 
@@ -70,11 +70,11 @@ class ResNet(nn.Module):
     """Images to the logits of their classes.
 
     Attributes:
-        classes: how many there are.
-        stages: how many blocks each stage has; the width doubles and the size halves from one to the next.
+        classes: the number of classes.
+        stages: the number of blocks in each stage. From stage to stage the width doubles and the size halves.
         block: `Basic` or `Bottleneck`.
-        features: of the stem and the first stage.
-        stem: the kernel of the first convolution; one of 7 has a stride of 2 and is pooled.
+        features: the features of the stem and of the first stage.
+        stem: the kernel of the first convolution. With 7 it has a stride of 2 and a pool.
     """
 
     classes: int = 1000
@@ -85,15 +85,15 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool = True) -> jax.Array:
-        """Returns logits, shape `(batch, classes)`, of images, shape `(batch, height, width, channels)`."""
+        """Maps images `(batch, height, width, channels)` to logits `(batch, classes)`."""
         large = self.stem == 7
         x = nn.relu(norm("stem_norm", train)(conv(self.features, self.stem, 1 + large, "stem")(images)))
         if large:
             x = pool(x)
         for stage, blocks in enumerate(self.stages):
-            for place in range(blocks):
-                stride = 2 if stage and not place else 1
-                name = f"stages_{stage}_{place}"
+            for index in range(blocks):
+                stride = 2 if stage and not index else 1
+                name = f"stages_{stage}_{index}"
                 x = self.block(self.features * 2**stage, stride, name=name)(x, train)
         return nn.Dense(self.classes, name="head")(x.mean((1, 2)))
 
@@ -117,9 +117,9 @@ def small(batch_size: int = 64, features: int = 16, part: tuple[float, float] = 
     """Two stages on scanned digits.
 
     Args:
-        batch_size: how many scans.
-        features: of the stem and the first stage.
-        part: of the scans, from where to where.
+        batch_size: the number of scans.
+        features: the features of the stem and of the first stage.
+        part: the part of the scans, as two shares of their number.
     """
     model = ResNet(classes=10, stages=(1, 1), features=features, stem=3)
 

@@ -16,7 +16,7 @@ PADDING = 0
 
 
 class Cell(nn.Module):
-    """One step of an LSTM (Hochreiter and Schmidhuber, 1997) that has its inputs multiplied already."""
+    """One step of an LSTM (Hochreiter and Schmidhuber, 1997). Its inputs are multiplied already."""
 
     features: int
 
@@ -34,8 +34,8 @@ class LSTM(nn.Module):
     """A sequence `(batch, length, any)` to the hidden states `(batch, length, features)`.
 
     Attributes:
-        features: of the hidden state.
-        reverse: whether it reads from the end.
+        features: the features of the hidden state.
+        reverse: whether it reads the sequence from the end.
     """
 
     features: int
@@ -43,7 +43,7 @@ class LSTM(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        gates = nn.Dense(4 * self.features, name="inputs")(x)  # Of all steps at once, outside of the loop.
+        gates = nn.Dense(4 * self.features, name="inputs")(x)  # For all steps at once, outside the loop.
         scan = nn.scan(
             Cell,
             variable_broadcast="params",
@@ -61,9 +61,9 @@ class Seq2Seq(nn.Module):
     """A source and the target so far to the logits of the next target token.
 
     Attributes:
-        vocabulary: how many tokens there are.
-        features: of embeddings and hidden states.
-        layers: of the encoder, the first of which reads both ways, and of the decoder.
+        vocabulary: the number of tokens.
+        features: the features of embeddings and hidden states.
+        layers: the layers of the encoder, and of the decoder. The first of the encoder reads both ways.
     """
 
     vocabulary: int = 32000
@@ -72,7 +72,7 @@ class Seq2Seq(nn.Module):
 
     @nn.compact
     def __call__(self, source: jax.Array, target: jax.Array) -> jax.Array:
-        """Returns the logits of what comes after each target token.
+        """Returns the logits of the token after each target token.
 
         Args:
             source: shape `(batch, source length)`, int32.
@@ -89,19 +89,19 @@ class Seq2Seq(nn.Module):
         for layer in range(1, self.layers - 1):
             x = x + LSTM(self.features, name=f"encoder_{layer}")(x)
 
-        # The first layer of the decoder asks; all others are told, too (section 3).
+        # The first layer of the decoder makes the query; all other layers get the context (section 3).
         y = LSTM(self.features, name="decoder_0")(embed(target))
         query, key = nn.Dense(self.features, name="query")(y), nn.Dense(self.features, name="key")(x)
         value = nn.Dense(self.features, name="value")(x)
         context = attention(query[:, :, None], key[:, :, None], value[:, :, None])[:, :, 0]
         for layer in range(1, self.layers):
-            told = jnp.concatenate([y, context.astype(y.dtype)], axis=-1)
-            y = y + LSTM(self.features, name=f"decoder_{layer}")(told)
+            inputs = jnp.concatenate([y, context.astype(y.dtype)], axis=-1)
+            y = y + LSTM(self.features, name=f"decoder_{layer}")(inputs)
         return nn.Dense(self.vocabulary, name="head")(y)
 
 
 def loss(logits: jax.Array, target: jax.Array) -> jax.Array:
-    """The mean cross entropy of the next tokens, shape `(batch, length)`, those that are no padding."""
+    """The mean cross entropy of the next tokens, shape `(batch, length)`, without padding."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
     return jnp.mean(losses, where=target != PADDING)
 

@@ -17,15 +17,15 @@ WIDE = (2.0, 3.0)  # Aspect ratios beside 1, each way up.
 
 
 class SSD(nn.Module):
-    """Images to what lies in each default box.
+    """Images to the object in each default box.
 
     Attributes:
-        classes: how many there are, the first of which is the background.
+        classes: the number of classes. Class 0 is the background.
         image: the height and width of the images.
-        stages: how many blocks each stage of the ResNet has; the last keeps its size.
-        features: of the stem.
-        extras: the features, kernel, stride and padding of the maps beyond the ResNet's.
-        ratios: for each map, how many of `WIDE` its boxes have.
+        stages: the number of blocks in each stage of the ResNet. The last stage keeps its size.
+        features: the features of the stem.
+        extras: the features, kernel, stride and padding of each map behind the ResNet.
+        ratios: for each map, the number of aspect ratios of `WIDE` that its boxes have.
     """
 
     classes: int = 81
@@ -64,20 +64,20 @@ class SSD(nn.Module):
         x = nn.relu(norm("stem_norm", train)(conv(self.features, 7, 2, "stem")(images)))
         x = pool(x)
         for stage, blocks in enumerate(self.stages):
-            for place in range(blocks):
-                stride = 2 if stage == 1 and not place else 1
-                x = Basic(self.features * 2**stage, stride, name=f"stages_{stage}_{place}")(x, train)
+            for index in range(blocks):
+                stride = 2 if stage == 1 and not index else 1
+                x = Basic(self.features * 2**stage, stride, name=f"stages_{stage}_{index}")(x, train)
         maps = [x]
-        for place, (features, kernel, stride, padding) in enumerate(self.extras):
-            x = nn.relu(nn.Conv(features // 2, (1, 1), name=f"extras_{place}_narrow")(x))
-            x = nn.Conv(features, (kernel, kernel), stride, padding, name=f"extras_{place}_conv")(x)
+        for index, (features, kernel, stride, padding) in enumerate(self.extras):
+            x = nn.relu(nn.Conv(features // 2, (1, 1), name=f"extras_{index}_narrow")(x))
+            x = nn.Conv(features, (kernel, kernel), stride, padding, name=f"extras_{index}_conv")(x)
             x = nn.relu(x)
             maps.append(x)
         offsets, logits = [], []
-        for place, (x, ratios) in enumerate(zip(maps, self.ratios)):
+        for index, (x, ratios) in enumerate(zip(maps, self.ratios)):
             boxes = 2 + 2 * ratios
             for width, name, found in ((4, "offsets", offsets), (self.classes, "logits", logits)):
-                y = nn.Conv(boxes * width, (3, 3), padding=1, name=f"{name}_{place}")(x)
+                y = nn.Conv(boxes * width, (3, 3), padding=1, name=f"{name}_{index}")(x)
                 found.append(y.reshape(len(y), -1, width))
         return jnp.concatenate(offsets, axis=1), jnp.concatenate(logits, axis=1)
 
@@ -97,11 +97,11 @@ def default_boxes(model: SSD) -> np.ndarray:
 
 
 def match(boxes: np.ndarray, objects: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Says what lies in each default box: an object that covers it by half, or that no box covers better.
+    """Assigns an object to each default box that it covers by half, and to its best box.
 
     Args:
         boxes: of `default_boxes`.
-        objects: boxes too, shape `(objects, 4)`.
+        objects: the boxes of the objects, shape `(objects, 4)`.
         classes: shape `(objects,)`, int32, 1 or more.
 
     Returns:
@@ -120,9 +120,9 @@ def match(boxes: np.ndarray, objects: np.ndarray, classes: np.ndarray) -> tuple[
 
 
 def loss(outputs: tuple[jax.Array, jax.Array], targets: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """How far off the boxes of objects are, and the cross entropy of these and of the hardest others.
+    """The distance of the boxes of objects, and the cross entropy of these boxes and of the hardest others.
 
-    Three other boxes for each object, as in section 2.2, "hard negative mining".
+    There are three other boxes for each object: section 2.2, "hard negative mining".
 
     Args:
         outputs: offsets and logits of `SSD`.
@@ -177,8 +177,8 @@ def small() -> Workload:
             corners = [rng.integers(0, 64 - 8 * zoom, 2) for zoom in zooms]
             for row, zoom, (x, y) in zip(rows, zooms, corners):
                 digit = np.kron(scans[row], np.ones((zoom, zoom), np.float32))
-                place = image[y : y + 8 * zoom, x : x + 8 * zoom, 0]
-                np.maximum(place, digit, out=place)
+                window = image[y : y + 8 * zoom, x : x + 8 * zoom, 0]
+                np.maximum(window, digit, out=window)
             objects.append(
                 np.array(
                     [(*(corner / 64 + zoom / 16), zoom / 8, zoom / 8) for corner, zoom in zip(corners, zooms)]

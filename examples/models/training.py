@@ -1,4 +1,4 @@
-"""A train step for every model: the whole use of jmp_lite, in one place."""
+"""A train step for every model: this is all that a user writes to use jmp_lite."""
 
 import functools
 from collections.abc import Callable
@@ -20,13 +20,13 @@ def make_train_step(
     """Returns a jitted step of a model under a policy.
 
     Args:
-        workload: what is trained.
-        policy: of the model.
-        tx: an optimizer with a loss scale: of `jmp.with_loss_scale`.
+        workload: the model and its training.
+        policy: the policy of the model.
+        tx: an optimizer with a loss scale, from `jmp.with_loss_scale`.
 
     Returns:
-        A function of parameters, statistics (`batch_stats`, or nothing), optimizer state, all donated, and a
-        batch, to the first three anew and a pair of the loss and the scale it had, float32 scalars.
+        A function of parameters, statistics (`batch_stats`, or nothing), optimizer state and a batch. The
+        first three are donated. It returns new ones, and a pair of float32 scalars: the loss and its scale.
     """
     model = with_policy(workload.model, policy)
 
@@ -42,7 +42,7 @@ def make_train_step(
         loss_scale: Any = jmp.get_loss_scale(opt_state)
         (loss, new_statistics), grads = jmp.value_and_grad(loss_fn, loss_scale, has_aux=True)(params)
         updates, opt_state = tx.update(grads, opt_state, params)
-        # A skipped step leaves the parameters as they were, and should leave the statistics so.
+        # A skipped step does not change the parameters. It should not change the statistics either.
         new_statistics = jmp.select_tree(jmp.grads_finite(opt_state), new_statistics, statistics)
         params = optax.apply_updates(params, updates)
         return params, new_statistics, opt_state, (loss, jnp.float32(loss_scale.loss_scale))

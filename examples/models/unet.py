@@ -18,9 +18,9 @@ class TwoConvs(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         he_normal = nn.initializers.he_normal()
-        for place in (1, 2):
+        for index in (1, 2):
             conv = nn.Conv(
-                self.features, (3, 3), padding="VALID", kernel_init=he_normal, name=f"conv_{place}"
+                self.features, (3, 3), padding="VALID", kernel_init=he_normal, name=f"conv_{index}"
             )
             x = nn.relu(conv(x))
         return x
@@ -36,9 +36,9 @@ class UNet(nn.Module):
     """Images to the logits of the classes of their inner pixels.
 
     Attributes:
-        classes: how many there are.
-        features: of the first level; each one below has twice as many.
-        depth: how many times the size is halved.
+        classes: the number of classes.
+        features: the features of the first level. Each level below has twice as many.
+        depth: the number of times that the size is halved.
     """
 
     classes: int = 2
@@ -87,10 +87,10 @@ def small(
     """Two levels that find coins in a photograph.
 
     Args:
-        tile: the height and width of what the network sees, a multiple of 4; it judges 40 pixels less.
-        batch_size: how many tiles.
-        features: of the first level.
-        part: of the photograph's width, from where to where.
+        tile: the height and width of the inputs, a multiple of 4. The outputs are 40 pixels smaller.
+        batch_size: the number of tiles.
+        features: the features of the first level.
+        part: the part of the photograph's width, as two shares of it.
     """
     model = UNet(features=features, depth=2)
 

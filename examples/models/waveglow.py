@@ -14,12 +14,12 @@ SIGMA = 1.0  # Of the noise; section 3.2 has 0.5 to 1.
 
 
 class WaveNet(nn.Module):
-    """Half of the channels and the spectrogram to what is done to the other half (section 2.1).
+    """Half of the channels and the spectrogram to a scale and a shift of the other half (section 2.1).
 
     Attributes:
-        channels: of the output.
-        features: inside.
-        layers: how many dilated convolutions.
+        channels: the channels of the output.
+        features: the features of the layers.
+        layers: the number of dilated convolutions.
     """
 
     channels: int
@@ -45,14 +45,14 @@ class WaveNet(nn.Module):
 
 
 class WaveGlow(nn.Module):
-    """Audio to noise, and by how much space grew on the way.
+    """Audio to noise, and the change of volume of that map.
 
     Attributes:
-        flows: how many steps.
-        group: how many samples make the channels of one position.
-        early: after every so many steps, two channels are done.
-        features, layers: of the `WaveNet`s.
-        hop: how many samples a frame of the spectrogram stands for.
+        flows: the number of steps.
+        group: the number of samples that form the channels of one position.
+        early: after this many steps, two channels leave the flow.
+        features, layers: the size of each `WaveNet`.
+        hop: the number of samples for each frame of the spectrogram.
     """
 
     flows: int = 12
@@ -64,7 +64,7 @@ class WaveGlow(nn.Module):
 
     @nn.compact
     def __call__(self, audio: jax.Array, spectrogram: jax.Array) -> Any:
-        """Runs the flow from the audio's end.
+        """Runs the flow from audio to noise.
 
         Args:
             audio: shape `(batch, samples)`, a multiple of `hop`.
@@ -89,7 +89,7 @@ class WaveGlow(nn.Module):
                 channels, use_bias=False, kernel_init=nn.initializers.orthogonal(), name=f"mix_{flow}"
             )
             x = mix(x)
-            # Of the parameter itself, which no policy has rounded: a determinant is no product.
+            # The determinant takes the parameter itself, which no policy has rounded.
             log_determinants.append(jnp.linalg.slogdet(mix.variables["params"]["kernel"])[1])
             kept, changed = jnp.split(x, 2, axis=-1)
             wavenet = WaveNet(channels, self.features, self.layers, name=f"wavenet_{flow}")
@@ -126,7 +126,7 @@ def small() -> Workload:
 
     def batch(rng: np.random.Generator, size: int) -> Batch:
         photographs = data.pictures()
-        chosen = [photographs[place] for place in rng.integers(0, len(photographs), size)]
+        chosen = [photographs[index] for index in rng.integers(0, len(photographs), size)]
         lines = [image[rng.integers(0, len(image)), :264] for image in chosen]
         audio = np.stack([line - line.mean() for line in lines]) + 0.01 * rng.standard_normal(
             (size, 264), np.float32

@@ -1,4 +1,4 @@
-"""What training needs to know of a model: its loss, its optimizer and its batches."""
+"""A workload: a model with its loss, its optimizer and its batches."""
 
 import dataclasses
 import functools
@@ -15,15 +15,15 @@ Batch = tuple[tuple[Any, ...], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """The settings of an optimizer, from which any framework can make its own.
+    """The settings of an optimizer, for any framework.
 
     Attributes:
         kind: stochastic gradient descent with momentum, Adam (Kingma and Ba, 2014), or Adam with decoupled
             weight decay (Loshchilov and Hutter, 2017).
-        learning_rate: constant.
-        momentum: of `sgd`.
-        betas, epsilon: of `adam` and `adamw`.
-        weight_decay: of `adamw`, of every parameter.
+        learning_rate: a constant.
+        momentum: for `sgd`.
+        betas, epsilon: for `adam` and `adamw`.
+        weight_decay: for `adamw`, on every parameter.
     """
 
     kind: Literal["sgd", "adam", "adamw"]
@@ -47,15 +47,15 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A model of one size, and how it is trained.
+    """A model of one size, and its training.
 
     Attributes:
-        model: a Linen module, in float32, with no word of precision.
-        loss: of what the model returns and the targets, a float32 scalar.
-        optimizer: the settings of the optimizer; called, it makes optax's.
-        batch_size: how many examples a step takes.
-        make_batch: of a random generator and a batch size, the arguments of the model and the targets, as
-            NumPy arrays.
+        model: a Linen module in float32 that knows nothing of precision.
+        loss: takes the outputs of the model and the targets, and returns a float32 scalar.
+        optimizer: the settings of the optimizer. A call of it returns the optax transformation.
+        batch_size: the number of examples in a step.
+        make_batch: takes a random generator and a batch size, and returns the arguments of the model and the
+            targets as NumPy arrays.
     """
 
     model: nn.Module

@@ -1,12 +1,15 @@
-"""Products of half operands whose weight gradients leave them in float32.
+"""Products of half precision operands whose weight gradients are float32.
 
-On many devices each sums the gradients of its own part of the batch, within a product; then all sum theirs
-with the others'. A product of half operands gives half, and so the second sum is one of half precision
-numbers, of half the bytes. Here it is one in float32: the product for the weight's gradient still takes half
-operands on Tensor Cores, and its result is not rounded.
+On many devices, each device first sums the gradients of its own part of the batch, inside a product. Then the
+devices sum their results. A product of half precision operands normally gives half precision, so the second
+sum is half precision too, and it moves half the bytes. With `reduce_dtype="float32"` the second sum is
+float32. The product for the weight gradient still takes half precision operands on Tensor Cores, and its
+result is not rounded.
 """
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +20,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._dtypes import DTypeLike, parse_dtype
 
+# The axes of the left and of the right operand: those that are contracted, those of the batch.
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
 
 def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
-    """Reads the dtype in which weight gradients are summed over devices: float32, or None.
+    """Returns the dtype in which weight gradients are summed over devices: float32, or None.
 
     Raises:
-        ValueError, TypeError: it is another dtype, or none.
+        ValueError, TypeError: `reduce_dtype` is another dtype, or no dtype.
     """
     dtype = None if reduce_dtype is None else parse_dtype(reduce_dtype)
     if dtype not in (None, jnp.float32):
@@ -33,81 +39,112 @@ def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def wide_gradients(layer: Any, compute_dtype: np.dtype, reduce_dtype: np.dtype | None) -> dict[str, Any]:
-    """Returns the attributes with which a Flax layer of half products gives its weight a wide gradient.
+    """Returns the attributes that give the weight of a Flax layer a gradient in `reduce_dtype`.
 
-    The layer then casts input and weight to `reduce_dtype`, of which nothing is left in the program, and the
-    product casts them down. A layer with a product of its own keeps it.
+    With these attributes the layer casts its input and its weight to `reduce_dtype`, and the product casts
+    them to `compute_dtype`. XLA removes the first cast. A layer that has a product of its own keeps it.
     """
     own = getattr(layer, "dot_general_cls", None) or layer.dot_general not in (None, lax.dot_general)
     if own or reduce_dtype is None or compute_dtype.itemsize >= reduce_dtype.itemsize:
         return {}
-    return {"dtype": reduce_dtype, "dot_general": _dot_general(compute_dtype, reduce_dtype)}
+    dot_general = functools.partial(_dot_general, compute_dtype, reduce_dtype)
+    return {"dtype": reduce_dtype, "dot_general": dot_general}
 
 
-def _dot_general(compute_dtype: np.dtype, reduce_dtype: np.dtype) -> Callable[..., jax.Array]:
-    """Returns a `lax.dot_general` for layers, to be called on an input and a weight of `reduce_dtype`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Product:
+    """A product of an input and a weight, and the dtypes of its operands and of the weight gradient."""
 
-    It computes in `compute_dtype`, also both gradients, of which the weight's comes out in `reduce_dtype`.
-    Like all `jax.custom_vjp`s it has no forward-mode derivative.
-    """
+    compute_dtype: np.dtype
+    gradient_dtype: np.dtype
+    dimension_numbers: DimensionNumbers
+    options: Mapping[str, Any]
 
-    def dot(x: jax.Array, weight: jax.Array, dimension_numbers: Any, **options: Any) -> jax.Array:
-        (contracted, batch) = dimension_numbers
-        narrow = lambda array: array.astype(compute_dtype)
-        product = lambda x, weight: lax.dot_general(x, weight, dimension_numbers, **options)
-        if any(map(len, batch)):  # Of layers with a weight for each member of a batch.
-            return product(narrow(x), narrow(weight))
+    def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return lax.dot_general(x, weight, self.dimension_numbers, **self.options)
 
-        x_dtype = x.dtype
-
-        @jax.custom_vjp
-        def run(x: jax.Array, weight: jax.Array) -> jax.Array:
-            return product(narrow(x), narrow(weight))
-
-        def forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
-            operands = narrow(x), narrow(weight)
-            return product(*operands), operands
-
-        def backward(operands: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-            half_x, half_weight = operands
-            (of_x,) = jax.linear_transpose(lambda x: product(x, half_weight), half_x)(cotangent)
-            precision = options.get("precision")
-            of_weight = _weight_gradient(half_x, half_weight, cotangent, contracted, precision, reduce_dtype)
-            return _like(half_x, of_x).astype(x_dtype), _like(half_weight, of_weight)
-
-        run.defvjp(forward, backward)
-        return run(x, weight)
-
-    return dot
+    def operands(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Casts both operands to the compute dtype."""
+        return x.astype(self.compute_dtype), weight.astype(self.compute_dtype)
 
 
-def _weight_gradient(
-    x: jax.Array, weight: jax.Array, cotangent: jax.Array, contracted: Any, precision: Any, dtype: Any
+def _dot_general(
+    compute_dtype: np.dtype,
+    gradient_dtype: np.dtype,
+    x: jax.Array,
+    weight: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    **options: Any,
 ) -> jax.Array:
-    """The gradient of `weight` in a product with `x` that contracts the axes `contracted`."""
-    of_x, of_weight = (tuple(axes) for axes in contracted)
-    summed = tuple(axis for axis in range(x.ndim) if axis not in of_x)
-    # First the contracted axes, in the order of x, then the others of the weight.
-    others = [axis for axis in range(weight.ndim) if axis not in of_weight]
-    order = [of_weight[of_x.index(axis)] for axis in sorted(of_x)] + others
-    sharding = jax.typeof(weight).sharding
-    out_sharding = None
-    if AxisType.Explicit in sharding.mesh.axis_types:
-        spec = (*sharding.spec, *(None,) * (weight.ndim - len(sharding.spec)))
-        out_sharding = NamedSharding(sharding.mesh, PartitionSpec(*(spec[axis] for axis in order)))
+    """Takes the place of `lax.dot_general` in a layer. `x` and `weight` have the gradient dtype.
+
+    The product and both gradients are computed from operands of the compute dtype. The gradient of the weight
+    has the gradient dtype. Like every `jax.custom_vjp` it has no forward-mode derivative.
+    """
+    product = _Product(compute_dtype, gradient_dtype, dimension_numbers, options)
+    _, batch_axes = dimension_numbers
+    if any(map(len, batch_axes)):  # A layer that has a weight for each member of the batch.
+        return product(*product.operands(x, weight))
+    return _wide_product(x, weight, product)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _wide_product(x: jax.Array, weight: jax.Array, product: _Product) -> jax.Array:
+    return product(*product.operands(x, weight))
+
+
+def _forward(
+    x: jax.Array, weight: jax.Array, product: _Product
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    operands = product.operands(x, weight)
+    return product(*operands), operands
+
+
+def _backward(
+    product: _Product, operands: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, weight = operands
+    (x_gradient,) = jax.linear_transpose(lambda x: product(x, weight), x)(cotangent)
+    weight_gradient = _weight_gradient(product, x, weight, cotangent)
+    return _sum_as(x, x_gradient).astype(product.gradient_dtype), _sum_as(weight, weight_gradient)
+
+
+_wide_product.defvjp(_forward, _backward)
+
+
+def _weight_gradient(product: _Product, x: jax.Array, weight: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Returns the gradient of `weight`, in the gradient dtype.
+
+    It is the product of `x` and `cotangent` over all axes of `x` that `product` does not contract. Its axes
+    are the contracted axes, in the order of `x`, and then the other axes of the weight.
+    """
+    (x_contracted, weight_contracted), _ = product.dimension_numbers
+    x_axes, weight_axes = tuple(x_contracted), tuple(weight_contracted)
+    summed = tuple(axis for axis in range(x.ndim) if axis not in x_axes)
+    others = [axis for axis in range(weight.ndim) if axis not in weight_axes]
+    order = [weight_axes[x_axes.index(axis)] for axis in sorted(x_axes)] + others
     gradient = lax.dot_general(
         x,
         cotangent,
         ((summed, tuple(range(len(summed)))), ((), ())),
-        precision=precision,
-        preferred_element_type=dtype,
-        out_sharding=out_sharding,
+        precision=product.options.get("precision"),
+        preferred_element_type=product.gradient_dtype,
+        out_sharding=_reordered_sharding(weight, order),
     )
     return gradient.transpose(np.argsort(order))
 
 
-def _like(primal: jax.Array, gradient: jax.Array) -> jax.Array:
-    """Sums a gradient over the axes of a `shard_map` along which it varies and its variable does not."""
+def _reordered_sharding(weight: jax.Array, order: list[int]) -> NamedSharding | None:
+    """Returns the sharding of `weight` with its axes in another order; None without an explicit mesh."""
+    sharding = jax.typeof(weight).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    spec = (*sharding.spec, *(None,) * (weight.ndim - len(sharding.spec)))
+    return NamedSharding(sharding.mesh, PartitionSpec(*(spec[axis] for axis in order)))
+
+
+def _sum_as(primal: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Sums a gradient over the axes of a `shard_map` along which it varies and its primal does not."""
     varying = lambda array: jax.typeof(array).manual_axis_type.varying
     axes = varying(gradient) - varying(primal)
     return lax.psum(gradient, tuple(axes)) if axes else gradient

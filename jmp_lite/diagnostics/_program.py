@@ -112,7 +112,7 @@ def read_program(compiled: Any) -> Program:
 
     Args:
         compiled: what `jax.jit(step).lower(*args).compile()` returned, for any device. For a GPU that is not
-            there, see `benchmarks/h100.py`.
+            there, see `benchmarks/compiled/h100.py`.
 
     Returns:
         The products with their dtypes, kernels, bytes, memory, conditionals and collectives of one run on one

@@ -105,7 +105,7 @@ def trim(text):
 
 
 def main():
-    from benchmarks.h100 import compile_for_gpu, gpu_mesh
+    from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
 
     full, int8, float8 = x((64, 128), jnp.float32), x((64, 128), jnp.int8), x((64, 128), jnp.float8_e4m3fn)
     mesh = gpu_mesh({"d": 8})
@@ -155,7 +155,7 @@ def main():
 
 def compile_with_triton(fun, *args):
     """Compiles as XLA does where it can measure: with its own kernels for matrix products."""
-    from benchmarks.h100 import gpu_mesh
+    from benchmarks.compiled.h100 import gpu_mesh
 
     device = jax.sharding.SingleDeviceSharding(gpu_mesh({"device": 1}).devices.item())
     args = [jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=device) for arg in args]

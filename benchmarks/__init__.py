@@ -1,0 +1,9 @@
+"""Benchmarks of jmp_lite. Nothing in `jmp_lite` imports them. Read the rooms in this order:
+
+`device.py`: the device and the versions to which figures belong.
+`arms/`: the ways to train one model that are compared, in JAX and in PyTorch. The other rooms use them.
+`compiled/`: what a program does. A step is compiled for an H100 that need not be there; nothing is run.
+`timed/`: how fast a step runs and how well a model learns. The steps are run.
+`results/`: what the commands wrote. The README's tables are made from these files.
+`tests/`: has the same rooms.
+"""

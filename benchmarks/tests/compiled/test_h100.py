@@ -1,0 +1,282 @@
+"""What jmp_lite costs in the program that an H100 would run; needs `pip install -e ".[h100]"`, and no GPU.
+
+The figures are read off programs compiled here and now: a test fails when one gets worse.
+"""
+
+import functools
+import importlib.util
+import math
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jaxprs import equations
+
+import jmp_lite as jmp
+from jmp_lite.linen import with_policy
+
+if importlib.util.find_spec("jax_cuda13_plugin") is None:
+    pytest.skip('needs pip install -e ".[h100]"', allow_module_level=True)
+
+from benchmarks.compiled import loss_scale_cost
+from benchmarks.compiled.gpt import gpt, gpt_loss
+from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
+from benchmarks.compiled.step import moved, training_step
+from benchmarks.device import HAS_GPU
+from jmp_lite.diagnostics import read_program
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="on a GPU the program is another one")
+
+
+def assert_in_place(row, leaves):
+    """All state is written over the old state, except for the flags of the last step, one byte a leaf."""
+    assert row.aliased_bytes == row.state_bytes - leaves
+    assert (row.conditionals, row.host_syncs) == (0, 0)
+
+
+# The loss scale.
+
+
+def test_the_step_of_124_leaves_costs_24_kernels_two_bytes_a_parameter_and_nothing_else():
+    plain, ours = (loss_scale_cost.CASES["adamw"][1](arm) for arm in ("plain", "jmp_lite"))
+    assert plain.parameters > 48e6
+    assert plain.bytes_a_parameter == pytest.approx(26, abs=0.01)
+    assert ours.bytes_a_parameter <= 28.1
+    assert ours.kernels <= min(150, plain.kernels + 24)
+    assert ours.temporary_bytes < 1e6
+    assert_in_place(ours, leaves=124)
+
+
+def test_a_check_with_a_kernel_for_each_leaf_would_be_found():
+    """The measure works: jmp checks leaf by leaf."""
+    tx, leaves = optax.adamw(1e-3), some_leaves(30)
+    plain, peer = (
+        loss_scale_cost.optimizer_case(arm, tx, leaves, jnp.float16) for arm in ("plain", "jmp 0.0.4")
+    )
+    assert peer.kernels > plain.kernels + 30
+
+
+def some_leaves(count):
+    """Returns the first `count` leaves of the case of 124 leaves, two a layer."""
+    leaves = loss_scale_cost.many_leaves()
+    return {name: leaves[name] for name in sorted(leaves)[: count // 2]}
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype"),
+    [(optax.adamw(1e-3), jnp.float32), (optax.sgd(0.1, momentum=0.9), jnp.float16)],
+    ids=["adamw, float32 gradients", "sgd"],
+)
+def test_other_optimizers_and_gradients_cost_as_little(tx, dtype):
+    plain, ours = (
+        loss_scale_cost.optimizer_case(arm, tx, some_leaves(24), dtype) for arm in ("plain", "jmp_lite")
+    )
+    read_again = jnp.dtype(dtype).itemsize
+    assert ours.bytes_a_parameter <= plain.bytes_a_parameter + read_again + 0.1
+    assert ours.kernels <= plain.kernels + 24
+    assert_in_place(ours, leaves=24)
+
+
+def test_many_small_leaves_are_checked_together():
+    leaves = dict(list(loss_scale_cost.small_leaves().items())[:64])
+    plain, ours = (
+        loss_scale_cost.optimizer_case(arm, optax.adamw(1e-3), leaves, jnp.float16)
+        for arm in ("plain", "jmp_lite")
+    )
+    assert ours.kernels <= plain.kernels + 24
+    assert ours.bytes_a_parameter <= 28.1
+
+
+def test_with_clip_norm_the_check_reads_no_gradient():
+    """The norm is the check. The other kernels are the scale, the counts, the norm and the flags."""
+    plain, ours = (
+        loss_scale_cost.optimizer_case(arm, optax.adamw(1e-3), some_leaves(24), jnp.float16, clip_norm=1.0)
+        for arm in ("plain", "jmp_lite")
+    )
+    assert ours.bytes_a_parameter <= plain.bytes_a_parameter + 0.01
+    assert ours.kernels <= plain.kernels + 8
+
+
+def test_a_float16_step_with_scaling_beside_a_bfloat16_step_without():
+    sizes = {"layers": 4, "width": 256, "vocabulary": 2048, "batch": 8, "length": 256}
+    half = loss_scale_cost.gpt_case("jmp_lite", jnp.float16, **sizes)
+    brain = loss_scale_cost.gpt_case("plain", jnp.bfloat16, **sizes)
+    assert half.bytes_moved <= 1.01 * brain.bytes_moved
+    assert half.kernels <= brain.kernels + 24
+    assert_in_place(half, leaves=4 * 12 + 4)
+
+
+def test_a_step_that_keeps_its_old_state_aside_would_be_found_out():
+    """The measure works: without donation the same step needs every buffer twice."""
+    tx = jmp.with_loss_scale(optax.adamw(1e-3))
+    params = some_leaves(4)
+    step = lambda grads, params, opt_state: tx.update(grads, opt_state, params)
+    compiled = compile_for_gpu(step, params, params, jax.eval_shape(tx.init, params))
+    assert read_program(compiled).aliased_bytes == 0
+
+
+# The casts.
+
+
+def test_with_policy_sums_bias_gradients_in_float32_at_no_cost():
+    """Beside the same layers with their own dtype: the same library calls, no kernel more."""
+
+    class Network(nn.Module):
+        dtype: Any = None
+
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Conv(64, (3, 3), dtype=self.dtype)(x)).mean((1, 2))
+            return nn.Dense(256, dtype=self.dtype)(nn.relu(nn.Dense(512, dtype=self.dtype)(x)))
+
+    x = jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.float16)
+    programs = []
+    for model in (Network(jnp.float16), with_policy(Network(), jmp.get_policy("c=f16,o=f32"))):
+        params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+        loss_fn = lambda params, x, model=model: model.apply({"params": params}, x).astype(jnp.float32).mean()
+        programs.append(compile_for_gpu(jax.grad(loss_fn), params, x))
+    own_dtype, policy = (program.as_text() for program in programs)
+    assert "f16[512]{0} reduce(" in own_dtype
+    assert not re.findall(r" f16\[[\d,]*\]\S* reduce\(", policy)
+    calls = r"__cublas\$\w+|__cudnn\$\w+|\"epilogue\":\"\w+\""
+    assert re.findall(calls, policy) == re.findall(calls, own_dtype)
+    assert policy.count(" fusion(") <= own_dtype.count(" fusion(")
+    memory = [program.memory_analysis().temp_size_in_bytes for program in programs]
+    assert memory[1] <= 1.01 * memory[0]  # The partial sums are wider.
+
+
+TOKENS = jax.ShapeDtypeStruct((8, 256), jnp.int32)
+TOKENS_OF_ZERO = np.zeros((8, 256), np.int32)
+SMALL = gpt(vocabulary=1280, length=256, width=256, layers=2)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.eval_shape(SMALL.init, jax.random.key(0), TOKENS)
+
+
+# One forward and two backward: six in each of two blocks, and the head.
+PRODUCTS = 3 * (2 * 6 + 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_every_gemm_takes_half_as_with_casts_by_hand_and_no_more_bytes_are_moved(params, dtype):
+    """In one test, so that a program that several ways are compared with is compiled once."""
+
+    def program(casts):
+        return read_program(
+            compile_for_gpu(jax.value_and_grad(gpt_loss(SMALL, casts, dtype)), params, TOKENS)
+        )
+
+    half = "bf16" if dtype == jnp.bfloat16 else "f16"
+    full, hand, *ways = (program(casts) for casts in ("none", "by hand", "policy", "autocast"))
+    assert len(hand.products) == len(full.products) == PRODUCTS
+    assert full.tensor_core_share == 0
+    assert {product.arithmetic for product in full.products} == {"tf32"}
+    for ours in ways:
+        assert len(ours.products) == PRODUCTS
+        assert {array.dtype for product in ours.products for array in product.operands} == {half}
+        assert {(product.arithmetic, product.accumulation) for product in ours.products} == {(half, "f32")}
+        assert ours.tensor_core_share == 1
+        assert ours.bytes_moved <= 1.01 * hand.bytes_moved < full.bytes_moved
+        assert ours.temporary_bytes <= 1.01 * hand.temporary_bytes < full.temporary_bytes
+
+
+@pytest.mark.parametrize("way", ["policy", "autocast"])
+def test_no_float32_activation_is_saved_that_casts_by_hand_would_not_save(params, way):
+    def saved(casts):
+        """The float32 activations, batch x sequence x features, kept for the backward pass; bytes of all."""
+        loss = gpt_loss(SMALL, casts, jnp.float16)
+        _, pull_back = jax.eval_shape(lambda p: jax.vjp(lambda p: loss(p, TOKENS_OF_ZERO), p), params)
+        arrays = [x for x in jax.tree.leaves(pull_back) if math.prod(x.shape) >= 8 * 256 * 256]
+        wide = [x for x in arrays if x.dtype == jnp.float32]
+        return len(wide), sum(x.size * x.dtype.itemsize for x in arrays)
+
+    (hand, hand_bytes), (ours, our_bytes) = saved("by hand"), saved(way)
+    assert ours <= hand
+    assert our_bytes <= 1.01 * hand_bytes
+    assert hand_bytes < 0.9 * saved("none")[1]
+
+
+def test_each_weight_is_cast_once_a_step(params):
+    loss = gpt_loss(SMALL, "policy", jnp.float16)
+    closed = jax.make_jaxpr(jax.value_and_grad(loss))(params, TOKENS_OF_ZERO)
+    casts = [
+        each.invars[0].aval.shape
+        for each in equations(closed)
+        if each.primitive.name == "convert_element_type"
+        and each.params["new_dtype"] == jnp.float16
+        and each.invars[0].aval.dtype == jnp.float32
+    ]
+    weights = [x.shape for x in jax.tree.leaves(params) if len(x.shape) == 2]
+    tokens = (SMALL.vocabulary, SMALL.width)
+    for shape in set(weights):
+        # The table is looked up and is the head: XLA makes one cast of the two.
+        assert casts.count(shape) == weights.count(shape) + (shape == tokens), shape
+
+
+# Many devices.
+
+
+@functools.cache
+def sharded(devices, full, reduce_dtype=None):
+    """A training step of a GPT, two sequences a device, and the shapes of its parameters."""
+    model = gpt(vocabulary=2048, length=128, width=256, layers=1)
+    loss = gpt_loss(model, "policy", jnp.float16, reduce_dtype)
+    return training_step(model, loss, 2 * devices, 128, gpu_mesh({"data": devices}), full)
+
+
+def sizes(params):
+    """Counts all parameters, those of the table of tokens, those of the table of positions, and the vectors.
+
+    The gradients of vectors and of looked-up rows are summed in float32. All others are summed in half: those
+    of the table of tokens as the head, and those of the positions, which are broadcast over the batch.
+    """
+    inside = params["params"]
+    parts = (
+        inside,
+        inside["tokens"],
+        inside["positions"],
+        [x for x in jax.tree.leaves(inside) if x.ndim == 1],
+    )
+    return tuple(sum(x.size for x in jax.tree.leaves(part)) for part in parts)
+
+
+@pytest.mark.parametrize("devices", [8, 256])
+def test_fully_sharded_gathers_and_reduces_move_half(devices):
+    program, params = sharded(devices, full=True)
+    total, table, _, vectors = sizes(params)
+    gathered = moved(program, "all-gather")
+    assert set(gathered) == {"f16"}
+    assert gathered["f16"] >= 0.9 * 2 * total / devices
+    reduced = moved(program, "reduce-scatter", "all-reduce")
+    assert reduced["f16"] == pytest.approx(2 * (total - vectors), rel=0.01)
+    assert reduced["f32"] <= 4 * (table + vectors) + 1024
+    # The flags of the leaves, once.
+    assert len([each for each in program.collectives if "pred" in each.dtypes]) == 1
+    assert reduced["pred"] <= 4096
+
+
+def test_data_parallel_gradients_are_reduced_in_half_and_the_check_needs_no_collective():
+    program, params = sharded(8, full=False)
+    total, table, _, vectors = sizes(params)
+    assert {each.kind for each in program.collectives} == {"all-reduce"}
+    reduced = moved(program, "all-reduce")
+    assert reduced["f16"] == pytest.approx(2 * (total - vectors), rel=0.01)
+    assert reduced["f32"] <= 4 * (table + vectors) + 1024
+    assert set(reduced) == {"f16", "f32"}  # Every device has all gradients and sees the same.
+
+
+def test_gradients_are_reduced_in_float32_on_request_by_products_of_half_operands():
+    program, params = sharded(8, full=True, reduce_dtype="float32")
+    total, table, positions, _ = sizes(params)
+    assert set(moved(program, "all-gather")) == {"f16"}
+    reduced = moved(program, "reduce-scatter", "all-reduce")
+    assert reduced["f16"] == 2 * (table + positions)  # `attend` is no Dense layer.
+    assert reduced["f32"] == pytest.approx(4 * (total - positions), rel=0.01)
+    assert program.tensor_core_share == 1

@@ -1,0 +1,9 @@
+"""Steps that are run: their times, and what a model learns. A file imports only files before it.
+
+`flops`: how many operations a step needs.
+`session`: compiles and times arms, which take turns.
+`run`: runs a session for one model.
+`table`: draws the tables and the chart of what `run` measured.
+`spread`: says whether an arm learns as float32 does.
+`convergence`: trains three models in four precisions.
+"""

@@ -1,0 +1,163 @@
+"""One call of one module under a policy: `plan_call` decides what it needs, `run_call` does it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._policy import Policy
+from .._tree import cast_leaf, reuse_cast
+from .layers import Library, attributes, is_cell_call, is_layer
+from .products import wide_gradients
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallPlan:
+    """What one call of one module needs under a policy.
+
+    Attributes:
+        compute_dtype: the dtype of the arithmetic.
+        casts_params: whether the module's own parameters are cast for the call: users wrote the module.
+        looks_up_rows: whether the call reads rows of an embedding table.
+        bias: the bias that is added outside the layer, or None.
+        attributes: the attributes of the layer for this call: no bias of its own where `bias` is given, and a
+            product with a wide weight gradient where one is asked for.
+        keeps_carry: whether the call is a step of a recurrent cell, whose carry keeps its dtype.
+    """
+
+    compute_dtype: np.dtype
+    casts_params: bool
+    looks_up_rows: bool
+    bias: jax.Array | None
+    attributes: Mapping[str, Any]
+    keeps_carry: bool
+
+
+def plan_call(
+    library: Library, module: Any, method: str, policy: Policy, reduce_dtype: np.dtype | None
+) -> CallPlan:
+    """Returns what a call needs.
+
+    Args:
+        library: Linen or NNX.
+        module: the module that is called.
+        method: the name of the method that is called.
+        policy: the policy at the module's path.
+        reduce_dtype: as in `with_policy`.
+    """
+    layer = is_layer(library, module)
+    calls_layer = layer and method == "__call__"
+    bias = library.read_bias(module) if calls_layer and isinstance(module, library.biased) else None
+    changes = {} if bias is None else dict(library.no_bias)
+    # A layer that adds its own bias would add it in the dtype of the weight gradient.
+    if calls_layer and isinstance(module, library.products) and (bias is not None or not module.use_bias):
+        changes |= wide_gradients(module, policy.compute_dtype, reduce_dtype)
+    return CallPlan(
+        compute_dtype=policy.compute_dtype,
+        casts_params=not layer,
+        looks_up_rows=calls_layer and isinstance(module, library.embedding),
+        bias=bias,
+        attributes=changes,
+        keeps_carry=is_cell_call(library, module, method),
+    )
+
+
+def run_call(
+    plan: CallPlan,
+    module: Any,
+    changes: Mapping[str, Any],
+    call: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Runs a call as it is planned.
+
+    Args:
+        plan: the plan of the call.
+        module: the module that is called.
+        changes: attributes of the module for this call, beside those of the plan.
+        call: the framework's own call, to be given `args` and `kwargs`.
+        args, kwargs: the arguments of the call.
+    """
+
+    def run(**more: Any) -> Any:
+        with attributes(module, {**changes, **plan.attributes, **more}):
+            return call(*args, **kwargs)
+
+    if plan.looks_up_rows:
+        return _look_up(lambda dtype: run(dtype=dtype), plan.compute_dtype)
+    output: Any = run()
+    if plan.bias is not None:
+        output = _add_bias(output, plan.bias)
+    if plan.keeps_carry:
+        output = _cast_cell_output(output, args[0] if args else kwargs["carry"], plan.compute_dtype)
+    return output
+
+
+def run_model(
+    run: Callable[..., Any],
+    policy: Policy,
+    cast: Callable[[Any, np.dtype], Any],
+    keeps_carry: bool,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Calls a whole model: casts its inputs to the compute dtype and its outputs to the output dtype.
+
+    Args:
+        run: the model, to be given the cast arguments.
+        policy: the policy of the model.
+        cast: casts the floating leaves of a tree to a dtype.
+        keeps_carry: whether the model is a recurrent cell. Its carry keeps its dtype.
+        args, kwargs: the arguments of the model.
+    """
+    carry, others = (args[:1], args[1:]) if keeps_carry else ((), args)
+    kept = {name: value for name, value in kwargs.items() if name in ("carry", "initial_carry")}
+    named = cast({name: value for name, value in kwargs.items() if name not in kept}, policy.compute_dtype)
+    output = run(*carry, *cast(others, policy.compute_dtype), **named, **kept)
+    if keeps_carry:
+        return output[0], cast(output[1], policy.output_dtype)
+    return cast(output, policy.output_dtype)
+
+
+def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype) -> jax.Array:
+    """Reads rows of an embedding table in half precision, with gradients that are summed in float32.
+
+    The gradient of a lookup sums the gradients of all uses of a row. In half precision such a sum stops
+    growing: 256 + 1 is 256 in bfloat16. So the gradient is that of a lookup in float32. XLA removes the
+    float32 lookup itself. Where the table is split over devices, the devices gather it in half precision.
+
+    Args:
+        read: does the lookup in a dtype.
+        dtype: the compute dtype.
+    """
+    wide = jnp.promote_types(dtype, jnp.float32)
+    rows = read(wide)
+    return rows if dtype == wide else reuse_cast(rows, read(dtype))
+
+
+def _add_bias(output: jax.Array, bias: jax.Array) -> jax.Array:
+    """Adds a float32 bias to the last dimensions of the half precision output of a layer.
+
+    The bias is broadcast first and cast then, so its gradient is cast first and summed then, in float32.
+    The layers of Flax cast first, so their bias gradients are sums in half precision: XLA for the CPU adds
+    40,960 ones to 4,096 in float16.
+    """
+    return output + jnp.broadcast_to(bias, output.shape).astype(output.dtype)
+
+
+def _cast_cell_output(output: tuple[Any, Any], carry: Any, dtype: np.dtype) -> tuple[Any, Any]:
+    """Casts the pair `(carry, y)` that a recurrent cell returns.
+
+    The new carry gets the dtypes of the old carry, as a scan demands. The carry is usually float32, so a long
+    memory is not rounded at every step. `y`, which other layers read, gets the compute dtype.
+    """
+    new_carry, y = output
+    new_carry = jax.tree.map(lambda new, old: cast_leaf(new, jnp.result_type(old)), new_carry, carry)
+    return new_carry, jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), y)

@@ -1,0 +1,128 @@
+"""What Linen and NNX have in common under a policy: sums in float32, carries, subclasses of layers."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jaxprs import products
+from policies import F16, SEQUENCE, each_policy
+
+import jmp_lite as jmp
+from jmp_lite import linen
+from jmp_lite import nnx as under_nnx
+
+RNGS = nnx.Rngs(0)
+each_library = pytest.mark.parametrize("library", ["Linen", "NNX"])
+
+
+def with_policy(model, policy):
+    return (linen if isinstance(model, nn.Module) else under_nnx).with_policy(model, policy)
+
+
+def as_function(model, *inputs):
+    """Returns a model of either library as a function of parameters and inputs, and the parameters."""
+    if isinstance(model, nn.Module):
+        params = model.init(jax.random.key(0), *inputs)["params"]
+        return lambda params, *inputs: model.apply({"params": params}, *inputs), params
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+    return lambda params, *inputs: nnx.merge(graph, params, others)(*inputs), params
+
+
+def embedding(library, dtype=None):
+    return nn.Embed(2, 1, dtype=dtype) if library == "Linen" else nnx.Embed(2, 1, dtype=dtype, rngs=RNGS)
+
+
+def convolution(library, dtype=None):
+    if library == "Linen":
+        return nn.Conv(8, (1, 1), dtype=dtype)
+    return nnx.Conv(1, 8, (1, 1), dtype=dtype, rngs=RNGS)
+
+
+@each_library
+@each_policy
+def test_the_gradients_of_an_embedding_row_are_summed_in_float32(library, policy):
+    ids = jnp.zeros(10_009, jnp.int32)
+
+    def count(model):
+        run, params = as_function(model, ids)
+        return jax.grad(lambda params: run(params, ids).sum())(params)["embedding"][0, 0]
+
+    assert count(with_policy(embedding(library), policy)) == 10_009
+    stuck = {"float16": 2048, "bfloat16": 256}  # The layer's own dtype gives this.
+    assert count(embedding(library, policy.compute_dtype)) == stuck[policy.compute_dtype.name]
+
+
+@each_library
+@each_policy
+def test_the_gradients_of_a_bias_are_summed_in_float32(library, policy):
+    x, weights = jnp.zeros((40, 32, 32, 1)), jnp.ones((40, 32, 32, 8))
+
+    def count(model):
+        run, params = as_function(model, x)
+        loss_fn = lambda params, weights: (run(params, x) * weights).sum()
+        return jax.jit(jax.grad(loss_fn))(params, weights)["bias"][0]
+
+    assert count(with_policy(convolution(library), policy)) == 40_960
+    if jax.default_backend() == "cpu":
+        stuck = {"float16": 4096, "bfloat16": 512}  # The layer's own dtype gives this.
+        assert count(convolution(library, policy.compute_dtype)) == stuck[policy.compute_dtype.name]
+
+
+@each_library
+def test_a_carry_that_is_handed_in_is_not_rounded(library):
+    x = SEQUENCE[:, 0]
+    cell = nn.LSTMCell(8) if library == "Linen" else nnx.LSTMCell(6, 8, rngs=RNGS)
+    carry = (jnp.zeros((4, 8)) + 1 / 3, jnp.zeros((4, 8)) + 1 / 3)
+    run, params = as_function(with_policy(cell, F16.with_output_dtype("float16")), carry, x)
+    (c, _), y = run(params, carry, x)
+    assert (c.dtype, y.dtype) == (jnp.float32, jnp.float16)
+    assert not np.array_equal(c, c.astype(jnp.float16).astype(jnp.float32))
+
+
+class DenseRelu(nn.Dense):
+    """A Linen layer with something behind it, as users write them."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.relu(super().__call__(x)) * jnp.ones((), self.dtype)
+
+
+class LinearRelu(nnx.Linear):
+    """An NNX layer with something behind it, as users write them."""
+
+    def __call__(self, x):
+        return nnx.relu(super().__call__(x)) + 0 * self.bias[...]
+
+
+@each_library
+def test_a_subclass_of_a_layer_keeps_its_own_computation(library):
+    bias_init = nn.initializers.constant(-1.0)
+    model = DenseRelu(4, bias_init=bias_init)
+    if library == "NNX":
+        model = LinearRelu(6, 4, bias_init=bias_init, rngs=RNGS)
+    x = SEQUENCE[:, 0]
+    run, params = as_function(model, x)
+    expected = run(params, x)
+    assert (expected == 0).any()
+    full, half = (as_function(with_policy(model, p), x)[0] for p in (jmp.get_policy("float32"), F16))
+    np.testing.assert_array_equal(full(params, x), expected)
+    np.testing.assert_allclose(half(params, x), expected, atol=0.01)
+
+
+@each_library
+def test_the_policy_wins_over_the_dtype_of_a_layer(library):
+    model = nn.Sequential([nn.Dense(4, dtype=jnp.float32), nn.Dense(3)])
+    if library == "NNX":
+        model = nnx.Linear(6, 3, dtype=jnp.float32, rngs=RNGS)
+    run, params = as_function(with_policy(model, F16), SEQUENCE)
+    assert set(products(run, params, SEQUENCE)) == {("float16", "float16")}
+
+
+@pytest.mark.parametrize("library", [linen, under_nnx], ids=["Linen", "NNX"])
+def test_wrong_arguments_are_type_errors(library):
+    model = embedding("Linen" if library is linen else "NNX")
+    for wrong in ((nn.relu, F16), (model, "float16")):
+        with pytest.raises(TypeError, match=r"(linen|nnx)\.with_policy takes"):
+            library.with_policy(*wrong)

@@ -1,0 +1,174 @@
+"""`linen.with_policy`: rules, methods, submodules, lifted modules, and training with a `TrainState`."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, serialization
+from flax.training.train_state import TrainState
+from jaxprs import products
+from linen_layers import ConvNet, OwnParams, loss_fn, variables_of
+from policies import BF16, F16, IMAGES, SEQUENCE
+
+import jmp_lite as jmp
+from jmp_lite.linen import with_policy
+
+
+def test_rules_keep_parts_in_float32():
+    policy = F16.with_rules({"Dense_0": "float32", "**/BatchNorm*": "p=f32,c=f32,o=f16"})
+    params, others = variables_of(ConvNet(), IMAGES)
+    model = with_policy(ConvNet(), policy)
+    found = products(lambda p: loss_fn(p, others, model, IMAGES, True)[0], params)
+    assert sorted(found) == [("float16",) * 2] * 2 + [("float32",) * 2]
+
+
+def test_rules_name_single_parameters_of_modules_that_users_write():
+    policy = F16.with_rules({"in_setup": "float32"})
+    params = OwnParams().init(jax.random.key(0), SEQUENCE)
+    found = products(lambda p: with_policy(OwnParams(), policy).apply(p, SEQUENCE), params)
+    assert ("float16", "float32") in found or ("float32", "float32") in found
+
+
+def test_a_rule_for_one_parameter_of_a_layer_is_an_error():
+    policy = F16.with_rules({"Dense_0/bias": "float32"})
+    params, others = variables_of(ConvNet(), IMAGES)
+    with pytest.raises(ValueError, match="Let the rule name the layer, 'Dense_0'"):
+        loss_fn(params, others, with_policy(ConvNet(), policy), IMAGES, True)
+
+
+@pytest.mark.parametrize("call", ["init", "apply"])
+def test_a_rule_that_matches_nothing_is_an_error_naming_the_nearest(call):
+    model = with_policy(ConvNet(), F16.with_rules({"BatchNrom_0": "float32"}))
+    variables = ConvNet().init(jax.random.key(0), IMAGES, train=False)
+    first = {"init": jax.random.key(0), "apply": variables}[call]
+    with pytest.raises(ValueError, match=r"matches no parameter. Nearest: 'BatchNorm_0'"):
+        getattr(model, call)(first, IMAGES, train=False)
+
+
+def test_other_methods_and_attributes_are_reached_under_the_policy():
+    model = with_policy(OwnParams(), BF16)
+    params = model.init(jax.random.key(0), SEQUENCE)
+    y = model.apply(params, SEQUENCE, method="encode")
+    assert y.dtype == jnp.float32
+    assert products(lambda: model.apply(params, SEQUENCE, method="encode")) == [("bfloat16", "bfloat16")]
+    assert with_policy(nn.Dense(7), F16).features == 7
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = model.no_such_thing
+
+
+def test_inside_another_module_paths_stay_and_the_innermost_policy_wins():
+    class Outer(nn.Module):
+        policy: jmp.Policy | None
+
+        @nn.compact
+        def __call__(self, x):
+            wrap = (lambda m: with_policy(m, self.policy)) if self.policy else (lambda m: m)
+            return nn.Dense(3)(wrap(nn.Dense(4))(x))
+
+    x = jnp.ones((2, 5))
+    plain = Outer(None).init(jax.random.key(0), x)
+    inner = Outer(jmp.get_policy("float32"))
+    jax.tree.map(np.testing.assert_array_equal, inner.init(jax.random.key(0), x), plain)
+    found = products(with_policy(inner, F16).apply, plain, x)
+    assert found == [("float32", "float32"), ("float16", "float16")]
+
+
+@pytest.mark.parametrize("lift", [nn.remat, nn.jit, None], ids=["remat", "jit", "none"])
+def test_lifted_modules_run_under_the_policy(lift):
+    module = OwnParams if lift is None else lift(OwnParams)
+    params = module().init(jax.random.key(0), SEQUENCE)
+    run = lambda p: with_policy(module(), F16).apply(p, SEQUENCE).sum()
+    assert set(products(jax.grad(run), params)) == {("float16", "float16")}
+    full = products(jax.grad(lambda p: module().apply(p, SEQUENCE).sum()), params)
+    assert set(full) == {("float32", "float32")}  # Nothing of the policy is left behind.
+
+
+def test_ensembles_under_vmap_run_under_the_policy():
+    ensemble = nn.vmap(
+        OwnParams, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3
+    )
+    params = ensemble().init(jax.random.key(0), SEQUENCE)
+    model = with_policy(ensemble(), F16)
+    assert set(products(model.apply, params, SEQUENCE)) == {("float16", "float16")}
+    np.testing.assert_allclose(model.apply(params, SEQUENCE), ensemble().apply(params, SEQUENCE), atol=0.02)
+
+
+def test_wrapped_modules_are_equal_and_hash_by_value_so_that_jit_compiles_once():
+    assert with_policy(nn.Dense(3), F16) == with_policy(nn.Dense(3), F16)
+    assert hash(with_policy(nn.Dense(3), F16)) == hash(with_policy(nn.Dense(3), F16))
+    assert with_policy(nn.Dense(3), F16) != with_policy(nn.Dense(3), BF16)
+
+
+def test_a_train_state_trains_and_survives_flax_serialization():
+    model = with_policy(ConvNet(), F16)
+    params, others = variables_of(model, IMAGES)
+    tx = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(2.0**10, period=2))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    state = state.replace(step=jnp.int32(0))  # A Python number, as create leaves it, compiles twice.
+
+    @jax.jit
+    def step(state, others):
+        scaled = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(state), has_aux=True)
+        (loss, (_, new)), grads = scaled(state.params, others, model, IMAGES, True)
+        state = state.apply_gradients(grads=grads)
+        return state, jmp.select_tree(jmp.grads_finite(state), new, others), loss
+
+    losses = []
+    for _ in range(5):
+        state, others, loss = step(state, others)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    fresh = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert jmp.get_loss_scale(restored).loss_scale == 2.0**12
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("rewrite", [nn.WeightNorm, nn.SpectralNorm])
+def test_modules_that_rewrite_parameters_see_them_unrounded(rewrite):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            settings = {"update_stats": False} if rewrite is nn.SpectralNorm else {}
+            return rewrite(nn.Dense(4))(x, **settings)
+
+    x = SEQUENCE[:, 0]
+    variables = Model().init(jax.random.key(0), x)
+    model = with_policy(Model(), F16)
+    jax.tree.map(np.testing.assert_array_equal, model.init(jax.random.key(0), x), variables)
+    assert ("float16", "float16") in products(model.apply, variables, x)
+
+
+def test_submodules_cannot_be_reached_past_the_policy():
+    class Model(nn.Module):
+        def setup(self):
+            self.inner = nn.Dense(3)
+            self.more = [nn.Dense(3)]
+
+        def __call__(self, x):
+            return self.more[0](self.inner(x)[..., :3])
+
+    model = with_policy(Model(), F16)
+    params = model.init(jax.random.key(0), SEQUENCE)
+    for reach in (lambda m, x: m.inner(x), lambda m, x: m.more[0](x), Model.__call__):
+        with pytest.raises(ValueError, match="would run outside the policy"):
+            model.apply(params, SEQUENCE, method=reach)
+
+
+def test_an_nnx_module_in_a_linen_model_runs():
+    model = nnx.bridge.to_linen(nnx.Linear, 6, 4)
+    params = model.init(jax.random.key(0), SEQUENCE)
+    y = with_policy(model, BF16).apply(params, SEQUENCE)
+    np.testing.assert_allclose(y, model.apply(params, SEQUENCE), atol=0.05)
+
+
+@pytest.mark.parametrize("batch_dims", [0, (0,), ()])
+def test_the_bias_of_a_layer_with_a_weight_for_each_member_of_a_batch(batch_dims):
+    module = nn.DenseGeneral(7, batch_dims=batch_dims, bias_init=nn.initializers.normal(1.0))
+    x = jax.random.normal(jax.random.key(0), (5, 5, 4))
+    variables = module.init(jax.random.key(1), x)
+    under = with_policy(module, jmp.get_policy("p=f32,c=f32"))
+    np.testing.assert_array_equal(under.apply(variables, x), module.apply(variables, x))
