@@ -1,8 +1,4 @@
-"""Flax Linen: `with_policy` runs a module under a policy. The module and its parameters do not change.
-
-Importing this module also registers the states of jmp_lite with `flax.serialization`, so that
-`to_bytes(train_state)` and Flax's own checkpoints hold the loss scale.
-"""
+"""Flax Linen: `with_policy` runs a module under a policy. The module and its parameters do not change."""
 
 import dataclasses
 import functools
@@ -15,7 +11,6 @@ import jax
 import numpy as np
 
 from ._dtypes import DTypeLike
-from ._flax import serialization as serialization  # Registers the states.
 from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model
 from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, takes_dtype
 from ._flax.products import parse_reduce_dtype

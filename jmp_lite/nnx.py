@@ -1,7 +1,4 @@
-"""Flax NNX: `with_policy` returns a model that runs under a policy, with the same parameter tree.
-
-Importing this module also registers the states of jmp_lite with `flax.serialization`.
-"""
+"""Flax NNX: `with_policy` returns a model that runs under a policy, with the same parameter tree."""
 
 import dataclasses
 import functools
@@ -13,7 +10,6 @@ import numpy as np
 from flax import nnx
 
 from ._dtypes import DTypeLike
-from ._flax import serialization as serialization  # Registers the states.
 from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model
 from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, is_layer, takes_dtype
 from ._flax.products import parse_reduce_dtype
@@ -134,7 +130,7 @@ def _set(module: Any, setting: _Setting) -> None:
     """Sets the dtype of one module, and lets its calls run through `_call` where they need it."""
     layer = is_layer(_NNX, module)
     if takes_dtype(_NNX, module):
-        module.dtype = setting.policy.at(setting.path).compute_dtype
+        module.dtype = np.dtype(setting.policy.at(setting.path).compute_dtype)
         if layer:
             check_layer_rules(setting.policy, setting.path, list(_own_params(module)), module)
     if isinstance(module, _NORMALIZATION):
@@ -223,7 +219,7 @@ def _cast_params(tree: Any, setting: _Setting, attribute: str) -> Any:
     def cast(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, nnx.Param):
             return leaf
-        dtype = setting.at(f"{attribute}/{path_name(path)}".rstrip("/")).compute_dtype
+        dtype = np.dtype(setting.at(f"{attribute}/{path_name(path)}".rstrip("/")).compute_dtype)
         return jax.tree.map(lambda value: cast_leaf(value, dtype), leaf)
 
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=_is_node)

@@ -38,7 +38,7 @@ FILES = {
     "_scaling": "finite norm serialization scalars loss_scale grad state stuck optimizer",
     "_autocast": "rules jaxprs scopes activations states demand plan interpreter custom_rules calls "
     "api report",
-    "_flax": "products layers calls serialization",
+    "_flax": "products layers calls",
     "diagnostics": "_hlo _traffic _products _program",
 }
 # Imports upwards that are still there, by file.

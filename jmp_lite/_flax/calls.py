@@ -51,15 +51,16 @@ def plan_call(
         policy: the policy at the module's path.
         reduce_dtype: as in `with_policy`.
     """
+    compute_dtype = np.dtype(policy.compute_dtype)
     layer = is_layer(library, module)
     calls_layer = layer and method == "__call__"
     bias = library.read_bias(module) if calls_layer and isinstance(module, library.biased) else None
     changes = {} if bias is None else dict(library.no_bias)
     # A layer that adds its own bias would add it in the dtype of the weight gradient.
     if calls_layer and isinstance(module, library.products) and (bias is not None or not module.use_bias):
-        changes |= wide_gradients(module, policy.compute_dtype, reduce_dtype)
+        changes |= wide_gradients(module, compute_dtype, reduce_dtype)
     return CallPlan(
-        compute_dtype=policy.compute_dtype,
+        compute_dtype=compute_dtype,
         casts_params=not layer,
         looks_up_rows=calls_layer and isinstance(module, library.embedding),
         bias=bias,
@@ -119,11 +120,12 @@ def run_model(
     """
     carry, others = (args[:1], args[1:]) if keeps_carry else ((), args)
     kept = {name: value for name, value in kwargs.items() if name in ("carry", "initial_carry")}
-    named = cast({name: value for name, value in kwargs.items() if name not in kept}, policy.compute_dtype)
-    output = run(*carry, *cast(others, policy.compute_dtype), **named, **kept)
+    compute_dtype, output_dtype = np.dtype(policy.compute_dtype), np.dtype(policy.output_dtype)
+    named = cast({name: value for name, value in kwargs.items() if name not in kept}, compute_dtype)
+    output = run(*carry, *cast(others, compute_dtype), **named, **kept)
     if keeps_carry:
-        return output[0], cast(output[1], policy.output_dtype)
-    return cast(output, policy.output_dtype)
+        return output[0], cast(output[1], output_dtype)
+    return cast(output, output_dtype)
 
 
 def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype) -> jax.Array:

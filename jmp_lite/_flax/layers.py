@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._paths import join
 from .._policy import Policy
@@ -79,9 +80,9 @@ def check_arguments(function: str, base: str, library: Library, module: Any, pol
 
 def check_layer_rules(policy: Policy, path: str, parameters: list[str], module: Any) -> None:
     """Raises a ValueError if a rule names one parameter of a layer that computes in one dtype."""
-    wanted = policy.at(path).compute_dtype
+    wanted = np.dtype(policy.at(path).compute_dtype)
     for name in parameters:
-        dtype = policy.at(join(path, name)).compute_dtype
+        dtype = np.dtype(policy.at(join(path, name)).compute_dtype)
         if dtype != wanted:
             raise ValueError(
                 f"A rule gives '{path}/{name}' the compute dtype {dtype.name}, but its layer, a "

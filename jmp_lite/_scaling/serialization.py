@@ -16,7 +16,7 @@ from .._tree import replace_leaves
 
 def register(cls: type) -> None:
     """Registers a state class with `flax.serialization`, if the program has imported that."""
-    serialization = sys.modules.get("flax.serialization")
+    serialization: Any = sys.modules.get("flax.serialization")
     register_with_flax = getattr(serialization, "register_serialization_state", None)
     if register_with_flax is None:  # Not imported, or this very import is under way.
         return
