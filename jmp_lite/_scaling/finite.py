@@ -8,7 +8,8 @@ shape may be sharded in different ways. (A variadic `lax.reduce` over a group ne
 few kernels, but it gives its operands one sharding: on a mesh of 8 H100s XLA adds an all-to-all for each leaf
 that is sharded in another way.)
 
-`python -m benchmarks.loss_scale_cost` counts the kernels; benchmarks/tests/test_h100.py holds them.
+`python -m benchmarks.compiled.loss_scale_cost` counts the kernels.
+`benchmarks/tests/compiled/test_h100.py` holds them.
 """
 
 import math

@@ -141,7 +141,7 @@ def test_float16_falls_behind_without_a_scale_and_not_with_one_in_a_mean_over_ma
         params = state.pop("params")
         opt_state = tx.init(params)
         losses[arm] = []
-        for step in range(8):
+        for step in range(6):
             params, state, opt_state, (loss, _) = train_step(params, state, opt_state, workload.batch(step))
             losses[arm].append(float(loss))
     full, scaled, unscaled = losses.values()
