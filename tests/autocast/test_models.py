@@ -126,14 +126,14 @@ def test_loss_gradients_and_statistics_are_as_close_to_float32_as_casts_by_hand_
         results = {key: step(case.params, case.state, x, targets) for key, step in steps.items()}
         for key, result in results.items():
             errors[key].append([relative_errors(*pair) for pair in zip(result, results["float32"])])
-    for place in range(3):  # Loss, gradients, state.
+    for index in range(3):  # Loss, gradients, state.
         of = {
-            key: root_mean_square([e for batch in runs for e in batch[place]]) for key, runs in errors.items()
+            key: root_mean_square([e for batch in runs for e in batch[index]]) for key, runs in errors.items()
         }
         # The loss is one number a batch: its error by hand may be small by luck.
-        slack = 4 if place == 0 else 0.25
+        slack = 4 if index == 0 else 0.25
         assert of["autocast"] <= 1.5 * of["by hand"] + slack * eps
-        assert of["autocast"] <= (4, 64, 2)[place] * eps
+        assert of["autocast"] <= (4, 64, 2)[index] * eps
     assert root_mean_square([e for batch in errors["autocast"] for e in batch[1]]) > 0.1 * eps  # In half.
 
 

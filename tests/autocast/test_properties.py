@@ -113,7 +113,7 @@ STEPS = {
     "small literal": lambda p, x: x / (jnp.abs(x).sum(-1, keepdims=True) + 1e-8) + x,
     "large literal": lambda p, x: x * 1e5 * 1e-5,
     "half of one's own": lambda p, x: (x.astype(jnp.bfloat16) * jnp.bfloat16(0.5)).astype(jnp.float32) + x,
-    "kept": lambda p, x: jmp.keep_f32(x) * 0.5,
+    "kept": lambda p, x: jmp.keep_float32(x) * 0.5,
     "linear solve": lambda p, x: jnp.linalg.solve(3 * jnp.eye(SIZE) + 0.3 * p["v"], x.T).T * 3,
     "bounded": lambda p, x: bounded(x),
     "relu6 smooth": lambda p, x: jax.nn.hard_tanh(x * 0.01) * 100,
