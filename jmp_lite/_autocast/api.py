@@ -102,11 +102,12 @@ def autocast(
             for part of one name, `**` for several names. Operations that take a selected argument run in
             float32. The half dtype is an exception within a wider rule. The first that matches wins.
         reduce_dtype: the dtype in which weight gradients leave their products, to be summed over devices:
-            float32, or None for the half dtype, which moves half the bytes. It holds for `dot_general` and
-            `conv_general_dilated` with an operand that is a float32 argument of `fun`, at most reshaped,
-            transposed or sliced. The products take half operands all the same, and the gradients of
-            activations stay in half. With float32 there is no forward-mode derivative (`jax.jvp`), and
-            `jax.vmap` belongs inside `fun`: around it, weight gradients are made for each example.
+            float32, or None for the half dtype, which moves half the bytes. The products take half operands
+            all the same, and the gradients of activations stay in half. It holds for `dot_general` of a
+            float32 argument of `fun`, at most reshaped, transposed or sliced. It does not hold for
+            convolutions: XLA widens the operands of a convolution that gives float32. With float32 there is
+            no forward-mode derivative (`jax.jvp`), and a `jax.vmap` around the function makes a weight
+            gradient for each example, so put it inside `fun`.
 
     Returns:
         A function with the signature of `fun`.

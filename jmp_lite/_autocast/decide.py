@@ -51,20 +51,21 @@ def decide_product(
     name = equation.primitive.name
     takes = _in_half(equation, traits_of(name_of(equation)), operands)
     reason = f"{name} is on the allow list"
-    if leaves:
+    if leaves and name in _GIVES_FLOAT32:
         reason += "; it makes a weight gradient, which it gives in float32"
         action = Bind(takes, np.dtype(np.float32))
         return Decision(List.ALLOW, action, _results(equation, operands, FIRM), reason, changed=True)
     gives = None if equation.params.get("preferred_element_type") is None else half
     action = Bind(takes, gives)
-    if name in _WIDE and any(state.reduced for state in operands):
+    if name in _GIVES_FLOAT32 and any(state.reduced for state in operands):
         action = WideGradient(takes, gives, wide=tuple(state.reduced for state in operands))
     results = tuple(HALF if is_float32(var) else OTHER for var in equation.outvars)
     return Decision(List.ALLOW, action, results, reason, changed=True)
 
 
-# The products whose weight gradients JAX computes by one product of the same kind.
-_WIDE = ("dot_general", "conv_general_dilated")
+# Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
+# would widen the operands.
+_GIVES_FLOAT32 = ("dot_general",)
 
 
 def why_not_half(equation: Equation, half: np.dtype) -> str | None:

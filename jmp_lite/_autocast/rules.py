@@ -69,7 +69,7 @@ def make_rules(
             f"dtype={half.name}."
         )
     reduced = None if reduce_dtype is None else parse_dtype(reduce_dtype)
-    if reduced not in (None, jnp.float32):
+    if reduced is not None and reduced != jnp.float32:
         raise ValueError(
             f"reduce_dtype should be float32, or None for the dtype of the products. Got {reduced.name}."
         )
