@@ -225,7 +225,9 @@ def test_every_product_of_the_backward_pass_is_half_and_the_gradients_those_of_f
             assert len(found) == len(products(plain, X, W, B))
     # The numbers by turns in either order.
     half, order = [("float16", "inside"), ("bfloat16", "outside")][list(CALLS).index(name) % 2]
-    (value, grads), (expected, expected_grads) = value_and_grad(fun, half, order)(X, W, B), plain(X, W, B)
+    (value, grads), (expected, expected_grads) = (
+        jax.jit(f)(X, W, B) for f in (value_and_grad(fun, half, order), plain)
+    )
     assert [grad.dtype for grad in grads] == [jnp.float32] * 3
     assert_close(value, expected, half, factor=32)
     assert_close(grads, expected_grads, half, factor=32)
@@ -268,10 +270,11 @@ def test_forward_mode_and_second_derivatives_work_through(name, half):
     fun = lambda w: jnp.sum(jnp.sin(CALLS[name](X, w, B)))
     direction = normal(8, 8)
     cast = jmp.autocast(fun, half)
-    assert_close(jax.jvp(cast, (W,), (direction,)), jax.jvp(fun, (W,), (direction,)), half, factor=32)
+    push = lambda f: jax.jit(lambda w: jax.jvp(f, (w,), (direction,)))(W)
+    assert_close(push(cast), push(fun), half, factor=32)
     assert set(products(lambda w: jax.jvp(cast, (w,), (direction,)), W)) == {(half, half)}
     along = lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (direction,))[1]
-    expected = along(fun)(W)
-    assert_close(along(cast)(W), expected, half, factor=48)
-    assert_close(jmp.autocast(along(fun), half)(W), expected, half, factor=48)
+    expected = jax.jit(along(fun))(W)
+    assert_close(jax.jit(along(cast))(W), expected, half, factor=48)
+    assert_close(jax.jit(jmp.autocast(along(fun), half))(W), expected, half, factor=48)
     assert set(products(along(cast), W)) == {(half, half)}

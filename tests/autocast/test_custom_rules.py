@@ -162,4 +162,4 @@ def test_an_implicit_solve_with_a_rule_of_ones_own_works(order, half):
     loss = lambda w: jnp.sum(fixed_point(w, X[:2, :4]))
     w = normal(4, 4, scale=0.3)
     grad = jax.grad(jmp.autocast(loss, half)) if order == "inside" else jmp.autocast(jax.grad(loss), half)
-    assert_close(grad(w), jax.grad(loss)(w), half, factor=24)
+    assert_close(jax.jit(grad)(w), jax.jit(jax.grad(loss))(w), half, factor=24)

@@ -186,7 +186,7 @@ def test_losses_are_computed_in_float32(half):
     for loss in losses.values():
         fun = lambda x, w, loss=loss: loss(x @ w * 3)
         half_logits = (X.astype(half) @ W.astype(half)).astype(jnp.float32) * 3
-        value = jmp.autocast(fun, half)(X, W)
+        value = jax.jit(jmp.autocast(fun, half))(X, W)
         assert value.dtype == jnp.float32
         np.testing.assert_allclose(value, loss(half_logits), rtol=4 * eps(half))
         sums = [

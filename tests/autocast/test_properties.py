@@ -239,7 +239,7 @@ def assert_close(actual, expected, half, factor):
 @hypothesis.given(program=programs(), half=st.sampled_from(HALVES))
 def test_a_program_gives_what_float32_gives_in_the_same_dtype(program, half):
     fun = build(program)
-    expected, actual = fun(PARAMS, X), jmp.autocast(fun, half)(PARAMS, X)
+    expected, actual = (jax.jit(f)(PARAMS, X) for f in (fun, jmp.autocast(fun, half)))
     assert (actual.dtype, actual.shape) == (jnp.float32, expected.shape)
     assert_close(actual, expected, half, factor=12 + 4 * depth(program))
 
@@ -254,10 +254,11 @@ def test_applying_autocast_twice_gives_the_same_jaxpr(program, half):
 @hypothesis.given(program=programs(), half=st.sampled_from(HALVES))
 def test_gradients_in_both_orders_are_those_of_float32(program, half):
     fun = build(program)
-    expected = jax.grad(loss_of(fun))(PARAMS, X)
-    inside = jax.grad(loss_of(jmp.autocast(fun, half)))(PARAMS, X)
-    outside = jmp.autocast(jax.grad(loss_of(fun)), half)(PARAMS, X)
-    for grads in (inside, outside):
+    expected = jax.jit(jax.grad(loss_of(fun)))(PARAMS, X)
+    inside = jax.grad(loss_of(jmp.autocast(fun, half)))
+    outside = jmp.autocast(jax.grad(loss_of(fun)), half)
+    for grad in (inside, outside):
+        grads = jax.jit(grad)(PARAMS, X)
         assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
         assert_close(grads, expected, half, factor=16 + 8 * depth(program))
 

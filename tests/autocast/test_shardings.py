@@ -1,9 +1,6 @@
 """Names, source lines, shardings and donation survive `autocast`."""
 
-import os
-import subprocess
-import sys
-import textwrap
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations, products
-from small_programs import W, X
+from small_programs import B, W, X
 
 import jmp_lite as jmp
 
@@ -57,7 +54,7 @@ def test_source_lines_survive():
         next(e.source_info for e in equations(jax.make_jaxpr(f)(X, W)) if e.primitive.name == "dot_general")
     )
     assert find(jmp.autocast(fun)) == find(fun)
-    assert "test_calls.py" in find(fun)
+    assert "test_shardings.py" in find(fun)
     assert frame(fun) is not None
 
 
@@ -131,87 +128,64 @@ def test_collectives_of_vmap_stay_float32():
     assert float(ones(jnp.ones((4099, 1, 1)), jnp.ones((1, 1)))[0, 0, 0]) == 4099.0
 
 
-SHARDED = """
-import jax, jax.numpy as jnp, numpy as np
-from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
-import jmp_lite as jmp
-from jaxprs import equations, products
-from closeness import assert_close
+def four_devices():
+    auto = (AxisType.Auto,) * 2
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=auto, devices=jax.devices()[:4])
 
-numbers = np.random.default_rng(0)
-x = jnp.asarray(numbers.normal(size=(8, 8)), jnp.float32)
-w = jnp.asarray(numbers.normal(size=(8, 8)) * 0.35, jnp.float32)
-b = jnp.asarray(numbers.normal(size=(8,)), jnp.float32)
-mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-assert jax.device_count() == 4
 
-def tensor_parallel(x, w, b):
+def tensor_parallel(x, w, b, check_vma):
     def block(x, w, b):
         hidden = jnp.tanh(x @ w + b)
         gathered = lax.all_gather(hidden, "model", axis=1, tiled=True)
         return lax.psum(gathered @ gathered.T @ hidden, "model") * 0.1
-    return jax.shard_map(block, mesh=mesh, in_specs=(P("data"), P(None, "model"), P("model")),
-                         out_specs=P("data", None), check_vma=CHECK)(x, w, b)
 
-def data_parallel(x, w, b):
+    specs = {"in_specs": (P("data"), P(None, "model"), P("model")), "out_specs": P("data", None)}
+    return jax.shard_map(block, mesh=four_devices(), check_vma=check_vma, **specs)(x, w, b)
+
+
+def data_parallel(x, w, b, check_vma):
     def loss(x, w, b):
         for _ in range(2):
             x = jax.nn.relu(x @ w + b)
         return lax.pmean(jnp.sum(x * x), ("data", "model")).reshape(1)
-    return jax.shard_map(loss, mesh=mesh, in_specs=(P(("data", "model")), P(), P()), out_specs=P(),
-                         check_vma=CHECK)(x, w, b)
 
-def scanned(x, w, b):
+    specs = {"in_specs": (P(("data", "model")), P(), P()), "out_specs": P()}
+    return jax.shard_map(loss, mesh=four_devices(), check_vma=check_vma, **specs)(x, w, b)
+
+
+def scanned(x, w, b, check_vma):
     def block(x, w, b):
         return lax.scan(lambda x, _: (jnp.tanh(x @ w + b), x.mean()), x, length=3)[0]
-    return jax.shard_map(block, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"),
-                         check_vma=CHECK)(x, w, b)
 
-def partly_manual(x, w, b):
+    specs = {"in_specs": (P("data"), P(), P()), "out_specs": P("data")}
+    return jax.shard_map(block, mesh=four_devices(), check_vma=check_vma, **specs)(x, w, b)
+
+
+def partly_manual(x, w, b, check_vma):
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "axis_names": {"data"}}
     block = lambda x, w: jnp.tanh(x @ w)
-    run = jax.shard_map(block, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
-                        axis_names={"data"}, check_vma=CHECK)
-    return run(x, w) + b
+    return jax.shard_map(block, mesh=four_devices(), check_vma=check_vma, **specs)(x, w) + b
 
-for name, fun in dict(tensor_parallel=tensor_parallel, data_parallel=data_parallel, scanned=scanned,
-                      partly_manual=partly_manual).items():
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("program", [tensor_parallel, data_parallel, scanned, partly_manual])
+def test_shard_map_over_four_devices(program, check_vma):
+    args = jnp.concatenate([X, -X[:, ::-1]]), W, B
+    fun = functools.partial(program, check_vma=check_vma)
     loss = lambda *args: jnp.sum(jnp.sin(fun(*args)))
-    expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, w, b)
-    for half, order in (("float16", jax.value_and_grad(jmp.autocast(loss, "float16"), (0, 1, 2))),
-                        ("bfloat16", jmp.autocast(jax.value_and_grad(loss, (0, 1, 2)), "bfloat16"))):
-        assert set(products(jmp.autocast(fun, half), x, w, b)) == {(half, half)}, name
-        assert set(products(order, x, w, b)) == {(half, half)}, (name, half)
-        value, grads = jax.jit(order)(x, w, b)
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*args)
+    for half, order in (
+        ("float16", jax.value_and_grad(jmp.autocast(loss, "float16"), (0, 1, 2))),
+        ("bfloat16", jmp.autocast(jax.value_and_grad(loss, (0, 1, 2)), "bfloat16")),
+    ):
+        assert set(products(jmp.autocast(fun, half), *args)) == {(half, half)}
+        assert set(products(order, *args)) == {(half, half)}
+        value, grads = jax.jit(order)(*args)
         assert_close(value, expected[0], half, factor=32)
         assert_close(grads, expected[1], half, factor=48)
-        sums = [e for e in equations(jax.make_jaxpr(order)(x, w, b))
-                if e.primitive.name.startswith(("psum", "reduce_scatter"))]
-        dtypes = {var.aval.dtype.name for e in sums for var in e.invars}
-        assert dtypes <= {"float32"}, (name, half, dtypes)
-    print("ok", name)
-"""
-
-
-@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
-def test_shard_map_over_four_devices(check):
-    folder = os.path.dirname(__file__)
-    code = SHARDED.replace("CHECK", str(check))
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": os.pathsep.join([folder, os.path.dirname(folder)]),
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    names = ["tensor_parallel", "data_parallel", "scanned", "partly_manual"]
-    assert done.stdout.splitlines() == [f"ok {name}" for name in names]
+        names = ("psum", "reduce_scatter")
+        sums = [e for e in equations(jax.make_jaxpr(order)(*args)) if e.primitive.name.startswith(names)]
+        assert {var.aval.dtype.name for e in sums for var in e.invars} <= {"float32"}
 
 
 def test_explicit_sharding_types_are_kept():

@@ -56,17 +56,17 @@ def test_an_unrolled_inner_loop_updates_its_weights_in_float32(half):
             params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         return jnp.mean((mlp(params, x) - y) ** 2), (steps, params)
 
-    _, (steps, last) = jmp.autocast(meta_loss, half)(PARAMS)
+    _, (steps, last) = jax.jit(jmp.autocast(meta_loss, half))(PARAMS)
     for (before, grads), (after, _) in zip(steps, [*steps[1:], (last, None)]):
         expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, grads)
         for ours, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(expected)):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=2 * eps("float32"))
-    expected = jax.grad(meta_loss, has_aux=True)(PARAMS)[0]
+    expected = jax.jit(jax.grad(meta_loss, has_aux=True))(PARAMS)[0]
     for grad in (
         jax.grad(jmp.autocast(meta_loss, half), has_aux=True),
         jmp.autocast(jax.grad(meta_loss, has_aux=True), half),
     ):
-        assert_close(grad(PARAMS)[0], expected, half, factor=24)
+        assert_close(jax.jit(grad)(PARAMS)[0], expected, half, factor=24)
         assert set(products(lambda p, grad=grad: grad(p)[0], PARAMS)) == {(half, half)}
 
 
@@ -89,11 +89,14 @@ def test_higher_derivatives_are_those_of_float32(half):
     fun = lambda w: jnp.sum(jnp.sin(jnp.tanh(X[:2, :4] @ w) @ w))
     w = normal(4, 4, scale=0.5)
     cast = jmp.autocast(fun, half)
-    assert_close(jax.jvp(cast, (w,), (w,)), jax.jvp(fun, (w,), (w,)), half, factor=16)
-    assert_close(jax.jacfwd(cast)(w), jax.jacfwd(fun)(w), half, factor=24)
-    assert_close(jax.hessian(cast)(w), jax.hessian(fun)(w), half, factor=32)
-    assert_close(jmp.autocast(jax.hessian(fun), half)(w), jax.hessian(fun)(w), half, factor=32)
-    assert_close(jax.jacrev(jmp.autocast(jax.grad(fun), half))(w), jax.hessian(fun)(w), half, factor=32)
+    of_w = lambda f: jax.jit(f)(w)
+    push = lambda f: of_w(lambda w: jax.jvp(f, (w,), (w,)))
+    assert_close(push(cast), push(fun), half, factor=16)
+    assert_close(of_w(jax.jacfwd(cast)), of_w(jax.jacfwd(fun)), half, factor=24)
+    hessian = of_w(jax.hessian(fun))
+    assert_close(of_w(jax.hessian(cast)), hessian, half, factor=32)
+    assert_close(of_w(jmp.autocast(jax.hessian(fun), half)), hessian, half, factor=32)
+    assert_close(of_w(jax.jacrev(jmp.autocast(jax.grad(fun), half))), hessian, half, factor=32)
     for transformed in (lambda w: jax.jvp(cast, (w,), (w,)), jax.jacfwd(cast), jax.hessian(cast)):
         assert set(products(transformed, w)) == {(half, half)}
 
