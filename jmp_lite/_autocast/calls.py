@@ -90,7 +90,7 @@ class _Loop:
             self._constants.append(Value(interpreter.take(value, take), casts, number=value.number))
 
     def start(self, operands: list[Value]) -> list[Array]:
-        """Returns the arrays with which the loop starts, and the arrays of which it takes slices."""
+        """Returns the arrays with which the loop starts, and the arrays that it slices."""
         return self._interpreter.take_all(operands, self._enter)
 
     def run(self, arrays: list[Array]) -> list[Array]:

@@ -32,9 +32,7 @@ def in_float32(equation: Equation, operands: Sequence[State], which: List, reaso
     return Decision(which, _in_full(operands), _results(equation, operands, state), reason, changed=changed)
 
 
-def decide_product(
-    equation: Equation, operands: Sequence[State], half: np.dtype, leaves: bool
-) -> Decision:
+def decide_product(equation: Equation, operands: Sequence[State], half: np.dtype, leaves: bool) -> Decision:
     """An operation of the allow list takes half operands, unless the program or a rule says otherwise.
 
     Args:
@@ -111,7 +109,7 @@ def decide_infer(equation: Equation, operands: Sequence[State], wanted: bool, ha
         return in_float32(equation, operands, List.INFER, reason)
     results = tuple(HALF if is_float32(var) else OTHER for var in equation.outvars)
     if all(may_be_rounded(traits, var, state) for var, state in float32):
-        reason = "its operands are in half, or take the type of what they meet"
+        reason = "its operands are in half, or take the type of the others"
         action = Bind(_in_half(equation, traits, operands))
         return Decision(List.INFER, action, results, reason, changed=True)
     reason = "one operand is in half; another was computed in float32 and takes its type"
@@ -172,7 +170,7 @@ def _in_full(operands: Sequence[State]) -> Bind:
 
 
 def _in_half(equation: Equation, traits: Traits, operands: Sequence[State]) -> tuple[Take, ...]:
-    """Returns how an operation takes its operands in half, of which it may broadcast some.
+    """Returns how an operation takes its operands in half; it may broadcast some of them.
 
     The gradient of a broadcast operand is a sum, so the operand is broadcast in float32 and cast after.
     """

@@ -16,7 +16,6 @@ from .jaxprs import (
     Var,
     equations,
     inner_jaxprs,
-    is_float32,
     is_literal,
     is_transposed,
     name_of,
@@ -94,8 +93,6 @@ class BackwardPass:
 def _passes(equation: Equation) -> bool:
     """Whether the gradient of an argument may leave the backward pass through an equation."""
     name = equation.primitive.name
-    if name == "convert_element_type":
-        return is_float32(equation.invars[0]) and is_float32(equation.outvars[0])
     if name in ("broadcast_in_dim", "reduce_sum"):  # The gradient of a broadcast weight is summed in float32.
         sizes = {math.prod(var.aval.shape) for var in (equation.invars[0], equation.outvars[0])}
         return len(sizes) == 1

@@ -67,7 +67,7 @@ class _Everything(Demand):
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What is known of a jaxpr before anything is decided.
+    """Facts about a jaxpr before anything is decided.
 
     Attributes:
         inside: the open jaxpr.
@@ -265,7 +265,7 @@ class Planner:
     def _demands_inside(
         self, equation: Equation, decision: Decision, results: Sequence[Wanted]
     ) -> list[Demand]:
-        """Returns the demands of the jaxprs of a call, planned by what is wanted of its results."""
+        """Returns the demands of the jaxprs of a call, planned by how its results are wanted."""
         return [
             self.plan(plan.jaxpr, plan.inputs, wanted_inside(inner, results), plan.around).demand
             for inner, plan in zip(inner_jaxprs(equation), decision.inner)
