@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .interpreter import Interpreter, Value
-from .jaxprs import Array, Equation, Var, bind, open_jaxpr
+from .jaxprs import Array, Equation, Var, bind, is_float32, open_jaxpr
 from .plan import Around, Call, Wanted, conversion
 from .states import FIRM, HALF, OTHER, Kind, State
 
@@ -86,8 +86,9 @@ class TracedRule:
 
     def jvp(self, primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
         """The rule of a `custom_jvp`."""
-        moving = self._moving[len(self._closed_over) :]
-        directions = [tangent for tangent, moves in zip(tangents, moving) if moves]
+        count = len(self._closed_over)
+        operands = zip(tangents, self._equation.invars[count:], self._moving[count:])
+        directions = [(tangent, _state_of_tangent(tangent, var)) for tangent, var, moves in operands if moves]
         states = self._inside.plan.results
         outvars = self._equation.outvars
         changing = [state for state, var in zip(states, outvars) if _is_differentiable(var)]
@@ -125,7 +126,11 @@ class TracedRule:
     def backward(self, saved: Any, cotangents: list[Any]) -> tuple[Array | None, ...]:
         """The backward rule of a `custom_vjp`."""
         outvars = self._equation.outvars
-        arriving = [each for each, var in zip(cotangents, outvars) if _is_differentiable(var)]
+        arriving = [
+            (cotangent, _state_of_tangent(cotangent, var))
+            for cotangent, var in zip(cotangents, outvars)
+            if _is_differentiable(var)
+        ]
 
         def pullback(leaves: list[Array], arriving: list[Array]) -> list[Array]:
             given = iter(arriving)
@@ -161,7 +166,7 @@ class TracedRule:
         self,
         rule: Callable[[list[Array], list[Array]], Any],
         inputs: Sequence[tuple[Array, State]],
-        tangents: Sequence[Array],
+        tangents: Sequence[tuple[Array, State]],
         states: Sequence[State],
         around: Around = Around(),  # noqa: B008
     ) -> tuple[list[Array], Sequence[State]]:
@@ -170,7 +175,7 @@ class TracedRule:
         Args:
             rule: the rule, a function of arrays in their traced dtypes.
             inputs: its arrays, each with its state.
-            tangents: its tangents or cotangents.
+            tangents: its tangents or cotangents, each with its state.
             states: the states of its first results, which take their dtypes.
             around: the part of the program around it.
 
@@ -178,8 +183,7 @@ class TracedRule:
             The results, and the states of the results beyond `states`.
         """
         interpreter = self._interpreter
-        directions = [(array, _state_of_tangent(array)) for array in tangents]
-        arguments = [*inputs, *directions]
+        arguments = [*inputs, *tangents]
         values = [Value(array) for array, _ in arguments]
         traced = [
             interpreter.take(value, conversion(state, FIRM)) for value, (_, state) in zip(values, arguments)
@@ -195,10 +199,11 @@ class TracedRule:
         return interpreter.take_all(interpreter.run(plan, values), list(leave)), further
 
 
-def _state_of_tangent(array: Array) -> State:
-    if array.dtype == jnp.float32:
-        return FIRM
-    return HALF if array.dtype in (jnp.float16, jnp.bfloat16) else OTHER
+def _state_of_tangent(array: Array, var: Var) -> State:
+    """The state of a tangent or cotangent of `var`, which may be half in the program itself."""
+    if not is_float32(var):
+        return OTHER
+    return FIRM if array.dtype == jnp.float32 else HALF
 
 
 def _is_differentiable(var: Var) -> bool:

@@ -91,6 +91,18 @@ def test_the_backward_rule_sees_cotangents_of_the_dtype_that_it_was_written_for(
     assert_close(grads, jax.grad(loss, 1)(X, W), half, factor=24)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_rule_with_half_results_of_its_own_beside_a_half_operand_works(order):
+    @jax.custom_vjp
+    def narrow(x):
+        return (x * 2).astype(jnp.float16)
+
+    narrow.defvjp(lambda x: (narrow(x), None), lambda _, g: (2 * g.astype(jnp.float32),))
+    loss = lambda w: jnp.sum(narrow(X @ w).astype(jnp.float32))
+    grad = jax.grad(jmp.autocast(loss)) if order == "inside" else jmp.autocast(jax.grad(loss))
+    assert_close(grad(W), jax.grad(loss)(W), "bfloat16", factor=4)
+
+
 def test_gradient_reversal_and_clipping_rules_work():
     @jax.custom_vjp
     def reverse(x):

@@ -155,6 +155,17 @@ def test_the_weight_is_cast_once_and_the_forward_pass_is_the_same():
     np.testing.assert_array_equal(wide(fun)(W, X), jmp.autocast(fun, "float16")(W, X))
 
 
+def test_another_autocast_around_it_changes_nothing_but_what_is_around_it():
+    fun = wide(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w.T))
+    assert text(jmp.autocast(fun), W, X) == text(fun, W, X)
+    around = jmp.autocast(lambda w, x: fun(w, x @ w))
+    expected = jax.grad(lambda w: jnp.sum(jnp.tanh(X @ w @ w) @ w.T))(W)
+    assert_close(jax.grad(around)(W, X), expected, "bfloat16", factor=8)
+    found = products(jax.grad(around), W, X)
+    assert found[WIDE] >= 2
+    assert found["bfloat16", "bfloat16", "bfloat16"] >= 2
+
+
 def test_a_training_step_inside_autocast_reduces_in_float32():
     def step(w, x):
         loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
