@@ -5,7 +5,9 @@ Flax modules: `jmp_lite.linen.with_policy` and `jmp_lite.nnx.with_policy`, impor
 
 from ._autocast.api import autocast as autocast
 from ._autocast.api import full_precision as full_precision
-from ._autocast.api import keep_f32 as keep_f32
+from ._autocast.api import keep_float32 as keep_float32
+from ._autocast.report import Operation as Operation
+from ._autocast.report import Report as Report
 from ._autocast.report import explain as explain
 from ._dtypes import half_dtype as half_dtype
 from ._policy import Policy as Policy

@@ -225,6 +225,11 @@ def _cast_params(tree: Any, setting: _Setting, attribute: str) -> Any:
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=_is_node)
 
 
+def is_object(node: Any) -> bool:
+    """Whether a call may change `node` in place: an NNX module, variable or other graph node."""
+    return isinstance(node, (nnx.Pytree, nnx.Variable))
+
+
 def split_objects(
     fun: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., tuple[T, Any]], tuple[Any, ...], Callable[[tuple[T, Any]], T]]:
@@ -238,7 +243,6 @@ def split_objects(
         A function that returns the output of `fun` and the modules' state after the call; the arguments
         of that function; and one that takes what it returned, updates the modules and gives the output.
     """
-    is_object = lambda node: isinstance(node, (nnx.Pytree, nnx.Variable))
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
     named = dict(zip(argument_names(fun, args, kwargs, is_leaf=is_object), leaves, strict=True))
     # Together, so that what two of them share stays shared.

@@ -42,6 +42,12 @@ def primitives(fun, *args, **kwargs) -> list[str]:
     return [equation.primitive.name for equation in equations(jax.make_jaxpr(fun)(*args, **kwargs))]
 
 
+def operands_of(name, fun, *args) -> list[str]:
+    """Returns the dtype of the first operand of every operation called `name` that `fun` runs."""
+    found = equations(jax.make_jaxpr(fun)(*args))
+    return [equation.invars[0].aval.dtype.name for equation in found if equation.primitive.name == name]
+
+
 def casts(fun, *args, **kwargs) -> list[tuple[tuple[int, ...], str, str]]:
     """Returns the shape and both dtypes of every cast between floating dtypes that `fun` runs."""
     jaxpr = jax.make_jaxpr(fun)(*args, **kwargs)

@@ -36,13 +36,11 @@ ROOMS = {
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
     "_scaling": "finite norm serialization scalars loss_scale grad state stuck optimizer",
-    "_autocast": "rules jaxprs scopes activations states demand plan interpreter custom_rules calls "
-    "api report",
+    "_autocast": "primitives rules jaxprs scopes states activations plan decide demand gradients planner "
+    "wide_gradients interpreter custom_rules calls arguments api report",
     "_flax": "products layers calls",
     "diagnostics": "_hlo _traffic _products _program",
 }
-# Imports upwards that are still there, by file.
-EXCEPTIONS = {"_autocast.demand": {"_autocast.plan"}, "_autocast.api": {"nnx"}}
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}
 STANDARD = set(sys.stdlib_module_names)
@@ -90,7 +88,7 @@ def test_a_room_stands_above_all_that_it_imports():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_imports_only_what_is_below_it(name):
-    assert set(ours(name)) <= allowed(name) | EXCEPTIONS.get(name, set())
+    assert set(ours(name)) <= allowed(name)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -105,7 +103,9 @@ def test_nobody_imports_the_inside_of_jax(name):
     assert not [module for module in modules if module.startswith(("jax._src", "jaxlib"))]
     reads_jaxprs = name.startswith(("_autocast", "diagnostics"))
     assert reads_jaxprs or not [module for module in modules if module.startswith("jax.extend")]
-    assert "jax._src" not in MODULES[name].read_text()
+    # These change between releases without a word.
+    for private in ("jax._src", "jax.core", "jax.interpreters", "jax._"):
+        assert private not in MODULES[name].read_text()
 
 
 def test_the_table_of_contents_holds_only_imports():

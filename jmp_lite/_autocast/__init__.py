@@ -1,8 +1,11 @@
 """autocast: mixed precision for any JAX function, by rewriting its jaxpr.
 
-In the order in which to read it: `rules` (the lists of operations, as data), `jaxprs` (how to read and repeat
-an equation), `scopes` (where autocast keeps out), `activations` (what is computed as one function), `states`
-(what is known of a value, and what is decided), `demand` (what is wanted in half), `plan` (the decisions),
-`interpreter` (which carries them out), `calls` and `custom_rules` (jit, loops, custom derivatives), `api`
-(what users call) and `report` (what they are told).
+In the order in which to read it: `primitives` (the table of operations, one row each), `rules` (the user's
+options), `jaxprs` (how to read and repeat an equation), `scopes` (where autocast keeps out), `states` (facts
+about a value), `activations` (functions that run as one), `plan` (what a plan consists of), `decide` (the
+decision about one operation), `demand` (which values are wanted in half), `gradients` (which products make
+weight gradients), `planner` (which puts the decisions together), `wide_gradients` (products with float32
+gradients), `interpreter` (which carries the plan out), `custom_rules` and `calls` (custom derivatives, jit,
+loops), `arguments` (the arguments of a call), `api` (the functions that users call) and `report` (what they
+are told).
 """

@@ -1,75 +1,113 @@
-"""The functions that users call: `autocast`, `full_precision` and `keep_f32`."""
+"""The functions that users call: `autocast`, `full_precision` and `keep_float32`."""
 
 import functools
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from .._dtypes import DTypeLike
-from .._paths import argument_names
+from . import arguments
+from .arguments import Arguments
 from .calls import CALLS
 from .interpreter import Interpreter, Value
-from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, KEEP_F32_NAME
-from .plan import Planner
-from .rules import Rules, make_rules
-from .states import Plan, Wanted
+from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, KEEP_FLOAT32_NAME, Array
+from .plan import Plan, Wanted, conversion
+from .planner import Planner
+from .rules import Operations, Rules, ScopeRules, make_rules
+from .states import FIRM
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-Operations = Iterable[str | Primitive]
+
+
+@overload
+def autocast(
+    fun: F,
+    dtype: DTypeLike = ...,
+    *,
+    allow: Operations = ...,
+    deny: Operations = ...,
+    infer: Operations = ...,
+    rules: ScopeRules = ...,
+    reduce_dtype: DTypeLike | None = ...,
+) -> F: ...
+
+
+@overload
+def autocast(
+    fun: None = None,
+    dtype: DTypeLike = ...,
+    *,
+    allow: Operations = ...,
+    deny: Operations = ...,
+    infer: Operations = ...,
+    rules: ScopeRules = ...,
+    reduce_dtype: DTypeLike | None = ...,
+) -> Callable[[F], F]: ...
 
 
 def autocast(
-    fun: F,
+    fun: Callable[..., Any] | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     *,
     allow: Operations = (),
     deny: Operations = (),
     infer: Operations = (),
-    rules: Mapping[str, DTypeLike] | Iterable[tuple[str, DTypeLike]] = (),
-) -> F:
+    rules: ScopeRules = (),
+    reduce_dtype: DTypeLike | None = None,
+) -> Any:
     """Returns `fun` with its matrix products and convolutions in half precision, the model unchanged.
 
-    The returned function takes and returns what `fun` does, with the same structure and dtypes. Its jaxpr is
-    rewritten, operation by operation, inside jit, loops, branches, rematerialization and custom derivatives
-    as well:
+    The returned function takes and returns what `fun` does, with the same structure and dtypes. autocast
+    rewrites its jaxpr operation by operation, inside jit, loops, branches, rematerialization and custom
+    derivatives too:
 
-    - *allow*: what Tensor Cores run (`dot_general`, `conv_general_dilated`, `ragged_dot_general`) takes half
-      operands and gives a half result; the hardware accumulates in float32.
-    - *deny*: what loses range or precision in half (exp, log, rsqrt, sums, ...) takes and gives float32.
-    - *infer*: element-wise operations run in the widest of their operands' types, where numbers, looked-up
-      embeddings and what is broadcast (biases, scales, masks) take the type of what they meet; and in half
-      only if all that reads the result takes half.
+    - *allow*: the operations that Tensor Cores run (`dot_general`, `conv_general_dilated`,
+      `ragged_dot_general`) take half operands and give a half result. The hardware accumulates in float32.
+    - *deny*: the operations that lose range or precision in half (exp, log, rsqrt, sums, ...) take and give
+      float32.
+    - *infer*: element-wise operations run in the widest of their operands' types. Numbers, looked-up
+      embeddings and broadcast operands (biases, scales, masks) take the type of the other operands. The
+      result is in half only if all readers of the result take half.
     - Everything else keeps the dtypes with which it was traced.
 
-    Only float32 is ever changed: integers, float64, complex, fp8, and what the program made half itself stay
-    as they are, and so does a product with a `precision=` of its own. Weights stay float32 and are cast once;
-    the gradients of all their uses are summed in float32. Both `jax.grad(autocast(fun))` and
+    Only float32 is ever changed. Integers, float64, complex, fp8 and the program's own half values stay as
+    they are, and so does a product with a `precision=` of its own. Weights stay float32 and are cast once;
+    the gradients of all uses of a weight are summed in float32. Both `jax.grad(autocast(fun))` and
     `autocast(jax.grad(fun))` run their backward products in half. float16 needs loss scaling:
     `with_loss_scale`.
 
-    NNX modules among the arguments are updated as `fun` would (batch statistics, RNG counts). Call it
-    under `jax.jit`: outside, every call traces `fun` anew. A cast to float32 of what is float32 already
-    leaves no trace in a jaxpr, and neither does a branch on `x.dtype`: use `keep_f32`, `full_precision` or
-    `rules`. What is inside a Pallas kernel, a callback or an FFI call stays as it is.
+    NNX modules among the arguments are updated as `fun` updates them (batch statistics, RNG counts). Call the
+    function under `jax.jit`: outside, every call traces `fun` again. A cast to float32 of a float32 value
+    leaves no trace in a jaxpr, nor does a branch on `x.dtype`: use `keep_float32`, `full_precision` or
+    `rules`. The inside of a Pallas kernel, a callback or an FFI call stays as it is.
 
     Args:
         fun: any function that JAX can trace: a loss, a model's apply, a whole train step. Its arguments
-            and outputs may hold anything; only `jax.Array`s are traced.
-        dtype: `jnp.bfloat16` or `jnp.float16`, or one of their names.
+            and outputs may hold anything; only `jax.Array`s are traced. Without `fun`, autocast returns a
+            decorator.
+        dtype: `jnp.bfloat16` or `jnp.float16`, or one of their names. With float32 the function runs as it
+            is, so that the precision of a program can be one flag.
         allow, deny, infer: primitives to put on a list, by name (`"tanh"`, as `jax.make_jaxpr` prints it)
             or as the primitive itself (`jax.lax.tanh_p`). `"-tanh"` takes one off its list, after which it
             keeps the dtypes with which it was traced.
         rules: exceptions by scope, pairs or a mapping of pattern and dtype: `{"decoder/head": "float32"}`.
-            A pattern selects `jax.named_scope`s, Flax Linen modules, names of jitted functions, and the
-            path of an argument (the way to name an NNX or Equinox module), with all that lies within; `*`
-            stands for part of one name, `**` for several names. What takes a selected argument runs in
+            A pattern selects `jax.named_scope`s, Flax Linen modules, names of jitted functions, and the path
+            of an argument (the way to name an NNX or Equinox module), with all that lies within; `*` stands
+            for part of one name, `**` for several names. Operations that take a selected argument run in
             float32. The half dtype is an exception within a wider rule. The first that matches wins.
+        reduce_dtype: the dtype in which weight gradients leave their products, to be summed over devices:
+            float32, or None for the half dtype, which moves half the bytes. The products take half operands
+            all the same, and the gradients of activations stay in half. It holds for `dot_general` of a
+            float32 argument of `fun`, at most reshaped, transposed or sliced. It does not hold for
+            convolutions: XLA widens the operands of a convolution that gives float32. With float32 there is
+            no forward-mode derivative (`jax.jvp`), and a `jax.vmap` around the function makes a weight
+            gradient for each example, so put it inside `fun`.
 
     Returns:
         A function with the signature of `fun`.
@@ -88,134 +126,89 @@ def autocast(
     >>> print(jmp.explain(jmp.autocast(loss, jnp.float16))(w, x).operations[0])  # doctest: +ELLIPSIS
     allow     dot_general          float16[2,4] float16[4,8] -> float16[2,8]
         dot_general is on the allow list; /; ...
+
+    As a decorator:
+
+    >>> @jmp.autocast(dtype="float16", deny=["tanh"])
+    ... def apply(w, x):
+    ...     return jnp.tanh(x @ w)
+    >>> apply(w, x).dtype
+    dtype('float32')
     """
-    settings = make_rules(dtype, allow, deny, infer, rules)
+    settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype)
+    if fun is None:
+        return functools.partial(_autocast, settings=settings)
+    return _autocast(fun, settings)
+
+
+def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
+    if not callable(fun) or isinstance(fun, (type(jnp.float16), np.dtype)):
+        raise TypeError(
+            f"autocast takes a function first. Got {fun!r}; write autocast(fun, dtype), or as a decorator "
+            "@autocast(dtype='float16')."
+        )
 
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        traced = trace(fun, settings, args, kwargs)
-        return traced.outputs(run(traced, traced.arrays))
+        if settings.dtype == jnp.float32:
+            return fun(*args, **kwargs)
+        traced, planner, plan = prepare(fun, settings, args, kwargs)
+        return traced.outputs(run(planner, plan, traced.arrays))
 
     autocast_fun._autocast = (autocast_fun, fun, settings)  # type: ignore[attr-defined]
-    return autocast_fun  # type: ignore[return-value]
+    return autocast_fun
 
 
-def settings_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Rules]:
-    """Returns the function and the rules that were given to the `autocast` which made `fun`.
+def settings_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Rules] | None:
+    """Returns the function and the rules that were given to the `autocast` which made `fun`, if one did.
 
     Raises:
-        TypeError: autocast did not make `fun`.
+        TypeError: `fun` is a transform of a function that autocast made.
     """
     made, *settings = getattr(fun, "_autocast", (None,))
+    if made is None:
+        return None
     if made is not fun:  # A wrapper around it, such as that of jax.grad, copies its attributes.
         raise TypeError(
-            f"Expected a function that autocast returned, got {fun!r}. Give the function within, as in "
-            "explain(autocast(loss_fn))(params, batch); to see the backward pass as well, "
-            "explain(autocast(jax.value_and_grad(loss_fn)))."
+            f"{fun!r} is a transform of a function that autocast returned. Give the function within, as in "
+            "explain(autocast(loss_fn))(params, batch). To see the backward pass as well, put autocast "
+            "around the transform: explain(autocast(jax.value_and_grad(loss_fn)))."
         )
     wrapped, rules = settings
     return wrapped, rules
 
 
-_ARRAY = object()  # Stands for an output that is an array.
-
-
-class Traced(NamedTuple):
-    """A function's jaxpr, and how autocast will run it.
-
-    Attributes:
-        planner: what made the plan.
-        plan: how the jaxpr is run.
-        names: the path of each input of the jaxpr among the arguments; empty if nobody asked.
-        arrays: the arrays among the arguments, the inputs of the jaxpr.
-        outputs: makes the function's outputs of those of the jaxpr.
-    """
-
-    planner: Planner
-    plan: Plan
-    names: tuple[str, ...]
-    arrays: list[Any]
-    outputs: Callable[[list[Any]], Any]
-
-
-def trace(
+def prepare(
     fun: Callable[..., Any],
     rules: Rules,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     with_names: bool = False,
-) -> Traced:
-    """Traces `fun`, whose arguments may hold anything, and plans it.
-
-    Only `jax.Array`s are traced; everything else reaches the function as it is, as in a plain call. The names
-    of the arguments, which take time to make, are there if the rules need them or `with_names`.
-    """
-    with_names = with_names or bool(rules.scopes)
-    finish = None
-    if _holds_nnx_objects((args, kwargs)):
-        from .. import nnx  # Only here: whoever passes an NNX module has Flax.
-
-        fun, args, finish = nnx.split_objects(fun, args, kwargs)
-        kwargs = {}
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    arrays = [leaves[place] for place in places]
-    made: dict[str, Any] = {}
-
-    def flat(*arrays: Any) -> list[Any]:
-        filled = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            filled[place] = array
-        args, kwargs = jax.tree.unflatten(structure, filled)
-        outputs, made["structure"] = jax.tree.flatten(fun(*args, **kwargs))
-        # The arrays go out through the trace; kept here they would leak from it.
-        made["leaves"] = [_ARRAY if isinstance(output, jax.Array) else output for output in outputs]
-        return [output for output in outputs if isinstance(output, jax.Array)]
-
-    closed = jax.make_jaxpr(flat)(*arrays)
-
-    def outputs(results: list[Any]) -> Any:
-        given = iter(results)
-        leaves = [next(given) if leaf is _ARRAY else leaf for leaf in made["leaves"]]
-        output = jax.tree.unflatten(made["structure"], leaves)
-        return finish(output) if finish else output
-
+) -> tuple[Arguments, Planner, Plan]:
+    """Traces a call of `fun` and plans it. The arguments get names if the rules or `with_names` need them."""
+    named = with_names or bool(rules.scopes) or rules.reduce_dtype is not None
+    traced = arguments.trace(fun, args, kwargs, named)
     planner = Planner(rules)
-    names = [""] * len(leaves)
-    if with_names:
-        names = argument_names(fun, args, kwargs)
-        if finish:  # Of an NNX module: a parameter of ours comes first, and its value last.
-            names = [name.split("/", 1)[1].removesuffix("/value") for name in names]
-    names = tuple(names[place] for place in places)
-    states = [planner.argument(array, name) for array, name in zip(arrays, names)]
-    plan = planner.plan(closed, states, [Wanted.NO] * len(closed.jaxpr.outvars))
+    states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
+    plan = planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))
     planner.scopes.check()
-    return Traced(planner, plan, names, arrays, outputs)
+    return traced, planner, plan
 
 
-def run(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
-    """Runs a traced function by its plan, on its arrays or others like them; returns the jaxpr's outputs."""
+def run(planner: Planner, plan: Plan, arrays: Sequence[Array]) -> list[Array]:
+    """Runs a plan of `planner` on arrays; returns the outputs of its jaxpr in the dtypes of the program."""
     with jax.named_scope(AUTOCAST_SCOPE):
-        if not traced.plan.changed:
-            return jaxpr_as_fun(traced.plan.jaxpr)(*arrays)
-        interpreter = Interpreter(traced.planner, CALLS)
-        values = interpreter.run(traced.plan, list(map(Value, traced.plan.inputs, arrays)))
-        return [interpreter.traced(value) for value in values]
-
-
-def _holds_nnx_objects(tree: Any) -> bool:
-    """Whether an NNX module is in `tree`: what it is given to changes it in place."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return False
-    is_object = lambda node: isinstance(node, (nnx.Pytree, nnx.Variable))
-    return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
+        if not plan.changed:
+            return jaxpr_as_fun(plan.jaxpr)(*arrays)
+        interpreter = Interpreter(planner, CALLS)
+        values = interpreter.run(plan, list(map(Value, arrays)))
+        return interpreter.take_all(values, [conversion(state, FIRM) for state in plan.results])
 
 
 def full_precision(fun: F) -> F:
     """Returns `fun` kept out of any `autocast` around it: everything in it runs as it was written.
 
-    What autocast made half before is cast up to float32 on the way in. An `autocast` inside it switches on
+    Half operands that autocast made are cast up to float32 on the way in. An `autocast` inside it switches on
     again. It does nothing outside of autocast. Also a decorator.
 
     Args:
@@ -239,7 +232,7 @@ def full_precision(fun: F) -> F:
     return full_precision_fun  # type: ignore[return-value]
 
 
-def keep_f32(x: T) -> T:
+def keep_float32(x: T) -> T:
     """Returns the tree `x`, whose float32 values `autocast` keeps in float32 from here on.
 
     `x.astype(jnp.float32)` says nothing to autocast, since `x` is float32 already where the program is
@@ -249,9 +242,9 @@ def keep_f32(x: T) -> T:
         x: a tree of arrays of any dtype.
 
     >>> import jmp_lite as jmp
-    >>> fun = jmp.autocast(lambda x: jnp.tanh(jmp.keep_f32(x @ x)) @ x)
+    >>> fun = jmp.autocast(lambda x: jnp.tanh(jmp.keep_float32(x @ x)) @ x)
     >>> report = jmp.explain(fun)(jnp.ones((2, 2)))
     >>> [(operation.name, operation.inputs[0]) for operation in report.operations][1:3]
     [('name', 'float32[2,2]'), ('tanh', 'float32[2,2]')]
     """
-    return checkpoint_name(x, KEEP_F32_NAME)
+    return checkpoint_name(x, KEEP_FLOAT32_NAME)

@@ -1,7 +1,7 @@
 """Operations that run jaxprs of their own: one handler each, built of JAX's public combinators.
 
-To teach autocast a new one: its name in `rules.CALLS`, how its operands enter in `jaxprs.inner_jaxprs`, and a
-handler here.
+To teach autocast a new one, add its row to the table in `primitives.py`, its operands to
+`jaxprs.inner_jaxprs`, and a handler here.
 """
 
 from typing import Any
@@ -10,136 +10,125 @@ import jax
 from jax import lax
 
 from .custom_rules import custom_jvp, custom_vjp
-from .interpreter import Handler, Interpreter, Value, values_of
-from .jaxprs import Role, bind, constants, inner_jaxprs, without_constants
-from .states import Decision, Plan
+from .interpreter import Handler, Interpreter, Value
+from .jaxprs import Array, Equation, Role, bind, constants, inner_jaxprs, without_constants
+from .plan import Call, Inside, Take
 
 
-def _inline(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    del equation, around
-    (plan,) = decision.inner
-    arguments = [value.with_state(state) for state, value in zip(plan.inputs, operands, strict=True)]
-    return interpreter.run(plan, arguments)
+def _inline(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:
+    del equation
+    return interpreter.run(action.inner[0].plan, [value.copy() for value in operands])
 
 
-def _jit(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    """A jitted function stays one, and is made once for all its calls of one kind.
-
-    What several calls want in half is cast outside, once, and given to each call beside the original.
-    """
-    (plan,) = decision.inner
-    beside = interpreter.cast_beside(equation.invars, decision.inner, around)
-    arrays = interpreter.entering(operands, plan.inputs)
-    arrays += [operands[place].to(interpreter.half) for place in beside]
-    key = (plan, beside)
+def _jit(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:
+    """A jitted function stays one, and is made once for all its calls of one kind."""
+    (inside,) = action.inner
+    arrays = interpreter.take_all(operands, inside.enter)
+    key = (inside.plan, inside.enter)
     if key not in interpreter.jitted:
-        fun = interpreter.inside(plan, decision.results, beside)
-        interpreter.jitted[key] = jax.make_jaxpr(fun)(*arrays)
+        interpreter.jitted[key] = jax.make_jaxpr(interpreter.function(inside))(*arrays)
+    both = [index for index, take in enumerate(inside.enter) if take is Take.BOTH]
     per_operand = {
-        name: (*given, *(name != "donated_invars" and given[place] for place in beside))
+        name: (*given, *(name != "donated_invars" and given[index] for index in both))
         for name in ("in_shardings", "in_layouts", "donated_invars")
-        if beside and (given := equation.params.get(name)) is not None
+        if both and (given := equation.params.get(name)) is not None
     }
-    return values_of(decision, bind(equation, arrays, jaxpr=interpreter.jitted[key], **per_operand))
+    return list(map(Value, bind(equation, arrays, jaxpr=interpreter.jitted[key], **per_operand)))
 
 
-def _remat(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
+def _remat(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:
     """Recomputation keeps the user's policy; casts are made inside and recomputed, not saved."""
-    del around
-    (plan,) = decision.inner
-    fun = interpreter.inside(plan, decision.results)
-    arrays = interpreter.entering(operands, plan.inputs)
+    (inside,) = action.inner
+    fun = interpreter.function(inside)
+    arrays = interpreter.take_all(operands, inside.enter)
     params = equation.params
     if not params["differentiated"]:
         fun = jax.checkpoint(fun, policy=params["policy"], prevent_cse=params["prevent_cse"])
-        return values_of(decision, fun(*arrays))
-    # What grad has made of it: jax.checkpoint would begin anew and save what is to be recomputed.
+        return list(map(Value, fun(*arrays)))
+    # jax.grad has made this equation. jax.checkpoint would begin anew and save what must be recomputed.
     closed = jax.make_jaxpr(fun)(*arrays)
-    return values_of(decision, bind(equation, [*constants(closed), *arrays], jaxpr=without_constants(closed)))
+    results = bind(equation, [*constants(closed), *arrays], jaxpr=without_constants(closed))
+    return list(map(Value, results))
 
 
 def _shard_map(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
 ) -> list[Value]:
-    del around
-    (plan,) = decision.inner
+    (inside,) = action.inner
     params = equation.params
     fun = jax.shard_map(
-        lambda *arrays: tuple(interpreter.inside(plan, decision.results)(*arrays)),
+        lambda *arrays: tuple(interpreter.function(inside)(*arrays)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],
     )
-    return values_of(decision, fun(*interpreter.entering(operands, plan.inputs)))
+    return list(map(Value, fun(*interpreter.take_all(operands, inside.enter))))
 
 
-def _cond(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
+def _cond(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:
+    """All branches take the same operands in the same dtypes."""
+    del equation
     index, *operands = operands
-    plans = decision.inner  # All of the same inputs.
-    beside = interpreter.cast_beside(equation.invars[1:], plans, around)
-    arrays = interpreter.entering(operands, plans[0].inputs)
-    arrays += [operands[place].to(interpreter.half) for place in beside]
-    branches = [interpreter.inside(plan, decision.results, beside) for plan in plans]
-    return values_of(decision, lax.switch(index.native, branches, *arrays))
+    arrays = interpreter.take_all(operands, action.inner[0].enter)
+    branches = [interpreter.function(inside) for inside in action.inner]
+    return list(map(Value, lax.switch(index.native, branches, *arrays)))
 
 
-def _scan(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
+class _Loop:
+    """One jaxpr of a loop: its constants are values around it, and the rest of its operands are arrays."""
+
+    def __init__(self, interpreter: Interpreter, inside: Inside, constants: list[Value]) -> None:
+        self._interpreter, self._inside = interpreter, inside
+        self._enter = inside.enter[len(constants) :]
+        self._constants = []
+        for value, take in zip(constants, inside.enter):
+            # A constant that the body wants in half is cast once, outside; its gradients are summed in
+            # float32.
+            casts = {interpreter.half: value.to(interpreter.half)} if take is Take.BOTH else None
+            self._constants.append(Value(interpreter.take(value, take), casts, number=value.number))
+
+    def start(self, operands: list[Value]) -> list[Array]:
+        """Returns the arrays with which the loop starts, and the arrays that it slices."""
+        return self._interpreter.take_all(operands, self._enter)
+
+    def run(self, arrays: list[Array]) -> list[Array]:
+        """Runs one iteration on its carries and slices."""
+        arguments = [*(value.copy() for value in self._constants), *map(Value, arrays)]
+        return self._interpreter.take_all(
+            self._interpreter.run(self._inside.plan, arguments), self._inside.leave
+        )
+
+
+def _scan(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:
     """The carry keeps its dtype; slices enter and leave in the dtype that they have."""
-    del around
-    (plan,) = decision.inner
-    (body,) = inner_jaxprs(equation)
-    constant, carried = (body.roles.count(role) for role in (Role.CONSTANT, Role.CARRY))
-    fixed = interpreter.looped(operands[:constant], plan)
-    arrays = interpreter.entering(operands[constant:], plan.inputs[constant:])
+    (inner,) = inner_jaxprs(equation)
+    constant, carried = (inner.roles.count(role) for role in (Role.CONSTANT, Role.CARRY))
+    body = _Loop(interpreter, action.inner[0], operands[:constant])
+    arrays = body.start(operands[constant:])
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        arguments = map(Value, plan.inputs[constant:], (*carry, *slices))
-        fresh = [value.with_state(value.state) for value in fixed]
-        results = interpreter.entering(interpreter.run(plan, [*fresh, *arguments]), decision.results)
+        results = body.run([*carry, *slices])
         return results[:carried], results[carried:]
 
     params = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
     carry, slices = lax.scan(step, arrays[:carried], arrays[carried:], **params)
-    return values_of(decision, [*carry, *slices])
+    return list(map(Value, [*carry, *slices]))
 
 
-def _while(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
-) -> list[Value]:
-    del around
-    condition, body = decision.inner
-    parts = inner_jaxprs(equation)
-    counts = [part.roles.count(Role.CONSTANT) for part in parts]
-    start = sum(counts)
-    fixed = [
-        interpreter.looped([operands[place] for place in part.operands[:count]], plan)
-        for part, count, plan in zip(parts, counts, decision.inner)
-    ]
-
-    def part(plan: Plan, fixed: list[Value], carry: list[Any]) -> list[Value]:
-        arguments = map(Value, plan.inputs[len(fixed) :], carry)
-        return interpreter.run(plan, [*(value.with_state(value.state) for value in fixed), *arguments])
-
-    return values_of(
-        decision,
-        lax.while_loop(
-            lambda carry: part(condition, fixed[0], carry)[0].native,
-            lambda carry: interpreter.entering(part(body, fixed[1], carry), decision.results),
-            interpreter.entering(operands[start:], body.inputs[counts[1] :]),
-        ),
+def _while(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:
+    condition, body = (
+        _Loop(interpreter, inside, [operands[index] for index in inner.operands[: _constants(inner)]])
+        for inside, inner in zip(action.inner, inner_jaxprs(equation))
     )
+    start = sum(map(_constants, inner_jaxprs(equation)))
+    carry = lax.while_loop(lambda carry: condition.run(carry)[0], body.run, body.start(operands[start:]))
+    return list(map(Value, carry))
+
+
+def _constants(inner: Any) -> int:
+    return inner.roles.count(Role.CONSTANT)
 
 
 CALLS: dict[str, Handler] = {

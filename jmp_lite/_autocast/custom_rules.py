@@ -1,7 +1,7 @@
-"""Custom derivatives: the user's own rule is traced at the dtypes for which it was written, planned and run.
+"""Custom derivatives: the rule of the user is traced at the dtypes for which it was written, planned and run.
 
-A rule of `jax.custom_jvp` or `jax.custom_vjp` is a function of float32 values like any other. It cannot be
-read off the equation; it is had by differentiating the equation as it was traced.
+A rule of `jax.custom_jvp` or `jax.custom_vjp` is a function of float32 values like any other. The equation
+does not hold it in a form that autocast can read: autocast differentiates the equation as it was traced.
 """
 
 import dataclasses
@@ -12,180 +12,203 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .interpreter import Interpreter, Value, values_of
-from .jaxprs import bind, open_jaxpr
-from .states import FIRM, HALF, OTHER, Decision, Kind, Plan, State, Wanted
+from .interpreter import Interpreter, Value
+from .jaxprs import Array, Equation, Var, bind, is_float32, open_jaxpr
+from .plan import Around, Call, Wanted, conversion
+from .states import FIRM, HALF, OTHER, Kind, State
 
 
 def custom_jvp(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
 ) -> list[Value]:
-    """The user's rule is traced at the dtypes for which it was written, and run by a plan of its own."""
-    del around
-    (plan,) = decision.inner
-    primal, given, closed_over = _primal(interpreter, equation, decision, operands)
-    fun = jax.custom_jvp(primal)
-    moving = _moving(equation)
-
-    def rule(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        values = list(map(Value, plan.inputs, (*closed_over, *primals)))
-        full = (*(None for _ in closed_over), *tangents)
-        directions = [_tangent(tangent) for tangent, moves in zip(full, moving) if moves]
-
-        def pushforward(primals: list[Any], directions: list[Any]) -> tuple[list[Any], list[Any]]:
-            of_moving, moved = _of_moving(equation, primals)
-            results, changes = jax.jvp(of_moving, moved, tuple(directions))
-            return results, [
-                change for change, var in zip(changes, equation.outvars) if _is_differentiable(var)
-            ]
-
-        results = decision.results
-        changing = [state for state, var in zip(results, equation.outvars) if _is_differentiable(var)]
-        arrays = _run_traced(interpreter, pushforward, values, directions, [*results, *changing])
-        changes = iter(arrays[len(results) :])
-        return arrays[: len(results)], [
-            next(changes) if _is_differentiable(var) else _zero(var) for var in equation.outvars
-        ]
-
-    fun.defjvp(rule)
-    return values_of(decision, fun(*given))
+    """Runs a function with a forward-mode rule of the user's own."""
+    rule = TracedRule(interpreter, equation, action, operands)
+    fun = jax.custom_jvp(rule.primal)
+    fun.defjvp(rule.jvp)
+    return list(map(Value, fun(*rule.given)))
 
 
 def custom_vjp(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value], around: Plan
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
 ) -> list[Value]:
-    """The user's forward and backward rules, each traced at the dtypes for which it was written."""
-    del around
-    (plan,) = decision.inner
-    primal, given, closed_over = _primal(interpreter, equation, decision, operands)
-    fun = jax.custom_vjp(primal)
-    moving = _moving(equation)
-
-    def forward(*arrays: Any) -> tuple[list[Any], Any]:
-        structure = None
-
-        def trace(arrays: list[Any], _: list[Any]) -> tuple[list[Any], list[Any]]:
-            nonlocal structure
-            of_moving, moved = _of_moving(equation, arrays)
-            results, pullback = jax.vjp(of_moving, *moved)
-            leaves, structure = jax.tree.flatten(pullback)
-            return results, leaves
-
-        values = list(map(Value, plan.inputs, (*closed_over, *arrays)))
-        saved_states: list[State] = []
-        results = _run_traced(interpreter, trace, values, [], decision.results, saved_states)
-        outputs, saved = results[: len(decision.results)], results[len(decision.results) :]
-        return outputs, jax.tree_util.Partial(_Saved(structure, tuple(saved_states)), *saved)
-
-    def backward(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        arriving = [
-            _tangent(cotangent)
-            for cotangent, var in zip(cotangents, equation.outvars)
-            if _is_differentiable(var)
-        ]
-
-        def pullback(leaves: list[Any], arriving: list[Any]) -> list[Any]:
-            given = iter(arriving)
-            full = [next(given) if _is_differentiable(var) else _zero(var) for var in equation.outvars]
-            return list(jax.tree.unflatten(saved.func.structure, leaves)(full))
-
-        values = list(map(Value, saved.func.states, saved.args))
-        states = [state for state, moves in zip(plan.inputs, moving) if moves]
-        gradients = iter(_run_traced(interpreter, pullback, values, arriving, states))
-        return tuple(next(gradients) if moves else None for moves in moving[len(closed_over) :])
-
-    fun.defvjp(forward, backward)
-    return values_of(decision, fun(*given))
-
-
-def _primal(
-    interpreter: Interpreter, equation: Any, decision: Decision, operands: list[Value]
-) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
-    """Returns the function that a custom rule is for, the arrays that it is given, and those it closes over.
-
-    The latter stay closed over: a rule says nothing of their gradients, and JAX reports who asks for one.
-    """
-    (plan,) = decision.inner
-    arrays = interpreter.entering(operands, plan.inputs)
-    count = equation.params["num_consts"]
-    given, closed_over = arrays[count:], arrays[:count]
-    run = interpreter.inside(plan, decision.results)
-
-    def fun(*arrays: Any) -> list[Any]:
-        return run(*closed_over, *arrays)
-
-    fun.__name__ = str(equation.params.get("name", fun.__name__))  # JAX prints it.
-    return fun, given, closed_over
-
-
-def _moving(equation: Any) -> list[bool]:
-    """For each operand of a custom rule, whether the rule differentiates by it."""
-    return [
-        place >= equation.params["num_consts"] and _is_differentiable(var)
-        for place, var in enumerate(equation.invars)
-    ]
-
-
-def _of_moving(equation: Any, arrays: list[Any]) -> tuple[Callable[..., list[Any]], tuple[Any, ...]]:
-    """Returns an equation as a function of the operands by which it is differentiated, and those operands."""
-    moving = _moving(equation)
-
-    def fun(*moved: Any) -> list[Any]:
-        given = iter(moved)
-        return bind(equation, [next(given) if moves else x for x, moves in zip(arrays, moving)])
-
-    return fun, tuple(x for x, moves in zip(arrays, moving) if moves)
+    """Runs a function with forward and backward rules of the user's own."""
+    rule = TracedRule(interpreter, equation, action, operands)
+    fun = jax.custom_vjp(rule.primal)
+    fun.defvjp(rule.forward, rule.backward)
+    return list(map(Value, fun(*rule.given)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What is static of what a forward rule saves: how its pullback is put together, and the states."""
+    """The static part of the residuals of a forward rule: how to build its pullback, and their states."""
 
     structure: Any
     states: tuple[State, ...]
 
     def __call__(self) -> None:
-        """Never called: `jax.tree_util.Partial`, the pytree that carries this, asks for a callable."""
+        """Never called. `jax.tree_util.Partial`, the pytree that carries this, asks for a callable."""
 
 
-def _run_traced(
-    interpreter: Interpreter,
-    fun: Callable[[list[Any], list[Any]], Any],
-    values: list[Value],
-    tangents: list[Value],
-    states: Sequence[State],
-    further: list[State] | None = None,
-) -> list[Any]:
-    """Traces a rule in the dtypes for which it was written, plans it and runs it.
+class TracedRule:
+    """A function with a custom derivative, and its rules, each run by a plan of its own.
 
-    Args:
-        fun: the rule, of arrays in their traced dtypes.
-        values: its values.
-        tangents: its tangents or cotangents.
-        states: the states of its results; the results take their dtypes.
-        further: filled with the states of the results beyond those.
+    Attributes:
+        given: the arrays by which the function may be differentiated.
     """
-    closed = jax.make_jaxpr(fun)(*(list(map(interpreter.traced, group)) for group in (values, tangents)))
-    beyond = len(open_jaxpr(closed).outvars) - len(states)
-    wanted = [Wanted.YES if state.kind == Kind.HALF else Wanted.NO for state in states] + [Wanted.NO] * beyond
-    arguments = [*values, *tangents]
-    plan = interpreter.planner.plan(closed, [value.state for value in arguments], wanted)
-    ends = [*states, *plan.results[len(states) :]]
-    if further is not None:
-        further += ends[len(states) :]
-    return interpreter.entering(interpreter.run(plan, arguments), ends)
+
+    def __init__(
+        self, interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+    ) -> None:
+        (self._inside,) = action.inner
+        self._interpreter, self._equation = interpreter, equation
+        self._name = str(equation.params.get("name", "fun"))
+        arrays = interpreter.take_all(operands, self._inside.enter)
+        count = equation.params["num_consts"]
+        # A rule says nothing of the gradients of constants. They stay closed over: JAX reports a program that
+        # asks for one.
+        self._closed_over, self.given = arrays[:count], arrays[count:]
+        self._moving = [
+            index >= count and _is_differentiable(var) for index, var in enumerate(equation.invars)
+        ]
+
+    @property
+    def primal(self) -> Callable[..., list[Array]]:
+        """The function itself, by its plan."""
+        run = self._interpreter.function(self._inside)
+
+        def fun(*arrays: Array) -> list[Array]:
+            return run(*self._closed_over, *arrays)
+
+        fun.__name__ = self._name  # JAX prints it.
+        return fun
+
+    # The forward-mode rule.
+
+    def jvp(self, primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
+        """The rule of a `custom_jvp`."""
+        count = len(self._closed_over)
+        operands = zip(tangents, self._equation.invars[count:], self._moving[count:])
+        directions = [(tangent, _state_of_tangent(tangent, var)) for tangent, var, moves in operands if moves]
+        states = self._inside.plan.results
+        outvars = self._equation.outvars
+        changing = [state for state, var in zip(states, outvars) if _is_differentiable(var)]
+        arrays, _ = self._run(self._pushforward, self._inputs(primals), directions, [*states, *changing])
+        changes = iter(arrays[len(states) :])
+        return arrays[: len(states)], [
+            next(changes) if _is_differentiable(var) else _zero(var) for var in outvars
+        ]
+
+    def _pushforward(self, primals: list[Array], directions: list[Array]) -> tuple[list[Array], list[Array]]:
+        """The rule at the dtypes for which it was written."""
+        of_moving, moved = self._of_moving(primals)
+        results, changes = jax.jvp(of_moving, moved, tuple(directions))
+        differentiable = map(_is_differentiable, self._equation.outvars)
+        return results, [change for change, each in zip(changes, differentiable) if each]
+
+    # The reverse-mode rules.
+
+    def forward(self, *arrays: Array) -> tuple[list[Array], Any]:
+        """The forward rule of a `custom_vjp`: the results, and a pytree of the residuals."""
+        structures: list[Any] = []
+
+        def trace(arrays: list[Array], _: list[Array]) -> tuple[list[Array], list[Array]]:
+            of_moving, moved = self._of_moving(arrays)
+            results, pullback = jax.vjp(of_moving, *moved)
+            leaves, structure = jax.tree.flatten(pullback)
+            structures.append(structure)
+            return results, leaves
+
+        states = self._inside.plan.results
+        results, further = self._run(trace, self._inputs(arrays), [], states)
+        saved = _Saved(structures[-1], tuple(further))
+        return results[: len(states)], jax.tree_util.Partial(saved, *results[len(states) :])
+
+    def backward(self, saved: Any, cotangents: list[Any]) -> tuple[Array | None, ...]:
+        """The backward rule of a `custom_vjp`."""
+        outvars = self._equation.outvars
+        arriving = [
+            (cotangent, _state_of_tangent(cotangent, var))
+            for cotangent, var in zip(cotangents, outvars)
+            if _is_differentiable(var)
+        ]
+
+        def pullback(leaves: list[Array], arriving: list[Array]) -> list[Array]:
+            given = iter(arriving)
+            full = [next(given) if _is_differentiable(var) else _zero(var) for var in outvars]
+            return list(jax.tree.unflatten(saved.func.structure, leaves)(full))
+
+        residuals = list(zip(saved.args, saved.func.states, strict=True))
+        states = [state for state, moves in zip(self._inside.plan.inputs, self._moving) if moves]
+        # The gradient of an activation is read on; that of a parameter leaves the backward pass.
+        around = Around(backward=True, staying=tuple(not state.reduced for state in states))
+        found, _ = self._run(pullback, residuals, arriving, states, around)
+        gradients = iter(found)
+        return tuple(next(gradients) if moves else None for moves in self._moving[len(self._closed_over) :])
+
+    # Both.
+
+    def _inputs(self, arrays: Sequence[Array]) -> list[tuple[Array, State]]:
+        """Returns all operands of the function, each with its state."""
+        return list(zip((*self._closed_over, *arrays), self._inside.plan.inputs, strict=True))
+
+    def _of_moving(self, arrays: list[Array]) -> tuple[Callable[..., list[Array]], tuple[Array, ...]]:
+        """Returns the equation as a function of the operands that have derivatives, and those operands."""
+
+        def fun(*moved: Array) -> list[Array]:
+            given = iter(moved)
+            return bind(
+                self._equation, [next(given) if moves else x for x, moves in zip(arrays, self._moving)]
+            )
+
+        return fun, tuple(x for x, moves in zip(arrays, self._moving) if moves)
+
+    def _run(
+        self,
+        rule: Callable[[list[Array], list[Array]], Any],
+        inputs: Sequence[tuple[Array, State]],
+        tangents: Sequence[tuple[Array, State]],
+        states: Sequence[State],
+        around: Around = Around(),  # noqa: B008
+    ) -> tuple[list[Array], Sequence[State]]:
+        """Traces a rule in the dtypes for which it was written, plans it and runs it.
+
+        Args:
+            rule: the rule, a function of arrays in their traced dtypes.
+            inputs: its arrays, each with its state.
+            tangents: its tangents or cotangents, each with its state.
+            states: the states of its first results, which take their dtypes.
+            around: the part of the program around it.
+
+        Returns:
+            The results, and the states of the results beyond `states`.
+        """
+        interpreter = self._interpreter
+        arguments = [*inputs, *tangents]
+        values = [Value(array) for array, _ in arguments]
+        traced = [
+            interpreter.take(value, conversion(state, FIRM)) for value, (_, state) in zip(values, arguments)
+        ]
+        closed = jax.make_jaxpr(rule)(traced[: len(inputs)], traced[len(inputs) :])
+        beyond = len(open_jaxpr(closed).outvars) - len(states)
+        wanted = [Wanted.YES if state.kind == Kind.HALF else Wanted.NO for state in states]
+        plan = interpreter.planner.plan(
+            closed, [state for _, state in arguments], wanted + [Wanted.NO] * beyond, around
+        )
+        further = plan.results[len(states) :]
+        leave = map(conversion, plan.results, (*states, *further))
+        return interpreter.take_all(interpreter.run(plan, values), list(leave)), further
 
 
-def _tangent(array: Any) -> Value:
-    dtype = array.dtype
-    if dtype == jnp.float32:
-        return Value(FIRM, array)
-    return Value(HALF if dtype in (jnp.float16, jnp.bfloat16) else OTHER, array)
+def _state_of_tangent(array: Array, var: Var) -> State:
+    """The state of a tangent or cotangent of `var`, which may be half in the program itself."""
+    if not is_float32(var):
+        return OTHER
+    return FIRM if array.dtype == jnp.float32 else HALF
 
 
-def _is_differentiable(var: Any) -> bool:
+def _is_differentiable(var: Var) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
-def _zero(var: Any) -> Any:
+def _zero(var: Var) -> Array:
     return np.zeros(var.aval.shape, jax.dtypes.float0)

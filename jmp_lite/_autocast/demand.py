@@ -1,120 +1,109 @@
-"""Asks, backwards through a jaxpr, which values are wanted in half: the second pass of a plan.
+"""Asks, backwards through a jaxpr, which values are wanted in half: the second pass of the planner.
 
-A value is wanted in half if a product takes it, directly or through operations that would pass it on, and no
-operation reads it in float32, which should not read a rounded one.
+A value is wanted in half if a product takes it, directly or through operations that would pass it on, and if
+no operation reads it in float32: that operation should not read a rounded value.
 """
 
 import collections
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from .activations import Anatomy
-from .jaxprs import Inner, Role, equations, inner_jaxprs, is_float32, open_jaxpr
-from .rules import List
-from .states import Compute, Decision, Demand, Plan, Wanted
+from .jaxprs import Equation, Inner, Jaxpr, Role, equations, inner_jaxprs, is_float32, open_jaxpr
+from .plan import Decision, Demand, Wanted
+from .primitives import List
 
-if TYPE_CHECKING:
-    from .plan import Planner
+DemandsInside = Callable[[Equation, Decision, Sequence[Wanted]], Sequence[Demand]]
+"""Returns the demand of each jaxpr of a call, of the call, its decision, and how its results are wanted."""
 
 
 def find_demand(
-    planner: "Planner",
-    inside: Any,
+    inside: Jaxpr,
     functions: Anatomy,
     decisions: Sequence[Decision],
     wanted: Sequence[Wanted],
+    half: np.dtype,
+    demands_inside: DemandsInside,
 ) -> Demand:
     """Returns what an open jaxpr wants in half.
 
     Args:
-        planner: who plans it, for the jaxprs within it.
         inside: the jaxpr.
         functions: its anatomy.
-        decisions: for each equation, what would be done if everything were wanted in half.
+        decisions: for each equation, the decision if everything were wanted in half.
         wanted: for each output, whether it is wanted in half.
+        half: the half dtype.
+        demands_inside: returns the demands of the jaxprs of a call.
     """
     demand = Demand(functions.reads)
     for var, want in zip(inside.outvars, wanted):
         demand.add(var, want)
         if not want:
             demand.keep(var)
-    absorbed: set[int] = set()  # What activation functions compute themselves, of half values.
-    for place, (equation, decision) in reversed(list(enumerate(zip(equations(inside), decisions)))):
-        ends = demand.of_all(equation.outvars) is Wanted.BY_PRODUCTS
-        if ends and planner.may_be_activation(equation, inside, functions):
+    absorbed: set[int] = set()  # The equations that activation functions of half values compute themselves.
+    for index, (equation, decision) in reversed(list(enumerate(zip(equations(inside), decisions)))):
+        ends = demand.of_all(equation.outvars) is Wanted.BY_PRODUCTS and functions.may_end(equation)
+        if ends:
             (out,) = equation.outvars
             absorbed |= functions.members[out]
             for source in functions.sources[out]:
                 demand.add(source, Wanted.YES)
-        else:
-            ends = False
-        _add(planner, demand, equation, decision)
-        alone = place in absorbed and (ends or functions.read_only_by(equation.outvars[0], absorbed))
+        if decision.which is List.CALL:
+            results = [demand.of(var) for var in equation.outvars]
+            _add_call(demand, equation, demands_inside(equation, decision, results))
+            continue
+        wants = _wants(equation, decision, demand.of_all(equation.outvars), half)
+        for var in equation.invars:
+            demand.add(var, wants)
+        alone = index in absorbed and (ends or functions.read_only_by(equation.outvars[0], absorbed))
         if not alone and _reads_in_float32(equation, decision, demand):
             for var in equation.invars:
                 demand.keep(var)
     return demand
 
 
-def _add(planner: "Planner", demand: Demand, equation: Any, decision: Decision) -> None:
-    """Notes the operands that `equation` wants in half, and those that a call keeps in float32."""
-    name = equation.primitive.name
-    result = demand.of_all(equation.outvars)
-    wanted = Wanted.NO
-    if decision.which is List.CALL:
-        results = [demand.of(var) for var in equation.outvars]
-        inners = inner_jaxprs(equation)
-        # Planned by what is wanted now; `decision` was made as if everything were.
-        plans = [
-            planner.plan(plan.jaxpr, plan.inputs, wanted_inside(inner, results), plan.scope)
-            for inner, plan in zip(inners, decision.inner)
-        ]
-        for place, want, times in _wanted_by_call(inners, plans):
-            demand.add(equation.invars[place], want, times)
-        for inner, plan in zip(inners, plans):
-            for place, role, var in zip(inner.operands, inner.roles, open_jaxpr(inner.jaxpr).invars):
-                if role is Role.CARRY or var in plan.demand.kept:
-                    demand.keep(equation.invars[place])
-    elif decision.which is List.ALLOW and decision.compute is Compute.HALF:
-        wanted = Wanted.BY_PRODUCTS
-    elif decision.which is List.MOVE or name == "select_n":  # Which moves one of two values.
-        wanted = result
-    elif decision.which is List.INFER and decision.compute is not Compute.FLOAT32:
-        wanted = min(result, Wanted.YES)
-    elif name == "convert_element_type":
-        wanted = Wanted.YES if equation.params["new_dtype"] == planner.rules.dtype else result
-    for var in equation.invars:
-        demand.add(var, wanted)
-
-
-def _reads_in_float32(equation: Any, decision: Decision, demand: Demand) -> bool:
-    """Whether an operation computes a float32 value of its operands, for which they should not be rounded."""
-    if decision.which is List.CALL or (decision.which is List.ALLOW and decision.compute is Compute.HALF):
-        return False
-    if decision.which is List.MOVE or equation.primitive.name in ("select_n", "convert_element_type"):
-        return any(var in demand.kept for var in equation.outvars)
-    computes = decision.compute is Compute.FLOAT32 or any(var in demand.kept for var in equation.outvars)
-    return computes and any(map(is_float32, equation.outvars))
-
-
 def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:
     """Returns for each output of an inner jaxpr whether it is wanted in half; a carry keeps its dtype."""
     return tuple(
-        Wanted.NO if place is None or carry else results[place]
-        for place, carry in zip(inner.results, inner.carries)
+        Wanted.NO if index is None or carry else results[index]
+        for index, carry in zip(inner.results, inner.carries)
     )
 
 
-def _wanted_by_call(inners: Sequence[Inner], plans: Sequence[Plan]) -> list[tuple[int, Wanted, int]]:
-    """The places of the operands that a call wants in half, how it wants them, and how many times."""
+def _wants(equation: Equation, decision: Decision, result: Wanted, half: np.dtype) -> Wanted:
+    """Returns how an operation wants its operands, whose results are wanted as `result`."""
+    name = equation.primitive.name
+    if decision.which is List.ALLOW and decision.takes_half:
+        return Wanted.BY_PRODUCTS
+    if decision.which is List.MOVE or name == "select_n":  # It moves one of two values.
+        return result
+    if decision.which is List.INFER and decision.gives_half:
+        return min(result, Wanted.YES)
+    if name == "convert_element_type":
+        return Wanted.YES if equation.params["new_dtype"] == half else result
+    return Wanted.NO
+
+
+def _add_call(demand: Demand, equation: Equation, demands: Sequence[Demand]) -> None:
+    """Notes the operands that a call wants in half, and those that it keeps in float32."""
     wants: dict[int, list[tuple[Wanted, int]]] = collections.defaultdict(list)
-    for inner, plan in zip(inners, plans):
-        for place, role, var in zip(inner.operands, inner.roles, open_jaxpr(inner.jaxpr).invars):
-            if role is not Role.CARRY:
-                wants[place].append((plan.demand.of(var), 2 if role is Role.CONSTANT else 1))
-    found = []
-    for place, each in wants.items():
-        wanted = [want for want, _ in each if want]
-        if wanted:
-            found.append((place, min(wanted), sum(times for want, times in each if want)))
-    return found
+    for inner, each in zip(inner_jaxprs(equation), demands):
+        for index, role, var in zip(inner.operands, inner.roles, open_jaxpr(inner.jaxpr).invars):
+            if role is Role.CARRY or var in each.kept:
+                demand.keep(equation.invars[index])
+            if role is not Role.CARRY and (want := each.of(var)):
+                wants[index].append((want, 2 if role is Role.CONSTANT else 1))
+    for index, found in wants.items():
+        least = min(want for want, _ in found)
+        demand.add(equation.invars[index], least, sum(times for _, times in found))
+
+
+def _reads_in_float32(equation: Equation, decision: Decision, demand: Demand) -> bool:
+    """Whether an operation computes a float32 value from its operands, which should then not be rounded."""
+    if decision.which is List.ALLOW and decision.takes_half:
+        return False
+    if decision.which is List.MOVE or equation.primitive.name in ("select_n", "convert_element_type"):
+        return any(var in demand.kept for var in equation.outvars)
+    computes = not decision.gives_half or any(var in demand.kept for var in equation.outvars)
+    return computes and any(map(is_float32, equation.outvars))

@@ -1,8 +1,8 @@
-"""Runs a jaxpr by a plan: every equation is bound again, under the caller's own trace.
+"""Runs a jaxpr by a plan: carries out the action of every equation, under the caller's own trace.
 
-A value keeps the dtype in which it was computed and the cast that was made of it, so that it is cast once.
-Functions within the program (jit, loops, branches, rematerialization, custom derivatives) are built again
-through JAX's public combinators, by the handlers of `calls.py`.
+A value keeps the array that was computed and the cast that was made of it, so that it is cast once. Functions
+within the program (jit, loops, branches, rematerialization, custom derivatives) are built again through JAX's
+public combinators, by the handlers of `calls.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,63 +14,82 @@ import numpy as np
 
 from .._tree import reuse_cast
 from .jaxprs import (
+    Array,
+    Equation,
+    Var,
     bind,
     cast,
     constants,
     context_of,
     equations,
-    is_float32,
     is_literal,
     open_jaxpr,
 )
-from .plan import Planner
-from .rules import BROADCASTS, GATHERS, SCALES, SPREADS, List
-from .states import HALF, Compute, Decision, Kind, Plan, State
+from .plan import (
+    Activation,
+    Bind,
+    Call,
+    CastDown,
+    CastUp,
+    Gather,
+    Inside,
+    MoveLater,
+    PassOn,
+    Plan,
+    Skip,
+    StoreHalf,
+    Take,
+    WideGradient,
+)
+from .planner import Planner
+from .states import State
+from .wide_gradients import product_with_wide_gradients
 
 
 class Value:
-    """A value of the program: its state, and the dtypes in which it has been made so far.
+    """A value of the program, and the dtypes in which it has been made so far.
 
     Attributes:
-        state: what the plan knows of it.
-        native: the value as it was computed.
+        native: the array as it was computed.
+        number: the value of a literal that is written into the program.
         casts: casts of it that were made or were there before, by dtype.
         exact: the dtype, if any, from which the program itself cast it up: going back there is no cast.
     """
 
-    __slots__ = ("_moved", "_native", "casts", "exact", "state")
+    __slots__ = ("_move", "_native", "casts", "exact", "number")
 
     def __init__(
         self,
-        state: State,
-        native: Any = None,
-        casts: dict[Any, Any] | None = None,
+        native: Array = None,
+        casts: dict[Any, Array] | None = None,
+        *,
+        number: float | None = None,
         exact: Any = None,
-        moved: Callable[[Any], Any] | None = None,
+        move: Callable[[Any], Array] | None = None,
     ) -> None:
-        self.state = state
+        """Makes a value of an array, or of a move to do later: in a dtype, or in the array's own for None."""
+        self.number = number
         self.casts = {} if casts is None else casts
         self.exact = exact
         self._native = native
-        self._moved = moved
+        self._move = move
 
-    def with_state(self, state: State) -> "Value":
-        """Returns the same value, known for something else; the casts made of it from here on are its own."""
-        return Value(state, self._native, dict(self.casts), self.exact, self._moved)
+    def copy(self) -> "Value":
+        """Returns the same value for another trace: later casts of the copy are its own."""
+        return Value(self._native, dict(self.casts), number=self.number, exact=self.exact, move=self._move)
 
     @property
-    def native(self) -> Any:
-        if self._native is None and self._moved is not None:
-            self._native = self._moved(None)
+    def native(self) -> Array:
+        if self._native is None and self._move is not None:
+            self._native = self._move(None)
         return self._native
 
-    def to(self, dtype: Any) -> Any:
+    def to(self, dtype: Any) -> Array:
         """Returns the value in `dtype`, float32 or the half dtype."""
-        written = self.state.number is not None and isinstance(self._native, (float, np.generic, np.ndarray))
-        if written:  # Into the program: it needs no cast, and stays as it is in float32.
-            return self._native if dtype == jnp.float32 else np.asarray(self.state.number, dtype)
-        if self._moved is not None and dtype != jnp.float32:
-            return self._moved(dtype)  # Cast before the move, so that all moves of a value share its cast.
+        if self.number is not None:  # It needs no cast, and stays as it is in float32.
+            return self._native if dtype == jnp.float32 else np.asarray(self.number, dtype)
+        if self._move is not None and dtype != jnp.float32:
+            return self._move(dtype)  # Cast before the move, so that all moves of a value share its cast.
         native = self.native
         if native.dtype == dtype:
             return native
@@ -103,149 +122,117 @@ class Interpreter:
             A value for each output.
         """
         inside = open_jaxpr(plan.jaxpr)
-        fixed = [Value(state, const) for state, const in zip(plan.states, constants(plan.jaxpr))]
-        known: dict[Any, Value] = dict(zip((*inside.constvars, *inside.invars), (*fixed, *arguments)))
+        fixed = map(_written, constants(plan.jaxpr), plan.states)
+        known: dict[Var, Value] = dict(zip((*inside.constvars, *inside.invars), (*fixed, *arguments)))
 
-        def read(var: Any) -> Value:
-            return self._literal(var) if is_literal(var) else known[var]
+        def read(var: Var) -> Value:
+            return _written(var.val, self.planner.literal(var)) if is_literal(var) else known[var]
 
-        for place, (equation, decision) in enumerate(zip(equations(inside), plan.decisions)):
-            if place in plan.skipped:
+        for equation, decision in zip(equations(inside), plan.decisions):
+            action = decision.action
+            if isinstance(action, Skip):
                 continue
-            if decision.compute is Compute.ACTIVATION:
-                (out,) = equation.outvars
-                known[out] = self._activation(plan, out, [known[var] for var in plan.anatomy.sources[out]])
+            if isinstance(action, Activation):
+                sources = [known[var].to(self.half) for var in action.sources]
+                known[equation.outvars[0]] = Value(self._activation(action, sources))
                 continue
             operands = [read(var) for var in equation.invars]
             with context_of(equation):
-                results = self._equation(equation, decision, operands, plan)
+                results = self._carry_out(equation, action, operands)
             known.update(zip(equation.outvars, results, strict=True))
+        return list(map(read, inside.outvars))
+
+    def _carry_out(self, equation: Equation, action: Any, operands: list[Value]) -> list[Value]:
+        match action:
+            case WideGradient():
+                return self._wide_gradient(equation, action, operands)
+            case Bind():
+                return self._bind(equation, action, operands)
+            case StoreHalf():
+                return self._store_half(equation, action, operands)
+            case Call():
+                return self.calls[action.handler](self, equation, action, operands)
+            case MoveLater():
+                return [self._move_later(equation, action, operands)]
+            case Gather():
+                return [Value(self._gathered(equation, operands[0]))]
+            case PassOn():
+                return operands
+            case CastDown():
+                return [Value(operands[0].to(self.half))]
+            case CastUp():
+                half = operands[0].native
+                return [Value(bind(equation, [half])[0], {self.half: half}, exact=self.half)]
+        raise AssertionError(f"unknown action {action}")
+
+    # The actions of operations.
+
+    def _bind(self, equation: Equation, action: Bind, operands: list[Value]) -> list[Value]:
+        arrays = self._operands(equation, action, operands)
+        changed = {} if action.gives is None else {"preferred_element_type": action.gives}
+        results = bind(equation, arrays, **changed)
+        if action.narrow:
+            results = self._narrowed(results, action.narrow)
+        return list(map(Value, results))
+
+    def _operands(self, equation: Equation, action: Bind, operands: list[Value]) -> list[Array]:
         return [
-            value if value.state == state else value.with_state(state)
-            for value, state in zip(map(read, inside.outvars), plan.results)
+            cast(jnp.broadcast_to(value.to(jnp.float32), equation.outvars[0].aval.shape), self.half)
+            if take is Take.BROADCAST
+            else self.take(value, take)
+            for value, take in zip(operands, action.operands, strict=True)
         ]
 
-    def _activation(self, plan: Plan, out: Any, sources: list[Value]) -> Value:
-        """Computes a function of half values in float32; the backward pass computes it anew from them."""
-        members = [equations(open_jaxpr(plan.jaxpr))[place] for place in sorted(plan.anatomy.members[out])]
+    def _wide_gradient(self, equation: Equation, action: WideGradient, operands: list[Value]) -> list[Value]:
+        halves = self._operands(equation, action, operands)
+        params = {} if action.gives is None else {"preferred_element_type": action.gives}
+        wide = [value.to(jnp.float32) if each else None for value, each in zip(operands, action.wide)]
+        return [Value(product_with_wide_gradients(equation, params, halves, wide))]
 
+    def _store_half(self, equation: Equation, action: StoreHalf, operands: list[Value]) -> list[Value]:
+        """Computes in float32 and stores in half; the backward pass keeps each operand as it came."""
+
+        def compute(*arrays: Array) -> list[Array]:
+            wide = [cast(x, jnp.float32) if widen else x for x, widen in zip(arrays, action.widen)]
+            return self._narrowed(bind(equation, wide), action.narrow)
+
+        run = jax.checkpoint(compute) if action.recompute else compute
+        return list(map(Value, run(*(value.native for value in operands))))
+
+    def _narrowed(self, arrays: Sequence[Array], narrow: Sequence[bool]) -> list[Array]:
+        return [cast(array, self.half) if each else array for array, each in zip(arrays, narrow)]
+
+    def _activation(self, action: Activation, sources: list[Array]) -> Array:
         @jax.checkpoint
-        def activation(*sources: jax.Array) -> jax.Array:
+        def activation(*sources: Array) -> Array:
             wide = [cast(source, jnp.float32) for source in sources]
-            known = dict(zip(plan.anatomy.sources[out], wide, strict=True))
-            for equation in members:
+            known = dict(zip(action.sources, wide, strict=True))
+            result = None
+            for equation in action.equations:
                 operands = [var.val if is_literal(var) else known[var] for var in equation.invars]
                 with context_of(equation):
-                    (known[equation.outvars[0]],) = bind(equation, operands)
-            return cast(known[out], self.half)
+                    (result,) = bind(equation, operands)
+                known[equation.outvars[0]] = result
+            return cast(result, self.half)
 
-        return Value(HALF, activation(*(source.to(self.half) for source in sources)))
+        return activation(*sources)
 
-    def _literal(self, var: Any) -> Value:
-        return Value(self.planner.literal(var), var.val)
+    def _move_later(self, equation: Equation, action: MoveLater, operands: list[Value]) -> Value:
+        value, rest = operands[0], [each.native for each in operands[1:]]
 
-    def _equation(self, equation: Any, decision: Decision, operands: list[Value], plan: Plan) -> list[Value]:
-        if decision.which is List.CALL and decision.changed:
-            handler = self.calls[equation.primitive.name]
-            return handler(self, equation, decision, operands, plan)
-        if equation.primitive.name == "convert_element_type":
-            return [self._cast(equation, decision, operands[0])]
-        if decision.compute is Compute.EACH and decision.which is List.MOVE:
-            return self._move(equation, decision, operands, plan)
-        if decision.compute is Compute.STORE_HALF:
-            return self._stored_in_half(equation, decision, operands)
-        takes_half = decision.compute is Compute.HALF
-        dtype = self.half if takes_half else jnp.float32
-        arrays = [self._operand(equation, var, value, dtype) for var, value in zip(equation.invars, operands)]
-        changed = {}
-        if takes_half and equation.params.get("preferred_element_type") is not None:
-            changed["preferred_element_type"] = self.half
-        return values_of(decision, bind(equation, arrays, **changed))
-
-    def _stored_in_half(self, equation: Any, decision: Decision, operands: list[Value]) -> list[Value]:
-        """Computes in float32 and stores in half; the backward pass keeps no operand but as it came."""
-        kinds = [value.state.kind for value in operands]
-
-        def compute(*arrays: Any) -> list[Any]:
-            wide = [
-                cast(array, jnp.float32) if kind == Kind.HALF else array for array, kind in zip(arrays, kinds)
-            ]
-            results = bind(equation, wide)
-            return [self._down(array, state) for array, state in zip(results, decision.results)]
-
-        differentiable = any(
-            kind in (Kind.FREE, Kind.OPEN) and not value.state.constant
-            for value, kind in zip(operands, kinds)
-        )
-        if differentiable and equation.primitive.name in SCALES:
-            compute = jax.checkpoint(compute)
-        arrays = self.entering(operands, [value.state for value in operands])
-        return values_of(decision, compute(*arrays))
-
-    def _operand(self, equation: Any, var: Any, value: Value, dtype: Any) -> Any:
-        """An operand in the dtype of its operation, which may broadcast it.
-
-        The gradient of what is broadcast is a sum, so that it is broadcast in float32 and cast after.
-        """
-        if value.state.kind == Kind.OTHER:
-            return value.native
-        broadcasts = equation.primitive.name in BROADCASTS and var.aval.ndim > 0
-        if dtype == self.half and broadcasts and not value.state.constant:
-            shape = equation.outvars[0].aval.shape
-            if var.aval.shape != shape:
-                return cast(jnp.broadcast_to(value.to(jnp.float32), shape), dtype)
-        return value.to(dtype)
-
-    def _down(self, array: Any, state: State) -> Any:
-        return cast(array, self.half) if state.kind == Kind.HALF else array
-
-    def _cast(self, equation: Any, decision: Decision, operand: Value) -> Value:
-        (source,), (target,) = equation.invars, equation.outvars
-        (state,) = decision.results
-        if is_float32(source) and is_float32(target):
-            return operand
-        if target.aval.dtype == self.half and state.kind == Kind.OTHER and is_float32(source):
-            return Value(state, operand.to(self.half))
-        native = operand.native
-        (result,) = bind(equation, [native])
-        if source.aval.dtype == self.half and is_float32(target):
-            return Value(state, result, {self.half: native}, exact=self.half)
-        return Value(state, result)
-
-    def _move(self, equation: Any, decision: Decision, operands: list[Value], plan: Plan) -> list[Value]:
-        spread = equation.primitive.name in SPREADS
-        if spread and any(state.kind == Kind.HALF for state in decision.results):
-            results = bind(equation, list(map(self.traced, operands)))
-            return [Value(state, self._down(array, state)) for state, array in zip(decision.results, results)]
-        if equation.primitive.name in GATHERS and decision.results[0].kind == Kind.HALF:
-            return [
-                Value(state, self._gathered(equation, value))
-                for state, value in zip(decision.results, operands, strict=True)
-            ]
-        (state, *others), (value, *rest) = decision.results, operands
-        lazy = not others and not spread and value.state.kind not in (Kind.OTHER, Kind.HALF)
-        if lazy and plan.demand.uses[equation.outvars[0]]:
-            return [Value(state, moved=self._mover(equation, value, [each.native for each in rest]))]
-        return values_of(decision, bind(equation, [each.native for each in operands]))
-
-    def _mover(self, equation: Any, value: Value, rest: list[Any]) -> Callable[[Any], Any]:
-        """Moves `value` when it is read: in half it is cast first, so that all its uses share one cast."""
-
-        def moved(dtype: Any) -> Any:
-            if dtype is not None and equation.primitive.name in GATHERS:
-                with context_of(equation):
-                    return self._gathered(equation, value)
-            array = value.native if dtype is None else value.to(dtype)
+        def move(dtype: Any) -> Array:
             with context_of(equation):
-                (result,) = bind(equation, [array, *rest])
-            return result
+                if dtype is not None and action.gathers:
+                    return self._gathered(equation, value)
+                array = value.native if dtype is None else value.to(dtype)
+                return bind(equation, [array, *rest])[0]
 
-        return moved
+        return Value(move=move)
 
-    def _gathered(self, equation: Any, value: Value) -> Any:
+    def _gathered(self, equation: Equation, value: Value) -> Array:
         """Gathers half values from all devices; the gradients that come back are summed in float32.
 
-        The gathering in float32 gives only the way back: nothing reads its result, and XLA drops it.
+        Nothing reads the values that are gathered in float32, and XLA drops them: they lead the way back.
         """
         (wide,) = bind(equation, [value.to(jnp.float32)])
         (half,) = bind(equation, [value.to(self.half)])
@@ -253,70 +240,40 @@ class Interpreter:
 
     # Values that enter and leave the jaxprs within an equation.
 
-    def entering(self, values: Sequence[Value], states: Sequence[State]) -> list[Any]:
-        """Returns one array for each value, in the dtype of its state inside."""
-        return [self.leaving(value, state) for value, state in zip(values, states)]
-
-    def traced(self, value: Value) -> Any:
-        """Returns the array of a value in the dtype in which it was traced."""
-        return value.native if value.state.kind == Kind.OTHER else value.to(jnp.float32)
-
-    def leaving(self, value: Value, state: State) -> Any:
-        """Returns the array of a value, in the dtype of its state outside."""
-        if state.kind == Kind.OTHER:
+    def take(self, value: Value, take: Take) -> Array:
+        """Returns the array of a value, in the dtype in which an operation or a call takes it."""
+        if take is Take.AS_IS:
             return value.native
-        if state.kind != Kind.HALF and value.state.kind != Kind.HALF:
-            return value.native
-        return value.to(self.half if state.kind == Kind.HALF else jnp.float32)
+        return value.to(self.half if take is Take.HALF else jnp.float32)
 
-    def looped(self, values: Sequence[Value], plan: Plan) -> list[Value]:
-        """Returns the constants of a loop as its body sees them.
+    def take_all(self, values: Sequence[Value], takes: Sequence[Take]) -> list[Array]:
+        """Returns the arrays of some values; after them, the halves of the values taken in both dtypes."""
+        arrays = [self.take(value, take) for value, take in zip(values, takes)]
+        return arrays + [value.to(self.half) for value, take in zip(values, takes) if take is Take.BOTH]
 
-        What the body wants in half is cast once, outside, and its gradients are summed in float32.
-        """
+    def values(self, arrays: Sequence[Array], takes: Sequence[Take]) -> list[Value]:
+        """Returns values of the arrays that `take_all` returned."""
+        halves = iter(arrays[len(takes) :])
         return [
-            Value(state, value.to(jnp.float32), {self.half: value.to(self.half)})
-            if wanted and state.kind not in (Kind.OTHER, Kind.LITERAL)
-            else Value(state, self.leaving(value, state))
-            for value, state, wanted in zip(values, plan.inputs, plan.wanted)
+            Value(array, {self.half: next(halves)} if take is Take.BOTH else None)
+            for array, take in zip(arrays, takes)
         ]
 
-    def cast_beside(self, operands: Sequence[Any], plans: Sequence[Plan], around: Plan) -> tuple[int, ...]:
-        """Returns the places of the operands of a call that are given to it in half as well.
+    def function(self, inside: Inside) -> Callable[..., list[Array]]:
+        """Returns a jaxpr of a call as a function of the arrays that `take_all` returns."""
 
-        They are what it wants in half and others around it do too: so it is cast once, for all of them.
-        """
-        return tuple(
-            place
-            for place, (var, state) in enumerate(zip(operands, plans[0].inputs, strict=True))
-            if any(plan.wanted[place] for plan in plans)
-            and not is_literal(var)
-            and around.demand.uses[var] > 1
-            and state.kind in (Kind.FREE, Kind.OPEN, Kind.FIRM)
-        )
-
-    def inside(
-        self, plan: Plan, states: Sequence[State], beside: Sequence[int] = ()
-    ) -> Callable[..., list[Any]]:
-        """Returns a plan as a function of what `entering` returns and of the casts `beside` it.
-
-        Its results have the dtypes of `states`.
-        """
-
-        def fun(*arrays: Any) -> list[Any]:
-            arguments = [Value(state, array) for state, array in zip(plan.inputs, arrays)]
-            for place, half in zip(beside, arrays[len(arguments) :], strict=True):
-                arguments[place].casts[self.half] = half
-            return self.entering(self.run(plan, arguments), states)
+        def fun(*arrays: Array) -> list[Array]:
+            results = self.run(inside.plan, self.values(arrays, inside.enter))
+            return self.take_all(results, inside.leave)
 
         return fun
 
 
-Handler = Callable[[Interpreter, Any, Decision, list[Value], Plan], list[Value]]
-"""Runs an equation that runs jaxprs: of the interpreter, the equation, its decision, its operands, the plan
-around it."""
+Handler = Callable[[Interpreter, Equation, Call, list[Value]], list[Value]]
+"""Runs an equation that runs jaxprs: of the interpreter, the equation, the action and the operands."""
 
 
-def values_of(decision: Decision, arrays: Sequence[Any]) -> list[Value]:
-    """Returns the results of an operation as values."""
-    return [Value(state, array) for state, array in zip(decision.results, arrays, strict=True)]
+def _written(array: Array, state: State) -> Value:
+    """Returns a constant as a value; a number that is known while tracing is written into the program."""
+    known = isinstance(array, (float, np.generic, np.ndarray))
+    return Value(array, number=state.number if known else None)

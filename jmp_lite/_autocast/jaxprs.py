@@ -1,7 +1,7 @@
-"""How to read and repeat an equation: all that differs between JAX's versions, in one place.
+"""Reads equations and runs them again. All that differs between versions of JAX is in this file.
 
-Public interfaces only: `jax.extend.core`, `jax.extend.source_info_util`, and the parameters that
-`jax.make_jaxpr` prints. tests/autocast/test_jaxprs.py names every parameter that is relied upon.
+It uses public interfaces alone: `jax.extend.core`, `jax.extend.source_info_util`, and the parameters that
+`jax.make_jaxpr` prints. tests/autocast/test_jaxprs.py names every parameter that autocast reads.
 """
 
 import contextlib
@@ -11,22 +11,35 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal, Primitive, jaxprs_in_params
 
 from .._paths import join
 
-# Names of scopes by which autocast knows, in any trace, what it has done and what it must not touch.
+# JAX's own classes differ between versions (a Jaxpr is a ClosedJaxpr since JAX 0.11), and their annotations
+# do not know the shape and dtype of a variable. So the aliases say what a value is, and a type checker sees
+# Any.
+Jaxpr: TypeAlias = Any
+"""A jaxpr, open or closed."""
+Equation: TypeAlias = Any
+"""One equation of a jaxpr: a primitive, its operands, results and parameters."""
+Var: TypeAlias = Any
+"""A variable of a jaxpr, or a literal among the operands."""
+Array: TypeAlias = Any
+"""A `jax.Array`, a tracer, or a NumPy array or number."""
+
+# Scopes and names that survive every transform: they tell autocast what another autocast has decided, and
+# what the user keeps in float32.
 AUTOCAST_SCOPE = "jmp_lite.autocast"
 FULL_PRECISION_SCOPE = "jmp_lite.full_precision"
-KEEP_F32_NAME = "jmp_lite.keep_f32"
+KEEP_FLOAT32_NAME = "jmp_lite.keep_float32"
 
-# What makes jax.jit leave no trace of itself in the jaxpr around it. Since JAX 0.12 `True` is something less.
+# With this option jax.jit leaves no equation in the jaxpr around it. Since JAX 0.12 `True` is something less.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -45,52 +58,52 @@ class Inner:
 
     Attributes:
         jaxpr: the inner jaxpr.
-        operands: for each of its inputs, the place of the equation's operand.
-        roles: for each of its inputs, how it is taken.
-        results: for each of its outputs, the place of the equation's result; None if it is no result.
-        carries: for each of its outputs, whether it is the carry of a loop.
+        operands: for each input, the index of the equation's operand.
+        roles: for each input, how the inner jaxpr takes it.
+        results: for each output, the index of the equation's result; None for an output that is no result.
+        carries: for each output, whether it is the carry of a loop.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     operands: tuple[int, ...]
     roles: tuple[Role, ...]
     results: tuple[int | None, ...]
     carries: tuple[bool, ...]
 
 
-def equations(jaxpr: Any) -> Sequence[Any]:
+def equations(jaxpr: Jaxpr) -> Sequence[Equation]:
     """Returns the equations of a jaxpr, closed or open."""
     return jaxpr.eqns
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     """Returns the jaxpr within a closed one; an open one as it is. From JAX 0.11 on they are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def constants(jaxpr: Any) -> tuple[Any, ...]:
+def constants(jaxpr: Jaxpr) -> tuple[Array, ...]:
     """Returns the values of the constants of a jaxpr; none for an open one."""
     return tuple(getattr(jaxpr, "consts", ()))
 
 
-def without_constants(jaxpr: Any) -> Any:
+def without_constants(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a closed jaxpr as an open one that takes its constants as its first inputs."""
     inside = open_jaxpr(jaxpr)
     return inside.replace(constvars=(), invars=[*inside.constvars, *inside.invars])
 
 
-def is_float32(var: Any) -> bool:
+def is_float32(var: Var) -> bool:
     """Whether a variable or literal of a jaxpr holds float32, the one dtype that autocast changes."""
     return getattr(var.aval, "dtype", None) == jnp.float32
 
 
-def is_literal(var: Any) -> bool:
+def is_literal(var: Var) -> bool:
     """Whether an operand is a constant written into the equation."""
     return isinstance(var, Literal)
 
 
-def name_of(equation: Any) -> str:
-    """Returns the name by which the lists know an operation: its primitive's, or what it amounts to."""
+def name_of(equation: Equation) -> str:
+    """Returns the name of an operation in the table: that of its primitive, or of the kind of operation."""
     name = equation.primitive.name
     if name == "mul" and equation.invars[0] is equation.invars[1] and not is_literal(equation.invars[0]):
         return "square"
@@ -105,15 +118,15 @@ def name_of(equation: Any) -> str:
     return name
 
 
-def asked_precision(equation: Any) -> str:
+def asked_precision(equation: Equation) -> str:
     """Returns the precision that the program asks of a product; empty if it asks for none."""
     precision = equation.params.get("precision")
     both = precision if isinstance(precision, tuple) else (precision,)
     return " and ".join(sorted({str(getattr(each, "name", each)) for each in both} - {"DEFAULT", "None"}))
 
 
-def inner_jaxprs(equation: Any) -> tuple[Inner, ...]:
-    """Returns the jaxprs that `equation` runs, if it is one of `rules.CALLS`."""
+def inner_jaxprs(equation: Equation) -> tuple[Inner, ...]:
+    """Returns the jaxprs that `equation`, an operation on the list `call`, runs."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return (_scan_body(equation),)
@@ -127,7 +140,7 @@ def inner_jaxprs(equation: Any) -> tuple[Inner, ...]:
     return (_called(closed[0] if closed else jaxpr, first_operand=0),)
 
 
-def _called(jaxpr: Any, first_operand: int) -> Inner:
+def _called(jaxpr: Jaxpr, first_operand: int) -> Inner:
     inputs, outputs = len(open_jaxpr(jaxpr).invars), len(open_jaxpr(jaxpr).outvars)
     return Inner(
         jaxpr,
@@ -138,11 +151,11 @@ def _called(jaxpr: Any, first_operand: int) -> Inner:
     )
 
 
-def _scan_body(equation: Any) -> Inner:
-    """A scan's operands are constants, carry and slices, its results carry and slices.
+def _scan_body(equation: Equation) -> Inner:
+    """The body of a scan: its operands are constants, carries and slices, its results carries and slices.
 
-    How their numbers are written differs between versions; the ranks tell: what is sliced has an axis more
-    outside than inside.
+    Versions of JAX write the counts in different ways. The ranks tell them: a sliced operand has one axis
+    more outside the body than inside.
     """
     body = equation.params["jaxpr"]
     inside = open_jaxpr(body)
@@ -159,17 +172,17 @@ def _scan_body(equation: Any) -> Inner:
     )
 
 
-def _while_parts(equation: Any) -> tuple[Inner, Inner]:
+def _while_parts(equation: Equation) -> tuple[Inner, Inner]:
     """The condition and the body of a while loop."""
     params, total = equation.params, len(equation.invars)
     of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
     first_carry = of_condition + of_body
     carry = tuple(range(first_carry, total))
 
-    def part(jaxpr: Any, constants: range, results: tuple[int | None, ...]) -> Inner:
+    def part(jaxpr: Jaxpr, constants: range, results: tuple[int | None, ...]) -> Inner:
         roles = (Role.CONSTANT,) * len(constants) + (Role.CARRY,) * len(carry)
         return Inner(
-            jaxpr, (*constants, *carry), roles, results, tuple(place is not None for place in results)
+            jaxpr, (*constants, *carry), roles, results, tuple(index is not None for index in results)
         )
 
     return (
@@ -178,14 +191,14 @@ def _while_parts(equation: Any) -> tuple[Inner, Inner]:
     )
 
 
-def scope_of(equation: Any, around: str = "") -> str:
+def scope_of(equation: Equation, around: str = "") -> str:
     """Returns the named scopes and Flax modules around an equation, joined by slashes.
 
-    What transforms add to the names is left out: `transpose(jvp(decoder))/head` is `decoder/head`.
+    The names of transforms are left out: `transpose(jvp(decoder))/head` is `decoder/head`.
 
     Args:
         equation: the equation.
-        around: the scope in which its jaxpr is run.
+        around: the scope around its jaxpr.
     """
     scope = plain_scope(str(equation.source_info.name_stack))
     return join(around, scope) if scope else around
@@ -206,27 +219,32 @@ def visible_scope(scope: str) -> str:
     return "/".join(name for name in scope.split("/") if name not in (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE))
 
 
-def call_scope(scope: str, equation: Any) -> str:
-    """Returns the scope of what a call runs: a jitted function's name counts as one."""
+def is_transposed(equation: Equation) -> bool:
+    """Whether JAX made an equation for a backward pass."""
+    return "transpose(" in str(equation.source_info.name_stack)
+
+
+def call_scope(scope: str, equation: Equation) -> str:
+    """Returns the scope inside a call: the name of a jitted function is a scope."""
     name = equation.params.get("name")
     return join(scope, name) if isinstance(name, str) else scope
 
 
 @contextlib.contextmanager
-def context_of(equation: Any) -> Iterator[None]:
-    """What is bound inside keeps the named scopes, source line, mesh and metadata of `equation`."""
+def context_of(equation: Equation) -> Iterator[None]:
+    """Gives operations that run inside it the scopes, source line, mesh and metadata of `equation`."""
     source = equation.source_info
     stack = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=stack), equation.ctx.manager:
         yield
 
 
-def bind(equation: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
+def bind(equation: Equation, operands: Sequence[Array], **changed: Any) -> list[Array]:
     """Runs the primitive of `equation` on other operands, with some of its parameters changed.
 
-    An operation that a program has many times, as in each of its layers, is differentiated once: it runs in
-    an inlined `jax.jit`, like jnp's functions, whose derivatives JAX remembers. The jaxpr stays the same, and
-    a deep model is traced in two thirds of the time.
+    A program has the same operation many times, once in each layer. Here it runs in an inlined `jax.jit`, as
+    the functions of jnp do, and JAX remembers the derivative of a jitted function. So it is differentiated
+    once; the jaxpr stays the same, and a deep model is traced in two thirds of the time.
     """
     primitive, params = equation.primitive, tuple((equation.params | changed).items())
     operation = _inlined if _may_be_remembered(equation) and _hashable(params) else _operation
@@ -234,21 +252,22 @@ def bind(equation: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
     return list(results) if primitive.multiple_results else [results]
 
 
-def _may_be_remembered(equation: Any) -> bool:
-    """Whether it is an operation of `jax.lax` itself, whose parameters are plain and mean what they equal.
+def _may_be_remembered(equation: Equation) -> bool:
+    """Whether an operation is one of `jax.lax`: equal parameters mean equal operations.
 
-    Those of others may be functions, which would be kept alive, or 0.0 and -0.0, which are equal.
+    The parameters of other operations may be functions, which a cache would keep alive, or 0.0 and -0.0,
+    which are equal.
     """
     own = getattr(lax, f"{equation.primitive.name}_p", None) is equation.primitive
     return own and not equation.effects and not any(True for _ in jaxprs_in_params(equation.params))
 
 
-def _operation(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _operation(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return functools.partial(primitive.bind, **primitive.get_bind_params(dict(params)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _inlined(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _inlined(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return jax.jit(_operation(primitive, params), inline=INLINE)
 
 
@@ -261,11 +280,11 @@ def _hashable(params: tuple[tuple[str, Any], ...]) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=INLINE)
-def cast(x: Any, dtype: Any) -> Any:
-    """Returns `x` in `dtype`; differentiated once, as in `bind`."""
+def cast(x: Array, dtype: Any) -> Array:
+    """Returns `x` in `dtype`. JAX remembers its derivative, as in `bind`."""
     return lax.convert_element_type(x, dtype)
 
 
-def source_line(equation: Any) -> str:
-    """Returns the user's line that made an equation, as `file.py:12 (function)`."""
+def source_line(equation: Equation) -> str:
+    """Returns the line of the user's program that made an equation, as `file.py:12 (function)`."""
     return source_info_util.summarize(equation.source_info)

@@ -1,8 +1,9 @@
-"""What autocast did to every operation, and why: `explain`."""
+"""What autocast does to every operation, and why: `explain`."""
 
 import collections
 import dataclasses
 import functools
+import html
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,9 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from .api import run, settings_of, trace
+from .._dtypes import DTypeLike
+from .api import prepare, run, settings_of
 from .jaxprs import (
+    Equation,
+    Jaxpr,
     Role,
+    Var,
     call_scope,
     equations,
     inner_jaxprs,
@@ -25,8 +30,10 @@ from .jaxprs import (
     source_line,
     visible_scope,
 )
-from .rules import ALLOW, MOVE, List
-from .states import Compute, Decision, Kind, Plan, State
+from .plan import Decision, Plan
+from .primitives import List, traits_of
+from .rules import make_rules
+from .states import Kind, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +48,16 @@ class Operation:
         inputs: dtype and shape of each operand, such as `bfloat16[8,128]`.
         outputs: dtype and shape of each result.
         scope: the named scopes, Flax modules and jitted functions around it, joined by slashes.
-        arguments: the paths of the arguments that it takes as they are or cast, reshaped, looked up.
+        arguments: the paths of the arguments that it takes, as they are or cast, reshaped, looked up.
         source: the line that made it, as `file.py:12:4 (function)`.
         times: how often it runs in one call; the iterations of a `while` loop are not known and count as one.
         flops: floating point operations in one call of the function.
         in_half: whether it takes half precision operands.
+
+    >>> import jmp_lite as jmp
+    >>> operation = jmp.explain(jnp.dot)(jnp.ones((2, 2)), jnp.ones((2, 2))).operations[0]
+    >>> operation.name, operation.inputs, operation.in_half, operation.flops
+    ('dot_general', ('bfloat16[2,2]', 'bfloat16[2,2]'), True, 16)
     """
 
     name: str
@@ -62,7 +74,7 @@ class Operation:
 
     @property
     def module(self) -> str:
-        """The scope or, where the program names none, what holds its last argument: an NNX module, say."""
+        """The scope; without one, the object that holds its last argument, such as an NNX module."""
         if self.scope or not self.arguments:
             return self.scope
         return self.arguments[-1].rpartition("/")[0]
@@ -70,7 +82,7 @@ class Operation:
     @property
     def on_tensor_cores(self) -> bool:
         """Whether it is a product or convolution of half operands."""
-        return self.in_half and self.list == List.ALLOW.value and self.name in ALLOW
+        return self.in_half and self.list == List.ALLOW.value and _is_product(self.name)
 
     def __str__(self) -> str:
         shapes = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
@@ -79,16 +91,20 @@ class Operation:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """What autocast did to a function. `str(report)` is the summary and a table of the modules.
+    """What autocast does to a function. `str(report)` is the summary and a table of the modules.
 
     Attributes:
-        dtype: the half dtype.
+        dtype: the half dtype; float32 for an autocast that changes nothing.
         operations: every operation with floating operands or results, in the order of the program.
         casts: how many casts between float32 and the half dtype were added.
         before: the function's jaxpr as it was traced.
         after: the jaxpr that autocast runs instead.
+
+    >>> import jmp_lite as jmp
+    >>> jmp.explain(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
+    Report(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
     """
 
     dtype: np.dtype
@@ -98,17 +114,19 @@ class Report:
     after: Any
 
     @property
-    def flops_on_tensor_cores(self) -> float:
+    def tensor_core_share(self) -> float:
         """The share of floating point operations in half precision products, from 0 to 1."""
         total = sum(operation.flops for operation in self.operations)
         return sum(o.flops for o in self.operations if o.on_tensor_cores) / total if total else 0.0
 
     def summary(self) -> str:
-        """Returns one line: how many operations run in half, how many casts that took, what it brought."""
+        """Returns one line: the operations in half, the casts, the share of FLOPs on Tensor Cores."""
+        if self.dtype == jnp.float32:
+            return f"{len(self.operations):,} operations, all as the program has them: the dtype is float32"
         half = sum(operation.in_half for operation in self.operations)
         return (
             f"{half:,} of {len(self.operations):,} operations in {self.dtype.name}, {self.casts:,} casts, "
-            f"{self.flops_on_tensor_cores:.1%} of FLOPs on Tensor Cores"
+            f"{self.tensor_core_share:.1%} of FLOPs on Tensor Cores"
         )
 
     def by_module(self, depth: int | None = None) -> dict[str, tuple[Operation, ...]]:
@@ -125,7 +143,7 @@ class Report:
     def in_float32(self) -> tuple[Operation, ...]:
         """Returns the products and convolutions that are not in half: what Tensor Cores could run."""
         lists = (List.ALLOW.value, List.AS_TRACED.value)
-        return tuple(o for o in self.operations if o.name in ALLOW and o.list in lists and not o.in_half)
+        return tuple(o for o in self.operations if _is_product(o.name) and o.list in lists and not o.in_half)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, ready for `json.dumps`; the jaxprs as text."""
@@ -133,7 +151,7 @@ class Report:
             "dtype": self.dtype.name,
             "summary": self.summary(),
             "casts": self.casts,
-            "flops_on_tensor_cores": self.flops_on_tensor_cores,
+            "tensor_core_share": self.tensor_core_share,
             "operations": [dataclasses.asdict(operation) for operation in self.operations],
             "before": str(self.before),
             "after": str(self.after),
@@ -142,6 +160,13 @@ class Report:
     def table(self) -> str:
         """Returns every operation as text: its list, dtypes, reason, scope and source line."""
         return "\n".join(map(str, self.operations))
+
+    def __repr__(self) -> str:
+        return f"Report({self.summary()})"
+
+    def _repr_html_(self) -> str:
+        """Shows the report in a notebook as `print` shows it."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         rows = [("module", "operations", "in half", "FLOPs", "on Tensor Cores")]
@@ -164,20 +189,23 @@ class Report:
         return "\n".join(lines)
 
 
-def explain(fun: Callable[..., Any]) -> Callable[..., Report]:
+def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable[..., Report]:
     """Returns a function that tells what autocast does to each operation of `fun`, and why.
 
     It traces `fun` and computes nothing. To see the backward pass too, explain
     `autocast(jax.value_and_grad(loss_fn))`, which decides as `jax.value_and_grad(autocast(loss_fn))` does.
 
     Args:
-        fun: a function that `autocast` returned.
+        fun: a function that `autocast` returned. For any other function it tells what `autocast(fun, dtype)`
+            would do.
+        dtype: the dtype for a function that `autocast` did not return; bfloat16 by default.
 
     Returns:
         A function of the arguments of `fun` that returns a `Report`.
 
     Raises:
-        TypeError: `fun` is no function of autocast.
+        TypeError: `fun` is no function, or a transform of a function that autocast returned.
+        ValueError: autocast returned `fun`, which has a dtype of its own, and `dtype` is given as well.
 
     >>> import jmp_lite as jmp
     >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
@@ -187,25 +215,29 @@ def explain(fun: Callable[..., Any]) -> Callable[..., Report]:
     >>> [(operation.name, operation.reason) for operation in report.operations]
     [('dot_general', 'dot_general is on the allow list'), ('exp', 'exp is on the deny list')]
     """
-    wrapped, rules = settings_of(fun)
+    if not callable(fun):
+        raise TypeError(f"explain takes a function. Got {fun!r}.")
+    settings = settings_of(fun)
+    if settings is not None and dtype is not None:
+        raise ValueError(
+            "explain takes a dtype for a plain function. autocast returned this function, with the dtype "
+            f"{settings[1].dtype.name}; leave dtype out."
+        )
+    wrapped, rules = settings or (fun, make_rules(jnp.bfloat16 if dtype is None else dtype))
 
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Report:
-        traced = trace(wrapped, rules, args, kwargs, with_names=True)
-        before = traced.plan.jaxpr
-        after = jax.make_jaxpr(lambda *arrays: run(traced, arrays))(*traced.arrays)
+        traced, planner, plan = prepare(wrapped, rules, args, kwargs, with_names=True)
+        after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
         return Report(
             rules.dtype,
-            tuple(_operations(traced.plan, rules.dtype, scope="", times=1, origins=traced.names)),
-            _casts(after, rules.dtype) - _casts(before, rules.dtype),
-            before,
+            tuple(_operations(plan, rules.dtype, scope="", times=1, origins=traced.names)),
+            _casts(after, rules.dtype) - _casts(plan.jaxpr, rules.dtype),
+            plan.jaxpr,
             after,
         )
 
     return explain_fun
-
-
-_PART = "part of a function of half values, computed in float32"
 
 
 def _operations(
@@ -218,14 +250,12 @@ def _operations(
         half: the half dtype.
         scope: the scope around it.
         times: how often it is run.
-        origins: for each input, the path of the argument that it is; empty for what was computed.
+        origins: for each input, the path of the argument that it is; empty for a computed value.
     """
     inside = open_jaxpr(plan.jaxpr)
-    states: dict[Any, State] = dict(zip((*inside.constvars, *inside.invars), plan.states))
+    states: dict[Var, State] = dict(zip((*inside.constvars, *inside.invars), plan.states))
     paths = dict(zip(inside.invars, origins, strict=True))
-    for place, (equation, decision) in enumerate(zip(equations(inside), plan.decisions)):
-        if place in plan.skipped:
-            decision = dataclasses.replace(decision, compute=Compute.FLOAT32, reason=_PART)
+    for equation, decision in zip(equations(inside), plan.decisions):
         path = scope_of(equation, scope)
         taken = ["" if is_literal(var) else paths.get(var, "") for var in equation.invars]
         if decision.which is List.CALL:
@@ -233,7 +263,7 @@ def _operations(
             for inner, inner_plan in zip(inner_jaxprs(equation), decision.inner):
                 looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
                 runs = equation.params.get("length", 1) if looped else 1
-                entering = [taken[place] for place in inner.operands]
+                entering = [taken[index] for index in inner.operands]
                 yield from _operations(inner_plan, half, path, times * runs, entering)
         elif _is_floating(equation):
             arguments = tuple(dict.fromkeys(filter(None, taken)))
@@ -244,31 +274,24 @@ def _operations(
 
 
 def _operation(
-    equation: Any,
+    equation: Equation,
     decision: Decision,
-    states: dict[Any, State],
+    states: dict[Var, State],
     half: np.dtype,
     scope: str,
     arguments: tuple[str, ...],
     times: int,
 ) -> Operation:
-    in_half = decision.compute is Compute.HALF
-
-    def described(var: Any, as_half: bool) -> str:
+    def described(var: Var, as_half: bool) -> str:
         dtype = half if as_half and is_float32(var) else var.aval.dtype
         return f"{dtype.name}[{','.join(map(str, var.aval.shape))}]"
 
-    def taken_in_half(var: Any) -> bool:
-        if decision.compute is Compute.EACH:
-            return not is_literal(var) and states[var].kind == Kind.HALF
-        return in_half
-
-    moved_in_half = decision.compute is Compute.EACH and any(map(taken_in_half, equation.invars))
+    taken = [_taken_in_half(equation, decision, var, states) for var in equation.invars]
     return Operation(
         equation.primitive.name,
         decision.which.value,
         decision.reason,
-        tuple(described(var, taken_in_half(var)) for var in equation.invars),
+        tuple(map(described, equation.invars, taken)),
         tuple(
             described(var, state.kind == Kind.HALF) for var, state in zip(equation.outvars, decision.results)
         ),
@@ -277,18 +300,29 @@ def _operation(
         source_line(equation),
         times,
         _flops(equation) * times,
-        in_half or moved_in_half,
+        any(taken),
     )
 
 
-def _is_floating(equation: Any) -> bool:
+def _taken_in_half(equation: Equation, decision: Decision, var: Var, states: dict[Var, State]) -> bool:
+    """Whether an operation takes an operand in half."""
+    if decision.which is List.MOVE or equation.primitive.name == "convert_element_type":
+        return not is_literal(var) and states[var].kind == Kind.HALF
+    return decision.takes_half
+
+
+def _is_product(name: str) -> bool:
+    return traits_of(name).list is List.ALLOW
+
+
+def _is_floating(equation: Equation) -> bool:
     return any(
         jnp.issubdtype(getattr(var.aval, "dtype", np.int32), jnp.inexact)
         for var in (*equation.invars, *equation.outvars)
     )
 
 
-def _flops(equation: Any) -> int:
+def _flops(equation: Equation) -> int:
     """Floating point operations: two for each multiply and add of a product, else one an element."""
     name, params = equation.primitive.name, equation.params
     if name == "conv_general_dilated":
@@ -302,10 +336,10 @@ def _flops(equation: Any) -> int:
         left = equation.invars[0].aval.shape
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in numbers[0][0])
     sizes = [math.prod(getattr(var.aval, "shape", ())) for var in (*equation.invars, *equation.outvars)]
-    return 0 if name in MOVE or name == "convert_element_type" else max(sizes, default=0)
+    return 0 if traits_of(name).list is List.MOVE or name == "convert_element_type" else max(sizes, default=0)
 
 
-def _casts(jaxpr: Any, half: np.dtype) -> int:
+def _casts(jaxpr: Jaxpr, half: np.dtype) -> int:
     """Counts the casts between float32 and `half` in a jaxpr and in those inside it."""
     count = 0
     for equation in equations(open_jaxpr(jaxpr)):

@@ -1,20 +1,10 @@
-"""Which operations run in which precision: the lists of autocast, as data.
-
-The names are those of JAX's primitives, as `jax.make_jaxpr` prints them. To decide about a new primitive,
-add its name to one of the sets below; a test names those that no list knows.
-
-The lists follow PyTorch's CUDA autocast (https://pytorch.org/docs/stable/amp.html) and TensorFlow's
-auto_mixed_precision_lists.h, split into the primitives of which JAX makes their operations: a layer norm is
-a `reduce_sum` and an `rsqrt`, a softmax an `exp` and a `reduce_sum`, a loss a `log` or a square.
-"""
+"""What the options of `autocast` mean: the list of every operation, and the exceptions by scope."""
 
 import dataclasses
 import difflib
-import enum
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.ad_checkpoint
@@ -24,112 +14,31 @@ from jax.extend.core import Primitive, primitives
 
 from .._dtypes import DTypeLike, parse_dtype
 from .._paths import matches
+from .primitives import PRIMITIVES, List, traits_of
 
-# What Tensor Cores run: half operands, accumulated in float32 by the hardware, a half result.
-ALLOW = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+Operations = Iterable[str | Primitive]
+"""Primitives, by name (`"exp"`) or as the primitive (`jax.lax.exp_p`); `"-exp"` takes one off its list."""
 
-# What loses range or precision in half: float32 operands and results.
-DENY = frozenset(
-    # Functions that leave half's range, or magnify its rounding.
-    "exp exp2 expm1 log log1p log2 pow rsqrt cbrt tan asin acos atan sinh cosh asinh acosh atanh "
-    "erfc erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a bessel_i0e bessel_i1e "
-    "regularized_incomplete_beta one_minus_square polynomial "
-    # Sums, within a device and across devices. `add_any` sums the gradients of a value used twice; an
-    # `inner_product` is a `dot_general` without an axis of its own, which no Tensor Core runs.
-    "inner_product reduce_sum reduce_prod reduce_window_sum cumsum cumprod cumlogsumexp add_any psum "
-    "psum_invariant reduce_scatter".split()
-)
-
-# What leaves float16's range where a float32 program does not: the square of 256, the reciprocal of 1e-5.
-# Harmless in bfloat16, whose range is that of float32. `x * x` counts as a square, `1 / x` as a reciprocal.
-RANGE = frozenset({"integer_pow", "reciprocal", "square"})
-
-# Element by element: the widest of the operands' types. An `outer_product` is a `dot_general` that sums
-# nothing.
-INFER = frozenset(
-    "outer_product add sub mul div rem max min neg abs sign floor ceil round select_n clamp concatenate "
-    "pad stack tanh logistic erf sin cos sqrt atan2 nextafter reduce_max reduce_min argmax argmin cummax "
-    "cummin top_k approx_top_k is_finite eq ne lt le gt ge eq_to lt_to le_to dynamic_update_slice "
-    "reduce_window_max reduce_window_min".split()
-)
-
-# Data is moved, not changed: every operand keeps the type in which it arrives.
-MOVE = frozenset(
-    "reshape transpose broadcast_in_dim squeeze slice dynamic_slice gather rev split tile unstack copy name "
-    "stop_gradient sharding_constraint reshard layout_constraint device_put optimization_barrier sort pvary "
-    "pmax pmin all_gather all_to_all ppermute".split()
-)
-
-# Left as traced, on purpose: typed functions inside, exact bits, linear algebra, keys, effects, kernels.
-AS_TRACED = frozenset(
-    "reduce reduce_window reduce_precision select_and_scatter select_and_scatter_add select_and_gather_add "
-    "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub bitcast_convert_type iota "
-    "cholesky eig eigh svd schur qr lu hessenberg householder_product triangular_solve tridiagonal "
-    "tridiagonal_solve custom_linear_solve fft complex real imag conj random_gamma scaled_dot "
-    "scaled_matmul".split()
-)
-
-# Operations that run jaxprs of their own: autocast goes inside.
-CALLS = frozenset(
-    "jit closed_call eval_jaxpr remat2 custom_jvp_call custom_vjp_call shard_map cond scan while".split()
-)
-
-
-# Moves whose transpose is a sum: what is in half passes through in float32, for its gradient's sake.
-SPREADS = frozenset({"broadcast_in_dim", "gather", "pvary", "tile"})
-
-# Moves between devices whose transpose is a sum: half precision goes out, gradients come back in float32.
-GATHERS = frozenset({"all_gather"})
-
-# Element-wise operations that broadcast axes of size 1; their transposes are sums as well.
-BROADCASTS = frozenset("add sub mul div rem max min pow atan2 nextafter eq ne lt le gt ge".split())
-
-# Operations whose operands may leave half's range where the result does not.
-SCALES = frozenset({"mul", "div", "rem", "atan2", "outer_product"})
-
-# Element by element, of values of one shape: what activation functions are made of.
-POINTWISE = frozenset(
-    "add sub mul div rem max min neg abs sign floor ceil round select_n clamp tanh logistic erf erfc sqrt "
-    "rsqrt cbrt pow integer_pow square exp exp2 expm1 log log1p log2 sin cos tan asin acos atan atan2 sinh "
-    "cosh asinh acosh atanh one_minus_square polynomial eq ne lt le gt ge".split()
-)
-
-
-class List(enum.Enum):
-    """The list that decided about an operation; `move` is the part of infer that changes no value."""
-
-    ALLOW = "allow"
-    DENY = "deny"
-    INFER = "infer"
-    MOVE = "move"
-    CALL = "call"
-    AS_TRACED = "as traced"
-
-
-_DEFAULTS = {
-    List.ALLOW: ALLOW,
-    List.DENY: DENY,
-    List.INFER: INFER,
-    List.MOVE: MOVE,
-    List.CALL: CALLS,
-    List.AS_TRACED: AS_TRACED,
-}
+ScopeRules = Mapping[str, DTypeLike] | Iterable[tuple[str, DTypeLike]]
+"""Exceptions by scope: patterns over scopes and argument paths, each with a dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What an autocast does: its half dtype, the list of every primitive, and the exceptions by scope.
+    """What one autocast does.
 
     Attributes:
-        dtype: float16 or bfloat16.
-        lists: the list of each primitive by name. A primitive in none keeps the dtypes it was traced with.
-        scopes: pairs of a pattern over scopes and argument names, and whether it keeps float32 there; the
-            first that matches wins.
+        dtype: float16 or bfloat16; float32 for an autocast that changes nothing.
+        lists: the list of each primitive that the table or the user names.
+        scopes: pairs of a pattern over scopes and argument paths, and whether it keeps float32 there; the
+            first pattern that matches wins.
+        reduce_dtype: float32 if the products that make weight gradients give float32; else None.
     """
 
     dtype: np.dtype
     lists: MappingProxyType[str, List]
     scopes: tuple[tuple[str, bool], ...]
+    reduce_dtype: np.dtype | None = None
 
     def list_of(self, name: str) -> List:
         """Returns the list of the primitive called `name`."""
@@ -140,19 +49,41 @@ class Rules:
         return next((scope for scope in self.scopes if matches(scope[0], path)), None)
 
 
-def make_rules(dtype: DTypeLike, allow: Any = (), deny: Any = (), infer: Any = (), rules: Any = ()) -> Rules:
-    """Reads what a user gave to `autocast`; see there.
+def make_rules(
+    dtype: DTypeLike,
+    allow: Operations = (),
+    deny: Operations = (),
+    infer: Operations = (),
+    rules: ScopeRules = (),
+    reduce_dtype: DTypeLike | None = None,
+) -> Rules:
+    """Reads the options of `autocast`; see there.
 
     Raises:
-        TypeError, ValueError: something is not what autocast takes.
+        TypeError, ValueError: an option is not one that autocast takes.
     """
     half = parse_dtype(dtype)
-    if half not in (jnp.float16, jnp.bfloat16):
-        raise ValueError(f"autocast computes in float16 or bfloat16. Got dtype={half.name}.")
-    lists = {name: which for which, names in _DEFAULTS.items() for name in names}
-    lists |= dict.fromkeys(RANGE, List.DENY if half == jnp.float16 else List.INFER)
+    if half not in (jnp.float16, jnp.bfloat16, jnp.float32):
+        raise ValueError(
+            "autocast computes in float16 or bfloat16, or in float32, which changes nothing. Got "
+            f"dtype={half.name}."
+        )
+    reduced = None if reduce_dtype is None else parse_dtype(reduce_dtype)
+    if reduced is not None and reduced != jnp.float32:
+        raise ValueError(
+            f"reduce_dtype should be float32, or None for the dtype of the products. Got {reduced.name}."
+        )
+    lists = {name: traits.list for name, traits in PRIMITIVES.items()}
+    in_range = List.DENY if half == jnp.float16 else List.INFER
+    lists = {name: in_range if which is List.RANGE else which for name, which in lists.items()}
+    options = {List.ALLOW: allow, List.DENY: deny, List.INFER: infer}
+    return Rules(half, MappingProxyType(_changed(lists, options)), _scopes(half, rules), reduced)
+
+
+def _changed(lists: dict[str, List], options: dict[List, Operations]) -> dict[str, List]:
+    """Returns the list of each primitive after the user's changes."""
     given: dict[str, str] = {}
-    for which, entries in ((List.ALLOW, allow), (List.DENY, deny), (List.INFER, infer)):
+    for which, entries in options.items():
         for entry in _entries(which.value, entries):
             name, taken_off = _primitive_name(which.value, entry)
             if name in given:
@@ -169,17 +100,17 @@ def make_rules(dtype: DTypeLike, allow: Any = (), deny: Any = (), infer: Any = (
                     f"{which.value}= takes '{name}' off a list on which it is not; it is on the list "
                     f"'{lists.get(name, List.AS_TRACED).value}'."
                 )
-    return Rules(half, MappingProxyType(lists), _scopes(half, rules))
+    return lists
 
 
-def _entries(option: str, entries: Any) -> Iterable[Any]:
+def _entries(option: str, entries: Operations) -> Operations:
     if isinstance(entries, (str, Primitive)):
         raise TypeError(f"{option}= is a list of operations. Got {entries!r}; write {option}=[{entries!r}].")
     return entries
 
 
-def _primitive_name(option: str, entry: Any) -> tuple[str, bool]:
-    """Returns the primitive that a user's entry names, and whether it is to be taken off the list."""
+def _primitive_name(option: str, entry: str | Primitive) -> tuple[str, bool]:
+    """Returns the primitive that a user's entry names, and whether the user takes it off the list."""
     if isinstance(entry, Primitive):
         name, taken_off = entry.name, False
     elif isinstance(entry, str):
@@ -188,7 +119,7 @@ def _primitive_name(option: str, entry: Any) -> tuple[str, bool]:
         raise TypeError(
             f"{option}= takes primitives and their names, such as 'exp' or jax.lax.exp_p. Got {entry!r}."
         )
-    if name in CALLS:
+    if traits_of(name).list is List.CALL:
         raise ValueError(
             f"{option}= names '{name}', which runs other operations. To keep a part of the program in "
             "float32 use rules={'its scope': 'float32'} or full_precision."
@@ -205,18 +136,18 @@ def _primitive_name(option: str, entry: Any) -> tuple[str, bool]:
 
 @functools.cache
 def _known_names() -> frozenset[str]:
-    """The names of the primitives that JAX makes public, and of those in the lists."""
+    """The names of the primitives that JAX makes public, and of those in the table."""
     public = {
         value.name
         for module in (primitives, jax.lax, jax.ad_checkpoint)
         for value in vars(module).values()
         if isinstance(value, Primitive)
     }
-    return frozenset(public.union(*_DEFAULTS.values(), RANGE))
+    return frozenset(public.union(PRIMITIVES))
 
 
-def _scopes(half: np.dtype, rules: Any) -> tuple[tuple[str, bool], ...]:
-    pairs = rules.items() if hasattr(rules, "items") else rules
+def _scopes(half: np.dtype, rules: ScopeRules) -> tuple[tuple[str, bool], ...]:
+    pairs = rules.items() if isinstance(rules, Mapping) else rules
     scopes = []
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
@@ -229,16 +160,16 @@ def _scopes(half: np.dtype, rules: Any) -> tuple[tuple[str, bool], ...]:
             raise ValueError("A pattern of rules= is empty. Write a scope such as 'decoder/head'.")
         if dtype not in (jnp.float32, half):
             raise ValueError(
-                f"The rule for '{pattern}' gives {dtype.name}. It may give float32, or {half.name} for an "
-                "exception within a wider float32 rule; for another half dtype wrap that part in an "
-                "autocast of its own."
+                f"The rule for '{pattern}' gives {dtype.name}. It may give float32, or the dtype of the "
+                f"autocast ({half.name}) for an exception within a wider float32 rule. For another half "
+                "dtype wrap that part in an autocast of its own."
             )
         scopes.append((pattern, dtype == jnp.float32))
     return tuple(scopes)
 
 
-def fits(value: Any, half: np.dtype) -> bool:
-    """Whether `half` holds the number `value`: it neither overflows, nor vanishes, nor loses over 2 %.
+def fits(value: float, half: np.dtype) -> bool:
+    """Whether `half` holds the number `value`: it does not overflow, vanish or lose more than 2 %.
 
     >>> [fits(value, np.dtype("float16")) for value in (0.1, -np.inf, 1e-8, 1e5)]
     [True, True, False, False]

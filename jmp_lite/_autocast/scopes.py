@@ -1,6 +1,8 @@
-"""Where in a program autocast keeps out: `full_precision`, another autocast, the user's rules by scope."""
+"""The scopes in which autocast keeps out: `full_precision`, another autocast, the user's rules."""
 
 import difflib
+
+import jax.numpy as jnp
 
 from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE
 from .rules import Rules
@@ -16,9 +18,9 @@ class Scopes:
         self._reasons: dict[str, str | None] = {}
 
     def that_matters(self, scope: str) -> str:
-        """Returns what of a scope may make a difference: without rules, whether autocast keeps out.
+        """Returns the part of a scope that may decide anything: without rules, whether autocast keeps out.
 
-        So a function that is called in many places is planned once.
+        So a function that is called in many scopes is planned once.
         """
         if self._rules.scopes:
             return scope
@@ -32,6 +34,8 @@ class Scopes:
                 reason = "another autocast has decided"
             elif FULL_PRECISION_SCOPE in path:
                 reason = "inside full_precision"
+            elif self._rules.dtype == jnp.float32:
+                reason = "the dtype is float32"
             elif pattern := self.rule_for(path):
                 reason = f"the rule for '{pattern}'"
             self._reasons[path] = reason

@@ -43,23 +43,18 @@ def products_and_output_dtypes(step, case):
     return found, [(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
 
 
-@functools.cache
-def in_float32(name):
-    case = case_of(name)
-    return products_and_output_dtypes(case.step(), case)
-
-
-# Tracing takes the time: each order in one dtype, by turns.
-@pytest.mark.parametrize(("dtype", "order"), list(zip(DTYPES, ORDERS)), ids=ORDERS)
 @pytest.mark.parametrize("name", models.CASES)
-def test_every_product_of_forward_and_backward_takes_half_operands(name, dtype, order):
+def test_every_product_of_forward_and_backward_takes_half_operands(name):
     case = case_of(name)
-    expected, outputs = in_float32(name)
-    found, half_outputs = products_and_output_dtypes(autocast_step(case, dtype, order), case)
-    assert len(found) == len(expected) >= 8
+    expected, outputs = products_and_output_dtypes(case.step(), case)
+    assert len(expected) >= 8
     assert set(expected) == {("float32", "float32")}
-    assert set(found) == {(dtype.name, dtype.name)}
-    assert half_outputs == outputs
+    # Tracing takes the time: each order in one dtype, and the twins of Linen's models in one order.
+    orders = list(zip(DTYPES, ORDERS))
+    for dtype, order in orders[1:] if name.startswith("NNX") else orders:
+        found, half_outputs = products_and_output_dtypes(autocast_step(case, dtype, order), case)
+        assert found == [(dtype.name, dtype.name)] * len(expected)
+        assert half_outputs == outputs
 
 
 def batches(case, count=4):
@@ -106,7 +101,6 @@ CLOSENESS = {
 }
 
 
-@functools.cache
 def compiled_steps(name, dtype):
     case = case_of(name)
     steps = {
@@ -126,21 +120,21 @@ def test_loss_gradients_and_statistics_are_as_close_to_float32_as_casts_by_hand_
         results = {key: step(case.params, case.state, x, targets) for key, step in steps.items()}
         for key, result in results.items():
             errors[key].append([relative_errors(*pair) for pair in zip(result, results["float32"])])
-    for place in range(3):  # Loss, gradients, state.
+    for index in range(3):  # Loss, gradients, state.
         of = {
-            key: root_mean_square([e for batch in runs for e in batch[place]]) for key, runs in errors.items()
+            key: root_mean_square([e for batch in runs for e in batch[index]]) for key, runs in errors.items()
         }
         # The loss is one number a batch: its error by hand may be small by luck.
-        slack = 4 if place == 0 else 0.25
+        slack = 4 if index == 0 else 0.25
         assert of["autocast"] <= 1.5 * of["by hand"] + slack * eps
-        assert of["autocast"] <= (4, 64, 2)[place] * eps
+        assert of["autocast"] <= (4, 64, 2)[index] * eps
     assert root_mean_square([e for batch in errors["autocast"] for e in batch[1]]) > 0.1 * eps  # In half.
+    if name in ("Linen ResNet", "NNX ResNet", "Haiku network"):
+        check_batch_statistics(case, steps, dtype)
 
 
-@pytest.mark.parametrize("name", ["Linen ResNet", "NNX ResNet", "Haiku network"])
-def test_batch_statistics_are_updated_in_float32(name):
-    case, dtype = case_of(name), CLOSENESS[name]
-    steps = compiled_steps(name, dtype)
+def check_batch_statistics(case, steps, dtype):
+    """Batch statistics are updated in float32, of half activations."""
     (*_, expected), (*_, actual) = steps["float32"](*case.arguments), steps["autocast"](*case.arguments)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for before, a, b in zip(*map(jax.tree.leaves, (case.state, actual, expected)), strict=True):
@@ -239,11 +233,10 @@ def nbytes(arrays):
     return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
-each_framework = pytest.mark.parametrize("framework", ["Linen", "NNX"])
+each_framework = pytest.mark.parametrize(("framework", "dtype"), list(zip(["Linen", "NNX"], DTYPES)))
 
 
 @each_framework
-@each_dtype
 def test_a_transformer_runs_the_products_of_casts_by_hand_and_in_the_backward_pass_more_of_them_in_half(
     framework, dtype
 ):
@@ -260,7 +253,6 @@ def test_a_transformer_runs_the_products_of_casts_by_hand_and_in_the_backward_pa
 
 
 @each_framework
-@each_dtype
 def test_a_transformer_saves_no_more_bytes_for_the_backward_pass_than_with_casts_by_hand(framework, dtype):
     params, plain, automatic, by_hand = transformer_losses(framework, dtype)
     full, half, half_by_hand = (nbytes(saved_arrays(loss, params)) for loss in (plain, automatic, by_hand))
@@ -269,8 +261,8 @@ def test_a_transformer_saves_no_more_bytes_for_the_backward_pass_than_with_casts
 
 
 @pytest.mark.slow
-def test_tracing_a_transformer_of_twelve_layers_takes_at_most_twice_the_plain_time():
-    make = functools.partial(models.NnxTransformer, layers=12, width=128, heads=4)
+def test_tracing_a_transformer_of_six_layers_takes_at_most_twice_the_plain_time():
+    make = functools.partial(models.NnxTransformer, layers=6, width=128, heads=4)
     case = models.nnx_case(make, *models.NEXT_TOKEN)
 
     def seconds(transform):
@@ -287,7 +279,7 @@ def test_tracing_a_transformer_of_twelve_layers_takes_at_most_twice_the_plain_ti
 
     transforms = {"plain": lambda loss: loss, "autocast": jmp.autocast}
     times = {name: [] for name in transforms}
-    for _ in range(6):
+    for _ in range(4):
         for name, transform in transforms.items():
             times[name].append(seconds(transform))
     # The first of each fills the caches of JAX and Flax.

@@ -24,8 +24,8 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(10, 16)(tokens)
-        for place in range(2):
-            x = Block(name=f"block{place}")(x)
+        for index in range(2):
+            x = Block(name=f"block{index}")(x)
         return nn.Dense(10, name="head", precision="highest")(x)
 
 
@@ -96,7 +96,7 @@ def test_it_groups_by_module(report):
 def test_the_flops_are_those_of_the_products(report):
     shapes = [(6, 16, 32), (6, 32, 16)] * 2 + [(6, 16, 10)]
     assert [operation.flops for operation in dots(report)] == [2 * m * k * n for m, k, n in shapes]
-    assert report.flops_on_tensor_cores == pytest.approx(
+    assert report.tensor_core_share == pytest.approx(
         sum(operation.flops for operation in dots(report)[:-1])
         / sum(operation.flops for operation in report.operations)
     )
@@ -112,7 +112,7 @@ def test_the_summary_counts_what_the_report_holds(report):
     assert report.casts == casts.count({"float32", report.dtype.name}) > 0
     assert report.summary() == (
         f"{half} of {len(report.operations)} operations in {report.dtype.name}, {report.casts} casts, "
-        f"{report.flops_on_tensor_cores:.1%} of FLOPs on Tensor Cores"
+        f"{report.tensor_core_share:.1%} of FLOPs on Tensor Cores"
     )
     assert str(report).startswith(report.summary())
 
@@ -209,7 +209,40 @@ def test_what_is_on_no_list_is_named():
     assert str(report).endswith("On no list, kept as they were traced: an_operation_of_ours")
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.grad(jmp.autocast(f)), jax.jit])
-def test_it_explains_only_functions_of_autocast(wrap):
-    with pytest.raises(TypeError, match=r"a function that autocast returned.*jax\.value_and_grad"):
-        jmp.explain(wrap(loss_fn))
+@pytest.mark.parametrize("wrap", [jax.grad, jax.jit])
+def test_it_does_not_explain_a_transform_of_an_autocast_function(wrap):
+    with pytest.raises(
+        TypeError, match=r"a transform of a function that autocast returned.*jax\.value_and_grad"
+    ):
+        jmp.explain(wrap(jmp.autocast(loss_fn)))
+
+
+def test_it_explains_a_plain_function_as_if_it_were_autocast():
+    for dtype in ("float16", "bfloat16"):
+        assert jmp.explain(loss_fn, dtype)(PARAMS, TOKENS).to_dict() == (
+            jmp.explain(jmp.autocast(loss_fn, dtype))(PARAMS, TOKENS).to_dict()
+        )
+    assert jmp.explain(loss_fn)(PARAMS, TOKENS).dtype == jnp.bfloat16
+    assert jmp.explain(jax.jit(loss_fn))(PARAMS, TOKENS).tensor_core_share > 0
+    with pytest.raises(ValueError, match="with the dtype float16; leave dtype out"):
+        jmp.explain(jmp.autocast(loss_fn, "float16"), "bfloat16")
+    with pytest.raises(TypeError, match=r"explain takes a function\. Got 'float16'"):
+        jmp.explain("float16")
+
+
+def test_it_says_that_float32_changes_nothing():
+    report = jmp.explain(jmp.autocast(loss_fn, "float32"))(PARAMS, TOKENS)
+    count = len(report.operations)
+    assert report.summary() == f"{count} operations, all as the program has them: the dtype is float32"
+    assert (report.casts, report.tensor_core_share) == (0, 0)
+    assert {operation.reason for operation in report.operations} == {"the dtype is float32"}
+    assert str(report.after) == str(report.before)
+
+
+def test_a_notebook_shows_the_summary_and_the_table_and_not_the_jaxprs(report):
+    assert repr(report) == f"Report({report.summary()})"
+    shown = report._repr_html_()
+    assert shown.startswith(f"<pre>{report.summary()}\n")
+    assert "Net/block0/Dense_0" in shown
+    assert " -&gt; " in shown  # The product of the head, which is in float32.
+    assert "lambda" not in shown

@@ -1,0 +1,122 @@
+"""The arguments of a call: how they become arrays for a jaxpr, and what the arrays are called.
+
+The arguments and outputs of a function may hold anything. Only `jax.Array`s are traced; everything else
+reaches the function as it is, as in a plain call. An object that a call may change, such as an NNX module, is
+split into arrays by the adapter of its library.
+"""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from .._paths import argument_names
+from .jaxprs import Array, Jaxpr
+
+# For each library whose objects a call may change, the adapter that splits them. This is a table of names: no
+# import leads from here to the adapters, and autocast works whether or not the user has imported the adapter.
+# A registry that an adapter fills at its import would make the result of a call depend on the order of
+# imports. An adapter has two functions: `is_object(node)`, and `split_objects(fun, args, kwargs)`, which
+# returns a function of arrays, its arguments, and a function that finishes the call with the output.
+ADAPTERS = {"flax.nnx": "jmp_lite.nnx"}
+
+_ARRAY = object()  # Stands for an output that is an array.
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """A call of a function, as a jaxpr and its inputs.
+
+    Attributes:
+        jaxpr: the function as it was traced.
+        arrays: the arrays among the arguments: the inputs of the jaxpr.
+        names: the path of each array among the arguments; empty strings if nobody asked.
+        outputs: makes the outputs of the function from those of the jaxpr.
+    """
+
+    jaxpr: Jaxpr
+    arrays: list[Array]
+    names: tuple[str, ...]
+    outputs: Callable[[Sequence[Array]], Any]
+
+
+def trace(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], with_names: bool
+) -> Arguments:
+    """Traces a call of `fun`.
+
+    Args:
+        fun: the function.
+        args, kwargs: its arguments.
+        with_names: whether the paths of the arrays are needed; they take time to make.
+    """
+    adapter = _adapter((args, kwargs))
+    finish = None
+    if adapter is not None:
+        fun, args, finish = adapter.split_objects(fun, args, kwargs)
+        kwargs = {}
+    call = _Call(fun, args, kwargs)
+    closed = jax.make_jaxpr(call.flat)(*call.arrays)
+    names = [""] * len(call.leaves)
+    if with_names:
+        names = argument_names(fun, args, kwargs)
+        if adapter is not None:  # A path is a parameter of the split function, the path, and `value`.
+            names = [name.split("/", 1)[1].removesuffix("/value") for name in names]
+
+    def outputs(results: Sequence[Array]) -> Any:
+        output = call.outputs(results)
+        return output if finish is None else finish(output)
+
+    return Arguments(closed, call.arrays, tuple(names[index] for index in call.indexes), outputs)
+
+
+class _Call:
+    """A call as a function of the arrays among its arguments, that returns the arrays among its outputs.
+
+    Attributes:
+        leaves: the leaves of the arguments.
+        indexes: the indexes of the arrays among the leaves.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._fun = fun
+        self.leaves, self._structure = jax.tree.flatten((args, kwargs))
+        self.indexes = [index for index, leaf in enumerate(self.leaves) if isinstance(leaf, jax.Array)]
+        self._output_leaves: list[Any] = []
+        self._output_structure: Any = None
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [self.leaves[index] for index in self.indexes]
+
+    def flat(self, *arrays: Array) -> list[Array]:
+        """Calls the function, and notes the structure of its output."""
+        leaves = list(self.leaves)
+        for index, array in zip(self.indexes, arrays, strict=True):
+            leaves[index] = array
+        args, kwargs = jax.tree.unflatten(self._structure, leaves)
+        outputs, self._output_structure = jax.tree.flatten(self._fun(*args, **kwargs))
+        # The arrays go out through the trace; kept here they would leak from it.
+        self._output_leaves = [_ARRAY if isinstance(each, jax.Array) else each for each in outputs]
+        return [output for output in outputs if isinstance(output, jax.Array)]
+
+    def outputs(self, results: Sequence[Array]) -> Any:
+        """Returns the output of the function, of its arrays."""
+        given = iter(results)
+        leaves = [next(given) if leaf is _ARRAY else leaf for leaf in self._output_leaves]
+        return jax.tree.unflatten(self._output_structure, leaves)
+
+
+def _adapter(tree: Any) -> ModuleType | None:
+    """Returns the adapter for the objects in `tree`, if there are any."""
+    for library, name in ADAPTERS.items():
+        # The program that passes an object of a library has imported the library.
+        if library in sys.modules:
+            adapter = importlib.import_module(name)
+            if any(map(adapter.is_object, jax.tree.leaves(tree, is_leaf=adapter.is_object))):
+                return adapter
+    return None

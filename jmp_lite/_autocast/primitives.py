@@ -1,0 +1,274 @@
+"""The table of primitives: one row says all that autocast knows of one operation of JAX.
+
+To teach autocast an operation, add one row to `_TABLE`: the name that `jax.make_jaxpr` prints, the list, and
+the flags that hold. A test names every primitive of JAX that has no row.
+
+The lists follow PyTorch's CUDA autocast (https://pytorch.org/docs/stable/amp.html) and TensorFlow's
+auto_mixed_precision_lists.h. JAX makes their operations of smaller primitives: a layer norm is a `reduce_sum`
+and an `rsqrt`, a softmax is an `exp` and a `reduce_sum`, a loss is a `log` or a square.
+"""
+
+import dataclasses
+import enum
+from types import MappingProxyType
+
+
+class List(enum.Enum):
+    """The list of an operation: in which precision it runs."""
+
+    ALLOW = "allow"  # Half operands, half results.
+    DENY = "deny"  # Float32 operands, float32 results.
+    RANGE = "range"  # Deny in float16, infer in bfloat16.
+    INFER = "infer"  # The widest type of the operands.
+    MOVE = "move"  # Data is moved and not changed: each operand keeps its type.
+    AS_TRACED = "as traced"  # The dtypes of the program.
+    CALL = "call"  # Runs jaxprs: each operation inside is decided on its own.
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What the table says of one primitive.
+
+    Attributes:
+        list: the list by default.
+        broadcasts: it broadcasts axes of size 1; the gradient of a broadcast operand is a sum.
+        scales: an operand may leave the range of half where the result does not.
+        spreads: a move that copies elements; the gradient is a sum, so half values go through it in float32.
+        gathers: a move between devices that copies; half values go out, their gradients come back in float32.
+        pointwise: computes each element on its own, as the parts of activation functions do.
+        passes: the gradient of a weight may go through it on the way out of the backward pass, and stays the
+            gradient of that weight: moves, transposes of moves, and sums of gradients.
+    """
+
+    list: List
+    broadcasts: bool = False
+    scales: bool = False
+    spreads: bool = False
+    gathers: bool = False
+    pointwise: bool = False
+    passes: bool = False
+
+
+_TABLE = """
+# Tensor Cores run these: half operands, float32 accumulation in the hardware, a half result.
+conv_general_dilated         allow
+dot_general                  allow
+ragged_dot_general           allow
+
+# Functions that leave the range of half, or that magnify its rounding.
+exp                          deny       pointwise
+exp2                         deny       pointwise
+expm1                        deny       pointwise
+log                          deny       pointwise
+log1p                        deny       pointwise
+log2                         deny       pointwise
+pow                          deny       broadcasts pointwise
+rsqrt                        deny       pointwise
+cbrt                         deny       pointwise
+tan                          deny       pointwise
+asin                         deny       pointwise
+acos                         deny       pointwise
+atan                         deny       pointwise
+sinh                         deny       pointwise
+cosh                         deny       pointwise
+asinh                        deny       pointwise
+acosh                        deny       pointwise
+atanh                        deny       pointwise
+erfc                         deny       pointwise
+erf_inv                      deny
+lgamma                       deny
+digamma                      deny
+polygamma                    deny
+zeta                         deny
+igamma                       deny
+igammac                      deny
+igamma_grad_a                deny
+bessel_i0e                   deny
+bessel_i1e                   deny
+regularized_incomplete_beta  deny
+one_minus_square             deny       pointwise
+polynomial                   deny       pointwise
+
+# Sums, within a device and across devices. `add_any` sums the gradients of a value that is used twice. An
+# `inner_product` is a `dot_general` whose operands have no axis of their own: no Tensor Core runs it.
+inner_product                deny
+reduce_sum                   deny       passes
+reduce_prod                  deny
+reduce_window_sum            deny
+cumsum                       deny
+cumprod                      deny
+cumlogsumexp                 deny
+add_any                      deny       passes
+psum                         deny       passes
+psum_invariant               deny       passes
+reduce_scatter               deny       passes
+
+# These leave the range of float16 where a float32 program does not: the square of 256, the reciprocal of
+# 1e-5. They are harmless in bfloat16, which has the range of float32. `x * x` counts as a `square` and `1 /
+# x` as a `reciprocal`.
+integer_pow                  range      pointwise
+reciprocal                   range      pointwise
+square                       range      pointwise
+
+# Arithmetic and comparisons of two operands.
+add                          infer      broadcasts pointwise
+sub                          infer      broadcasts pointwise
+mul                          infer      broadcasts scales pointwise
+div                          infer      broadcasts scales pointwise
+rem                          infer      broadcasts scales pointwise
+atan2                        infer      broadcasts scales pointwise
+nextafter                    infer      broadcasts
+max                          infer      broadcasts pointwise
+min                          infer      broadcasts pointwise
+eq                           infer      broadcasts pointwise
+ne                           infer      broadcasts pointwise
+lt                           infer      broadcasts pointwise
+le                           infer      broadcasts pointwise
+gt                           infer      broadcasts pointwise
+ge                           infer      broadcasts pointwise
+
+# Functions of one value, element by element.
+neg                          infer      pointwise
+abs                          infer      pointwise
+sign                         infer      pointwise
+floor                        infer      pointwise
+ceil                         infer      pointwise
+round                        infer      pointwise
+select_n                     infer      pointwise
+clamp                        infer      pointwise
+tanh                         infer      pointwise
+logistic                     infer      pointwise
+erf                          infer      pointwise
+sin                          infer      pointwise
+cos                          infer      pointwise
+sqrt                         infer      pointwise
+is_finite                    infer
+
+# Other operations that run in the widest type of their operands. An `outer_product` is a `dot_general` that
+# sums nothing.
+concatenate                  infer      passes
+pad                          infer      passes
+stack                        infer
+dynamic_update_slice         infer      passes
+reduce_max                   infer
+reduce_min                   infer
+argmax                       infer
+argmin                       infer
+cummax                       infer
+cummin                       infer
+reduce_window_max            infer
+reduce_window_min            infer
+top_k                        infer
+approx_top_k                 infer
+eq_to                        infer
+lt_to                        infer
+le_to                        infer
+outer_product                infer
+
+# Moves within a device.
+reshape                      move       passes
+transpose                    move       passes
+squeeze                      move       passes
+rev                          move       passes
+slice                        move
+dynamic_slice                move
+split                        move
+unstack                      move
+copy                         move       passes
+name                         move       passes
+stop_gradient                move
+optimization_barrier         move
+sort                         move
+device_put                   move       passes
+sharding_constraint          move       passes
+reshard                      move       passes
+layout_constraint            move       passes
+
+# Moves that copy elements: their transposes are sums.
+broadcast_in_dim             move       spreads passes
+tile                         move       spreads
+gather                       move       spreads
+pvary                        move       spreads passes
+
+# Moves between devices.
+all_gather                   move       gathers
+all_to_all                   move
+ppermute                     move
+pmax                         move
+pmin                         move
+
+# Operations that run a typed function, or whose transposes do.
+reduce                       as_traced
+reduce_window                as_traced
+select_and_scatter           as_traced
+select_and_scatter_add       as_traced
+select_and_gather_add        as_traced
+scatter                      as_traced
+scatter-add                  as_traced
+scatter-max                  as_traced
+scatter-min                  as_traced
+scatter-mul                  as_traced
+scatter-sub                  as_traced
+
+# Exact bits, complex numbers, scaled products.
+reduce_precision             as_traced
+bitcast_convert_type         as_traced
+iota                         as_traced
+random_gamma                 as_traced
+complex                      as_traced
+real                         as_traced
+imag                         as_traced
+conj                         as_traced
+fft                          as_traced
+scaled_dot                   as_traced
+scaled_matmul                as_traced
+
+# Linear algebra: the kernels have no half version.
+cholesky                     as_traced
+eig                          as_traced
+eigh                         as_traced
+svd                          as_traced
+schur                        as_traced
+qr                           as_traced
+lu                           as_traced
+hessenberg                   as_traced
+householder_product          as_traced
+triangular_solve             as_traced
+tridiagonal                  as_traced
+tridiagonal_solve            as_traced
+custom_linear_solve          as_traced
+
+# Operations that run jaxprs: autocast goes inside. `calls.py` has a handler for each.
+jit                          call
+closed_call                  call
+eval_jaxpr                   call
+remat2                       call
+custom_jvp_call              call
+custom_vjp_call              call
+shard_map                    call
+cond                         call
+scan                         call
+while                        call
+"""
+
+
+def _parse(table: str) -> MappingProxyType[str, Traits]:
+    rows = [line.split() for line in table.splitlines() if line and not line.startswith("#")]
+    traits = {name: Traits(List[which.upper()], **dict.fromkeys(flags, True)) for name, which, *flags in rows}
+    assert len(traits) == len(rows), "a primitive has two rows"
+    return MappingProxyType(traits)
+
+
+PRIMITIVES = _parse(_TABLE)
+"""What the table says of each primitive, by name."""
+
+_UNKNOWN = Traits(List.AS_TRACED)
+
+
+def traits_of(name: str) -> Traits:
+    """Returns what the table says of the primitive `name`; one without a row stays as traced.
+
+    >>> traits_of("mul").scales, traits_of("an_operation_of_a_user").list
+    (True, <List.AS_TRACED: 'as traced'>)
+    """
+    return PRIMITIVES.get(name, _UNKNOWN)

@@ -1,0 +1,100 @@
+"""Activation functions, which are computed in float32 and again in the backward pass."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from closeness import assert_close
+from jax import lax
+from jaxprs import products
+from small_programs import HALVES, W, X
+
+import jmp_lite as jmp
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda y: jnp.log(y * y + 1e-12),
+        lambda y: jnp.log(jnp.abs(y) + 1e-7),
+        lambda y: lax.rsqrt(y * y + 1e-9),
+    ],
+    ids=["log of a square", "log", "rsqrt"],
+)
+def test_the_derivative_of_an_activation_that_float16_does_not_hold_gives_no_nan(fun, half):
+    x, mask = jnp.array([[1e-6, 1.0]]), jnp.array([[0.0, 1.0]])  # At 1e-6 the derivative is beyond 65504.
+    loss = lambda x, w: jnp.sum((fun(x @ w) @ w) * mask)
+    expected = jax.grad(loss, (0, 1))(x, jnp.eye(2))
+    for grad in (jax.grad(jmp.autocast(loss, half), (0, 1)), jmp.autocast(jax.grad(loss, (0, 1)), half)):
+        x_grad, w_grad = grad(x, jnp.eye(2))
+        assert jnp.isfinite(x_grad).all()
+        assert jnp.isfinite(w_grad).all()
+        assert float(x_grad[0, 0]) == 0.0
+        assert float(x_grad[0, 1]) == pytest.approx(float(expected[0][0, 1]), rel=0.02)
+
+
+GROUPS = {
+    "gelu": jax.nn.gelu,
+    "gelu with erf": lambda y: jax.nn.gelu(y, approximate=False),
+    "mish": jax.nn.mish,
+    "selu": jax.nn.selu,
+    "squareplus": jax.nn.squareplus,
+    "glu": lambda y: jax.nn.glu(y),
+    "swiglu": lambda y: jax.nn.silu(y) * jnp.sin(y),
+    "square": lambda y: jnp.square(jax.nn.relu(y)),
+    "of two": lambda y: jnp.exp(-(y**2)) * y[::-1],
+    "used twice": lambda y: (lambda z: z * jnp.sin(z))(jnp.exp(-(y**2))),
+    "given out": lambda y: jnp.concatenate([jnp.exp(-(y**2)), jnp.exp(-(y**2)) * 2]),
+    "where": lambda y: jnp.where(y > 0, jnp.sqrt(jnp.where(y > 0, y, 1.0)), 0.0),
+    "masked": lambda y: jnp.where(jnp.arange(y.shape[1]) % 2 == 0, jnp.exp(-(y**2)), y),
+}
+
+
+@pytest.mark.parametrize(("half", "order"), [("float16", "inside")])
+@pytest.mark.parametrize("name", GROUPS)
+def test_activation_functions_of_many_operations_have_the_derivatives_of_float32(name, half, order):
+    fun = lambda x, w: GROUPS[name](x @ w) @ w[: 4 if name == "glu" else 8]
+    loss = lambda w: jnp.sum(jnp.sin(fun(X, w)))
+    grad = jax.grad(jmp.autocast(loss, half)) if order == "inside" else jmp.autocast(jax.grad(loss), half)
+    assert_close(jax.jit(jmp.autocast(fun, half))(X, W), jax.jit(fun)(X, W), half, factor=6)
+    assert_close(jax.jit(grad)(W), jax.jit(jax.grad(loss))(W), half, factor=16)
+    assert set(products(grad, W)) == {(half, half)}
+    along = jnp.ones((8, 8)) * 0.1
+    push = lambda f: jax.jit(lambda w: jax.jvp(f, (w,), (along,)))
+    assert_close(push(jmp.autocast(loss, half))(W), push(loss)(W), half, factor=24)
+    if name in ("gelu", "swiglu"):
+        assert_close(push(grad)(W), push(jax.grad(loss))(W), half, factor=48)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_learned_scale_is_applied_in_float32_and_keeps_a_half_activation_for_the_backward_pass(half):
+    fun = lambda params, x: jnp.sum((params[0] * (x @ params[1])) @ params[1])
+    by_hand = lambda params, x: fun(jax.tree.map(lambda p: p.astype(half), params), x.astype(half))
+
+    def saved(fun):
+        pullback = jax.eval_shape(lambda p: jax.vjp(lambda p: fun(p, X), p)[1], (jnp.ones(8), W))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+    assert saved(jmp.autocast(fun, half)) <= saved(by_hand) + 2 * 8  # The scale itself is in float32.
+    # Scales, learned or looked up, that float16 does not hold.
+    small = (jnp.full(8, 1e5), W * 1e-3)
+    for params in (small, (small[0][None], small[1])):
+        for grad in (jax.grad(jmp.autocast(fun, half)), jmp.autocast(jax.grad(fun), half)):
+            assert_close(grad(params, X * 1e-3), jax.grad(fun)(params, X * 1e-3), half, factor=16)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half, order):
+    """A product of the backward pass wants the error in half; the loss squares it in float32."""
+    target, bias = jnp.linspace(999.0, 1001.0, 4), jnp.array([1000.0])
+    regression = lambda w, x: jnp.mean(((x @ w)[:, 0] + bias - target) ** 2)
+    entropy = lambda w, x: -jnp.mean(jnp.log(1 - jax.nn.sigmoid(x @ w + 4) + 1e-7))
+    for fun in (regression, entropy):
+        expected = jax.value_and_grad(fun)(W, X)
+        result = (
+            jax.value_and_grad(jmp.autocast(fun, half))(W, X)
+            if order == "inside"
+            else jmp.autocast(jax.value_and_grad(fun), half)(W, X)
+        )
+        assert_close(result, expected, half, factor=16)

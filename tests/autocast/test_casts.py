@@ -1,0 +1,129 @@
+"""How often `autocast` casts, and when it changes nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jaxprs import casts, equations, products, text
+from small_programs import HALVES, PARAMS, W, X, mlp, normal
+
+import jmp_lite as jmp
+
+
+def count_casts(shape, fun, *args):
+    return sum(found == shape for found, _, _ in casts(fun, *args))
+
+
+def test_a_weight_used_twice_is_cast_once():
+    w = normal(8, 8, scale=0.3)
+    x = normal(5, 8)
+    layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+    programs = {
+        "straight": lambda x, w: jnp.tanh(x @ w) @ w,
+        "transposed": lambda x, w: jnp.tanh(x @ w) @ w.T,
+        "jitted calls": lambda x, w: layer(layer(layer(x, w), w), w),
+        "jitted and not": lambda x, w: layer(x @ w, w) @ w.T,
+        "scan": lambda x, w: lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)[0] @ w,
+        "cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x @ w.T, x) @ w,
+        "full precision between": lambda x, w: jmp.full_precision(layer)(x @ w, w) @ w,
+    }
+    for name, program in programs.items():
+        assert count_casts((8, 8), jmp.autocast(program), x, w) == 1, name
+
+
+def test_a_weight_used_twice_is_cast_once_forward_and_backward():
+    x = normal(5, 8)
+    loss = lambda w: jnp.sum(jnp.tanh(x @ w) @ w)
+    down = [
+        found for found in casts(jmp.autocast(jax.grad(loss)), W) if found == ((8, 8), "float32", "bfloat16")
+    ]
+    assert len(down) == 1
+    down = [
+        found for found in casts(jax.grad(jmp.autocast(loss)), W) if found == ((8, 8), "float32", "bfloat16")
+    ]
+    assert len(down) <= 2  # The cast itself, and what grad may make of it for the tangent.
+
+
+def test_casts_that_meet_cancel():
+    def fun(x, w):
+        return x.astype(jnp.bfloat16).astype(jnp.float32) @ w
+
+    found = casts(jmp.autocast(fun), X, W)
+    assert [pair for shape, *pair in found if shape == (4, 8)] == [
+        ["float32", "bfloat16"],
+        *[["bfloat16", "float32"]] * (len([p for s, *p in found if s == (4, 8)]) - 1),
+    ]
+    read = jax.make_jaxpr(jmp.autocast(fun))(X, W)
+    product = next(e for e in equations(read) if e.primitive.name == "dot_general")
+    first = next(e for e in equations(read) if e.primitive.name == "convert_element_type")
+    assert product.invars[0] is first.outvars[0]
+    chained = lambda x, w: jnp.tanh(x @ w + PARAMS["b"]) @ w
+    assert [found for found in casts(jmp.autocast(chained), X, W) if found[:2] == ((4, 8), "bfloat16")] == [
+        ((4, 8), "bfloat16", "float32")  # The output, and nothing between the products.
+    ]
+
+
+def test_a_mixed_argument_is_not_cast_back_and_forth():
+    fun = lambda x, w: x.astype(jnp.float32) @ w
+    assert ((4, 8), "float32", "bfloat16") not in casts(jmp.autocast(fun), X.astype(jnp.bfloat16), W)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    "option",
+    [{}, {"deny": ["dot_general"]}, {"deny": ["tanh"]}, {"allow": ["tanh"]}, {"rules": {"part": "float32"}}],
+)
+def test_applying_autocast_twice_changes_nothing(option, half):
+    def fun(params, x):
+        with jax.named_scope("part"):
+            x = mlp(params, x)
+        return mlp(params, jmp.full_precision(jnp.dot)(x, params["w"]))
+
+    once = jmp.autocast(fun, half, **option)
+    other = "bfloat16" if half == "float16" else "float16"
+    for outer in (half, other):
+        assert text(jmp.autocast(once, outer), PARAMS, X) == text(once, PARAMS, X)
+        np.testing.assert_array_equal(jmp.autocast(once, outer)(PARAMS, X), once(PARAMS, X))
+    assert text(jmp.autocast(jmp.autocast(once, other), half), PARAMS, X) == text(once, PARAMS, X)
+
+
+def test_an_inner_autocast_whose_rules_leave_everything_in_float32_is_respected():
+    def fun(x, w):
+        with jax.named_scope("head"):
+            return x @ w
+
+    for inner in (jmp.autocast(fun, rules={"head": "float32"}), jmp.autocast(fun, deny=["dot_general"])):
+        assert text(jmp.autocast(inner, jnp.float16), X, W) == text(fun, X, W)
+        assert text(jmp.autocast(inner), X, W) == text(fun, X, W)
+
+
+def test_the_gradient_of_an_autocast_function_inside_autocast_changes_nothing():
+    loss = jmp.autocast(lambda p, x: jnp.sum(mlp(p, x)), jnp.float16)
+    step = lambda p, x: jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(loss)(p, x))
+    assert set(products(jmp.autocast(step), PARAMS, X)) == {("float16", "float16")}
+
+
+def nothing_to_do(x, y):
+    total = lax.scan(lambda total, row: (total + jnp.tanh(row).sum(), row * 2), 0.0, x)[0]
+    scaled = jax.jit(lambda x: jax.nn.softmax(x) * y)(x)
+    picked = lax.cond(total > 0, jnp.sin, jax.checkpoint(jnp.cos), scaled)
+    return jax.nn.relu(picked), jnp.linalg.norm(x), x[:, ::2], jax.random.normal(jax.random.key(0), (3,))
+
+
+def test_with_nothing_to_do_the_jaxpr_comes_back_equal():
+    y = jnp.float32(2)
+    assert text(jmp.autocast(nothing_to_do), X, y) == text(nothing_to_do, X, y)
+    loss = lambda x, y: sum(leaf.sum() for leaf in nothing_to_do(x, y))
+    assert text(jmp.autocast(jax.grad(loss)), X, y) == text(jax.grad(loss), X, y)
+    assert text(jax.grad(jmp.autocast(loss)), X, y) == text(jax.grad(loss), X, y)
+    assert text(jax.vmap(jmp.autocast(loss), (0, None)), X[None], y) == text(
+        jax.vmap(loss, (0, None)), X[None], y
+    )
+    off = jmp.autocast(mlp, deny=["dot_general"])
+    assert text(off, PARAMS, X) == text(mlp, PARAMS, X)
+    optimizer = optax.adam(1e-3)
+    update = lambda grads, state: optimizer.update(grads, state)
+    state = optimizer.init(PARAMS)
+    assert text(jmp.autocast(update), PARAMS, state) == text(update, PARAMS, state)

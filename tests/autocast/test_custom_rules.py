@@ -1,0 +1,177 @@
+"""Custom derivatives stay those of the user."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from jax import lax
+from jaxprs import products
+from small_programs import HALVES, ORDERS, W, X, normal
+
+import jmp_lite as jmp
+
+
+def counting_rules():
+    """Two functions with rules whose gradients are wrong on purpose, and counts of their calls."""
+    calls = collections.Counter()
+
+    @jax.custom_vjp
+    def with_vjp(x, w):
+        calls["primal"] += 1
+        return x @ w
+
+    def forward(x, w):
+        calls["forward"] += 1
+        return x @ w, (x, w)
+
+    def backward(saved, g):
+        calls["backward"] += 1
+        x, w = saved
+        return 3.0 * (g @ w.T), 5.0 * (x.T @ g)
+
+    with_vjp.defvjp(forward, backward)
+
+    @jax.custom_jvp
+    def with_jvp(x, w):
+        calls["primal"] += 1
+        return x @ w
+
+    @with_jvp.defjvp
+    def rule(primals, tangents):
+        calls["jvp"] += 1
+        (x, w), (dx, dw) = primals, tangents
+        return x @ w, 3.0 * (dx @ w) + 5.0 * (x @ dw)
+
+    return with_vjp, with_jvp, calls
+
+
+@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+def test_a_users_rule_is_called_and_its_gradients_are_the_users(around, kind, order, half):
+    with_vjp, with_jvp, calls = counting_rules()
+    rule = around(with_vjp if kind == "custom_vjp" else with_jvp)
+    loss = lambda x, w: jnp.sum(rule(x, w))
+    if order == "inside":
+        grad = jax.grad(jmp.autocast(loss, half), (0, 1))
+    else:
+        grad = jmp.autocast(jax.grad(loss, (0, 1)), half)
+    x_grad, w_grad = grad(X, W)
+    assert calls["backward" if kind == "custom_vjp" else "jvp"] >= 1
+    assert_close(x_grad, 3.0 * (jnp.ones((4, 8)) @ W.T), half, factor=4)
+    assert_close(w_grad, 5.0 * (X.T @ jnp.ones((4, 8))), half, factor=4)
+    assert set(products(grad, X, W)) == {(half, half)}
+
+
+def test_a_rule_is_not_called_where_nothing_is_differentiated():
+    with_vjp, with_jvp, calls = counting_rules()
+    jmp.autocast(lambda x, w: with_vjp(x, w) + with_jvp(x, w))(X, W)
+    assert (calls["backward"], calls["jvp"]) == (0, 0)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_backward_rule_sees_cotangents_of_the_dtype_that_it_was_written_for(order, half):
+    seen = []
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    identity.defvjp(lambda x: (x, x), lambda x, g: (seen.append((x.dtype.name, g.dtype.name)) or g,))
+    loss = lambda x, w: jnp.sum(jnp.tanh(identity(x @ w) @ w))
+    if order == "inside":
+        grads = jax.grad(jmp.autocast(loss, half), 1)(X, W)
+    else:
+        grads = jmp.autocast(jax.grad(loss, 1), half)(X, W)
+    assert set(seen) == {("float32", "float32")}
+    assert_close(grads, jax.grad(loss, 1)(X, W), half, factor=24)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_rule_with_half_results_of_its_own_beside_a_half_operand_works(order):
+    @jax.custom_vjp
+    def narrow(x):
+        return (x * 2).astype(jnp.float16)
+
+    narrow.defvjp(lambda x: (narrow(x), None), lambda _, g: (2 * g.astype(jnp.float32),))
+    loss = lambda w: jnp.sum(narrow(X @ w).astype(jnp.float32))
+    grad = jax.grad(jmp.autocast(loss)) if order == "inside" else jmp.autocast(jax.grad(loss))
+    assert_close(grad(W), jax.grad(loss)(W), "bfloat16", factor=4)
+
+
+def test_gradient_reversal_and_clipping_rules_work():
+    @jax.custom_vjp
+    def reverse(x):
+        return x
+
+    reverse.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(-g, -1e-3, 1e-3),))
+    loss = lambda w: jnp.sum(reverse(X @ w) @ W)
+    for grad in (jax.grad(jmp.autocast(loss)), jmp.autocast(jax.grad(loss))):
+        assert_close(grad(W), jax.grad(loss)(W), "bfloat16", factor=16)
+
+
+def test_rules_with_symbolic_zeros_integer_outputs_and_unused_arguments_work():
+    @jax.custom_jvp
+    def split(x, unused, n):
+        return x @ W, n + 1, jnp.argmax(x)
+
+    @split.defjvp
+    def rule(primals, tangents):
+        x, unused, n = primals
+        zero = lambda i: np.zeros(i.shape, jax.dtypes.float0)
+        out = split(x, unused, n)
+        return out, (tangents[0] @ W, zero(out[1]), zero(out[2]))
+
+    @jax.custom_vjp
+    def several(tree, n):
+        return {"y": tree["x"] @ W, "n": n * 2}
+
+    several.defvjp(
+        lambda tree, n: (several(tree, n), tree["x"]),
+        lambda x, g: ({"x": g["y"] @ W.T, "unused": jnp.zeros(3)}, None),
+    )
+
+    def loss(x):
+        y, n, index = split(x, x[0], jnp.int32(3))
+        tree = several({"x": y, "unused": jnp.ones(3)}, n)
+        return jnp.sum(jnp.sin(tree["y"])) + 0 * index + tree["n"]
+
+    assert float(jmp.autocast(loss)(X)) == pytest.approx(float(loss(X)), rel=0.05)
+    for grad in (jax.grad(jmp.autocast(loss)), jmp.autocast(jax.grad(loss))):
+        assert_close(grad(X), jax.grad(loss)(X), "bfloat16", factor=16)
+        assert set(products(grad, X)) == {("bfloat16", "bfloat16")}
+
+
+def test_closure_convert_and_custom_gradient_work():
+    def loss(w):
+        fun, consts = jax.closure_convert(lambda x: jnp.tanh(x @ w), X)
+        return jnp.sum(fun(X, *consts) @ W)
+
+    assert_close(jax.grad(jmp.autocast(loss))(W), jax.grad(loss)(W), "bfloat16", factor=16)
+    odd = jax.custom_gradient(lambda x: (x @ W, lambda g: 2.0 * (g @ W.T)))
+    total = lambda x: jnp.sum(odd(x))
+    expected = jax.grad(total)(X)
+    for grad in (jax.grad(jmp.autocast(total)), jmp.autocast(jax.grad(total))):
+        assert_close(grad(X), expected, "bfloat16", factor=4)
+
+
+@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
+def test_an_implicit_solve_with_a_rule_of_ones_own_works(order, half):
+    def fixed_point(w, x):
+        return lax.custom_root(
+            lambda y: jnp.tanh(0.3 * (y @ w) + x) - y,
+            jnp.zeros_like(x),
+            lambda f, y: lax.fori_loop(0, 30, lambda _, y: f(y) + y, y),
+            lambda g, y: jnp.linalg.solve(
+                jax.jacobian(lambda z: g(z.reshape(y.shape)).ravel())(y.ravel()), y.ravel()
+            ).reshape(y.shape),
+        )
+
+    loss = lambda w: jnp.sum(fixed_point(w, X[:2, :4]))
+    w = normal(4, 4, scale=0.3)
+    grad = jax.grad(jmp.autocast(loss, half)) if order == "inside" else jmp.autocast(jax.grad(loss), half)
+    assert_close(jax.jit(grad)(w), jax.jit(jax.grad(loss))(w), half, factor=24)

@@ -1,0 +1,309 @@
+"""`autocast` keeps what a function is: signature, structure, dtypes, errors."""
+
+import dataclasses
+import functools
+import inspect
+import typing
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from jaxprs import operands_of, products, text
+from small_programs import HALVES, PARAMS, W, X, eps, mlp
+
+import jmp_lite as jmp
+
+
+def test_the_name_docstring_and_signature_of_the_function_are_kept():
+    def named(x, *, flag: bool = True):
+        """Documented."""
+        return x
+
+    wrapped = jmp.autocast(named)
+    assert (wrapped.__name__, wrapped.__doc__) == ("named", "Documented.")
+    assert inspect.signature(wrapped) == inspect.signature(named)
+    assert jmp.full_precision(named).__name__ == "named"
+
+
+def test_it_is_a_decorator_with_and_without_options():
+    @jmp.autocast
+    def plain(x):
+        """Documented."""
+        return x @ W
+
+    @jmp.autocast(dtype="float16", deny=["tanh"])
+    def with_options(x):
+        """Documented too."""
+        return jnp.tanh(x @ W) @ W
+
+    assert (plain.__doc__, with_options.__doc__) == ("Documented.", "Documented too.")
+    assert products(plain, X) == [("bfloat16", "bfloat16")]
+    assert products(with_options, X) == [("float16", "float16")] * 2
+    assert operands_of("tanh", with_options, X) == ["float32"]
+    assert products(jmp.autocast()(lambda x: x @ W), X) == [("bfloat16", "bfloat16")]
+    with pytest.raises(ValueError, match="names 'tanhh'"):
+        jmp.autocast(dtype="float16", deny=["tanhh"])
+
+
+@pytest.mark.parametrize("given", ["float16", jnp.float16, jnp.dtype("float16"), 3])
+def test_an_option_in_the_place_of_the_function_is_an_error(given):
+    with pytest.raises(TypeError, match=r"takes a function first\. Got .*autocast\(fun, dtype\)"):
+        jmp.autocast(given)
+
+
+def test_float32_is_the_identity():
+    fun = lambda x: jnp.tanh(x @ W) @ x.T
+    same = jmp.autocast(fun, "float32", deny=["tanh"], rules={"nowhere": "float32"})
+    assert text(same, X) == text(fun, X)
+    np.testing.assert_array_equal(same(X), fun(X))
+    assert products(jmp.autocast(same), X) == [("bfloat16", "bfloat16")] * 2  # It decides nothing.
+
+
+def test_methods_partials_jitted_functions_and_callable_objects_are_functions():
+    class Model:
+        def __init__(self):
+            self.w = W
+
+        @jmp.autocast
+        def apply(self, x):
+            return x @ self.w
+
+        def __call__(self, x, scale=1.0):
+            return x @ self.w * scale
+
+    model = Model()
+    for fun in (
+        model.apply,
+        jmp.autocast(model),
+        jmp.autocast(model.__call__),
+        jmp.autocast(functools.partial(model, scale=2.0)),
+        jmp.autocast(jax.jit(model)),
+        jmp.autocast(jax.vmap(model)),
+        jmp.autocast(jax.checkpoint(model)),
+        jax.jit(jmp.autocast(model)),
+    ):
+        assert products(fun, X) == [("bfloat16", "bfloat16")]
+    scaled = jax.jit(jmp.autocast(model), static_argnames="scale")
+    assert_close(scaled(X, scale=3.0), X @ W * 3, "bfloat16", factor=2)
+
+
+def test_gradients_of_integers_have_no_dtype_as_in_jax():
+    fun = lambda x, n: jnp.sum(x @ W) * n
+    grad = lambda f: jax.grad(f, (0, 1), allow_int=True)
+    for ours in (grad(jmp.autocast(fun)), jmp.autocast(grad(fun)), jax.jit(jmp.autocast(grad(fun)))):
+        grads = ours(X, jnp.int32(2))
+        assert [g.dtype for g in grads] == [jnp.float32, jax.dtypes.float0]
+        assert_close(grads[0], grad(fun)(X, jnp.int32(2))[0], "bfloat16", factor=2)
+
+
+def test_lowering_ahead_of_time_and_exporting_work():
+    fun = jax.jit(jmp.autocast(mlp))
+    compiled = fun.lower(PARAMS, X).compile()
+    np.testing.assert_array_equal(compiled(PARAMS, X), fun(PARAMS, X))
+    exported = jax.export.export(fun)(PARAMS, X)
+    np.testing.assert_array_equal(exported.call(PARAMS, X), fun(PARAMS, X))
+    assert "tensor<8x8xbf16>" in exported.mlir_module()
+
+
+def test_static_python_arguments_reach_the_function_as_they_are():
+    seen = []
+
+    def fun(x, flag, *rest, mode, nothing=None, number=2, **more):
+        seen.append((flag, rest, mode, nothing, number, more))
+        if flag and mode == "double" and number == 2:
+            return x @ x.T * number
+        return x
+
+    result = jmp.autocast(fun)(X, True, "a", (3, None), mode="double", extra=3.5)
+    assert seen == [(True, ("a", (3, None)), "double", None, 2, {"extra": 3.5})]
+    assert [type(each) for each in (*seen[0][1][1], seen[0][5]["extra"])] == [int, type(None), float]
+    assert_close(result, X @ X.T * 2, "bfloat16", factor=2)
+    assert products(lambda x: jmp.autocast(fun)(x, True, mode="double"), X) == [("bfloat16", "bfloat16")]
+
+
+def test_keyword_arguments_that_are_arrays_are_cast_like_others():
+    fun = jmp.autocast(lambda x, *, w: x @ w)
+    assert products(lambda x, w: fun(x, w=w), X, W) == [("bfloat16", "bfloat16")]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_numpy_arguments_work_and_take_part_in_products(half):
+    fun = jmp.autocast(lambda w, x: x @ w, half)
+    result = fun(np.asarray(W), np.asarray(X))
+    assert isinstance(result, (np.ndarray, jax.Array))
+    assert_close(result, X @ W, half, factor=2)
+    assert products(lambda x: fun(np.asarray(W), x), X) == [(half, half)]
+    assert products(jax.jit(lambda w, x: fun(w, x)), np.asarray(W), X) == [(half, half)]
+
+
+def test_a_computation_of_numpy_arguments_alone_uses_half_too():
+    result = jmp.autocast(lambda w, x: jnp.dot(x, w))(np.asarray(W), np.asarray(X))
+    exact = np.asarray(X) @ np.asarray(W)
+    assert 0 < np.abs(result - exact).max() < 4 * eps("bfloat16") * np.abs(exact).max()
+
+
+def test_outputs_of_any_kind_come_back_in_their_structure():
+    class Pair(typing.NamedTuple):
+        loss: jax.Array
+        label: str
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Output:
+        logits: jax.Array
+        steps: int
+        name: str = dataclasses.field(metadata={"static": True})
+
+    def fun(x):
+        y = x @ W
+        return {
+            "pair": Pair(y.sum(), "label"),
+            "data": Output(y, 3, "run"),
+            "none": None,
+            "list": [1, 2.5, "x", np.arange(2), np.float32(3), x],
+            "function": jnp.tanh,
+        }
+
+    plain, result = fun(X), jmp.autocast(fun)(X)
+    assert jax.tree.structure(result) == jax.tree.structure(plain)
+    for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(plain)):
+        assert type(ours) is type(theirs)
+        assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None)
+    assert result["list"][:3] == [1, 2.5, "x"]
+    assert result["function"] is jnp.tanh
+    assert result["data"].name == "run"
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "bool", "complex64", "float8_e4m3fn"])
+def test_other_dtypes_are_left_alone(dtype):
+    x = jnp.ones((4, 4), dtype)
+
+    def fun(x):
+        y = x if dtype == "bool" else x + x
+        return x, y if dtype.startswith("float8") else y @ y, y.reshape(-1)[:3], x.real.astype(jnp.float32)
+
+    assert text(jmp.autocast(fun), x) == text(fun, x)
+    assert [leaf.dtype for leaf in jmp.autocast(fun)(x)] == [leaf.dtype for leaf in fun(x)]
+
+
+def test_float64_is_left_alone():
+    with jax.enable_x64(True):
+        x = jnp.ones((4, 4), jnp.float64) / 3
+        fun = lambda x: (x @ x, (x * 2.0).sum())
+        assert text(jmp.autocast(fun), x) == text(fun, x)
+        mixed = lambda x, w: ((x @ x).sum() + (w @ w).sum(), w @ w)
+        w = jnp.ones((4, 4), jnp.float32) / 3
+        assert products(jmp.autocast(mixed), x, w) == [
+            ("float64", "float64"),
+            *[("bfloat16", "bfloat16")] * 2,
+        ]
+        total, product = jmp.autocast(mixed)(x, w)
+        assert (total.dtype, product.dtype) == (jnp.float64, jnp.float32)
+        assert abs(float(total) - 128 / 9) < 64 / 9 * 4 * eps("bfloat16")
+
+
+def test_random_keys_pass_through_and_dropout_draws_the_same_mask():
+    def fun(x, key):
+        key, new = jax.random.split(key)
+        kept = jax.random.bernoulli(new, 0.5, x.shape)
+        return (
+            jnp.where(kept, x @ W / 0.5, 0.0),
+            kept,
+            key,
+            jax.random.normal(key, (3,)),
+            jax.random.uniform(new),
+        )
+
+    key = jax.random.key(3)
+    plain, result = fun(X, key), jmp.autocast(fun)(X, key)
+    assert jnp.array_equal(plain[1], result[1])
+    assert jnp.array_equal(plain[0] == 0, result[0] == 0)
+    assert result[2].dtype == key.dtype
+    assert jnp.array_equal(jax.random.key_data(plain[2]), jax.random.key_data(result[2]))
+    np.testing.assert_array_equal(plain[3], result[3])
+    assert float(plain[4]) == float(result[4])
+    assert products(jmp.autocast(fun), X, key) == [("bfloat16", "bfloat16")]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("own", HALVES)
+def test_code_that_is_half_already_is_left_alone(half, own):
+    x, w = X.astype(own), W.astype(own)
+    fun = lambda x, w: jax.nn.softmax(jnp.tanh(x @ w) @ w * 2 + 1)
+    assert text(jmp.autocast(fun, half), x, w) == text(fun, x, w)
+    inside = lambda x, w: (x.astype(own) @ w.astype(own)).astype(jnp.float32)
+    assert text(jmp.autocast(inside, half), X, W) == text(inside, X, W)
+
+
+def test_half_arguments_beside_float32_ones_keep_jaxs_promotion():
+    fun = lambda x, w: x @ w
+    assert jmp.autocast(fun)(X.astype(jnp.bfloat16), W).dtype == jnp.float32
+    assert products(jmp.autocast(fun), X.astype(jnp.bfloat16), W) == [("bfloat16", "bfloat16")]
+
+
+def test_weak_types_of_outputs_are_those_of_the_plain_function():
+    def fun(x, scale):
+        return x @ x.T, scale * 2.0, jnp.asarray(1.0) * scale, x.sum() * scale, jnp.where(True, scale, 1.0)
+
+    for given in (jnp.asarray(2.0), jnp.float32(2.0)):
+        plain = [leaf.weak_type for leaf in fun(X, given)]
+        assert [leaf.weak_type for leaf in jmp.autocast(fun)(X, given)] == plain
+        abstract = lambda f, given=given: [leaf.weak_type for leaf in jax.eval_shape(f, X, given)]
+        assert abstract(jmp.autocast(fun)) == abstract(fun)
+
+
+def test_weak_types_survive_what_a_product_touches():
+    fun = lambda x: (x @ x.T).sum() * jnp.asarray(2.0)
+    scaled = lambda s: s * jnp.ones(())
+    assert jax.eval_shape(jmp.autocast(fun), X).weak_type == jax.eval_shape(fun, X).weak_type
+    weak = jnp.asarray(3.0)
+    assert jax.eval_shape(jmp.autocast(scaled), weak).weak_type == jax.eval_shape(scaled, weak).weak_type
+
+
+def test_shapes_alone_can_be_evaluated():
+    shapes = jax.eval_shape(jmp.autocast(mlp), PARAMS, X)
+    assert (shapes.shape, shapes.dtype) == ((4, 8), jnp.float32)
+
+
+def test_arguments_in_any_pytree_work():
+    model = eqx.nn.MLP(8, 2, 8, depth=1, key=jax.random.key(0))
+    fun = jmp.autocast(lambda model, x: jax.vmap(model)(x))
+    assert_close(fun(model, X), jax.vmap(model)(X), "bfloat16", factor=4)
+    assert products(lambda x: fun(model, x), X) == [("bfloat16", "bfloat16")] * 2
+
+
+def test_errors_of_the_function_come_through():
+    def fun(x):
+        if x.shape[0] == 4:
+            raise KeyError("mine")
+        return x
+
+    with pytest.raises(KeyError, match="mine"):
+        jmp.autocast(fun)(X)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        jmp.autocast(lambda a, b: a)(X)
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jmp.autocast(lambda x: x if (x > 0).all() else -x)(X)
+
+
+def test_dtypes_are_given_by_any_of_their_names():
+    for given in ("float16", jnp.float16, np.dtype("float16"), np.float16):
+        assert products(jmp.autocast(mlp, given), PARAMS, X) == [("float16", "float16")] * 2
+    for given in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), "bf16"):
+        assert products(jmp.autocast(mlp, given), PARAMS, X) == [("bfloat16", "bfloat16")] * 2
+    assert products(jmp.autocast(mlp), PARAMS, X) == [("bfloat16", "bfloat16")] * 2
+
+
+@pytest.mark.parametrize("given", [jnp.float64, "float8_e4m3fn", jnp.int32])
+def test_a_dtype_that_is_not_half_is_an_error(given):
+    with pytest.raises((TypeError, ValueError), match=r"float16 or bfloat16|floating"):
+        jmp.autocast(mlp, given)
+
+
+@pytest.mark.parametrize("given", ["half precision", None, 16, object()])
+def test_what_is_no_dtype_is_an_error_at_once(given):
+    with pytest.raises((TypeError, ValueError), match="dtype"):
+        jmp.autocast(mlp, given)

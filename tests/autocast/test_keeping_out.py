@@ -1,0 +1,114 @@
+"""`full_precision` and `keep_float32`: where autocast keeps out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from jax import lax
+from jaxprs import equations, products, text
+from small_programs import W, X
+
+import jmp_lite as jmp
+
+
+def test_full_precision_keeps_products_float32_and_autocast_inside_it_switches_on_again():
+    inner = jmp.autocast(lambda x, w: x @ w, jnp.float16)
+
+    @jmp.full_precision
+    def middle(x, w):
+        return inner(x @ w, w) @ w
+
+    @jmp.autocast
+    def outer(x, w):
+        return middle(x @ w, w) @ w
+
+    names = [pair[0] for pair in products(outer, X, W)]
+    assert names == ["bfloat16", "float32", "float16", "float32", "bfloat16"]
+    names = [pair[0] for pair in products(jmp.full_precision(outer), X, W)]
+    assert names == ["bfloat16", "float32", "float16", "float32", "bfloat16"]
+    again = jmp.autocast(jmp.full_precision(outer), jnp.float16)
+    assert [pair[0] for pair in products(again, X, W)] == names
+    assert_close(outer(X, W), X @ W @ W @ W @ W @ W, "bfloat16", factor=8)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_full_precision_nests(depth):
+    fun = lambda x, w: x @ w
+    for _ in range(depth):
+        fun = jmp.full_precision(fun)
+    assert text(jmp.autocast(fun), X, W) == text(fun, X, W)
+    for _ in range(depth):
+        fun = jmp.full_precision(jmp.autocast(fun))
+    assert products(jmp.autocast(fun), X, W) == [("float32", "float32")]
+
+
+AROUND = {
+    "jit": jax.jit,
+    "inline": lambda f: jax.jit(f, inline=True),
+    "remat": jax.checkpoint,
+    "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(x[:, None], w)[:, 0],
+    "scan": lambda f: lambda x, w: lax.scan(lambda x, _: (f(x, w), None), x, length=1)[0],
+    "cond": lambda f: lambda x, w: lax.cond(x[0, 0] < 100, f, f, x, w),
+    "while": lambda f: lambda x, w: lax.fori_loop(0, x.shape[0] // 4, lambda _, x: f(x, w), x),
+    "named_scope": jax.named_scope("mine"),
+    "checkpointed jit": lambda f: jax.checkpoint(jax.jit(f)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("within", [True, False], ids=["outside it", "inside it"])
+def test_full_precision_holds_with(around, within):
+    plain = lambda x, w: jnp.tanh(x @ w)
+    fun = jmp.full_precision(AROUND[around](plain)) if within else AROUND[around](jmp.full_precision(plain))
+    program = lambda x, w: fun(x @ w, w)
+    found = products(jmp.autocast(program), X, W)
+    assert found[0] == ("bfloat16", "bfloat16")
+    assert set(found[1:]) == {("float32", "float32")}
+    if around != "while":
+        loss = lambda x, w: jnp.sum(fun(x, w))
+        for grad in (jax.grad(jmp.autocast(loss), 1), jmp.autocast(jax.grad(loss, 1))):
+            assert set(products(grad, X, W)) == {("float32", "float32")}
+
+
+def test_a_jitted_function_used_inside_and_outside_full_precision_is_decided_apart():
+    layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+    program = lambda x, w: layer(jmp.full_precision(layer)(layer(x, w), w), w)
+    names = [pair[0] for pair in products(jmp.autocast(program), X, W)]
+    assert names == ["bfloat16", "float32", "bfloat16"]
+    # JAX's own caches of what was traced before must not bring it back.
+    names = [pair[0] for pair in products(jmp.autocast(lambda x, w: layer(x, w)), X, W)]
+    assert names == ["bfloat16"]
+
+
+@pytest.mark.parametrize("around", [name for name in AROUND if name != "while"])
+def test_keep_float32_survives(around):
+    def plain(x, w):
+        return jnp.tanh(jmp.keep_float32(x @ w) * 2.0)
+
+    jaxpr = jax.make_jaxpr(jmp.autocast(AROUND[around](plain)))(X, W)
+    assert ["float32"] in [
+        [var.aval.dtype.name for var in equation.invars]
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "tanh"
+    ]
+    assert products(jmp.autocast(AROUND[around](plain)), X, W)[0] == ("bfloat16", "bfloat16")
+    without = jax.make_jaxpr(jmp.autocast(lambda x, w: jnp.tanh((x @ w) * 2.0) @ w))(X, W)
+    tanh = next(equation for equation in equations(without) if equation.primitive.name == "tanh")
+    assert tanh.invars[0].aval.dtype == jnp.bfloat16
+
+
+def test_keep_float32_holds_under_grad():
+    def loss(x, w):
+        return jnp.sum(jnp.tanh(jmp.keep_float32(x @ w) * 2.0) @ w)
+
+    for grad in (jax.grad(jmp.autocast(loss), 1), jmp.autocast(jax.grad(loss, 1))):
+        tanh = [e for e in equations(jax.make_jaxpr(grad)(X, W)) if e.primitive.name == "tanh"]
+        assert {equation.invars[0].aval.dtype.name for equation in tanh} == {"float32"}
+        assert set(products(grad, X, W)) == {("bfloat16", "bfloat16")}
+
+
+def test_keep_float32_outside_autocast_is_the_identity():
+    np.testing.assert_array_equal(jmp.keep_float32(X), X)
+    assert jmp.keep_float32(X.astype(jnp.float16)).dtype == jnp.float16
+    assert float(jax.grad(lambda x: jmp.keep_float32(x) ** 2)(3.0)) == 6.0

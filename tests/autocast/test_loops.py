@@ -1,0 +1,90 @@
+"""Loops and branches under `autocast`."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from closeness import assert_close
+from jax import lax
+from jaxprs import equations, products
+from small_programs import HALVES, W, X
+
+import jmp_lite as jmp
+
+
+def test_a_while_loop_of_products_is_half_and_keeps_its_carry():
+    def fun(x, w):
+        def body(state):
+            count, x = state
+            return count + 1, jnp.tanh(x @ w)
+
+        return lax.while_loop(lambda state: (state[0] < 5) & (jnp.sum(state[1] @ w) < 1e9), body, (0, x))
+
+    count, result = jmp.autocast(fun)(X, W)
+    assert int(count) == 5
+    assert products(jmp.autocast(fun), X, W) == [("bfloat16", "bfloat16")] * 2
+    assert_close(result, fun(X, W)[1], "bfloat16", factor=16)
+    loop = next(e for e in equations(jax.make_jaxpr(jmp.autocast(fun))(X, W)) if e.primitive.name == "while")
+    assert [var.aval.dtype.name for var in loop.outvars] == ["int32", "float32"]
+
+
+def test_loop_carries_keep_their_dtype():
+    def fun(x, w):
+        def step(carry, _):
+            total, half, key, x = carry
+            x = jnp.tanh(x @ w)
+            return (total + x.sum(), (half * 2).astype(jnp.float16), jax.random.split(key)[0], x), x
+
+        return lax.scan(step, (0.0, jnp.float16(1), jax.random.key(0), x), None, length=3)
+
+    jaxpr = jax.make_jaxpr(jmp.autocast(fun))(X, W)
+    plain = jax.make_jaxpr(fun)(X, W)
+    carried = lambda jaxpr: next(
+        [var.aval.dtype for var in e.outvars[:4]] for e in equations(jaxpr) if e.primitive.name == "scan"
+    )
+    assert carried(jaxpr) == carried(plain)
+    (total, half, _, x), ys = jmp.autocast(fun)(X, W)
+    assert (total.dtype, half.dtype, x.dtype, ys.dtype) == ("float32", "float16", "float32", "float32")
+    assert float(half) == 8
+
+
+def test_slow_sums_in_a_carry_are_float32():
+    fun = lambda x, w: lax.scan(lambda total, _: (total + (x @ w)[0, 0], None), 0.0, length=5000)[0]
+    one = jnp.ones((1, 1))
+    assert float(jmp.autocast(fun)(one, one)) == 5000.0
+    assert float(jmp.autocast(fun, "float16")(one, one)) == 5000.0
+    loop = lambda x, w: lax.fori_loop(0, 5000, lambda _, total: total + (x @ w), jnp.zeros((1, 1)))
+    assert float(jmp.autocast(loop)(one, one)[0, 0]) == 5000.0
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_slices_leave_a_scan_in_half_when_a_product_takes_them(half):
+    fun = lambda x, w: lax.scan(lambda c, row: (c, jnp.tanh(row @ w)), None, x[:, None])[1][:, 0] @ w
+    scan = next(
+        e for e in equations(jax.make_jaxpr(jmp.autocast(fun, half))(X, W)) if e.primitive.name == "scan"
+    )
+    assert [var.aval.dtype.name for var in scan.outvars] == [half]
+
+
+def test_options_of_a_scan_survive():
+    fun = lambda x, w: lax.scan(lambda x, _: (jnp.tanh(x @ w), x), x, length=6, reverse=True, unroll=3)
+    find = lambda f: next(e for e in equations(jax.make_jaxpr(f)(X, W)) if e.primitive.name == "scan").params
+    plain, ours = find(fun), find(jmp.autocast(fun))
+    assert {k: ours[k] for k in ("length", "reverse", "unroll")} == {
+        k: plain[k] for k in ("length", "reverse", "unroll")
+    }
+
+
+def test_an_empty_scan_and_a_branch_of_nothing_work():
+    assert jmp.autocast(lambda x: lax.scan(lambda x, _: (x @ W, x), x, length=0)[1])(X).shape == (0, 4, 8)
+    assert lax.cond(True, lambda: None, lambda: None) is None
+    fun = lambda x: (lax.cond(x[0, 0] > 0, lambda: jax.debug.print("branch"), lambda: None), x @ W)[1]
+    assert_close(jmp.autocast(fun)(X), X @ W, "bfloat16", factor=2)
+
+
+def test_branches_give_the_widest_dtype_of_their_results():
+    wide = lambda x, w: lax.cond(x[0, 0] < 9, lambda: x @ w, lambda: jnp.exp(x)) @ w
+    narrow = lambda x, w: lax.cond(x[0, 0] < 9, lambda: x @ w, lambda: jnp.tanh(x @ w)) @ w
+    find = lambda f: next(
+        e.outvars[0].aval.dtype.name for e in equations(jax.make_jaxpr(f)(X, W)) if e.primitive.name == "cond"
+    )
+    assert (find(jmp.autocast(wide)), find(jmp.autocast(narrow))) == ("float32", "bfloat16")

@@ -1,0 +1,87 @@
+"""Masks of attention under `autocast`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from jaxprs import products
+from small_programs import HALVES, normal
+
+import jmp_lite as jmp
+
+MASKS = {
+    "-inf selected": lambda s, keep: jnp.where(keep, s, -jnp.inf),
+    "-1e9 selected": lambda s, keep: jnp.where(keep, s, -1e9),
+    "least selected": lambda s, keep: jnp.where(keep, s, jnp.finfo(s.dtype).min),
+    "-inf added": lambda s, keep: s + jnp.where(keep, 0.0, -jnp.inf),
+    "-1e9 added": lambda s, keep: s + jnp.where(keep, 0.0, -1e9),
+    "-1e9 by arithmetic": lambda s, keep: s + (1.0 - keep.astype(jnp.float32)) * -1e9,
+    "least added": lambda s, keep: s + jnp.where(keep, 0.0, jnp.finfo(jnp.float32).min),
+    "scaled by a million": lambda s, keep: s - 1e6 * (1 - keep),
+}
+
+
+def attention(masked, q, k, v, keep):
+    scores = jnp.einsum("qd,kd->qk", q, k) / np.sqrt(q.shape[-1])
+    return jax.nn.softmax(masked(scores, keep), axis=-1) @ v
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_attention_give_finite_values_and_gradients(mask, half):
+    q, k, v = normal(6, 8), normal(6, 8), normal(6, 8)
+    keep = jnp.tril(jnp.ones((6, 6), bool))
+    fun = lambda q, k, v: attention(MASKS[mask], q, k, v, keep)
+    loss = lambda f: lambda *args: jnp.sum(jnp.sin(f(*args)))
+    assert_close(jmp.autocast(fun, half)(q, k, v), fun(q, k, v), half, factor=8)
+    assert products(jmp.autocast(fun, half), q, k, v) == [(half, half)] * 2
+    expected = jax.jit(jax.grad(loss(fun), (0, 1, 2)))(q, k, v)
+    assert all(jnp.isfinite(grad).all() for grad in expected)
+    for grad in (
+        jax.grad(loss(jmp.autocast(fun, half)), (0, 1, 2)),
+        jmp.autocast(jax.grad(loss(fun), (0, 1, 2)), half),
+    ):
+        assert_close(jax.jit(grad)(q, k, v), expected, half, factor=24)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("fill", [-np.inf, -1e9, np.finfo(np.float32).min])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_mask_that_is_an_argument_works(jit, fill, half):
+    q, k, v = normal(6, 8), normal(6, 8), normal(6, 8)
+    bias = jnp.where(jnp.tril(jnp.ones((6, 6), bool)), 0.0, jnp.float32(fill))
+    fun = lambda q, k, v, bias: attention(lambda s, bias: s + bias, q, k, v, bias)
+    assert_close(jit(jmp.autocast(fun, half))(q, k, v, bias), fun(q, k, v, bias), half, factor=8)
+    for shape in ((1, 6), (6,)):
+        row = jnp.where(jnp.arange(6) < 4, 0.0, jnp.float32(fill)).reshape(shape)
+        assert_close(jit(jmp.autocast(fun, half))(q, k, v, row), fun(q, k, v, row), half, factor=8)
+    looked_up = lambda q, k, v, bias: fun(q, k, v, bias[jnp.arange(6)])
+    assert_close(jit(jmp.autocast(looked_up, half))(q, k, v, bias), fun(q, k, v, bias), half, factor=8)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("mask", ["-inf selected", "-1e9 selected", "least selected", "-1e9 by arithmetic"])
+def test_fully_masked_rows_give_what_float32_gives(mask, half):
+    q, k, v = normal(6, 8), normal(6, 8), normal(6, 8)
+    keep = jnp.tril(jnp.ones((6, 6), bool)).at[2].set(False)
+    fun = lambda q, k, v: attention(MASKS[mask], q, k, v, keep)
+    expected, result = fun(q, k, v), jmp.autocast(fun, half)(q, k, v)
+    np.testing.assert_array_equal(jnp.isnan(expected), jnp.isnan(result))
+    assert_close(jnp.nan_to_num(result), jnp.nan_to_num(expected), half, factor=8)
+
+
+def test_jax_dot_product_attention_with_masks_works_in_float16():
+    q, k, v = (normal(2, 6, 2, 8) for _ in range(3))
+    keep = jnp.tril(jnp.ones((6, 6), bool))[None, None]
+    loss = lambda f: lambda *args: jnp.sum(jnp.sin(f(*args)))
+    for settings in ({"is_causal": True}, {"mask": keep}, {"bias": jnp.where(keep, 0.0, -1e9)}, {}):
+        fun = lambda q, k, v, settings=settings: jax.nn.dot_product_attention(q, k, v, **settings)
+        half = jmp.autocast(fun, "float16")
+        assert products(half, q, k, v) == [("float16", "float16")] * 2
+        (result, grads), (expected, expected_grads) = (
+            jax.jit(lambda *args, f=f: (f(*args), jax.grad(loss(f), (0, 1, 2))(*args)))(q, k, v)
+            for f in (half, fun)
+        )
+        assert_close(result, expected, "float16", factor=8)
+        assert_close(grads, expected_grads, "float16", factor=16)

@@ -1,0 +1,198 @@
+"""The operations that run in half, and the operations that run in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from closeness import assert_close
+from jax import lax
+from jaxprs import equations, products, text
+from small_programs import HALVES, PARAMS, W, X, eps
+
+import jmp_lite as jmp
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_the_result_of_a_product_is_that_of_half_operands(half):
+    result = jmp.autocast(lambda x, w: x @ w, half)(X, W)
+    by_hand = (X.astype(half) @ W.astype(half)).astype(jnp.float32)
+    assert_close(result, by_hand, half, factor=1)
+    assert not np.array_equal(result, X @ W)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_biases_activations_and_scalars_keep_half_between_products(half):
+    def fun(x, w, b, scale):
+        y = jax.nn.relu(x @ w + b) * scale
+        return (jnp.tanh(y * 0.5 + 1.0) / 3.0) @ w
+
+    jaxpr = jax.make_jaxpr(jmp.autocast(fun, half))(X, W, PARAMS["b"], jnp.float32(0.7))
+    operands = [
+        [var.aval.dtype.name for var in equation.invars]
+        for equation in equations(jaxpr)
+        if equation.primitive.name in ("tanh", "dot_general", "max")
+    ]
+    assert operands == [[half, half], [half, half], [half], [half, half]]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    "fun",
+    [jnp.exp, jnp.log1p, lambda y: y.sum(), lambda y: jnp.cumsum(y, 0), lambda y: lax.rsqrt(y + 9), jnp.std],
+    ids=["exp", "log1p", "sum", "cumsum", "rsqrt", "std"],
+)
+def test_what_loses_precision_runs_in_float32(fun, half):
+    def program(x, w):
+        return fun((x @ w) * 0.1)
+
+    half_results = [
+        (equation.primitive.name, out.aval.dtype.name)
+        for equation in equations(jax.make_jaxpr(jmp.autocast(program, half))(X, W))
+        for out in equation.outvars
+        if equation.primitive.name in ("exp", "log1p", "reduce_sum", "cumsum", "rsqrt", "log")
+    ]
+    assert half_results
+    assert {dtype for _, dtype in half_results} == {"float32"}
+
+
+def test_an_explicit_astype_of_the_users_is_obeyed():
+    fun = lambda x, w: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32) @ w
+    assert products(jmp.autocast(fun), X, W) == [("float16", "float16"), ("bfloat16", "bfloat16")]
+    cast = lambda x: (x @ x.T).astype(jnp.float16)
+    assert jmp.autocast(cast)(X).dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    "precision", ["highest", "float32", lax.Precision.HIGH, ("highest", "default"), "TF32_TF32_F32"]
+)
+def test_a_precision_that_the_program_asks_for_is_obeyed(precision):
+    if isinstance(precision, str) and precision.startswith("TF32"):
+        precision = lax.DotAlgorithmPreset.TF32_TF32_F32
+    asked = lambda x, w: jnp.matmul(x, w, precision=precision)
+    assert text(jmp.autocast(asked), X, W) == text(asked, X, W)
+    both = lambda x, w: asked(x, w) @ w
+    assert products(jmp.autocast(both), X, W) == [("float32", "float32"), ("bfloat16", "bfloat16")]
+
+
+def test_a_default_precision_around_the_call_is_obeyed():
+    fun = lambda x, w: x @ w
+    with jax.default_matmul_precision("highest"):
+        assert text(jmp.autocast(fun), X, W) == text(fun, X, W)
+        assert products(jmp.autocast(fun), X, W) == [("float32", "float32")]
+    assert products(jmp.autocast(fun), X, W) == [("bfloat16", "bfloat16")]
+
+
+def test_a_precision_of_a_part_holds_in_its_backward_products():
+    def loss(w):
+        return jnp.sum(jnp.matmul(X, w, precision="highest") ** 2) + jnp.sum(jnp.tanh(X @ w))
+
+    for grad in (jax.grad(jmp.autocast(loss)), jmp.autocast(jax.grad(loss))):
+        found = products(grad, W)
+        assert sorted(found) == [*[("bfloat16", "bfloat16")] * 2, *[("float32", "float32")] * 2]
+
+
+def test_a_result_type_that_the_program_asks_for_is_obeyed():
+    fun = lambda x: lax.dot(x, x.T, preferred_element_type=jnp.float16)
+    assert jmp.autocast(fun)(X).dtype == fun(X).dtype
+    assert text(jmp.autocast(fun), X) == text(fun, X)
+
+
+def test_an_inner_product_stays_float32():
+    ones = jnp.full(4099, 1.001, jnp.float32)
+    for fun in (
+        lambda a: a @ a,
+        lambda a: jnp.vdot(a, a),
+        lambda a: jnp.einsum("i,i->", a, a),
+        optax.tree.norm,
+    ):
+        assert text(jmp.autocast(fun), ones) == text(fun, ones)
+    batched = lambda a: jnp.einsum("bi,bi->b", a, a)
+    rows = jnp.full((3, 4099), 1.001, jnp.float32)
+    assert text(jmp.autocast(batched), rows) == text(batched, rows)
+    assert products(jmp.autocast(lambda x, w: jnp.vdot(x @ w, x)), X, W) == [
+        ("bfloat16", "bfloat16"),
+        ("float32", "float32"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "apply"),
+    [
+        (1e-8, lambda y, number: y / (jnp.abs(y) + number)),
+        (1e5, lambda y, number: y * number / number),
+        (65536.0, lambda y, number: y * number),
+        (1e-8, lambda y, number: jnp.maximum(y, number)),
+        (3e38, lambda y, number: jnp.minimum(y, number)),
+        (1e-7, lambda y, number: y + number),
+        (4e-8, lambda y, number: jnp.where(y > 0, y, number)),
+        (-1e9, lambda y, number: jnp.where(y > 0, y, number)),
+        (70000.0, lambda y, number: jnp.clip(y, -number, number)),
+    ],
+)
+def test_a_literal_that_float16_cannot_hold_keeps_its_operation_in_float32(number, apply):
+    fun = lambda x, w: apply(x @ w, number) @ w
+    jaxpr = jax.make_jaxpr(jmp.autocast(fun, jnp.float16))(X, W)
+    arithmetic = [
+        e for e in equations(jaxpr) if e.primitive.name in ("add", "mul", "div", "max", "min", "select_n")
+    ]
+    assert arithmetic
+    for equation in arithmetic:
+        assert {var.aval.dtype.name for var in equation.invars} <= {"float32", "bool"}
+    expected, result = (
+        apply(X @ W, number),
+        jmp.autocast(lambda x, w: apply(x @ w, number), jnp.float16)(X, W),
+    )
+    assert_close(result, expected, "float16", factor=8)
+    assert products(jmp.autocast(fun, jnp.float16), X, W) == [("float16", "float16")] * 2
+
+
+def test_integer_and_boolean_inputs_of_products_are_handled_as_numbers():
+    ids = jnp.array([0, 2, 1, 2])
+    fun = lambda w: jax.nn.one_hot(ids, 8) @ w
+    assert products(jmp.autocast(fun), W) == [("bfloat16", "bfloat16")]
+    assert_close(jmp.autocast(fun)(W), fun(W), "bfloat16", factor=1)
+    masked = lambda x, w: ((x > 0).astype(jnp.float32) * x) @ w
+    assert products(jmp.autocast(masked), X, W) == [("bfloat16", "bfloat16")]
+    large = lambda n: n.astype(jnp.float32) * 2.0
+    assert float(jmp.autocast(large, "float16")(jnp.int32(100_001))) == 200_002.0
+
+
+def test_indices_and_counts_computed_in_float32_stay_exact():
+    def fun(x, w):
+        positions = jnp.floor(jnp.arange(5000, dtype=jnp.float32) * 1.0)
+        return positions, (positions[4097] + (x @ w).sum() * 0)
+
+    positions, one = jmp.autocast(fun)(X, W)
+    np.testing.assert_array_equal(positions, np.arange(5000))
+    assert float(one) == 4097.0
+
+
+def test_the_argmax_of_half_logits_is_that_of_the_half_logits():
+    fun = lambda x, w: jnp.argmax(x @ w, axis=-1)
+    logits = jmp.autocast(lambda x, w: x @ w)(X, W)
+    np.testing.assert_array_equal(jmp.autocast(fun)(X, W), jnp.argmax(logits, axis=-1))
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_losses_are_computed_in_float32(half):
+    labels = jnp.array([1, 0, 3, 2])
+    losses = {
+        "cross entropy": lambda y: optax.softmax_cross_entropy_with_integer_labels(y, labels).mean(),
+        "squared error": lambda y: optax.l2_loss(y, jnp.ones_like(y)).mean(),
+        "huber": lambda y: optax.huber_loss(y, jnp.ones_like(y)).mean(),
+        "sigmoid": lambda y: optax.sigmoid_binary_cross_entropy(y, jnp.ones_like(y)).mean(),
+    }
+    for loss in losses.values():
+        fun = lambda x, w, loss=loss: loss(x @ w * 3)
+        half_logits = (X.astype(half) @ W.astype(half)).astype(jnp.float32) * 3
+        value = jax.jit(jmp.autocast(fun, half))(X, W)
+        assert value.dtype == jnp.float32
+        np.testing.assert_allclose(value, loss(half_logits), rtol=4 * eps(half))
+        sums = [
+            e
+            for e in equations(jax.make_jaxpr(jmp.autocast(fun, half))(X, W))
+            if e.primitive.name == "reduce_sum"
+        ]
+        assert sums
+        assert {e.invars[0].aval.dtype.name for e in sums} == {"float32"}

@@ -1,0 +1,234 @@
+"""`reduce_dtype`: weight gradients that leave their half precision products in float32."""
+
+import collections
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxprs import equations, text
+from small_programs import STACK, B, V, W, X, layer
+
+import jmp_lite as jmp
+
+wide = functools.partial(jmp.autocast, dtype="float16", reduce_dtype="float32")
+HALF, WIDE = ("float16", "float16", "float16"), ("float16", "float16", "float32")
+
+
+def both_orders(loss, **options):
+    autocast = functools.partial(jmp.autocast, dtype="float16", **options)
+    argnums = (0, 1, 2, 3)
+    return jax.grad(autocast(loss), argnums), autocast(jax.grad(loss, argnums))
+
+
+def products(fun, *args):
+    """How many products there are of each kind: the dtypes of the operands and of the result."""
+    dots = [each for each in equations(jax.make_jaxpr(fun)(*args)) if each.primitive.name == "dot_general"]
+    return collections.Counter(
+        tuple(var.aval.dtype.name for var in (*dot.invars[:2], *dot.outvars)) for dot in dots
+    )
+
+
+@jax.custom_vjp
+def of_ones_own(x, w):
+    return jnp.tanh(x @ w)
+
+
+def _forward(x, w):
+    y = jnp.tanh(x @ w)
+    return y, (x, w, y)
+
+
+def _backward(saved, g):
+    x, w, y = saved
+    g = g * (1 - y * y)
+    return g @ w.T, x.T @ g
+
+
+of_ones_own.defvjp(_forward, _backward)
+
+
+@jax.custom_jvp
+def with_jvp(x, w):
+    return jnp.tanh(x @ w)
+
+
+with_jvp.defjvp(lambda p, t: jax.jvp(lambda x, w: jnp.tanh(x @ w), p, t))
+
+
+def _in_mesh(fun):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    return jax.shard_map(fun, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d"))
+
+
+# Each of (x, w, b), with the number of its products that make the gradient of `w`.
+KINDS = {
+    "plain": (layer, 1),
+    "transposed": (lambda x, w, b: layer(x, w.T, b), 1),
+    "reshaped": (lambda x, w, b: layer(x, w.reshape(4, 16).reshape(8, 8), b), 1),
+    "sliced": (lambda x, w, b: jnp.concatenate([x @ w[:, :4], x @ w[:, 4:]], 1) + b, 2),
+    "split": (lambda x, w, b: jnp.concatenate([x @ v for v in jnp.split(w, 2, 1)], 1) + b, 2),
+    "used twice": (lambda x, w, b: layer(layer(x, w, b), w, b), 2),
+    "batched": (lambda x, w, b: jnp.einsum("bhi,hij->bhj", x.reshape(4, 2, 4), w.reshape(2, 4, 8)) + b, 1),
+    "jit": (jax.jit(layer), 1),
+    "jit in jit": (lambda x, w, b: jax.jit(lambda x: jax.jit(layer)(jax.jit(layer)(x, w, b), w, b))(x), 2),
+    "scan": (lambda x, w, b: lax.scan(lambda x, _: (layer(x, w, b), None), x, length=3)[0], 1),
+    "scan over layers": (
+        lambda x, w, b: lax.scan(lambda x, w: (layer(x, w, b), None), x, w.reshape(1, 8, 8))[0],
+        1,
+    ),
+    "cond": (lambda x, w, b: lax.cond(x[0, 0] < 9, lambda: layer(x, w, b), lambda: x), 1),
+    "remat": (jax.checkpoint(layer), 1),
+    "remat in scan": (
+        lambda x, w, b: lax.scan(lambda x, _: (jax.checkpoint(layer)(x, w, b), None), x, length=3)[0],
+        1,
+    ),
+    "vmap": (lambda x, w, b: jax.vmap(layer, (0, None, None))(x, w, b), 1),
+    "custom_vjp": (lambda x, w, b: of_ones_own(x, w) + b, 1),
+    "custom_vjp in jit": (lambda x, w, b: jax.jit(of_ones_own)(x, w) + b, 1),
+    "custom_jvp": (lambda x, w, b: with_jvp(x, w) + b, 1),
+    "shard_map": (_in_mesh(layer), 1),
+}
+
+
+def loss_of(kind):
+    """A loss of activations in half around a layer of this kind; the first and the last weight are `v`."""
+    fun, _ = KINDS[kind]
+    return lambda x, v, w, b: jnp.sum(jnp.sin(fun(x @ v, w, b) @ v))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_products_that_make_weight_gradients_give_float32_in_both_orders(kind):
+    loss, of_w = loss_of(kind), KINDS[kind][1]
+    inside, outside = (products(grad, X, V, W, B) for grad in both_orders(loss, reduce_dtype="float32"))
+    plain = sum(products(both_orders(loss)[1], X, V, W, B).values())
+    # `x` is an argument as well: its gradient, that of `v` twice, and those of `w`.
+    assert inside == outside == {HALF: plain - 3 - of_w, WIDE: 3 + of_w}
+    half_inside, half_outside = (products(grad, X, V, W, B) for grad in both_orders(loss))
+    assert half_inside == half_outside == {HALF: plain}
+
+
+@pytest.mark.parametrize("kind", ["plain", "sliced", "batched", "scan", "remat", "vmap", "custom_vjp"])
+def test_the_gradients_are_those_of_float32(kind):
+    loss = loss_of(kind)
+    expected = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(X, V, W, B)
+    for grad in both_orders(loss, reduce_dtype="float32"):
+        assert_close(jax.jit(grad)(X, V, W, B), expected, "float16", factor=32)
+
+
+def test_a_gradient_that_half_cannot_hold_comes_out():
+    """2,048 times 2 times 32 is 131,072, which is inf in float16."""
+    loss = lambda w, x: 32 * (x @ w).sum()
+    args = jnp.ones((8, 3)), jnp.full((2048, 8), 2.0)
+    for reduce_dtype, expected in ((None, np.inf), (jnp.float32, 131072.0)):
+        autocast = functools.partial(jmp.autocast, dtype="float16", reduce_dtype=reduce_dtype)
+        for grad in (jax.grad(autocast(loss)), autocast(jax.grad(loss))):
+            np.testing.assert_array_equal(grad(*args), expected)
+
+
+def test_the_gradients_of_activations_and_of_constants_stay_in_half():
+    """`W` is no argument, and the product of the second layer takes an activation."""
+    loss = lambda v: jnp.sum(jnp.sin(jnp.tanh(X @ v) @ W))
+    for grad in (jax.grad(wide(loss)), wide(jax.grad(loss))):
+        assert products(grad, V)[WIDE] == 1
+    gated = lambda v: jnp.sum(X @ (v * 2.0))  # A weight that is computed is no argument any more.
+    for grad in (jax.grad(wide(gated)), wide(jax.grad(gated))):
+        assert WIDE not in products(grad, V)
+
+
+def test_the_weight_is_cast_once_and_the_forward_pass_is_the_same():
+    fun = lambda w, x: jnp.tanh(x @ w) @ w.T
+    downs = [
+        equation.invars[0].aval.shape
+        for equation in equations(jax.make_jaxpr(wide(fun))(W, X))
+        if equation.primitive.name == "convert_element_type" and equation.params["new_dtype"] == jnp.float16
+    ]
+    assert downs.count((8, 8)) == 1
+    np.testing.assert_array_equal(wide(fun)(W, X), jmp.autocast(fun, "float16")(W, X))
+
+
+def test_another_autocast_around_it_changes_nothing_but_what_is_around_it():
+    fun = wide(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w.T))
+    assert text(jmp.autocast(fun), W, X) == text(fun, W, X)
+    around = jmp.autocast(lambda w, x: fun(w, x @ w))
+    expected = jax.grad(lambda w: jnp.sum(jnp.tanh(X @ w @ w) @ w.T))(W)
+    assert_close(jax.grad(around)(W, X), expected, "bfloat16", factor=8)
+    found = products(jax.grad(around), W, X)
+    assert found[WIDE] >= 2
+    assert found["bfloat16", "bfloat16", "bfloat16"] >= 2
+
+
+def test_a_training_step_inside_autocast_reduces_in_float32():
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - 0.1 * grad / (1 + jnp.linalg.norm(grad)), loss
+
+    assert products(wide(step), W, X) == {HALF: 1, WIDE: 1}
+
+
+def test_linen_and_nnx_models_are_reduced_in_float32():
+    model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)])
+    params = model.init(jax.random.key(0), X)
+    loss = lambda params: jnp.sum(jnp.sin(model.apply(params, X)))
+    for grad in (jax.grad(wide(loss)), wide(jax.grad(loss))):
+        assert products(grad, params)[WIDE] == 2
+    graph, state = nnx.split(nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu))
+    loss = lambda state: jnp.sum(wide(lambda model: model(X))(nnx.merge(graph, state)))
+    assert products(jax.grad(loss), state)[WIDE] == 1
+
+
+def all_reduces(grad, params, x):
+    """The dtypes of the arrays of two axes that the compiled program sums over the devices."""
+    program = jax.jit(grad).lower(params, x).compile().as_text()
+    sums = " ".join(re.findall(r"= (.*?) all-reduce\(", program))
+    return re.findall(r"(\w+)\[\d+,\d+\]", sums)
+
+
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_eight_devices_sum_the_gradients_of_weights_in_float32(order):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = jax.device_put([W, V, STACK[0]], NamedSharding(mesh, P()))
+    x = jax.device_put(jnp.concatenate([X] * 4), NamedSharding(mesh, P("data")))
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x * x)
+
+    for reduce_dtype, expected in ((None, "f16"), ("float32", "f32")):
+        autocast = functools.partial(jmp.autocast, dtype="float16", reduce_dtype=reduce_dtype)
+        grad = jax.grad(autocast(loss)) if order == "inside" else autocast(jax.grad(loss))
+        assert all_reduces(grad, params, x) == [expected] * 3
+
+
+def test_under_an_explicit_mesh_the_gradient_is_split_as_the_weight_is():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)
+    expected = jax.grad(loss)(W, X)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        w = jax.device_put(W, NamedSharding(mesh, P(None, "model")))
+        for grad in (jax.grad(wide(loss)), wide(jax.grad(loss))):
+            found = jax.jit(grad)(w, x)
+            assert found.sharding.spec == w.sharding.spec
+            assert_close(found, expected, "float16", factor=8)
+
+
+def test_convolutions_keep_the_dtype_of_their_products():
+    convolve = lambda k, x: jnp.sum(jnp.sin(lax.conv(x, k, (1, 1), "SAME")))
+    k, x = jnp.ones((2, 3, 3, 3)), jnp.ones((1, 3, 8, 8))
+    assert text(jax.grad(wide(convolve)), k, x) == text(jax.grad(jmp.autocast(convolve, "float16")), k, x)
+
+
+@pytest.mark.parametrize("given", ["float16", "bfloat16", jnp.float64])
+def test_another_dtype_is_an_error(given):
+    with pytest.raises(ValueError, match=r"reduce_dtype should be float32.*Got (b?float16|float64)"):
+        jmp.autocast(layer, reduce_dtype=given)

@@ -1,0 +1,200 @@
+"""Names, source lines, shardings and donation survive `autocast`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from closeness import assert_close
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxprs import equations, products
+from small_programs import B, W, X
+
+import jmp_lite as jmp
+
+
+def stacks(fun, *args):
+    return {
+        (str(e.source_info.name_stack), e.primitive.name)
+        for e in equations(jax.make_jaxpr(fun)(*args))
+        if e.primitive.name in ("dot_general", "tanh")
+    }
+
+
+def test_named_scopes_survive():
+    def fun(x, w):
+        with jax.named_scope("encoder"):
+            with jax.named_scope("first"):
+                x = jnp.tanh(x @ w)
+            x = jax.jit(jax.named_scope("inner")(lambda x: x @ w))(x)
+        return lax.scan(lambda x, _: (jax.named_scope("step")(jnp.tanh)(x @ w), None), x, length=2)[0]
+
+    ours = {name.split("jmp_lite.autocast/")[-1] for name, _ in stacks(jmp.autocast(fun), X, W)}
+    plain = {name for name, _ in stacks(fun, X, W)}
+    assert {name for name in plain if name} <= ours
+    assert any("encoder/first" in name for name in ours)
+    compiled = jax.jit(jmp.autocast(fun)).lower(X, W).compile().as_text()
+    assert "encoder/first/dot_general" in compiled
+
+
+def test_source_lines_survive():
+    def fun(x, w):
+        return x @ w  # This line.
+
+    frame = lambda f: next(
+        e.source_info.traceback
+        for e in equations(jax.make_jaxpr(f)(X, W))
+        if e.primitive.name == "dot_general"
+    )
+    from jax.extend import source_info_util
+
+    find = lambda f: source_info_util.summarize(
+        next(e.source_info for e in equations(jax.make_jaxpr(f)(X, W)) if e.primitive.name == "dot_general")
+    )
+    assert find(jmp.autocast(fun)) == find(fun)
+    assert "test_shardings.py" in find(fun)
+    assert frame(fun) is not None
+
+
+def aliases(fun, *args):
+    return jax.jit(fun, donate_argnums=0).lower(*args).compile().memory_analysis().alias_size_in_bytes
+
+
+def test_donation_to_an_outer_and_to_an_inner_jit_survives():
+    step = lambda w, x: w - 0.1 * (x.T @ (x @ w))
+    assert aliases(jmp.autocast(step), W, X) == aliases(step, W, X) == W.nbytes
+    inner = jax.jit(step, donate_argnums=0)
+    donated = lambda f: next(
+        e.params["donated_invars"] for e in equations(jax.make_jaxpr(f)(W, X)) if e.primitive.name == "jit"
+    )
+    program = lambda w, x: inner(w * 1.0, x)
+    assert donated(jmp.autocast(program))[:2] == donated(program)[:2] == (True, False)
+    assert not any(donated(jmp.autocast(program))[2:])
+    twice = lambda w, x: inner(inner(w * 1.0, x), x)
+    assert_close(jmp.autocast(twice)(W, X), twice(W, X), "bfloat16", factor=16)
+    assert_close(jax.jit(jmp.autocast(twice))(W, X), twice(W, X), "bfloat16", factor=16)
+
+
+def test_an_argument_that_was_donated_can_be_deleted_as_with_plain():
+    step = jax.jit(jmp.autocast(lambda w, x: w - 0.1 * (x.T @ (x @ w))), donate_argnums=0)
+    w = W + 0
+    step(w, X)
+    assert w.is_deleted()
+
+
+def test_shardings_inside_survive():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+
+    def fun(x, w):
+        x = lax.with_sharding_constraint(x @ w, rows)
+        x = jax.jit(lambda x, w: jnp.tanh(x @ w), in_shardings=(rows, whole), out_shardings=rows)(x, w)
+        return lax.with_sharding_constraint(x @ w, whole)
+
+    def found(f):
+        jaxpr = jax.make_jaxpr(f)(X, W)
+        constraints = [
+            e.params["sharding"] for e in equations(jaxpr) if e.primitive.name == "sharding_constraint"
+        ]
+        inner = next(
+            e for e in equations(jaxpr) if e.primitive.name == "jit" and "<lambda>" in e.params["name"]
+        )
+        return constraints, inner.params["in_shardings"][:2], inner.params["out_shardings"]
+
+    assert found(jmp.autocast(fun)) == found(fun)
+    assert_close(jax.jit(jmp.autocast(fun))(X, W), jax.jit(fun)(X, W), "bfloat16", factor=8)
+    for order in (
+        jax.grad(jmp.autocast(lambda w: fun(X, w).sum())),
+        jmp.autocast(jax.grad(lambda w: fun(X, w).sum())),
+    ):
+        assert_close(
+            jax.jit(order)(W), jax.jit(jax.grad(lambda w: fun(X, w).sum()))(W), "bfloat16", factor=16
+        )
+        assert set(products(order, W)) == {("bfloat16", "bfloat16")}
+    placed = jax.device_put(X, rows)
+    plain = jax.jit(lambda x: x @ W)(placed).sharding
+    assert jax.jit(jmp.autocast(lambda x: x @ W))(placed).sharding.is_equivalent_to(plain, 2)
+
+
+def test_collectives_of_vmap_stay_float32():
+    fun = lambda w: jax.vmap(lambda x: lax.pmean(x @ w, "batch"), axis_name="batch")(X[:, None])
+    assert_close(jmp.autocast(fun)(W), fun(W), "bfloat16", factor=4)
+    assert products(jmp.autocast(fun), W) == [("bfloat16", "bfloat16")]
+    inner = jax.vmap(jmp.autocast(lambda x, w: lax.psum(x @ w, "batch")), (0, None), axis_name="batch")
+    assert_close(inner(X[:, None], W)[0, 0], (X @ W).sum(0), "bfloat16", factor=4)
+    ones = jax.vmap(jmp.autocast(lambda x, w: lax.psum(x @ w, "batch")), (0, None), axis_name="batch")
+    assert float(ones(jnp.ones((4099, 1, 1)), jnp.ones((1, 1)))[0, 0, 0]) == 4099.0
+
+
+def four_devices():
+    auto = (AxisType.Auto,) * 2
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=auto, devices=jax.devices()[:4])
+
+
+def tensor_parallel(x, w, b, check_vma):
+    def block(x, w, b):
+        hidden = jnp.tanh(x @ w + b)
+        gathered = lax.all_gather(hidden, "model", axis=1, tiled=True)
+        return lax.psum(gathered @ gathered.T @ hidden, "model") * 0.1
+
+    specs = {"in_specs": (P("data"), P(None, "model"), P("model")), "out_specs": P("data", None)}
+    return jax.shard_map(block, mesh=four_devices(), check_vma=check_vma, **specs)(x, w, b)
+
+
+def data_parallel(x, w, b, check_vma):
+    def loss(x, w, b):
+        for _ in range(2):
+            x = jax.nn.relu(x @ w + b)
+        return lax.pmean(jnp.sum(x * x), ("data", "model")).reshape(1)
+
+    specs = {"in_specs": (P(("data", "model")), P(), P()), "out_specs": P()}
+    return jax.shard_map(loss, mesh=four_devices(), check_vma=check_vma, **specs)(x, w, b)
+
+
+def scanned(x, w, b, check_vma):
+    def block(x, w, b):
+        return lax.scan(lambda x, _: (jnp.tanh(x @ w + b), x.mean()), x, length=3)[0]
+
+    specs = {"in_specs": (P("data"), P(), P()), "out_specs": P("data")}
+    return jax.shard_map(block, mesh=four_devices(), check_vma=check_vma, **specs)(x, w, b)
+
+
+def partly_manual(x, w, b, check_vma):
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "axis_names": {"data"}}
+    block = lambda x, w: jnp.tanh(x @ w)
+    return jax.shard_map(block, mesh=four_devices(), check_vma=check_vma, **specs)(x, w) + b
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("program", [tensor_parallel, data_parallel, scanned, partly_manual])
+def test_shard_map_over_four_devices(program, check_vma):
+    args = jnp.concatenate([X, -X[:, ::-1]]), W, B
+    fun = functools.partial(program, check_vma=check_vma)
+    loss = lambda *args: jnp.sum(jnp.sin(fun(*args)))
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*args)
+    for half, order in (
+        ("float16", jax.value_and_grad(jmp.autocast(loss, "float16"), (0, 1, 2))),
+        ("bfloat16", jmp.autocast(jax.value_and_grad(loss, (0, 1, 2)), "bfloat16")),
+    ):
+        assert set(products(jmp.autocast(fun, half), *args)) == {(half, half)}
+        assert set(products(order, *args)) == {(half, half)}
+        value, grads = jax.jit(order)(*args)
+        assert_close(value, expected[0], half, factor=32)
+        assert_close(grads, expected[1], half, factor=48)
+        names = ("psum", "reduce_scatter")
+        sums = [e for e in equations(jax.make_jaxpr(order)(*args)) if e.primitive.name.startswith(names)]
+        assert {var.aval.dtype.name for e in sums for var in e.invars} <= {"float32"}
+
+
+def test_explicit_sharding_types_are_kept():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("d")))
+        w = jax.device_put(W, NamedSharding(mesh, P()))
+        fun = lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w)
+        typed = lambda f: jax.typeof(jax.eval_shape(f, x, w)).sharding.spec
+        assert jax.jit(jmp.autocast(fun))(x, w).sharding.spec == jax.jit(fun)(x, w).sharding.spec
+        assert typed(jmp.autocast(fun)) == typed(fun)
+        assert products(jmp.autocast(fun), x, w) == [("bfloat16", "bfloat16")] * 2

@@ -1,0 +1,114 @@
+"""Training steps and transforms under `autocast`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from closeness import assert_close
+from jaxprs import products
+from small_programs import HALVES, PARAMS, X, eps, mlp, normal
+
+import jmp_lite as jmp
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_an_optimizer_inside_autocast_keeps_float32_accuracy(half):
+    optimizer = optax.adamw(1e-3)
+    x = normal(32, 8)
+
+    def step(params, state):
+        grads = jax.grad(lambda p: jnp.mean(mlp(p, x) ** 2))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, grads
+
+    state = optimizer.init(PARAMS)
+    params, new_state, grads = jmp.autocast(step, half)(PARAMS, state)
+    # Given the gradients that came out, all else must be what float32 gives, to the last bits.
+    updates, expected_state = optimizer.update(grads, state, PARAMS)
+    expected = optax.apply_updates(PARAMS, updates)
+    for ours, theirs in zip(
+        jax.tree.leaves((params, new_state)), jax.tree.leaves((expected, expected_state))
+    ):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_allclose(ours, theirs, rtol=16 * eps("float32"), atol=1e-9)
+    assert_close(grads, step(PARAMS, state)[2], half, factor=16)
+    assert set(products(jmp.autocast(step, half), PARAMS, state)) == {(half, half)}
+
+
+def test_an_exponential_moving_average_moves_by_less_than_half_can_see():
+    average = lambda old, w, x: (old * 0.9999 + w * 0.0001, (x @ w).sum())
+    old = jnp.ones((8, 8))
+    moved, _ = jmp.autocast(average)(old, old + 0.01, X)
+    np.testing.assert_allclose(moved, old + 1e-6, rtol=2 * eps("float32"))
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_an_unrolled_inner_loop_updates_its_weights_in_float32(half):
+    x, y = normal(16, 8), normal(16, 8)
+
+    def meta_loss(params):
+        inner = lambda p: jnp.mean((mlp(p, x) - y) ** 2)
+        steps = []
+        for _ in range(3):
+            grads = jax.grad(inner)(params)
+            steps.append((params, grads))
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return jnp.mean((mlp(params, x) - y) ** 2), (steps, params)
+
+    _, (steps, last) = jax.jit(jmp.autocast(meta_loss, half))(PARAMS)
+    for (before, grads), (after, _) in zip(steps, [*steps[1:], (last, None)]):
+        expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, grads)
+        for ours, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(expected)):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2 * eps("float32"))
+    expected = jax.jit(jax.grad(meta_loss, has_aux=True))(PARAMS)[0]
+    for grad in (
+        jax.grad(jmp.autocast(meta_loss, half), has_aux=True),
+        jmp.autocast(jax.grad(meta_loss, has_aux=True), half),
+    ):
+        assert_close(jax.jit(grad)(PARAMS)[0], expected, half, factor=24)
+        assert set(products(lambda p, grad=grad: grad(p)[0], PARAMS)) == {(half, half)}
+
+
+def test_small_steps_on_weights_do_not_underflow_in_float16():
+    # Every gradient is 2**-6, every step 2**-26, which float16 does not hold.
+    def two_steps(w):
+        for _ in range(2):
+            w = w - 2.0**-20 * jax.grad(lambda w: (jnp.full((1, 8), 2.0**-6) @ w).sum())(w)
+        return w
+
+    w = jnp.zeros((8, 8))
+    np.testing.assert_array_equal(jmp.autocast(two_steps, jnp.float16)(w), jnp.full((8, 8), -(2.0**-25)))
+    unscaled = lambda w: w - 2.0**-20 * jax.grad(lambda w: (jnp.full((1, 8), 2.0**-6) @ w).sum())(w)
+    used_again = lambda w: (unscaled(w), unscaled(w) @ w)
+    np.testing.assert_array_equal(jmp.autocast(used_again, jnp.float16)(w)[0], jnp.full((8, 8), -(2.0**-26)))
+
+
+@pytest.mark.parametrize("half", ["float16"])
+def test_higher_derivatives_are_those_of_float32(half):
+    fun = lambda w: jnp.sum(jnp.sin(jnp.tanh(X[:2, :4] @ w) @ w))
+    w = normal(4, 4, scale=0.5)
+    cast = jmp.autocast(fun, half)
+    of_w = lambda f: jax.jit(f)(w)
+    push = lambda f: of_w(lambda w: jax.jvp(f, (w,), (w,)))
+    assert_close(push(cast), push(fun), half, factor=16)
+    assert_close(of_w(jax.jacfwd(cast)), of_w(jax.jacfwd(fun)), half, factor=24)
+    hessian = of_w(jax.hessian(fun))
+    assert_close(of_w(jax.hessian(cast)), hessian, half, factor=32)
+    assert_close(of_w(jmp.autocast(jax.hessian(fun), half)), hessian, half, factor=32)
+    assert_close(of_w(jax.jacrev(jmp.autocast(jax.grad(fun), half))), hessian, half, factor=32)
+    for transformed in (lambda w: jax.jvp(cast, (w,), (w,)), jax.jacfwd(cast), jax.hessian(cast)):
+        assert set(products(transformed, w)) == {(half, half)}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_vmap_of_autocast_and_autocast_of_vmap_agree(half):
+    batch = normal(3, 4, 8)
+    for axes in ((None, 0), (0, 0)):
+        params = PARAMS if axes[0] is None else jax.tree.map(lambda p: jnp.stack([p, p * 0.5, -p]), PARAMS)
+        expected = jax.vmap(mlp, axes)(params, batch)
+        for fun in (jax.vmap(jmp.autocast(mlp, half), axes), jmp.autocast(jax.vmap(mlp, axes), half)):
+            assert_close(fun(params, batch), expected, half, factor=6)
+            assert products(fun, params, batch) == [(half, half)] * 2
+            loss = lambda p, fun=fun: jnp.sum(fun(p, batch))
+            assert set(products(jax.grad(loss), params)) == {(half, half)}
