@@ -141,11 +141,8 @@ def test_the_operands_of_a_scan_are_constants_carry_and_slices():
         assert (params["num_consts"], params["num_carry"]) == (1, 2)
     empty = find("scan", lambda x: lax.scan(lambda c, _: (c * 2, None), x, length=2), X)
     assert jaxprs.inner_jaxprs(empty)[0].roles == (Role.CARRY,)
-    keys = find(
-        "scan",
-        lambda k: lax.scan(lambda c, k: (c + 1, jax.random.normal(k)), 0, k),
-        jax.random.split(jax.random.key(0), 3),
-    )
+    draw = lambda k: lax.scan(lambda c, k: (c + 1, jax.random.normal(k)), 0, k)
+    keys = find("scan", draw, jax.random.split(jax.random.key(0), 3))
     assert jaxprs.inner_jaxprs(keys)[0].roles == (Role.CARRY, Role.ELEMENT)
 
 
@@ -349,6 +346,5 @@ def test_literals_and_constants_are_told_from_variables():
     assert len(jaxprs.constants(closed)) == len(jaxprs.open_jaxpr(closed).constvars) == 1
     opened = jaxprs.without_constants(closed)
     assert (len(opened.constvars), len(opened.invars)) == (0, 2)
-    assert not jaxprs.is_float32(
-        find("random_bits", lambda k: jax.random.bits(k), jax.random.key(0)).invars[0]
-    )
+    bits = find("random_bits", lambda k: jax.random.bits(k), jax.random.key(0))
+    assert not jaxprs.is_float32(bits.invars[0])
