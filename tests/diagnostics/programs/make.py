@@ -2,7 +2,7 @@
 
     python -m tests.diagnostics.programs.make  # Needs pip install -e ".[h100]", no GPU; once a JAX version.
 
-`test_diagnostics.py` says what is in each.
+The tests beside this folder say what is in each program.
 """
 
 import pathlib

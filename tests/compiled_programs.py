@@ -1,0 +1,53 @@
+"""Programs compiled for this CPU, and programs for an H100 that are kept as text."""
+
+import pathlib
+import types
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite.diagnostics import read_program
+from jmp_lite.diagnostics._program import _read
+
+H100 = types.SimpleNamespace(platform="cuda", device_kind="NVIDIA H100 80GB HBM3")
+PROGRAMS = pathlib.Path(__file__).parent / "diagnostics" / "programs"
+VERSIONS = ["0.10.2", "0.12.0.1"]
+x = jax.ShapeDtypeStruct
+f16, bf16, f32 = jnp.float16, jnp.bfloat16, jnp.float32
+
+
+def compiled(fun, *args, **jit):
+    return jax.jit(fun, **jit).lower(*args).compile()
+
+
+def program(fun, *args, **jit):
+    """Of the CPU."""
+    return read_program(compiled(fun, *args, **jit))
+
+
+def h100(name, version=VERSIONS[-1]):
+    return _read((PROGRAMS / f"{name}-{version}.txt").read_text(), None, H100)
+
+
+def entry(*lines):
+    """A program of some lines that no small step on one device compiles to."""
+    return _read("\n".join(["HloModule made_up", "", "ENTRY %main () -> f32[] {", *lines, "}"]), None, H100)
+
+
+def row(product):
+    """All that a product says, in words."""
+    return (
+        product.kind,
+        product.target,
+        " ".join(map(str, product.operands)),
+        str(product.result),
+        product.arithmetic,
+        product.accumulation,
+        product.on_tensor_cores,
+        product.flops,
+        product.times,
+        product.operation,
+    )
+
+
+LT = "__cublas$lt$matmul"
