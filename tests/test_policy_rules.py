@@ -161,6 +161,7 @@ def test_later_rules_are_put_before_the_ones_that_are_there():
 
 
 NORMALISATION = ["BatchNorm_0", "LayerNorm_3", "GroupNorm_0", "RMSNorm_0", "norm", "layer_norm", "norm1"]
+NORMALISATION += ["final_norm", "bn", "bn1", "BN", "ln_f", "ln_1", "LN"]
 
 
 @pytest.mark.parametrize("name", NORMALISATION)
