@@ -32,3 +32,34 @@ from ._tree import cast_to_full as cast_to_full
 from ._tree import cast_to_half as cast_to_half
 from ._tree import select_tree as select_tree
 from ._version import __version__ as __version__
+
+__all__ = [
+    "DynamicLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "Operation",
+    "Policy",
+    "Report",
+    "Rule",
+    "SkipNonfiniteState",
+    "StaticLossScale",
+    "all_finite",
+    "autocast",
+    "cast_to_full",
+    "cast_to_half",
+    "explain",
+    "full_precision",
+    "get_loss_scale",
+    "get_policy",
+    "grad",
+    "grads_finite",
+    "half_dtype",
+    "keep_float32",
+    "metrics",
+    "raise_if_stuck",
+    "select_tree",
+    "skip_nonfinite",
+    "unscale",
+    "value_and_grad",
+    "with_loss_scale",
+]

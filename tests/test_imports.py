@@ -110,7 +110,7 @@ def test_nobody_imports_the_inside_of_jax(name):
 
 def test_the_table_of_contents_holds_only_imports():
     body = ast.parse((ROOT / "__init__.py").read_text()).body
-    docstring, *statements = body
+    docstring, *statements, exported = body
     assert isinstance(docstring, ast.Expr)
     assert isinstance(docstring.value, ast.Constant)
     assert statements
@@ -118,6 +118,8 @@ def test_the_table_of_contents_holds_only_imports():
         assert isinstance(statement, ast.ImportFrom)
         assert statement.level == 1
         assert [alias.asname == alias.name for alias in statement.names] == [True]
+    assert ast.unparse(exported).startswith("__all__ = [")
+    assert sorted(jmp_lite.__all__) == sorted(PUBLIC)
 
 
 @pytest.fixture(scope="module")

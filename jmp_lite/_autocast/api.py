@@ -1,5 +1,6 @@
 """The functions that users call: `autocast`, `full_precision` and `keep_float32`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
@@ -136,12 +137,33 @@ def autocast(
     dtype('float32')
     """
     settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype)
-    if fun is None:
-        return functools.partial(_autocast, settings=settings)
-    return _autocast(fun, settings)
+    return _Decorator(settings) if fun is None else _autocast(fun, settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decorator:
+    """What `autocast` with options and without a function returns."""
+
+    settings: Rules
+
+    def __call__(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        return _autocast(fun, self.settings)
+
+    def __enter__(self) -> None:
+        raise TypeError(
+            "autocast is no context manager: JAX traces functions. Wrap the function, as in "
+            "loss_fn = autocast(loss_fn, dtype), or decorate it, @autocast(dtype='float16')."
+        )
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
+    if hasattr(fun, "init") and hasattr(fun, "apply"):
+        raise TypeError(
+            f"autocast takes a function first, and got the model {type(fun).__name__}. Give what computes: "
+            "autocast(model.apply, dtype), or the loss function that calls it."
+        )
     if not callable(fun) or isinstance(fun, (type(jnp.float16), np.dtype)):
         raise TypeError(
             f"autocast takes a function first. Got {fun!r}; write autocast(fun, dtype), or as a decorator "

@@ -31,7 +31,7 @@ def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
         ValueError, TypeError: `reduce_dtype` is another dtype, or no dtype.
     """
     dtype = None if reduce_dtype is None else parse_dtype(reduce_dtype)
-    if dtype not in (None, jnp.float32):
+    if dtype is not None and dtype != jnp.float32:
         raise ValueError(
             f"reduce_dtype should be float32, or None for the dtype of the products, got {dtype.name}."
         )

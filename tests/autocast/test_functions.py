@@ -6,6 +6,8 @@ import inspect
 import typing
 
 import equinox as eqx
+import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,25 @@ def test_it_is_a_decorator_with_and_without_options():
     assert products(jmp.autocast()(lambda x: x @ W), X) == [("bfloat16", "bfloat16")]
     with pytest.raises(ValueError, match="names 'tanhh'"):
         jmp.autocast(dtype="float16", deny=["tanhh"])
+
+
+@pytest.mark.parametrize("autocast", [jmp.autocast, jmp.autocast(dtype="float16"), jmp.autocast()])
+def test_a_model_in_the_place_of_the_function_is_an_error(autocast):
+    for model in (nn.Dense(3), hk.transform(lambda x: hk.Linear(3)(x))):
+        with pytest.raises(
+            TypeError, match=r"got the model \w+\. Give what computes: autocast\(model\.apply"
+        ):
+            autocast(model)
+
+
+def test_a_with_statement_says_to_wrap_a_function():
+    with (
+        pytest.raises(TypeError, match=r"autocast is no context manager: .*Wrap the function"),
+        jmp.autocast(),
+    ):
+        pass
+    with pytest.raises(TypeError, match="no context manager"), jmp.autocast(dtype="float16"):
+        pass
 
 
 @pytest.mark.parametrize("given", ["float16", jnp.float16, jnp.dtype("float16"), 3])

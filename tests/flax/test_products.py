@@ -139,10 +139,11 @@ def test_the_layer_is_as_it_was_after_the_call():
 
 
 @pytest.mark.parametrize("with_policy", [jmp_lite.linen.with_policy, jmp_lite.nnx.with_policy])
-def test_another_dtype_is_an_error(with_policy):
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_another_dtype_is_an_error(with_policy, dtype):
     model = nn.Dense(5) if with_policy is jmp_lite.linen.with_policy else NNX["Linear"]()
-    with pytest.raises(ValueError, match=r"reduce_dtype should be float32.*got float16"):
-        with_policy(model, jmp.get_policy("c=f16"), reduce_dtype="float16")
+    with pytest.raises(ValueError, match=rf"reduce_dtype should be float32.*got {dtype}"):
+        with_policy(model, jmp.get_policy("c=f16"), reduce_dtype=dtype)
 
 
 def test_a_layer_that_users_wrote_keeps_its_compute_dtype():
