@@ -117,9 +117,9 @@ def measure(arm: str, scaler: Scaler, loss: Callable[..., jax.Array], params: An
         return params, state
 
     state = jax.eval_shape(lambda params: scaler.init(params, SCALE), params)
-    began = time.perf_counter()
+    began = time.process_time()
     compiled = compile_for_gpu(step, params, state, batch, donate_argnums=(0, 1))
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     program = read_program(compiled)
     size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
     return Row(

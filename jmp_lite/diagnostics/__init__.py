@@ -1,7 +1,8 @@
-"""What the numbers and the compiled program say.
+"""Diagnosis of a compiled step.
 
-`read_program` answers from the program that XLA compiled: do my products run on Tensor Cores, in which
-dtypes, how many kernels, bytes and collectives does a step have?
+`read_program` reads the program that XLA compiled. It says which products run on Tensor Cores and in which
+dtypes, and how many kernels, bytes and collectives a step has. Read `_hlo`, `_traffic`, `_products`, then
+`_program`.
 """
 
 from ._products import Product as Product

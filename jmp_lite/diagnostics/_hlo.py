@@ -1,7 +1,7 @@
 """Parses the text of an optimized XLA program, the one public form in which JAX gives it out.
 
-Only what a report needs: computations, their instructions, and of those the opcode, the arrays that come out,
-the names of the operands and the attributes.
+It parses what a report needs: the computations and their instructions. An instruction has an opcode, the
+arrays of its result, the names of its operands and its attributes.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Array:
 
     @property
     def size(self) -> int:
-        """Its bytes; none of a token, which only orders what happens."""
+        """The number of bytes; 0 for a token, which only orders instructions."""
         if self.dtype == "token":
             return 0
         bits = _BITS.search(self.dtype)
@@ -46,11 +46,11 @@ class Instruction:
     Attributes:
         name: its name in the computation.
         opcode: `fusion`, `custom-call`, `copy`, ...
-        arrays: what comes out, the parts of a tuple one after the other.
-        operands: the names of what goes in.
+        arrays: the arrays of the result; those of a tuple one after the other.
+        operands: the names of the instructions whose results it takes.
         attributes: the text after the operands, without the metadata.
-        op_name: the scopes and the name of the operation of JAX that it was made of.
-        is_root: whether it is what the computation returns.
+        op_name: the scopes and the name of the JAX operation from which XLA made it.
+        is_root: whether the computation returns its result.
     """
 
     name: str
@@ -63,22 +63,22 @@ class Instruction:
 
     @property
     def size(self) -> int:
-        """The bytes of what comes out."""
+        """The number of bytes of the result."""
         return sum(array.size for array in self.arrays)
 
     @property
     def target(self) -> str:
-        """The library function that a custom call calls, otherwise empty."""
+        """The library function that a custom call calls; empty for other instructions."""
         return self.attribute(r'custom_call_target="([^"]+)"')
 
     @property
     def operation(self) -> str:
-        """The opcode; of what is waited for later too, without `-start`."""
+        """The opcode, without the `-start` of an asynchronous instruction."""
         return self.opcode.removesuffix("-start")
 
     @cached_property
     def backend_config(self) -> dict[str, Any]:
-        """What the backend decided about it; nothing if it is no JSON, as of a foreign function."""
+        """The settings of the backend for it; empty if they are no JSON, as for a foreign function."""
         _, found, config = self.attributes.partition("backend_config=")
         try:
             return json.JSONDecoder().raw_decode(config)[0] if found else {}
@@ -86,12 +86,12 @@ class Instruction:
             return {}
 
     def attribute(self, pattern: str) -> str:
-        """The first group of the first match of `pattern` in the attributes, otherwise empty."""
+        """Returns the first group of the first match of `pattern` in the attributes, or an empty string."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
     def called(self, *attributes: str) -> tuple[str, ...]:
-        """The names of the computations that these attributes name, such as `calls` or `body`."""
+        """Returns the names of the computations in these attributes, such as `calls` or `body`."""
         return tuple(
             name
             for attribute in attributes
@@ -115,12 +115,12 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """What it returns."""
+        """The instruction whose result the computation returns."""
         return next(each for each in self if each.is_root)
 
     @cached_property
     def users(self) -> Mapping[str, list[Instruction]]:
-        """For each instruction those that take what comes out of it."""
+        """For each instruction, the instructions that take its result."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for each in self:
             for operand in dict.fromkeys(each.operands):
@@ -128,11 +128,11 @@ class Computation:
         return users
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions whose results `instruction` takes."""
+        """Returns the instructions whose results `instruction` takes."""
         return [self.instructions[name] for name in instruction.operands]
 
     def results(self, instruction: Instruction) -> tuple[Array, ...]:
-        """The arrays that come out of it: a `-start` lists its operands too, the `-done` for it does not."""
+        """Returns the arrays of its result. A `-start` lists its operands too; its `-done` does not."""
         last = instruction
         while last.opcode.endswith(("-start", "-update")) and self.users[last.name]:
             last = self.users[last.name][0]
@@ -145,7 +145,7 @@ class Module:
 
     Attributes:
         computations: by name.
-        entry: the one that is run.
+        entry: the computation that runs first.
     """
 
     computations: Mapping[str, Computation]
@@ -154,7 +154,7 @@ class Module:
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
-# Names that a user gave are in here, with any letter in them.
+# The metadata holds names that users gave, with any characters in them.
 _METADATA = re.compile(r', metadata=\{((?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*)\}')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
@@ -164,7 +164,7 @@ def parse(text: str) -> Module:
     """Parses what `Compiled.as_text()` returns.
 
     Raises:
-        ValueError: there is no program in it.
+        ValueError: the text holds no program.
     """
     computations: dict[str, Computation] = {}
     instructions: dict[str, Instruction] = {}
@@ -203,15 +203,15 @@ def _op_name(metadata: re.Match[str] | None) -> str:
     found = metadata and _OP_NAME.search(metadata[1])
     if not found:
         return ""
-    # Escaped as in C, byte for byte.
+    # The bytes are escaped as in C.
     return found[1].encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
 
 
 def _split(rest: str) -> tuple[str, str]:
-    """Splits at the parenthesis that closes the operands."""
+    """Splits a text at the parenthesis that closes the operands."""
     depth = 1
-    for place, letter in enumerate(rest):
+    for index, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")
         if not depth:
-            return rest[:place], rest[place + 1 :]
+            return rest[:index], rest[index + 1 :]
     return rest, ""

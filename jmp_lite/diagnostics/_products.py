@@ -1,4 +1,4 @@
-"""Which instructions are matrix products, convolutions and attentions, and in what they multiply and add."""
+"""Finds matrix products, convolutions and attentions, and the dtypes in which they multiply and add."""
 
 import dataclasses
 import math
@@ -19,17 +19,17 @@ class Product:
     Attributes:
         kind: `gemm`, `convolution` or `attention`.
         target: the library function that runs it, such as `__cublas$lt$matmul`; `dot` or `convolution` where
-            XLA makes the kernel.
-        operands: what it takes, two arrays or three.
-        result: what it gives.
-        arithmetic: in what it multiplies: `f16`, `bf16`, `tf32` (float32, of which 10 bits of the mantissa
-            go in), `f32`, `f8e4m3fn`, `bf16_x3` (float32 as three products of bfloat16 parts), ...
-        accumulation: in what it adds up.
+            XLA generates the kernel.
+        operands: two or three arrays.
+        result: the array of the result.
+        arithmetic: the dtype of the multiplication: `f16`, `bf16`, `tf32` (float32 rounded to a mantissa of
+            10 bits), `f32`, `f8e4m3fn`, `bf16_x3` (float32 as three products of bfloat16 parts), ...
+        accumulation: the dtype of the sums.
         on_tensor_cores: whether an NVIDIA GPU runs it on Tensor Cores.
-        flops: of one run; 0 if they cannot be told. Of an attention those of its products without a mask,
-            two forward and four backward, not what it computes twice.
+        flops: floating point operations of one run; 0 if they are not known. An attention counts its
+            products without a mask, two forward and four backward, and no recomputation.
         times: how often it runs.
-        operation: the scopes and the operation of JAX that it was made of.
+        operation: the scopes and the JAX operation from which XLA made it.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Product:
 def products_of(
     instruction: Instruction, computation: Computation, module: Module, times: int, platform: str
 ) -> Iterator[Product]:
-    """Yields the products that an instruction runs: it is one, or a kernel that has one inside."""
+    """Yields the products that an instruction runs: the instruction itself, or those inside its kernel."""
     if instruction.operation == "fusion":
         for name in instruction.called("calls"):
             inside = module.computations[name]
@@ -89,12 +89,12 @@ def _kind(instruction: Instruction) -> str | None:
 
 
 def _precision(instruction: Instruction, operands: tuple[Array, ...], platform: str) -> tuple[str, str]:
-    """In what it multiplies and in what it adds up."""
+    """Returns the dtype of the multiplication and the dtype of the sums."""
     widest = max(operands, key=lambda array: Array(array.dtype, (8,)).size).dtype
     if widest in _EIGHT_BIT:
         return widest, "s32"
     if widest in _HALF or widest.startswith("f8"):
-        return widest, "f32"  # cuBLAS and cuDNN are always asked for float32 sums of what is narrower.
+        return widest, "f32"  # XLA asks cuBLAS and cuDNN for float32 sums of narrower products.
     if widest != "f32" or platform not in _NVIDIA:
         return widest, widest
     gemm = next(
@@ -104,12 +104,12 @@ def _precision(instruction: Instruction, operands: tuple[Array, ...], platform: 
     algorithm = config.get("algorithm", "ALG_UNSET").lower()
     if algorithm == "alg_unset":
         algorithm = instruction.attribute(r"\balgorithm=(\w+)")
-    # Such as dot_bf16_bf16_f32_x3: three products of bfloat16 parts, added in float32.
+    # For example dot_bf16_bf16_f32_x3: three products of bfloat16 parts, added in float32.
     if stated := re.fullmatch(r"(?:alg_)?dot_([a-z0-9]+)_[a-z0-9]+_(\w?f\d+)(_x\d)?", algorithm):
         return stated[1] + (stated[3] or ""), stated[2]
     asked = config.get("operand_precision")
     asked = asked or instruction.attribute(r"\boperand_precision=\{([\w,]+)").upper().split(",")
-    # As JAX's default precision lets it.
+    # JAX's default precision allows TF32.
     return ("f32" if "HIGHEST" in asked else "tf32"), "f32"
 
 
@@ -118,7 +118,7 @@ def _flops(kind: str, instruction: Instruction, operands: tuple[Array, ...], res
         axes = _summed_axes(instruction)
         if axes is None:
             return 0
-        each = 8 if result.dtype.startswith("c") else 2  # A complex product is four, and two sums.
+        each = 8 if result.dtype.startswith("c") else 2  # A complex product is four products and four sums.
         return each * math.prod(result.shape) * math.prod(operands[0].shape[axis] for axis in axes)
     if kind == "attention":
         config = instruction.backend_config.get("cudnn_fmha_backend_config", {})
@@ -132,7 +132,7 @@ def _flops(kind: str, instruction: Instruction, operands: tuple[Array, ...], res
             output = operands[0]
         elif "BackwardFilter" in instruction.target:
             output, kernel = operands[1], result
-        # Of an input spread out by zeros, as in the gradient of a convolution with strides, only the rest.
+        # The gradient of a convolution with strides spreads its input out by zeros, which do not count.
         spread = math.prod(map(int, filter(None, instruction.attribute(r"lhs_dilate=([\dx]+)").split("x"))))
         outputs = kernel.shape[labels[1].index("o")]
         return 2 * math.prod(output.shape) * math.prod(kernel.shape) // (outputs * spread)
@@ -140,7 +140,7 @@ def _flops(kind: str, instruction: Instruction, operands: tuple[Array, ...], res
 
 
 def _summed_axes(instruction: Instruction) -> list[int] | None:
-    """The axes of the first operand over which a matrix product adds up, None if it does not say."""
+    """Returns the contracted axes of the first operand of a matrix product; None if they are not known."""
     config = instruction.backend_config.get("gemm_backend_config", {})
     axes = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions")
     if axes is None and instruction.target:
@@ -151,5 +151,5 @@ def _summed_axes(instruction: Instruction) -> list[int] | None:
 
 
 def operation_of(instruction: Instruction) -> str:
-    """The scopes and the operation, without the outer jit: `transpose(jvp(Model))/Dense_0/dot_general`."""
+    """Returns scopes and operation, without the outer jit: `transpose(jvp(Model))/Dense_0/dot_general`."""
     return re.sub(r"^jit\([^()]*\)/", "", instruction.op_name)

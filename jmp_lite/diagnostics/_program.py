@@ -1,7 +1,4 @@
-"""What a compiled program does: its products and their dtypes, kernels, bytes, memory, collectives.
-
-"Do my matrix products run on Tensor Cores?" is answered by the program itself, not by what was asked for.
-"""
+"""Reads what a compiled program does: its products and their dtypes, kernels, bytes, memory, collectives."""
 
 import dataclasses
 import re
@@ -14,10 +11,10 @@ from ._hlo import Array, Computation, Instruction, Module, parse
 from ._products import Product, operation_of, products_of
 from ._traffic import bytes_of
 
-# What names a buffer or a part of one, or only waits: nothing runs.
+# Instructions that name a buffer or a part of one, or only wait.
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"}
 _NO_KERNEL |= {"add-dependency", "partition-id", "replica-id", "domain"}
-# What only runs other computations, whose kernels are counted.
+# Instructions that run other computations, whose kernels are counted.
 _NO_KERNEL |= {"while", "conditional", "call", "async"}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVES += ("collective-broadcast", "ragged-all-to-all")
@@ -31,9 +28,9 @@ class Collective:
 
     Attributes:
         kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, ...
-        arrays: what each device puts in.
+        arrays: the arrays that each device sends.
         times: how often it runs.
-        operation: the scopes and the operation of JAX that it was made of.
+        operation: the scopes and the JAX operation from which XLA made it.
     """
 
     kind: str
@@ -43,30 +40,30 @@ class Collective:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes of what is moved, each once."""
+        """The dtypes of the arrays, each once."""
         return tuple(sorted({array.dtype for array in self.arrays}))
 
     @property
     def size(self) -> int:
-        """The bytes that each device puts in."""
+        """The number of bytes that each device sends."""
         return sum(array.size for array in self.arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What one device runs.
+    """The program of one device.
 
     Attributes:
-        device: the kind of device that it was compiled for.
+        device: the kind of device for which it was compiled.
         products: the matrix products, convolutions and attentions, in the order of the program.
-        collectives: what is sent between devices.
-        kernels: how many kernels and library calls one run starts, each iteration of a loop counted, its
-            condition and counter too, as XLA's text has them.
-        bytes_moved: how many bytes they read and write, each once, library calls included.
+        collectives: the communications between devices.
+        kernels: how many kernels and library calls one run starts. Each iteration of a loop counts, and so do
+            its condition and counter.
+        bytes_moved: how many bytes the kernels and library calls read and write.
         temporary_bytes: memory beside arguments and outputs.
         argument_bytes, output_bytes: memory of arguments and outputs.
-        aliased_bytes: memory of outputs that are written over donated arguments.
-        conditionals: how many conditionals it has. Both branches are counted in what is above.
+        aliased_bytes: memory of outputs that overwrite donated arguments.
+        conditionals: how many conditionals it has. The figures above count both branches.
         host_syncs: why the host must wait for the device within a run: conditionals, loops whose length the
             device decides (counted as one iteration above), callbacks.
     """
@@ -85,7 +82,7 @@ class Program:
 
     @property
     def tensor_core_share(self) -> float:
-        """The share of the products' FLOPs on Tensor Cores in 16 bits or less; 1 if there are none."""
+        """The share of the products' FLOPs on Tensor Cores in 16 bits or less; 1 without products."""
         flops = [
             (each.flops * each.times, each.on_tensor_cores and not each.arithmetic.startswith("tf32"))
             for each in self.products
@@ -94,7 +91,7 @@ class Program:
         return sum(count for count, half in flops if half) / total if total else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as what `json.dump` takes."""
+        """Returns the program as plain data for `json.dump`."""
         data = dataclasses.asdict(self)
         for product, row in zip(self.products, data["products"]):
             row["operands"], row["result"] = list(map(str, product.operands)), str(product.result)
@@ -108,18 +105,18 @@ class Program:
 
 
 def read_program(compiled: Any) -> Program:
-    """Reads what a compiled step does.
+    """Returns what a compiled step does.
 
     Args:
-        compiled: what `jax.jit(step).lower(*args).compile()` returned, for any device. For a GPU that is not
-            there, see `benchmarks/compiled/h100.py`.
+        compiled: the result of `jax.jit(step).lower(*args).compile()`, for any device. To compile for a GPU
+            that the machine does not have, see `benchmarks/compiled/h100.py`.
 
     Returns:
         The products with their dtypes, kernels, bytes, memory, conditionals and collectives of one run on one
         device. `print` it for a table.
 
     Raises:
-        TypeError: `compiled` is not compiled.
+        TypeError: `compiled` is no compiled program.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((8, 8), jnp.bfloat16)
@@ -129,19 +126,19 @@ def read_program(compiled: Any) -> Program:
     """
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
-            f"read_program reads what was compiled, got {type(compiled).__name__}. Give "
+            f"read_program reads a compiled program, got {type(compiled).__name__}. Give "
             "jax.jit(step).lower(*args).compile()."
         )
     return _read(compiled.as_text() or "", compiled.memory_analysis(), _device(compiled))
 
 
 def _read(text: str, memory: Any, device: Any) -> Program:
-    """Reads the text of a program.
+    """Returns what the text of a program says.
 
     Args:
-        text: of `Compiled.as_text()`.
-        memory: of `Compiled.memory_analysis()`; None if that is not known.
-        device: one that it was compiled for.
+        text: the result of `Compiled.as_text()`.
+        memory: the result of `Compiled.memory_analysis()`; None if it is not known.
+        device: a device for which it was compiled.
     """
     module = parse(text)
     size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
@@ -180,7 +177,7 @@ def _device(compiled: Any) -> Any:
 def _executed(
     module: Module, computation: Computation, times: int
 ) -> Iterator[tuple[Instruction, Computation, int]]:
-    """Yields what runs, with its computation and how often; not what is fused into a kernel."""
+    """Yields each instruction that runs, its computation and how often; not those inside a kernel."""
     for each in computation:
         yield each, computation, times
         names = each.called(
@@ -193,7 +190,7 @@ def _executed(
 
 
 def _trips(instruction: Instruction) -> int | None:
-    """How many iterations a loop has, None if the device decides; of what is no loop, 1."""
+    """Returns the number of iterations of a loop, None if the device decides it; 1 for other instructions."""
     if instruction.opcode != "while":
         return 1
     known = instruction.backend_config.get("known_trip_count")
@@ -201,10 +198,10 @@ def _trips(instruction: Instruction) -> int | None:
 
 
 def _runs(instruction: Instruction, computation: Computation) -> bool:
-    """Whether it is a kernel or a library call, and no collective."""
+    """Whether an instruction starts a kernel or a library call."""
     if instruction.operation in _NO_KERNEL or instruction.opcode.endswith(("-done", "-update")):
         return False
-    # No kernel is started for an array without elements; a call without results is made for what it does.
+    # An array without elements needs no kernel. A call without results runs for its effect.
     results = computation.results(instruction)
     return not results or any(array.size for array in results)
 
