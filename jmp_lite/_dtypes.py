@@ -1,4 +1,4 @@
-"""Floating dtypes and their short names: what a policy string may say."""
+"""Floating dtypes and their names in policy strings."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 DTypeLike = Any
-"""Whatever names a floating dtype: `jnp.float16`, `np.dtype("float16")`, `"f16"`, `"half"`."""
+"""A name of a floating dtype: `jnp.float16`, `np.dtype("float16")`, `"f16"`, `"half"`."""
 
 # All names are accepted; a policy prints the first. They are jmp's, and PyTorch's fp16 and fp32.
 _NAMES = {

@@ -110,7 +110,7 @@ def matches(pattern: str, name: str) -> bool:
 
 def _match(pattern: tuple[str, ...], keys: tuple[str, ...]) -> bool:
     if not pattern:
-        return True  # What is left of the name lies inside the selected subtree.
+        return True  # The rest of the name lies inside the selected subtree.
     if pattern[0] == "**":
         return any(_match(pattern[1:], keys[skip:]) for skip in range(len(keys) + 1))
     return bool(keys) and fnmatch.fnmatchcase(keys[0], pattern[0]) and _match(pattern[1:], keys[1:])

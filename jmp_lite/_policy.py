@@ -229,7 +229,7 @@ def get_policy(policy_name: str) -> Policy:
     Args:
         policy_name: one of
             - `"params=float32,compute=float16,output=float32"`, or short `"p=f32,c=f16,o=f32"`.
-              What is left out: params is float32, compute follows params, output follows compute;
+              The defaults: params is float32, compute is that of params, output is that of compute;
             - one dtype for all three: `"float32"`, `"half"`, `"bf16"`, `"fp16"`;
             - a level of Apex: `"O0"` float32; `"O1"` float32 parameters, half compute; `"O2"` half
               parameters, float32 normalisation; `"O3"` all half. O2 without master weights loses small

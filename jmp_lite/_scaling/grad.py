@@ -33,7 +33,7 @@ def value_and_grad(
     Returns:
         A function of the arguments of `fun`, keyword arguments included, that gives `(loss, grads)`
         or `((loss, aux), grads)`. The loss is exactly what `fun` returned. The gradients have been
-        divided by the scale and are float32, whatever the dtype of the parameters (float64 and
+        divided by the scale and are float32 for parameters of any dtype (float64 and
         complex stay).
 
     Raises:

@@ -33,7 +33,7 @@ _NO_GRADIENTS = "_overwrite_with_gradient"  # `flax.linen.fp8_ops.OVERWRITE_WITH
 
 @runtime_checkable
 class LossScale(Protocol):
-    """What a loss scale does; the three classes here, or one of your own.
+    """The interface of a loss scale: of the three classes here, or of one of your own.
 
     A loss scale is a pytree, passes through `jit`, `scan` and checkpoints, and is never changed in
     place. `scale` multiplies a loss, `unscale` divides gradients by the scale that scaled them, and
@@ -89,7 +89,7 @@ class NoOpLossScale:
         return tree
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
-        """Returns itself, whatever it is given."""
+        """Returns itself for any argument."""
         del grads_finite
         return self
 
@@ -118,7 +118,7 @@ class _Scaling:
         Args:
             tree: gradients, or any pytree. Integer, boolean, PRNG key, float0 and None leaves come
                 through untouched, and so do the leaves under the key `_overwrite_with_gradient`: statistics
-                of fp8 layers, which Flax hands out in the place of gradients.
+                of fp8 layers, which Flax hands out instead of gradients.
 
         Returns:
             The tree with float32 leaves, or float64 and complex where they were. Exact if the scale
@@ -149,7 +149,7 @@ class StaticLossScale(_Scaling):
     """A constant scale.
 
     Attributes:
-        loss_scale: the factor, shape `()`; float32 whatever it is built from.
+        loss_scale: the factor, shape `()`, float32. Any real number is cast to float32.
 
     Raises:
         ValueError: the scale is no scalar, or is zero, negative, NaN or inf.
@@ -166,7 +166,7 @@ class StaticLossScale(_Scaling):
         object.__setattr__(self, "loss_scale", float32_scale("loss_scale", self.loss_scale))
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
-        """Returns itself, whatever it is given: the scale is constant."""
+        """Returns itself for any argument: the scale is constant."""
         del grads_finite
         return self
 
@@ -181,16 +181,16 @@ class DynamicLossScale(_Scaling):
     the factors are powers of two.
 
     Attributes:
-        loss_scale: the factor, shape `()`; float32 whatever it is built from.
+        loss_scale: the factor, shape `()`, float32. Any real number is cast to float32.
         counter: the finite steps since the last growth or back-off, shape `()`, int32. A count above
             `period`, resumed from a run with a longer period, goes on modulo the period, as in jmp.
         period: after how many finite steps in a row to grow, at most 2**31 - 1; 2000 as in jmp and torch.
         factor: by what to grow, 1 or above. With 1 the scale only falls.
-        min_loss_scale: what a back-off never passes. 0 stands for the smallest normal float32. A scale
+        min_loss_scale: the least scale after a back-off. 0 stands for the smallest normal float32. A scale
             that starts below it, as jmp allows, stays where it is until it grows.
         backoff_factor: by what to multiply on a non-finite step, between 0 and 1. None is `1 / factor`,
             and 0.5 for a factor of 1.
-        max_loss_scale: what growth never passes: a growth that would is left out.
+        max_loss_scale: the largest scale after a growth. A growth beyond it is left out.
         hysteresis: how many non-finite steps to tolerate before backing off. 0 is off. Megatron-LM
             and DeepSpeed count the step that backs off as well: their 2 is 1 here.
         hysteresis_refill: when the tolerance is full again: "growth", when the scale grows, or
@@ -303,7 +303,7 @@ class DynamicLossScale(_Scaling):
 
 
 def _check_settings(scale: DynamicLossScale, minimum: float, maximum: float) -> None:
-    """Raises a ValueError that says what is wrong with the settings of `scale`."""
+    """Raises a ValueError for a setting of `scale` that is out of range."""
 
     def require(condition: bool, name: str, allowed: str) -> None:
         if not condition:

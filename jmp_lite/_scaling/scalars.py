@@ -1,4 +1,4 @@
-"""Checks what users give as a scale, a count, a setting or a flag, and makes it a strongly typed scalar."""
+"""Checks the scales, counts, settings and flags that users give, and makes strongly typed scalars of them."""
 
 import math
 import warnings
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 LARGEST = float(np.finfo(np.float32).max)
-SMALLEST = float(np.finfo(np.float32).tiny)  # A GPU may flush what is smaller.
+SMALLEST = float(np.finfo(np.float32).tiny)  # A GPU may flush smaller numbers.
 LARGEST_COUNT = 2**31 - 1
 
 

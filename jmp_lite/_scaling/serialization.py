@@ -1,8 +1,8 @@
 """Teaches `flax.serialization` the states of this package, if the program has imported it.
 
-Flax saves what it knows: containers, its own classes, and classes that were registered with it. A state
-registers its class when it is made, so that `flax.serialization.to_bytes(train_state)` holds the loss scale
-whatever was imported first. This package does not import Flax for it.
+Flax saves containers, its own classes, and classes that were registered with it. A state registers its class
+when it is made, so `flax.serialization.to_bytes(train_state)` holds the loss scale. The order of the imports
+does not matter, and this package does not import Flax.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ def register(cls: type) -> None:
 
 
 def _check(state: Any, saved: Any, names: list[str]) -> None:
-    """Raises a ValueError if what was saved cannot be restored into `state`.
+    """Raises a ValueError if a saved state cannot be restored into `state`.
 
-    What only one of the two has is no error: the tolerance of a hysteresis, a norm, the counter of a scale
-    that was static. Such a field keeps the value that it has in `state`, or is dropped.
+    A field that only one of the two has is no error: the tolerance of a hysteresis, a norm, the counter of a
+    scale that was static. Such a field keeps its value in `state`, or is dropped.
     """
     kind = type(state).__name__
     if not isinstance(saved, dict) or ("inner_state" in names and "inner_state" not in saved):

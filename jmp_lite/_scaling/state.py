@@ -72,7 +72,7 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> Any:
     """Returns the loss scale that `with_loss_scale` holds.
 
     Args:
-        opt_state: an optimizer state, or whatever holds it at any depth: a chain, `optax.masked`,
+        opt_state: an optimizer state, or a tree that holds one at any depth: a chain, `optax.masked`,
             `optax.MultiSteps`, `optax.inject_hyperparams`, `optax.multi_transform`, a Flax
             `TrainState`, an `nnx.Optimizer`.
         name: the name given to `with_loss_scale`, needed where the tree holds more than one.

@@ -63,7 +63,7 @@ def raise_if_stuck(
 def _complaint(
     state: SkipNonfiniteState, member: tuple[int, ...], max_consecutive_skips: int, max_skip_rate: float
 ) -> str:
-    """Returns what is wrong with one member of a state, or nothing."""
+    """Returns the complaint about one member of a state; empty if there is none."""
     steps, skipped, in_a_row = map(int, np.asarray(state.counts)[member])
     scale = None if state.loss_scale is None else float(_member(state.loss_scale.loss_scale, member))
     at_minimum = isinstance(state.loss_scale, DynamicLossScale) and state.loss_scale.lowered(scale) == scale
