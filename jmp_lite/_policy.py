@@ -111,6 +111,9 @@ class Policy:
         a scan) has its gradient summed in the compute dtype. Keep such a parameter in float32 with a
         rule and cast where it is used, or leave the casts to `linen.with_policy` or `nnx.with_policy`.
 
+        A rule that matches no leaf of `x` is no error here, since `x` may be a batch. Use
+        `check_rules(params)` to find a misspelt rule.
+
         >>> policy = get_policy("c=bf16").with_rules({"head": "float32"})
         >>> params = {"body": jnp.ones(2), "head": jnp.ones(2)}
         >>> jax.tree.map(lambda x: x.dtype.name, policy.cast_to_compute(params))

@@ -76,7 +76,8 @@ def float32_scale(name: str, value: Any, maximum: float = LARGEST) -> Any:
     try:
         known = float(scale)
     except jax.errors.ConcretizationTypeError:
-        return scale
+        # A traced scale that is invalid becomes NaN: every step is skipped, and `raise_if_stuck` names it.
+        return jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.float32(np.nan))
     if not (0 < known < math.inf):
         raise ValueError(f"{name} should be above 0 and finite in float32, got {value}.")
     if known > np.float32(maximum):

@@ -75,6 +75,25 @@ def test_a_gradient_that_is_missing(wrap):
         tx.update({"b": jnp.ones(())}, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.parametrize("number", [0.0, -1.0, np.inf, np.nan])
+@pytest.mark.parametrize("scale", [jmp.StaticLossScale, jmp.DynamicLossScale])
+def test_an_invalid_scale_that_is_traced_skips_every_step_and_is_named(scale, number):
+    tx = jmp.with_loss_scale(optax.sgd(1.0))
+
+    @jax.jit
+    def step(number):
+        state = dataclasses.replace(tx.init(PARAMS), loss_scale=scale(number))
+        loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(state))(PARAMS, jnp.ones(3))
+        return loss, tx.update(grads, state, PARAMS)
+
+    loss, (updates, state) = step(jnp.float32(number))
+    assert float(loss) == 3.0
+    assert not np.any(updates["w"])
+    with pytest.raises(FloatingPointError, match=r"all 2 parameters\. The loss scale is nan"):
+        jmp.raise_if_stuck(state, 1)
+    assert float(jax.jit(lambda n: scale(n).loss_scale)(jnp.float32(8))) == 8.0
+
+
 # A scale that nothing uses
 
 
