@@ -1,6 +1,15 @@
-"""jmp_lite: mixed precision training in JAX, functions over pytrees.
+"""Mixed precision training in JAX, functions over pytrees.
+
+Half precision: `autocast`, `full_precision`, `keep_float32`, `explain`, `Report`, `Operation`.
+Loss scales: `DynamicLossScale`, `StaticLossScale`, `NoOpLossScale`, `LossScale`.
+True gradients: `value_and_grad`, `grad`.
+Optimizers: `with_loss_scale`, or `skip_nonfinite` and `unscale`; their state is a `SkipNonfiniteState`.
+What the optimizer says: `get_loss_scale`, `grads_finite`, `metrics`, `raise_if_stuck`.
+Policies: `Policy`, `Rule`, `get_policy`, `half_dtype`, `cast_to_half`, `cast_to_full`.
+Trees: `all_finite`, `select_tree`.
 
 Flax modules: `jmp_lite.linen.with_policy` and `jmp_lite.nnx.with_policy`, imported on their own.
+Compiled programs: `jmp_lite.diagnostics.read_program`.
 """
 
 from ._autocast.api import autocast as autocast

@@ -1,7 +1,7 @@
 """The operations of torch.autocast's CUDA lists, what each is in JAX, and where ours runs it.
 
 https://pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float16 and the two lists after it. The
-README's table is made of `ROWS`; `tests/autocast/test_torch.py` holds both to what autocast does.
+The table of docs/autocast.md is made of `ROWS`. `tests/autocast/test_torch.py` compares both with autocast.
 
 In the expressions `x` and `w` are float32 arguments, `y` is a product of them (half by then), `z` another;
 what an expression gives goes into one more product, which wants it in half; a loss is a scalar.
@@ -215,7 +215,7 @@ ROWS = (
 
 
 def table() -> str:
-    """Returns the rows as the README shows them."""
+    """Returns the rows as docs/autocast.md shows them."""
     lines = ["| torch | there | here | |", "| --- | --- | --- | --- |"]
     for row in ROWS:
         names = " ".join(f"`{name}`" for name in row.names)

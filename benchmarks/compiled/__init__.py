@@ -6,4 +6,5 @@
 `step`: what a whole GPT step does, on one device or on many.
 `predict`: what the step of each model of `examples.models` does.
 `largest_batch`: how large a batch fits into the memory.
+`pages`: writes the tables of the documentation from the files of results.
 """

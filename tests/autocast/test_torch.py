@@ -90,6 +90,6 @@ def test_the_widest_of_half_and_float32_is_float32(name):
     assert not any(operation.in_half for operation in mixed if operation.name != "add" or name != "addcmul")
 
 
-def test_the_readme_shows_the_table():
-    readme = pathlib.Path(__file__).parent.parent.parent.joinpath("README.md").read_text()
-    assert torch_lists.table() in readme
+def test_the_page_shows_the_table():
+    page = pathlib.Path(__file__).parent.parent.parent / "docs" / "autocast.md"
+    assert torch_lists.table() in page.read_text()

@@ -1,0 +1,76 @@
+"""The Python blocks of README and of every page run. Tables show the results. Every public name has an entry."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import jmp_lite
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCKS = {page: re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) for page in PAGES}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCKS[page]], ids=lambda page: page.name)
+@pytest.mark.filterwarnings("ignore:Expected floating type")
+def test_the_python_blocks_of_a_page_run(page):
+    namespace = {}
+    for block in BLOCKS[page]:
+        exec(compile(block, str(page), "exec"), namespace)
+
+
+def test_most_guides_have_code():
+    assert sum(bool(blocks) for blocks in BLOCKS.values()) >= 7
+
+
+def test_the_report_of_the_readme_is_the_one_that_its_example_prints():
+    namespace = {}
+    for block in BLOCKS[ROOT / "README.md"]:
+        exec(compile(block, "README.md", "exec"), namespace)
+    arguments = (namespace[name] for name in ("params", "x", "y"))
+    report = jmp_lite.explain(namespace["loss_fn"])(*arguments)
+    assert f"```text\n{report.summary()}\n```" in (ROOT / "README.md").read_text()
+    assert namespace["loss"].dtype == "float32"
+
+
+def test_the_tables_are_those_of_the_results():
+    """`python -m benchmarks.compiled.pages` writes them."""
+    pytest.importorskip("jmp")
+    from benchmarks.compiled import pages
+
+    for page in pages.PAGES:
+        text = page.read_text()
+        assert text.count("<!-- begin ") == text.count("<!-- end -->") >= 1
+        assert pages.filled(text) == text
+
+
+def test_the_readme_teaches_in_two_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    ("page", "module"),
+    [
+        ("index", "jmp_lite"),
+        ("linen", "jmp_lite.linen"),
+        ("nnx", "jmp_lite.nnx"),
+        ("diagnostics", "jmp_lite.diagnostics"),
+    ],
+)
+def test_the_api_pages_have_every_public_name_once(page, module):
+    listed = re.findall(rf"^::: {module}\.(\w+)$", (ROOT / f"docs/api/{page}.md").read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    found = importlib.import_module(module)
+    assert all(hasattr(found, name) for name in listed)
+    if module == "jmp_lite":
+        assert set(listed) == set(jmp_lite.__all__)
+    elif module == "jmp_lite.diagnostics":
+        assert set(listed) == {name for name in vars(found) if name[0].isupper() or name == "read_program"}
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        assert f" {page.relative_to(ROOT / 'docs').as_posix()}\n" in navigation
