@@ -1,4 +1,4 @@
-"""The Python blocks of README and of every page run. Tables show the results. Every public name has an entry."""
+"""The code of README and of every page runs. Tables show the results. Every public name has an entry."""
 
 import importlib
 import re
