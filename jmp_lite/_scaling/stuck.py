@@ -12,7 +12,8 @@ from .state import SkipNonfiniteState, find_state
 
 _ADVICE = (
     "At a small loss scale the cause is the model or the data: an inf or NaN in a batch, a learning rate too "
-    "large, log or division of zero, or a value beyond 65504 in float16."
+    "large, log or division of zero, or a value beyond 65504 in float16. docs/diagnosis.md, 'My steps are "
+    "skipped', says how to find the operation."
 )
 
 
