@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -108,18 +109,41 @@ class WithPolicy(nn.Module):
         bound = module if module.scope is not None else module.clone(parent=self.scope)
         object.__setattr__(self, "_bound", bound)
 
+    # The methods of this class are hidden from Linen (`nowrap`). Otherwise Linen would list a call twice, as a
+    # call of this module and of the plain module, and would take this module for the parent of others.
+    @nn.nowrap
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
         return self._run("__call__", args, kwargs)
 
+    @nn.nowrap
+    def clone(
+        self, *, parent: Any = None, _deep_clone: Any = False, _reset_names: bool = False, **updates: Any
+    ) -> "WithPolicy":
+        """Returns a clone, as `nn.Module.clone`. `updates` may name fields of the plain module too."""
+        own = {field.name for field in dataclasses.fields(self)}
+        changes = {name: updates.pop(name) for name in [*updates] if name not in own}
+        module = self.plain.module
+        if module.scope is not None and "name" in updates:  # The plain module is bound, under its own name.
+            changes |= {"parent": parent, "name": updates["name"]}
+            updates["name"] = None
+        if changes:
+            updates["plain"] = _Plain(module.clone(**changes))
+        return super().clone(parent=parent, _deep_clone=_deep_clone, _reset_names=_reset_names, **updates)
+
+    @nn.nowrap
     def __getattr__(self, name: str) -> Any:
         """Returns a method of the plain module, run under the policy, or an attribute of it."""
         plain = vars(self).get("plain")
-        if plain is None or name.startswith("_"):
+        if plain is None or name.startswith("__") or name == "_bound":
             return super().__getattr__(name)
-        if isinstance(getattr(type(plain.module), name, None), types.FunctionType):
-            return types.MethodType(lambda self, *args, **kwargs: self._run(name, args, kwargs), self)
-        value = getattr(vars(self).get("_bound", plain.module), name)
+        cls = type(plain.module)
+        found = None if name in vars(plain.module) else inspect.getattr_static(cls, name, None)
+        if isinstance(found, types.FunctionType):
+            return types.MethodType(functools.partial(_call_method, name), self)
+        if self.scope is None and hasattr(found, "__get__"):  # A property, which may call `self.init`.
+            return found.__get__(self, cls)
+        value = getattr(plain.module if self.scope is None else self._bound, name)
         if any(isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(value)):
             raise ValueError(
                 f"'{name}' holds submodules, which would run outside the policy. Write a method of the "
@@ -128,6 +152,7 @@ class WithPolicy(nn.Module):
             )
         return value
 
+    @nn.nowrap
     def _run(self, method: str, args: Args, kwargs: Kwargs) -> Any:
         """Calls a method of the plain module; every call inside it goes through `_intercept`."""
         module: nn.Module = self._bound
@@ -144,11 +169,23 @@ class WithPolicy(nn.Module):
         is_cell = is_cell_call(_LINEN, module, method)
         return run_model(run, self.policy, cast_floating, is_cell, args, kwargs)
 
+    @nn.nowrap
     def _cast_initial_params(self, module: nn.Module) -> None:
         params = module.variables.get("params", {})
         self.policy.check_rules(params)
         for name, value in self.policy.cast_to_param(params).items():
             module.put_variable("params", name, value)
+
+
+def _call_method(name: str, model: WithPolicy, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of the plain module.
+
+    Outside `init` and `apply` the method gets `model` as its `self`. So its own calls of `self.init` and
+    `self.apply` run under the policy.
+    """
+    if model.scope is None:
+        return getattr(type(model.plain.module), name)(model, *args, **kwargs)
+    return model._run(name, args, kwargs)
 
 
 def _intercept(

@@ -1,5 +1,8 @@
 """`nnx.with_policy`: rules, methods, state, transforms, and training with an `nnx.Optimizer`."""
 
+import copy
+import pickle
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -156,3 +159,44 @@ def test_a_linen_module_inside_is_an_error_that_says_what_to_do():
         with_policy(wrap(nn.Dense(3)), F16)
     model = nnx.bridge.lazy_init(with_policy(wrap(linen_with_policy(nn.Dense(3), F16)), F16), SEQUENCE)
     assert model(SEQUENCE).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])  # Flax itself takes 2 and above.
+def test_a_model_can_be_pickled(protocol):
+    model = with_policy(ConvNet(nnx.Rngs(0)), F16.with_rules({"head": "float32"}), reduce_dtype="float32")
+    restored = pickle.loads(pickle.dumps(model, protocol))
+    assert type(restored) is type(model)
+    values, restored_values = (nnx.as_pure(nnx.state(each)) for each in (model, restored))
+    jax.tree.map(np.testing.assert_array_equal, restored_values, values)
+    assert products_of_grad(restored, IMAGES) == products_of_grad(model, IMAGES)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, nnx.clone])
+def test_a_model_can_be_copied(duplicate):
+    model = with_policy(OwnParams(nnx.Rngs(0)), F16)
+    other = duplicate(model)
+    assert type(other) is type(model)
+    assert products(other.encode, SEQUENCE) == [("float16", "float16")]
+    model(SEQUENCE)
+    assert other.calls[...] == (1 if duplicate is copy.copy else 0)
+
+
+def test_what_the_class_says_about_pickling_is_kept():
+    model = with_policy(Pickled(nnx.Rngs(0)), F16)
+    restored = pickle.loads(pickle.dumps(model))
+    assert restored.restored
+    assert products(restored, SEQUENCE) == [("float16", "float16")]
+
+
+class Pickled(nnx.Module):
+    """A model that says what of it is pickled."""
+
+    def __init__(self, rngs):
+        self.head = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(x)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.restored = True
