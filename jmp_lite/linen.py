@@ -109,8 +109,8 @@ class WithPolicy(nn.Module):
         bound = module if module.scope is not None else module.clone(parent=self.scope)
         object.__setattr__(self, "_bound", bound)
 
-    # The methods of this class are hidden from Linen (`nowrap`). Otherwise Linen would list a call twice, as a
-    # call of this module and of the plain module, and would take this module for the parent of others.
+    # Linen does not see the methods of this class (`nowrap`). Otherwise it would list one call as two calls,
+    # of this module and of the plain module, and would take this module for the parent of others.
     @nn.nowrap
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -138,7 +138,7 @@ class WithPolicy(nn.Module):
         if plain is None or name.startswith("__") or name == "_bound":
             return super().__getattr__(name)
         cls = type(plain.module)
-        found = None if name in vars(plain.module) else inspect.getattr_static(cls, name, None)
+        found: Any = None if name in vars(plain.module) else inspect.getattr_static(cls, name, None)
         if isinstance(found, types.FunctionType):
             return types.MethodType(functools.partial(_call_method, name), self)
         if self.scope is None and hasattr(found, "__get__"):  # A property, which may call `self.init`.

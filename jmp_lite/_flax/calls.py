@@ -86,6 +86,8 @@ def run_call(
         call: the framework's own call, to be given `args` and `kwargs`.
         args, kwargs: the arguments of the call.
     """
+    if plan.keeps_carry:
+        args, kwargs = _strengthen_carry(args, kwargs)
 
     def run(**more: Any) -> Any:
         with attributes(module, {**changes, **plan.attributes, **more}):
@@ -152,6 +154,18 @@ def _add_bias(output: jax.Array, bias: jax.Array) -> jax.Array:
     40,960 ones to 4,096 in float16.
     """
     return output + jnp.broadcast_to(bias, output.shape).astype(output.dtype)
+
+
+def _strengthen_carry(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Gives the carry of a cell strong dtypes.
+
+    A weakly typed float32 array, such as `jnp.full(shape, 0.5)`, takes the dtype of the half precision arrays
+    that it is added to. So a weakly typed carry would be rounded inside the cell.
+    """
+    strengthen = lambda carry: jax.tree.map(lambda leaf: cast_leaf(leaf, jnp.result_type(leaf)), carry)
+    if args:
+        return (strengthen(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"carry": strengthen(kwargs["carry"])}
 
 
 def _cast_cell_output(output: tuple[Any, Any], carry: Any, dtype: np.dtype) -> tuple[Any, Any]:

@@ -81,6 +81,25 @@ def test_a_carry_that_is_handed_in_is_not_rounded(library):
     assert not np.array_equal(c, c.astype(jnp.float16).astype(jnp.float32))
 
 
+@each_library
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_weakly_typed_carry_is_not_rounded(library, by_name):
+    x, weak = SEQUENCE[:, 0], (jnp.full((4, 8), 1 / 3), jnp.full((4, 8), 1 / 3))
+    strong = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weak)
+    assert (weak[0].weak_type, strong[0].weak_type) == (True, False)
+    model = nn.LSTMCell(8) if library == "Linen" else nnx.LSTMCell(6, 8, rngs=RNGS)
+    model = with_policy(model, F16)
+    if library == "Linen":
+        variables = model.init(jax.random.key(0), strong, x)
+        run = lambda *args, **kwargs: model.apply(variables, *args, **kwargs)
+    else:
+        run = model
+    expected, _ = run(strong, x)
+    found, _ = run(carry=weak, inputs=x) if by_name else run(weak, x)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert not np.array_equal(found[0], found[0].astype(jnp.float16).astype(jnp.float32))
+
+
 class DenseRelu(nn.Dense):
     """A Linen layer with something behind it, as users write them."""
 
