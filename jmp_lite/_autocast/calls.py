@@ -7,11 +7,12 @@ To teach autocast a new one, add its row to the table in `primitives.py`, its op
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .custom_rules import custom_jvp, custom_vjp
 from .interpreter import Handler, Interpreter, Value
-from .jaxprs import Array, Equation, Role, bind, constants, inner_jaxprs, without_constants
+from .jaxprs import Array, Equation, Role, bind, constants, inner_jaxprs, open_jaxpr, without_constants
 from .plan import Call, Inside, Take
 
 
@@ -122,9 +123,20 @@ def _while(interpreter: Interpreter, equation: Equation, action: Call, operands:
         _Loop(interpreter, inside, [operands[index] for index in inner.operands[: _constants(inner)]])
         for inside, inner in zip(action.inner, inner_jaxprs(equation))
     )
-    start = sum(map(_constants, inner_jaxprs(equation)))
-    carry = lax.while_loop(lambda carry: condition.run(carry)[0], body.run, body.start(operands[start:]))
-    return list(map(Value, carry))
+    start = body.start(operands[sum(map(_constants, inner_jaxprs(equation))) :])
+    (predicate,) = open_jaxpr(action.inner[0].plan.jaxpr).outvars
+    if not predicate.aval.ndim:
+        return list(map(Value, lax.while_loop(lambda carry: condition.run(carry)[0], body.run, start)))
+
+    # `jax.vmap` has given the loop a predicate for each example. JAX stops each example on its own when it
+    # compiles the primitive. `lax.while_loop` takes one predicate.
+    def step(carry: list[Array]) -> list[Array]:
+        (goes_on,) = condition.run(carry)
+        shapes = [goes_on.shape + (1,) * (each.ndim - goes_on.ndim) for each in carry]
+        results = zip(shapes, body.run(carry), carry)
+        return [jnp.where(goes_on.reshape(shape), new, old) for shape, new, old in results]
+
+    return list(map(Value, lax.while_loop(lambda carry: condition.run(carry)[0].any(), step, start)))
 
 
 def _constants(inner: Any) -> int:
