@@ -183,11 +183,15 @@ def prepare(
     rules: Rules,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    with_names: bool = False,
+    for_report: bool = False,
 ) -> tuple[Arguments, Planner, Plan]:
-    """Traces a call of `fun` and plans it. The arguments get names if the rules or `with_names` need them."""
-    named = with_names or bool(rules.scopes) or rules.reduce_dtype is not None
-    traced = arguments.trace(fun, args, kwargs, named)
+    """Traces a call of `fun` and plans it.
+
+    For a report all arguments get names, and a `jax.ShapeDtypeStruct` stands for an array.
+    """
+    named = for_report or bool(rules.scopes) or rules.reduce_dtype is not None
+    kinds = (jax.Array, jax.ShapeDtypeStruct) if for_report else (jax.Array,)
+    traced = arguments.trace(fun, args, kwargs, named, kinds)
     planner = Planner(rules)
     states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
     plan = planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))

@@ -97,6 +97,11 @@ def is_float32(var: Var) -> bool:
     return getattr(var.aval, "dtype", None) == jnp.float32
 
 
+def floating_operands(equation: Equation) -> list[Var]:
+    """Returns the operands of an equation that hold floating or complex numbers."""
+    return [var for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
+
+
 def is_literal(var: Var) -> bool:
     """Whether an operand is a constant written into the equation."""
     return isinstance(var, Literal)
@@ -109,20 +114,42 @@ def name_of(equation: Equation) -> str:
         return "square"
     if name == "div" and is_literal(equation.invars[0]):
         return "reciprocal"
-    if name == "dot_general" and not asked_precision(equation):
-        (contracted, _), (batch, _) = equation.params["dimension_numbers"]
-        if math.prod(equation.invars[0].aval.shape[axis] for axis in contracted) <= 1:
-            return "outer_product"
-        if all(var.aval.ndim == len(contracted) + len(batch) for var in equation.invars):
-            return "inner_product"
-    return name
+    return _kind_of_product(equation) if name == "dot_general" else name
 
 
-def asked_precision(equation: Equation) -> str:
-    """Returns the precision that the program asks of a product; empty if it asks for none."""
+def _kind_of_product(equation: Equation) -> str:
+    """Returns the name in the table of a `dot_general`, by its axes that are longer than 1.
+
+    A product sums over some axes, and each operand has some axes of its own. The gradients of a product have
+    the same three groups of axes in other places. So with one group or none the product and its gradients
+    are all inner products.
+    """
+    contracted, batch = equation.params["dimension_numbers"]
+    shapes = [var.aval.shape for var in equation.invars]
+    summed = math.prod(shapes[0][axis] for axis in contracted[0])
+    own = [
+        math.prod(size for axis, size in enumerate(shape) if axis not in (*sums, *shares))
+        for shape, sums, shares in zip(shapes, contracted, batch)
+    ]
+    # A symbolic size can be compared only with `==` and `!=`.
+    if sum(size != 1 for size in (summed, *own)) < 2:
+        return "inner_product"
+    return "outer_product" if summed == 1 else "dot_general"
+
+
+def precisions(equation: Equation) -> frozenset[str]:
+    """Returns the names of the precisions that a product has for its operands; none for the default."""
     precision = equation.params.get("precision")
     both = precision if isinstance(precision, tuple) else (precision,)
-    return " and ".join(sorted({str(getattr(each, "name", each)) for each in both} - {"DEFAULT", "None"}))
+    return frozenset(str(getattr(each, "name", each)) for each in both) - {"DEFAULT", "None"}
+
+
+def configured_precisions() -> frozenset[str]:
+    """Returns the names of the precisions that a product has here, if the program asks for none."""
+    if jax.config.jax_default_matmul_precision is None:  # type: ignore[attr-defined]
+        return frozenset()
+    x = jax.ShapeDtypeStruct((1,), jnp.float32)
+    return precisions(jax.make_jaxpr(lax.dot)(x, x).eqns[-1])
 
 
 def inner_jaxprs(equation: Equation) -> tuple[Inner, ...]:
@@ -222,6 +249,11 @@ def visible_scope(scope: str) -> str:
 def is_transposed(equation: Equation) -> bool:
     """Whether JAX made an equation for a backward pass."""
     return "transpose(" in str(equation.source_info.name_stack)
+
+
+def is_recomputed(equation: Equation) -> bool:
+    """Whether an equation of a backward pass computes a part of the forward pass again."""
+    return "rematted_computation" in str(equation.source_info.name_stack)
 
 
 def call_scope(scope: str, equation: Equation) -> str:

@@ -90,7 +90,7 @@ one_minus_square             deny       pointwise
 polynomial                   deny       pointwise
 
 # Sums, within a device and across devices. `add_any` sums the gradients of a value that is used twice. An
-# `inner_product` is a `dot_general` whose operands have no axis of their own: no Tensor Core runs it.
+# `inner_product` is a `dot_general` of vectors, or the gradient of one: no Tensor Core runs it.
 inner_product                deny
 reduce_sum                   deny       passes
 reduce_prod                  deny
