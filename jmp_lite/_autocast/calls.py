@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .custom_rules import custom_jvp, custom_vjp
+from .custom_rules import custom_jvp, custom_vjp, custom_vmap
 from .interpreter import Handler, Interpreter, Value
 from .jaxprs import Array, Equation, Role, bind, constants, inner_jaxprs, open_jaxpr, without_constants
 from .plan import Call, Inside, Take
@@ -50,6 +50,35 @@ def _remat(interpreter: Interpreter, equation: Equation, action: Call, operands:
     closed = jax.make_jaxpr(fun)(*arrays)
     results = bind(equation, [*constants(closed), *arrays], jaxpr=without_constants(closed))
     return list(map(Value, results))
+
+
+def _composite(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> list[Value]:
+    """A composite operation keeps its name and attributes."""
+    (inside,) = action.inner
+    arrays = interpreter.take_all(operands, inside.enter)
+    closed = jax.make_jaxpr(interpreter.function(inside))(*arrays)
+    param = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"  # Its name since JAX 0.12.
+    return list(map(Value, bind(equation, arrays, **{param: closed})))
+
+
+def _linear_solve(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> list[Value]:
+    """Derivatives run the matrices, which may be in half; the solvers run as traced."""
+    arrays = [value.native for value in operands]
+    parts = list(zip(inner_jaxprs(equation), action.inner))
+    for inner, inside in parts:
+        for index, take in zip(inner.operands, inside.enter):
+            arrays[index] = interpreter.take(operands[index], take)
+    closed = [
+        jax.make_jaxpr(interpreter.function(inside))(*(arrays[index] for index in inner.operands))
+        for inner, inside in parts
+    ]
+    given, jaxprs = iter(closed), equation.params["jaxprs"]
+    jaxprs = type(jaxprs)(*(None if jaxpr is None else next(given) for jaxpr in jaxprs))
+    return list(map(Value, bind(equation, arrays, jaxprs=jaxprs)))
 
 
 def _shard_map(
@@ -145,9 +174,12 @@ def _constants(inner: Any) -> int:
 
 CALLS: dict[str, Handler] = {
     "closed_call": _inline,
+    "composite": _composite,
     "cond": _cond,
     "custom_jvp_call": custom_jvp,
+    "custom_linear_solve": _linear_solve,
     "custom_vjp_call": custom_vjp,
+    "custom_vmap_call": custom_vmap,
     "eval_jaxpr": _inline,
     "jit": _jit,
     "remat2": _remat,

@@ -40,6 +40,16 @@ def custom_vjp(
     return list(map(Value, fun(*rule.given)))
 
 
+def custom_vmap(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> list[Value]:
+    """Runs a function with a batching rule of the user's own."""
+    rule = TracedRule(interpreter, equation, action, operands)
+    fun = jax.custom_batching.custom_vmap(rule.primal)
+    fun.def_vmap(rule.batched)
+    return list(map(Value, fun(*rule.given)))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Saved:
     """The static part of the residuals of a forward rule.
@@ -74,7 +84,7 @@ class TracedRule:
         self._interpreter, self._equation = interpreter, equation
         self._name = str(equation.params.get("name", "fun"))
         arrays = interpreter.take_all(operands, self._inside.enter)
-        count = equation.params["num_consts"]
+        count = equation.params.get("num_consts", 0)
         # A rule says nothing of the gradients of constants. They stay closed over: JAX reports a program that
         # asks for one.
         self._closed_over, self.given = arrays[:count], arrays[count:]
@@ -162,7 +172,22 @@ class TracedRule:
         gradients = iter(found)
         return tuple(next(gradients) if moves else None for moves in moving[len(self._closed_over) :])
 
-    # Both.
+    # The batching rule.
+
+    def batched(
+        self, axis_size: int, in_batched: Sequence[bool], *arrays: Array
+    ) -> tuple[list[Array], list[bool]]:
+        """The rule of a `custom_vmap`: the results, and for each that it has a batch axis."""
+        axes = [0 if each else None for each in in_batched]
+
+        def rule(arrays: list[Array], _: list[Array]) -> list[Array]:
+            run = jax.vmap(lambda *arrays: bind(self._equation, arrays), axes, axis_size=axis_size)
+            return run(*arrays)
+
+        results, _ = self._run(rule, self._inputs(arrays), [], self._inside.plan.results)
+        return results, [True] * len(results)
+
+    # All.
 
     def _inputs(self, arrays: Sequence[Array]) -> list[tuple[Array, State]]:
         """Returns all operands of the function, each with its state."""

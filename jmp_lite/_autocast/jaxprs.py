@@ -37,6 +37,7 @@ Array: TypeAlias = Any
 # what the user keeps in float32.
 AUTOCAST_SCOPE = "jmp_lite.autocast"
 FULL_PRECISION_SCOPE = "jmp_lite.full_precision"
+SOLVER_SCOPE = "jmp_lite.solver"
 KEEP_FLOAT32_NAME = "jmp_lite.keep_float32"
 
 # With this option jax.jit leaves no equation in the jaxpr around it. Since JAX 0.12 `True` is something less.
@@ -62,6 +63,7 @@ class Inner:
         roles: for each input, how the inner jaxpr takes it.
         results: for each output, the index of the equation's result; None for an output that is no result.
         carries: for each output, whether it is the carry of a loop.
+        scope: a scope of ours around the jaxpr; empty for none.
     """
 
     jaxpr: Jaxpr
@@ -69,6 +71,7 @@ class Inner:
     roles: tuple[Role, ...]
     results: tuple[int | None, ...]
     carries: tuple[bool, ...]
+    scope: str = ""
 
 
 def equations(jaxpr: Jaxpr) -> Sequence[Equation]:
@@ -161,6 +164,8 @@ def inner_jaxprs(equation: Equation) -> tuple[Inner, ...]:
         return _while_parts(equation)
     if name == "cond":
         return tuple(_called(branch, first_operand=1) for branch in params["branches"])
+    if name == "custom_linear_solve":
+        return _linear_solve_parts(equation)
     (jaxpr,) = jaxprs_in_params(params)
     # The closed jaxpr, with its constants, where the parameter holds one.
     closed = [value for value in params.values() if open_jaxpr(value) is jaxpr]
@@ -218,6 +223,25 @@ def _while_parts(equation: Equation) -> tuple[Inner, Inner]:
     )
 
 
+def _linear_solve_parts(equation: Equation) -> tuple[Inner, ...]:
+    """The matrix of a linear system and its transpose, and the solvers of both: those that there are.
+
+    Each takes constants of its own, and a vector. Only derivatives of the system run the matrices.
+    """
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    results = tuple(range(len(equation.outvars)))
+    vector, first, parts = tuple(range(sum(lengths), len(equation.invars))), 0, []
+    for name, length, jaxpr in zip(lengths._fields, lengths, jaxprs):
+        constants = tuple(range(first, first + length))
+        first += length
+        if jaxpr is not None:
+            roles = (Role.ONCE,) * length + (Role.CARRY,) * len(vector)
+            out = results if name == "solve" else (None,) * len(open_jaxpr(jaxpr).outvars)
+            scope = SOLVER_SCOPE if name in ("solve", "transpose_solve") else ""
+            parts.append(Inner(jaxpr, constants + vector, roles, out, (True,) * len(out), scope))
+    return tuple(parts)
+
+
 def scope_of(equation: Equation, around: str = "") -> str:
     """Returns the named scopes and Flax modules around an equation, joined by slashes.
 
@@ -243,7 +267,8 @@ def plain_scope(name_stack: str) -> str:
 
 def visible_scope(scope: str) -> str:
     """Returns a scope without the names that only autocast reads."""
-    return "/".join(name for name in scope.split("/") if name not in (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE))
+    ours = (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE)
+    return "/".join(name for name in scope.split("/") if name not in ours)
 
 
 def is_transposed(equation: Equation) -> bool:

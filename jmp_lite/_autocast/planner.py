@@ -262,6 +262,7 @@ class Planner:
     def _around(self, equation: Equation, inner: Inner, facts: _Facts) -> Around:
         """Returns the part of the program around a jaxpr of a call."""
         scope = call_scope(scope_of(equation, facts.around.scope), equation)
+        scope = f"{scope}/{inner.scope}" if inner.scope else scope
         backward = _in_backward_pass(equation, facts)
         if self.rules.reduce_dtype is None:
             return Around(scope, backward)
@@ -324,7 +325,7 @@ def _inside(
         return Take.BOTH if both else conversion(operands[index], state)
 
     def leave(state: State, index: int | None) -> Take:
-        return Take.AS_IS if index is None else conversion(state, results[index])
+        return conversion(state, FIRM if index is None else results[index])
 
     return tuple(
         Inside(

@@ -6,9 +6,11 @@
 import collections
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import models
+import numpy as np
 import pytest
 from jaxprs import PRODUCTS, equations
 from small_programs import W, X
@@ -137,3 +139,129 @@ def test_the_products_beside_outer_products_are_the_same_in_both_orders(name):
     inside, outside, explained = both_orders(step_of(fun), "bfloat16", X, W)
     assert inside == outside == explained
     assert inside["dot_general", "bfloat16", "bfloat16"] == halves
+
+
+def with_rule(kind, rule, **options):
+    """A product with a rule of its own."""
+    fun = kind(lambda x, w: x @ w)
+    if kind is jax.custom_jvp:
+        fun.defjvp(rule, **options)
+    else:
+        fun.defvjp(lambda x, w: (x @ w, (x, w)), rule, **options)
+    return fun
+
+
+def _backward(saved, g):
+    return g @ saved[1].T, saved[0].T @ g
+
+
+def _pushforward(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return x @ w, dx @ w + x @ dw
+
+
+@eqx.filter_custom_vjp
+def _filtered(arrays):
+    return arrays[0] @ arrays[1]
+
+
+_filtered.def_fwd(lambda perturbed, arrays: (arrays[0] @ arrays[1], None))
+_filtered.def_bwd(lambda saved, g, perturbed, arrays: _backward(arrays, g))
+
+
+@jax.custom_vjp
+def _attention(x, w):
+    return jax.nn.softmax(x @ x.T) @ x @ w
+
+
+def _attention_backward(saved, g):
+    """Computes the weights of the attention again, as flash attention does."""
+    x, w = saved
+    return jax.vjp(lambda x, w: jax.nn.softmax(x @ x.T) @ x @ w, x, w)[1](g)
+
+
+_attention.defvjp(lambda x, w: (_attention(x, w), (x, w)), _attention_backward)
+
+
+def _scoped(x, w):
+    with jax.named_scope("kept"):
+        return RULES["custom_vjp"](x, w)
+
+
+def _solved(x, w):
+    """A linear solve by iterations. The matrix depends on the parameters."""
+    return jax.scipy.sparse.linalg.cg(lambda v: v + 0.1 * (w.T @ (w @ v)), (x @ w)[0], maxiter=3)[0]
+
+
+def _root(x, w):
+    """A fixed point, whose derivative is a linear solve."""
+    return jax.lax.custom_root(
+        lambda y: jnp.tanh(0.3 * (y @ w)) + x[0] - y,
+        jnp.zeros(8),
+        lambda f, y: jax.lax.fori_loop(0, 3, lambda _, y: f(y) + y, y),
+        lambda g, y: jnp.linalg.solve(jax.jacobian(g)(y), y),
+    )
+
+
+RULES = {
+    "custom_vjp": with_rule(jax.custom_vjp, _backward),
+    "custom_jvp": with_rule(jax.custom_jvp, _pushforward),
+    "custom_vjp of equinox, with symbolic zeros": lambda x, w: _filtered((x, w)),
+    "custom_gradient": jax.custom_gradient(lambda x, w: (x @ w, lambda g: _backward((x, w), g))),
+    "attention that is computed again": _attention,
+    "a rule in a loop": lambda x, w: jax.lax.scan(
+        lambda c, _: (jnp.tanh(RULES["custom_vjp"](c, w)), None), x, length=3
+    )[0],
+    "a recomputed rule": jax.checkpoint(lambda x, w: RULES["custom_jvp"](jnp.sin(x @ w), w)),
+    "a vmapped rule": jax.vmap(lambda row, w: RULES["custom_vjp"](row[None], w)[0], (0, None)),
+    "a rule in full precision": lambda x, w: jmp.full_precision(RULES["custom_vjp"])(x @ w, w),
+    "a rule of JAX's own": lambda x, w: jax.nn.relu6(jax.nn.logsumexp(jax.nn.silu(x @ w) @ w)),
+    "a linear solve by iterations": _solved,
+    "a direct linear solve": lambda x, w: jnp.linalg.solve(w.T @ w + jnp.eye(8), (x @ w)[0]),
+    "a root": _root,
+    "a while loop": lambda x, w: x @ w * jax.lax.while_loop(lambda n: n < 2.0, lambda n: n + 1, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_products_of_a_rule_are_the_same_in_both_orders(name):
+    inside, outside, explained = both_orders(step_of(RULES[name]), "float16", X, W)
+    assert inside == outside == explained
+    assert inside["dot_general", "float16", "float16"] >= 3
+
+
+def test_the_products_of_a_rule_in_a_named_scope_are_the_same_in_both_orders():
+    autocast = functools.partial(jmp.autocast, rules={"kept": "float32"})
+    loss = lambda x, w: jnp.sum(jnp.sin(_scoped(x @ w, w)))
+    inside = products(jax.make_jaxpr(jax.grad(autocast(loss), (0, 1)))(X, W))
+    outside = products(jax.make_jaxpr(autocast(jax.grad(loss, (0, 1))))(X, W))
+    assert inside == outside
+    assert inside == {("dot_general", half, half): 3 for half in ("float32", "bfloat16")}
+
+
+def test_the_products_in_a_composite_operation_are_told():
+    fun = jax.lax.composite(lambda x, w: jnp.tanh(x @ w) @ w, name="two.layers")
+    report = jmp.explain(fun)(X, W)
+    assert products(report.after) == told(report) == {("dot_general", "bfloat16", "bfloat16"): 2}
+    assert "two.layers" in jax.jit(jmp.autocast(fun)).lower(X, W).as_text()
+    np.testing.assert_allclose(jmp.autocast(fun)(X, W), fun(X, W), atol=0.05)
+
+
+def test_a_batching_rule_is_run_and_its_products_are_half():
+    fun = jax.custom_batching.custom_vmap(lambda row, w: jnp.tanh(row @ w))
+    fun.def_vmap(lambda size, batched, rows, w: (3 * jnp.tanh(rows @ w), True))
+    layers = lambda row, w: fun(row @ w, w) @ w
+    report = jmp.explain(layers)(X[0], W)
+    assert products(report.after) == told(report) == {("dot_general", "bfloat16", "bfloat16"): 3}
+    expected = jax.vmap(layers, (0, None))(X, W)
+    for half in (jax.vmap(jmp.autocast(layers), (0, None)), jmp.autocast(jax.vmap(layers, (0, None)))):
+        assert products(jax.make_jaxpr(half)(X, W)) == {("dot_general", "bfloat16", "bfloat16"): 3}
+        np.testing.assert_allclose(half(X, W), expected, atol=0.05 * np.abs(expected).max())
+
+
+def test_a_solver_runs_in_float32_and_the_products_of_its_derivative_in_half():
+    report = jmp.explain(jax.grad(lambda x, w: jnp.sum(_solved(x, w)), 1))(X, W)
+    inside = [o for o in report.operations if "inside a linear solver" in o.reason]
+    products = [o for o in report.operations if o.is_product]
+    assert {o.in_half for o in products if o in inside} == {False}
+    assert {o.in_half for o in products if o not in inside} == {True}
