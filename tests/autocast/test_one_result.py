@@ -193,16 +193,6 @@ def _solved(x, w):
     return jax.scipy.sparse.linalg.cg(lambda v: v + 0.1 * (w.T @ (w @ v)), (x @ w)[0], maxiter=3)[0]
 
 
-def _root(x, w):
-    """A fixed point, whose derivative is a linear solve."""
-    return jax.lax.custom_root(
-        lambda y: jnp.tanh(0.3 * (y @ w)) + x[0] - y,
-        jnp.zeros(8),
-        lambda f, y: jax.lax.fori_loop(0, 3, lambda _, y: f(y) + y, y),
-        lambda g, y: jnp.linalg.solve(jax.jacobian(g)(y), y),
-    )
-
-
 RULES = {
     "custom_vjp": with_rule(jax.custom_vjp, _backward),
     "custom_jvp": with_rule(jax.custom_jvp, _pushforward),
@@ -218,7 +208,6 @@ RULES = {
     "a rule of JAX's own": lambda x, w: jax.nn.relu6(jax.nn.logsumexp(jax.nn.silu(x @ w) @ w)),
     "a linear solve by iterations": _solved,
     "a direct linear solve": lambda x, w: jnp.linalg.solve(w.T @ w + jnp.eye(8), (x @ w)[0]),
-    "a root": _root,
     "a while loop": lambda x, w: x @ w * jax.lax.while_loop(lambda n: n < 2.0, lambda n: n + 1, 0.0),
 }
 
