@@ -77,9 +77,9 @@ def autocast(
     - Everything else keeps the dtypes with which it was traced.
 
     Only float32 is ever changed. Integers, float64, complex, fp8 and the program's own half values stay as
-    they are, and so does a product with a `precision=` of its own. A `jax_default_matmul_precision` around the
-    call holds for the products that stay float32. Weights stay float32 and are cast once;
-    the gradients of all uses of a weight are summed in float32. Both `jax.grad(autocast(fun))` and
+    they are, and so does a product with a `precision=` of its own. A `jax_default_matmul_precision` around
+    the call holds for the products that stay float32. Weights stay float32 and are cast once; the gradients
+    of all uses of a weight are summed in float32. Both `jax.grad(autocast(fun))` and
     `autocast(jax.grad(fun))` run their backward products in half. float16 needs loss scaling:
     `with_loss_scale`.
 
