@@ -4,8 +4,8 @@ In the order in which to read it: `primitives` (the table of operations, one row
 options), `jaxprs` (how to read and repeat an equation), `scopes` (where autocast keeps out), `states` (facts
 about a value), `activations` (functions that run as one), `plan` (what a plan consists of), `decide` (the
 decision about one operation), `demand` (which values are wanted in half), `gradients` (which products make
-weight gradients), `planner` (which puts the decisions together), `wide_gradients` (products with float32
-gradients), `interpreter` (which carries the plan out), `custom_rules` and `calls` (custom derivatives, jit,
-loops), `arguments` (the arguments of a call), `api` (the functions that users call) and `report` (what they
-are told).
+weight gradients), `planner` (which puts the decisions together), `products` (products whose gradients have
+dtypes of their own), `interpreter` (which carries the plan out), `custom_rules` and `calls` (custom
+derivatives, jit, loops), `arguments` (the arguments of a call), `api` (the functions that users call) and
+`report` (what they are told).
 """

@@ -78,8 +78,9 @@ def autocast(
     - Everything else keeps the dtypes with which it was traced.
 
     Only float32 is ever changed. Integers, float64, complex, fp8 and the program's own half values stay as
-    they are, and so does a product with a `precision=` of its own. Weights stay float32 and are cast once;
-    the gradients of all uses of a weight are summed in float32. Both `jax.grad(autocast(fun))` and
+    they are, and so does a product with a `precision=` of its own. A `jax_default_matmul_precision` around
+    the call holds for the products that stay float32. Weights stay float32 and are cast once; the gradients
+    of all uses of a weight are summed in float32. Both `jax.grad(autocast(fun))` and
     `autocast(jax.grad(fun))` run their backward products in half. float16 needs loss scaling:
     `with_loss_scale`.
 
@@ -205,11 +206,15 @@ def prepare(
     rules: Rules,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    with_names: bool = False,
+    for_report: bool = False,
 ) -> tuple[Arguments, Planner, Plan]:
-    """Traces a call of `fun` and plans it. The arguments get names if the rules or `with_names` need them."""
-    named = with_names or bool(rules.scopes) or rules.reduce_dtype is not None
-    traced = arguments.trace(fun, args, kwargs, named)
+    """Traces a call of `fun` and plans it.
+
+    For a report all arguments get names, and a `jax.ShapeDtypeStruct` stands for an array.
+    """
+    named = for_report or bool(rules.scopes) or rules.reduce_dtype is not None
+    kinds = (jax.Array, jax.ShapeDtypeStruct) if for_report else (jax.Array,)
+    traced = arguments.trace(fun, args, kwargs, named, kinds)
     planner = Planner(rules)
     states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
     plan = planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))

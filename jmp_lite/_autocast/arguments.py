@@ -45,7 +45,11 @@ class Arguments:
 
 
 def trace(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], with_names: bool
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    with_names: bool,
+    kinds: tuple[type, ...] = (jax.Array,),
 ) -> Arguments:
     """Traces a call of `fun`.
 
@@ -53,13 +57,14 @@ def trace(
         fun: the function.
         args, kwargs: its arguments.
         with_names: whether the paths of the arrays are needed; they take time to make.
+        kinds: the types of the arguments that are traced as arrays.
     """
     adapter = _adapter((args, kwargs))
     finish = None
     if adapter is not None:
         fun, args, finish = adapter.split_objects(fun, args, kwargs)
         kwargs = {}
-    call = _Call(fun, args, kwargs)
+    call = _Call(fun, args, kwargs, kinds)
     closed = jax.make_jaxpr(call.flat)(*call.arrays)
     names = [""] * len(call.leaves)
     if with_names:
@@ -82,10 +87,16 @@ class _Call:
         indexes: the indexes of the arrays among the leaves.
     """
 
-    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kinds: tuple[type, ...],
+    ) -> None:
         self._fun = fun
         self.leaves, self._structure = jax.tree.flatten((args, kwargs))
-        self.indexes = [index for index, leaf in enumerate(self.leaves) if isinstance(leaf, jax.Array)]
+        self.indexes = [index for index, leaf in enumerate(self.leaves) if isinstance(leaf, kinds)]
         self._output_leaves: list[Any] = []
         self._output_structure: Any = None
 

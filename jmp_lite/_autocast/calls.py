@@ -7,11 +7,12 @@ To teach autocast a new one, add its row to the table in `primitives.py`, its op
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from .custom_rules import custom_jvp, custom_vjp
+from .custom_rules import custom_jvp, custom_vjp, custom_vmap
 from .interpreter import Handler, Interpreter, Value
-from .jaxprs import Array, Equation, Role, bind, constants, inner_jaxprs, without_constants
+from .jaxprs import Array, Equation, Role, bind, constants, inner_jaxprs, open_jaxpr, without_constants
 from .plan import Call, Inside, Take
 
 
@@ -49,6 +50,35 @@ def _remat(interpreter: Interpreter, equation: Equation, action: Call, operands:
     closed = jax.make_jaxpr(fun)(*arrays)
     results = bind(equation, [*constants(closed), *arrays], jaxpr=without_constants(closed))
     return list(map(Value, results))
+
+
+def _composite(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> list[Value]:
+    """A composite operation keeps its name and attributes."""
+    (inside,) = action.inner
+    arrays = interpreter.take_all(operands, inside.enter)
+    closed = jax.make_jaxpr(interpreter.function(inside))(*arrays)
+    param = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"  # Its name since JAX 0.12.
+    return list(map(Value, bind(equation, arrays, **{param: closed})))
+
+
+def _linear_solve(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> list[Value]:
+    """Derivatives run the matrices, which may be in half; the solvers run as traced."""
+    arrays = [value.native for value in operands]
+    parts = list(zip(inner_jaxprs(equation), action.inner))
+    for inner, inside in parts:
+        for index, take in zip(inner.operands, inside.enter):
+            arrays[index] = interpreter.take(operands[index], take)
+    closed = [
+        jax.make_jaxpr(interpreter.function(inside))(*(arrays[index] for index in inner.operands))
+        for inner, inside in parts
+    ]
+    given, jaxprs = iter(closed), equation.params["jaxprs"]
+    jaxprs = type(jaxprs)(*(None if jaxpr is None else next(given) for jaxpr in jaxprs))
+    return list(map(Value, bind(equation, arrays, jaxprs=jaxprs)))
 
 
 def _shard_map(
@@ -122,9 +152,20 @@ def _while(interpreter: Interpreter, equation: Equation, action: Call, operands:
         _Loop(interpreter, inside, [operands[index] for index in inner.operands[: _constants(inner)]])
         for inside, inner in zip(action.inner, inner_jaxprs(equation))
     )
-    start = sum(map(_constants, inner_jaxprs(equation)))
-    carry = lax.while_loop(lambda carry: condition.run(carry)[0], body.run, body.start(operands[start:]))
-    return list(map(Value, carry))
+    start = body.start(operands[sum(map(_constants, inner_jaxprs(equation))) :])
+    (predicate,) = open_jaxpr(action.inner[0].plan.jaxpr).outvars
+    if not predicate.aval.ndim:
+        return list(map(Value, lax.while_loop(lambda carry: condition.run(carry)[0], body.run, start)))
+
+    # `jax.vmap` has given the loop a predicate for each example. JAX stops each example on its own when it
+    # compiles the primitive. `lax.while_loop` takes one predicate.
+    def step(carry: list[Array]) -> list[Array]:
+        (goes_on,) = condition.run(carry)
+        shapes = [goes_on.shape + (1,) * (each.ndim - goes_on.ndim) for each in carry]
+        results = zip(shapes, body.run(carry), carry)
+        return [jnp.where(goes_on.reshape(shape), new, old) for shape, new, old in results]
+
+    return list(map(Value, lax.while_loop(lambda carry: condition.run(carry)[0].any(), step, start)))
 
 
 def _constants(inner: Any) -> int:
@@ -133,9 +174,12 @@ def _constants(inner: Any) -> int:
 
 CALLS: dict[str, Handler] = {
     "closed_call": _inline,
+    "composite": _composite,
     "cond": _cond,
     "custom_jvp_call": custom_jvp,
+    "custom_linear_solve": _linear_solve,
     "custom_vjp_call": custom_vjp,
+    "custom_vmap_call": custom_vmap,
     "eval_jaxpr": _inline,
     "jit": _jit,
     "remat2": _remat,

@@ -5,12 +5,14 @@ does not hold it in a form that autocast can read: autocast differentiates the e
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from .interpreter import Interpreter, Value
 from .jaxprs import Array, Equation, Var, bind, is_float32, open_jaxpr
@@ -24,7 +26,7 @@ def custom_jvp(
     """Runs a function with a forward-mode rule of the user's own."""
     rule = TracedRule(interpreter, equation, action, operands)
     fun = jax.custom_jvp(rule.primal)
-    fun.defjvp(rule.jvp)
+    fun.defjvp(rule.jvp, symbolic_zeros=equation.params["symbolic_zeros"])
     return list(map(Value, fun(*rule.given)))
 
 
@@ -34,16 +36,33 @@ def custom_vjp(
     """Runs a function with forward and backward rules of the user's own."""
     rule = TracedRule(interpreter, equation, action, operands)
     fun = jax.custom_vjp(rule.primal)
-    fun.defvjp(rule.forward, rule.backward)
+    fun.defvjp(rule.forward, rule.backward, symbolic_zeros=equation.params["symbolic_zeros"])
+    return list(map(Value, fun(*rule.given)))
+
+
+def custom_vmap(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> list[Value]:
+    """Runs a function with a batching rule of the user's own."""
+    rule = TracedRule(interpreter, equation, action, operands)
+    fun = jax.custom_batching.custom_vmap(rule.primal)
+    fun.def_vmap(rule.batched)
     return list(map(Value, fun(*rule.given)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """The static part of the residuals of a forward rule: how to build its pullback, and their states."""
+    """The static part of the residuals of a forward rule.
+
+    Attributes:
+        structure: how to build the pullback.
+        states: the states of the residuals.
+        moving: for each operand, whether the pullback gives a gradient of it.
+    """
 
     structure: Any
     states: tuple[State, ...]
+    moving: tuple[bool, ...]
 
     def __call__(self) -> None:
         """Never called. `jax.tree_util.Partial`, the pytree that carries this, asks for a callable."""
@@ -51,6 +70,8 @@ class _Saved:
 
 class TracedRule:
     """A function with a custom derivative, and its rules, each run by a plan of its own.
+
+    A rule with symbolic zeros is told which operands are perturbed. It is not differentiated by the others.
 
     Attributes:
         given: the arrays by which the function may be differentiated.
@@ -63,13 +84,13 @@ class TracedRule:
         self._interpreter, self._equation = interpreter, equation
         self._name = str(equation.params.get("name", "fun"))
         arrays = interpreter.take_all(operands, self._inside.enter)
-        count = equation.params["num_consts"]
+        count = equation.params.get("num_consts", 0)
         # A rule says nothing of the gradients of constants. They stay closed over: JAX reports a program that
         # asks for one.
         self._closed_over, self.given = arrays[:count], arrays[count:]
-        self._moving = [
+        self._moving = tuple(
             index >= count and _is_differentiable(var) for index, var in enumerate(equation.invars)
-        ]
+        )
 
     @property
     def primal(self) -> Callable[..., list[Array]]:
@@ -86,33 +107,39 @@ class TracedRule:
 
     def jvp(self, primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
         """The rule of a `custom_jvp`."""
-        count = len(self._closed_over)
-        operands = zip(tangents, self._equation.invars[count:], self._moving[count:])
+        moving = self._perturbed(not isinstance(tangent, SymbolicZero) for tangent in tangents)
+        operands = zip((*self._closed_over, *tangents), self._equation.invars, moving)
         directions = [(tangent, _state_of_tangent(tangent, var)) for tangent, var, moves in operands if moves]
         states = self._inside.plan.results
         outvars = self._equation.outvars
         changing = [state for state, var in zip(states, outvars) if _is_differentiable(var)]
-        arrays, _ = self._run(self._pushforward, self._inputs(primals), directions, [*states, *changing])
+        pushforward = functools.partial(self._pushforward, moving)
+        arrays, _ = self._run(pushforward, self._inputs(primals), directions, [*states, *changing])
         changes = iter(arrays[len(states) :])
         return arrays[: len(states)], [
             next(changes) if _is_differentiable(var) else _zero(var) for var in outvars
         ]
 
-    def _pushforward(self, primals: list[Array], directions: list[Array]) -> tuple[list[Array], list[Array]]:
+    def _pushforward(
+        self, moving: Sequence[bool], primals: list[Array], directions: list[Array]
+    ) -> tuple[list[Array], list[Array]]:
         """The rule at the dtypes for which it was written."""
-        of_moving, moved = self._of_moving(primals)
+        of_moving, moved = self._of_moving(primals, moving)
         results, changes = jax.jvp(of_moving, moved, tuple(directions))
         differentiable = map(_is_differentiable, self._equation.outvars)
         return results, [change for change, each in zip(changes, differentiable) if each]
 
     # The reverse-mode rules.
 
-    def forward(self, *arrays: Array) -> tuple[list[Array], Any]:
+    def forward(self, *given: Any) -> tuple[list[Array], Any]:
         """The forward rule of a `custom_vjp`: the results, and a pytree of the residuals."""
+        arrays, moving = given, self._moving
+        if self._equation.params["symbolic_zeros"]:
+            arrays, moving = [each.value for each in given], self._perturbed(each.perturbed for each in given)
         structures: list[Any] = []
 
         def trace(arrays: list[Array], _: list[Array]) -> tuple[list[Array], list[Array]]:
-            of_moving, moved = self._of_moving(arrays)
+            of_moving, moved = self._of_moving(arrays, moving)
             results, pullback = jax.vjp(of_moving, *moved)
             leaves, structure = jax.tree.flatten(pullback)
             structures.append(structure)
@@ -120,14 +147,14 @@ class TracedRule:
 
         states = self._inside.plan.results
         results, further = self._run(trace, self._inputs(arrays), [], states)
-        saved = _Saved(structures[-1], tuple(further))
+        saved = _Saved(structures[-1], tuple(further), moving)
         return results[: len(states)], jax.tree_util.Partial(saved, *results[len(states) :])
 
     def backward(self, saved: Any, cotangents: list[Any]) -> tuple[Array | None, ...]:
         """The backward rule of a `custom_vjp`."""
-        outvars = self._equation.outvars
+        outvars, moving = self._equation.outvars, saved.func.moving
         arriving = [
-            (cotangent, _state_of_tangent(cotangent, var))
+            (_filled(cotangent), _state_of_tangent(cotangent, var))
             for cotangent, var in zip(cotangents, outvars)
             if _is_differentiable(var)
         ]
@@ -138,29 +165,49 @@ class TracedRule:
             return list(jax.tree.unflatten(saved.func.structure, leaves)(full))
 
         residuals = list(zip(saved.args, saved.func.states, strict=True))
-        states = [state for state, moves in zip(self._inside.plan.inputs, self._moving) if moves]
+        states = [state for state, moves in zip(self._inside.plan.inputs, moving) if moves]
         # The gradient of an activation is read on; that of a parameter leaves the backward pass.
-        around = Around(backward=True, staying=tuple(not state.reduced for state in states))
-        found, _ = self._run(pullback, residuals, arriving, states, around)
+        staying = tuple(not state.reduced for state in states)
+        found, _ = self._run(pullback, residuals, arriving, states, staying)
         gradients = iter(found)
-        return tuple(next(gradients) if moves else None for moves in self._moving[len(self._closed_over) :])
+        return tuple(next(gradients) if moves else None for moves in moving[len(self._closed_over) :])
 
-    # Both.
+    # The batching rule.
+
+    def batched(
+        self, axis_size: int, in_batched: Sequence[bool], *arrays: Array
+    ) -> tuple[list[Array], list[bool]]:
+        """The rule of a `custom_vmap`: the results, and for each that it has a batch axis."""
+        axes = [0 if each else None for each in in_batched]
+
+        def rule(arrays: list[Array], _: list[Array]) -> list[Array]:
+            run = jax.vmap(lambda *arrays: bind(self._equation, arrays), axes, axis_size=axis_size)
+            return run(*arrays)
+
+        results, _ = self._run(rule, self._inputs(arrays), [], self._inside.plan.results)
+        return results, [True] * len(results)
+
+    # All.
 
     def _inputs(self, arrays: Sequence[Array]) -> list[tuple[Array, State]]:
         """Returns all operands of the function, each with its state."""
         return list(zip((*self._closed_over, *arrays), self._inside.plan.inputs, strict=True))
 
-    def _of_moving(self, arrays: list[Array]) -> tuple[Callable[..., list[Array]], tuple[Array, ...]]:
-        """Returns the equation as a function of the operands that have derivatives, and those operands."""
+    def _perturbed(self, perturbed: Iterable[bool]) -> tuple[bool, ...]:
+        """Returns for each operand whether it moves, of whether each operand that was given is perturbed."""
+        every = (*(False for _ in self._closed_over), *perturbed)
+        return tuple(moves and each for moves, each in zip(self._moving, every, strict=True))
+
+    def _of_moving(
+        self, arrays: list[Array], moving: Sequence[bool]
+    ) -> tuple[Callable[..., list[Array]], tuple[Array, ...]]:
+        """Returns the equation as a function of the operands that move, and those operands."""
 
         def fun(*moved: Array) -> list[Array]:
             given = iter(moved)
-            return bind(
-                self._equation, [next(given) if moves else x for x, moves in zip(arrays, self._moving)]
-            )
+            return bind(self._equation, [next(given) if moves else x for x, moves in zip(arrays, moving)])
 
-        return fun, tuple(x for x, moves in zip(arrays, self._moving) if moves)
+        return fun, tuple(x for x, moves in zip(arrays, moving) if moves)
 
     def _run(
         self,
@@ -168,7 +215,7 @@ class TracedRule:
         inputs: Sequence[tuple[Array, State]],
         tangents: Sequence[tuple[Array, State]],
         states: Sequence[State],
-        around: Around = Around(),  # noqa: B008
+        staying: tuple[bool, ...] | None = None,
     ) -> tuple[list[Array], Sequence[State]]:
         """Traces a rule in the dtypes for which it was written, plans it and runs it.
 
@@ -177,7 +224,8 @@ class TracedRule:
             inputs: its arrays, each with its state.
             tangents: its tangents or cotangents, each with its state.
             states: the states of its first results, which take their dtypes.
-            around: the part of the program around it.
+            staying: for each result of a backward rule, whether it stays in the backward pass; None for
+                another rule.
 
         Returns:
             The results, and the states of the results beyond `states`.
@@ -191,6 +239,9 @@ class TracedRule:
         closed = jax.make_jaxpr(rule)(traced[: len(inputs)], traced[len(inputs) :])
         beyond = len(open_jaxpr(closed).outvars) - len(states)
         wanted = [Wanted.YES if state.kind == Kind.HALF else Wanted.NO for state in states]
+        # The scopes around the function are around its rules too.
+        scope = self._inside.plan.around.scope
+        around = Around(scope) if staying is None else Around(scope, backward=True, staying=staying)
         plan = interpreter.planner.plan(
             closed, [state for _, state in arguments], wanted + [Wanted.NO] * beyond, around
         )
@@ -204,6 +255,12 @@ def _state_of_tangent(array: Array, var: Var) -> State:
     if not is_float32(var):
         return OTHER
     return FIRM if array.dtype == jnp.float32 else HALF
+
+
+def _filled(cotangent: Any) -> Array:
+    """Returns a cotangent as an array: the backward rule is traced without symbolic zeros."""
+    of: Any = cotangent
+    return jnp.zeros(of.shape, of.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _is_differentiable(var: Var) -> bool:

@@ -1,17 +1,20 @@
 """Decides about one operation: in which precision it runs, and why. One function for each list."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from .jaxprs import Equation, Var, asked_precision, is_float32, name_of
+from .jaxprs import Equation, Var, floating_operands, is_float32, name_of, precisions
 from .plan import (
     Bind,
     CastDown,
     CastUp,
     Decision,
     Gather,
+    HalfGradient,
     MoveLater,
     PassOn,
     StoreHalf,
@@ -20,7 +23,7 @@ from .plan import (
     conversion,
 )
 from .primitives import List, Traits, traits_of
-from .rules import fits
+from .rules import Rules, fits
 from .states import FIRM, HALF, OTHER, Kind, State, broadcast, may_be_rounded, moved
 
 
@@ -32,31 +35,28 @@ def in_float32(equation: Equation, operands: Sequence[State], which: List, reaso
     return Decision(which, _in_full(operands), _results(equation, operands, state), reason, changed=changed)
 
 
-def decide_product(equation: Equation, operands: Sequence[State], half: np.dtype, leaves: bool) -> Decision:
+def decide_product(equation: Equation, operands: Sequence[State], rules: Rules, leaves: bool) -> Decision:
     """An operation of the allow list takes half operands, unless the program or a rule says otherwise.
 
     Args:
         equation: the operation.
         operands: the states of its operands.
-        half: the half dtype.
+        rules: what autocast does.
         leaves: whether it makes a weight gradient, which leaves it in float32.
     """
-    reason = why_not_half(equation, half)
-    if reason is None and any(state.full for state in operands):
-        reason = "a rule keeps one of its arguments in float32"
-    if reason:
+    if reason := why_not_half(equation, operands, rules):
         return in_float32(equation, operands, List.ALLOW, reason)
     name = equation.primitive.name
     takes = _in_half(equation, traits_of(name_of(equation)), operands)
+    params = _half_params(equation, rules.dtype)
     reason = f"{name} is on the allow list"
     if leaves and name in _GIVES_FLOAT32:
         reason += "; it makes a weight gradient, which it gives in float32"
-        action = Bind(takes, np.dtype(np.float32))
+        action = Bind(takes, params | {"preferred_element_type": np.dtype(np.float32)})
         return Decision(List.ALLOW, action, _results(equation, operands, FIRM), reason, changed=True)
-    gives = None if equation.params.get("preferred_element_type") is None else half
-    action = Bind(takes, gives)
+    action = Bind(takes, params)
     if name in _GIVES_FLOAT32 and any(state.reduced for state in operands):
-        action = WideGradient(takes, gives, wide=tuple(state.reduced for state in operands))
+        action = WideGradient(takes, params, wide=tuple(state.reduced for state in operands))
     results = tuple(HALF if is_float32(var) else OTHER for var in equation.outvars)
     return Decision(List.ALLOW, action, results, reason, changed=True)
 
@@ -66,21 +66,69 @@ def decide_product(equation: Equation, operands: Sequence[State], half: np.dtype
 _GIVES_FLOAT32 = ("dot_general",)
 
 
-def why_not_half(equation: Equation, half: np.dtype) -> str | None:
+def decide_outer(
+    equation: Equation,
+    operands: Sequence[State],
+    rules: Rules,
+    wanted: bool,
+    backward: bool,
+    leaves: bool,
+) -> Decision:
+    """An outer product runs as an element-wise operation does. Its gradients are products of half operands.
+
+    Positions times frequencies are an outer product, which half would make wrong. In a backward pass it is
+    the gradient of a product, or another such gradient, and runs as the others do.
+
+    Args:
+        equation: the operation.
+        operands: the states of its operands.
+        rules: what autocast does.
+        wanted: whether the result is wanted in half.
+        backward: whether the operation is a part of a backward pass.
+        leaves: whether it makes a weight gradient, which leaves it in float32.
+    """
+    if reason := why_not_half(equation, operands, rules):
+        return in_float32(equation, operands, List.INFER, reason)
+    constant = all(state.constant for state in operands)
+    halves = rules.list_of("dot_general") is List.ALLOW and not constant
+    if halves and backward:
+        return decide_product(equation, operands, rules, leaves)
+    decision = decide_infer(equation, operands, wanted, rules.dtype)
+    params = _half_params(equation, rules.dtype)
+    if decision.takes_half:
+        action = Bind(_in_half(equation, traits_of("outer_product"), operands), params)
+        return dataclasses.replace(decision, action=action)
+    if not halves or any(state.reduced for state in operands):
+        return decision
+    action = HalfGradient(_in_full(operands).operands, params)
+    # The result is in float32, also where `decide_infer` would store it in half.
+    results = _results(equation, operands, FIRM) if decision.gives_half else decision.results
+    return dataclasses.replace(decision, action=action, results=results, changed=True)
+
+
+def _half_params(equation: Equation, half: np.dtype) -> dict[str, Any]:
+    """Returns the parameters of a product that change for half operands: precisions are of float32."""
+    changed = {"preferred_element_type": half, "precision": None}
+    return {name: value for name, value in changed.items() if equation.params.get(name) is not None}
+
+
+def why_not_half(equation: Equation, operands: Sequence[State], rules: Rules) -> str | None:
     """Returns why an operation of the allow list keeps its dtypes; None if it takes half operands."""
-    floating = [var for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
+    floating = floating_operands(equation)
     if not any(map(is_float32, floating)):
         traced = sorted({var.aval.dtype.name for var in floating}) or ["integers"]
         return f"its operands were traced in {' and '.join(traced)}"
-    others = sorted({var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, half)})
+    others = sorted(
+        {var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, rules.dtype)}
+    )
     if others:
         return f"an operand was traced in {' and '.join(others)}"
-    if precision := asked_precision(equation):
-        return f"the program asks for precision {precision}"
+    if asked := precisions(equation) - rules.precisions:
+        return f"the program asks for precision {' and '.join(sorted(asked))}"
     preferred = equation.params.get("preferred_element_type")
     if preferred not in (None, jnp.float32):
         return f"the program asks for a result in {preferred}"
-    return None
+    return "a rule keeps one of its arguments in float32" if any(state.full for state in operands) else None
 
 
 def decide_infer(equation: Equation, operands: Sequence[State], wanted: bool, half: np.dtype) -> Decision:

@@ -32,6 +32,7 @@ from .plan import (
     CastDown,
     CastUp,
     Gather,
+    HalfGradient,
     Inside,
     MoveLater,
     PassOn,
@@ -42,8 +43,8 @@ from .plan import (
     WideGradient,
 )
 from .planner import Planner
+from .products import product_with_half_gradients, product_with_wide_gradients
 from .states import State
-from .wide_gradients import product_with_wide_gradients
 
 
 class Value:
@@ -146,6 +147,8 @@ class Interpreter:
         match action:
             case WideGradient():
                 return self._wide_gradient(equation, action, operands)
+            case HalfGradient():
+                return self._half_gradient(equation, action, operands)
             case Bind():
                 return self._bind(equation, action, operands)
             case StoreHalf():
@@ -169,8 +172,7 @@ class Interpreter:
 
     def _bind(self, equation: Equation, action: Bind, operands: list[Value]) -> list[Value]:
         arrays = self._operands(equation, action, operands)
-        changed = {} if action.gives is None else {"preferred_element_type": action.gives}
-        results = bind(equation, arrays, **changed)
+        results = bind(equation, arrays, **action.params)
         if action.narrow:
             results = self._narrowed(results, action.narrow)
         return list(map(Value, results))
@@ -185,9 +187,14 @@ class Interpreter:
 
     def _wide_gradient(self, equation: Equation, action: WideGradient, operands: list[Value]) -> list[Value]:
         halves = self._operands(equation, action, operands)
-        params = {} if action.gives is None else {"preferred_element_type": action.gives}
         wide = [value.to(jnp.float32) if each else None for value, each in zip(operands, action.wide)]
-        return [Value(product_with_wide_gradients(equation, params, halves, wide))]
+        return [Value(product_with_wide_gradients(equation, action.params, halves, wide))]
+
+    def _half_gradient(self, equation: Equation, action: HalfGradient, operands: list[Value]) -> list[Value]:
+        wide = self._operands(equation, action, operands)
+        halves = [value.to(self.half) for value in operands]
+        params = action.params | {"preferred_element_type": self.half}
+        return [Value(product_with_half_gradients(equation, params, wide, halves))]
 
     def _store_half(self, equation: Equation, action: StoreHalf, operands: list[Value]) -> list[Value]:
         """Computes in float32 and stores in half; the backward pass keeps each operand as it came."""

@@ -37,6 +37,7 @@ Array: TypeAlias = Any
 # what the user keeps in float32.
 AUTOCAST_SCOPE = "jmp_lite.autocast"
 FULL_PRECISION_SCOPE = "jmp_lite.full_precision"
+SOLVER_SCOPE = "jmp_lite.solver"
 KEEP_FLOAT32_NAME = "jmp_lite.keep_float32"
 
 # With this option jax.jit leaves no equation in the jaxpr around it. Since JAX 0.12 `True` is something less.
@@ -62,6 +63,7 @@ class Inner:
         roles: for each input, how the inner jaxpr takes it.
         results: for each output, the index of the equation's result; None for an output that is no result.
         carries: for each output, whether it is the carry of a loop.
+        scope: a scope of ours around the jaxpr; empty for none.
     """
 
     jaxpr: Jaxpr
@@ -69,6 +71,7 @@ class Inner:
     roles: tuple[Role, ...]
     results: tuple[int | None, ...]
     carries: tuple[bool, ...]
+    scope: str = ""
 
 
 def equations(jaxpr: Jaxpr) -> Sequence[Equation]:
@@ -97,6 +100,11 @@ def is_float32(var: Var) -> bool:
     return getattr(var.aval, "dtype", None) == jnp.float32
 
 
+def floating_operands(equation: Equation) -> list[Var]:
+    """Returns the operands of an equation that hold floating or complex numbers."""
+    return [var for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
+
+
 def is_literal(var: Var) -> bool:
     """Whether an operand is a constant written into the equation."""
     return isinstance(var, Literal)
@@ -109,20 +117,42 @@ def name_of(equation: Equation) -> str:
         return "square"
     if name == "div" and is_literal(equation.invars[0]):
         return "reciprocal"
-    if name == "dot_general" and not asked_precision(equation):
-        (contracted, _), (batch, _) = equation.params["dimension_numbers"]
-        if math.prod(equation.invars[0].aval.shape[axis] for axis in contracted) <= 1:
-            return "outer_product"
-        if all(var.aval.ndim == len(contracted) + len(batch) for var in equation.invars):
-            return "inner_product"
-    return name
+    return _kind_of_product(equation) if name == "dot_general" else name
 
 
-def asked_precision(equation: Equation) -> str:
-    """Returns the precision that the program asks of a product; empty if it asks for none."""
+def _kind_of_product(equation: Equation) -> str:
+    """Returns the name in the table of a `dot_general`, by its axes that are longer than 1.
+
+    A product sums over some axes, and each operand has some axes of its own. The gradients of a product have
+    the same three groups of axes in other places. So with one group or none the product and its gradients
+    are all inner products.
+    """
+    contracted, batch = equation.params["dimension_numbers"]
+    shapes = [var.aval.shape for var in equation.invars]
+    summed = math.prod(shapes[0][axis] for axis in contracted[0])
+    own = [
+        math.prod(size for axis, size in enumerate(shape) if axis not in (*sums, *shares))
+        for shape, sums, shares in zip(shapes, contracted, batch)
+    ]
+    # A symbolic size can be compared only with `==` and `!=`.
+    if sum(size != 1 for size in (summed, *own)) < 2:
+        return "inner_product"
+    return "outer_product" if summed == 1 else "dot_general"
+
+
+def precisions(equation: Equation) -> frozenset[str]:
+    """Returns the names of the precisions that a product has for its operands; none for the default."""
     precision = equation.params.get("precision")
     both = precision if isinstance(precision, tuple) else (precision,)
-    return " and ".join(sorted({str(getattr(each, "name", each)) for each in both} - {"DEFAULT", "None"}))
+    return frozenset(str(getattr(each, "name", each)) for each in both) - {"DEFAULT", "None"}
+
+
+def configured_precisions() -> frozenset[str]:
+    """Returns the names of the precisions that a product has here, if the program asks for none."""
+    if jax.config.jax_default_matmul_precision is None:  # type: ignore[attr-defined]
+        return frozenset()
+    x = jax.ShapeDtypeStruct((1,), jnp.float32)
+    return precisions(jax.make_jaxpr(lax.dot)(x, x).eqns[-1])
 
 
 def inner_jaxprs(equation: Equation) -> tuple[Inner, ...]:
@@ -134,6 +164,8 @@ def inner_jaxprs(equation: Equation) -> tuple[Inner, ...]:
         return _while_parts(equation)
     if name == "cond":
         return tuple(_called(branch, first_operand=1) for branch in params["branches"])
+    if name == "custom_linear_solve":
+        return _linear_solve_parts(equation)
     (jaxpr,) = jaxprs_in_params(params)
     # The closed jaxpr, with its constants, where the parameter holds one.
     closed = [value for value in params.values() if open_jaxpr(value) is jaxpr]
@@ -191,6 +223,25 @@ def _while_parts(equation: Equation) -> tuple[Inner, Inner]:
     )
 
 
+def _linear_solve_parts(equation: Equation) -> tuple[Inner, ...]:
+    """The matrix of a linear system and its transpose, and the solvers of both: those that there are.
+
+    Each takes constants of its own, and a vector. Only derivatives of the system run the matrices.
+    """
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    results = tuple(range(len(equation.outvars)))
+    vector, first, parts = tuple(range(sum(lengths), len(equation.invars))), 0, []
+    for name, length, jaxpr in zip(lengths._fields, lengths, jaxprs):
+        constants = tuple(range(first, first + length))
+        first += length
+        if jaxpr is not None:
+            roles = (Role.ONCE,) * length + (Role.CARRY,) * len(vector)
+            out = results if name == "solve" else (None,) * len(open_jaxpr(jaxpr).outvars)
+            scope = SOLVER_SCOPE if name in ("solve", "transpose_solve") else ""
+            parts.append(Inner(jaxpr, constants + vector, roles, out, (True,) * len(out), scope))
+    return tuple(parts)
+
+
 def scope_of(equation: Equation, around: str = "") -> str:
     """Returns the named scopes and Flax modules around an equation, joined by slashes.
 
@@ -216,12 +267,18 @@ def plain_scope(name_stack: str) -> str:
 
 def visible_scope(scope: str) -> str:
     """Returns a scope without the names that only autocast reads."""
-    return "/".join(name for name in scope.split("/") if name not in (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE))
+    ours = (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE)
+    return "/".join(name for name in scope.split("/") if name not in ours)
 
 
 def is_transposed(equation: Equation) -> bool:
     """Whether JAX made an equation for a backward pass."""
     return "transpose(" in str(equation.source_info.name_stack)
+
+
+def is_recomputed(equation: Equation) -> bool:
+    """Whether an equation of a backward pass computes a part of the forward pass again."""
+    return "rematted_computation" in str(equation.source_info.name_stack)
 
 
 def call_scope(scope: str, equation: Equation) -> str:

@@ -8,8 +8,7 @@ import collections
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-
-import numpy as np
+from typing import Any
 
 from .jaxprs import Equation, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
 from .primitives import List
@@ -39,12 +38,12 @@ class Bind:
 
     Attributes:
         operands: how it takes each operand.
-        gives: the dtype that a product is asked for; None to ask as the program does.
+        params: the parameters that change.
         narrow: for each result, whether it is cast to half; empty for no cast.
     """
 
     operands: tuple[Take, ...]
-    gives: np.dtype | None = None
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
     narrow: tuple[bool, ...] = ()
 
 
@@ -57,6 +56,11 @@ class WideGradient(Bind):
     """
 
     wide: tuple[bool, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfGradient(Bind):
+    """Runs an outer product in float32, and the products of its derivatives on half operands."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +157,7 @@ class Call:
 
 Action = (
     Bind | StoreHalf | PassOn | CastDown | CastUp | MoveLater | Gather | Activation | Skip | Call
-)  # WideGradient is a Bind.
+)  # WideGradient and HalfGradient are kinds of Bind.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -241,7 +245,7 @@ class Around:
 
     Attributes:
         scope: the scopes around the jaxpr.
-        backward: whether it runs in a backward pass; False unless there is a `reduce_dtype`.
+        backward: whether it runs in a backward pass.
         staying: for each output, whether it stays in the backward pass; empty without a `reduce_dtype`.
     """
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .activations import Anatomy, anatomy, inner_members
-from .decide import decide_cast, decide_infer, decide_move, decide_product, in_float32
+from .decide import decide_cast, decide_infer, decide_move, decide_outer, decide_product, in_float32
 from .demand import find_demand, wanted_inside
 from .gradients import BackwardPass
 from .jaxprs import (
@@ -27,11 +27,13 @@ from .jaxprs import (
     Role,
     Var,
     call_scope,
+    configured_precisions,
     constants,
     equations,
     inner_jaxprs,
     is_float32,
     is_literal,
+    is_recomputed,
     is_transposed,
     name_of,
     open_jaxpr,
@@ -88,7 +90,7 @@ class Planner:
     """Makes plans by a set of rules, each once; one planner serves one call of an autocast function."""
 
     def __init__(self, rules: Rules) -> None:
-        self.rules = rules
+        self.rules = dataclasses.replace(rules, precisions=configured_precisions())
         self.scopes = Scopes(rules)
         self._plans: dict[Any, Plan] = {}
         self._alive: list[Jaxpr] = []  # The keys of the plans hold ids of jaxprs.
@@ -202,9 +204,12 @@ class Planner:
         wanted = any(demand.of(var) for var in equation.outvars)
         match which:
             case List.ALLOW:
-                return decide_product(equation, operands, half, self._leaves(equation, facts))
+                return decide_product(equation, operands, self.rules, self._leaves(equation, facts))
             case List.DENY:
                 return in_float32(equation, operands, which, f"{name} is on the deny list")
+            case List.INFER if name == "outer_product":
+                where = _in_backward_pass(equation, facts), self._leaves(equation, facts)
+                return decide_outer(equation, operands, self.rules, wanted, *where)
             case List.INFER:
                 return decide_infer(equation, operands, wanted, half)
             case List.MOVE:
@@ -217,9 +222,10 @@ class Planner:
         """Whether a product makes a weight gradient that leaves it in the `reduce_dtype`."""
         if self.rules.reduce_dtype is None:
             return False
-        within = facts.around.backward or is_transposed(equation)
         found = facts.staying.isdisjoint(equation.outvars)
-        return within and found and any(map(facts.functions.reads, equation.outvars))
+        return (
+            _in_backward_pass(equation, facts) and found and any(map(facts.functions.reads, equation.outvars))
+        )
 
     # Calls: equations that run jaxprs.
 
@@ -256,9 +262,10 @@ class Planner:
     def _around(self, equation: Equation, inner: Inner, facts: _Facts) -> Around:
         """Returns the part of the program around a jaxpr of a call."""
         scope = call_scope(scope_of(equation, facts.around.scope), equation)
+        scope = f"{scope}/{inner.scope}" if inner.scope else scope
+        backward = _in_backward_pass(equation, facts)
         if self.rules.reduce_dtype is None:
-            return Around(scope)
-        backward = facts.around.backward or is_transposed(equation)
+            return Around(scope, backward)
         staying = [var in facts.staying for var in equation.outvars]
         return Around(scope, backward, self._backward.outputs(inner, staying, backward))
 
@@ -270,6 +277,10 @@ class Planner:
             self.plan(plan.jaxpr, plan.inputs, wanted_inside(inner, results), plan.around).demand
             for inner, plan in zip(inner_jaxprs(equation), decision.inner)
         ]
+
+
+def _in_backward_pass(equation: Equation, facts: _Facts) -> bool:
+    return (facts.around.backward or is_transposed(equation)) and not is_recomputed(equation)
 
 
 _PART = "part of a function of half values, computed in float32"
@@ -314,7 +325,7 @@ def _inside(
         return Take.BOTH if both else conversion(operands[index], state)
 
     def leave(state: State, index: int | None) -> Take:
-        return Take.AS_IS if index is None else conversion(state, results[index])
+        return conversion(state, FIRM if index is None else results[index])
 
     return tuple(
         Inside(

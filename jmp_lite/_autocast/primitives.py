@@ -90,7 +90,7 @@ one_minus_square             deny       pointwise
 polynomial                   deny       pointwise
 
 # Sums, within a device and across devices. `add_any` sums the gradients of a value that is used twice. An
-# `inner_product` is a `dot_general` whose operands have no axis of their own: no Tensor Core runs it.
+# `inner_product` is a `dot_general` of vectors, or the gradient of one: no Tensor Core runs it.
 inner_product                deny
 reduce_sum                   deny       passes
 reduce_prod                  deny
@@ -236,7 +236,6 @@ householder_product          as_traced
 triangular_solve             as_traced
 tridiagonal                  as_traced
 tridiagonal_solve            as_traced
-custom_linear_solve          as_traced
 
 # Operations that run jaxprs: autocast goes inside. `calls.py` has a handler for each.
 jit                          call
@@ -245,6 +244,9 @@ eval_jaxpr                   call
 remat2                       call
 custom_jvp_call              call
 custom_vjp_call              call
+custom_vmap_call             call
+custom_linear_solve          call
+composite                    call
 shard_map                    call
 cond                         call
 scan                         call

@@ -22,6 +22,7 @@ from .jaxprs import (
     Var,
     call_scope,
     equations,
+    floating_operands,
     inner_jaxprs,
     is_float32,
     is_literal,
@@ -52,7 +53,7 @@ class Operation:
         source: the line that made it, as `file.py:12:4 (function)`.
         times: how often it runs in one call; the iterations of a `while` loop are not known and count as one.
         flops: floating point operations in one call of the function.
-        in_half: whether it takes half precision operands.
+        in_half: whether it takes half operands, made by autocast or by the program.
 
     >>> import jmp_lite as jmp
     >>> operation = jmp.explain(jnp.dot)(jnp.ones((2, 2)), jnp.ones((2, 2))).operations[0]
@@ -80,9 +81,14 @@ class Operation:
         return self.arguments[-1].rpartition("/")[0]
 
     @property
+    def is_product(self) -> bool:
+        """Whether it is a convolution or a product that Tensor Cores could run: no inner product."""
+        return traits_of(self.name).list is List.ALLOW and self.list in ("allow", "as traced")
+
+    @property
     def on_tensor_cores(self) -> bool:
-        """Whether it is a product or convolution of half operands."""
-        return self.in_half and self.list == List.ALLOW.value and _is_product(self.name)
+        """Whether it is such a product, of half operands."""
+        return self.in_half and self.is_product
 
     def __str__(self) -> str:
         shapes = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
@@ -142,8 +148,7 @@ class Report:
 
     def in_float32(self) -> tuple[Operation, ...]:
         """Returns the products and convolutions that are not in half: what Tensor Cores could run."""
-        lists = (List.ALLOW.value, List.AS_TRACED.value)
-        return tuple(o for o in self.operations if _is_product(o.name) and o.list in lists and not o.in_half)
+        return tuple(o for o in self.operations if o.is_product and not o.in_half)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, ready for `json.dumps`; the jaxprs as text."""
@@ -192,8 +197,8 @@ class Report:
 def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable[..., Report]:
     """Returns a function that tells what autocast does to each operation of `fun`, and why.
 
-    It traces `fun` and computes nothing. To see the backward pass too, explain
-    `autocast(jax.value_and_grad(loss_fn))`, which decides as `jax.value_and_grad(autocast(loss_fn))` does.
+    It computes nothing; a `jax.ShapeDtypeStruct` may stand for an array. To see the backward pass too,
+    explain `autocast(jax.value_and_grad(loss_fn))`, which runs as `jax.value_and_grad(autocast(loss_fn))`.
 
     Args:
         fun: a function that `autocast` returned. For any other function it tells what `autocast(fun, dtype)`
@@ -227,7 +232,7 @@ def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable
 
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Report:
-        traced, planner, plan = prepare(wrapped, rules, args, kwargs, with_names=True)
+        traced, planner, plan = prepare(wrapped, rules, args, kwargs, for_report=True)
         after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
         return Report(
             rules.dtype,
@@ -240,9 +245,7 @@ def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable
     return explain_fun
 
 
-def _operations(
-    plan: Plan, half: np.dtype, scope: str, times: int, origins: Sequence[str]
-) -> Iterator[Operation]:
+def _operations(plan: Plan, half: Any, scope: str, times: int, origins: Sequence[str]) -> Iterator[Operation]:
     """Yields the operations of a plan and of the plans inside it.
 
     Args:
@@ -287,6 +290,7 @@ def _operation(
         return f"{dtype.name}[{','.join(map(str, var.aval.shape))}]"
 
     taken = [_taken_in_half(equation, decision, var, states) for var in equation.invars]
+    traced = {var.aval.dtype.name for var in floating_operands(equation)}
     return Operation(
         equation.primitive.name,
         decision.which.value,
@@ -300,7 +304,7 @@ def _operation(
         source_line(equation),
         times,
         _flops(equation) * times,
-        any(taken),
+        any(taken) or traced in ({"float16"}, {"bfloat16"}),
     )
 
 
@@ -309,10 +313,6 @@ def _taken_in_half(equation: Equation, decision: Decision, var: Var, states: dic
     if decision.which is List.MOVE or equation.primitive.name == "convert_element_type":
         return not is_literal(var) and states[var].kind == Kind.HALF
     return decision.takes_half
-
-
-def _is_product(name: str) -> bool:
-    return traits_of(name).list is List.ALLOW
 
 
 def _is_floating(equation: Equation) -> bool:

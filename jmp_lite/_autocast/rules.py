@@ -33,12 +33,15 @@ class Rules:
         scopes: pairs of a pattern over scopes and argument paths, and whether it keeps float32 there; the
             first pattern that matches wins.
         reduce_dtype: float32 if the products that make weight gradients give float32; else None.
+        precisions: the precisions of products that are no wish of the program: `jax_default_matmul_precision`
+            gives them.
     """
 
     dtype: np.dtype
     lists: MappingProxyType[str, List]
     scopes: tuple[tuple[str, bool], ...]
     reduce_dtype: np.dtype | None = None
+    precisions: frozenset[str] = frozenset()
 
     def list_of(self, name: str) -> List:
         """Returns the list of the primitive called `name`."""
@@ -92,6 +95,7 @@ def _changed(lists: dict[str, List], options: dict[List, Operations]) -> dict[st
                 )
             given[name] = which.value
             if not taken_off:
+                _check(which, name)
                 lists[name] = which
             elif lists.get(name) is which:
                 lists[name] = List.AS_TRACED
@@ -101,6 +105,15 @@ def _changed(lists: dict[str, List], options: dict[List, Operations]) -> dict[st
                     f"'{lists.get(name, List.AS_TRACED).value}'."
                 )
     return lists
+
+
+def _check(which: List, name: str) -> None:
+    """Raises a ValueError if the primitive `name` cannot be on a list."""
+    if which is not List.DENY and name in PRIMITIVES and traits_of(name).list is List.AS_TRACED:
+        raise ValueError(
+            f"{which.value}= names '{name}', which has no half version: JAX's kernel or rule for it takes "
+            f"the dtypes of the program. Leave it out of {which.value}=."
+        )
 
 
 def _entries(option: str, entries: Operations) -> Operations:

@@ -4,7 +4,7 @@ import difflib
 
 import jax.numpy as jnp
 
-from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE
+from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE
 from .rules import Rules
 
 
@@ -24,7 +24,8 @@ class Scopes:
         """
         if self._rules.scopes:
             return scope
-        return next((mark for mark in (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE) if mark in scope), "")
+        marks = (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE)
+        return next((mark for mark in marks if mark in scope), "")
 
     def why_as_traced(self, path: str) -> str | None:
         """Returns why everything in the scope `path` stays as it was traced; None if it does not."""
@@ -34,6 +35,8 @@ class Scopes:
                 reason = "another autocast has decided"
             elif FULL_PRECISION_SCOPE in path:
                 reason = "inside full_precision"
+            elif SOLVER_SCOPE in path:
+                reason = "inside a linear solver: rounding would slow it down, or stop it too early"
             elif self._rules.dtype == jnp.float32:
                 reason = "the dtype is float32"
             elif pattern := self.rule_for(path):

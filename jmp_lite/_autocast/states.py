@@ -61,7 +61,7 @@ def moved(equation: Equation, state: State, out: Var) -> State:
     if not is_float32(out) or state.kind != Kind.OPEN:
         return state
     name, source = equation.primitive.name, equation.invars[0].aval
-    grown = name == "broadcast_in_dim" and math.prod(out.aval.shape) > math.prod(source.shape)
+    grown = name == "broadcast_in_dim" and math.prod(out.aval.shape) != math.prod(source.shape)
     freed = grown or (state.leaf and name == "gather")
     # The gradient of a broadcast or looked-up argument is a sum of its own, in float32.
     return dataclasses.replace(state, kind=Kind.FREE, reduced=False) if freed else state
@@ -71,7 +71,8 @@ def broadcast(equation: Equation, traits: Traits, var: Var, state: State) -> Sta
     """The state of an operand that an element-wise operation may broadcast along axes of size 1."""
     if state.kind != Kind.OPEN or not traits.broadcasts:
         return state
-    grown = math.prod(var.aval.shape) < math.prod(equation.outvars[0].aval.shape)
+    # A symbolic size has no order: `jax.export` can compare it only with `==` and `!=`.
+    grown = math.prod(var.aval.shape) != math.prod(equation.outvars[0].aval.shape)
     return dataclasses.replace(state, kind=Kind.FREE) if grown else state
 
 

@@ -1,13 +1,16 @@
 """Custom derivatives stay those of the user."""
 
 import collections
+import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxprs import products
 from small_programs import HALVES, ORDERS, W, X, normal
 
@@ -175,3 +178,92 @@ def test_an_implicit_solve_with_a_rule_of_ones_own_works(order, half):
     w = normal(4, 4, scale=0.3)
     grad = jax.grad(jmp.autocast(loss, half)) if order == "inside" else jmp.autocast(jax.grad(loss), half)
     assert_close(jax.jit(grad)(w), jax.jit(jax.grad(loss))(w), half, factor=24)
+
+
+def large_product(kind):
+    """A product of 3000s, with a rule: half cannot hold its result, 192000."""
+    with_vjp, with_jvp, _ = counting_rules()
+    return with_vjp if kind == "custom_vjp" else with_jvp
+
+
+@pytest.mark.parametrize("kept_by", ["full_precision", "rules"])
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+def test_a_scope_that_keeps_float32_holds_inside_a_rule(kind, kept_by):
+    def named(x, w):
+        with jax.named_scope("kept"):
+            return large_product(kind)(x, w)
+
+    kept = jmp.full_precision(large_product(kind)) if kept_by == "full_precision" else named
+    settings = {"rules": {"kept": "float32"}} if kept_by == "rules" else {}
+    autocast = functools.partial(jmp.autocast, dtype="float16", **settings)
+    loss = lambda x, w: kept(x @ w, w).mean()
+    x, w = jnp.full((8, 8), 3000 / 64), jnp.full((8, 8), 8.0)
+    for fun in (jax.value_and_grad(autocast(loss), (0, 1)), autocast(jax.value_and_grad(loss, (0, 1)))):
+        value, grads = fun(x, w)
+        assert float(value) == 3000 * 64
+        assert all(jnp.isfinite(grad).all() for grad in grads)
+        # The product before the rule, and its two gradients, are half.
+        assert sorted(products(fun, x, w)) == [("float16",) * 2] * 3 + [("float32",) * 2] * 3
+
+
+def perturbation_rules():
+    """A product with rules that use symbolic zeros, and the perturbations that they have seen."""
+    seen = []
+    with_vjp = jax.custom_vjp(lambda x, w: (x @ w, x + 1))
+    with_jvp = jax.custom_jvp(lambda x, w: (x @ w, x + 1))
+
+    def forward(x, w):
+        seen.append((x.perturbed, w.perturbed))
+        return (x.value @ w.value, x.value + 1), (x.value, w.value)
+
+    def backward(saved, gs):
+        x, w = saved
+        return gs[0] @ w.T, x.T @ gs[0]
+
+    with_vjp.defvjp(forward, backward, symbolic_zeros=True)
+
+    def rule(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        perturbed = tuple(not isinstance(each, SymbolicZero) for each in tangents)
+        seen.append(perturbed)
+        change = {(True, False): lambda: dx @ w, (False, True): lambda: x @ dw}[perturbed]()
+        return with_jvp(x, w), (change, dx)
+
+    with_jvp.defjvp(rule, symbolic_zeros=True)
+    return with_vjp, with_jvp, seen
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("argument", [0, 1])
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+def test_a_rule_with_symbolic_zeros_is_told_what_is_perturbed(kind, argument, order):
+    with_vjp, with_jvp, seen = perturbation_rules()
+    rule = with_vjp if kind == "custom_vjp" else with_jvp
+    loss = lambda x, w: jnp.sum(jnp.sin(rule(x, w)[0]))
+    expected = jax.grad(loss, argument)(X, W)
+    plain = set(seen)
+    seen.clear()
+    grad = (
+        jax.grad(jmp.autocast(loss), argument)
+        if order == "inside"
+        else jmp.autocast(jax.grad(loss, argument))
+    )
+    assert_close(grad(X, W), expected, "bfloat16", factor=16)
+    assert set(seen) == plain == {(argument == 0, argument == 1)}
+    assert set(products(grad, X, W)) == {("bfloat16", "bfloat16")}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_filtered_custom_vjp_of_equinox_works(order):
+    @eqx.filter_custom_vjp
+    def scaled(x, w, name):
+        return x @ w
+
+    seen = []
+    scaled.def_fwd(lambda perturbed, x, w, name: (seen.append(perturbed) or x @ w, None))
+    scaled.def_bwd(lambda saved, g, perturbed, x, w, name: 3.0 * (g @ w.T))
+    loss = lambda x, w: jnp.sum(scaled(x, w, "name"))
+    grad = jax.grad(jmp.autocast(loss)) if order == "inside" else jmp.autocast(jax.grad(loss))
+    assert_close(grad(X, W), 3.0 * (jnp.ones((4, 8)) @ W.T), "bfloat16", factor=4)
+    assert set(products(grad, X, W)) == {("bfloat16", "bfloat16")}
+    assert set(seen) == {True}

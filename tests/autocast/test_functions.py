@@ -129,6 +129,26 @@ def test_lowering_ahead_of_time_and_exporting_work():
     assert "tensor<8x8xbf16>" in exported.mlir_module()
 
 
+def test_a_symbolic_batch_can_be_exported():
+    def loss(params, x):
+        h = jax.nn.gelu(x @ params["w"] + params["b"])  # A bias, a scale, an outer and an inner product.
+        h = h * params["b"] @ params["w"] + jnp.einsum("b,i->bi", x[:, 0], params["b"])
+        return jnp.mean(jnp.einsum("bi,bi->b", h, h) / jnp.linalg.norm(h, axis=-1))
+
+    params = {"w": W, "b": jnp.ones(8)}
+    grad = jax.jit(jax.value_and_grad(jmp.autocast(loss)))
+    (batch,) = jax.export.symbolic_shape("batch")
+    shape = jax.ShapeDtypeStruct((batch, 8), jnp.float32)
+    exported = jax.export.export(grad)(jax.eval_shape(lambda: params), shape)
+    assert "bf16" in exported.mlir_module()
+    for rows in (1, 3):
+        x = jnp.ones((rows, 8))
+        for found, expected in zip(
+            *map(jax.tree.leaves, (exported.call(params, x), grad(params, x))), strict=True
+        ):
+            assert_close(found, expected, "bfloat16", factor=8)
+
+
 def test_static_python_arguments_reach_the_function_as_they_are():
     seen = []
 

@@ -24,18 +24,8 @@ from jmp_lite._autocast.primitives import PRIMITIVES, List
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 
 
-@jax.custom_jvp
-def with_jvp(x, w):
-    return x @ w
-
-
+with_jvp, with_vjp = jax.custom_jvp(lambda x, w: x @ w), jax.custom_vjp(lambda x, w: x @ w)
 with_jvp.defjvp(lambda p, t: (with_jvp(*p), t[0] @ p[1] + p[0] @ t[1]))
-
-
-@jax.custom_vjp
-def with_vjp(x, w):
-    return x @ w
-
 
 with_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
 
@@ -66,6 +56,9 @@ CALLS = {
     "remat2": jax.checkpoint(lambda x, w: x @ w),
     "custom_jvp_call": with_jvp,
     "custom_vjp_call": with_vjp,
+    "custom_vmap_call": jax.custom_batching.sequential_vmap(lambda x, w: x @ w),
+    "custom_linear_solve": lambda x, w: jnp.linalg.solve(w, x[0]),
+    "composite": lax.composite(lambda x, w: x @ w, name="product"),
     "shard_map": _sharded,
     "cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x, x),
     "scan": _scan,
@@ -95,8 +88,9 @@ def test_every_call_of_the_lists_is_tried_here():
 PARAMETERS = {
     "jit": {"jaxpr", "name", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "donated_invars"},
     "remat2": {"jaxpr", "policy", "prevent_cse", "differentiated"},
-    "custom_jvp_call": {"call_jaxpr", "num_consts"},
-    "custom_vjp_call": {"call_jaxpr", "num_consts"},
+    "custom_jvp_call": {"call_jaxpr", "num_consts", "symbolic_zeros"},
+    "custom_vjp_call": {"call_jaxpr", "num_consts", "symbolic_zeros"},
+    "custom_linear_solve": {"const_lengths", "jaxprs"},
     "shard_map": {"jaxpr", "mesh", "in_specs", "out_specs", "newly_manual_axes", "check_vma"},
     "cond": {"branches"},
     "scan": {"jaxpr", "length", "reverse", "unroll"},
@@ -115,7 +109,7 @@ def test_the_jaxprs_of_a_call_are_found_and_fit_its_operands(name):
     equation = call(name)
     assert equation is not None
     found = jaxprs.inner_jaxprs(equation)
-    assert len(found) == {"cond": 2, "while": 2}.get(name, 1)
+    assert len(found) == {"cond": 2, "while": 2, "custom_linear_solve": 4}.get(name, 1)
     assert len(found) == len(list(jaxprs_in_params(equation.params)))
     for inner in found:
         inside = jaxprs.open_jaxpr(inner.jaxpr)
@@ -214,7 +208,8 @@ def test_a_name_a_cast_and_the_products_have_the_parameters_that_autocast_reads(
     product = find("dot_general", lambda x, w: lax.dot(x, w, precision=algorithm), X, W).params
     assert product["precision"] == algorithm
     with jax.default_matmul_precision("highest"):
-        assert find("dot_general", jnp.matmul, X, W).params["precision"] is not None
+        assert jaxprs.configured_precisions() == {"HIGHEST"}
+    assert jaxprs.configured_precisions() == set()
     convolution = find(
         "conv_general_dilated", lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"), X
     )

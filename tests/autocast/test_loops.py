@@ -27,6 +27,36 @@ def test_a_while_loop_of_products_is_half_and_keeps_its_carry():
     assert [var.aval.dtype.name for var in loop.outvars] == ["int32", "float32"]
 
 
+def stops_at_its_own_limit(row, limit):
+    return lax.while_loop(
+        lambda carry: (carry[0] @ W).sum() < limit,
+        lambda carry: (carry[0] @ (1.5 * jnp.eye(8)), carry[1] + 1, jax.random.split(carry[2])[0]),
+        (row, jnp.int32(0), jax.random.key(3)),
+    )
+
+
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_a_vmapped_while_loop_stops_each_example_at_its_own_limit(order):
+    rows = jnp.abs(X) * jnp.sign(W.sum(1))
+    limits = jnp.array([50.0, 20.0, 100.0, -1.0])
+    once = jax.vmap(stops_at_its_own_limit)
+    expected_rows, expected_counts, expected_keys = once(rows, limits)
+    fun = jmp.autocast(once) if order == "inside" else jax.vmap(jmp.autocast(stops_at_its_own_limit))
+    found_rows, found_counts, found_keys = fun(rows, limits)
+    assert len(set(expected_counts.tolist())) == 4
+    assert found_counts.tolist() == expected_counts.tolist()
+    assert (found_keys == expected_keys).all()
+    assert set(products(fun, rows, limits)) == {("bfloat16", "bfloat16")}
+    assert_close(found_rows, expected_rows, "bfloat16", factor=16)
+
+
+def test_a_while_loop_under_two_vmaps_is_the_plain_one():
+    once = jax.vmap(jax.vmap(lambda x, limit: lax.while_loop(lambda x: x < limit, lambda x: 2 * x, x)))
+    start, limits = jnp.ones((2, 3)), jnp.array([[1.0, 3.0, 30.0], [9.0, 0.0, 100.0]])
+    fun = jmp.autocast(lambda x: once(x @ jnp.eye(3), limits))
+    assert fun(start).tolist() == once(start, limits).tolist() == [[1, 4, 32], [16, 1, 128]]
+
+
 def test_loop_carries_keep_their_dtype():
     def fun(x, w):
         def step(carry, _):

@@ -1,5 +1,7 @@
 """The operations that run in half, and the operations that run in float32."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,12 +77,28 @@ def test_a_precision_that_the_program_asks_for_is_obeyed(precision):
     assert products(jmp.autocast(both), X, W) == [("float32", "float32"), ("bfloat16", "bfloat16")]
 
 
-def test_a_default_precision_around_the_call_is_obeyed():
-    fun = lambda x, w: x @ w
-    with jax.default_matmul_precision("highest"):
-        assert text(jmp.autocast(fun), X, W) == text(fun, X, W)
-        assert products(jmp.autocast(fun), X, W) == [("float32", "float32")]
-    assert products(jmp.autocast(fun), X, W) == [("bfloat16", "bfloat16")]
+@pytest.mark.parametrize("precision", ["tensorfloat32", "highest", "BF16_BF16_F32_X3"])
+def test_the_configured_precision_is_no_wish_of_the_program(precision):
+    image, kernel = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 3, 3))
+
+    def fun(x, w):
+        other = "high" if precision == "highest" else "highest"
+        with jax.default_matmul_precision({"high": "tensorfloat32", "highest": "float32"}[other]):
+            asked_around = x @ w
+        asked = jnp.matmul(asked_around, w, precision=other)
+        return lax.conv(image, kernel, (1, 1), "SAME").sum() + (asked @ w).sum()
+
+    loss = lambda x, w: jnp.sum(fun(x, w))
+    half, full = ("bfloat16", "bfloat16"), ("float32", "float32")
+    with jax.default_matmul_precision(precision):
+        assert products(jmp.autocast(fun), X, W) == [full, full, half, half]
+        for grad in (jax.grad(jmp.autocast(loss), (0, 1)), jmp.autocast(jax.grad(loss, (0, 1)))):
+            assert collections.Counter(products(grad, X, W)) == {half: 4, full: 6}
+        # The precision is one of float32 operands: a half product has none.
+        changed = equations(jax.make_jaxpr(jmp.autocast(lambda x, w: x @ w))(X, W))
+        assert [e.params["precision"] for e in changed if e.primitive.name == "dot_general"] == [None]
+        found = jax.jit(jmp.autocast(lambda x, w: x @ w))(X, W)
+    np.testing.assert_array_equal(found, jax.jit(jmp.autocast(lambda x, w: x @ w))(X, W))
 
 
 def test_a_precision_of_a_part_holds_in_its_backward_products():

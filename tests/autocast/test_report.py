@@ -200,6 +200,32 @@ def test_an_activation_function_is_told_as_the_float32_function_that_it_is():
     assert last.outputs == ("bfloat16[2,4]",)
 
 
+def test_shapes_stand_for_arrays():
+    shapes = jax.eval_shape(lambda: (PARAMS, TOKENS))
+    for fun in (loss_fn, jax.grad(loss_fn)):
+        assert jmp.explain(fun)(*shapes).to_dict() == jmp.explain(fun)(PARAMS, TOKENS).to_dict()
+    seen = []
+    jmp.autocast(lambda x, shape: seen.append(shape) or x)(jnp.ones(2), shapes[1])
+    assert seen == [shapes[1]]  # To a function that autocast returned it is an argument like any other.
+
+
+@pytest.mark.parametrize("own", ["float16", "bfloat16"])
+def test_products_that_the_program_made_half_are_in_half(own):
+    def fun(w, x):
+        kept = jmp.full_precision(lambda h: h @ h.T)((x @ w).astype(own))
+        return kept.astype(jnp.float32) @ x
+
+    report = jmp.explain(fun, "bfloat16")(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    assert [operation.inputs[0] for operation in dots(report)] == [
+        "bfloat16[4,4]",
+        f"{own}[4,4]",
+        "bfloat16[4,4]",
+    ]
+    assert report.in_float32() == ()
+    assert all(operation.on_tensor_cores for operation in dots(report))
+    assert "not in half" not in str(report)
+
+
 def test_what_is_on_no_list_is_named():
     from jax.extend.core import Primitive
 

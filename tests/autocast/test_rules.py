@@ -56,6 +56,14 @@ def test_a_product_on_the_infer_or_deny_list_is_no_longer_lowered():
     assert products(jmp.autocast(mlp, infer=["dot_general"]), X, W) == [FULL] * 2
 
 
+@pytest.mark.parametrize("option", ["allow", "infer"])
+@pytest.mark.parametrize("name", ["scatter-add", "reduce", "cholesky", "fft", lax.fft_p])
+def test_an_operation_without_a_half_version_cannot_be_put_on_a_list_of_half_operations(name, option):
+    with pytest.raises(ValueError, match=rf"{option}= names '\S+', which has no half version"):
+        jmp.autocast(mlp, **{option: [name]})
+    jmp.autocast(mlp, deny=[name])
+
+
 def test_options_reach_into_calls():
     fun = lambda x, w: lax.scan(lambda x, _: (jax.jit(jnp.tanh)(x @ w), None), x, length=2)[0]
     assert operands_of("tanh", jmp.autocast(fun, deny=["tanh"]), X, W) == ["float32"]

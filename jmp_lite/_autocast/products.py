@@ -1,9 +1,12 @@
-"""Products of half operands whose weight gradients leave their own products in float32: `reduce_dtype`.
+"""Products whose derivatives have dtypes of their own.
 
-On many devices, each device sums the gradient of a weight over its own part of the batch, inside a product.
-Then all devices sum their results. A product of half operands gives half, so the second sum is one of half
-numbers. Here the product that makes the weight gradient still takes half operands, which Tensor Cores run,
-and gives float32.
+The gradients of an outer product are real products: they take half operands, also where the outer product
+runs in float32.
+
+With `reduce_dtype` the weight gradients of a product leave their own products in float32. On many devices,
+each device sums the gradient of a weight over its own part of the batch, inside a product. Then all devices
+sum their results. A product of half operands gives half, so the second sum is one of half numbers. Here the
+product that makes the weight gradient still takes half operands, which Tensor Cores run, and gives float32.
 """
 
 from collections.abc import Sequence
@@ -12,8 +15,43 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
-from .jaxprs import Array, Equation, bind, equations, is_literal, open_jaxpr
+from .jaxprs import Array, Equation, bind, cast, equations, is_literal, open_jaxpr
+
+
+def product_with_half_gradients(
+    equation: Equation, params: dict[str, Any], wide: Sequence[Array], halves: Sequence[Array]
+) -> Array:
+    """Runs a product in float32, and the products of its derivatives in half.
+
+    Args:
+        equation: the product, linear in each of its two operands.
+        params: the parameters of a product in half that change.
+        wide: its operands in float32.
+        halves: the same values in half. Only the derivatives read them.
+    """
+
+    @jax.custom_jvp
+    def run(wide: Sequence[Array], halves: Sequence[Array]) -> Array:
+        del halves
+        return bind(equation, wide)[0]
+
+    def rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        wide, (left, right) = primals
+        changes = [
+            bind(
+                equation,
+                [cast(change, left.dtype), right] if index == 0 else [left, cast(change, left.dtype)],
+                **params,
+            )[0]
+            for index, change in enumerate(tangents[0])
+            if not isinstance(change, SymbolicZero)
+        ]
+        return run(*primals), cast(sum(changes), wide[0].dtype)
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(tuple(wide), tuple(halves))
 
 
 def product_with_wide_gradients(
