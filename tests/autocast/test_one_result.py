@@ -37,6 +37,10 @@ def told(report):
     )
 
 
+class Explained(Exception):
+    """Carries a report out of a step before the step computes anything."""
+
+
 def both_orders(step, dtype, *arguments):
     """Returns the products of both orders, and those that `explain` tells.
 
@@ -45,16 +49,19 @@ def both_orders(step, dtype, *arguments):
         dtype: the half dtype.
         arguments: of the step.
     """
-    reports = []
     autocast = functools.partial(jmp.autocast, dtype=dtype)
 
     def explained(grad):
-        return lambda *args: reports.append(jmp.explain(autocast(grad))(*args)) or grad(*args)
+        def explain(*args):
+            raise Explained(jmp.explain(autocast(grad))(*args))
+
+        return explain
 
     same = lambda fun: fun
     inside = products(jax.make_jaxpr(step(autocast, same))(*arguments))
-    jax.make_jaxpr(step(same, explained))(*arguments)
-    (report,) = reports
+    with pytest.raises(Explained) as caught:
+        jax.make_jaxpr(step(same, explained))(*arguments)
+    (report,) = caught.value.args
     return inside, products(report.after), told(report)
 
 
@@ -83,7 +90,7 @@ def step_of(fun):
     return lambda inner, outer: outer(jax.grad(inner(loss), (0, 1)))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt2-medium"])  # A larger gpt2-small.
 def test_the_products_of_a_family_are_the_same_in_both_orders(name):
     step, arguments = family_case(name)
     inside, outside, explained = both_orders(step, "bfloat16", *arguments)
