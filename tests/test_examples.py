@@ -19,6 +19,8 @@ from tqdm import tqdm
 
 import jmp_lite as jmp
 
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -88,7 +90,6 @@ def test_at_the_start_of_digits_float16_without_a_scale_has_no_gradient_below_th
     assert "Conv_4" in moved  # The head.
 
 
-@pytest.mark.slow
 def test_float16_reaches_float32_on_digits_with_a_scale_and_visibly_not_without():
     data = digits.load_data()
     arms = ("float32", "float16, dynamic scale", "float16, no scale")
@@ -137,7 +138,6 @@ def test_autocast_prints_its_table_and_its_report(capsys):
     assert "model/blocks/0/attention/project" in out
 
 
-@pytest.mark.slow
 def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path):
     def start(folder):
         settings = ["--size", "small", "--steps", "200", "--save-every", "25", "--checkpoint", str(folder)]

@@ -16,6 +16,8 @@ from steps import bits
 
 import jmp_lite as jmp
 
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
+
 DTYPES = [jnp.dtype("float16"), jnp.dtype("bfloat16")]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 ORDERS = ["grad(autocast(f))", "autocast(grad(f))"]
@@ -260,7 +262,6 @@ def test_a_transformer_saves_no_more_bytes_for_the_backward_pass_than_with_casts
     assert half < 0.65 * full
 
 
-@pytest.mark.slow
 def test_tracing_a_transformer_of_six_layers_takes_at_most_twice_the_plain_time():
     make = functools.partial(models.NnxTransformer, layers=6, width=128, heads=4)
     case = models.nnx_case(make, *models.NEXT_TOKEN)

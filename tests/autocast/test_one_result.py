@@ -18,6 +18,8 @@ from small_programs import W, X
 import jmp_lite as jmp
 from examples.models import FAMILIES
 
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
+
 
 def products(jaxpr):
     """How many products there are of each name and pair of operand dtypes, outer products included."""

@@ -4,11 +4,14 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from jax import lax
 from jaxprs import products, text
 
 import jmp_lite as jmp
+
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
 SIZE, BATCH = 8, 4
 HALVES = ["float16", "bfloat16"]

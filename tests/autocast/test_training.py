@@ -18,6 +18,8 @@ from steps import bits
 
 import jmp_lite as jmp
 
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
+
 # The scale doubles every 10 steps because these runs are short.
 SCALES = {
     "float32": jmp.NoOpLossScale(),
@@ -154,7 +156,6 @@ def train_on_text(arm, seed, text, step_of, steps=60, batch=8, length=32):
     return losses[-20:].mean() / np.log(2), losses, optimizer
 
 
-@pytest.mark.slow
 def test_an_nnx_transformer_trains_in_float16_to_the_bits_per_byte_of_float32():
     text = stdlib_text()
 
