@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 
 import jmp_lite as jmp
@@ -90,6 +92,18 @@ def test_many_small_leaves_are_checked_together():
     )
     assert ours.kernels <= plain.kernels + 24
     assert ours.bytes_a_parameter <= 28.1
+
+
+def test_the_check_reshards_no_leaf_of_another_sharding():
+    """A variadic reduction over leaves of one shape would: XLA gives its operands one sharding."""
+    mesh = gpu_mesh({"data": 8})
+    specs = (P("data"), P(None, "data")) * 4
+    leaves = [
+        jax.ShapeDtypeStruct((1024, 768), jnp.float32, sharding=NamedSharding(mesh, spec)) for spec in specs
+    ]
+    program = read_program(compile_for_gpu(jmp.all_finite, leaves, mesh=mesh))
+    assert program.collectives
+    assert sum(each.size * each.times for each in program.collectives) <= 8 * 1024
 
 
 def test_with_clip_norm_the_check_reads_no_gradient():
