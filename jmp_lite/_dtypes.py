@@ -79,6 +79,20 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
     return dtype
 
 
+def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
+    """Returns the dtype in which weight gradients are summed over devices: float32, or None.
+
+    Raises:
+        ValueError, TypeError: `reduce_dtype` is another dtype, or no dtype.
+    """
+    dtype = None if reduce_dtype is None else parse_dtype(reduce_dtype)
+    if dtype is not None and dtype != jnp.float32:
+        raise ValueError(
+            f"reduce_dtype should be float32, or None for the dtype of the products, got {dtype.name}."
+        )
+    return dtype
+
+
 def dtype_name(dtype: np.dtype) -> str:
     """Returns the name that policies print for `dtype`; `parse_dtype` reads it back.
 

@@ -10,10 +10,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ._dtypes import DTypeLike
+from ._dtypes import DTypeLike, parse_reduce_dtype
 from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model
 from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, is_layer, takes_dtype
-from ._flax.products import parse_reduce_dtype
 from ._paths import argument_names, join, path_name
 from ._policy import Policy
 from ._tree import cast_leaf

@@ -80,7 +80,7 @@ class BackwardPass:
     def _operands(self, equation: Equation, results: Sequence[bool], backward: bool) -> list[bool]:
         """Returns for each operand of an equation whether the equation keeps it in the backward pass."""
         if traits_of(name_of(equation)).list is not List.CALL:
-            # An equation of another part, such as an optimizer's, reads what has left the backward pass.
+            # Equations outside the backward pass, such as an optimizer's, read finished gradients.
             return [backward and (any(results) or not _passes(equation))] * len(equation.invars)
         stays = [False] * len(equation.invars)
         for inner in inner_jaxprs(equation):

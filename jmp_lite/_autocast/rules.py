@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive, primitives
 
-from .._dtypes import DTypeLike, parse_dtype
+from .._dtypes import DTypeLike, parse_dtype, parse_reduce_dtype
 from .._paths import matches
 from .primitives import PRIMITIVES, List, traits_of
 
@@ -71,11 +71,7 @@ def make_rules(
             "autocast computes in float16 or bfloat16, or in float32, which changes nothing. Got "
             f"dtype={half.name}."
         )
-    reduced = None if reduce_dtype is None else parse_dtype(reduce_dtype)
-    if reduced is not None and reduced != jnp.float32:
-        raise ValueError(
-            f"reduce_dtype should be float32, or None for the dtype of the products. Got {reduced.name}."
-        )
+    reduced = parse_reduce_dtype(reduce_dtype)
     lists = {name: traits.list for name, traits in PRIMITIVES.items()}
     in_range = List.DENY if half == jnp.float16 else List.INFER
     lists = {name: in_range if which is List.RANGE else which for name, which in lists.items()}

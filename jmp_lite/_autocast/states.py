@@ -20,7 +20,7 @@ from .primitives import Traits
 
 
 class Kind(enum.IntEnum):
-    """The kind of a value, from the one that yields most to the one that yields least; see above."""
+    """The kind of a value, in the order of precedence: the last kind decides. See above."""
 
     OTHER = 0  # Not float32: integers, keys, float64, half values of the user's own. Never changed.
     LITERAL = 1

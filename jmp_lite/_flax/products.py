@@ -13,29 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._dtypes import DTypeLike, parse_dtype
-
 # The axes of the left and of the right operand: those that are contracted, those of the batch.
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-
-
-def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
-    """Returns the dtype in which weight gradients are summed over devices: float32, or None.
-
-    Raises:
-        ValueError, TypeError: `reduce_dtype` is another dtype, or no dtype.
-    """
-    dtype = None if reduce_dtype is None else parse_dtype(reduce_dtype)
-    if dtype is not None and dtype != jnp.float32:
-        raise ValueError(
-            f"reduce_dtype should be float32, or None for the dtype of the products, got {dtype.name}."
-        )
-    return dtype
 
 
 def wide_gradients(layer: Any, compute_dtype: np.dtype, reduce_dtype: np.dtype | None) -> dict[str, Any]:

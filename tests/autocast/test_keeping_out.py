@@ -76,7 +76,7 @@ def test_a_jitted_function_used_inside_and_outside_full_precision_is_decided_apa
     program = lambda x, w: layer(jmp.full_precision(layer)(layer(x, w), w), w)
     names = [pair[0] for pair in products(jmp.autocast(program), X, W)]
     assert names == ["bfloat16", "float32", "bfloat16"]
-    # JAX's own caches of what was traced before must not bring it back.
+    # JAX caches traced functions. The cache must not bring the half products back.
     names = [pair[0] for pair in products(jmp.autocast(lambda x, w: layer(x, w)), X, W)]
     assert names == ["bfloat16"]
 

@@ -46,7 +46,7 @@ def _sum_in_reference(x, w):
 
 
 def _collective(fun):
-    """Applies a collective to the rows of a product, of which vmap makes an ordinary operation."""
+    """Applies a collective to the rows of a product. vmap turns the collective into an ordinary operation."""
     return lambda x, w: jax.vmap(lambda row: fun(row @ w), axis_name="i")(x)
 
 

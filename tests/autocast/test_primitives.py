@@ -209,7 +209,7 @@ def test_what_is_on_the_infer_list_runs_in_half_between_products(name, half):
 def test_powers_are_float32_in_float16_alone(half, expected):
     for name in ("square", "integer_pow", "reciprocal"):
         assert make_rules(half).list_of(name) is (List.DENY if half == "float16" else List.INFER)
-    # A layout operation after it, so that it is no part of an activation function, all of which is float32.
+    # A layout operation follows. So the operation is no part of an activation function, which is float32.
     fun = lambda x, w: jnp.concatenate([jnp.square(x @ w)] * 2) @ w
     assert operands_of("square", jmp.autocast(fun, half), X, W) == [expected]
     big = jnp.full((1, 1), 300.0)

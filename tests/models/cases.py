@@ -1,5 +1,6 @@
 """A case: a model with a batch and a loss, as a function of its parameters, and cast by hand to compare."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -86,15 +87,16 @@ class Case:
         return self.forward(params, state, inputs)
 
 
-class ModelCase(Case):
+class ModelCase(Case, abc.ABC):
     """The loss takes a model, which holds its parameters."""
 
+    @abc.abstractmethod
     def value_and_grad(self, loss: Any) -> Any:
-        raise NotImplementedError
+        """Returns the library's own `value_and_grad` of a loss of a model."""
 
+    @abc.abstractmethod
     def results(self, model: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         """Returns the gradients as arrays, and the new state."""
-        raise NotImplementedError
 
     def step(self, inner: Any = lambda loss: loss, outer: Any = lambda value_and_grad: value_and_grad) -> Any:
         def loss(model, inputs, targets):

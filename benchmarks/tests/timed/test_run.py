@@ -1,4 +1,4 @@
-"""The driver: arms take turns, one may fail, and a whole run writes and draws what it measured."""
+"""The driver: arms take turns, an arm may fail, and a whole run writes and draws its measurements."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def session(monkeypatch, tmp_path, arms, memory=float("inf"), deadline=float("in
     saved = []
     made.save = lambda: saved.append(len(made.results))
     made.run()
-    assert saved == [*range(1, len(arms) + 1)]  # Should it be ended early, what is done is not lost.
+    assert saved == [*range(1, len(arms) + 1)]  # A run that ends early keeps its results.
     return made.results, FakeWorker.log
 
 
