@@ -94,7 +94,8 @@ def test_float16_reaches_float32_on_digits_with_a_scale_and_visibly_not_without(
     data = digits.load_data()
     arms = ("float32", "float16, dynamic scale", "float16, no scale")
     with tqdm(disable=True) as progress:
-        full, scaled, unscaled = (digits.train_arm(arm, "default", 40, 2, data, progress) for arm in arms)
+        train = lambda arm, seeds: digits.train_arm(arm, "default", 40, seeds, data, progress)
+        full, scaled, unscaled = train(arms[0], 2), train(arms[1], 2), train(arms[2], 1)
     accuracies = [run.accuracy for run in full]
     spread = max(accuracies) - min(accuracies)
     assert min(accuracies) > 0.96
@@ -104,8 +105,8 @@ def test_float16_reaches_float32_on_digits_with_a_scale_and_visibly_not_without(
     assert min(run.test_loss for run in unscaled) > 3 * max(run.test_loss for run in scaled)
     assert all(run.scales[0] == 2.0**15 and run.scales.max() > 2.0**20 for run in scaled)
     assert all(run.skipped_steps >= 1 for run in scaled)
-    starts = [[run.losses[0] for run in runs] for runs in (full, scaled, unscaled)]
-    np.testing.assert_allclose(starts, [starts[0]] * 3, rtol=1e-3)
+    first_seed = [runs[0].losses[0] for runs in (full, scaled, unscaled)]
+    np.testing.assert_allclose(first_seed, [first_seed[0]] * 3, rtol=1e-3)
 
 
 def test_language_model_prints_its_table(capsys):
@@ -140,7 +141,7 @@ def test_autocast_prints_its_table_and_its_report(capsys):
 
 def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path):
     def start(folder):
-        settings = ["--size", "small", "--steps", "200", "--save-every", "25", "--checkpoint", str(folder)]
+        settings = ["--size", "small", "--steps", "80", "--save-every", "10", "--checkpoint", str(folder)]
         command = [sys.executable, "-W", "error", EXAMPLES / "language_model.py", *settings]
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ, text=True
@@ -156,8 +157,8 @@ def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path)
 
     def last_state(folder):
         with ocp.CheckpointManager(folder / "float16") as checkpoints:
-            assert checkpoints.latest_step() == 200
-            return checkpoints.restore(200, args=ocp.args.StandardRestore())
+            assert checkpoints.latest_step() == 80
+            return checkpoints.restore(80, args=ocp.args.StandardRestore())
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     expected = finish(start(whole))
@@ -167,11 +168,11 @@ def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL
-    assert 0 < max(steps(broken)) < 200
+    assert 0 < max(steps(broken)) < 80
     output = finish(start(broken))
-    assert "float32: goes on from step 200." in output
+    assert "float32: goes on from step 80." in output
     resumed_from = int(re.search(r"float16: goes on from step (\d+)\.", output)[1])
-    assert 0 < resumed_from < 200
+    assert 0 < resumed_from < 80
 
     states = [jax.tree.leaves_with_path(last_state(folder)) for folder in (whole, broken)]
     assert len(states[0]) > 40  # Parameters, two moments of each, counts, the scale and its counter.

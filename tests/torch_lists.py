@@ -1,28 +1,30 @@
 """The operations of torch.autocast's CUDA lists, what each is in JAX, and where ours runs it.
 
 https://pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float16 and the two lists after it. The
-The table of docs/autocast.md is made of `ROWS`. `tests/autocast/test_torch.py` compares both with autocast.
+table of docs/autocast.md is made of `ROWS`. `tests/autocast/test_operation_lists.py` compares both with
+autocast.
 
 In the expressions `x` and `w` are float32 arguments, `y` is a product of them (half by then), `z` another;
 what an expression gives goes into one more product, which wants it in half; a loss is a scalar.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Some operations of torch, and what becomes of them.
+    """Some operations of another library, and what becomes of them.
 
     Attributes:
-        torch: where torch's autocast runs them: float16, float32, widest.
+        there: where the other library runs them; for torch float16, float32, or widest.
         here: where ours does: half, float32 or widest; of several operations, the decisive ones.
-        names: torch's name of each, with the expression in JAX.
+        names: the library's name of each, with the expression in JAX.
         why: why ours differs, or what should be known.
         decisive: the primitives that `here` speaks of, if not all.
     """
 
-    torch: str
+    there: str
     here: str
     names: dict[str, str]
     why: str = ""
@@ -214,10 +216,10 @@ ROWS = (
 )
 
 
-def table() -> str:
-    """Returns the rows as docs/autocast.md shows them."""
-    lines = ["| torch | there | here | |", "| --- | --- | --- | --- |"]
-    for row in ROWS:
+def table(library: str, rows: Sequence[Row]) -> str:
+    """Returns rows as docs/autocast.md shows them."""
+    lines = [f"| {library} | there | here | |", "| --- | --- | --- | --- |"]
+    for row in rows:
         names = " ".join(f"`{name}`" for name in row.names)
-        lines.append(f"| {names} | {row.torch} | {row.here} | {row.why} |")
+        lines.append(f"| {names} | {row.there} | {row.here} | {row.why} |")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive, jaxprs_in_params
@@ -251,8 +252,13 @@ def scope_of(equation: Equation, around: str = "") -> str:
         equation: the equation.
         around: the scope around its jaxpr.
     """
-    scope = plain_scope(str(equation.source_info.name_stack))
+    scope = _scope_of_stack(equation.source_info.name_stack)
     return join(around, scope) if scope else around
+
+
+@functools.lru_cache(maxsize=4096)  # The operations of a layer share a few stacks.
+def _scope_of_stack(name_stack: Any) -> str:
+    return plain_scope(str(name_stack))
 
 
 def plain_scope(name_stack: str) -> str:
@@ -299,12 +305,14 @@ def context_of(equation: Equation) -> Iterator[None]:
 def bind(equation: Equation, operands: Sequence[Array], **changed: Any) -> list[Array]:
     """Runs the primitive of `equation` on other operands, with some of its parameters changed.
 
-    A program has the same operation many times, once in each layer. Here it runs in an inlined `jax.jit`, as
-    the functions of jnp do, and JAX remembers the derivative of a jitted function. So it is differentiated
-    once; the jaxpr stays the same, and a deep model is traced in two thirds of the time.
+    A program has the same operation many times, once in each layer. Where a derivative is taken, it
+    runs in an inlined `jax.jit`, as the functions of jnp do, and JAX remembers the derivative of a jitted
+    function. So it is differentiated once; the jaxpr stays the same, and a deep model is traced in two thirds
+    of the time.
     """
     primitive, params = equation.primitive, tuple((equation.params | changed).items())
-    operation = _inlined if _may_be_remembered(equation) and _hashable(params) else _operation
+    remembers = _may_be_remembered(equation) and _transformed(operands) and _hashable(params)
+    operation = _inlined if remembers else _operation
     results = operation(primitive, params)(*operands)
     return list(results) if primitive.multiple_results else [results]
 
@@ -317,6 +325,19 @@ def _may_be_remembered(equation: Equation) -> bool:
     """
     own = getattr(lax, f"{equation.primitive.name}_p", None) is equation.primitive
     return own and not equation.effects and not any(True for _ in jaxprs_in_params(equation.params))
+
+
+def _transformed(operands: Sequence[Array]) -> bool:
+    """Whether a transform such as `jax.grad` follows what happens to one of the operands."""
+    return any(isinstance(x, jax.core.Tracer) and type(x) is not _class_in_jaxprs() for x in operands)
+
+
+@functools.cache
+def _class_in_jaxprs() -> type:
+    """Returns the class of the values that `jax.jit` and `jax.make_jaxpr` trace with."""
+    classes: list[type] = []
+    jax.make_jaxpr(lambda x: classes.append(type(x)))(np.float32(0))
+    return classes[0]
 
 
 def _operation(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:

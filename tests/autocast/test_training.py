@@ -1,9 +1,5 @@
 """Training under `autocast` in float16 with a loss scale: where float32 ends, float16 ends."""
 
-import functools
-import sysconfig
-from pathlib import Path
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -133,65 +129,6 @@ def test_a_linen_model_with_batch_statistics_trains_in_float16_to_the_accuracy_o
         assert not np.array_equal(half_losses, losses)
         assert float(jmp.get_loss_scale(opt_state).loss_scale) > 2.0**15
         assert int(jmp.metrics(opt_state)["skipped_steps"]) < 15
-
-
-def stdlib_text():
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
-    return np.concatenate([np.frombuffer(file.read_bytes(), np.uint8) for file in files])
-
-
-def train_on_text(arm, seed, text, step_of, steps=60, batch=8, length=32):
-    """Returns the bits per byte of the last 20 steps, every loss, and the optimizer."""
-    model = models.NnxTransformer(nnx.Rngs(seed), layers=1, width=32, vocabulary=256, length=length)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(5e-3))
-    optimizer = nnx.Optimizer(model, jmp.with_loss_scale(tx, SCALES[arm]), wrt=nnx.Param)
-    train_step = step_of(arm)
-    losses = []
-    for number in range(steps):
-        starts = np.random.default_rng((seed, number)).integers(0, len(text) - length, batch)
-        losses.append(
-            train_step(model, optimizer, text[starts[:, None] + np.arange(length)].astype(np.int32))
-        )
-    losses = np.asarray(losses)
-    return losses[-20:].mean() / np.log(2), losses, optimizer
-
-
-def test_an_nnx_transformer_trains_in_float16_to_the_bits_per_byte_of_float32():
-    text = stdlib_text()
-
-    @functools.cache
-    def step_of(arm):
-        def loss_fn(model, text):
-            return models.next_token_loss(model(text), text)
-
-        operands = products(precision(arm, loss_fn), models.NnxTransformer(nnx.Rngs(0)), models.TEXT)
-        assert set(operands) == {(arm, arm)}
-
-        @nnx.jit
-        def train_step(model, optimizer, text):
-            loss_scale = jmp.get_loss_scale(optimizer)
-            scaled = jmp.value_and_grad(precision(arm, loss_fn), loss_scale, transform=nnx.value_and_grad)
-            loss, grads = scaled(model, text)
-            optimizer.update(model, grads)
-            return loss
-
-        return train_step
-
-    runs = {
-        arm: [train_on_text(arm, seed, text, step_of) for seed in SEEDS] for arm in ("float32", "float16")
-    }
-    full, half = ([bits_per_byte for bits_per_byte, *_ in runs[arm]] for arm in runs)
-    spread = max(full) - min(full)
-    assert max(full) < 5.0  # 8 at the start.
-    assert 0 < spread < 0.3
-    assert np.mean(half) <= np.mean(full) + spread
-    # Seed by seed the text is the same, and the precisions are closer than the seeds are.
-    np.testing.assert_allclose(half, full, atol=0.1)
-    for (_, losses, _), (_, half_losses, optimizer) in zip(runs["float32"], runs["float16"], strict=True):
-        np.testing.assert_allclose(half_losses[0], losses[0], rtol=1e-3)
-        assert not np.array_equal(half_losses, losses)
-        assert float(jmp.get_loss_scale(optimizer).loss_scale) > 2.0**15
-        assert int(jmp.metrics(optimizer)["skipped_steps"]) < 10
 
 
 def linen_steps(batches, note_trace):

@@ -1,4 +1,4 @@
-"""The README's table of torch.autocast's operations, held to what our autocast does with each."""
+"""The tables of the operations of torch.autocast and of TensorFlow, held to what autocast does with each."""
 
 import pathlib
 
@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorflow_lists
 import torch_lists
 from jax import lax
 
 import jmp_lite as jmp
 
-CASES = [(row, name) for row in torch_lists.ROWS for name in row.names]
+TABLES = {"torch": torch_lists.ROWS, "TensorFlow": tensorflow_lists.ROWS}
+CASES = [(row, name) for rows in TABLES.values() for row in rows for name in row.names]
 
 
 def attention(y):
@@ -49,7 +51,9 @@ def operations(expression, dtype):
             "conv_transpose": lambda rank: convolution(lax.conv_transpose, rank, x, w),
         }
         result = eval(expression, globals(), names)
-        return result @ jnp.ones((result.shape[-1], 8)) if result.ndim else result
+        if not result.ndim:
+            return result
+        return result @ (w if result.shape[-1] == 8 else jnp.ones((result.shape[-1], 8)))
 
     x, w = (
         jnp.asarray(np.random.default_rng(0).uniform(0.1, 0.2, shape), jnp.float32)
@@ -63,7 +67,7 @@ MOVES = {"move", "as traced"}
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("row", "name"), CASES, ids=[name for _, name in CASES])
-def test_an_operation_of_torch_runs_where_the_table_says(row, name, dtype):
+def test_an_operation_runs_where_the_table_says(row, name, dtype):
     found = operations(row.names[name], dtype)
     if row.decisive:
         decisive = [operation for operation in found if operation.name in row.decisive]
@@ -90,6 +94,7 @@ def test_the_widest_of_half_and_float32_is_float32(name):
     assert not any(operation.in_half for operation in mixed if operation.name != "add" or name != "addcmul")
 
 
-def test_the_page_shows_the_table():
+@pytest.mark.parametrize("library", TABLES)
+def test_the_page_shows_the_table(library):
     page = pathlib.Path(__file__).parent.parent.parent / "docs" / "autocast.md"
-    assert torch_lists.table() in page.read_text()
+    assert torch_lists.table(library, TABLES[library]) in page.read_text()
