@@ -33,6 +33,8 @@ class Rule:
 
     >>> Rule("head", "float32").policy.compute_dtype is jnp.float32
     True
+
+    Guide: docs/policies.md.
     """
 
     pattern: str
@@ -83,6 +85,8 @@ class Policy:
     'p=full,c=f16,o=full'
     >>> policy == get_policy("params=float32, compute=float16, output=float32")
     True
+
+    Guide: docs/policies.md.
     """
 
     param_dtype: DTypeLike
@@ -249,6 +253,8 @@ def get_policy(policy_name: str) -> Policy:
 
     >>> str(get_policy("O1"))
     'p=full,c=f16,o=full'
+
+    Guide: docs/policies.md.
     """
     if not isinstance(policy_name, str):
         raise TypeError(

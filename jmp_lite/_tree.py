@@ -59,6 +59,8 @@ def cast_to_full(tree: T) -> T:
 
     >>> cast_to_full(jnp.ones(2, jnp.float16)).dtype
     dtype('float32')
+
+    Guide: docs/policies.md.
     """
     return cast_floating(tree, jnp.float32)
 
@@ -68,6 +70,8 @@ def cast_to_half(tree: T) -> T:
 
     >>> cast_to_half(jnp.ones(2)).dtype == half_dtype()
     True
+
+    Guide: docs/policies.md.
     """
     return cast_floating(tree, half_dtype())
 
@@ -116,6 +120,8 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
     >>> select_tree(jnp.bool_(False), {"x": jnp.float32(1)}, {"x": jnp.float32(2)})
     {'x': Array(2., dtype=float32)}
+
+    Guide: docs/loss-scaling.md.
     """
     is_flag = jnp.ndim(pred) == 0 and jnp.result_type(pred) == jnp.bool_
     assert is_flag, "expected boolean scalar"

@@ -76,6 +76,8 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
     >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 2))).dtype
     (dtype('float32'), dtype('float32'))
+
+    Guide: docs/policies.md.
     """
     check_arguments("linen.with_policy", "flax.linen.Module", _LINEN, module, policy)
     return WithPolicy(_Plain(module), policy, parse_reduce_dtype(reduce_dtype))
@@ -95,6 +97,8 @@ class WithPolicy(nn.Module):
         plain: the plain module.
         policy: the policy.
         reduce_dtype: the dtype in which devices sum weight gradients; None for the compute dtype.
+
+    Guide: docs/policies.md.
     """
 
     plain: _Plain

@@ -99,6 +99,8 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
     >>> model = with_policy(plain, get_policy("params=float32,compute=bfloat16,output=float32"))
     >>> model.kernel[...].dtype, model.dtype, model(jnp.ones((1, 2))).dtype
     (dtype('float32'), dtype(bfloat16), dtype('float32'))
+
+    Guide: docs/policies.md.
     """
     check_arguments("nnx.with_policy", "flax.nnx.Module", _NNX, model, policy)
     if hasattr(model, _SETTING):

@@ -70,6 +70,16 @@ def test_the_api_pages_have_every_public_name_once(page, module):
         assert set(listed) == {name for name in vars(found) if name[0].isupper() or name == "read_program"}
 
 
+@pytest.mark.parametrize("page", ["index", "linen", "nnx", "diagnostics"])
+def test_the_docstring_of_every_public_name_names_its_guide(page):
+    listed = re.findall(r"^::: (.*)\.(\w+)$", (ROOT / f"docs/api/{page}.md").read_text(), re.MULTILINE)
+    assert listed
+    for module, name in listed:
+        docstring = getattr(importlib.import_module(module), name).__doc__
+        (guide,) = re.findall(r"^ *Guide: (docs/.*\.md)\.$", docstring, re.MULTILINE)
+        assert (ROOT / guide).exists()
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in sorted((ROOT / "docs").rglob("*.md")):

@@ -118,6 +118,7 @@ def autocast(
         ValueError, TypeError: an option is malformed; on a call, a rule selects nothing.
 
     Source: PyTorch's autocast (https://pytorch.org/docs/stable/amp.html), for its lists and its meaning.
+    Guide: docs/autocast.md.
 
     >>> import jmp_lite as jmp
     >>> def loss(w, x):
@@ -249,6 +250,8 @@ def full_precision(fun: F) -> F:
     >>> report = jmp.explain(jmp.autocast(lambda x: head(x, x @ x)))(x)
     >>> [operation.inputs[0] for operation in report.operations]
     ['bfloat16[2,2]', 'float32[2,2]']
+
+    Guide: docs/autocast.md.
     """
 
     @functools.wraps(fun)
@@ -273,5 +276,7 @@ def keep_float32(x: T) -> T:
     >>> report = jmp.explain(fun)(jnp.ones((2, 2)))
     >>> [(operation.name, operation.inputs[0]) for operation in report.operations][1:3]
     [('name', 'float32[2,2]'), ('tanh', 'float32[2,2]')]
+
+    Guide: docs/autocast.md.
     """
     return checkpoint_name(x, KEEP_FLOAT32_NAME)

@@ -59,6 +59,8 @@ class Operation:
     >>> operation = jmp.explain(jnp.dot)(jnp.ones((2, 2)), jnp.ones((2, 2))).operations[0]
     >>> operation.name, operation.inputs, operation.in_half, operation.flops
     ('dot_general', ('bfloat16[2,2]', 'bfloat16[2,2]'), True, 16)
+
+    Guide: docs/autocast.md.
     """
 
     name: str
@@ -111,6 +113,8 @@ class Report:
     >>> import jmp_lite as jmp
     >>> jmp.explain(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
     Report(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
+
+    Guide: docs/autocast.md.
     """
 
     dtype: np.dtype
@@ -219,6 +223,8 @@ def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable
     1 of 2 operations in bfloat16, 3 casts, 94.1% of FLOPs on Tensor Cores
     >>> [(operation.name, operation.reason) for operation in report.operations]
     [('dot_general', 'dot_general is on the allow list'), ('exp', 'exp is on the deny list')]
+
+    Guide: docs/autocast.md.
     """
     if not callable(fun):
         raise TypeError(f"explain takes a function. Got {fun!r}.")

@@ -43,6 +43,8 @@ def value_and_grad(
     >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
     >>> value_and_grad(loss_fn, DynamicLossScale(1024.0))(jnp.float16(2), jnp.float16(3))
     (Array(6., dtype=float32), Array(3., dtype=float32))
+
+    Guide: docs/loss-scaling.md.
     """
     if not is_loss_scale(loss_scale):
         raise TypeError(
@@ -97,6 +99,8 @@ def grad(
     >>> from jmp_lite import StaticLossScale
     >>> grad(lambda w: w**2, StaticLossScale(1024.0))(jnp.float32(3))
     Array(6., dtype=float32)
+
+    Guide: docs/loss-scaling.md.
     """
     both = value_and_grad(fun, loss_scale, argnums, has_aux, transform)
 

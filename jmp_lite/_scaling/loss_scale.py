@@ -38,6 +38,8 @@ class LossScale(Protocol):
     A loss scale is a pytree, passes through `jit`, `scan` and checkpoints, and is never changed in
     place. `scale` multiplies a loss, `unscale` divides gradients by the scale that scaled them, and
     `adjust` gives the scale of the next step.
+
+    Guide: docs/loss-scaling.md.
     """
 
     @property
@@ -70,6 +72,8 @@ class NoOpLossScale:
 
     >>> NoOpLossScale().scale(jnp.float16(3)).dtype
     dtype('float16')
+
+    Guide: docs/loss-scaling.md.
     """
 
     def __post_init__(self) -> None:
@@ -157,6 +161,8 @@ class StaticLossScale(_Scaling):
     >>> scale = StaticLossScale(1024)
     >>> scale.unscale(scale.scale(jnp.float16(3)))
     Array(3., dtype=float32)
+
+    Guide: docs/loss-scaling.md.
     """
 
     loss_scale: Any
@@ -208,6 +214,8 @@ class DynamicLossScale(_Scaling):
     >>> scale = scale.adjust(jnp.bool_(True)).adjust(jnp.bool_(True))
     >>> float(scale.loss_scale), float(scale.adjust(jnp.bool_(False)).loss_scale)
     (2048.0, 1024.0)
+
+    Guide: docs/loss-scaling.md.
     """
 
     loss_scale: Any = 2.0**15

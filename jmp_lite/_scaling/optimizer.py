@@ -44,6 +44,8 @@ def unscale() -> optax.GradientTransformationExtraArgs:
     >>> tx = unscale()
     >>> tx.update(jnp.float16(8), tx.init(jnp.float16(0)), loss_scale=StaticLossScale(4))[0]
     Array(2., dtype=float32)
+
+    Guide: docs/loss-scaling.md.
     """
 
     def update(
@@ -111,6 +113,8 @@ def skip_nonfinite(
     >>> updates, opt_state = tx.update(jnp.float32(jnp.inf), tx.init(params), params)
     >>> optax.apply_updates(params, updates), metrics(opt_state)["skipped_steps"]
     (Array(1., dtype=float32), Array(1, dtype=int32))
+
+    Guide: docs/loss-scaling.md.
     """
     return _Skipping("skip_nonfinite", inner, None, clip_norm, axis_name, name).transform()
 
@@ -142,6 +146,8 @@ def with_loss_scale(
     >>> from jmp_lite import get_loss_scale
     >>> float(get_loss_scale(opt_state).loss_scale)
     512.0
+
+    Guide: docs/loss-scaling.md.
     """
     # Not a default argument: a value made when this file is imported would be shared by all.
     loss_scale = DynamicLossScale() if loss_scale is None else loss_scale

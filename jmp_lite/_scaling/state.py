@@ -48,6 +48,8 @@ class SkipNonfiniteState:
             the last step that was taken. One array costs a GPU one kernel, three scalars cost three.
         leaf_names: the paths of the parameters, in the order of `leaf_finite`.
         name: tells this optimizer from another in the same tree.
+
+    Guide: docs/loss-scaling.md.
     """
 
     inner_state: Any
@@ -86,6 +88,8 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> Any:
     >>> import optax, jmp_lite as jmp
     >>> float(get_loss_scale(jmp.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))).loss_scale)
     32768.0
+
+    Guide: docs/loss-scaling.md.
     """
     states = [state for state in _find_states(opt_state) if state.loss_scale is not None]
     return unwrap(_choose(states, name, "with_loss_scale").loss_scale)
@@ -106,6 +110,8 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
     >>> import optax, jmp_lite as jmp
     >>> bool(grads_finite(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2))))
     True
+
+    Guide: docs/loss-scaling.md.
     """
     return metrics(opt_state, name)["grads_finite"]
 
@@ -133,6 +139,8 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
     >>> opt_state = jmp.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
     >>> {key: value.item() for key, value in jmp.metrics(opt_state).items()}
     {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skipped_steps': 0}
+
+    Guide: docs/loss-scaling.md.
     """
     state = find_state(opt_state, name)
     counts = jnp.asarray(state.counts)

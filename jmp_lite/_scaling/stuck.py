@@ -43,6 +43,8 @@ def raise_if_stuck(
 
     >>> import jax.numpy as jnp, optax, jmp_lite as jmp
     >>> raise_if_stuck(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2)))
+
+    Guide: docs/loss-scaling.md.
     """
     if max_consecutive_skips < 1:
         raise ValueError(f"max_consecutive_skips should be 1 or above, got {max_consecutive_skips}.")

@@ -30,6 +30,8 @@ class Product:
             products without a mask, two forward and four backward, and no recomputation.
         times: how often it runs.
         operation: the scopes and the JAX operation from which XLA made it.
+
+    Guide: docs/diagnosis.md.
     """
 
     kind: str

@@ -31,6 +31,8 @@ class Collective:
         arrays: the arrays that each device sends.
         times: how often it runs.
         operation: the scopes and the JAX operation from which XLA made it.
+
+    Guide: docs/diagnosis.md.
     """
 
     kind: str
@@ -66,6 +68,8 @@ class Program:
         conditionals: how many conditionals it has. The figures above count both branches.
         host_syncs: why the host must wait for the device within a run: conditionals, loops whose length the
             device decides (counted as one iteration above), callbacks.
+
+    Guide: docs/diagnosis.md.
     """
 
     device: str
@@ -123,6 +127,8 @@ def read_program(compiled: Any) -> Program:
     >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
     >>> [product.kind for product in program.products]
     ['gemm']
+
+    Guide: docs/diagnosis.md.
     """
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
