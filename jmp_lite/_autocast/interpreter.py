@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree import reuse_cast
 from .jaxprs import (
     Array,
     Equation,
@@ -24,6 +23,7 @@ from .jaxprs import (
     equations,
     is_literal,
     open_jaxpr,
+    reuse,
 )
 from .plan import (
     Activation,
@@ -99,7 +99,7 @@ class Value:
             return self.casts[dtype]
         if self.exact == dtype or native.dtype != jnp.float32:
             return self.casts[dtype]
-        return reuse_cast(native, self.casts[dtype])
+        return reuse(native, self.casts[dtype])
 
 
 class Interpreter:
@@ -243,7 +243,7 @@ class Interpreter:
         """
         (wide,) = bind(equation, [value.to(jnp.float32)])
         (half,) = bind(equation, [value.to(self.half)])
-        return reuse_cast(wide, half)
+        return reuse(wide, half)
 
     # Values that enter and leave the jaxprs within an equation.
 

@@ -21,6 +21,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive, jaxprs_in_params
 
 from .._paths import join
+from .._tree import reuse_cast
 
 # JAX's own classes differ between versions (a Jaxpr is a ClosedJaxpr since JAX 0.11), and their annotations
 # do not know the shape and dtype of a variable. So the aliases say what a value is, and a type checker sees
@@ -328,8 +329,8 @@ def _may_be_remembered(equation: Equation) -> bool:
 
 
 def _transformed(operands: Sequence[Array]) -> bool:
-    """Whether a transform such as `jax.grad` follows what happens to one of the operands."""
-    return any(isinstance(x, jax.core.Tracer) and type(x) is not _class_in_jaxprs() for x in operands)
+    """Whether a transform such as `jax.grad` may follow what happens to one of the operands."""
+    return any(isinstance(x, jax.Array) and type(x) is not _class_in_jaxprs() for x in operands)
 
 
 @functools.cache
@@ -361,6 +362,12 @@ def _hashable(params: tuple[tuple[str, Any], ...]) -> bool:
 def cast(x: Array, dtype: Any) -> Array:
     """Returns `x` in `dtype`. JAX remembers its derivative, as in `bind`."""
     return lax.convert_element_type(x, dtype)
+
+
+@functools.partial(jax.jit, inline=INLINE)
+def reuse(x: Array, cast: Array) -> Array:
+    """Returns `reuse_cast(x, cast)`. JAX remembers its trace and its derivative, as in `bind`."""
+    return reuse_cast(x, cast)
 
 
 def source_line(equation: Equation) -> str:
