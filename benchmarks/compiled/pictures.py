@@ -144,7 +144,7 @@ def _box(axes: Axes, name: str, x: float, y: float) -> None:
 
 def _save(figure: Figure, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "jmp_lite", "font.family": "sans-serif"}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "jmp_lite", "font.family": "sans-serif"}
     with matplotlib.rc_context(settings):
         figure.savefig(path, metadata={"Date": None})
 

@@ -2,9 +2,11 @@
 
 `read_program` reads the program that XLA compiled. It says which products run on Tensor Cores and in which
 dtypes, and how many kernels, bytes and collectives a step has. Read `_hlo`, `_traffic`, `_products`, then
-`_program`.
+`_program`. `compile_for` compiles a step for a GPU that the machine does not have.
 """
 
+from ._compile import compile_for as compile_for
+from ._compile import mesh_for as mesh_for
 from ._products import Product as Product
 from ._program import Collective as Collective
 from ._program import Program as Program

@@ -112,8 +112,8 @@ def read_program(compiled: Any) -> Program:
     """Returns what a compiled step does.
 
     Args:
-        compiled: the result of `jax.jit(step).lower(*args).compile()`, for any device. To compile for a GPU
-            that the machine does not have, see `benchmarks/compiled/h100.py`.
+        compiled: the result of `jax.jit(step).lower(*args).compile()`, for any device. `compile_for` compiles
+            for a GPU that the machine does not have.
 
     Returns:
         The products with their dtypes, kernels, bytes, memory, conditionals and collectives of one run on one
@@ -243,6 +243,8 @@ def _lines(program: Program) -> Iterator[str]:
         yield from (f"    {each.operation}  {' x '.join(map(str, each.operands))}" for each in others[:8])
         yield from [f"    and {len(others) - 8} more"] * (len(others) > 8)
     share = f"{program.tensor_core_share:.1%} of the products' FLOPs in 16 bits on Tensor Cores"
+    if program.device == "cpu":
+        share = "a CPU computes half precision by way of float32; see compile_for for the program of a GPU"
     yield f"on {program.device}: {share if rows else 'no products'}"
     yield f"{program.kernels:,} kernels and library calls, {_megabytes(program.bytes_moved)} read and written"
     yield (

@@ -134,6 +134,13 @@ def test_the_totals_of_the_text():
     assert "     5  all-reduce of 0.00 MB in f32" in str(h100("collectives")).split("\n")
 
 
+def test_on_a_cpu_the_report_does_not_speak_of_tensor_cores():
+    x = jnp.ones((8, 8), jnp.float16)
+    text = str(read_program(jax.jit(jnp.dot).lower(x, x).compile()))
+    assert "on cpu: a CPU computes half precision by way of float32" in text
+    assert "Tensor Cores" not in text
+
+
 @pytest.mark.parametrize("name", ["products", "collectives", "loops"])
 def test_to_dict_is_json_and_complete(name):
     found = h100(name)

@@ -30,7 +30,7 @@ from benchmarks.compiled.gpt import gpt, gpt_loss
 from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
 from benchmarks.compiled.step import moved, training_step
 from benchmarks.device import HAS_GPU
-from jmp_lite.diagnostics import read_program
+from jmp_lite.diagnostics import compile_for, read_program
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="on a GPU the program is another one")
 
@@ -172,6 +172,16 @@ SMALL = gpt(vocabulary=1280, length=256, width=256, layers=2)
 @pytest.fixture(scope="module")
 def params():
     return jax.eval_shape(SMALL.init, jax.random.key(0), TOKENS)
+
+
+def test_a_jitted_step_is_compiled_as_it_is():
+    step = jax.jit(lambda w, x, name: {name: w + x @ w}, donate_argnums=0, static_argnums=2)
+    w, x = jnp.ones((64, 64), jnp.float16), jax.ShapeDtypeStruct((64, 64), jnp.float16)
+    program = read_program(compile_for("h100", step, w, x, "w"))
+    assert program.device == "NVIDIA H100 80GB HBM3"
+    assert [product.arithmetic for product in program.products] == ["f16"]
+    assert program.aliased_bytes == w.nbytes
+    assert f"on {program.device}: 100.0%" in str(program)
 
 
 # One forward and two backward: six in each of two blocks, and the head.

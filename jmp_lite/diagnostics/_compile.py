@@ -1,0 +1,133 @@
+"""Compiles a step for a GPU that the machine does not have.
+
+The result is the real optimized program for that GPU: its library calls, kernels and memory. The program
+cannot be run, so it says nothing about time.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+# A GPU as XLA describes it: a GpuTargetConfigProto in text form.
+_H100 = """
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 3352320000000
+  device_memory_size: 84942979072
+  l2_cache_size: 52428800
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_address_bits: 64
+  ecc_enabled: true
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.28.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 28 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+_CONFIGS = {"h100": _H100}
+
+
+def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
+    """Returns a mesh of GPUs that the machine does not have, for `compile_for`.
+
+    Args:
+        device: `"h100"`, an H100 SXM with 80 GB.
+        axes: names and sizes, such as `{"data": 8}`. The mesh has 1 to 8 devices, or a multiple of 8: eight
+            on each host.
+
+    Raises:
+        ValueError: the device is not known, or the number of devices is another one.
+        RuntimeError: the CUDA plugin of JAX is not installed.
+
+    Guide: docs/diagnosis.md.
+    """
+    if device not in _CONFIGS:
+        raise ValueError(f"The device is one of {', '.join(map(repr, _CONFIGS))}; got {device!r}.")
+    count = math.prod(axes.values())
+    if count < 1 or (count > 8 and count % 8):
+        raise ValueError(f"A mesh has 1 to 8 devices, or a multiple of 8, eight a host; got {count}.")
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        raise RuntimeError('The CUDA plugin of JAX is not installed: pip install "jmp_lite[h100]".')
+    hosts, each = (1, count) if count <= 8 else (count // 8, 8)
+    found: Any = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=_CONFIGS[device], topology=f"1x{hosts}x{each}"
+    )
+    shape = tuple(axes.values())
+    return Mesh(np.array(found.devices).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def compile_for(
+    device: str,
+    fun: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    mesh: Mesh | None = None,
+) -> jax.stages.Compiled:
+    """Compiles a step for a GPU that the machine does not have. `read_program` reads the result.
+
+    It needs the extra `[h100]`, which installs JAX's CUDA plugin without the CUDA libraries. Start Python
+    with `JAX_PLATFORMS=cpu`: without that variable JAX looks for a driver, and fails. No product is
+    autotuned, so all products are those of cuBLAS.
+
+    Args:
+        device: `"h100"`, an H100 SXM with 80 GB.
+        fun: a function of pytrees of arrays, jitted (`jax.jit`) or not.
+        args: its arguments: arrays or `jax.ShapeDtypeStruct`s. Only shapes, dtypes and, with a mesh,
+            shardings are used. What has no shape and dtype goes to `fun` as it is.
+        donate_argnums: as in `jax.jit`, for a function that is not jitted.
+        mesh: of `mesh_for`, to compile for more than one device. An argument without a sharding is
+            replicated.
+
+    Returns:
+        The compiled program. It cannot be run.
+
+    Raises:
+        ValueError: as in `mesh_for`; or there is no array among the arguments, which carry the device.
+        RuntimeError: the CUDA plugin of JAX is not installed.
+
+    Guide: docs/diagnosis.md.
+    """
+    is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
+    if not any(map(is_array, jax.tree.leaves(args))):
+        raise ValueError("Give the function an array: by its arrays JAX knows for what to compile.")
+    own = mesh_for(device, {"device": 1}) if mesh is None else mesh
+    whole = SingleDeviceSharding(own.devices.item()) if mesh is None else NamedSharding(own, PartitionSpec())
+
+    def on_device(x: Any) -> Any:
+        if not is_array(x):
+            return x
+        given = x.sharding if mesh is not None and isinstance(x, jax.ShapeDtypeStruct) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=given or whole)
+
+    jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun, donate_argnums=donate_argnums)
+    lowered = jitted.lower(*jax.tree.map(on_device, args))
+    return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})

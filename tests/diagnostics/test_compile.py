@@ -1,0 +1,35 @@
+"""Compiling for a GPU that the machine does not have: the errors.
+
+benchmarks/tests/compiled/test_h100.py reads the programs.
+"""
+
+import importlib.util
+
+import jax.numpy as jnp
+import pytest
+
+from jmp_lite.diagnostics import compile_for, mesh_for
+
+HAS_PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def test_a_device_that_is_not_known_is_an_error():
+    with pytest.raises(ValueError, match="The device is one of 'h100'; got 'k80'"):
+        compile_for("k80", jnp.sin, jnp.ones(2))
+
+
+@pytest.mark.parametrize("count", [0, 9, 12])
+def test_a_mesh_has_whole_hosts(count):
+    with pytest.raises(ValueError, match=f"a multiple of 8, eight a host; got {count}"):
+        mesh_for("h100", {"data": count})
+
+
+def test_without_an_array_there_is_no_device_to_compile_for():
+    with pytest.raises(ValueError, match="Give the function an array"):
+        compile_for("h100", lambda x: x, 1.0)
+
+
+@pytest.mark.skipif(HAS_PLUGIN, reason="The plugin is installed.")
+def test_without_the_plugin_the_error_names_the_extra():
+    with pytest.raises(RuntimeError, match=r"jmp_lite\[h100\]"):
+        compile_for("h100", jnp.sin, jnp.ones(2))
