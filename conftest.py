@@ -1,4 +1,4 @@
-"""Settings that must stand before JAX starts: eight virtual CPU devices, and a compiler in a hurry."""
+"""Settings for JAX that must be there before it starts: eight virtual CPU devices, and a fast compiler."""
 
 import os
 from pathlib import Path

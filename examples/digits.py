@@ -65,7 +65,7 @@ def squared_error(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
     Here float16 begins to matter. The mean is over 448 * 8 * 8 * 10 = 286,720 numbers. At the start no
     logit has a gradient above 7e-7, and no activation below the small head one above 2e-8. float16 rounds
-    what is below 3e-8 to zero, so no layer but the head learns. float32 and bfloat16 do not mind, since
+    numbers below 3e-8 to zero, so only the head learns. float32 and bfloat16 do not lose them, since
     Adam divides by the size of the gradients. Nothing is out of the ordinary: a segmentation of one
     512 x 512 image into 20 classes is a mean over 5 million numbers.
     """

@@ -1,4 +1,4 @@
-"""Names of dtypes: what is read, what is printed, what is turned down."""
+"""Names of dtypes: which are read, how they are printed, which are errors."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +53,7 @@ def test_an_unknown_name_is_a_value_error_that_lists_the_names(spec):
 
 
 @pytest.mark.parametrize("spec", [None, 3, object(), [1]])
-def test_what_is_no_dtype_is_a_type_error(spec):
+def test_other_values_than_dtypes_are_a_type_error(spec):
     with pytest.raises(TypeError, match="Expected a dtype or one of"):
         parse_dtype(spec)
 

@@ -33,7 +33,7 @@ def load(name):
 
 digits = load("digits")
 language_model = load("language_model")
-sys.modules["language_model"] = language_model  # As a script, autocast.py finds it beside itself.
+sys.modules["language_model"] = language_model  # autocast.py imports it by this name.
 autocast = load("autocast")
 
 

@@ -87,7 +87,7 @@ def test_a_room_stands_above_all_that_it_imports():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_imports_only_what_is_below_it(name):
+def test_a_module_imports_only_lower_modules(name):
     assert set(ours(name)) <= allowed(name)
 
 
@@ -98,7 +98,7 @@ def test_a_module_imports_only_the_libraries_that_its_room_may(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_nobody_imports_the_inside_of_jax(name):
+def test_no_module_imports_private_modules_of_jax(name):
     modules = list(others(name))
     assert not [module for module in modules if module.startswith(("jax._src", "jaxlib"))]
     reads_jaxprs = name.startswith(("_autocast", "diagnostics"))

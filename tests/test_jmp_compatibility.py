@@ -158,7 +158,7 @@ def test_policies_from_strings_are_those_of_jmp(text):
 
 
 @pytest.mark.parametrize("text", ["f17", "compute_float16", "c=f17", "x=f16"])
-def test_strings_that_jmp_turns_down_are_turned_down_alike(text):
+def test_strings_that_jmp_rejects_are_rejected_with_the_same_error(text):
     with pytest.raises(ValueError, match=r"^Unknown (dtype|key)") as theirs:
         jmp.get_policy(text)
     with pytest.raises(ValueError, match=r"^Unknown (dtype|key)") as ours:
@@ -227,7 +227,7 @@ def test_a_training_program_gives_the_same_numbers_under_both(policy):
     ],
     ids=["none", "static", "dynamic"],
 )
-def test_the_three_scales_scale_and_unscale_float32_alike(make):
+def test_the_three_scales_scale_and_unscale_float32_the_same_way(make):
     tree = {"a": jnp.linspace(-2, 2, 7), "b": jnp.float32(1e-3)}
     ours, theirs = make(jmp_lite), make(jmp)
     for method in ("scale", "unscale"):

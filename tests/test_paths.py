@@ -18,7 +18,7 @@ class Layer:
     bias: object
 
 
-def test_dict_keys_attributes_and_indices_look_alike():
+def test_dict_keys_attributes_and_indices_have_the_same_form():
     tree = {"encoder": [Layer(0, 1), {"kernel": 2}], "head": (3,)}
     names = ("encoder/0/kernel", "encoder/0/bias", "encoder/1/kernel", "head/0")
     assert leaf_names(tree) == names

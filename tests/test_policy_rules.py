@@ -165,7 +165,7 @@ NORMALISATION += ["final_norm", "bn", "bn1", "BN", "ln_f", "ln_1", "LN"]
 
 
 @pytest.mark.parametrize("name", NORMALISATION)
-def test_o2_keeps_what_is_named_a_normalisation_in_float32(name):
+def test_o2_keeps_layers_named_normalisation_in_float32(name):
     policy = jmp.get_policy("O2")
     tree = {"block": {name: {"scale": jnp.ones(2)}, "Dense_0": {"kernel": jnp.ones(2)}}}
     assert names_of(policy.cast_to_param(tree)) == {

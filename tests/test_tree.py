@@ -93,7 +93,7 @@ UNTOUCHED = {
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)
-def test_what_is_not_floating_comes_through_untouched(name):
+def test_leaves_that_are_not_floating_do_not_change(name):
     tree = {"leaf": UNTOUCHED[name], "none": None, "x": jnp.ones(2)}
     result = cast_floating(tree, "f16")
     assert result["leaf"] is UNTOUCHED[name]

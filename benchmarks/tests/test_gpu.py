@@ -106,6 +106,6 @@ def test_the_program_of_an_h100_that_was_not_there_is_the_one_that_is(casts):
     count = lambda program: sorted((product.kind, product.arithmetic) for product in program.products)
     assert count(pretended) == count(real)
     assert real.tensor_core_share == pretended.tensor_core_share
-    # XLA may fuse a product that it autotunes with what is around it.
+    # XLA may fuse a product that it autotunes with the operations around it.
     assert real.kernels == pytest.approx(pretended.kernels, rel=0.15)
     assert real.temporary_bytes == pytest.approx(pretended.temporary_bytes, rel=0.25)

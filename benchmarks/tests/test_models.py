@@ -20,7 +20,7 @@ STEPS = {"resnet50": 20, "bert-base": 60, "unet": 60, "ssd": 20}
 
 @pytest.fixture(scope="module")
 def script():
-    """examples/train.py, which as a script finds `models` beside itself, and not the one of the tests."""
+    """examples/train.py. As a script it imports `models` of the examples, not the one of the tests."""
     spec = importlib.util.spec_from_file_location("examples_train", EXAMPLES / "train.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
@@ -31,7 +31,7 @@ def script():
 
 
 def assert_learns_alike(full, half):
-    """The losses of both runs fall, and fall alike."""
+    """The losses of both runs fall, by the same amount."""
     steps = len(full)
     assert np.isfinite(full).all()
     few = steps // 5
@@ -159,7 +159,7 @@ def test_unet_is_the_papers_in_size():
     assert logits.shape == (1, 388, 388, 2)
 
 
-def test_ssd_has_8732_boxes_and_finds_what_it_is_told():
+def test_ssd_has_8732_boxes_and_decodes_encoded_boxes():
     model = ssd.SSD()
     assert model.grids() == [38, 19, 10, 5, 3, 1]
     boxes = ssd.default_boxes(model)

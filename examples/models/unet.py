@@ -11,7 +11,7 @@ from .workload import Batch, Optimizer, Workload
 
 
 class TwoConvs(nn.Module):
-    """Two 3 x 3 convolutions, each of which takes a pixel off every edge."""
+    """Two 3 x 3 convolutions. Each one removes a pixel from every edge."""
 
     features: int
 

@@ -112,7 +112,7 @@ def nothing_to_do(x, y):
     return jax.nn.relu(picked), jnp.linalg.norm(x), x[:, ::2], jax.random.normal(jax.random.key(0), (3,))
 
 
-def test_with_nothing_to_do_the_jaxpr_comes_back_equal():
+def test_without_float32_products_the_jaxpr_does_not_change():
     y = jnp.float32(2)
     assert text(jmp.autocast(nothing_to_do), X, y) == text(nothing_to_do, X, y)
     loss = lambda x, y: sum(leaf.sum() for leaf in nothing_to_do(x, y))

@@ -95,7 +95,7 @@ def test_the_backward_rule_sees_cotangents_of_the_dtype_that_it_was_written_for(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_rule_with_half_results_of_its_own_beside_a_half_operand_works(order):
+def test_a_rule_with_half_results_of_its_own_takes_a_half_operand(order):
     @jax.custom_vjp
     def narrow(x):
         return (x * 2).astype(jnp.float16)
@@ -236,7 +236,7 @@ def perturbation_rules():
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("argument", [0, 1])
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
-def test_a_rule_with_symbolic_zeros_is_told_what_is_perturbed(kind, argument, order):
+def test_a_rule_with_symbolic_zeros_knows_which_operands_are_perturbed(kind, argument, order):
     with_vjp, with_jvp, seen = perturbation_rules()
     rule = with_vjp if kind == "custom_vjp" else with_jvp
     loss = lambda x, w: jnp.sum(jnp.sin(rule(x, w)[0]))

@@ -149,7 +149,7 @@ def test_a_symbolic_batch_can_be_exported():
             assert_close(found, expected, "bfloat16", factor=8)
 
 
-def test_static_python_arguments_reach_the_function_as_they_are():
+def test_static_python_arguments_reach_the_function_unchanged():
     seen = []
 
     def fun(x, flag, *rest, mode, nothing=None, number=2, **more):
@@ -279,7 +279,7 @@ def test_code_that_is_half_already_is_left_alone(half, own):
     assert text(jmp.autocast(inside, half), X, W) == text(inside, X, W)
 
 
-def test_half_arguments_beside_float32_ones_keep_jaxs_promotion():
+def test_half_arguments_and_float32_arguments_promote_as_in_jax():
     fun = lambda x, w: x @ w
     assert jmp.autocast(fun)(X.astype(jnp.bfloat16), W).dtype == jnp.float32
     assert products(jmp.autocast(fun), X.astype(jnp.bfloat16), W) == [("bfloat16", "bfloat16")]
@@ -345,6 +345,6 @@ def test_a_dtype_that_is_not_half_is_an_error(given):
 
 
 @pytest.mark.parametrize("given", ["half precision", None, 16, object()])
-def test_what_is_no_dtype_is_an_error_at_once(given):
+def test_another_value_than_a_dtype_is_an_error_at_once(given):
     with pytest.raises((TypeError, ValueError), match="dtype"):
         jmp.autocast(mlp, given)

@@ -154,7 +154,7 @@ def test_the_first_operand_of_a_cond_is_the_index_of_the_branch():
     assert [inner.operands[0] for inner in jaxprs.inner_jaxprs(equation)] == [1, 1]
 
 
-def test_a_jit_has_one_entry_for_each_operand_in_what_is_given_by_operand():
+def test_the_parameters_of_a_jit_have_one_entry_for_each_operand():
     params, operands = call("jit").params, len(call("jit").invars)
     for name in ("in_shardings", "in_layouts", "donated_invars"):
         assert len(params[name]) == operands, name
@@ -246,7 +246,7 @@ def test_an_equation_carries_its_names_line_and_context():
 @pytest.mark.parametrize(
     "transform", [jax.grad, jax.vmap, jax.checkpoint, jax.jacfwd, jax.hessian, jax.linearize]
 )
-def test_names_that_transforms_add_are_taken_off(transform):
+def test_names_that_transforms_add_are_removed(transform):
     def fun(x):
         with jax.named_scope("scope"), jax.named_scope("sub"):
             return jnp.sum(jnp.sin(x) * x)

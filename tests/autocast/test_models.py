@@ -36,7 +36,7 @@ def autocast_step(case, dtype, order="grad(autocast(f))"):
 
 
 def batches(case, count=4):
-    """The case's own batch, and others like it: one batch's rounding errors are a matter of luck."""
+    """The batch of the case, and others like it: the rounding errors of one batch are random."""
     yield case.inputs, case.targets
     for seed in range(1, count):
         if case.inputs.dtype == jnp.int32:
@@ -231,7 +231,7 @@ def test_a_transformer_runs_the_products_of_casts_by_hand_and_in_the_backward_pa
 
 
 @each_framework
-def test_a_transformer_saves_no_more_bytes_for_the_backward_pass_than_with_casts_by_hand(framework, dtype):
+def test_a_transformer_saves_at_most_the_bytes_of_casts_by_hand_for_the_backward_pass(framework, dtype):
     params, plain, automatic, by_hand = transformer_losses(framework, dtype)
     full, half, half_by_hand = (nbytes(saved_arrays(loss, params)) for loss in (plain, automatic, by_hand))
     assert half <= 1.01 * half_by_hand

@@ -96,5 +96,5 @@ def test_products_around_odd_operations_are_half(name):
     loss = lambda *args: jnp.sum(jnp.sin(fun(*args)))
     expected, expected_grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(X, W, B)
     assert_close(value, expected, half, factor=32)
-    if name != "sort by keys":  # Close keys change places, and with them all gradients.
+    if name != "sort by keys":  # Close keys change their order, and so all gradients change.
         assert_close(grads, expected_grads, half, factor=32)

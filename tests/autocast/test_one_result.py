@@ -146,7 +146,7 @@ OUTER = {
 
 
 @pytest.mark.parametrize("name", OUTER)
-def test_the_products_beside_outer_products_are_the_same_in_both_orders(name):
+def test_the_products_near_outer_products_are_the_same_in_both_orders(name):
     fun, halves = OUTER[name]
     inside, outside, explained = both_orders(step_of(fun), "bfloat16", X, W)
     assert inside == outside == explained

@@ -96,7 +96,7 @@ def test_reshard_has_the_name_that_is_listed():
 
 
 def test_every_listed_name_is_one_of_some_supported_jax():
-    # Of other versions of JAX, or bound in few places: what this test lets through is named here.
+    # Primitives of other versions of JAX, or that are rarely bound. This test lets them through.
     others = {"closed_call", "eval_jaxpr", "log2", "one_minus_square", "polynomial", "unstack", "stack"}
     others |= {"layout_constraint", "scaled_dot", "scaled_matmul", "reshard", *HIDDEN}
     # No primitives: `1 / x` and kinds of `dot_general`. Not public: composite operations, batching rules.
@@ -108,7 +108,7 @@ DENIED = [name for name in sorted(public_primitives()) if traits_of(name).list i
 
 
 @pytest.mark.parametrize("name", DENIED)
-def test_what_is_on_the_deny_list_runs_in_float32(name):
+def test_operations_on_the_deny_list_run_in_float32(name):
     """On a half product, wherever the primitive runs on one device."""
     programs = {
         "exp": jnp.exp,
@@ -191,7 +191,7 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_what_is_on_the_infer_list_runs_in_half_between_products(name, half):
+def test_operations_on_the_infer_list_run_in_half_between_products(name, half):
     fun = lambda x, w: jax.nn.relu(ELEMENTWISE[name](x @ w)) @ w
     dtypes = [
         var.aval.dtype.name
@@ -216,7 +216,7 @@ def test_powers_are_float32_in_float16_alone(half, expected):
     assert float(jmp.autocast(lambda x, w: (x @ w) ** 2, "float16")(big, jnp.ones((1, 1)))[0, 0]) == 90_000.0
 
 
-def test_what_is_on_no_list_keeps_the_dtypes_it_was_traced_with():
+def test_operations_on_no_list_keep_their_traced_dtypes():
     solve = lambda x, w: jnp.linalg.inv(x @ x.T + 3 * jnp.eye(4)) @ x
     fun = jmp.autocast(solve)
     assert set(operands_of("lu", fun, X, W)) == {"float32"}

@@ -155,7 +155,7 @@ def test_the_weight_is_cast_once_and_the_forward_pass_is_the_same():
     np.testing.assert_array_equal(wide(fun)(W, X), jmp.autocast(fun, "float16")(W, X))
 
 
-def test_another_autocast_around_it_changes_nothing_but_what_is_around_it():
+def test_an_outer_autocast_changes_only_the_operations_outside_the_inner():
     fun = wide(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w.T))
     assert text(jmp.autocast(fun), W, X) == text(fun, W, X)
     around = jmp.autocast(lambda w, x: fun(w, x @ w))

@@ -51,14 +51,14 @@ def test_recomputation_is_that_of_the_float32_program(policy):
 
 
 @pytest.mark.parametrize("policy", REMATS)
-def test_no_more_is_saved_than_by_the_float32_program(policy):
+def test_at_most_the_arrays_of_the_float32_program_are_saved(policy):
     fun = jax.checkpoint(deep, policy=REMATS[policy])
     plain, ours = saved_by(fun, X, W, B), saved_by(jmp.autocast(fun), X, W, B)
     assert ours[(4, 8)] == plain[(4, 8)]
     assert ours[(8, 8)] <= plain[(8, 8)] + 1  # The weight, and its cast where it is kept for later.
 
 
-def test_what_is_saved_by_name_is_half():
+def test_values_saved_by_name_are_half():
     fun = jax.checkpoint(deep, policy=REMATS["names"])
     _, pullback = jax.vjp(jmp.autocast(lambda x, w, b: fun(x @ w, w, b) @ w), X, W, B)
     kept = [leaf.dtype.name for leaf in jax.tree.leaves(pullback) if getattr(leaf, "shape", 0) == (4, 8)]

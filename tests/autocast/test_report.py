@@ -47,7 +47,7 @@ def dots(report):
     return [operation for operation in report.operations if operation.name == "dot_general"]
 
 
-def test_every_product_is_told_with_the_dtypes_that_it_has(report):
+def test_the_report_has_every_product_with_its_dtypes(report):
     fun = jmp.autocast(loss_fn, report.dtype)
     told = [tuple(each.partition("[")[0] for each in operation.inputs) for operation in dots(report)]
     assert told == products(fun, PARAMS, TOKENS)
@@ -55,7 +55,7 @@ def test_every_product_is_told_with_the_dtypes_that_it_has(report):
     assert report.in_float32() == (dots(report)[-1],)
 
 
-def test_every_operation_is_told_once_with_its_list_and_reason(report):
+def test_the_report_has_every_operation_once_with_its_list_and_reason(report):
     before = [
         equation.primitive.name
         for equation in equations(report.before)
@@ -187,7 +187,7 @@ def test_an_nnx_module_is_named_by_its_arguments():
     assert float(model.norm.mean[...].sum()) == 0.0  # Explaining computes nothing, and changes nothing.
 
 
-def test_an_activation_function_is_told_as_the_float32_function_that_it_is():
+def test_the_report_says_that_an_activation_function_runs_in_float32():
     report = jmp.explain(jmp.autocast(lambda w, x: jax.nn.gelu(x @ w) @ w))(
         jnp.ones((4, 4)), jnp.ones((2, 4))
     )
@@ -226,7 +226,7 @@ def test_products_that_the_program_made_half_are_in_half(own):
     assert "not in half" not in str(report)
 
 
-def test_what_is_on_no_list_is_named():
+def test_operations_on_no_list_are_named():
     from jax.extend.core import Primitive
 
     own = Primitive("an_operation_of_ours")

@@ -39,7 +39,7 @@ def test_operations_are_added_to_a_list_by_name_or_primitive():
     assert operands_of("tanh", jmp.autocast(lambda x: jnp.tanh(x), allow=["tanh"]), X) == ["bfloat16"]
 
 
-def test_operations_are_taken_off_a_list():
+def test_operations_are_removed_from_a_list():
     assert products(jmp.autocast(mlp, allow=["-dot_general"]), X, W) == [FULL] * 2
     assert text(jmp.autocast(mlp, allow=["-dot_general"]), X, W) == text(mlp, X, W)
     convolve = lambda x, w: lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0] @ w
@@ -290,7 +290,7 @@ def test_a_rule_that_selects_nothing_is_a_value_error(pattern):
         jax.jit(fun)(X, W)
 
 
-def test_the_error_names_what_is_close():
+def test_the_error_names_similar_names():
     with pytest.raises(ValueError, match=r"'decoder/head'"):
         jmp.autocast(scoped, rules={"decoder/haed": "float32"})(X, W)
 

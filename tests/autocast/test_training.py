@@ -158,7 +158,7 @@ def linen_steps(batches, note_trace):
 
 
 def nnx_steps(batches, note_trace):
-    """The same for NNX; batch statistics, which a step changes in place, are no matter of the optimizer."""
+    """The same for NNX. A step changes batch statistics in place; the optimizer does not hold them."""
     model = models.NnxMLP(nnx.Rngs(0))
     tx = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(2.0**10, period=1000))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

@@ -45,7 +45,7 @@ def test_matrix_products_of_every_dtype_and_precision(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_share_on_tensor_cores_counts_what_is_in_16_bits_or_less(version):
+def test_the_share_on_tensor_cores_counts_products_of_at_most_16_bits(version):
     """Of 15 products of equal size tf32, two in f32 and one in f64 are not."""
     assert h100("products", version).tensor_core_share == pytest.approx(11 / 15)
 

@@ -188,7 +188,7 @@ def test_no_kernel_runs_for_an_array_without_elements():
     assert entry("  %p = f32[2,4]{1,0} parameter(0)", line.replace("[0,", "[2,")).kernels == 1
 
 
-def test_what_is_waited_for_later_counts_once():
+def test_an_asynchronous_operation_counts_once():
     """A start names its operands beside its results."""
     found = entry(
         "  %p = f32[256]{0} parameter(0)",
@@ -221,6 +221,6 @@ def test_memory_with_and_without_donation():
         assert state + 4 <= each.output_bytes <= state + 64  # With the table of a tuple.
 
 
-def test_temporary_memory_is_what_is_kept_between_kernels():
+def test_temporary_memory_is_the_memory_kept_between_kernels():
     found = program(lambda x: (x @ x) @ (x.T @ x.T), x((128, 128), f32))
     assert 2 * 128 * 128 * 4 <= found.temporary_bytes < 3 * 128 * 128 * 4 + 4096

@@ -87,7 +87,7 @@ ENTRY %main (p: f32[16], q: bf16[16]) -> (f32[16], bf16[16]) {
 # The text.
 
 
-def test_the_table_names_what_is_in_float32_where_most_is_half():
+def test_the_table_names_the_float32_products_among_half_products():
     lines = str(h100("products")).split("\n")
     words = [" ".join(line.split()) for line in lines]
     assert words[0] == "runs product operands multiplies adds in result GFLOP"
@@ -161,7 +161,7 @@ def test_to_dict_is_json_and_complete(name):
 # Errors.
 
 
-def test_what_is_not_compiled_is_refused_with_what_to_do():
+def test_a_function_that_is_not_compiled_is_an_error_that_says_what_to_do():
     step = jax.jit(lambda x: x * 2)
     for wrong in (step, step.lower(x((8,), f32)), (lambda x: x)):
         with pytest.raises(TypeError, match=r"got \w+. Give jax.jit\(step\).lower\(\*args\).compile\(\)"):

@@ -69,7 +69,7 @@ class Case:
         return step
 
     def by_hand(self, dtype: Any) -> Any:
-        """Returns the same step with casts that a user places: parameters and inputs down, outputs up."""
+        """Returns the same step with casts by hand: parameters and inputs down, outputs up."""
         policy = jmp.get_policy(f"params=float32,compute={jnp.dtype(dtype).name},output=float32")
 
         def loss(params, state, inputs, targets):

@@ -76,7 +76,7 @@ def scale_fields(state):
     return [float(scale.loss_scale), int(scale.counter), int(scale.hysteresis_left)]
 
 
-def test_an_orbax_save_and_restore_goes_on_bit_for_bit(tmp_path):
+def test_a_run_restored_by_orbax_continues_bit_for_bit(tmp_path):
     uninterrupted, losses = run_until(start(), STEPS)
     state, first_losses = run_until(start(), SAVE_AT)
     save(tmp_path / "checkpoint", state)

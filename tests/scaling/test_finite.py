@@ -98,12 +98,12 @@ def test_one_bad_element_is_found_wherever_it_is(name, data, value, where):
     clean = CHECK(leaves)
     assert (clean.shape, clean.dtype) == ((len(leaves),), np.bool_)
     assert clean.tolist() == [True] * len(leaves)
-    place = data.draw(st.sampled_from([i for i, x in enumerate(leaves) if np.size(x) and is_inexact(x)]))
-    kind = type(leaves[place])
-    leaves[place] = kind(value) if kind in (float, complex) else spoiled(leaves[place], value, where)
+    index = data.draw(st.sampled_from([i for i, x in enumerate(leaves) if np.size(x) and is_inexact(x)]))
+    kind = type(leaves[index])
+    leaves[index] = kind(value) if kind in (float, complex) else spoiled(leaves[index], value, where)
     flags = CHECK(leaves).tolist()
     assert flags == expected(leaves)
-    assert [i for i, flag in enumerate(flags) if not flag] == [place]
+    assert [i for i, flag in enumerate(flags) if not flag] == [index]
 
 
 SHAPES = [(), (1,), (3,), (0,), (2, 3), (3, 0), (2, 1, 2), (1, 2, 2, 1)]

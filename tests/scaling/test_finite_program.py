@@ -75,14 +75,14 @@ def two_of_each(batch=()):
     return [*leaves, np.ones(batch, np.int32), *(leaf.copy() for leaf in leaves)]
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 3, 5, 6, 7, 8])
+@pytest.mark.parametrize("index", [0, 1, 2, 3, 5, 6, 7, 8])
 @pytest.mark.parametrize("over", ["vmap", "scan"])
-def test_each_member_of_a_batch_has_its_own_flags(over, place):
+def test_each_member_of_a_batch_has_its_own_flags(over, index):
     trees = two_of_each((3,))
-    trees[place][(1, *[-1] * (trees[place].ndim - 1))] = np.nan
+    trees[index][(1, *[-1] * (trees[index].ndim - 1))] = np.nan
     flags = MEMBERS[over](trees)
     want = np.ones((3, len(trees)), bool)
-    want[1, place] = False
+    want[1, index] = False
     assert flags.tolist() == want.tolist()
 
 
@@ -94,11 +94,11 @@ MEMBERS = {
 }
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 3, 5, 6, 7, 8])
-def test_without_jit_it_says_the_same(place):
+@pytest.mark.parametrize("index", [0, 1, 2, 3, 5, 6, 7, 8])
+def test_without_jit_it_says_the_same(index):
     tree = two_of_each()
-    tree[place] = spoiled(tree[place], np.inf, 0.5)
-    want = [i != place for i in range(len(tree))]
+    tree[index] = spoiled(tree[index], np.inf, 0.5)
+    want = [i != index for i in range(len(tree))]
     assert leaves_finite(tree).tolist() == want
     with jax.disable_jit():
         assert leaves_finite(tree).tolist() == want
@@ -141,14 +141,14 @@ def test_leaves_of_one_shape_may_be_split_each_its_own_way(shape, jit):
     ]
     leaves = ones(*[shape] * len(SPECS))
     assert check(place_all(leaves)).tolist() == [True] * len(SPECS)
-    for place, where in enumerate([0.0, 0.3, 0.6, 0.99, 0.5]):
-        bad = [spoiled(leaf, np.inf, where) if i == place else leaf for i, leaf in enumerate(leaves)]
-        assert check(place_all(bad)).tolist() == [i != place for i in range(len(SPECS))]
+    for index, where in enumerate([0.0, 0.3, 0.6, 0.99, 0.5]):
+        bad = [spoiled(leaf, np.inf, where) if i == index else leaf for i, leaf in enumerate(leaves)]
+        assert check(place_all(bad)).tolist() == [i != index for i in range(len(SPECS))]
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (512, 256)], ids=["small", "large"])
 def test_in_a_shard_map_each_device_judges_its_own_part(shape):
-    """Of leaves of one shape there, of which some differ from device to device and one does not."""
+    """The leaves have one shape. All but one differ from device to device."""
     mesh = device_mesh()
     check = jax.jit(
         jax.shard_map(
@@ -175,7 +175,7 @@ def test_in_a_shard_map_each_device_judges_its_own_part(shape):
     ]
 
 
-def test_in_a_shard_map_of_what_is_the_same_on_all_devices_the_flags_are_the_same_too():
+def test_in_a_shard_map_of_replicated_leaves_the_flags_are_replicated():
     check = jax.shard_map(leaves_finite, mesh=device_mesh(), in_specs=P(), out_specs=P())
     tree = [*ones((300, 256), (300, 256), (3,)), np.array([1, np.inf, 1])]
     assert jax.jit(check)(tree).tolist() == [True, True, True, False]

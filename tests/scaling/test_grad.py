@@ -100,7 +100,7 @@ def test_one_argument_or_several_are_differentiated():
     assert [float(g) for g in jmp.grad(fun, scale, (0,))(a, b, c)] == [15.0]
 
 
-def test_aux_comes_back_untouched():
+def test_aux_does_not_change():
     def fun(w, x):
         return square_loss(w, x), {"half": x.astype(jnp.float16), "n": jnp.int32(3), "none": None}
 
@@ -303,7 +303,7 @@ def test_python_and_numpy_floats_are_losses():
 
 
 @pytest.mark.parametrize("given", [1024.0, None, jnp.float32(2), jmp.DynamicLossScale, "dynamic"])
-def test_what_is_no_loss_scale_is_a_type_error_before_anything_runs(given):
+def test_another_object_than_a_loss_scale_is_a_type_error_before_anything_runs(given):
     for transformed in (jmp.value_and_grad, jmp.grad):
         with pytest.raises(
             TypeError, match=r"expected a loss scale such as jmp\.get_loss_scale.*; got (nothing|\w+)\."

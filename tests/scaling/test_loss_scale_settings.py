@@ -1,4 +1,4 @@
-"""What a loss scale is built from, and what is turned down."""
+"""The settings of a loss scale: which are taken, and which are errors."""
 
 import dataclasses
 import math
@@ -178,7 +178,7 @@ def test_a_scale_can_be_built_from_a_traced_number():
 
 
 @pytest.mark.parametrize("flag", [jnp.ones(2, bool), jnp.int32(1), 1.0, None])
-def test_adjust_turns_down_what_is_no_boolean_scalar(flag):
+def test_adjust_takes_only_a_boolean_scalar(flag):
     with pytest.raises(ValueError, match=r"adjust takes one boolean scalar.*Got shape"):
         jmp_lite.DynamicLossScale().adjust(flag)
     for constant in (jmp_lite.NoOpLossScale(), jmp_lite.StaticLossScale(2)):
@@ -196,7 +196,7 @@ def test_a_scale_that_starts_below_the_minimum_stays_until_it_grows():
 
 @pytest.mark.parametrize("counter", [0, 1, 2, 3, 4, 5, 8, 4500])
 @pytest.mark.parametrize("finite", [True, False])
-def test_a_counter_beyond_the_period_goes_on_as_in_jmp(counter, finite):
+def test_a_counter_beyond_the_period_continues_as_in_jmp(counter, finite):
     ours = jmp_lite.DynamicLossScale(8.0, counter=counter, period=3)
     theirs = jmp.DynamicLossScale(jnp.float32(8), jnp.int32(counter), period=3)
     for _ in range(4):

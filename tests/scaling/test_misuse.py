@@ -54,7 +54,7 @@ def test_the_state_of_another_transform(wrap):
         wrap(optax.adam(1e-3)).update(PARAMS, other(optax.adam(1e-3)).init(PARAMS), PARAMS)
 
 
-def test_a_plain_state_goes_on_as_the_message_says():
+def test_a_plain_state_continues_as_the_message_says():
     plain = optax.adam(1e-2)
     params, old = make_params(), plain.init(make_params())
     for step in range(3):
@@ -152,7 +152,7 @@ def test_a_checkpoint_restored_as_dicts_says_so():
         jmp.get_loss_scale(state)
 
 
-def test_a_float32_branch_is_told_of_the_scale_that_does_nothing():
+def test_the_error_of_a_float32_branch_names_noop_loss_scale():
     with pytest.raises(
         ValueError, match=r"without a scale: jmp\.with_loss_scale\(tx, jmp\.NoOpLossScale\(\)\)"
     ):
@@ -221,7 +221,7 @@ def test_leaves_that_are_no_gradients_pass_through():
 
 
 def test_statistics_of_fp8_layers_are_no_gradients():
-    """Flax hands out new statistics in the place of gradients: they are taken as they are."""
+    """Flax returns new statistics instead of gradients. They are not changed."""
     import flax.linen as nn
 
     model = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)

@@ -75,7 +75,7 @@ def test_finite_gradients_are_clipped_as_by_optax(name, seed, exponent):
     np.testing.assert_allclose(jmp.metrics(state)["grad_norm"], norm, rtol=16 * EPS)
 
 
-def test_gradients_within_the_norm_are_left_as_they_are():
+def test_gradients_within_the_norm_do_not_change():
     step, state = stepped("plain")
     params, grads = make_tree(0.0), make_tree(0.125)
     after, state = step(params, state, grads)

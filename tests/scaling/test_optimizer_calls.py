@@ -172,7 +172,7 @@ def test_all_devices_of_a_shard_map_agree_to_skip():
     assert bits(after) != bits(params)
 
 
-def test_without_an_axis_name_the_devices_of_a_shard_map_part_ways():
+def test_without_an_axis_name_the_devices_of_a_shard_map_skip_different_steps():
     params, opt_state, specs, step = sharded_update(None)
     arguments = (P("data"), specs, P("data"))
     sharded = jax.shard_map(
@@ -187,9 +187,9 @@ def test_without_an_axis_name_the_devices_of_a_shard_map_part_ways():
 @pytest.mark.parametrize("param_spec", [P(), P("data")], ids=["replicated", "sharded"])
 def test_an_inf_in_one_shard_skips_everywhere_under_jit(param_spec):
     mesh = device_mesh()
-    place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+    shard = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
     tx = jmp.with_loss_scale(optax.adamw(SCHEDULE))
-    params = place({"w": jnp.linspace(-1, 1, 64).reshape(16, 4), "v": jnp.full((8, 4), -0.0)}, param_spec)
+    params = shard({"w": jnp.linspace(-1, 1, 64).reshape(16, 4), "v": jnp.full((8, 4), -0.0)}, param_spec)
     opt_state = jax.jit(tx.init)(params)
 
     def loss_fn(params, x):
@@ -205,8 +205,8 @@ def test_an_inf_in_one_shard_skips_everywhere_under_jit(param_spec):
     x = np.linspace(-1, 1, 32 * 16, dtype=np.float32).reshape(32, 16)
     x_bad = x.copy()
     x_bad[13, 2] = np.nan  # One example, on device 3.
-    params, opt_state, _ = step(params, opt_state, place(x, P("data")))
-    after, state_after, loss = step(params, opt_state, place(x_bad, P("data")))
+    params, opt_state, _ = step(params, opt_state, shard(x, P("data")))
+    after, state_after, loss = step(params, opt_state, shard(x_bad, P("data")))
     assert np.isnan(float(loss))
     assert bits(after) == bits(params)
     assert bits(state_after.inner_state) == bits(opt_state.inner_state)
@@ -216,7 +216,7 @@ def test_an_inf_in_one_shard_skips_everywhere_under_jit(param_spec):
     ):
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
     assert float(state_after.loss_scale.loss_scale) == 2.0**14
-    after, state_after, _ = step(after, state_after, place(x, P("data")))
+    after, state_after, _ = step(after, state_after, shard(x, P("data")))
     assert bits(after) != bits(params)
     assert int(state_after.counts[..., 2]) == 0
 

@@ -38,7 +38,7 @@ def test_a_state_is_saved_whatever_was_imported_first(order):
 
 
 def trained(scale, inner=None, **settings):
-    """A transform and its state after two steps, of which one was skipped."""
+    """A transform and its state after two steps. One of them was skipped."""
     tx = jmp.with_loss_scale(inner or optax.adam(1e-2), scale, **settings)
     return tx, run(tx, [make_grads(0), spoil(make_grads(1))])[1]
 
@@ -56,7 +56,7 @@ STEADY = {"period": 5, "hysteresis": 2}
     ids=["none", "static", "dynamic"],
 )
 @pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0}], ids=["plain", "clip"])
-def test_every_field_comes_back(scale, settings):
+def test_every_field_is_restored(scale, settings):
     tx, state = trained(scale, **settings)
     assert bits(restored(tx.init(make_params()), state)) == bits(state)
 
@@ -80,7 +80,7 @@ def test_hysteresis_switched_off_is_dropped():
     assert (float(scale.loss_scale), scale.hysteresis_left) == (8.0, None)
 
 
-def test_a_static_scale_goes_on_as_a_dynamic_one():
+def test_a_static_scale_continues_as_a_dynamic_scale():
     _, state = trained(jmp.StaticLossScale(16.0))
     target = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(64.0, counter=3)).init(make_params())
     scale = jmp.get_loss_scale(restored(target, state))

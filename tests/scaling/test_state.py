@@ -47,7 +47,7 @@ def test_metrics_are_scalars_inside_jit_and_outside():
     assert np.isnan(found["grad_norm"])
 
 
-def test_metrics_leave_out_what_is_not_known():
+def test_metrics_have_only_known_values():
     threaded = jmp.metrics(jmp.skip_nonfinite(optax.sgd(1.0)).init(make_params()))
     assert list(threaded) == ["grads_finite", "skipped_steps", "consecutive_skipped_steps"]
     none = jmp.metrics(jmp.with_loss_scale(optax.sgd(1.0), jmp.NoOpLossScale()).init(make_params()))

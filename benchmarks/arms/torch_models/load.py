@@ -92,7 +92,9 @@ def converted(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, torc
             found[full_name] = torch.from_numpy(array.copy())
     unknown = {name for name, parameter in module.named_parameters() if parameter.requires_grad} - set(found)
     if arrays or unknown:
-        raise ValueError(f"no place for Flax's {sorted(arrays)}, no array for the module's {sorted(unknown)}")
+        raise ValueError(
+            f"no parameter for Flax's {sorted(arrays)}, no array for the module's {sorted(unknown)}"
+        )
     return found
 
 

@@ -59,7 +59,7 @@ class Seq2Seq(nn.Module):
         self.head = nn.Linear(width, model.vocabulary)
 
     def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of what comes after each target token.
+        """Returns the logits of the next token after each target token.
 
         Args:
             source: shape `(batch, source length)`, int64.

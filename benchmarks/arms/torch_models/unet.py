@@ -9,7 +9,7 @@ from examples.models import unet
 
 
 class TwoConvs(nn.Module):
-    """Two 3 x 3 convolutions, each of which takes a pixel off every edge."""
+    """Two 3 x 3 convolutions. Each one removes a pixel from every edge."""
 
     def __init__(self, channels: int, features: int):
         super().__init__()

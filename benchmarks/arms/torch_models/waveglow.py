@@ -33,7 +33,7 @@ class Conv(nn.Conv1d):
 
 
 class WaveNet(nn.Module):
-    """Half of the channels and the spectrogram to what is done to the other half."""
+    """From half of the channels and the spectrogram to the change of the other half."""
 
     def __init__(self, channels: int, bands: int, features: int, layers: int):
         super().__init__()

@@ -173,7 +173,7 @@ def test_kernels_tell_whether_attention_is_fused():
 def test_kernels_of_products_are_counted_by_name():
     names = ["nvjet_hsh_64x8", "sm90_xmma_fprop_implicit_gemm_f16", "void cutlass::Kernel2<wgrad>"]
     others = ["triton_poi_fused_convolution_2", "void at::native::convert_kernel", "vectorized_elementwise"]
-    kernels = collections.Counter({name: place + 1 for place, name in enumerate(names + others)})
+    kernels = collections.Counter({name: index + 1 for index, name in enumerate(names + others)})
     assert torch_arms.product_kernels(kernels) == dict(zip(names, (1, 2, 3)))
 
 

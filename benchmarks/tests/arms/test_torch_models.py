@@ -94,7 +94,7 @@ def test_a_twin_has_the_loss_the_gradients_and_the_statistics_of_its_model(name)
         if x.requires_grad:  # A gradient may be zero but for the rounding: of the bias of attention's keys.
             assert close(x.grad, expected.pop(name), atol=EPSILON * total), name
     for name, statistic in expected.items():
-        # PyTorch's running variance is that of a population of which the batch is a sample: n / (n - 1).
+        # PyTorch's running variance takes the batch as a sample of a population: n / (n - 1).
         rel = RTOL if name.endswith("mean") else 1 / 5
         np.testing.assert_allclose(module.get_buffer(name), statistic, rtol=rel, atol=RTOL)
 
@@ -163,7 +163,7 @@ def test_a_missing_parameter_is_named(gpt2):
 def test_a_parameter_without_a_place_is_named(gpt2):
     module, variables = gpt2
     more = changed(variables, lambda params: params["blocks_1"].update(gain=np.ones(3, np.float32)))
-    with pytest.raises(ValueError, match=r"no place for Flax's \['blocks_1_gain'\]"):
+    with pytest.raises(ValueError, match=r"no parameter for Flax's \['blocks_1_gain'\]"):
         load(module, more)
 
 
@@ -171,7 +171,7 @@ def test_a_bias_that_the_module_does_not_have_is_no_place():
     module = torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False))
     kernel, bias = np.ones((2, 3), np.float32), np.ones(3, np.float32)
     load(module, {"params": {"0": {"kernel": kernel}}})
-    with pytest.raises(ValueError, match=r"no place for Flax's \['0_bias'\]"):
+    with pytest.raises(ValueError, match=r"no parameter for Flax's \['0_bias'\]"):
         load(module, {"params": {"0": {"kernel": kernel, "bias": bias}}})
 
 

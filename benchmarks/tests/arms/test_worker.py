@@ -34,7 +34,7 @@ def test_a_worker_answers_line_by_line(worker):
     assert ours.ask("peak") == {"do": "peak"}
 
 
-def test_beside_a_gpu_an_arm_runs_on_it_with_the_kernels_that_others_found(worker, monkeypatch):
+def test_with_a_gpu_an_arm_uses_the_autotuned_kernels_of_earlier_arms(worker, monkeypatch):
     monkeypatch.setattr("benchmarks.arms.worker.HAS_GPU", True)
     tell = "import os\nprint('{}', flush=True)\n"
     tell += "for _ in sys.stdin: print(json.dumps({**os.environ}), flush=True)"

@@ -54,7 +54,7 @@ def test_the_step_of_124_leaves_costs_24_kernels_two_bytes_a_parameter_and_nothi
     assert_in_place(ours, leaves=124)
 
 
-def test_a_check_with_a_kernel_for_each_leaf_would_be_found():
+def test_the_gate_rejects_a_check_with_a_kernel_for_each_leaf():
     """The measure works: jmp checks leaf by leaf."""
     tx, leaves = optax.adamw(1e-3), some_leaves(30)
     plain, peer = (
@@ -74,7 +74,7 @@ def some_leaves(count):
     [(optax.adamw(1e-3), jnp.float32), (optax.sgd(0.1, momentum=0.9), jnp.float16)],
     ids=["adamw, float32 gradients", "sgd"],
 )
-def test_other_optimizers_and_gradients_cost_as_little(tx, dtype):
+def test_other_optimizers_and_gradients_cost_at_most_as_much(tx, dtype):
     plain, ours = (
         loss_scale_cost.optimizer_case(arm, tx, some_leaves(24), dtype) for arm in ("plain", "jmp_lite")
     )
@@ -116,7 +116,7 @@ def test_with_clip_norm_the_check_reads_no_gradient():
     assert ours.kernels <= plain.kernels + 8
 
 
-def test_a_float16_step_with_scaling_beside_a_bfloat16_step_without():
+def test_a_scaled_float16_step_costs_little_more_than_a_bfloat16_step():
     sizes = {"layers": 2, "width": 256, "vocabulary": 2048, "batch": 8, "length": 256}
     half = loss_scale_cost.gpt_case("jmp_lite", jnp.float16, **sizes)
     brain = loss_scale_cost.gpt_case("plain", jnp.bfloat16, **sizes)
@@ -125,7 +125,7 @@ def test_a_float16_step_with_scaling_beside_a_bfloat16_step_without():
     assert_in_place(half, leaves=2 * 12 + 4)
 
 
-def test_a_step_that_keeps_its_old_state_aside_would_be_found_out():
+def test_the_gate_rejects_a_step_that_copies_its_old_state():
     """The measure works: without donation the same step needs every buffer twice."""
     tx = jmp.with_loss_scale(optax.adamw(1e-3))
     params = some_leaves(4)
@@ -188,7 +188,7 @@ def test_a_jitted_step_is_compiled_as_it_is():
 PRODUCTS = 3 * (2 * 6 + 1)
 
 
-def test_every_gemm_takes_half_as_with_casts_by_hand_and_no_more_bytes_are_moved(params):
+def test_every_gemm_takes_half_and_the_step_moves_at_most_the_bytes_of_casts_by_hand(params):
     """In one test, so that a program that several ways are compared with is compiled once."""
 
     def program(casts):

@@ -69,7 +69,7 @@ def test_arms_take_turns_and_one_that_fails_does_not_stop_the_others(monkeypatch
     assert len(results["slow"]["ms_blocks"]) == 3
     timed = [arm for arm, do in log if do == "steps"]
     assert timed == ["float16"] * 2 + ["slow"] * 2 + ["rising"] * 2 + ["float16", "slow", "rising"] * 3
-    compiled = [place for place, (_, do) in enumerate(log) if do == "compile"]
+    compiled = [index for index, (_, do) in enumerate(log) if do == "compile"]
     assert compiled == sorted(compiled)
     assert max(compiled) < log.index(("float16", "steps"))
 
