@@ -81,6 +81,7 @@ def draw_plan(path: pathlib.Path) -> None:
     _save(figure, path)
 
 
+WIDTH, HEIGHT = 0.17, 0.42  # Of the box of a room.
 FLOORS = (
     ("linen.py", "nnx.py"),
     ("_flax/",),
@@ -105,8 +106,9 @@ def draw_rooms(path: pathlib.Path) -> None:
     imported = {room: imported_rooms(room) for room in centres}
     for room, (x, y) in centres.items():
         for other in imported[room] - set().union(*(_reached(each, imported) for each in imported[room])):
-            style = {"arrowstyle": "-|>", "color": "#9aa1ab", "shrinkA": 17, "shrinkB": 17, "lw": 1.1}
-            axes.annotate("", centres[other], (x, y), arrowprops=style, zorder=0)
+            style = {"arrowstyle": "-|>", "color": "#9aa1ab", "shrinkA": 3, "shrinkB": 3, "lw": 1.1}
+            to_x, to_y = centres[other]
+            axes.annotate("", (to_x, to_y + HEIGHT / 2), (x, y - HEIGHT / 2), arrowprops=style, zorder=0)
     for room, (x, y) in centres.items():
         _box(axes, room, x, y)
     axes.set(xlim=(0, 1), ylim=(0.5, len(FLOORS) + 0.5))
@@ -135,9 +137,8 @@ def _reached(room: str, imported: dict[str, set[str]]) -> set[str]:
 
 
 def _box(axes: Axes, name: str, x: float, y: float) -> None:
-    width, height = 0.17, 0.42
-    corner = (x - width / 2, y - height / 2)
-    box = FancyBboxPatch(corner, width, height, boxstyle="round,pad=0.005", fc="white", ec=HALF, lw=1.4)
+    corner = (x - WIDTH / 2, y - HEIGHT / 2)
+    box = FancyBboxPatch(corner, WIDTH, HEIGHT, boxstyle="round,pad=0.005", fc="white", ec=HALF, lw=1.4)
     axes.add_patch(box)
     axes.text(x, y, name, ha="center", va="center", color=LINE, family="monospace")
 
