@@ -52,6 +52,31 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel or a library call.
+
+    Attributes:
+        name: the name of its instruction in the compiled program, by which a profile names it too.
+        operation: the scopes and the JAX operation from which XLA made it.
+        flops: floating point operations of its products, of one run.
+        bytes_moved: how many bytes one run reads and writes.
+        float32_bytes, half_bytes: how many of these bytes are of float32 arrays, and of half precision
+            arrays, that are neither arguments nor outputs of the program.
+        times: how often it runs.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    name: str
+    operation: str
+    flops: int
+    bytes_moved: int
+    float32_bytes: int
+    half_bytes: int
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """The program of one device.
 
@@ -59,6 +84,7 @@ class Program:
         device: the kind of device for which it was compiled.
         products: the matrix products, convolutions and attentions, in the order of the program.
         collectives: the communications between devices.
+        launches: the kernels and library calls, in the order of the program.
         kernels: how many kernels and library calls one run starts. Each iteration of a loop counts, and so do
             its condition and counter.
         bytes_moved: how many bytes the kernels and library calls read and write.
@@ -75,6 +101,7 @@ class Program:
     device: str
     products: tuple[Product, ...]
     collectives: tuple[Collective, ...]
+    launches: tuple[Launch, ...]
     kernels: int
     bytes_moved: int
     temporary_bytes: int
@@ -148,24 +175,26 @@ def _read(text: str, memory: Any, device: Any) -> Program:
     """
     module = parse(text)
     size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
-    products, collectives, syncs = [], [], []
-    kernels = moved = conditionals = 0
+    products, collectives, launches, syncs = [], [], [], []
+    conditionals = 0
     for each, computation, times in _executed(module, module.entry, 1):
-        products += products_of(each, computation, module, times, device.platform)
+        found = list(products_of(each, computation, module, times, device.platform))
+        products += found
         conditionals += each.opcode == "conditional"
         syncs += _syncs(each)
         if each.operation in _COLLECTIVES:
             arrays = tuple(array for operand in computation.operands(each) for array in operand.arrays)
             collectives.append(Collective(each.operation, arrays, times, operation_of(each)))
         elif _runs(each, computation):
-            kernels += times
-            moved += times * bytes_of(each, computation, module)
+            flops = sum(product.flops for product in found)
+            launches.append(_launch(each, computation, module, flops, times))
     return Program(
         device=device.device_kind,
         products=tuple(products),
         collectives=tuple(collectives),
-        kernels=kernels,
-        bytes_moved=moved,
+        launches=tuple(launches),
+        kernels=sum(launch.times for launch in launches),
+        bytes_moved=sum(launch.times * launch.bytes_moved for launch in launches),
         temporary_bytes=size("temp"),
         argument_bytes=size("argument"),
         output_bytes=size("output"),
@@ -173,6 +202,46 @@ def _read(text: str, memory: Any, device: Any) -> Program:
         conditionals=conditionals,
         host_syncs=tuple(syncs),
     )
+
+
+def _launch(
+    instruction: Instruction, computation: Computation, module: Module, flops: int, times: int
+) -> Launch:
+    """Returns a kernel, with its bytes by the dtypes of the arrays that it reads and writes."""
+    operands, results = computation.operands(instruction), computation.results(instruction)
+    inner = [
+        array for each in operands if not _is_argument(each, computation, module) for array in each.arrays
+    ]
+    if not _is_output(instruction, computation, module):
+        inner += results
+    everything = sum(array.size for each in operands for array in each.arrays)
+    everything += sum(array.size for array in results)
+    moved = bytes_of(instruction, computation, module)
+
+    def share(dtypes: set[str]) -> int:
+        size = sum(array.size for array in inner if array.dtype in dtypes)
+        return round(moved * size / everything) if everything else 0
+
+    name, operation = instruction.name, operation_of(instruction)
+    return Launch(name, operation, flops, moved, share({"f32"}), share({"f16", "bf16"}), times)
+
+
+_NAMES_A_BUFFER = ("bitcast", "get-tuple-element", "tuple")
+
+
+def _is_argument(instruction: Instruction, computation: Computation, module: Module) -> bool:
+    """Whether an array is an argument of the program."""
+    while instruction.opcode in _NAMES_A_BUFFER and instruction.operands:
+        instruction = computation.instructions[instruction.operands[0]]
+    return computation is module.entry and instruction.opcode == "parameter"
+
+
+def _is_output(instruction: Instruction, computation: Computation, module: Module) -> bool:
+    """Whether a result is an output of the program."""
+    if computation is not module.entry:
+        return False
+    readers = [each for each in computation.users[instruction.name] if each.opcode in _NAMES_A_BUFFER]
+    return instruction.is_root or any(_is_output(each, computation, module) for each in readers)
 
 
 def _device(compiled: Any) -> Any:
