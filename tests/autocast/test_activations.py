@@ -84,6 +84,25 @@ def test_a_learned_scale_is_applied_in_float32_and_keeps_a_half_activation_for_t
 
 
 @pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", ["gelu", "gelu with erf"])
+def test_a_bias_that_the_program_broadcasts_itself_costs_nothing(name, half):
+    """haiku.Linear and others broadcast their bias to the shape of the product."""
+    bias = jnp.linspace(-1, 1, 8)
+
+    def layers(add):
+        return lambda w: jnp.sum(GROUPS[name](add(X @ w)) @ w)
+
+    def saved(fun):
+        pullback = jax.eval_shape(lambda w: jax.vjp(jmp.autocast(fun, half), w)[1], W)
+        return sorted((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(pullback))
+
+    explicit, implicit = layers(lambda y: y + jnp.broadcast_to(bias, y.shape)), layers(lambda y: y + bias)
+    assert saved(explicit) == saved(implicit)
+    assert {dtype for _, dtype in saved(explicit)} == {half}
+    assert_close(jax.grad(jmp.autocast(explicit, half))(W), jax.grad(implicit)(W), half, factor=16)
+
+
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("order", ["inside", "outside"])
 def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half, order):
     """A product of the backward pass wants the error in half; the loss squares it in float32."""
