@@ -12,7 +12,7 @@ import numpy as np
 from .activations import Anatomy
 from .jaxprs import Equation, Inner, Jaxpr, Role, equations, inner_jaxprs, is_float32, open_jaxpr
 from .plan import Decision, Demand, Wanted
-from .primitives import List
+from .primitives import List, traits_of
 
 DemandsInside = Callable[[Equation, Decision, Sequence[Wanted]], Sequence[Demand]]
 """Returns the demand of each jaxpr of a call, of the call, its decision, and how its results are wanted."""
@@ -78,6 +78,8 @@ def _wants(equation: Equation, decision: Decision, result: Wanted, half: np.dtyp
         return Wanted.BY_PRODUCTS
     if decision.which is List.MOVE or name == "select_n":  # It moves one of two values.
         return result
+    if decision.which is List.INFER and traits_of(name).saturates:
+        return Wanted.YES
     if decision.which is List.INFER and decision.gives_half:
         return min(result, Wanted.YES)
     if name == "convert_element_type":
@@ -102,6 +104,8 @@ def _add_call(demand: Demand, equation: Equation, demands: Sequence[Demand]) -> 
 def _reads_in_float32(equation: Equation, decision: Decision, demand: Demand) -> bool:
     """Whether an operation computes a float32 value from its operands, which should then not be rounded."""
     if decision.which is List.ALLOW and decision.takes_half:
+        return False
+    if decision.which is List.INFER and traits_of(equation.primitive.name).saturates:
         return False
     if decision.which is List.MOVE or equation.primitive.name in ("select_n", "convert_element_type"):
         return any(var in demand.kept for var in equation.outvars)

@@ -149,10 +149,13 @@ class Call:
     Attributes:
         handler: the name of its handler in `calls.CALLS`.
         inner: how each jaxpr runs, in the order of `jaxprs.inner_jaxprs`.
+        recompute: whether the backward pass of a loop computes element-wise float32 operations again, to
+            keep the half values that they are computed from.
     """
 
     handler: str
     inner: tuple[Inside, ...]
+    recompute: bool = False
 
 
 Action = (

@@ -36,6 +36,8 @@ class Traits:
         spreads: a move that copies elements; the gradient is a sum, so half values go through it in float32.
         gathers: a move between devices that copies; half values go out, their gradients come back in float32.
         pointwise: computes each element on its own, as the parts of activation functions do.
+        compares: its results are booleans, which are lighter than its operands.
+        saturates: rounding the operand to half changes the result no more than rounding the result would.
         passes: the gradient of a weight may go through it on the way out of the backward pass, and stays the
             gradient of that weight: moves, transposes of moves, and sums of gradients.
     """
@@ -46,6 +48,8 @@ class Traits:
     spreads: bool = False
     gathers: bool = False
     pointwise: bool = False
+    compares: bool = False
+    saturates: bool = False
     passes: bool = False
 
 
@@ -120,12 +124,12 @@ atan2                        infer      broadcasts scales pointwise
 nextafter                    infer      broadcasts
 max                          infer      broadcasts pointwise
 min                          infer      broadcasts pointwise
-eq                           infer      broadcasts pointwise
-ne                           infer      broadcasts pointwise
-lt                           infer      broadcasts pointwise
-le                           infer      broadcasts pointwise
-gt                           infer      broadcasts pointwise
-ge                           infer      broadcasts pointwise
+eq                           infer      broadcasts pointwise compares
+ne                           infer      broadcasts pointwise compares
+lt                           infer      broadcasts pointwise compares
+le                           infer      broadcasts pointwise compares
+gt                           infer      broadcasts pointwise compares
+ge                           infer      broadcasts pointwise compares
 
 # Functions of one value, element by element.
 neg                          infer      pointwise
@@ -136,8 +140,8 @@ ceil                         infer      pointwise
 round                        infer      pointwise
 select_n                     infer      pointwise
 clamp                        infer      pointwise
-tanh                         infer      pointwise
-logistic                     infer      pointwise
+tanh                         infer      pointwise saturates
+logistic                     infer      pointwise saturates
 erf                          infer      pointwise
 sin                          infer      pointwise
 cos                          infer      pointwise
