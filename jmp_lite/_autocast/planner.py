@@ -201,7 +201,7 @@ class Planner:
             return decide_cast(equation, operands[0], half)
         if name == "name" and equation.params["name"] == KEEP_FLOAT32_NAME:
             return in_float32(equation, operands, List.DENY, "keep_float32")
-        wanted = any(demand.of(var) for var in equation.outvars)
+        wanted = demand.of_all(equation.outvars)
         match which:
             case List.ALLOW:
                 return decide_product(equation, operands, self.rules, self._leaves(equation, facts))

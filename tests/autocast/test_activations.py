@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from closeness import assert_close
 from jax import lax
-from jaxprs import products
+from jaxprs import equations, operands_of, products
 from small_programs import HALVES, W, X
 
 import jmp_lite as jmp
@@ -117,3 +117,52 @@ def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half, o
             else jmp.autocast(jax.value_and_grad(fun), half)(W, X)
         )
         assert_close(result, expected, half, factor=16)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_an_activation_that_products_and_residual_sums_read_rests_in_half(half):
+    """As in a ResNet, whose last activation only a mean reads. Each sum is computed in float32."""
+
+    def blocks(w):
+        x = jax.nn.relu(X @ w)
+        for _ in range(3):
+            x = jax.nn.relu(x + (x @ w) / jnp.std(x @ w))
+        return jnp.mean(x)
+
+    assert operands_of("max", jmp.autocast(blocks, half), W) == [half] * 3 + ["float32"]
+    sums = [o for o in jmp.explain(blocks, half)(W).operations if o.name == "add"]
+    assert [o.outputs for o in sums] == [(f"{half}[4,8]",)] * 2 + [("float32[4,8]",)]
+    assert_close(jax.grad(jmp.autocast(blocks, half))(W), jax.grad(blocks)(W), half, factor=16)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_sum_upon_a_sum_stays_in_float32(half):
+    """Half would lose small steps: Euler's method, or a deep residual stream."""
+
+    def stream(x):
+        for _ in range(64):
+            x = x + 1e-3 * jnp.tanh(x @ W)
+        return x
+
+    assert {o.outputs for o in jmp.explain(stream, half)(X).operations if o.name == "add"} == {
+        ("float32[4,8]",)
+    }
+    moved = jax.jit(jmp.autocast(stream, half))(X) - X
+    assert_close(moved, stream(X) - X, half, factor=8)
+
+
+def test_a_residual_sum_in_a_jitted_block_is_like_one_outside():
+    block = lambda x: jax.nn.relu(x + jnp.tanh(x @ W) / 3)
+    loss = lambda block: lambda x: jnp.mean(block(block(block(jax.nn.relu(x @ W)))))
+    found = [operands_of("max", jmp.autocast(loss(each)), X) for each in (block, jax.jit(block))]
+    assert found[0] == found[1] == ["bfloat16"] * 3 + ["float32"]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_the_cotangent_of_an_activation_function_is_kept_in_half(half):
+    """Without a barrier XLA removes the cast, and stores the cotangent in float32 for the bias gradient."""
+    loss = lambda w: jnp.sum(jax.nn.gelu(X @ w) @ w)
+    found = equations(jax.make_jaxpr(jax.grad(jmp.autocast(loss, half)))(W))
+    barriers = [e for e in found if e.primitive.name == "optimization_barrier"]
+    assert [var.aval.dtype.name for e in barriers for var in e.invars][-1] == half
+    assert len(barriers) >= 2
