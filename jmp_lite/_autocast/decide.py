@@ -238,11 +238,10 @@ def _in_half(equation: Equation, traits: Traits, operands: Sequence[State]) -> t
 
 
 def _stored(traits: Traits, operands: Sequence[State], results: Sequence[State]) -> StoreHalf:
-    recompute = traits.scales and any(
-        state.kind in (Kind.FREE, Kind.OPEN) and not state.constant for state in operands
-    )
     in_half = lambda states: tuple(state.kind == Kind.HALF for state in states)
-    return StoreHalf(in_half(operands), in_half(results), recompute)
+    widen = in_half(operands)
+    wide = any(state.kind in (Kind.FREE, Kind.OPEN) and not state.constant for state in operands)
+    return StoreHalf(widen, in_half(results), recompute=traits.scales and any(widen) and wide)
 
 
 def _settled(state: State) -> bool:
