@@ -75,7 +75,9 @@ class BERT(nn.Module):
 
 def loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """The mean cross entropy of the masked tokens, shape `(batch, masked)`."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+    # The gradient of the loss with integer labels is a float32 scatter of the size of the logits.
+    labels = jax.nn.one_hot(tokens, logits.shape[-1])
+    return optax.softmax_cross_entropy(logits, labels).mean()
 
 
 def _mask(model: BERT, tokens: np.ndarray, rng: np.random.Generator) -> Batch:

@@ -62,7 +62,9 @@ class GPT2(nn.Module):
 
 def loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """The mean cross entropy of the next tokens, shape `(batch, length)`."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+    # The gradient of the loss with integer labels is a float32 scatter of the size of the logits.
+    labels = jax.nn.one_hot(tokens, logits.shape[-1])
+    return optax.softmax_cross_entropy(logits, labels).mean()
 
 
 def full(width: int = 768, layers: int = 12, batch_size: int = 8) -> Workload:

@@ -102,7 +102,8 @@ class Seq2Seq(nn.Module):
 
 def loss(logits: jax.Array, target: jax.Array) -> jax.Array:
     """The mean cross entropy of the next tokens, shape `(batch, length)`, without padding."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
+    # The gradient of the loss with integer labels is a float32 scatter of the size of the logits.
+    losses = optax.softmax_cross_entropy(logits, jax.nn.one_hot(target, logits.shape[-1]))
     return jnp.mean(losses, where=target != PADDING)
 
 

@@ -56,17 +56,21 @@ def anatomy(inside: Jaxpr, stays_float32: Callable[[Equation], bool]) -> Anatomy
     sources: dict[Var, tuple[Var, ...]] = {}
     members: dict[Var, frozenset[int]] = {}
     ends: set[Var] = set()
+    spread: set[Var] = set()  # Biases and scales that the program broadcasts itself.
     consumers: dict[Var, list[int]] = collections.defaultdict(list)
     for index, equation in enumerate(equations(inside)):
         operands = [var for var in equation.invars if not is_literal(var)]
         for var in operands:
             consumers[var].append(index)
-        if not traits_of(name_of(equation)).pointwise:
+        traits = traits_of(name_of(equation))
+        if traits.spreads:
+            spread.update(equation.outvars)
+        if not traits.pointwise:
             continue
         (out,) = equation.outvars
         of = tuple(dict.fromkeys(source for var in operands for source in sources.get(var, (var,))))
-        same_shape = all(var.aval.shape == out.aval.shape for var in operands)
-        if same_shape and len(of) in (1, 2) and all(map(is_float32, of)):
+        broadcasts = any(var in spread or var.aval.shape != out.aval.shape for var in operands)
+        if not broadcasts and len(of) in (1, 2) and all(map(is_float32, of)):
             sources[out] = of
             members[out] = frozenset({index}).union(*(members.get(var, ()) for var in operands))
             if stays_float32(equation) or not ends.isdisjoint(operands):

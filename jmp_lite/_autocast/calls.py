@@ -14,6 +14,7 @@ from .custom_rules import custom_jvp, custom_vjp, custom_vmap
 from .interpreter import Handler, Interpreter, Value
 from .jaxprs import Array, Equation, Role, bind, constants, inner_jaxprs, open_jaxpr, without_constants
 from .plan import Call, Inside, Take
+from .primitives import traits_of
 
 
 def _inline(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:
@@ -142,9 +143,26 @@ def _scan(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         results = body.run([*carry, *slices])
         return results[:carried], results[carried:]
 
+    if action.recompute:
+        step = jax.checkpoint(step, policy=_is_kept, prevent_cse=False)
     params = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
     carry, slices = lax.scan(step, arrays[:carried], arrays[carried:], **params)
     return list(map(Value, [*carry, *slices]))
+
+
+def _is_kept(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Whether a loop keeps the results of an operation for its backward pass: a policy of `jax.checkpoint`.
+
+    A loop writes each value that it keeps to an array of all iterations, so XLA cannot compute it again from
+    lighter ones. The loop keeps half values, booleans and the results of sums and products.
+    """
+    name, traits = primitive.name, traits_of(primitive.name)
+    if name == "convert_element_type":
+        return params["new_dtype"] != jnp.float32
+    if name in ("broadcast_in_dim", "split"):  # Moves that can be done again. The whole is one array.
+        return False
+    wide = any(operand.dtype == jnp.float32 for operand in operands)
+    return not (wide and traits.pointwise and not traits.compares)
 
 
 def _while(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:

@@ -19,6 +19,7 @@ from .plan import (
     PassOn,
     StoreHalf,
     Take,
+    Wanted,
     WideGradient,
     conversion,
 )
@@ -70,7 +71,7 @@ def decide_outer(
     equation: Equation,
     operands: Sequence[State],
     rules: Rules,
-    wanted: bool,
+    wanted: Wanted,
     backward: bool,
     leaves: bool,
 ) -> Decision:
@@ -83,7 +84,7 @@ def decide_outer(
         equation: the operation.
         operands: the states of its operands.
         rules: what autocast does.
-        wanted: whether the result is wanted in half.
+        wanted: how the result is wanted in half.
         backward: whether the operation is a part of a backward pass.
         leaves: whether it makes a weight gradient, which leaves it in float32.
     """
@@ -131,7 +132,7 @@ def why_not_half(equation: Equation, operands: Sequence[State], rules: Rules) ->
     return "a rule keeps one of its arguments in float32" if any(state.full for state in operands) else None
 
 
-def decide_infer(equation: Equation, operands: Sequence[State], wanted: bool, half: np.dtype) -> Decision:
+def decide_infer(equation: Equation, operands: Sequence[State], wanted: Wanted, half: np.dtype) -> Decision:
     """The widest type of the operands that insist on one; half only if the result is wanted in half."""
     traits = traits_of(name_of(equation))
     float32 = [
@@ -140,6 +141,10 @@ def decide_infer(equation: Equation, operands: Sequence[State], wanted: bool, ha
         if state.kind != Kind.OTHER
     ]
     kinds = {state.kind for _, state in float32}
+    halves = tuple(HALF if is_float32(var) else OTHER for var in equation.outvars)
+    if Kind.FIRM in kinds and wanted >= Wanted.BY_A_PRODUCT:
+        action = _stored(traits, operands, halves)
+        return Decision(List.INFER, action, halves, "products read its result", changed=True)
     if Kind.HALF not in kinds:
         kind = max(kinds, default=Kind.FREE)
         constant = all(state.constant for state in operands)
@@ -155,13 +160,12 @@ def decide_infer(equation: Equation, operands: Sequence[State], wanted: bool, ha
         reason = "float32 operations read its result"
     if reason:
         return in_float32(equation, operands, List.INFER, reason)
-    results = tuple(HALF if is_float32(var) else OTHER for var in equation.outvars)
     if all(may_be_rounded(traits, var, state) for var, state in float32):
         reason = "its operands are in half, or take the type of the others"
         action = Bind(_in_half(equation, traits, operands))
-        return Decision(List.INFER, action, results, reason, changed=True)
+        return Decision(List.INFER, action, halves, reason, changed=True)
     reason = "one operand is in half; another was computed in float32 and takes its type"
-    return Decision(List.INFER, _stored(traits, operands, results), results, reason, changed=True)
+    return Decision(List.INFER, _stored(traits, operands, halves), halves, reason, changed=True)
 
 
 def decide_move(equation: Equation, operands: Sequence[State], wanted: bool) -> Decision:
@@ -234,11 +238,10 @@ def _in_half(equation: Equation, traits: Traits, operands: Sequence[State]) -> t
 
 
 def _stored(traits: Traits, operands: Sequence[State], results: Sequence[State]) -> StoreHalf:
-    recompute = traits.scales and any(
-        state.kind in (Kind.FREE, Kind.OPEN) and not state.constant for state in operands
-    )
     in_half = lambda states: tuple(state.kind == Kind.HALF for state in states)
-    return StoreHalf(in_half(operands), in_half(results), recompute)
+    widen = in_half(operands)
+    wide = any(state.kind in (Kind.FREE, Kind.OPEN) and not state.constant for state in operands)
+    return StoreHalf(widen, in_half(results), recompute=traits.scales and any(widen) and wide)
 
 
 def _settled(state: State) -> bool:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .activations import Anatomy
-from .jaxprs import Equation, Inner, Jaxpr, Role, equations, inner_jaxprs, is_float32, open_jaxpr
+from .jaxprs import Equation, Inner, Jaxpr, Role, equations, inner_jaxprs, is_float32, is_literal, open_jaxpr
 from .plan import Decision, Demand, Wanted
-from .primitives import List
+from .primitives import List, traits_of
 
 DemandsInside = Callable[[Equation, Decision, Sequence[Wanted]], Sequence[Demand]]
 """Returns the demand of each jaxpr of a call, of the call, its decision, and how its results are wanted."""
@@ -43,6 +43,9 @@ def find_demand(
             demand.keep(var)
     absorbed: set[int] = set()  # The equations that activation functions of half values compute themselves.
     for index, (equation, decision) in reversed(list(enumerate(zip(equations(inside), decisions)))):
+        joins = _is_join(equation)
+        if joins and equation.outvars[0] in demand.joined:  # Sum upon sum, rounding errors would pile up.
+            demand.keep(equation.outvars[0])
         ends = demand.of_all(equation.outvars) is Wanted.BY_PRODUCTS and functions.may_end(equation)
         if ends:
             (out,) = equation.outvars
@@ -59,7 +62,7 @@ def find_demand(
         alone = index in absorbed and (ends or functions.read_only_by(equation.outvars[0], absorbed))
         if not alone and _reads_in_float32(equation, decision, demand):
             for var in equation.invars:
-                demand.keep(var)
+                demand.join(var) if joins else demand.keep(var)
     return demand
 
 
@@ -76,8 +79,10 @@ def _wants(equation: Equation, decision: Decision, result: Wanted, half: np.dtyp
     name = equation.primitive.name
     if decision.which is List.ALLOW and decision.takes_half:
         return Wanted.BY_PRODUCTS
-    if decision.which is List.MOVE or name == "select_n":  # It moves one of two values.
+    if decision.which is List.MOVE or (decision.which is List.INFER and traits_of(name).selects):
         return result
+    if decision.which is List.INFER and traits_of(name).saturates:
+        return Wanted.YES
     if decision.which is List.INFER and decision.gives_half:
         return min(result, Wanted.YES)
     if name == "convert_element_type":
@@ -92,6 +97,8 @@ def _add_call(demand: Demand, equation: Equation, demands: Sequence[Demand]) -> 
         for index, role, var in zip(inner.operands, inner.roles, open_jaxpr(inner.jaxpr).invars):
             if role is Role.CARRY or var in each.kept:
                 demand.keep(equation.invars[index])
+            if var in each.joined:
+                demand.join(equation.invars[index])
             if role is not Role.CARRY and (want := each.of(var)):
                 wants[index].append((want, 2 if role is Role.CONSTANT else 1))
     for index, found in wants.items():
@@ -99,11 +106,22 @@ def _add_call(demand: Demand, equation: Equation, demands: Sequence[Demand]) -> 
         demand.add(equation.invars[index], least, sum(times for _, times in found))
 
 
+def _is_join(equation: Equation) -> bool:
+    """Whether an operation is a residual sum: one of two values of the same shape."""
+    if equation.primitive.name != "add":
+        return False
+    shape = equation.outvars[0].aval.shape
+    return all(not is_literal(var) and var.aval.shape == shape for var in equation.invars)
+
+
 def _reads_in_float32(equation: Equation, decision: Decision, demand: Demand) -> bool:
     """Whether an operation computes a float32 value from its operands, which should then not be rounded."""
+    traits = traits_of(equation.primitive.name)
     if decision.which is List.ALLOW and decision.takes_half:
         return False
-    if decision.which is List.MOVE or equation.primitive.name in ("select_n", "convert_element_type"):
-        return any(var in demand.kept for var in equation.outvars)
-    computes = not decision.gives_half or any(var in demand.kept for var in equation.outvars)
+    if decision.which is List.INFER and traits.saturates:
+        return False
+    if decision.which is List.MOVE or traits.selects or equation.primitive.name == "convert_element_type":
+        return any(map(demand.keeps, equation.outvars))
+    computes = not decision.gives_half or any(map(demand.keeps, equation.outvars))
     return computes and any(map(is_float32, equation.outvars))

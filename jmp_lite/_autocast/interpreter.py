@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .jaxprs import (
     Array,
@@ -222,7 +223,8 @@ class Interpreter:
                 known[equation.outvars[0]] = result
             return cast(result, self.half)
 
-        return activation(*sources)
+        # The barrier keeps the cast of each cotangent: XLA would store the cotangent in float32 as well.
+        return activation(*lax.optimization_barrier(sources))
 
     def _move_later(self, equation: Equation, action: MoveLater, operands: list[Value]) -> Value:
         value, rest = operands[0], [each.native for each in operands[1:]]

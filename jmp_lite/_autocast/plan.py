@@ -149,10 +149,13 @@ class Call:
     Attributes:
         handler: the name of its handler in `calls.CALLS`.
         inner: how each jaxpr runs, in the order of `jaxprs.inner_jaxprs`.
+        recompute: whether the backward pass of a loop computes element-wise float32 operations again, to
+            keep the half values that they are computed from.
     """
 
     handler: str
     inner: tuple[Inside, ...]
+    recompute: bool = False
 
 
 Action = (
@@ -197,7 +200,8 @@ class Wanted(enum.IntEnum):
 
     NO = 0
     YES = 1  # By an operation that passes it on to a product, perhaps with other readers.
-    BY_PRODUCTS = 2  # By products alone: each reader would round it.
+    BY_A_PRODUCT = 2  # By a product, which would round it, and by other readers that may read it rounded.
+    BY_PRODUCTS = 3  # By products alone: each reader would round it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,18 +214,27 @@ class Demand:
         products: how often a product, and nothing else, wants it in half.
         kept: the variables that an operation reads in float32. Rounded for other readers, they would be
             rounded for that operation too.
+        joined: the variables that a residual sum reads in float32. It may read a rounded one if a product
+            reads it too, which casts by hand would round for both.
     """
 
     reads: Callable[[Var], int]
     uses: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
     products: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
     kept: set[Var] = dataclasses.field(default_factory=set)
+    joined: set[Var] = dataclasses.field(default_factory=set)
 
     def of(self, var: Var) -> Wanted:
         """Returns whether the variable `var` is wanted in half."""
-        if is_literal(var) or not self.uses[var] or var in self.kept:
+        if is_literal(var) or not self.uses[var] or self.keeps(var):
             return Wanted.NO
-        return Wanted.BY_PRODUCTS if self.products[var] >= self.reads(var) else Wanted.YES
+        if self.products[var] >= self.reads(var):
+            return Wanted.BY_PRODUCTS
+        return Wanted.BY_A_PRODUCT if self.products[var] else Wanted.YES
+
+    def keeps(self, var: Var) -> bool:
+        """Whether an operation reads `var` in float32 and should not read a rounded value."""
+        return var in self.kept or (var in self.joined and not self.products[var])
 
     def of_all(self, outputs: Sequence[Var]) -> Wanted:
         """Returns how the results of one equation are wanted: as the result that is wanted most."""
@@ -232,11 +245,16 @@ class Demand:
         if not is_literal(var):
             self.kept.add(var)
 
+    def join(self, var: Var) -> None:
+        """Notes that a residual sum reads `var` in float32."""
+        if not is_literal(var):
+            self.joined.add(var)
+
     def add(self, var: Var, wanted: Wanted, times: int = 1) -> None:
         """Notes that one reader wants `var`, as if it read it `times`."""
         if wanted and not is_literal(var) and is_float32(var):
             self.uses[var] += times
-            self.products[var] += wanted is Wanted.BY_PRODUCTS
+            self.products[var] += wanted >= Wanted.BY_A_PRODUCT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ from .plan import (
 from .primitives import PRIMITIVES, List, traits_of
 from .rules import Rules
 from .scopes import Scopes
-from .states import FIRM, HALF, OTHER, Kind, State, entering, join
+from .states import FIRM, HALF, OTHER, Kind, State, entering, join, leaving
 
 
 class _Everything(Demand):
@@ -201,7 +201,7 @@ class Planner:
             return decide_cast(equation, operands[0], half)
         if name == "name" and equation.params["name"] == KEEP_FLOAT32_NAME:
             return in_float32(equation, operands, List.DENY, "keep_float32")
-        wanted = any(demand.of(var) for var in equation.outvars)
+        wanted = demand.of_all(equation.outvars)
         match which:
             case List.ALLOW:
                 return decide_product(equation, operands, self.rules, self._leaves(equation, facts))
@@ -233,6 +233,7 @@ class Planner:
         self, equation: Equation, operands: list[State], demand: Demand, facts: _Facts
     ) -> Decision:
         wanted = [demand.of(var) for var in equation.outvars]
+        is_scan = equation.primitive.name == "scan"
         plans = []
         results: dict[int, State] = {}
         for inner in inner_jaxprs(equation):
@@ -242,7 +243,7 @@ class Planner:
             plans.append(plan)
             for index, carry, state in zip(inner.results, inner.carries, plan.results):
                 if index is not None:
-                    state = FIRM if carry and state.kind != Kind.OTHER else state
+                    state = leaving(state, carry, bool(is_scan and wanted[index]))
                     results[index] = join(results[index], state) if index in results else state
         states = tuple(results[index] for index in range(len(equation.outvars)))
         changed = any(plan.changed for plan in plans) or any(
@@ -250,12 +251,13 @@ class Planner:
         )
         action = Bind((Take.AS_IS,) * len(operands))
         if changed:
+            recompute = is_scan and not equation.effects and not any(map(_recomputes, plans))
             handler = str(equation.primitive.name)
             if any(state.reduced for state in operands):
                 # JAX transposes the products of a `custom_jvp` itself; a backward rule gives them their
                 # dtype.
                 handler = handler.replace("custom_jvp", "custom_vjp")
-            action = Call(handler, _inside(equation, operands, plans, states, demand))
+            action = Call(handler, _inside(equation, operands, plans, states, demand), recompute)
         reason = "decided inside, operation by operation"
         return Decision(List.CALL, action, states, reason, tuple(plans), changed)
 
@@ -281,6 +283,14 @@ class Planner:
 
 def _in_backward_pass(equation: Equation, facts: _Facts) -> bool:
     return (facts.around.backward or is_transposed(equation)) and not is_recomputed(equation)
+
+
+def _recomputes(plan: Plan) -> bool:
+    """Whether the program says itself what some part of a jaxpr keeps for the backward pass."""
+    return any(
+        equation.primitive.name == "remat2" or any(map(_recomputes, decision.inner))
+        for equation, decision in zip(equations(plan.jaxpr), plan.decisions)
+    )
 
 
 _PART = "part of a function of half values, computed in float32"

@@ -36,6 +36,9 @@ class Traits:
         spreads: a move that copies elements; the gradient is a sum, so half values go through it in float32.
         gathers: a move between devices that copies; half values go out, their gradients come back in float32.
         pointwise: computes each element on its own, as the parts of activation functions do.
+        compares: its results are booleans, which are lighter than its operands.
+        selects: each result is one of its operands, so that rounding before it and after it are the same.
+        saturates: rounding the operand to half changes the result no more than rounding the result would.
         passes: the gradient of a weight may go through it on the way out of the backward pass, and stays the
             gradient of that weight: moves, transposes of moves, and sums of gradients.
     """
@@ -46,6 +49,9 @@ class Traits:
     spreads: bool = False
     gathers: bool = False
     pointwise: bool = False
+    compares: bool = False
+    selects: bool = False
+    saturates: bool = False
     passes: bool = False
 
 
@@ -118,14 +124,14 @@ div                          infer      broadcasts scales pointwise
 rem                          infer      broadcasts scales pointwise
 atan2                        infer      broadcasts scales pointwise
 nextafter                    infer      broadcasts
-max                          infer      broadcasts pointwise
-min                          infer      broadcasts pointwise
-eq                           infer      broadcasts pointwise
-ne                           infer      broadcasts pointwise
-lt                           infer      broadcasts pointwise
-le                           infer      broadcasts pointwise
-gt                           infer      broadcasts pointwise
-ge                           infer      broadcasts pointwise
+max                          infer      broadcasts pointwise selects
+min                          infer      broadcasts pointwise selects
+eq                           infer      broadcasts pointwise compares
+ne                           infer      broadcasts pointwise compares
+lt                           infer      broadcasts pointwise compares
+le                           infer      broadcasts pointwise compares
+gt                           infer      broadcasts pointwise compares
+ge                           infer      broadcasts pointwise compares
 
 # Functions of one value, element by element.
 neg                          infer      pointwise
@@ -134,10 +140,10 @@ sign                         infer      pointwise
 floor                        infer      pointwise
 ceil                         infer      pointwise
 round                        infer      pointwise
-select_n                     infer      pointwise
-clamp                        infer      pointwise
-tanh                         infer      pointwise
-logistic                     infer      pointwise
+select_n                     infer      pointwise selects
+clamp                        infer      pointwise selects
+tanh                         infer      pointwise saturates
+logistic                     infer      pointwise saturates
 erf                          infer      pointwise
 sin                          infer      pointwise
 cos                          infer      pointwise
@@ -150,14 +156,14 @@ concatenate                  infer      passes
 pad                          infer      passes
 stack                        infer
 dynamic_update_slice         infer      passes
-reduce_max                   infer
-reduce_min                   infer
+reduce_max                   infer      selects
+reduce_min                   infer      selects
 argmax                       infer
 argmin                       infer
 cummax                       infer
 cummin                       infer
-reduce_window_max            infer
-reduce_window_min            infer
+reduce_window_max            infer      selects
+reduce_window_min            infer      selects
 top_k                        infer
 approx_top_k                 infer
 eq_to                        infer

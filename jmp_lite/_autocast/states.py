@@ -92,6 +92,13 @@ def entering(state: State, role: Role) -> State:
     return OTHER if state.kind == Kind.OTHER else FIRM
 
 
+def leaving(state: State, carry: bool, wanted: bool) -> State:
+    """The state of a result outside its loop: a carry keeps its dtype, a slice leaves in half if wanted."""
+    if state.kind == Kind.OTHER:
+        return state
+    return FIRM if carry else HALF if wanted and state.kind == Kind.FIRM else state
+
+
 def join(first: State, second: State) -> State:
     """The state of a result that may come from either of two branches: the widest."""
     if first == second:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from closeness import assert_close
 from jax import lax
-from jaxprs import products
+from jaxprs import equations, operands_of, products
 from small_programs import HALVES, W, X
 
 import jmp_lite as jmp
@@ -84,6 +84,25 @@ def test_a_learned_scale_is_applied_in_float32_and_keeps_a_half_activation_for_t
 
 
 @pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", ["gelu", "gelu with erf"])
+def test_a_bias_that_the_program_broadcasts_itself_costs_nothing(name, half):
+    """haiku.Linear and others broadcast their bias to the shape of the product."""
+    bias = jnp.linspace(-1, 1, 8)
+
+    def layers(add):
+        return lambda w: jnp.sum(GROUPS[name](add(X @ w)) @ w)
+
+    def saved(fun):
+        pullback = jax.eval_shape(lambda w: jax.vjp(jmp.autocast(fun, half), w)[1], W)
+        return sorted((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(pullback))
+
+    explicit, implicit = layers(lambda y: y + jnp.broadcast_to(bias, y.shape)), layers(lambda y: y + bias)
+    assert saved(explicit) == saved(implicit)
+    assert {dtype for _, dtype in saved(explicit)} == {half}
+    assert_close(jax.grad(jmp.autocast(explicit, half))(W), jax.grad(implicit)(W), half, factor=16)
+
+
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("order", ["inside", "outside"])
 def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half, order):
     """A product of the backward pass wants the error in half; the loss squares it in float32."""
@@ -98,3 +117,52 @@ def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half, o
             else jmp.autocast(jax.value_and_grad(fun), half)(W, X)
         )
         assert_close(result, expected, half, factor=16)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_an_activation_that_products_and_residual_sums_read_rests_in_half(half):
+    """As in a ResNet, whose last activation only a mean reads. Each sum is computed in float32."""
+
+    def blocks(w):
+        x = jax.nn.relu(X @ w)
+        for _ in range(3):
+            x = jax.nn.relu(x + (x @ w) / jnp.std(x @ w))
+        return jnp.mean(x)
+
+    assert operands_of("max", jmp.autocast(blocks, half), W) == [half] * 3 + ["float32"]
+    sums = [o for o in jmp.explain(blocks, half)(W).operations if o.name == "add"]
+    assert [o.outputs for o in sums] == [(f"{half}[4,8]",)] * 2 + [("float32[4,8]",)]
+    assert_close(jax.grad(jmp.autocast(blocks, half))(W), jax.grad(blocks)(W), half, factor=16)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_sum_upon_a_sum_stays_in_float32(half):
+    """Half would lose small steps: Euler's method, or a deep residual stream."""
+
+    def stream(x):
+        for _ in range(64):
+            x = x + 1e-3 * jnp.tanh(x @ W)
+        return x
+
+    assert {o.outputs for o in jmp.explain(stream, half)(X).operations if o.name == "add"} == {
+        ("float32[4,8]",)
+    }
+    moved = jax.jit(jmp.autocast(stream, half))(X) - X
+    assert_close(moved, stream(X) - X, half, factor=8)
+
+
+def test_a_residual_sum_in_a_jitted_block_is_like_one_outside():
+    block = lambda x: jax.nn.relu(x + jnp.tanh(x @ W) / 3)
+    loss = lambda block: lambda x: jnp.mean(block(block(block(jax.nn.relu(x @ W)))))
+    found = [operands_of("max", jmp.autocast(loss(each)), X) for each in (block, jax.jit(block))]
+    assert found[0] == found[1] == ["bfloat16"] * 3 + ["float32"]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_the_cotangent_of_an_activation_function_is_kept_in_half(half):
+    """Without a barrier XLA removes the cast, and stores the cotangent in float32 for the bias gradient."""
+    loss = lambda w: jnp.sum(jax.nn.gelu(X @ w) @ w)
+    found = equations(jax.make_jaxpr(jax.grad(jmp.autocast(loss, half)))(W))
+    barriers = [e for e in found if e.primitive.name == "optimization_barrier"]
+    assert [var.aval.dtype.name for e in barriers for var in e.invars][-1] == half
+    assert len(barriers) >= 2

@@ -242,8 +242,10 @@ def test_calls_stay_what_they_were(name):
     }  # fmt: skip
     count = lambda f: collections.Counter(name for name in primitives(f, X, W, B) if name in kinds)
     plain, ours = count(fun), count(cast)
-    for kind in kinds - {"jit", "custom_jvp_call"}:
+    for kind in kinds - {"jit", "custom_jvp_call", "remat2"}:
         assert ours[kind] == plain[kind], kind
+    # A loop computes its element-wise operations again, unless the program says itself what it keeps.
+    assert plain["remat2"] <= ours["remat2"] <= plain["remat2"] + plain["scan"]
     assert ours["custom_jvp_call"] >= plain["custom_jvp_call"]  # A cast that is shared is one as well.
     assert ours["jit"] >= plain["jit"]
 

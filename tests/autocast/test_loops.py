@@ -118,3 +118,58 @@ def test_branches_give_the_widest_dtype_of_their_results():
         e.outvars[0].aval.dtype.name for e in equations(jax.make_jaxpr(f)(X, W)) if e.primitive.name == "cond"
     )
     assert (find(jmp.autocast(wide)), find(jmp.autocast(narrow))) == ("float32", "bfloat16")
+
+
+def lstm(x, w):
+    """An LSTM of 8 features over the rows of `x`, with its inputs multiplied outside the loop."""
+
+    def step(carry, gates):
+        cell, hidden = carry
+        a, b, c, d = jnp.split(gates + hidden @ jnp.tile(w, 4), 4, axis=-1)
+        cell = jax.nn.sigmoid(b) * cell + jax.nn.sigmoid(a) * jnp.tanh(c)
+        hidden = jax.nn.sigmoid(d) * jnp.tanh(cell)
+        return (cell, hidden), hidden
+
+    gates = jnp.stack([x @ jnp.tile(w, 4)] * 5)
+    return lax.scan(step, (jnp.zeros((4, 8)), jnp.zeros((4, 8))), gates)[1] @ w
+
+
+def kept_by_iterations(fun, *args):
+    """The shapes and dtypes of the arrays that a loop of five iterations keeps for its backward pass."""
+    pullback = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], *args)
+    leaves = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape[:1] == (5,)]
+    return sorted((leaf.shape, leaf.dtype.name) for leaf in leaves)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_an_lstm_keeps_its_gates_in_half_and_computes_the_rest_again(half):
+    fun = lambda x, w: jnp.sum(lstm(x, w) * X)
+    # The hidden state before each step, and the one that leaves for the product; the gates; the cell.
+    expected = [((5, 4, 8), half), ((5, 4, 8), half), ((5, 4, 32), half), ((5, 4, 8), "float32")]
+    assert kept_by_iterations(jmp.autocast(fun, half), X, W) == sorted(expected)
+    assert len(kept_by_iterations(fun, X, W)) > 10
+    grads = jax.jit(jax.grad(jmp.autocast(fun, half), (0, 1)))(X, W)
+    assert_close(grads, jax.grad(fun, (0, 1))(X, W), half, factor=16)
+    count = lambda fun: len(products(jax.grad(fun, (0, 1)), X, W))
+    assert count(jmp.autocast(fun, half)) == count(fun)
+
+
+def test_a_loop_that_says_what_it_keeps_keeps_that():
+    step = lambda x, _: (jnp.sin(jnp.tanh(x @ W) @ W), None)
+    everything = jax.checkpoint(step, policy=jax.checkpoint_policies.everything_saveable)
+    nothing = jax.checkpoint(step)
+    loop = lambda step: jmp.autocast(lambda x: lax.scan(step, x, length=5)[0])
+    kept = lambda step: [dtype for _, dtype in kept_by_iterations(loop(step), X)]
+    assert set(kept(step)) == {"bfloat16"}
+    assert "float32" in kept(everything)
+    assert kept(nothing) == ["float32"]
+
+
+def test_a_loop_of_random_masks_keeps_booleans():
+    def step(x, key):
+        kept = jax.random.uniform(key, x.shape) < 0.9
+        return jnp.tanh(jnp.where(kept, x / 0.9, 0.0) @ W), None
+
+    fun = lambda x: lax.scan(step, x, jax.random.split(jax.random.key(0), 5))[0]
+    kept = [dtype for shape, dtype in kept_by_iterations(jmp.autocast(fun), X) if shape == (5, 4, 8)]
+    assert sorted(kept) == ["bfloat16", "bool"]

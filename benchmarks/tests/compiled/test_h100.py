@@ -30,6 +30,9 @@ from benchmarks.compiled.gpt import gpt, gpt_loss
 from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
 from benchmarks.compiled.step import moved, training_step
 from benchmarks.device import HAS_GPU
+from examples.models import bert, gpt2, seq2seq
+from examples.models.resnet import ResNet
+from examples.models.seq2seq import LSTM
 from jmp_lite.diagnostics import compile_for, read_program
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="on a GPU the program is another one")
@@ -162,6 +165,57 @@ def test_with_policy_sums_bias_gradients_in_float32_at_no_cost():
     assert policy.count(" fusion(") <= own_dtype.count(" fusion(")
     memory = [program.memory_analysis().temp_size_in_bytes for program in programs]
     assert memory[1] <= 1.01 * memory[0]  # The partial sums are wider.
+
+
+def step_of(model, casts, *inputs):
+    """The gradients of the mean of a model, with its statistics, in the program for an H100."""
+    if casts == "policy":
+        model = with_policy(model, jmp.get_policy("c=f16,o=f32"))
+
+    def loss(params, statistics, *inputs):
+        outputs, _ = model.apply({"params": params, **statistics}, *inputs, mutable=list(statistics))
+        return jnp.mean(outputs)
+
+    statistics = jax.eval_shape(model.init, jax.random.key(0), *inputs)
+    params = statistics.pop("params")
+    fun = jmp.autocast(loss, jnp.float16) if casts == "autocast" else loss
+    return compile_for_gpu(jax.grad(fun), params, statistics, *inputs)
+
+
+SMALL_MODELS = {
+    # The last activation stays in float32, since only a mean reads it. A deep ResNet has one of many.
+    "ResNet": (ResNet(classes=64, stages=(2, 1), features=32), (32, 64, 64, 3), 1.07),
+    "LSTM": (nn.Sequential([LSTM(256), nn.Dense(256)]), (64, 20, 256), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_autocast_moves_and_holds_as_little_as_a_policy(name):
+    model, shape, limit = SMALL_MODELS[name]
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    policy, ours = (read_program(step_of(model, casts, x)) for casts in ("policy", "autocast"))
+    assert ours.bytes_moved <= limit * policy.bytes_moved
+    assert ours.temporary_bytes <= limit * policy.temporary_bytes
+    assert ours.kernels <= policy.kernels
+
+
+def test_the_cotangent_of_a_gelu_is_not_stored_in_float32():
+    network = nn.Sequential([nn.Dense(1024), nn.gelu, nn.Dense(256), nn.LayerNorm()])
+    x = jax.ShapeDtypeStruct((512, 256), jnp.float32)
+    assert "= f32[512,1024]" not in _entry(step_of(network, "autocast", x))
+    assert "= f16[512,1024]" in _entry(step_of(network, "autocast", x))
+
+
+def _entry(compiled):
+    """The computation that launches the kernels."""
+    return compiled.as_text().partition("ENTRY ")[2]
+
+
+@pytest.mark.parametrize("loss", [bert.loss, gpt2.loss, seq2seq.loss])
+def test_the_gradient_of_a_loss_scatters_nothing(loss):
+    logits, labels = (jax.ShapeDtypeStruct(*x) for x in (((16, 8, 512), jnp.float32), ((16, 8), jnp.int32)))
+    found = {each.primitive.name for each in equations(jax.make_jaxpr(jax.grad(loss))(logits, labels))}
+    assert "scatter-add" not in found
 
 
 TOKENS = jax.ShapeDtypeStruct((8, 256), jnp.int32)
