@@ -37,7 +37,7 @@ ROOMS = {
 FILES = {
     "_scaling": "finite norm serialization scalars loss_scale grad state stuck optimizer",
     "_autocast": "primitives rules jaxprs scopes states activations plan decide demand gradients planner "
-    "products interpreter custom_rules calls arguments api report",
+    "products interpreter custom_rules calls arguments advice operations api report",
     "_flax": "products layers calls",
     "diagnostics": "_hlo _traffic _products _program _compile _profile _roofline",
 }

@@ -1,0 +1,160 @@
+"""Why a product of the program is in float32, and which sizes Tensor Cores run slowly.
+
+This reads the program as it was traced, before autocast changes it.
+"""
+
+import dataclasses
+import linecache
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+
+from .jaxprs import (
+    Equation,
+    Inner,
+    Jaxpr,
+    Var,
+    equations,
+    inner_jaxprs,
+    is_float32,
+    is_literal,
+    open_jaxpr,
+    source_line,
+)
+from .primitives import List, traits_of
+
+
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """Why a value is in float32.
+
+    Attributes:
+        text: the reason.
+        widened: whether it was half before, and the program cast it up.
+        promoted: whether it was cast up because another operand is in float32.
+    """
+
+    text: str
+    widened: bool = False
+    promoted: bool = False
+
+
+def find_promotions(jaxpr: Jaxpr, names: Sequence[str]) -> dict[int, str]:
+    """Returns why products are in float32, by the `id` of their equations.
+
+    Args:
+        jaxpr: the program.
+        names: for each input, the path of the argument; empty for none.
+    """
+    inside = open_jaxpr(jaxpr)
+    found: dict[int, str] = {}
+    origins = {
+        var: _Origin(f"{name or 'an argument'} is float32")
+        for var, name in zip(inside.invars, names, strict=True)
+        if is_float32(var)
+    }
+    _follow(inside, origins, found)
+    return found
+
+
+def _follow(inside: Jaxpr, origins: dict[Var, _Origin], found: dict[int, str]) -> None:
+    for var in inside.constvars:
+        if is_float32(var):
+            origins.setdefault(var, _Origin(f"a constant {_described(var)} is float32"))
+    for equation in equations(inside):
+        taken = [origins.get(var) for var in equation.invars if not is_literal(var)]
+        if traits_of(equation.primitive.name).list is List.CALL:
+            for inner in inner_jaxprs(equation):
+                _follow_call(equation, inner, origins, found)
+            continue
+        origin = _origin_of_result(equation, [each for each in taken if each])
+        if origin and traits_of(equation.primitive.name).list is List.ALLOW:
+            found[id(equation)] = f"float32 since {origin.text}"
+        for var in equation.outvars:
+            if origin and is_float32(var):
+                origins[var] = origin
+
+
+def _follow_call(
+    equation: Equation, inner: Inner, origins: dict[Var, _Origin], found: dict[int, str]
+) -> None:
+    inside = open_jaxpr(inner.jaxpr)
+    known: dict[Var, _Origin] = {}
+    for var, index in zip(inside.invars, inner.operands):
+        outer = equation.invars[index]
+        if not is_literal(outer) and outer in origins:
+            known[var] = origins[outer]
+    _follow(inside, known, found)
+    for var, index in zip(inside.outvars, inner.results):
+        if index is not None and not is_literal(var) and var in known:
+            origins[equation.outvars[index]] = known[var]
+
+
+def _origin_of_result(equation: Equation, taken: Sequence[_Origin]) -> _Origin | None:
+    """Returns why an operation gives float32, of why its operands are in float32."""
+    if equation.primitive.name == "convert_element_type":
+        (source,) = equation.invars
+        if not is_literal(source) and source.aval.dtype in (jnp.float16, jnp.bfloat16):
+            return _Origin(f"the program casts to float32, {_line(equation)}", widened=True)
+        return taken[0] if taken else None
+    promoted = next((each for each in taken if each.promoted), None)
+    if promoted or not taken:
+        return promoted
+    widened = [each for each in taken if each.widened]
+    own = [each for each in taken if not each.widened]
+    if widened and own:
+        return _Origin(f"{own[0].text}, {_line(equation)}", promoted=True)
+    return (widened or own)[0]
+
+
+def _described(var: Var) -> str:
+    return f"{var.aval.dtype.name}[{','.join(map(str, var.aval.shape))}]"
+
+
+def _line(equation: Equation) -> str:
+    """Returns the source line of an equation, with its code where the file can be read."""
+    line = source_line(equation)
+    place = re.match(r"(.*?):(\d+)", line)
+    code = linecache.getline(place[1], int(place[2])).strip() if place else ""
+    return f"{line}: {code}" if code else line
+
+
+def advise_shapes(equation: Equation, arguments: Sequence[str]) -> str:
+    """Returns which sizes of a product Tensor Cores run slowly, and what to pad them to; empty for none.
+
+    Sizes of half operands are multiples of 8 elements, 16 bytes: chapter 4 of NVIDIA's Training With Mixed
+    Precision.
+
+    Args:
+        equation: a product or a convolution.
+        arguments: the paths of the arguments among its operands.
+    """
+    of = f" ({', '.join(arguments)})" if arguments else ""
+    texts = []
+    sizes = dict(_sizes(equation))
+    thin = [name for name in ("M", "N") if sizes.get(name, 8) < 8]
+    if thin:
+        which = " and ".join(f"{name} = {sizes[name]}" for name in thin)
+        texts.append(f"{which}: too thin for Tensor Cores{of}")
+    for name, size in sizes.items():
+        if name not in thin and size % 8:
+            texts.append(f"{name} = {size}: pad it to {-(-size // 8) * 8}{of}")
+    return "; ".join(texts)
+
+
+def _sizes(equation: Equation) -> Iterator[tuple[str, int]]:
+    """Yields the sizes that should be multiples of 8, each with its name; none if one is symbolic."""
+    shapes = [var.aval.shape for var in equation.invars[:2]]
+    if not all(isinstance(size, int) for shape in shapes for size in shape):
+        return
+    if equation.primitive.name == "conv_general_dilated":
+        spec = equation.params["dimension_numbers"]
+        yield "input channels", shapes[0][spec.lhs_spec[1]]
+        yield "output channels", shapes[1][spec.rhs_spec[0]]
+    elif equation.primitive.name == "dot_general":
+        contracted, batch = equation.params["dimension_numbers"]
+        for name, shape, sums, shares in zip(("M", "N"), shapes, contracted, batch):
+            yield name, math.prod(size for axis, size in enumerate(shape) if axis not in (*sums, *shares))
+        yield "K", math.prod(shapes[0][axis] for axis in contracted[0])

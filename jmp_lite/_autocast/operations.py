@@ -1,0 +1,195 @@
+"""One operation of a program as a report shows it: its list, dtypes, reason, scope and source line."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .advice import advise_shapes
+from .jaxprs import (
+    Equation,
+    Role,
+    Var,
+    call_scope,
+    equations,
+    floating_operands,
+    inner_jaxprs,
+    is_float32,
+    is_literal,
+    open_jaxpr,
+    scope_of,
+    source_line,
+    visible_scope,
+)
+from .plan import Decision, Plan
+from .primitives import List, traits_of
+from .states import Kind, State
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What autocast decided about one operation that takes or gives floating values.
+
+    Attributes:
+        name: the primitive, as `jax.make_jaxpr` prints it.
+        list: the list that decided: `allow`, `deny`, `infer`, `move` (the part of infer that changes no
+            value) or `as traced`.
+        reason: why it runs in the dtypes in which it runs.
+        inputs: dtype and shape of each operand, such as `bfloat16[8,128]`.
+        outputs: dtype and shape of each result.
+        scope: the named scopes, Flax modules and jitted functions around it, joined by slashes.
+        arguments: the paths of the arguments that it takes, as they are or cast, reshaped, looked up.
+        source: the line that made it, as `file.py:12:4 (function)`.
+        times: how often it runs in one call; the iterations of a `while` loop are not known and count as one.
+        flops: floating point operations in one call of the function.
+        in_half: whether it takes half operands, made by autocast or by the program.
+        advice: the sizes of a half precision product that Tensor Cores run slowly, and what to pad them to.
+
+    >>> import jmp_lite as jmp
+    >>> operation = jmp.explain(jnp.dot)(jnp.ones((2, 2)), jnp.ones((2, 2))).operations[0]
+    >>> operation.name, operation.inputs, operation.in_half, operation.flops
+    ('dot_general', ('bfloat16[2,2]', 'bfloat16[2,2]'), True, 16)
+
+    Guide: docs/autocast.md.
+    """
+
+    name: str
+    list: str
+    reason: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    scope: str
+    arguments: tuple[str, ...]
+    source: str
+    times: int
+    flops: int
+    in_half: bool
+    advice: str = ""
+
+    @property
+    def module(self) -> str:
+        """The scope; without one, the object that holds its last argument, such as an NNX module."""
+        if self.scope or not self.arguments:
+            return self.scope
+        return self.arguments[-1].rpartition("/")[0]
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a convolution or a product that Tensor Cores could run: no inner product."""
+        return traits_of(self.name).list is List.ALLOW and self.list in ("allow", "as traced")
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether it is such a product, of half operands."""
+        return self.in_half and self.is_product
+
+    def __str__(self) -> str:
+        shapes = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
+        return (
+            f"{self.list:<9} {self.name:<20} {shapes}\n    {self.reason}; {self.scope or '/'}; {self.source}"
+        )
+
+
+def operations_of(
+    plan: Plan, half: Any, scope: str, times: int, origins: Sequence[str], promotions: Mapping[int, str]
+) -> Iterator[Operation]:
+    """Yields the operations of a plan and of the plans inside it.
+
+    Args:
+        plan: the plan.
+        half: the half dtype.
+        scope: the scope around it.
+        times: how often it is run.
+        origins: for each input, the path of the argument that it is; empty for a computed value.
+        promotions: why products are in float32, by the `id` of their equations.
+    """
+    inside = open_jaxpr(plan.jaxpr)
+    states: dict[Var, State] = dict(zip((*inside.constvars, *inside.invars), plan.states))
+    paths = dict(zip(inside.invars, origins, strict=True))
+    for equation, decision in zip(equations(inside), plan.decisions):
+        path = scope_of(equation, scope)
+        taken = ["" if is_literal(var) else paths.get(var, "") for var in equation.invars]
+        if decision.which is List.CALL:
+            path = call_scope(path, equation)
+            for inner, inner_plan in zip(inner_jaxprs(equation), decision.inner):
+                looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
+                runs = equation.params.get("length", 1) if looped else 1
+                entering = [taken[index] for index in inner.operands]
+                yield from operations_of(inner_plan, half, path, times * runs, entering, promotions)
+        elif _is_floating(equation):
+            arguments = tuple(dict.fromkeys(filter(None, taken)))
+            reason = promotions.get(id(equation), decision.reason)
+            decision = dataclasses.replace(decision, reason=reason)
+            yield _operation(equation, decision, states, half, visible_scope(path), arguments, times)
+        if decision.which is List.MOVE or equation.primitive.name == "convert_element_type":
+            paths[equation.outvars[0]] = taken[0]
+        states.update(zip(equation.outvars, decision.results))
+
+
+def _operation(
+    equation: Equation,
+    decision: Decision,
+    states: dict[Var, State],
+    half: np.dtype,
+    scope: str,
+    arguments: tuple[str, ...],
+    times: int,
+) -> Operation:
+    def described(var: Var, as_half: bool) -> str:
+        dtype = half if as_half and is_float32(var) else var.aval.dtype
+        return f"{dtype.name}[{','.join(map(str, var.aval.shape))}]"
+
+    taken = [_taken_in_half(equation, decision, var, states) for var in equation.invars]
+    traced = {var.aval.dtype.name for var in floating_operands(equation)}
+    in_half = any(taken) or traced in ({"float16"}, {"bfloat16"})
+    is_product = traits_of(equation.primitive.name).list is List.ALLOW
+    return Operation(
+        equation.primitive.name,
+        decision.which.value,
+        decision.reason,
+        tuple(map(described, equation.invars, taken)),
+        tuple(
+            described(var, state.kind == Kind.HALF) for var, state in zip(equation.outvars, decision.results)
+        ),
+        scope,
+        arguments,
+        source_line(equation),
+        times,
+        _flops(equation) * times,
+        in_half,
+        advise_shapes(equation, arguments) if in_half and is_product else "",
+    )
+
+
+def _taken_in_half(equation: Equation, decision: Decision, var: Var, states: dict[Var, State]) -> bool:
+    """Whether an operation takes an operand in half."""
+    if decision.which is List.MOVE or equation.primitive.name == "convert_element_type":
+        return not is_literal(var) and states[var].kind == Kind.HALF
+    return decision.takes_half
+
+
+def _is_floating(equation: Equation) -> bool:
+    return any(
+        jnp.issubdtype(getattr(var.aval, "dtype", np.int32), jnp.inexact)
+        for var in (*equation.invars, *equation.outvars)
+    )
+
+
+def _flops(equation: Equation) -> int:
+    """Floating point operations: two for each multiply and add of a product, else one an element."""
+    name, params = equation.primitive.name, equation.params
+    if name == "conv_general_dilated":
+        kernel, out = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
+        features = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(out) * math.prod(kernel) // features
+    if name in ("dot_general", "ragged_dot_general"):
+        numbers = params.get("dimension_numbers")
+        if numbers is None:
+            numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        left = equation.invars[0].aval.shape
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in numbers[0][0])
+    sizes = [math.prod(getattr(var.aval, "shape", ())) for var in (*equation.invars, *equation.outvars)]
+    return 0 if traits_of(name).list is List.MOVE or name == "convert_element_type" else max(sizes, default=0)

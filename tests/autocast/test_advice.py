@@ -1,0 +1,119 @@
+"""Why a product of the program is in float32, and which sizes Tensor Cores run slowly."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp_lite as jmp
+
+X, W = jnp.ones((16, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+ROPE = jnp.ones(64)
+
+
+def products(fun, *args):
+    """The products of the program as it is: whether each is in half, and why."""
+    report = jmp.explain(fun, "float32")(*args)
+    return [(each.in_half, each.reason) for each in report.operations if each.is_product]
+
+
+def rotate(x):
+    return x * ROPE  # Promotes.
+
+
+def test_a_float32_constant_is_named_as_what_promotes_every_product_behind_it():
+    def model(x, w):
+        return jax.nn.relu(rotate(x @ w) @ w) @ w
+
+    (first, _), (second, reason), (third, again) = products(model, X, W)
+    assert first
+    assert not second
+    assert not third
+    assert "float32 since a constant float32[64] is float32, " in reason
+    assert "test_advice.py:" in reason
+    assert reason.endswith("return x * ROPE  # Promotes.")
+    assert again == reason
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap], ids=["jit", "remat", "vmap"])
+def test_the_constant_is_found_inside_calls(wrap):
+    model = lambda x, w: wrap(rotate)(x @ w) @ w
+    (_, _), (half, reason) = products(model, X, W)
+    assert not half
+    assert reason.endswith("return x * ROPE  # Promotes.")
+
+
+def test_the_constant_is_found_inside_a_scan():
+    def model(x, w):
+        body = lambda h, w: (rotate(h @ w).astype(jnp.bfloat16), rotate(h) @ w)
+        return jax.lax.scan(body, x, jnp.stack([w, w]))
+
+    (first, _), (second, reason) = products(model, X, W)
+    assert first
+    assert not second
+    assert reason.endswith("return x * ROPE  # Promotes.")
+
+
+def test_an_argument_is_named_by_its_path():
+    params = {"head": {"kernel": jnp.ones((64, 64))}}
+    ((half, reason),) = products(lambda params, x: x @ params["head"]["kernel"], params, X)
+    assert not half
+    assert "params/head/kernel is float32" in reason
+
+
+def test_a_cast_of_the_program_is_told_from_a_promotion():
+    ((half, reason),) = products(lambda x, w: x.astype(jnp.float32) @ w.astype(jnp.float32), X, W)
+    assert not half
+    assert reason.startswith("float32 since the program casts to float32, ")
+    ((half, reason),) = products(lambda x: x @ x, jnp.ones((8, 8)))
+    assert (half, reason) == (False, "float32 since x is float32")
+
+
+def test_the_summary_counts_the_products():
+    report = jmp.explain(lambda x, w: rotate(x @ w) @ w, "float32")(X, W)
+    assert report.summary().endswith("all as the program has them: 1 of 2 products in half")
+    assert "float32 since a constant float32[64]" in str(report)
+
+
+def advice(fun, *args):
+    return [each.advice for each in jmp.explain(fun, "float16")(*args).operations if each.is_product]
+
+
+def zeros(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def test_sizes_that_are_no_multiple_of_8_are_named_with_what_to_pad_them_to():
+    params = {"head": zeros(64, 50257)}
+    (text,) = advice(lambda params, x: x @ params["head"], params, zeros(8, 63, 64))
+    assert text == "N = 50257: pad it to 50264 (x, params/head)"
+    (text,) = advice(lambda x, w: x @ w, zeros(8, 63), zeros(63, 16))
+    assert text == "K = 63: pad it to 64 (x, w)"
+    assert advice(lambda x, w: x @ w, zeros(8, 64), zeros(64, 8)) == [""]
+
+
+def test_a_batch_of_sequences_counts_as_one_size():
+    """3 sequences of 8 tokens are 24 rows."""
+    assert advice(lambda x, w: x @ w, zeros(3, 8, 64), zeros(64, 8)) == [""]
+
+
+def test_a_product_of_width_1_is_too_thin():
+    (text,) = advice(lambda x, w: x @ w, zeros(64, 64), zeros(64, 1))
+    assert text == "N = 1: too thin for Tensor Cores (x, w)"
+
+
+def test_channels_of_convolutions_count():
+    convolve = lambda x, k: jax.lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    (text,) = advice(convolve, zeros(2, 8, 8, 3), zeros(3, 3, 3, 20))
+    assert text == "input channels = 3: pad it to 8 (x, k); output channels = 20: pad it to 24 (x, k)"
+
+
+def test_float32_products_get_no_advice_and_the_report_shows_the_others_once():
+    assert [
+        each.advice for each in jmp.explain(jnp.dot, "float32")(jnp.ones((9, 9)), jnp.ones((9, 9))).operations
+    ] == [""]
+    report = jmp.explain(lambda x, w: jnp.tanh(x @ w) @ w, "float16")(zeros(8, 63), zeros(63, 63))
+    text = str(report)
+    assert "Products of sizes that Tensor Cores run slowly:" in text
+    assert text.count("63: pad it to 64") == 4
