@@ -23,6 +23,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 import jmp_lite as jmp
@@ -172,6 +173,7 @@ def train(arm: str, size: Size, options: argparse.Namespace, text: np.ndarray, t
             start = saved
             print(f"{arm}: goes on from step {start}.")
 
+    events = None if options.tensorboard is None else SummaryWriter(str(options.tensorboard / arm))
     seconds = []
     progress = tqdm(range(start, options.steps), arm, options.steps, initial=start, unit=" steps")
     for step in progress:
@@ -180,6 +182,9 @@ def train(arm: str, size: Size, options: argparse.Namespace, text: np.ndarray, t
         if step % 10 == 0:
             progress.set_postfix(bits_per_byte=f"{float(loss) / np.log(2):.2f}")
             jmp.raise_if_stuck(optimizer)
+            if events is not None:
+                for name, value in {"loss": loss, **jmp.metrics(optimizer)}.items():
+                    events.add_scalar(name, float(value), step)
         jax.block_until_ready(loss)
         seconds.append(time.perf_counter() - began)
         if checkpoints is not None:
@@ -187,6 +192,8 @@ def train(arm: str, size: Size, options: argparse.Namespace, text: np.ndarray, t
             checkpoints.save(step + 1, args=state, force=step + 1 == options.steps)
     if checkpoints is not None:
         checkpoints.close()  # Waits for the last one.
+    if events is not None:
+        events.close()
 
     held_out = [float(evaluate(model, get_batch(test, size, step))) for step in range(20)]
     return Run(
@@ -233,6 +240,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
     parser.add_argument("--size", choices=SIZES, default="default", help="of the network and the batches")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--checkpoint", type=Path, help="a folder to save to, and to go on from")
+    parser.add_argument("--tensorboard", type=Path, help="a folder for the loss, the scale and skipped steps")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     options = parser.parse_args(arguments)
 

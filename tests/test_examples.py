@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 from tqdm import tqdm
 
 import jmp_lite as jmp
@@ -109,8 +111,24 @@ def test_float16_reaches_float32_on_digits_with_a_scale_and_visibly_not_without(
     np.testing.assert_allclose(first_seed, [first_seed[0]] * 3, rtol=1e-3)
 
 
-def test_language_model_prints_its_table(capsys):
-    runs = language_model.main(["--size", "small", "--steps", "60"])
+def events(folder):
+    """The scalars in the event file of TensorBoard in a folder, as (name, step, value)."""
+    (file,) = folder.glob("events.out.tfevents.*")
+    data, start = file.read_bytes(), 0
+    while start < len(data):  # Each record is its length, a checksum, the event, a checksum.
+        (length,) = struct.unpack_from("<Q", data, start)
+        event = Event.FromString(data[start + 12 : start + 12 + length])
+        yield from ((value.tag, event.step, value.simple_value) for value in event.summary.value)
+        start += length + 16
+
+
+def test_language_model_prints_its_table_and_writes_events_for_tensorboard(capsys, tmp_path):
+    runs = language_model.main(["--size", "small", "--steps", "60", "--tensorboard", str(tmp_path)])
+    found = {(name, step): value for name, step, value in events(tmp_path / "float16")}
+    assert {name for name, _ in found} >= {"loss", "loss_scale", "grads_finite", "skipped_steps"}
+    assert {step for _, step in found} == set(range(0, 60, 10))
+    assert found["loss", 50] < found["loss", 0]
+    assert (found["loss_scale", 0], found["loss_scale", 50]) == (2.0**15, 2.0**17)
     rows = table_rows(capsys.readouterr().out, language_model.ARMS)
     assert list(rows) == ["float32", "float16"]
     assert all(float(bits) < 5.5 for bits, *_ in rows.values())  # 8 at the start.
