@@ -39,7 +39,7 @@ FILES = {
     "_autocast": "primitives rules jaxprs scopes states activations plan decide demand gradients planner "
     "products interpreter custom_rules calls arguments advice operations api report",
     "_flax": "products layers calls",
-    "diagnostics": "_hlo _traffic _products _program _compile _profile _roofline",
+    "diagnostics": "_hlo _traffic _products _program _compile _measured _roofline",
 }
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}

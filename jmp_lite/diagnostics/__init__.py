@@ -9,7 +9,7 @@ time of a program, module by module, and `read_profile` reads the times that wer
 from ._compile import compile_for as compile_for
 from ._compile import mesh_for as mesh_for
 from ._products import Product as Product
-from ._profile import read_profile as read_profile
+from ._measured import read_profile as read_profile
 from ._program import Collective as Collective
 from ._program import Launch as Launch
 from ._program import Program as Program
