@@ -1,10 +1,19 @@
-"""Diagnosis of a compiled step.
+"""Diagnosis of a step: of its values, and of its compiled program.
+
+`find_nonfinite` finds the operation at which a loss or its gradients begin to be not finite. `profile_ranges`
+says how much of the values half precision loses, and which loss scale recovers the gradients. Read `_sites`
+(the places of a program at which values are measured), `_tap` and `_calls` (which run a program and measure),
+`_trace` (which makes the program of a loss function), then `_extremes`, `_flow`, `_advice`,
+`_nonfinite` and `_find`.
 
 `read_program` reads the program that XLA compiled. It says which products run on Tensor Cores and in which
 dtypes, and how many kernels, bytes and collectives a step has. Read `_hlo`, `_traffic`, `_products`, then
 `_program`.
 """
 
+from ._find import find_nonfinite as find_nonfinite
+from ._nonfinite import Nonfinite as Nonfinite
+from ._nonfinite import NonfiniteReport as NonfiniteReport
 from ._products import Product as Product
 from ._program import Collective as Collective
 from ._program import Program as Program
