@@ -40,7 +40,7 @@ FILES = {
     "products interpreter custom_rules calls arguments api report",
     "_flax": "products layers calls",
     "diagnostics": "_hlo _traffic _products _program _sites _tap _calls _trace "
-    "_extremes _flow _advice _nonfinite _find",
+    "_extremes _flow _advice _nonfinite _find _bits _scales _pages _ranges _profile",
 }
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}

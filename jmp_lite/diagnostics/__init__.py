@@ -4,17 +4,24 @@
 says how much of the values half precision loses, and which loss scale recovers the gradients. Read `_sites`
 (the places of a program at which values are measured), `_tap` and `_calls` (which run a program and measure),
 `_trace` (which makes the program of a loss function), then `_extremes`, `_flow`, `_advice`,
-`_nonfinite` and `_find`.
+`_nonfinite` and `_find`, or `_bits`, `_scales`,
+`_pages`, `_ranges` and `_profile`.
 
 `read_program` reads the program that XLA compiled. It says which products run on Tensor Cores and in which
 dtypes, and how many kernels, bytes and collectives a step has. Read `_hlo`, `_traffic`, `_products`, then
 `_program`.
 """
 
+from ._bits import Fates as Fates
+from ._bits import Magnitudes as Magnitudes
 from ._find import find_nonfinite as find_nonfinite
 from ._nonfinite import Nonfinite as Nonfinite
 from ._nonfinite import NonfiniteReport as NonfiniteReport
 from ._products import Product as Product
+from ._profile import profile_ranges as profile_ranges
 from ._program import Collective as Collective
 from ._program import Program as Program
 from ._program import read_program as read_program
+from ._ranges import ModuleRange as ModuleRange
+from ._ranges import RangeReport as RangeReport
+from ._scales import Scales as Scales

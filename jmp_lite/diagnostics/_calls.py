@@ -1,6 +1,9 @@
 """The tap inside operations that run jaxprs: one handler each, built of JAX's public combinators."""
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,7 +69,8 @@ def _cond(tap: Tap, equation: Equation, where: Where, index: int, operands: list
     tap.records.update(records)
     found = tap.leave(equation, where, index, outputs[0], results)
     _join(tap, found, outputs)
-    return found
+    is_scaled = [any(value.is_scaled for value in values) for values in zip(*outputs)]
+    return [value._replace(is_scaled=each) for value, each in zip(found, is_scaled)]
 
 
 def _join(tap: Tap, found: list[Value], outputs: list[list[Value]]) -> None:
@@ -83,10 +87,7 @@ def _shard_map(tap: Tap, equation: Equation, where: Where, index: int, operands:
     params = equation.params
     mesh = params["mesh"]
     axes = tuple(name for name in mesh.axis_names if name in params["newly_manual_axes"])
-    count = 1
-    for name in axes:
-        count *= mesh.shape[name]
-    inside = inside.loop("shard_map", count)
+    inside = inside.loop("shard_map", math.prod(mesh.shape[name] for name in axes))
     results: list[Value] = []
 
     def shard(*arrays: Array) -> tuple[list[Array], Records]:
@@ -114,19 +115,21 @@ def _shard_map(tap: Tap, equation: Equation, where: Where, index: int, operands:
 
 
 def _summed(tap: Tap, records: Records) -> Records:
-    """Adds up the records of all iterations or shards if the probe does."""
+    """Joins the records of all shards if the probe does."""
     if not tap.probe.adds:
         return records
-    return {path: jnp.sum(record, 0, dtype=record.dtype) for path, record in records.items()}
+    return {path: functools.reduce(tap.probe.join, record) for path, record in records.items()}
 
 
 def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list[Value]) -> list[Value]:
-    """Records of the iterations are stacked, or added up."""
+    """Records of the iterations are stacked, or joined."""
     ((inner, inside),) = inner_places(equation, where, index)
     params = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
     inside = inside.loop("scan", params["length"], params["reverse"])
     constant, carried = (inner.roles.count(role) for role in (Role.CONSTANT, Role.CARRY))
-    moving, results = operands[constant:], []
+    moving, results = operands[constant:], list[Value]()
+    if not params["length"]:
+        return [Value(array) for array in bind(equation, as_arrays(operands))]
 
     def body(carry: list[Array], slices: list[Array]) -> tuple[list[Array], list[Array], Records]:
         def run() -> list[Value]:
@@ -154,13 +157,28 @@ def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list
 
         def add(state: Any, slices: list[Array]) -> Any:
             carry, out, records = body(state[0], slices)
-            return (carry, jax.tree.map(jnp.add, state[1], records)), out
+            return (carry, jax.tree.map(tap.probe.join, state[1], records)), out
 
         one = [array[0] for array in start[carried:]]
-        empty = tap.empty(jax.eval_shape(lambda c, s: body(c, s)[2], start[:carried], one))
+        trace = lambda: jax.eval_shape(lambda c, s: body(c, s)[2], start[:carried], one)
+        empty = tap.empty(_settled(trace, moving, results, carried))
         (carry, records), out = lax.scan(add, (start[:carried], empty), start[carried:], **params)
     tap.records.update(records)
     return tap.leave(equation, where, index, results, [*carry, *out])
+
+
+def _settled(trace: Callable[[], Any], moving: list[Value], results: list[Value], carried: int) -> Any:
+    """Traces the body of a loop until it is known which carries are gradients, and returns what it gives.
+
+    A sum of gradients starts as zeros, and is a gradient from the second iteration on.
+    """
+    while True:
+        shapes = trace()
+        late = [n for n in range(carried) if results[n].is_scaled and not moving[n].is_scaled]
+        if not late:
+            return shapes
+        for number in late:
+            moving[number] = moving[number]._replace(is_scaled=True)
 
 
 def _note_carries(tap: Tap, entries: list[Value], outputs: list[Value]) -> None:
@@ -199,8 +217,9 @@ def _while(tap: Tap, equation: Equation, where: Where, index: int, operands: lis
         return new, records
 
     start = as_arrays(moving)
-    empty = tap.empty(jax.eval_shape(lambda carry: body(carry)[1], start))
-    keeper = _Added(empty) if tap.probe.adds else _Kept(tap.probe, empty, (*inside.path, STEPS))
+    trace = lambda: jax.eval_shape(lambda carry: body(carry)[1], start)
+    empty = tap.empty(_settled(trace, moving, results, len(moving)))
+    keeper = _Joined(tap.probe, empty) if tap.probe.adds else _Kept(tap.probe, empty, (*inside.path, STEPS))
 
     def step(state: tuple[list[Array], Any, Array]) -> tuple[list[Array], Any, Array]:
         carry, kept, iteration = state
@@ -214,15 +233,16 @@ def _while(tap: Tap, equation: Equation, where: Where, index: int, operands: lis
     return tap.leave(equation, where, index, results, carry)
 
 
-class _Added:
-    """Adds up the records of the iterations of a while loop."""
+class _Joined:
+    """Joins the records of the iterations of a while loop."""
 
-    def __init__(self, empty: Records) -> None:
+    def __init__(self, probe: Probe, empty: Records) -> None:
+        self._probe = probe
         self.start: Any = empty
 
     def add(self, kept: Records, records: Records, iteration: Array) -> Records:
         del iteration
-        return jax.tree.map(jnp.add, kept, records)
+        return jax.tree.map(self._probe.join, kept, records)
 
     def records(self, kept: Records) -> Records:
         return kept

@@ -15,7 +15,7 @@ from ._advice import Case, advise
 from ._extremes import Extremes
 from ._flow import Flow, Origin
 from ._nonfinite import Nonfinite, NonfiniteReport
-from ._sites import Path, Site
+from ._sites import Site
 from ._trace import Call, Measured, Program, Tapped, scale_of, trace
 
 LOWEST = -24
@@ -115,10 +115,11 @@ class _Reader:
     def read(self, origin: Origin) -> Nonfinite:
         """Returns what there is to say of an origin."""
         site = origin.site
-        argument = site.argument or self._near(site)
+        argument = site.argument or site.near
         backward = site.direction != "forward"
-        module = site.module or argument.rpartition("/")[0]
-        case = Case(origin, self.measured.sites, self.parameters, module, self.scale, self.fitting, backward)
+        case = Case(
+            origin, self.measured.sites, self.parameters, site.place, self.scale, self.fitting, backward
+        )
         return Nonfinite(
             "NaN" if origin.is_nan else "inf",
             site.operation,
@@ -142,21 +143,6 @@ class _Reader:
         array = self.program.arrays[site.path[1]]
         found = np.asarray(_first_index(jnp.isnan(array) if is_nan else jnp.isinf(array)))
         return tuple(map(int, np.unravel_index(int(found), array.shape)))
-
-    def _near(self, site: Site) -> str:
-        """Returns the last argument on the way to a site: the way to name what has no scope."""
-        todo: list[Path] = [path for path in site.sources if path is not None]
-        seen: set[Path] = set()
-        while todo:
-            path = max(todo)
-            todo.remove(path)
-            below = self.measured.sites[path]
-            if below.argument.split("/")[0] in self.parameters:
-                return below.argument
-            fresh = {source for source in below.sources if source is not None} - seen
-            seen |= fresh
-            todo += fresh
-        return ""
 
 
 @jax.jit

@@ -66,11 +66,13 @@ class Site:
         sources: for each operand the site at which it was measured; None where nothing measured it.
         module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
         argument: the path of the argument that it is, or that the operation takes; empty for none.
+        near: the path of the last parameter on the way to it; empty for none.
         line: the line of the program, as `file.py:12:4 (function)`.
         direction: `forward`, `backward`, or `recomputed`: a part of the forward pass that the backward pass
             computes again.
         loops: the loops around it, outermost first.
         dtype: the dtype of the value.
+        is_scaled: whether the loss scale is on the way to the value: whether it is a gradient.
     """
 
     path: Path
@@ -81,10 +83,17 @@ class Site:
     sources: tuple[Path | None, ...]
     module: str
     argument: str
+    near: str
     line: str
     direction: str
     loops: tuple[Loop, ...]
     dtype: Any
+    is_scaled: bool
+
+    @property
+    def place(self) -> str:
+        """The module; without one the object that holds the argument, or the last parameter before."""
+        return self.module or (self.argument or self.near).rpartition("/")[0]
 
     @property
     def is_half(self) -> bool:
@@ -156,10 +165,12 @@ def make_site(
         (*(value.source for value in operands), *(None for _ in exponent)),
         visible_scope(_without_repeats(scope_of(equation, where.scope))),
         next((value.argument for value in reversed(operands) if value.argument), ""),
+        next((value.near for value in reversed(operands) if value.near), ""),
         line_of(equation) or where.line,
         _direction(equation, where.direction),
         where.loops,
         array.dtype,
+        any(value.is_scaled for value in operands),
     )
 
 

@@ -48,8 +48,8 @@ class Probe(Protocol):
     """Says what is measured.
 
     Attributes:
-        adds: whether the measurements of the iterations of a loop are added up. If not they are all kept.
-        operands: whether operands are measured that autocast would cast to half.
+        adds: whether the measurements of the iterations of a loop are joined. If not they are all kept.
+        operands: whether operands are measured that autocast would cast to half, or the program casts.
     """
 
     adds: bool
@@ -67,6 +67,10 @@ class Probe(Protocol):
         """Returns what `measure` would return of a value of this dtype without elements."""
         ...
 
+    def join(self, first: Array, second: Array) -> Array:
+        """Returns one measurement of two, if `adds`."""
+        ...
+
     def alarm(self, record: Array) -> Array:
         """Whether a measurement is one to keep, of an iteration of a while loop."""
         ...
@@ -80,12 +84,16 @@ class Value(NamedTuple):
         source: the site at which it was measured; None if it was not.
         argument: the path of the argument that it is, as it came, moved or cast; empty for another value.
         number: the number that it is, written into the program; None for another value.
+        near: the path of the last parameter on the way to it; empty for none.
+        is_scaled: whether the loss scale is on the way to it: whether it is a gradient.
     """
 
     array: Array
     source: Path | None = None
     argument: str = ""
     number: float | None = None
+    near: str = ""
+    is_scaled: bool = False
 
 
 Handler = Callable[["Tap", Equation, Where, int, list[Value]], list[Value]]
@@ -141,40 +149,54 @@ class Tap:
             known.update(zip(equation.outvars, results, strict=True))
         return list(map(read, inside.outvars))
 
-    def input(self, array: Array, name: str, where: Where, number: int, half: bool = False) -> Value:
+    def input(
+        self,
+        array: Array,
+        name: str,
+        where: Where,
+        number: int,
+        near: str = "",
+        half: bool = False,
+        is_scaled: bool = False,
+    ) -> Value:
         """Measures an input of a program, or a constant in it, and returns it as a value."""
         if not is_floating(array):
             return Value(array, argument=name)
         path = (*where.path, -1, number)
         operation = "argument" if name else "constant"
         site = Site(
-            path, Kind.INPUT, operation, describe(array), (), (), "", name, "", "forward", where.loops,
+            *(path, Kind.INPUT, operation, describe(array), (), (), "", name, near, "", "forward"),
+            where.loops,
             array.dtype,
-        )  # fmt: skip
-        return Value(array, self._measure(site, array, half), name)
+            is_scaled,
+        )
+        return Value(array, self._measure(site, array, half), name, near=near, is_scaled=is_scaled)
 
     def _operation(self, equation: Equation, where: Where, index: int, operands: list[Value]) -> list[Value]:
         arrays = bind(equation, [value.array for value in operands])
         name = equation.primitive.name
-        if name in MOVES or (name == "convert_element_type" and _is_kept(operands[0].number, arrays[0])):
+        is_cast = name == "convert_element_type"
+        if name in MOVES or (is_cast and (self.probe.operands or _is_kept(operands[0].number, arrays[0]))):
             moved = [operand._replace(array=array) for operand, array in zip(operands, arrays)]
             if all(_is_known(value) for value in moved):
                 return moved
-        decision, keeps = where.decision(index), name in MOVES or name == "convert_element_type"
+        decision, keeps, near = where.decision(index), name in MOVES or is_cast, nearest(operands)
+        is_scaled = any(value.is_scaled for value in operands)
         results = []
         for number, array in enumerate(arrays):
             path = (*where.path, index, number)
             source = self.at(
                 path, Kind.OPERATION, equation, where, operands, array, would_be_half(decision, number)
             )
-            results.append(Value(array, source, operands[0].argument if keeps else ""))
+            argument = operands[0].argument if keeps else ""
+            results.append(Value(array, source, argument, near=near, is_scaled=is_scaled))
         return results
 
     def _measured_operands(
         self, equation: Equation, where: Where, index: int, operands: list[Value]
     ) -> list[Value]:
-        """Measures the operands that autocast would cast to half, if nothing has measured them yet."""
-        if not (self.probe.operands and _takes_half(where.decision(index))):
+        """Measures the operands that are cast to half, or would be, if nothing has measured them yet."""
+        if not self.probe.operands or not (_takes_half(where.decision(index)) or _casts_down(equation)):
             return operands
         measured = []
         for number, value in enumerate(operands):
@@ -216,7 +238,8 @@ class Tap:
         found = []
         for number, (value, array) in enumerate(zip(results, arrays, strict=True)):
             path = (*where.path, index, _LEAVE + number)
-            found.append(Value(array, self.at(path, Kind.LEAVE, equation, where, [value], array)))
+            source = self.at(path, Kind.LEAVE, equation, where, [value], array)
+            found.append(Value(array, source, near=value.near, is_scaled=value.is_scaled))
         return found
 
     def enter(
@@ -225,7 +248,8 @@ class Tap:
         """Measures an array that enters a loop or a shard: the whole operand, or a slice of it."""
         place = Where(inside.path, around.scope, around.direction, inside.loops, around.line)
         path = (*inside.path, -1, number)
-        return Value(array, self.at(path, Kind.ENTRY, equation, place, [operand], array), operand.argument)
+        source = self.at(path, Kind.ENTRY, equation, place, [operand], array)
+        return operand._replace(array=array, source=source, number=None)
 
     def recording(self, run: Callable[[], list[Value]]) -> tuple[list[Value], Records]:
         """Runs a part of the program on its own; returns its results and what was measured in it."""
@@ -262,9 +286,21 @@ def _is_kept(number: float | None, array: Array) -> bool:
         return bool(np.isfinite(float(np.asarray(number, array.dtype))) == np.isfinite(number))
 
 
+def _casts_down(equation: Equation) -> bool:
+    if equation.primitive.name != "convert_element_type":
+        return False
+    taken, given = (var.aval.dtype for var in (*equation.invars, *equation.outvars))
+    return given in (jnp.float16, jnp.bfloat16) and is_floating(equation.invars[0].aval) and taken != given
+
+
 def _takes_half(decision: Decision | None) -> bool:
     action = None if decision is None else decision.action
     return isinstance(action, Bind) and Take.HALF in action.operands
+
+
+def nearest(operands: Sequence[Value]) -> str:
+    """Returns the last parameter on the way to a result of some operands."""
+    return next((value.near for value in reversed(operands) if value.near), "")
 
 
 def inner_places(equation: Equation, where: Where, index: int) -> list[tuple[Any, Where]]:

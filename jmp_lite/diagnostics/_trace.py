@@ -59,6 +59,7 @@ class Program:
         names: the path of each array among the arguments; empty for a constant.
         scale: the index of the loss scale among the arrays.
         gradients: the path of each gradient, as the outputs of the jaxpr after the first.
+        parameters: the names of the arguments that are differentiated.
     """
 
     jaxpr: Jaxpr
@@ -66,6 +67,7 @@ class Program:
     names: tuple[str, ...]
     scale: int
     gradients: tuple[str, ...]
+    parameters: tuple[str, ...]
 
 
 def scale_of(caller: str, loss_scale: Any) -> float:
@@ -127,7 +129,8 @@ def trace(caller: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     fixed = constants(traced.jaxpr)
     names = (*("" for _ in fixed), *traced.names)
     arrays = (*fixed, *traced.arrays)
-    return Program(without_constants(traced.jaxpr), arrays, names, names.index(_SCALE), tuple(gradients))
+    jaxpr = without_constants(traced.jaxpr)
+    return Program(jaxpr, arrays, names, names.index(_SCALE), tuple(gradients), call.differentiated)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +143,7 @@ class Measured:
         steps: for the body of each while loop, the numbers of the iterations that were kept.
         carried: as in `Tap`.
         outputs: the site of the loss, and of each gradient; None where nothing was measured.
+        gradients: what was measured of each gradient, if `Tapped` was asked.
     """
 
     sites: dict[Path, Site]
@@ -147,13 +151,16 @@ class Measured:
     steps: dict[Path, np.ndarray]
     carried: dict[Path, Path | None]
     outputs: tuple[Path | None, ...]
+    gradients: tuple[np.ndarray, ...]
 
 
 class Tapped:
     """A program with a probe, compiled once for all loss scales."""
 
-    def __init__(self, program: Program, probe: Probe, plan: Plan | None = None) -> None:
-        self._program, self._plan = program, plan
+    def __init__(
+        self, program: Program, probe: Probe, plan: Plan | None = None, of_gradients: bool = False
+    ) -> None:
+        self._program, self._plan, self._of_gradients = program, plan, of_gradients
         self._tap = Tap(probe, CALLS)
         self._outputs: tuple[Path | None, ...] = ()
         self._order: list[Path] = []
@@ -166,7 +173,7 @@ class Tapped:
         """Runs the program at a loss scale."""
         arrays = list(self._program.arrays)
         arrays[self._program.scale] = jnp.float32(scale)
-        found = [np.asarray(record) for record in self._run(arrays)]
+        found, gradients = jax.tree.map(np.asarray, self._run(arrays))
         records = dict(zip(self._order, found, strict=True))
         return Measured(
             self._tap.sites,
@@ -174,19 +181,25 @@ class Tapped:
             {path[:-1]: record for path, record in records.items() if path[-1] == STEPS},
             self._tap.carried,
             self._outputs,
+            tuple(gradients),
         )
 
-    def _measure(self, arrays: list[Array]) -> list[Array]:
+    def _measure(self, arrays: list[Array]) -> tuple[list[Array], list[Array]]:
         results, records = self._tap.recording(lambda: self._values(arrays))
-        self._outputs = tuple(value.source for value in results[: 1 + len(self._program.gradients)])
+        outputs = results[: 1 + len(self._program.gradients)]
+        self._outputs = tuple(value.source for value in outputs)
         self._order = list(records)
-        return list(records.values())
+        asked = outputs[1:] if self._of_gradients else []
+        return list(records.values()), [self._tap.probe.measure(value.array) for value in asked]
+
+    def _near(self, name: str) -> str:
+        return name if name.split("/")[0] in self._program.parameters else ""
 
     def _values(self, arrays: list[Array]) -> list[Value]:
         tap, where = self._tap, Where(plan=self._plan)
         wanted = [0] * len(arrays) if self._plan is None else self._plan.wanted
         inputs = [
-            tap.input(array, name, where, number, half=bool(wanted[number]))
+            tap.input(array, name, where, number, self._near(name), bool(wanted[number]), name == _SCALE)
             for number, (array, name) in enumerate(zip(arrays, self._program.names))
         ]
         return tap.run(self._program.jaxpr, inputs, where)
