@@ -421,3 +421,36 @@ def test_errors_say_what_was_given():
 
 def test_a_scale_that_is_no_power_of_two_is_rounded_down():
     assert profile_ranges(mlp, loss_scale=1000.0)(PARAMS, x).loss_scale == 512
+
+
+# What is a gradient is told by the loss scale on the way to it.
+
+
+def test_what_a_backward_rule_computes_again_is_no_gradient():
+    @jax.custom_vjp
+    def layer(x, w):
+        return jnp.sin(x @ w)
+
+    layer.defvjp(
+        lambda x, w: (layer(x, w), (x, w)),
+        lambda saved, g: (
+            (g * jnp.cos(saved[0] @ saved[1])) @ saved[1].T,
+            saved[0].T @ (g * jnp.cos(saved[0] @ saved[1])),
+        ),
+    )
+    report = profile_ranges(lambda w, x: jnp.sum(layer(layer(x, w), w)) * 1e-3, loss_scale=2.0**12)(w, x)
+    backward = [each for each in report.modules if each.direction == "backward"]
+    forward = [each for each in report.modules if each.direction == "forward"]
+    # The products of the rule that compute the forward pass again are as large as those in it.
+    assert max(each.magnitudes.largest for each in forward) > 3
+    assert max(each.magnitudes.largest for each in backward) < 0.2
+
+
+def test_a_sum_of_gradients_in_a_loop_is_a_gradient():
+    def fun(w, x):
+        return lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=4)[0].sum() * 1e-3
+
+    one, scaled = (profile_ranges(fun, "float16", 2.0**k)(w, x) for k in (0, 12))
+    for first, second in zip(one.modules, scaled.modules, strict=True):
+        assert first.magnitudes.histogram == second.magnitudes.histogram
+    assert counts(scaled.gradients[0].magnitudes.fates()) == counts(one.gradients[0].magnitudes.fates())
