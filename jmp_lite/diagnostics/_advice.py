@@ -32,7 +32,6 @@ class Case:
         module: the path to write a rule for.
         scale: the loss scale.
         fitting: the largest smaller power of two at which the gradients are finite; None if there is none.
-        wanted_scale: whether the backward pass is where it begins, and smaller scales were tried.
     """
 
     origin: Origin
@@ -41,7 +40,6 @@ class Case:
     module: str
     scale: float
     fitting: float | None
-    wanted_scale: bool
 
     @property
     def site(self) -> Site:
@@ -89,7 +87,7 @@ def _mask(case: Case) -> str:
     limit = largest(case.site.dtype)
     values = [*_literals(case.site), *(each for each in case.origin.operands if each is not None)]
     masks = [low for low, high in values if low < -limit and (high <= 0 or low <= -1e8)]
-    if case.wanted_scale or not masks or not case.site.is_half:
+    if case.site.is_scaled or not masks or not case.site.is_half:
         return ""
     return (
         f"A mask of {min(masks):.3g} is -inf in {case.dtype}, whose range ends at "
@@ -117,7 +115,12 @@ def _logarithm(case: Case) -> str:
 def _root(case: Case) -> str:
     if case.site.operation == "sqrt" and case.origin.is_nan:
         return f"sqrt of {_low(case.origin, 0):.4g}. Keep its operand at 0 or above."
-    root = case.site.operation == "rsqrt"
+    if case.site.operation == "rsqrt":
+        return (
+            f"1 / sqrt({_low(case.origin, 0):.4g}), as of a norm or a variance of zero. Add a small number "
+            "inside of the root, such as the epsilon of a normalization layer."
+        )
+    root = False
     for number, source in enumerate(case.site.sources):
         below = None if source is None else case.sites[source]
         root |= below is not None and below.operation == "sqrt" and _low(case.origin, number) == 0
@@ -166,7 +169,7 @@ def _factorization(case: Case) -> str:
 
 
 def _gradient(case: Case) -> str:
-    if not case.wanted_scale or case.origin.is_nan:
+    if not case.site.is_scaled or case.origin.is_nan:
         return ""
     limit = f"A gradient is beyond {largest(case.site.dtype):g}, where {case.dtype} ends, "
     if case.fitting is not None:
@@ -175,7 +178,8 @@ def _gradient(case: Case) -> str:
             f"{limit}at the loss scale {power(case.scale)}. At a scale of {fits} it would fit: a "
             f"jmp.DynamicLossScale finds that scale, or starts there, jmp.DynamicLossScale(2.0**{fits[3:]})."
         )
-    return f"{limit}at every loss scale from {power(case.scale)} down to 2**-24. {_rule(case)}"
+    advice = _rule(case) if case.site.is_half else "The program itself diverges."
+    return f"{limit}at every loss scale from {power(case.scale)} down to 2**-24. {advice}"
 
 
 def _loss(case: Case) -> str:

@@ -74,7 +74,7 @@ def find_nonfinite(
         origins = flow.origins()
         harmful = [origin for origin in origins if origin.is_harmful]
         fitting = None
-        if harmful and harmful[0].site.direction != "forward":
+        if harmful and harmful[0].site.is_scaled:
             fitting = _fitting_scale(tapped, scale)
         reader = _Reader(program, measured, call.differentiated, scale, fitting)
         return _report(reader, flow, origins)
@@ -116,10 +116,7 @@ class _Reader:
         """Returns what there is to say of an origin."""
         site = origin.site
         argument = site.argument or site.near
-        backward = site.direction != "forward"
-        case = Case(
-            origin, self.measured.sites, self.parameters, site.place, self.scale, self.fitting, backward
-        )
+        case = Case(origin, self.measured.sites, self.parameters, site.place, self.scale, self.fitting)
         return Nonfinite(
             "NaN" if origin.is_nan else "inf",
             site.operation,

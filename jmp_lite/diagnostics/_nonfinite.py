@@ -53,6 +53,7 @@ class Nonfinite:
         else:
             loops = "".join(f", {_loop(kind)} {number}" for kind, number in self.iterations)
             where = f" in {place}" if place else ""
+            where += f", {self.argument}" if self.module and self.argument else ""
             lines = [f"{self.what} from {self.operation}{where}, {self.direction} pass{loops}"]
             lines += [
                 f"    takes {text}{_range(extent)}"

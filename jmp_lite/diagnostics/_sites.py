@@ -92,8 +92,13 @@ class Site:
 
     @property
     def place(self) -> str:
-        """The module; without one the object that holds the argument, or the last parameter before."""
-        return self.module or (self.argument or self.near).rpartition("/")[0]
+        """The module; without one the object that holds the argument, or the last parameter before.
+
+        A scope such as `eqx.nn.Linear` names a class, and all objects of it.
+        """
+        holder = (self.argument or self.near).rpartition("/")[0]
+        is_class = "." in self.module.rpartition("/")[2]
+        return holder if holder and (is_class or not self.module) else self.module
 
     @property
     def is_half(self) -> bool:
@@ -164,7 +169,7 @@ def make_site(
         (*map(_described, equation.invars, operands), *exponent) if kind is Kind.OPERATION else (),
         (*(value.source for value in operands), *(None for _ in exponent)),
         visible_scope(_without_repeats(scope_of(equation, where.scope))),
-        next((value.argument for value in reversed(operands) if value.argument), ""),
+        _argument_of(operands),
         next((value.near for value in reversed(operands) if value.near), ""),
         line_of(equation) or where.line,
         _direction(equation, where.direction),
@@ -172,6 +177,12 @@ def make_site(
         array.dtype,
         any(value.is_scaled for value in operands),
     )
+
+
+def _argument_of(operands: Sequence[Any]) -> str:
+    """Returns the path of the argument among some operands: of the last parameter if there is one."""
+    parameters = [value.argument for value in operands if value.argument and value.argument == value.near]
+    return next(reversed(parameters or [value.argument for value in operands if value.argument]), "")
 
 
 def describe(array: Array) -> str:
@@ -209,7 +220,7 @@ def line_of(equation: Equation) -> str:
 
 
 def _without_repeats(scope: str) -> str:
-    """Returns a scope once where JAX has written it twice: around `jax.checkpoint` it writes `a/a`."""
-    names = scope.split("/")
+    """Returns a scope as the forward pass has it: for `jax.checkpoint` JAX writes `a/a`, and adds a name."""
+    names = [name for name in scope.split("/") if name != "rematted_computation"]
     half = len(names) // 2
-    return "/".join(names[:half]) if names[:half] == names[half:] else scope
+    return "/".join(names[:half] if names[:half] == names[half:] else names)

@@ -150,7 +150,7 @@ CASES = {
     "reciprocal": (lambda w, x: jnp.sum(w) * jnp.sum(1 / (x - x[0, 0])), "div", "division by zero"),
     "norm": (lambda w, x: jnp.linalg.norm(w * 0) + x.sum(), "div", "square root"),
     "negative root": (lambda w, x: jnp.sum(jnp.sqrt(w)), "sqrt", "sqrt of -0.5"),
-    "rsqrt": (lambda w, x: jnp.sum(lax.rsqrt(w * 0)), "rsqrt", "square root"),
+    "rsqrt": (lambda w, x: jnp.sum(lax.rsqrt(w * 0)), "rsqrt", "epsilon of a normalization"),
     "index": (lambda w, x: jnp.sum(jnp.take(w, jnp.array([0, 99]))), "gather", "out of bounds"),
     "guard": (
         lambda w, x: jnp.sum(jnp.where(w * 0 > 0, jnp.exp(x.sum()) / (w * 0), 1.0)),
@@ -286,12 +286,34 @@ def test_inside_remat_and_a_custom_derivative():
     assert "divides by zero" in cause.advice
 
 
-def test_remat_recomputes_what_overflows():
+def test_what_remat_computes_again_is_named_as_such():
+    def block(y):
+        with jax.named_scope("inside"):
+            return jnp.sin(jnp.exp(100 * y @ w))
+
     def loss(w, x):
-        return jnp.sum(jax.checkpoint(lambda y: jnp.tanh(jnp.exp(100 * y @ w)))(x * 10))
+        with jax.named_scope("block"):
+            return jnp.sum(jax.checkpoint(block)(x * 10 + w.sum()))
 
     report = find_nonfinite(loss)(w, x)
-    assert {each.direction for each in (report.first_nan, *report.harmless)} & {"recomputed", "backward"}
+    assert (report.cause.operation, report.cause.direction) == ("exp", "forward")
+    again = [each for each in report.others if each.direction == "recomputed"]
+    assert again[0].operation == "exp"
+    assert again[0].module == report.cause.module == "block/inside"
+    assert again[0].advice == report.cause.advice
+
+
+def test_what_a_backward_rule_computes_again_is_no_gradient():
+    @jax.custom_vjp
+    def layer(y):
+        return y
+
+    layer.defvjp(lambda y: (y, y), lambda y, g: (g * (y.astype(jnp.float16) * 6e4 * 6).astype(jnp.float32),))
+    report = find_nonfinite(lambda w, x: jnp.sum(layer(w)), 2.0**4)(w, x)
+    assert report.cause.direction == "backward"
+    assert report.fitting_scale is None
+    assert "at this scale" not in report.cause.advice
+    assert "Keep the" in report.cause.advice
 
 
 def test_inside_shard_map():
@@ -341,6 +363,11 @@ def test_an_equinox_model():
     loss = lambda model, x: jnp.sum(jnp.log(jax.vmap(model)(x) * 0))
     cause = cause_of(loss, model, x, transform=eqx.filter_value_and_grad)
     assert cause.operation == "log"
+    wide = eqx.tree_at(lambda model: model.layers[1].weight, model, model.layers[1].weight * 1e6)
+    loss = jmp.autocast(lambda model, x: jnp.sum(jnp.sin(jax.vmap(model)(x))), jnp.float16)
+    cause = cause_of(loss, wide, x, transform=eqx.filter_value_and_grad)
+    assert cause.argument.endswith("layers/1/weight")
+    assert "layers/1" in cause.advice
 
 
 def test_has_aux_argnums_and_keywords():
