@@ -134,7 +134,7 @@ def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list
     def body(carry: list[Array], slices: list[Array]) -> tuple[list[Array], list[Array], Records]:
         def run() -> list[Value]:
             values = [
-                tap.enter(equation, where, inside, number, operand, array)
+                tap.enter(equation, where, inside, number, operand, array, is_slice=number >= carried)
                 for number, (operand, array) in enumerate(zip(moving, [*carry, *slices]))
             ]
             outputs = tap.run(inner.jaxpr, [*operands[:constant], *values], inside)
@@ -146,23 +146,19 @@ def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list
         return arrays[:carried], arrays[carried:], records
 
     start = as_arrays(moving)
-    if not tap.probe.adds:
+    one = [array[0] for array in start[carried:]]
+    trace = lambda: jax.eval_shape(lambda c, s: body(c, s)[2], start[:carried], one)
+    shapes = _settled(trace, moving, results, carried)
 
-        def step(carry: list[Array], slices: list[Array]) -> Any:
-            carry, out, records = body(carry, slices)
-            return carry, (out, records)
+    def step(state: Any, slices: list[Array]) -> Any:
+        carry, out, records = body(state[0], slices)
+        if not tap.probe.adds:
+            return (carry, {}), (out, records)
+        return (carry, jax.tree.map(tap.probe.join, state[1], records)), (out, {})
 
-        carry, (out, records) = lax.scan(step, start[:carried], start[carried:], **params)
-    else:
-
-        def add(state: Any, slices: list[Array]) -> Any:
-            carry, out, records = body(state[0], slices)
-            return (carry, jax.tree.map(tap.probe.join, state[1], records)), out
-
-        one = [array[0] for array in start[carried:]]
-        trace = lambda: jax.eval_shape(lambda c, s: body(c, s)[2], start[:carried], one)
-        empty = tap.empty(_settled(trace, moving, results, carried))
-        (carry, records), out = lax.scan(add, (start[:carried], empty), start[carried:], **params)
+    empty = tap.empty(shapes) if tap.probe.adds else {}
+    (carry, joined), (out, kept) = lax.scan(step, (start[:carried], empty), start[carried:], **params)
+    records = joined | kept
     tap.records.update(records)
     return tap.leave(equation, where, index, results, [*carry, *out])
 

@@ -70,14 +70,13 @@ def find_nonfinite(
         program = trace("find_nonfinite", call, args, kwargs)
         tapped = Tapped(program, Extremes())
         measured = tapped(scale)
-        flow = Flow(measured)
-        origins = flow.origins()
+        origins = Flow(measured).origins()
         harmful = [origin for origin in origins if origin.is_harmful]
         fitting = None
         if harmful and harmful[0].site.is_scaled:
             fitting = _fitting_scale(tapped, scale)
         reader = _Reader(program, measured, call.differentiated, scale, fitting)
-        return _report(reader, flow, origins)
+        return _report(reader, origins)
 
     return find
 
@@ -147,21 +146,21 @@ def _first_index(flags: Array) -> Array:
     return jnp.argmax(flags.ravel())
 
 
-def _report(reader: _Reader, flow: Flow, origins: Sequence[Origin]) -> NonfiniteReport:
+def _report(reader: _Reader, origins: Sequence[Origin]) -> NonfiniteReport:
     harmful = [origin for origin in origins if origin.is_harmful]
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
     read = lambda origin: None if origin is None else reader.read(origin)
     measured, gradients = reader.measured, reader.program.gradients
-    loss = measured.outputs[0]
+    loss, *found = measured.results
     return NonfiniteReport(
         read(first_inf),
         read(first_nan),
         tuple(reader.read(each) for each in harmful if each is not first_inf and each is not first_nan),
         tuple(reader.read(each) for each in origins if not each.is_harmful),
-        float("nan") if loss is None else float(measured.records[loss][0]),
+        float(loss[0]),
         reader.scale,
-        tuple(gradients[index - 1] for index in flow.bad_outputs() if index),
+        tuple(name for name, ends in zip(gradients, found) if not np.isfinite(ends).all()),
         len(gradients),
         reader.fitting,
     )

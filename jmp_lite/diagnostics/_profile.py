@@ -75,14 +75,14 @@ def profile_ranges(
         program = trace("profile_ranges", call, args, kwargs)
         plan = None if _has_half(program.jaxpr) else _plan(program, rules)
         probe = Histogram(rules.dtype)
-        measured = Tapped(program, probe, plan, of_gradients=True)(2.0**exponent)
+        measured = Tapped(program, probe, plan)(2.0**exponent)
         return RangeReport(
             rules.dtype,
             2.0**exponent,
             _modules(measured, probe, exponent),
             tuple(
                 ModuleRange(name, "backward", 1, probe.read(record), exponent)
-                for name, record in zip(program.gradients, measured.gradients)
+                for name, record in zip(program.gradients, measured.results[1:])
             ),
             _too_large(program, rules.dtype),
         )

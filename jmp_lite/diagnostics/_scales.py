@@ -14,7 +14,8 @@ EXPONENTS = range(-24, 128)
 TOLERANCE = 0.01
 """The share of the values of a module that may be lost before the module is named."""
 
-_SLACK = 0.001  # The share that a smaller scale may lose more, for the room that it leaves.
+# The shares that a smaller scale may lose more, for the room that it leaves: of values, and of their digits.
+_OF_VALUES, _OF_DIGITS = 0.001, 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Scales:
             is below the largest number of the dtype, 65504 in float16; None if there is none, or if no
             gradient is finite and not zero.
         suggested: the exponent of a static scale, with room for larger gradients: the smallest power of two
-            from 1 to the largest safe one that loses at most 0.1 % of the gradients more than that one.
+            from 1 to the largest safe one at which at most 0.1 % of the gradients more become zero than at
+            the largest safe one, and at most 1 % more are subnormal.
     """
 
     fates: dict[int, Fates]
@@ -41,9 +43,14 @@ def scales_for(gradients: Magnitudes) -> Scales:
     safe = largest_safe(gradients.largest, gradients.dtype)
     if safe is None:
         return Scales(fates, None, None)
-    enough = fates[safe].lost + _SLACK
+    best = fates[safe]
+
+    def is_enough(each: Fates) -> bool:
+        digits = each.share(each.subnormal) - best.share(best.subnormal)
+        return each.lost <= best.lost + _OF_VALUES and digits <= _OF_DIGITS
+
     candidates = range(min(0, safe), safe + 1)
-    suggested = next(exponent for exponent in candidates if fates[exponent].lost <= enough)
+    suggested = next(exponent for exponent in candidates if is_enough(fates[exponent]))
     return Scales(fates, safe, suggested)
 
 

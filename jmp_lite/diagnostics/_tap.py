@@ -238,17 +238,26 @@ class Tap:
         found = []
         for number, (value, array) in enumerate(zip(results, arrays, strict=True)):
             path = (*where.path, index, _LEAVE + number)
-            source = self.at(path, Kind.LEAVE, equation, where, [value], array)
+            source = self.at(path, Kind.LEAVE, equation, where, [value], array) or value.source
             found.append(Value(array, source, near=value.near, is_scaled=value.is_scaled))
         return found
 
     def enter(
-        self, equation: Equation, around: Where, inside: Where, number: int, operand: Value, array: Array
+        self,
+        equation: Equation,
+        around: Where,
+        inside: Where,
+        number: int,
+        operand: Value,
+        array: Array,
+        is_slice: bool = False,
     ) -> Value:
         """Measures an array that enters a loop or a shard: the whole operand, or a slice of it."""
         place = Where(inside.path, around.scope, around.direction, inside.loops, around.line)
         path = (*inside.path, -1, number)
         source = self.at(path, Kind.ENTRY, equation, place, [operand], array)
+        if source is None and is_slice:  # What was measured of the whole holds for the slices.
+            source = operand.source
         return operand._replace(array=array, source=source, number=None)
 
     def recording(self, run: Callable[[], list[Value]]) -> tuple[list[Value], Records]:

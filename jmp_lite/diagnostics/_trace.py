@@ -143,7 +143,7 @@ class Measured:
         steps: for the body of each while loop, the numbers of the iterations that were kept.
         carried: as in `Tap`.
         outputs: the site of the loss, and of each gradient; None where nothing was measured.
-        gradients: what was measured of each gradient, if `Tapped` was asked.
+        results: what was measured of the loss, and of each gradient.
     """
 
     sites: dict[Path, Site]
@@ -151,16 +151,14 @@ class Measured:
     steps: dict[Path, np.ndarray]
     carried: dict[Path, Path | None]
     outputs: tuple[Path | None, ...]
-    gradients: tuple[np.ndarray, ...]
+    results: tuple[np.ndarray, ...]
 
 
 class Tapped:
     """A program with a probe, compiled once for all loss scales."""
 
-    def __init__(
-        self, program: Program, probe: Probe, plan: Plan | None = None, of_gradients: bool = False
-    ) -> None:
-        self._program, self._plan, self._of_gradients = program, plan, of_gradients
+    def __init__(self, program: Program, probe: Probe, plan: Plan | None = None) -> None:
+        self._program, self._plan = program, plan
         self._tap = Tap(probe, CALLS)
         self._outputs: tuple[Path | None, ...] = ()
         self._order: list[Path] = []
@@ -173,7 +171,7 @@ class Tapped:
         """Runs the program at a loss scale."""
         arrays = list(self._program.arrays)
         arrays[self._program.scale] = jnp.float32(scale)
-        found, gradients = jax.tree.map(np.asarray, self._run(arrays))
+        found, results = jax.tree.map(np.asarray, self._run(arrays))
         records = dict(zip(self._order, found, strict=True))
         return Measured(
             self._tap.sites,
@@ -181,16 +179,16 @@ class Tapped:
             {path[:-1]: record for path, record in records.items() if path[-1] == STEPS},
             self._tap.carried,
             self._outputs,
-            tuple(gradients),
+            tuple(results),
         )
 
     def _measure(self, arrays: list[Array]) -> tuple[list[Array], list[Array]]:
-        results, records = self._tap.recording(lambda: self._values(arrays))
-        outputs = results[: 1 + len(self._program.gradients)]
+        values, records = self._tap.recording(lambda: self._values(arrays))
+        outputs = values[: 1 + len(self._program.gradients)]
         self._outputs = tuple(value.source for value in outputs)
         self._order = list(records)
-        asked = outputs[1:] if self._of_gradients else []
-        return list(records.values()), [self._tap.probe.measure(value.array) for value in asked]
+        results = [self._tap.probe.measure(jnp.asarray(value.array)) for value in outputs]
+        return list(records.values()), results
 
     def _near(self, name: str) -> str:
         return name if name.split("/")[0] in self._program.parameters else ""

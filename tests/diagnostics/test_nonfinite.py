@@ -399,6 +399,11 @@ def test_the_scale_of_an_optimizer():
     assert "2**15" in str(report)
 
 
+def test_a_loss_that_is_a_constant():
+    report = find_nonfinite(lambda w, x: jnp.float32(3.0))(w, x)
+    assert (report.loss, report.is_finite, report.gradients) == (3.0, True, ())
+
+
 def test_a_loss_in_half_carries_the_scale_in_half():
     loss = lambda w, x: jnp.mean((x @ w).astype(jnp.float16))
     cause = cause_of(loss, w, x, scale=2.0**16)

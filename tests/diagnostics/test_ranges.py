@@ -129,9 +129,10 @@ def test_the_histogram_and_the_shares():
 
 
 def test_the_suggested_scale_leaves_room_and_loses_no_more():
-    # The largest gradient fits up to 2**15; nothing is lost from 2**6 on.
+    # The largest gradient fits up to 2**15; 2**-20 is normal from 2**6 on, and one in 10,000 may be lost.
     scales = scales_for(magnitudes([1.0, 2.0**-30, *[2.0**-20] * 10000]))
-    assert (scales.largest_safe, scales.suggested) == (15, 0)
+    assert (scales.largest_safe, scales.suggested) == (15, 6)
+    # Here all stay subnormal at every safe scale, and none is lost from 2**6 on.
     scales = scales_for(magnitudes([1.0, *[2.0**-30] * 100]))
     assert (scales.largest_safe, scales.suggested) == (15, 6)
     assert scales.fates[5].lost == pytest.approx(100 / 101)
@@ -197,20 +198,13 @@ def test_iterations_of_loops_and_shards_add_up():
 
     plain = lambda w, x: jnp.sum(jnp.stack([jnp.sum(jnp.sin(row[None] @ w)) for row in x]))
     loop, unrolled = (profile_ranges(fun)(w, x) for fun in (looped, plain))
-    for direction in ("forward", "backward"):
-        results = [
-            sum(
-                each.magnitudes.values - (w.size if each.name == "" and direction == "forward" else 0)
-                for each in report.modules
-                if each.direction == direction
-            )
-            for report in (loop, unrolled)
-        ]
-        assert results[0] > 0
     assert counts(loop.gradients[0].fates) == counts(unrolled.gradients[0].fates)
-    # Eight rows, and eight cotangents of rows.
-    sizes = {each.direction: each.magnitudes.values for each in loop.modules}
-    assert sizes["backward"] >= 8 * 16
+    # The rows are counted once, though the loop slices them; the products and cotangents of all iterations.
+    of = lambda report, direction: sum(
+        each.magnitudes.values for each in report.modules if each.direction == direction
+    )
+    assert x.size + w.size + x.size <= of(loop, "forward") < x.size + 2 * w.size + 2 * x.size
+    assert of(loop, "backward") == of(unrolled, "backward")
 
 
 def test_inside_a_while_loop_a_branch_and_remat():
