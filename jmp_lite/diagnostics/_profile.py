@@ -59,10 +59,10 @@ def profile_ranges(
 
     Source: NVIDIA, Training with Mixed Precision, 2.3 (https://docs.nvidia.com/deeplearning/performance/).
 
-    >>> w, x = jnp.full((8, 4), 2.0**-20), jnp.ones((2, 8))
-    >>> report = profile_ranges(lambda w, x: jnp.sum((x @ w) ** 2) * 1e-3)(w, x)
-    >>> report.pooled.fates(0).lost, report.largest_safe_scale == 2.0**40
-    (1.0, True)
+    >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
+    >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(w, x)
+    >>> report.pooled.fates(0).lost, report.static_scale, report.largest_safe_scale == 2.0**44
+    (1.0, 65536.0, True)
     """
     if not callable(fun):
         raise TypeError(f"profile_ranges takes a loss function first. Got {fun!r}.")
