@@ -279,7 +279,8 @@ class Tap:
 
 
 def _written(var: Var) -> Value:
-    number = float(var.val) if is_floating(var.aval) and not var.aval.shape else None
+    is_number = jnp.issubdtype(var.aval.dtype, jnp.floating) and not var.aval.shape
+    number = float(var.val) if is_number else None
     return Value(var.val, number=number)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_lite as jmp
 from jmp_lite import linen
 from jmp_lite import nnx as jmp_nnx
-from jmp_lite.diagnostics import find_nonfinite
+from jmp_lite.diagnostics import find_nonfinite, profile_ranges
 
 F16 = jmp.get_policy("params=float32,compute=float16,output=float32")
 x = jnp.linspace(-1, 1, 12).reshape(3, 4)
@@ -201,6 +201,14 @@ def test_the_rule_of_the_advice_helps():
 
     assert '{"wide": "float32"}' in cause_of(jmp.autocast(fun, jnp.float16), w, x).advice
     assert find_nonfinite(jmp.autocast(fun, jnp.float16, rules={"wide": "float32"}))(w, x).is_finite
+
+
+def test_complex_values():
+    fun = lambda w, x: jnp.sum(jnp.abs(jnp.fft.fft(x @ w) * (1 + 2j)) ** 2 * 1e38)
+    report = find_nonfinite(fun)(w, x)
+    assert not report.is_finite
+    assert report.cause.operation == "mul"
+    assert profile_ranges(fun)(w, x).modules
 
 
 # Inside calls.
