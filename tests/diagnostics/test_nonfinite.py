@@ -14,6 +14,7 @@ import jmp_lite as jmp
 from jmp_lite import linen
 from jmp_lite import nnx as jmp_nnx
 from jmp_lite.diagnostics import find_nonfinite, profile_ranges
+from jmp_lite.diagnostics._extremes import Extremes
 
 F16 = jmp.get_policy("params=float32,compute=float16,output=float32")
 x = jnp.linspace(-1, 1, 12).reshape(3, 4)
@@ -203,6 +204,12 @@ def test_the_rule_of_the_advice_helps():
     assert find_nonfinite(jmp.autocast(fun, jnp.float16, rules={"wide": "float32"}))(w, x).is_finite
 
 
+def test_values_of_8_bits():
+    fun = lambda w, x: jnp.sum((x @ w).astype(jnp.float8_e5m2).astype(jnp.float32) + w[0])
+    report = find_nonfinite(fun)(w, x * 1e7)
+    assert (report.cause.operation, report.cause.result) == ("convert_element_type", "float8_e5m2[3,4]")
+
+
 def test_complex_values():
     fun = lambda w, x: jnp.sum(jnp.abs(jnp.fft.fft(x @ w) * (1 + 2j)) ** 2 * 1e38)
     report = find_nonfinite(fun)(w, x)
@@ -227,10 +234,13 @@ def test_the_iteration_of_a_scan(reverse):
     assert cause.operand_ranges[1] == (0.0, 0.0)
 
 
-def test_the_first_iteration_of_a_growing_carry():
-    grow = lambda w, x: lax.scan(lambda c, _: (c * 1e10 + w.sum() * 0, None), 1.0, None, length=9)[0]
-    cause = cause_of(grow, w, x)
-    assert (cause.operation, cause.iterations) == ("mul", (("scan", 3),))
+@pytest.mark.parametrize(("reverse", "iteration"), [(False, 3), (True, 5)])
+def test_the_first_iteration_of_a_growing_carry(reverse, iteration):
+    step = lambda c, _: (c * 1e10 + w.sum() * 0, None)
+    grow = lambda w, x: w[0, 0] * 0 + lax.scan(step, x[0, 3] + 2, None, length=9, reverse=reverse)[0]
+    cause = cause_of(grow, w, x - x[0, 3] - 1)
+    assert (cause.operation, cause.iterations) == ("mul", (("scan", iteration),))
+    assert [each.operation for each in find_nonfinite(grow)(w, x - x[0, 3] - 1).others] == []
     assert cause.operand_ranges[0] == (pytest.approx(1e30), pytest.approx(1e30))
 
 
@@ -257,6 +267,8 @@ def test_the_iteration_of_a_while_loop():
 
     cause = cause_of(loss, w, x)
     assert (cause.operation, cause.iterations) == ("mul", (("while", 9),))
+    entries = [each for each in find_nonfinite(loss)(w, x).others if each.operation == "while"]
+    assert entries == []
     assert cause.operand_ranges[0] == (pytest.approx(1e36, rel=1e-3),) * 2
 
 
@@ -445,3 +457,9 @@ def test_errors_say_what_was_given():
         jax.jit(lambda w: find_nonfinite(loss)(w, x).loss)(w)
     with pytest.raises(TypeError, match="floating scalar"):
         find_nonfinite(lambda w: w)(w)
+
+
+def test_a_while_loop_keeps_the_iterations_with_an_inf_of_either_sign_or_a_nan():
+    inf, nan = np.inf, np.nan
+    records = jnp.array([[-inf, 0.0], [0.0, inf], [nan, nan], [0.0, nan], [0.0, 1.0], [inf, -inf]])
+    assert Extremes().alarm(records).tolist() == [True, True, True, True, False, False]
