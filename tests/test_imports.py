@@ -31,7 +31,7 @@ ROOMS = {
     "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling"),
     "linen": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_flax"),
     "nnx": ("_dtypes", "_paths", "_tree", "_policy", "_flax"),
-    "diagnostics": (),
+    "diagnostics": ("_dtypes", "_paths", "_tree", "_scaling", "_autocast"),
 }
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
@@ -39,7 +39,8 @@ FILES = {
     "_autocast": "primitives rules jaxprs scopes states activations plan decide demand gradients planner "
     "products interpreter custom_rules calls arguments advice operations api report",
     "_flax": "products layers calls",
-    "diagnostics": "_hlo _traffic _products _program _compile _measured _roofline",
+    "diagnostics": "_hlo _traffic _products _program _compile _measured _roofline _sites _tap _calls _trace "
+    "_extremes _flow _advice _nonfinite _find _bits _scales _pages _ranges _profile",
 }
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}

@@ -84,10 +84,10 @@ def draw_plan(path: pathlib.Path) -> None:
 WIDTH, HEIGHT = 0.17, 0.42  # Of the box of a room.
 FLOORS = (
     ("linen.py", "nnx.py"),
-    ("_flax/",),
+    ("_flax/", "diagnostics/"),
     ("_policy.py", "_scaling/", "_autocast/"),
     ("_tree.py",),
-    ("_dtypes.py", "_paths.py", "diagnostics/"),
+    ("_dtypes.py", "_paths.py"),
 )
 
 

@@ -34,6 +34,21 @@ def test_it_counts_the_last_steps_and_names_parameters_and_scale():
     )
 
 
+def test_the_message_names_the_call_that_finds_the_cause():
+    """The words of the message run, but for the print."""
+    from jmp_lite import diagnostics
+
+    said = complaint(after([0]), 1)
+    call = "jmp_lite.diagnostics.find_nonfinite(loss_fn, loss_scale)(params, batch)"
+    assert call in said
+    assert "docs/diagnosis.md, 'My steps are skipped'" in said
+    loss_fn = lambda params, batch: jnp.sum(jnp.log(params * batch))
+    namespace = {"jmp_lite": jmp, "loss_fn": loss_fn, "loss_scale": jmp.NoOpLossScale()}
+    report = eval(call, namespace | {"params": jnp.ones(2), "batch": jnp.zeros(2)})
+    assert isinstance(report, diagnostics.NonfiniteReport)
+    assert report.cause.operation == "log"
+
+
 def test_it_forgets_skips_in_a_row_after_a_step_that_was_taken():
     assert "The loss scale is" not in complaint(after([0] * 3, jmp.skip_nonfinite(optax.sgd(1.0))), 1)
     jmp.raise_if_stuck(after([0, 1]), 1, max_skip_rate=1)
