@@ -60,8 +60,6 @@ class Program:
         scale: the index of the loss scale among the arrays.
         gradients: the path of each gradient, as the outputs of the jaxpr after the first.
         parameters: the names of the arguments that are differentiated.
-
-    Guide: docs/diagnosis.md.
     """
 
     jaxpr: Jaxpr
