@@ -325,10 +325,10 @@ def loss_of(workload):
     return fun, variables["params"]
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("bert-base", "seq2seq", "resnet50", "unet")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2-small", "seq2seq", "resnet50")]
 
 
-@pytest.mark.parametrize("name", ["gpt2-small", "neumf", *SLOW])
+@pytest.mark.parametrize("name", ["neumf", *SLOW])
 def test_the_scales_of_real_models_equal_brute_force(name):
     fun, params = loss_of(FAMILIES[name].small())
     report = profile_ranges(fun)(params)
