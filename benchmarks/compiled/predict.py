@@ -48,6 +48,12 @@ def predict(family: str, arm: str, pretend: bool = True) -> dict[str, Any]:
     return {**facts(program), "compile_seconds": round(seconds, 1)}
 
 
+def kept(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the arms in a file of results that the installed versions have compiled."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found["arms"] if found.get("versions") == versions() else {}
+
+
 def line(family: str, arm: str, where: str, found: dict[str, Any]) -> str:
     """Returns one line of the table."""
     products = ", ".join(f"{count} {name}" for name, count in found["products"].items())
@@ -98,13 +104,13 @@ def main() -> None:
         known = arms_of(FAMILIES[family].full())
         for where in ["H100", *([device_name()] if HAS_GPU else [])]:
             pretend = where == "H100"
-            found: dict[str, Any] = {"family": family, "versions": versions(), "arms": {}}
+            path = options.results / (PRETENDED if pretend else f"{where}-compiled") / f"{family}.json"
+            found: dict[str, Any] = {"family": family, "versions": versions(), "arms": kept(path)}
             for arm in (each for each in options.arms if each in known):
                 found["arms"][arm] = predict(family, arm, pretend)
                 print(line(family, arm, where, found["arms"][arm]), flush=True)
-            folder = options.results / (PRETENDED if pretend else f"{where}-compiled")
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{family}.json").write_text(json.dumps(found, indent=1) + "\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
