@@ -5,7 +5,8 @@
     python -m benchmarks.compiled.predict --summary  # The README's table, from the files.
 
 Every arm is checked on the program for the H100: its products must have the dtype that it claims. Where there
-is a GPU, the same step is compiled for it as well. Nothing is run. This needs `pip install -e ".[h100]"`.
+is a GPU, the same step is compiled for it as well. Nothing is run. A file of results keeps the arms that the
+same versions compiled before. This needs `pip install -e ".[h100]"`.
 """
 
 import argparse
