@@ -7,4 +7,5 @@
 `predict`: what the step of each model of `examples.models` does.
 `largest_batch`: how large a batch fits into the memory.
 `pages`: writes the tables of the documentation from the files of results.
+`pictures`: draws the pictures of the documentation.
 """

@@ -5,7 +5,8 @@
     python -m benchmarks.compiled.predict --summary  # The README's table, from the files.
 
 Every arm is checked on the program for the H100: its products must have the dtype that it claims. Where there
-is a GPU, the same step is compiled for it as well. Nothing is run. This needs `pip install -e ".[h100]"`.
+is a GPU, the same step is compiled for it as well. Nothing is run. A file of results keeps the arms that the
+same versions compiled before. This needs `pip install -e ".[h100]"`.
 """
 
 import argparse
@@ -46,6 +47,12 @@ def predict(family: str, arm: str, pretend: bool = True) -> dict[str, Any]:
     program = read_program(compiled)
     check_program(program, made.precision)
     return {**facts(program), "compile_seconds": round(seconds, 1)}
+
+
+def kept(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the arms in a file of results that the installed versions have compiled."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found["arms"] if found.get("versions") == versions() else {}
 
 
 def line(family: str, arm: str, where: str, found: dict[str, Any]) -> str:
@@ -98,13 +105,13 @@ def main() -> None:
         known = arms_of(FAMILIES[family].full())
         for where in ["H100", *([device_name()] if HAS_GPU else [])]:
             pretend = where == "H100"
-            found: dict[str, Any] = {"family": family, "versions": versions(), "arms": {}}
+            path = options.results / (PRETENDED if pretend else f"{where}-compiled") / f"{family}.json"
+            found: dict[str, Any] = {"family": family, "versions": versions(), "arms": kept(path)}
             for arm in (each for each in options.arms if each in known):
                 found["arms"][arm] = predict(family, arm, pretend)
                 print(line(family, arm, where, found["arms"][arm]), flush=True)
-            folder = options.results / (PRETENDED if pretend else f"{where}-compiled")
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{family}.json").write_text(json.dumps(found, indent=1) + "\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

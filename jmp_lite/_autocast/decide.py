@@ -7,16 +7,29 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .jaxprs import Equation, Var, floating_operands, is_float32, name_of, precisions
+from .jaxprs import (
+    Equation,
+    Role,
+    Var,
+    floating_operands,
+    inner_jaxprs,
+    is_float32,
+    is_literal,
+    name_of,
+    precisions,
+)
 from .plan import (
     Bind,
     CastDown,
     CastUp,
     Decision,
+    Demand,
     Gather,
     HalfGradient,
+    Inside,
     MoveLater,
     PassOn,
+    Plan,
     StoreHalf,
     Take,
     Wanted,
@@ -215,6 +228,44 @@ def decide_cast(equation: Equation, operand: State, half: np.dtype) -> Decision:
             action = CastUp()
     changed = Kind.HALF in (operand.kind, result.kind)
     return Decision(List.AS_TRACED, action, (result,), reason, changed=changed)
+
+
+def decide_inside(
+    equation: Equation,
+    operands: Sequence[State],
+    plans: Sequence[Plan],
+    results: Sequence[State],
+    demand: Demand,
+) -> tuple[Inside, ...]:
+    """Returns how a call runs its jaxprs, and which operands it is given in half as well.
+
+    The constant of a loop that the body wants in half is cast once, outside the loop. An operand that a
+    jitted function or a branch wants in half, and another operation around it too, is cast once for all of
+    them.
+    """
+    shares = equation.primitive.name in ("jit", "cond")
+
+    def enter(plan: Plan, position: int, index: int, role: Role) -> Take:
+        var, state = equation.invars[index], plan.inputs[position]
+        if role is Role.CONSTANT:
+            both = bool(plan.wanted[position]) and state.kind not in (Kind.OTHER, Kind.LITERAL)
+        elif shares and state.kind in (Kind.FREE, Kind.OPEN, Kind.FIRM) and not is_literal(var):
+            both = demand.uses[var] > 1 and any(each.wanted[position] for each in plans)
+        else:
+            both = False
+        return Take.BOTH if both else conversion(operands[index], state)
+
+    def leave(state: State, index: int | None) -> Take:
+        return conversion(state, FIRM if index is None else results[index])
+
+    return tuple(
+        Inside(
+            plan,
+            tuple(enter(plan, *each) for each in zip(range(len(inner.roles)), inner.operands, inner.roles)),
+            tuple(map(leave, plan.results, inner.results)),
+        )
+        for inner, plan in zip(inner_jaxprs(equation), plans)
+    )
 
 
 def _in_full(operands: Sequence[State]) -> Bind:

@@ -15,7 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .activations import Anatomy, anatomy, inner_members
-from .decide import decide_cast, decide_infer, decide_move, decide_outer, decide_product, in_float32
+from .decide import (
+    decide_cast,
+    decide_infer,
+    decide_inside,
+    decide_move,
+    decide_outer,
+    decide_product,
+    in_float32,
+)
 from .demand import find_demand, wanted_inside
 from .gradients import BackwardPass
 from .jaxprs import (
@@ -24,7 +32,6 @@ from .jaxprs import (
     Equation,
     Inner,
     Jaxpr,
-    Role,
     Var,
     call_scope,
     configured_precisions,
@@ -46,12 +53,10 @@ from .plan import (
     Call,
     Decision,
     Demand,
-    Inside,
     Plan,
     Skip,
     Take,
     Wanted,
-    conversion,
 )
 from .primitives import PRIMITIVES, List, traits_of
 from .rules import Rules
@@ -257,7 +262,7 @@ class Planner:
                 # JAX transposes the products of a `custom_jvp` itself; a backward rule gives them their
                 # dtype.
                 handler = handler.replace("custom_jvp", "custom_vjp")
-            action = Call(handler, _inside(equation, operands, plans, states, demand), recompute)
+            action = Call(handler, decide_inside(equation, operands, plans, states, demand), recompute)
         reason = "decided inside, operation by operation"
         return Decision(List.CALL, action, states, reason, tuple(plans), changed)
 
@@ -307,44 +312,6 @@ def _activation(facts: _Facts, decisions: Sequence[Decision], known: dict[Var, S
     action = Activation(functions.sources[out], tuple(all_equations[index] for index in members))
     reason = "a function of half values, computed in float32; only products read it"
     return Decision(decisions[-1].which, action, (HALF,), reason, changed=True)
-
-
-def _inside(
-    equation: Equation,
-    operands: Sequence[State],
-    plans: Sequence[Plan],
-    results: Sequence[State],
-    demand: Demand,
-) -> tuple[Inside, ...]:
-    """Returns how a call runs its jaxprs, and which operands it is given in half as well.
-
-    The constant of a loop that the body wants in half is cast once, outside the loop. An operand that a
-    jitted function or a branch wants in half, and another operation around it too, is cast once for all of
-    them.
-    """
-    shares = equation.primitive.name in ("jit", "cond")
-
-    def enter(plan: Plan, position: int, index: int, role: Role) -> Take:
-        var, state = equation.invars[index], plan.inputs[position]
-        if role is Role.CONSTANT:
-            both = bool(plan.wanted[position]) and state.kind not in (Kind.OTHER, Kind.LITERAL)
-        elif shares and state.kind in (Kind.FREE, Kind.OPEN, Kind.FIRM) and not is_literal(var):
-            both = demand.uses[var] > 1 and any(each.wanted[position] for each in plans)
-        else:
-            both = False
-        return Take.BOTH if both else conversion(operands[index], state)
-
-    def leave(state: State, index: int | None) -> Take:
-        return conversion(state, FIRM if index is None else results[index])
-
-    return tuple(
-        Inside(
-            plan,
-            tuple(enter(plan, *each) for each in zip(range(len(inner.roles)), inner.operands, inner.roles)),
-            tuple(map(leave, plan.results, inner.results)),
-        )
-        for inner, plan in zip(inner_jaxprs(equation), plans)
-    )
 
 
 def _number(value: Array) -> float | None:
