@@ -311,10 +311,12 @@ def bind(equation: Equation, operands: Sequence[Array], **changed: Any) -> list[
     function. So it is differentiated once; the jaxpr stays the same, and a deep model is traced in two thirds
     of the time.
     """
-    primitive, params = equation.primitive, tuple((equation.params | changed).items())
-    remembers = _may_be_remembered(equation) and _transformed(operands) and _hashable(params)
-    operation = _inlined if remembers else _operation
-    results = operation(primitive, params)(*operands)
+    primitive = equation.primitive
+    params = equation.params | changed if changed else equation.params
+    if _transformed(operands) and _may_be_remembered(equation) and _hashable(tuple(params.values())):
+        results = _inlined(primitive, tuple(params.items()))(*operands)
+    else:
+        results = primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
     return list(results) if primitive.multiple_results else [results]
 
 
@@ -330,7 +332,8 @@ def _may_be_remembered(equation: Equation) -> bool:
 
 def _transformed(operands: Sequence[Array]) -> bool:
     """Whether a transform such as `jax.grad` may follow what happens to one of the operands."""
-    return any(isinstance(x, jax.Array) and type(x) is not _class_in_jaxprs() for x in operands)
+    inside = _class_in_jaxprs()
+    return any(type(x) is not inside and isinstance(x, jax.Array) for x in operands)
 
 
 @functools.cache
@@ -341,18 +344,18 @@ def _class_in_jaxprs() -> type:
     return classes[0]
 
 
-def _operation(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return functools.partial(primitive.bind, **primitive.get_bind_params(dict(params)))
-
-
 @functools.lru_cache(maxsize=4096)
 def _inlined(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return jax.jit(_operation(primitive, params), inline=INLINE)
 
 
-def _hashable(params: tuple[tuple[str, Any], ...]) -> bool:
+def _operation(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return functools.partial(primitive.bind, **primitive.get_bind_params(dict(params)))
+
+
+def _hashable(values: tuple[Any, ...]) -> bool:
     try:
-        hash(params)
+        hash(values)
     except TypeError:
         return False
     return True
