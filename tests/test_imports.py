@@ -36,8 +36,8 @@ ROOMS = {
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
     "_scaling": "finite norm serialization scalars loss_scale grad state stuck optimizer",
-    "_autocast": "primitives rules jaxprs scopes states activations plan decide demand gradients planner "
-    "products interpreter custom_rules calls arguments advice operations api report",
+    "_autocast": "primitives rules jaxprs binding scopes states activations plan decide demand gradients "
+    "planner products interpreter custom_rules calls arguments advice operations api report",
     "_flax": "products layers calls",
     "diagnostics": "_hlo _traffic _products _program _compile _measured _roofline _sites _tap _calls _trace "
     "_extremes _flow _advice _nonfinite _find _bits _scales _pages _ranges _profile",

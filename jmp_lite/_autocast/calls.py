@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .binding import bind
 from .custom_rules import custom_jvp, custom_vjp, custom_vmap
 from .interpreter import Handler, Interpreter, Value
-from .jaxprs import Array, Equation, Role, bind, constants, inner_jaxprs, open_jaxpr, without_constants
+from .jaxprs import Array, Equation, Role, constants, inner_jaxprs, open_jaxpr, without_constants
 from .plan import Call, Inside, Take
 from .primitives import traits_of
 

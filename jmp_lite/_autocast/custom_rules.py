@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from .binding import bind
 from .interpreter import Interpreter, Value
-from .jaxprs import Array, Equation, Var, bind, is_float32, open_jaxpr
+from .jaxprs import Array, Equation, Var, is_float32, open_jaxpr
 from .plan import Around, Call, Wanted, conversion
 from .states import FIRM, HALF, OTHER, Kind, State
 

@@ -13,19 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .jaxprs import (
-    Array,
-    Equation,
-    Var,
-    bind,
-    cast,
-    constants,
-    context_of,
-    equations,
-    is_literal,
-    open_jaxpr,
-    reuse,
-)
+from .binding import bind, cast, context_of, reuse
+from .jaxprs import Array, Equation, Var, constants, equations, is_literal, open_jaxpr
 from .plan import (
     Activation,
     Bind,

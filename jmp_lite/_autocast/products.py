@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from .jaxprs import Array, Equation, bind, cast, equations, is_literal, open_jaxpr
+from .binding import bind, cast
+from .jaxprs import Array, Equation, equations, is_literal, open_jaxpr
 
 
 def product_with_half_gradients(

@@ -12,7 +12,8 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from .._autocast.jaxprs import Array, Equation, Role, bind, constants, without_constants
+from .._autocast.binding import bind
+from .._autocast.jaxprs import Array, Equation, Role, constants, without_constants
 from ._sites import Path, Where
 from ._tap import STEPS, Handler, Probe, Records, Tap, Value, as_arrays, inner_places
 

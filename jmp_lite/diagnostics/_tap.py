@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._autocast.binding import bind, context_of
 from .._autocast.jaxprs import (
     Array,
     Equation,
     Jaxpr,
     Var,
-    bind,
     constants,
-    context_of,
     equations,
     inner_jaxprs,
     is_literal,

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 
 import jmp_lite as jmp
-from jmp_lite._autocast import jaxprs
+from jmp_lite._autocast import binding, jaxprs
 from jmp_lite._autocast.jaxprs import Role
 from jmp_lite._autocast.primitives import PRIMITIVES, List
 
@@ -235,9 +235,9 @@ def test_an_equation_carries_its_names_line_and_context():
     assert isinstance(equation.ctx.manager, contextlib.AbstractContextManager)
     stack = source_info_util.current_name_stack() + equation.source_info.name_stack
     assert str(stack) == "outer/inner"
-    with jaxprs.context_of(equation):
+    with binding.context_of(equation):
         assert str(source_info_util.current_name_stack()) == "outer/inner"
-    with jax.named_scope("before"), jaxprs.context_of(equation):
+    with jax.named_scope("before"), binding.context_of(equation):
         again = find("cos", lambda x: jnp.cos(x), X)
         assert str(source_info_util.current_name_stack()) == "before/outer/inner"
     assert again is not None
@@ -271,10 +271,10 @@ def test_an_equation_can_be_bound_again():
         shaped = [
             jnp.ones(v.aval.shape, v.aval.dtype) if x is None else x for v, x in zip(equation.invars, values)
         ]
-        results = jaxprs.bind(equation, shaped)
+        results = binding.bind(equation, shaped)
         assert [r.shape for r in results] == [v.aval.shape for v in equation.outvars], name
     product = find("dot_general", jnp.matmul, X, W)
-    (half,) = jaxprs.bind(
+    (half,) = binding.bind(
         product, [X.astype("float16"), W.astype("float16")], preferred_element_type=jnp.float16
     )
     assert half.dtype == jnp.float16
@@ -282,22 +282,22 @@ def test_an_equation_can_be_bound_again():
 
 def test_an_operation_bound_again_is_differentiated_once_and_leaves_no_trace(monkeypatch):
     traced = []
-    operation = jaxprs._operation
+    operation = binding._operation
 
     def counted(primitive, params):
         return lambda *operands: traced.append(primitive) or operation(primitive, params)(*operands)
 
-    monkeypatch.setattr(jaxprs, "_operation", counted)
-    jaxprs._inlined.cache_clear()
+    monkeypatch.setattr(binding, "_operation", counted)
+    binding._inlined.cache_clear()
     sine = find("sin", jnp.sin, X)
 
     def twelve(x):
         for _ in range(12):
-            (x,) = jaxprs.bind(sine, [x])
+            (x,) = binding.bind(sine, [x])
         return x.sum()
 
     found = jax.make_jaxpr(jax.grad(twelve))(X)
-    jaxprs._inlined.cache_clear()
+    binding._inlined.cache_clear()
     assert traced == [sine.primitive]
     names = [each.primitive.name for each in equations(found.jaxpr)]
     assert (names.count("sin"), names.count("cos"), names.count("jit")) == (12, 12, 0)

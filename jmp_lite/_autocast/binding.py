@@ -1,0 +1,97 @@
+"""Runs equations again, on other operands."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import Primitive, jaxprs_in_params
+
+from .._tree import reuse_cast
+from .jaxprs import Array, Equation
+
+# With this option jax.jit leaves no equation in the jaxpr around it. Since JAX 0.12 `True` is something less.
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def context_of(equation: Equation) -> Iterator[None]:
+    """Gives operations that run inside it the scopes, source line, mesh and metadata of `equation`."""
+    source = equation.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=stack), equation.ctx.manager:
+        yield
+
+
+def bind(equation: Equation, operands: Sequence[Array], **changed: Any) -> list[Array]:
+    """Runs the primitive of `equation` on other operands, with some of its parameters changed.
+
+    A program has the same operation many times, once in each layer. Where a derivative is taken, it
+    runs in an inlined `jax.jit`, as the functions of jnp do, and JAX remembers the derivative of a jitted
+    function. So it is differentiated once; the jaxpr stays the same, and a deep model is traced in two thirds
+    of the time.
+    """
+    primitive = equation.primitive
+    params = equation.params | changed if changed else equation.params
+    if _transformed(operands) and _may_be_remembered(equation) and _hashable(tuple(params.values())):
+        results = _inlined(primitive, tuple(params.items()))(*operands)
+    else:
+        results = primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
+    return list(results) if primitive.multiple_results else [results]
+
+
+def _may_be_remembered(equation: Equation) -> bool:
+    """Whether an operation is one of `jax.lax`: equal parameters mean equal operations.
+
+    The parameters of other operations may be functions, which a cache would keep alive, or 0.0 and -0.0,
+    which are equal.
+    """
+    own = getattr(lax, f"{equation.primitive.name}_p", None) is equation.primitive
+    return own and not equation.effects and not any(True for _ in jaxprs_in_params(equation.params))
+
+
+def _transformed(operands: Sequence[Array]) -> bool:
+    """Whether a transform such as `jax.grad` may follow what happens to one of the operands."""
+    inside = _class_in_jaxprs()
+    return any(type(x) is not inside and isinstance(x, jax.Array) for x in operands)
+
+
+@functools.cache
+def _class_in_jaxprs() -> type:
+    """Returns the class of the values that `jax.jit` and `jax.make_jaxpr` trace with."""
+    classes: list[type] = []
+    jax.make_jaxpr(lambda x: classes.append(type(x)))(np.float32(0))
+    return classes[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _inlined(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return jax.jit(_operation(primitive, params), inline=INLINE)
+
+
+def _operation(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return functools.partial(primitive.bind, **primitive.get_bind_params(dict(params)))
+
+
+def _hashable(values: tuple[Any, ...]) -> bool:
+    try:
+        hash(values)
+    except TypeError:
+        return False
+    return True
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=INLINE)
+def cast(x: Array, dtype: Any) -> Array:
+    """Returns `x` in `dtype`. JAX remembers its derivative, as in `bind`."""
+    return lax.convert_element_type(x, dtype)
+
+
+@functools.partial(jax.jit, inline=INLINE)
+def reuse(x: Array, cast: Array) -> Array:
+    """Returns `reuse_cast(x, cast)`. JAX remembers its trace and its derivative, as in `bind`."""
+    return reuse_cast(x, cast)
