@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from closeness import assert_close
 from jax import lax
 from jax.experimental import io_callback
@@ -72,6 +73,7 @@ def test_debug_prints_in_jitted_and_differentiated_code_run_once(capsys):
         assert capsys.readouterr().out.count("layer ") == 1
 
 
+@pytest.mark.slow
 def test_no_tracers_leak():
     layer = jax.jit(lambda p, x: jnp.tanh(mlp(p, x)))
 

@@ -98,6 +98,7 @@ class Blocks(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_an_overflow_in_the_backward_pass_of_one_block_and_the_scale_that_fits():
     model = linen.with_policy(Blocks(), F16)
     params = model.init(jax.random.key(0), x)

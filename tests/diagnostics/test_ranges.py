@@ -86,6 +86,7 @@ def test_the_edges_of_the_range_are_those_of_a_cast(dtype):
         assert counts(measured.fates(exponent)) == cast(values, exponent, DTYPES[dtype])
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(width=32, allow_subnormal=True), min_size=1, max_size=64), st.integers(-40, 40))
 def test_the_counts_are_those_of_a_cast(values, exponent):
     values = np.resize(np.asarray(values, np.float32), 64)
@@ -192,6 +193,7 @@ def test_the_loss_scale_shifts_the_backward_pass_alone(exponent):
         assert second.histogram == {k + shift: n for k, n in first.histogram.items()}
 
 
+@pytest.mark.slow
 def test_iterations_of_loops_and_shards_add_up():
     def looped(w, x):
         return jnp.sum(lax.scan(lambda c, row: (c + jnp.sum(jnp.sin(row[None] @ w)), None), 0.0, x)[0])
@@ -288,6 +290,7 @@ def test_parameters_beyond_the_range_and_forward_overflow():
     assert profile_ranges(mlp, "bfloat16")(params, x).too_large == {}
 
 
+@pytest.mark.slow
 def test_a_model_under_a_policy_is_counted_in_half():
     model = FAMILIES["neumf"].small()
     variables = model.init(0)

@@ -20,6 +20,7 @@ def run(model, x):
     return y, nnx.as_pure(grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policy", "train"),
     [
