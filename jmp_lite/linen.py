@@ -77,7 +77,7 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
     >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 2))).dtype
     (dtype('float32'), dtype('float32'))
 
-    Guide: docs/policies.md.
+    Guide: docs/flax.md.
     """
     check_arguments("linen.with_policy", "flax.linen.Module", _LINEN, module, policy)
     return WithPolicy(_Plain(module), policy, parse_reduce_dtype(reduce_dtype))
@@ -98,7 +98,7 @@ class WithPolicy(nn.Module):
         policy: the policy.
         reduce_dtype: the dtype in which devices sum weight gradients; None for the compute dtype.
 
-    Guide: docs/policies.md.
+    Guide: docs/flax.md.
     """
 
     plain: _Plain
