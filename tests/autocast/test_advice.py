@@ -99,6 +99,8 @@ def test_a_batch_of_sequences_counts_as_one_size():
 def test_a_product_of_width_1_is_too_thin():
     (text,) = advice(lambda x, w: x @ w, zeros(64, 64), zeros(64, 1))
     assert text == "N = 1: too thin for Tensor Cores (x, w)"
+    (text,) = advice(lambda x, w: x @ w, zeros(7, 64), zeros(64, 9))
+    assert text == "M = 7: too thin for Tensor Cores (x, w); N = 9: pad it to 16 (x, w)"
 
 
 def test_channels_of_convolutions_count():

@@ -273,3 +273,13 @@ def test_a_notebook_shows_the_summary_and_the_table_and_not_the_jaxprs(report):
     assert "Net/block0/Dense_0" in shown
     assert " -&gt; " in shown  # The product of the head, which is in float32.
     assert "lambda" not in shown
+
+
+def test_an_operation_in_a_while_loop_counts_once_and_in_a_scan_each_time():
+    def loops(x):
+        x = jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x, x)
+        return jax.lax.scan(lambda x, _: (x @ x, None), x, length=5)[0]
+
+    found = [each for each in jmp.explain(loops)(jnp.ones((4, 4))).operations if each.is_product]
+    assert [each.times for each in found] == [1, 5]
+    assert found[1].flops == 5 * found[0].flops
