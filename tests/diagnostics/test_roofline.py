@@ -26,6 +26,30 @@ def test_the_balance_of_a_v100_is_the_one_of_nvidias_guide():
     assert DEVICES["v100"].balance("float32") == pytest.approx(15.7e12 / 900e9)
 
 
+# TFLOPS in float32, TF32, bfloat16 and float16 without sparsity, and GB/s: NVIDIA's data sheets.
+SHEETS = {
+    "v100": (15.7, 15.7, 15.7, 125, 900),
+    "a100": (19.5, 156, 312, 312, 2039),
+    "h100": (66.9, 494.7, 989.4, 989.4, 3352),
+    "h200": (66.9, 494.7, 989.4, 989.4, 4800),
+    "b200": (75, 1125, 2250, 2250, 8000),
+}
+
+
+def test_the_rates_are_those_of_the_data_sheets():
+    found = {
+        name: (*(rate / 1e12 for rate in device.flops.values()), device.bandwidth / 1e9)
+        for name, device in DEVICES.items()
+    }
+    assert found == {name: pytest.approx(rates) for name, rates in SHEETS.items()}
+
+
+def test_a_long_name_is_cut_at_the_start():
+    report = str(roofline(program(launch("m" * 32 + "end/dot", 0, 8))))
+    assert "..." + "m" * 25 + "end " in report
+    assert "m" * 31 + " " in str(roofline(program(launch("m" * 31 + "/dot", 0, 8))))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_product_takes_the_time_of_its_arithmetic_or_of_its_bytes(device):
     of = DEVICES[device]
