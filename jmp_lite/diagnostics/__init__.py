@@ -11,6 +11,8 @@ accuracy, and which modules to keep in float32: `_fewest`, `_precision`, `_compa
 dtypes, and how many kernels, bytes and collectives a step has. Read `_hlo`, `_traffic`, `_products`, then
 `_program`. `compile_for` compiles a step for a GPU that the machine does not have. `roofline` estimates the
 time of a program, module by module, and `read_profile` reads the times that were measured (`_measured`).
+
+`doctor` asks all of this about a loss function, and says it on one page (`_doctor`).
 """
 
 from ._bits import Fates as Fates
@@ -18,6 +20,9 @@ from ._bits import Magnitudes as Magnitudes
 from ._compare import compare_precision as compare_precision
 from ._compile import compile_for as compile_for
 from ._compile import mesh_for as mesh_for
+from ._doctor import Diagnosis as Diagnosis
+from ._doctor import Finding as Finding
+from ._doctor import doctor as doctor
 from ._find import find_nonfinite as find_nonfinite
 from ._measured import read_profile as read_profile
 from ._nonfinite import Nonfinite as Nonfinite
