@@ -37,6 +37,7 @@ digits = load("digits")
 language_model = load("language_model")
 sys.modules["language_model"] = language_model  # autocast.py imports it by this name.
 autocast = load("autocast")
+diagnose = load("diagnose")
 
 
 def table_rows(text, arms):
@@ -155,6 +156,30 @@ def test_autocast_prints_its_table_and_its_report(capsys):
     assert casts > 0
     assert share > 90
     assert "model/blocks/0/attention/project" in out
+
+
+def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
+    story = diagnose.main(["--output", str(tmp_path / "new folder")])
+    assert "find_nonfinite" in story.stuck
+    worst, *others = story.first.findings
+    assert worst.severity == "not finite"
+    assert "A mask of -1e+09 is -inf in float16" in worst.advice
+    assert "attention" in worst.what
+    assert "diagnose.py" in worst.where
+    assert any("a constant float32[32] is float32" in each.what for each in others)
+    # The second run: nothing is inf, nothing is promoted, and nothing moves.
+    lost, *others = story.second.findings
+    assert "of the gradients that are not zero become zero in float16" in lost.what
+    assert not any("is float32" in each.what or each.severity == "not finite" for each in others)
+    assert story.flat[-10:].mean() == pytest.approx(story.flat[:10].mean(), rel=0.05)
+    assert f"jmp.DynamicLossScale(2.0**{int(np.log2(story.ranges.largest_safe_scale))})" in lost.advice
+    assert story.learned[-10:].mean() < 0.9 * story.flat[-10:].mean()
+    picture, page = (tmp_path / "new folder" / f"diagnosis.{ending}" for ending in ("png", "html"))
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert picture.stat().st_size > 20_000
+    assert "<svg" in page.read_text()
+    out = capsys.readouterr().out
+    assert all(finding.what in out for finding in (*story.first.findings, *story.second.findings))
 
 
 def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._autocast import arguments
 from .._autocast.jaxprs import Array, Jaxpr, constants, without_constants
@@ -68,6 +69,12 @@ class Program:
     scale: int
     gradients: tuple[str, ...]
     parameters: tuple[str, ...]
+
+    def run(self, arrays: Sequence[Array]) -> list[Array]:
+        """Returns the loss and the gradients."""
+        # A Jaxpr is a ClosedJaxpr since JAX 0.11.
+        closed = self.jaxpr if hasattr(self.jaxpr, "jaxpr") else ClosedJaxpr(self.jaxpr, ())
+        return jaxpr_as_fun(closed)(*arrays)[: 1 + len(self.gradients)]
 
 
 def scale_of(caller: str, loss_scale: Any) -> float:

@@ -1,0 +1,163 @@
+"""Three faults of half precision, from the run that failed to their causes by name.
+
+    python examples/diagnose.py
+
+A small attention model, written by hand in float16, reads handwritten digits (scikit-learn's, real scans),
+one row of pixels at a time. It has three faults that people make: a mask of -1e9, which is -inf in float16; a
+float32 table that promotes the product behind it; and a loss whose gradients float16 rounds to zero.
+
+In the first run each step is skipped, and `jmp.raise_if_stuck` stops it. `doctor` names the mask and the
+table. Without them nothing is skipped, but the loss does not move. `doctor` names the gradients that become
+zero, and the scale that saves them. With that scale the model learns. The picture and the page of
+`profile_ranges` go to `out/`. It takes less than a minute on two CPU cores.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import jmp_lite as jmp
+from jmp_lite.diagnostics import Diagnosis, RangeReport, doctor
+
+HALF = jmp.get_policy("params=float32,compute=float16,output=float32")
+CHANNELS = np.linspace(0.5, 1.5, 32, dtype=np.float32)
+Params = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The model, with or without its faults.
+
+    Attributes:
+        mask: what hides an empty row of an image from the attention.
+        channels: a table of shape `(32,)`.
+    """
+
+    mask: float
+    channels: Any
+
+    def loss(self, params: Params, images: jax.Array, labels: jax.Array) -> jax.Array:
+        """Returns the squared error of the probabilities, over as many numbers as a large image has."""
+        params, x = HALF.cast_to_compute((params, images))
+        with jax.named_scope("embed"):
+            h = jnp.tanh(x @ params["embed"])
+        with jax.named_scope("attention"):
+            scores = (h @ params["query"]) @ (h @ params["key"]).swapaxes(1, 2) / 32**0.5
+            # Row i sees the rows before it that are not empty. If there is none, all of its scores are -inf.
+            seen = jnp.tril(jnp.ones((8, 8), bool), -1) & (images.sum(-1) > 0)[:, None, :]
+            hidden = jnp.where(seen, 0.0, self.mask).astype(scores.dtype)
+            scores = jnp.where(seen, scores, hidden)
+            h = h + jax.nn.softmax(scores) @ h
+        with jax.named_scope("head"):
+            logits = ((h * self.channels) @ params["head"]).astype(jnp.float32)
+        return jnp.mean((jax.nn.softmax(logits) - jax.nn.one_hot(labels, 10)[:, None]) ** 2) / 1e4
+
+
+def initial() -> Params:
+    """Returns the parameters, float32."""
+    shapes = {"embed": (8, 32), "query": (32, 32), "key": (32, 32), "head": (32, 10)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {
+        name: jax.random.normal(key, shape) / np.sqrt(shape[0])
+        for key, (name, shape) in zip(keys, shapes.items())
+    }
+
+
+def train(loss_fn: Callable[..., Any], loss_scale: Any, data: Any, steps: int) -> tuple[np.ndarray, Params]:
+    """Trains on batches of 64.
+
+    Raises:
+        FloatingPointError: the run is stuck.
+    """
+    params, tx = initial(), jmp.with_loss_scale(optax.adam(1e-2, eps=1e-12), loss_scale)
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params: Params, opt_state: Any, images: jax.Array, labels: jax.Array) -> Any:
+        loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, images, labels)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    losses = []
+    for number in range(steps):
+        params, opt_state, loss = step(params, opt_state, *batch(data, number))
+        losses.append(float(loss))
+        jmp.raise_if_stuck(opt_state)
+    return np.array(losses), params
+
+
+def batch(data: Any, number: int) -> tuple[jax.Array, jax.Array]:
+    images, labels = data
+    chosen = np.arange(64 * number, 64 * number + 64) % len(labels)
+    return jnp.asarray(images[chosen]), jnp.asarray(labels[chosen])
+
+
+def show(title: str, diagnosis: Diagnosis) -> None:
+    print(f"\n=== {title}\n{diagnosis}")
+
+
+@dataclasses.dataclass
+class Story:
+    """What is kept.
+
+    Attributes:
+        stuck: the message of `raise_if_stuck`.
+        first, second: what `doctor` says of the two runs that failed.
+        flat, learned: the losses of the second run and of the last one.
+        ranges: of the second run.
+    """
+
+    stuck: str
+    first: Diagnosis
+    second: Diagnosis
+    flat: np.ndarray
+    learned: np.ndarray
+    ranges: RangeReport
+
+
+def main(arguments: list[str] | None = None) -> Story:
+    """Runs the story, and prints it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--output", type=Path, default=Path("out"), help="the folder of the picture and page")
+    options = parser.parse_args(arguments)
+    images, labels = load_digits(return_X_y=True)
+    data = ((images / 16).reshape(-1, 8, 8).astype(np.float32), labels.astype(np.int32))
+    # 1. All steps are skipped.
+    broken = Model(mask=-1e9, channels=jnp.asarray(CHANNELS))
+    stuck = ""
+    try:
+        train(broken.loss, jmp.DynamicLossScale(2.0**15), data, options.steps)
+    except FloatingPointError as error:
+        stuck = str(error)
+    print(f"=== The first run stops: {stuck}")
+    first = doctor(broken.loss, "float16", device=None)(initial(), *batch(data, 0))
+    show("The doctor on the first run", first)
+    # 2. The mask and the table are mended. Nothing is skipped, but the loss does not move.
+    mended = Model(mask=float(jnp.finfo(jnp.float16).min), channels=jnp.asarray(CHANNELS, jnp.float16))
+    flat, _ = train(mended.loss, jmp.NoOpLossScale(), data, options.steps)
+    print(f"\n=== The second run: the loss goes from {flat[:10].mean():.3e} to {flat[-10:].mean():.3e}")
+    second = doctor(mended.loss, "float16", device=None)(initial(), *batch(data, 0))
+    show("The doctor on the second run", second)
+    ranges = second.ranges
+    assert ranges is not None
+    options.output.mkdir(parents=True, exist_ok=True)
+    ranges.plot(options.output / "diagnosis.png")
+    ranges.to_html(options.output / "diagnosis.html")
+    # 3. With the scale that the report names.
+    learned, _ = train(mended.loss, ranges.dynamic_scale, data, options.steps)
+    print(f"\n=== With the scale: the loss goes from {learned[:10].mean():.3e} to {learned[-10:].mean():.3e}")
+    print(f"The picture and the page are in {options.output}/: diagnosis.png, diagnosis.html.")
+    return Story(stuck, first, second, flat, learned, ranges)
+
+
+if __name__ == "__main__":
+    main()

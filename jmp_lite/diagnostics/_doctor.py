@@ -1,0 +1,303 @@
+"""All questions at once, on one page: `doctor`."""
+
+import collections
+import dataclasses
+import functools
+import html
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._autocast.api import autocast, settings_of
+from .._autocast.report import Report, explain
+from .._dtypes import DTypeLike
+from ._advice import power
+from ._compare import compare_precision
+from ._compile import compile_for
+from ._find import find_nonfinite
+from ._nonfinite import NonfiniteReport
+from ._precision import PrecisionReport
+from ._profile import profile_ranges
+from ._program import Program, read_program
+from ._ranges import RangeReport
+from ._roofline import Roofline, roofline
+from ._scales import TOLERANCE
+from ._trace import Call, scale_of, trace
+
+SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
+"""The kinds of findings, worst first."""
+
+_OWN = "The function has half products of its own: give the plain model."
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        severity: `not finite`, `accuracy` or `speed`.
+        what: what is wrong.
+        where: the module and the line; empty for the whole step.
+        advice: what to do, and what it brings.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    severity: str
+    what: str
+    where: str
+    advice: str
+
+    def __str__(self) -> str:
+        lines = [f"[{self.severity}] {self.what}", self.where, self.advice]
+        return "\n    ".join(line for line in lines if line)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Diagnosis:
+    """What `doctor` found. `str(diagnosis)` says it on one page, worst first.
+
+    Attributes:
+        findings: what is wrong, worst first.
+        skipped: the parts that were not run, each with the reason.
+        operations: the report of `explain`.
+        nonfinite: the report of `find_nonfinite`.
+        ranges: the report of `profile_ranges`; None if it was skipped.
+        precision: the report of `compare_precision`; None if it was skipped.
+        roofline: the estimate of `roofline`; None if it was skipped.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    findings: tuple[Finding, ...]
+    skipped: dict[str, str]
+    operations: Report
+    nonfinite: NonfiniteReport
+    ranges: RangeReport | None
+    precision: PrecisionReport | None
+    roofline: Roofline | None
+
+    def __repr__(self) -> str:
+        return f"Diagnosis({len(self.findings)} findings)"
+
+    def _repr_html_(self) -> str:
+        """Shows the diagnosis in a notebook as `print` shows it."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __str__(self) -> str:
+        lines = [self.nonfinite.summary(), self.operations.summary() + "."]
+        lines += [f"\n{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
+        lines += [] if self.findings else ["", "Nothing is wrong."]
+        if self.roofline is not None:
+            best = self.roofline.speedup()
+            lines += [
+                "",
+                f"On {self.roofline.device.name} float16 is at best {best:.2f} times as fast as TF32.",
+            ]
+        lines += [""] if self.skipped else []
+        lines += [f"Skipped: {part}. {reason}" for part, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def doctor(
+    fun: Callable[..., Any],
+    dtype: DTypeLike | None = None,
+    loss_scale: Any = None,
+    argnums: int | Sequence[int] | Any = 0,
+    has_aux: bool = False,
+    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+    *,
+    program: Program | None = None,
+    device: str | None = "h100",
+    depth: int = 1,
+    tolerance: float | None = None,
+) -> Callable[..., Diagnosis]:
+    """Returns a function that asks all questions about a loss function, and says on one page what is wrong.
+
+    It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. For a plain float32
+    function it asks about `autocast(fun, dtype)`; a function with half values of its own, such as a model
+    under a policy, it takes as it is. If the loss or a gradient is not finite in float32 either, the parts
+    that would compare with float32 are skipped. With a program it calls `roofline` too. Without one it
+    compiles the loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is
+    `cpu`.
+
+    Args:
+        fun, dtype, loss_scale, argnums, has_aux, transform: as in `profile_ranges`.
+        program: of `read_program`: your compiled step.
+        device: as in `roofline`; None for no estimate.
+        depth, tolerance: as in `compare_precision`.
+
+    Returns:
+        A function of the arguments of `fun` that returns a `Diagnosis`. Call it outside `jit`. It takes a
+        minute or more: each part compiles programs of its own.
+
+    Raises:
+        TypeError, ValueError: as in the functions that it calls.
+
+    >>> w, x = {"a": jnp.ones((8, 4))}, jnp.ones((2, 8))
+    >>> diagnosis = doctor(lambda w, x: jnp.mean(x @ w["a"]) * 1e-9)(w, x)
+    >>> print(diagnosis.findings[0])  # doctest: +ELLIPSIS
+    [accuracy] 100.00% of the gradients that are not zero become zero in float16 at the loss scale 2**0.
+    ...
+
+    Guide: docs/diagnosis.md.
+    """
+    if not callable(fun):
+        raise TypeError(f"doctor takes a loss function first. Got {fun!r}.")
+    if program is not None and not isinstance(program, Program):
+        raise TypeError(
+            f"doctor: program should be what read_program returns. Got {type(program).__name__}; write "
+            "program=read_program(jax.jit(step).lower(*args).compile())."
+        )
+    scale = scale_of("doctor", loss_scale)
+    is_autocast = settings_of(fun) is not None
+    if is_autocast and dtype is not None:
+        raise ValueError("doctor takes a dtype for a plain function. autocast returned this one.")
+    how = (argnums, has_aux, transform)
+
+    @functools.wraps(fun)
+    def examine(*args: Any, **kwargs: Any) -> Diagnosis:
+        args, kwargs = jax.tree.map(_as_jax, (args, kwargs)) if _has_numpy((args, kwargs)) else (args, kwargs)
+        own = not is_autocast and _has_half_products(explain(fun, "float32")(*args, **kwargs))
+        running = fun if own or is_autocast else autocast(fun, jnp.float16 if dtype is None else dtype)
+        operations = explain(running, "float32" if own else None)(*args, **kwargs)
+        nonfinite = find_nonfinite(running, scale, *how)(*args, **kwargs)
+        skipped: dict[str, str] = {}
+        ranges = precision = estimate = None
+        if not (nonfinite.is_finite or (not own and _is_finite_in_float32(running, how, args, kwargs))):
+            skipped["profile_ranges, compare_precision"] = "The loss or its gradients are not finite."
+        else:
+            ranges = profile_ranges(running, dtype if own else None, scale, *how)(*args, **kwargs)
+            if own:
+                skipped["compare_precision"] = _OWN
+            else:
+                compare = compare_precision(running, None, scale, *how, depth=depth, tolerance=tolerance)
+                precision = compare(*args, **kwargs)
+        if device is None:
+            skipped["roofline"] = "No device was given."
+        elif program is not None or _can_compile():
+            estimate = roofline(program or _compiled(Call(running, *how), args, kwargs), device)
+        else:
+            skipped["roofline"] = 'Give program=, or install "jmp_lite[h100]" and set JAX_PLATFORMS=cpu.'
+        found = [*_of_values(nonfinite), *_of_ranges(ranges), *_of_precision(precision)]
+        found += [*_of_operations(operations), *_of_roofline(estimate)]
+        found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+        return Diagnosis(tuple(found), skipped, operations, nonfinite, ranges, precision, estimate)
+
+    return examine
+
+
+def _has_numpy(tree: Any) -> bool:
+    return any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
+
+
+def _as_jax(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _has_half_products(report: Report) -> bool:
+    return any(each.on_tensor_cores for each in report.operations)
+
+
+def _is_finite_in_float32(running: Callable[..., Any], how: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function that autocast returned has a finite loss and finite gradients without it."""
+    settings = settings_of(running)
+    return settings is not None and find_nonfinite(settings[0], None, *how)(*args, **kwargs).is_finite
+
+
+def _can_compile() -> bool:
+    is_installed = importlib.util.find_spec("jax_cuda13_plugin") is not None
+    config: Any = jax.config
+    return is_installed and config.jax_platforms == "cpu"
+
+
+def _compiled(call: Call, args: Any, kwargs: Any) -> Program:
+    """Returns the loss and its gradients as XLA compiles them for an H100."""
+    traced = trace("doctor", call, args, kwargs)
+    return read_program(compile_for("h100", lambda arrays: traced.run(arrays), traced.arrays))
+
+
+def _of_values(report: NonfiniteReport) -> Iterator[Finding]:
+    cause = report.cause
+    if cause is not None:
+        what = str(cause).splitlines()[0]
+        yield Finding("not finite", f"{what}: {report.summary()}", cause.line, cause.advice)
+
+
+def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:
+    if report is None:
+        return
+    dtype, scale = report.dtype.name, int(np.log2(report.loss_scale))
+    if report.static_scale is None:
+        what = "All gradients are zero, or none is finite."
+        yield Finding("accuracy", what, "", "Try a loss scale, and the plain model.")
+        return
+    fates = report.pooled.fates(scale)
+    if fates.lost > TOLERANCE and report.loss_scale < (report.largest_safe_scale or 0):
+        what = (
+            f"{fates.lost:.2%} of the gradients that are not zero become zero in {dtype} at the loss scale "
+            f"{power(report.loss_scale)}."
+        )
+        backward = [each for each in report.modules if each.direction == "backward"]
+        worst = sorted(backward or report.gradients, key=lambda each: -each.fates.lost)[:4]
+        where = ", ".join(f"{each.name or '/'} {each.fates.lost:.0%}" for each in worst)
+        best = report.scales.largest_safe
+        less = report.pooled.fates(best or 0).lost
+        advice = f"Start with jmp.DynamicLossScale(2.0**{max(best or 0, 0)}): {less:.2%} are lost there."
+        yield Finding("accuracy", what, where, advice)
+    if report.without_scale:
+        names = ", ".join(f"{each.name or '/'} ({each.direction})" for each in report.without_scale[:4])
+        advice = f"Keep them in float32: rules={report.rules}." if report.rules else "Try bfloat16."
+        yield Finding("accuracy", f"No loss scale serves these gradients in {dtype}.", names, advice)
+    over = [each for each in report.modules if each.fates.overflowed and each.direction == "forward"]
+    if over:
+        rules = {each.name: "float32" for each in over if each.name}
+        what = f"Values of the forward pass are beyond the range of {dtype}, where no loss scale helps."
+        yield Finding("accuracy", what, ", ".join(each.name for each in over), f"rules={rules}, or bfloat16.")
+    for name, largest in report.too_large.items():
+        what = f"A parameter has {largest:.4g}, beyond the range of {dtype}."
+        yield Finding("accuracy", what, name, f"Keep it in float32: rules={{{name!r}: 'float32'}}.")
+
+
+def _of_precision(report: PrecisionReport | None) -> Iterator[Finding]:
+    if report is not None and report.modules and not report.is_close:
+        worst = ", ".join(f"{each.module} {each.own.gradients:.1e}" for each in report.modules[:4])
+        yield Finding(
+            "accuracy", report.summary(), f"Alone in half, of the gradients: {worst}", report.advice()
+        )
+
+
+def _of_operations(report: Report) -> Iterator[Finding]:
+    total = sum(each.flops for each in report.operations) or 1
+    slow: dict[str, list[Any]] = collections.defaultdict(list)
+    for each in report.in_float32():
+        slow[each.reason].append(each)
+    for reason, products in slow.items():
+        share = sum(each.flops for each in products) / total
+        what = f"{len(products)} products, {share:.0%} of the FLOPs, are not in half: {reason}."
+        where = ", ".join(dict.fromkeys(f"{each.module or '/'}, {each.source}" for each in products[:3]))
+        advice = "Cast what is in float32 there to half, or give the plain model to autocast."
+        yield Finding("speed", what, where, "" if "rule for" in reason else advice)
+    sizes: dict[str, list[Any]] = collections.defaultdict(list)
+    for each in report.operations:
+        if each.advice:
+            sizes[each.advice].append(each)
+    for advice, products in sizes.items():
+        where = ", ".join(dict.fromkeys(f"{each.module or '/'}, {each.source}" for each in products[:3]))
+        what = f"{len(products)} products have a size that Tensor Cores run slowly."
+        yield Finding("speed", what, where, advice)
+
+
+def _of_roofline(report: Roofline | None) -> Iterator[Finding]:
+    slow = sorted((row for row in report.modules if row.fixed), key=lambda r: -r.fixed) if report else []
+    if report is not None and slow:
+        share = sum(row.fixed for row in slow) / report.seconds["float16"]
+        name = report.device.name
+        what = f"{share:.0%} of the estimated time on {name} is no shorter in float16 than in TF32."
+        where = ", ".join(f"{row.module} {1e6 * row.fixed:.1f} us, {row.bound}" for row in slow[:4])
+        best = report.speedup()
+        yield Finding("speed", what, where, f"The step is at best {best:.2f} times as fast as in TF32.")

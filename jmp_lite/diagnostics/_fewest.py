@@ -1,0 +1,52 @@
+"""The fewest modules to keep in float32: a search over sets of modules."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+Kept = frozenset[str]
+"""The modules that stay in float32."""
+
+EXACT = 6
+"""With so many modules at most, all sets are tried by size: 64 runs at most."""
+
+
+def fewest(
+    modules: Sequence[str], error: Callable[[Kept], float], tolerance: float, exact: int = EXACT
+) -> tuple[str, ...] | None:
+    """Returns a small set of modules which, kept in float32, brings an error to a tolerance or below.
+
+    With up to `exact` modules no smaller set does. With more, modules are added, the first of `modules`
+    first, until the error is small enough. Then each is left out again if the error stays small enough.
+    Then no module of the set can be left out, but another set may be smaller.
+
+    Args:
+        modules: the modules, that with the largest error of its own first.
+        error: the error that is left if a set of modules stays in float32. It is called once for each set.
+        tolerance: the error that is allowed.
+        exact: up to how many modules all sets are tried.
+
+    Returns:
+        The modules of the set, in the order of `modules`. None if all modules together are not enough.
+
+    >>> costs = {"head": 8.0, "stem": 4.0, "body": 1.0}
+    >>> left = lambda kept: sum(cost for name, cost in costs.items() if name not in kept)
+    >>> fewest(list(costs), left, 5.0), fewest(list(costs), left, 20.0), fewest(list(costs), left, -1.0)
+    (('head',), (), None)
+    """
+    is_enough = lambda kept: error(frozenset(kept)) <= tolerance
+    if not is_enough(modules):
+        return None
+    if len(modules) <= exact:
+        sets = (each for size in range(len(modules) + 1) for each in itertools.combinations(modules, size))
+        return next(filter(is_enough, sets))
+    count = next(n for n in range(len(modules) + 1) if is_enough(modules[:n]))
+    return _reduced(tuple(modules[:count]), is_enough)
+
+
+def _reduced(kept: tuple[str, ...], is_enough: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
+    """Leaves modules out, the last first, as long as the error stays small enough."""
+    for module in reversed(kept):
+        without = tuple(each for each in kept if each != module)
+        if is_enough(without):
+            return _reduced(without, is_enough)
+    return kept

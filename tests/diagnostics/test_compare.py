@@ -1,0 +1,337 @@
+"""`compare_precision` measures what each module costs, and finds the fewest modules to keep in float32."""
+
+import functools
+import itertools
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jmp_lite as jmp
+from jmp_lite.diagnostics import compare_precision
+from jmp_lite.diagnostics._fewest import fewest
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (8, 16))
+Y = jnp.arange(8) % 4
+OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
+
+
+def entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+# The search.
+
+costs = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+def left_of(numbers):
+    """An error that is a sum over the modules that are not kept."""
+    return lambda kept: sum(cost for module, cost in enumerate(numbers) if str(module) not in kept)
+
+
+@given(costs, st.integers(-1, 30), st.sampled_from([0, 6]))
+def test_fewest_is_as_small_as_the_smallest_of_all_sets(numbers, tolerance, exact):
+    order = sorted(map(str, range(len(numbers))), key=lambda name: -numbers[int(name)])
+    error = left_of(numbers)
+    found = fewest(order, error, tolerance, exact)
+    sizes = [
+        size
+        for size in range(len(order) + 1)
+        for kept in itertools.combinations(order, size)
+        if error(kept) <= tolerance
+    ]
+    assert (found is None) == (not sizes)
+    if found is not None:
+        assert error(found) <= tolerance
+        assert len(found) == min(sizes)
+
+
+def test_the_greedy_search_leaves_out_what_a_later_module_makes_needless():
+    together = lambda kept: 0 if "b" in kept else 1  # Module a has the largest error of its own.
+    for exact in (0, 6):
+        assert fewest(["a", "b", "c"], together, 0, exact) == ("b",)
+
+
+def test_the_greedy_search_tries_again_what_it_could_not_leave_out_before():
+    # c is needed beside b, and needless once b is out.
+    error = lambda kept: 0 if {"a", "b", "c"} <= kept or kept in ({"a", "c"}, {"a"}) else 1
+    calls = lambda kept: error(set(kept))
+    assert fewest(["b", "c", "a"], calls, 0, exact=0) == ("a",)
+
+
+# The errors, against a computation that shares nothing with it but autocast.
+
+
+class Blocks(nn.Module):
+    """Three modules and an unequal sensitivity: the middle one has large activations."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tanh(nn.Dense(16, name="stem")(x))
+        x = jnp.tanh(nn.Dense(16, name="middle")(200 * x) / 200)
+        return nn.Dense(4, name="head")(x)
+
+
+BLOCKS = Blocks()
+PARAMS = BLOCKS.init(KEY, X)["params"]
+
+
+def blocks_loss(params, x, y):
+    return entropy(BLOCKS.apply({"params": params}, x), y)
+
+
+def errors(fun, args, rules, dtype="float16", scale=1.0):
+    """The relative error of loss and gradients, and the cosine, in float64."""
+    run = lambda f, s: jax.jit(jmp.value_and_grad(f, jmp.StaticLossScale(s)), compiler_options=OPTIONS)(*args)
+    flat = lambda tree: np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+    loss, grads = run(fun, 1.0)
+    half_loss, half_grads = run(jmp.autocast(fun, dtype, rules=rules), scale)
+    one, other = flat(half_grads), flat(grads)
+    cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+    return (
+        abs(float(half_loss) - float(loss)) / abs(float(loss)),
+        np.linalg.norm(one - other) / np.linalg.norm(other),
+        cosine,
+    )
+
+
+def assert_is(difference, expected):
+    np.testing.assert_allclose(difference.loss, expected[0], rtol=1e-2, atol=1e-6)
+    np.testing.assert_allclose(difference.gradients, expected[1], rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(difference.cosine, expected[2], rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def linen_report():
+    return compare_precision(blocks_loss, "float16", tolerance=6e-4)(PARAMS, X, Y)
+
+
+def test_the_error_of_a_module_is_that_of_this_module_alone_in_half(linen_report):
+    names = ["Blocks/stem", "Blocks/middle", "Blocks/head"]
+    assert sorted(each.module for each in linen_report.modules) == sorted(names)
+    assert_is(linen_report.half, errors(blocks_loss, (PARAMS, X, Y), {}))
+    for each in linen_report.modules:
+        rules = {name: "float32" for name in names if name != each.module}
+        assert_is(each.own, errors(blocks_loss, (PARAMS, X, Y), rules))
+        assert each.own.gradients > 1e-5
+    own = [each.own.gradients for each in linen_report.modules]
+    assert own == sorted(own, reverse=True)
+    assert linen_report.rest.gradients < 1e-6
+    assert linen_report.loss == pytest.approx(float(blocks_loss(PARAMS, X, Y)))
+
+
+SETS = [kept for size in range(4) for kept in itertools.combinations(("stem", "middle", "head"), size)]
+
+
+@pytest.fixture(scope="module")
+def left():
+    """The errors that are left with each set of modules in float32."""
+    return {
+        kept: errors(blocks_loss, (PARAMS, X, Y), {f"Blocks/{name}": "float32" for name in kept})
+        for kept in SETS
+    }
+
+
+@pytest.mark.parametrize(("measure", "place"), [("gradients", 0), ("gradients", -1), ("loss", 1)])
+def test_no_smaller_set_of_modules_does_as_well(measure, place, left):
+    which = ["loss", "gradients"].index(measure)
+    # Between the values of two sets, so that rounding decides nothing.
+    ordered = sorted(each[which] for each in left.values())
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(ordered) if b > 1.02 * a + 1e-6]
+    tolerance = middles[place]
+    report = compare_precision(blocks_loss, "float16", tolerance=tolerance, measure=measure)(PARAMS, X, Y)
+    least = min(len(kept) for kept, each in left.items() if each[which] <= tolerance)
+    assert 0 < least == len(report.rules)
+    assert left[tuple(n for n in SETS[-1] if f"/Blocks/{n}" in report.rules)][which] <= tolerance
+    assert report.is_exact
+    assert not report.is_close
+
+
+def test_the_report_says_the_rules(linen_report):
+    text = str(linen_report)
+    assert f"rules={linen_report.rules}" in text
+    assert "no smaller set of modules does" in text
+    assert text.index(linen_report.modules[0].module) < text.index(linen_report.modules[-1].module)
+    assert "<pre>" in linen_report._repr_html_()
+    assert linen_report.summary() in repr(linen_report)
+    assert_is(linen_report.with_rules, errors(blocks_loss, (PARAMS, X, Y), linen_report.rules))
+
+
+def test_a_tolerance_that_float32_rounding_exceeds_has_no_rules():
+    params = {"a": jnp.full((16, 4), 0.1)}
+    loss = lambda params, x: jnp.mean((x @ params["a"]) @ (x @ params["a"]).T)
+    report = compare_precision(loss, "float16", tolerance=1e-5)(params, X)
+    # The product of the two has neither scope nor argument.
+    assert report.rules is None
+    assert report.rest.gradients > 1e-5
+    assert "No set of modules" in str(report)
+
+
+def test_a_scope_around_a_module_is_a_module_of_its_own():
+    def loss(params, x):
+        with jax.named_scope("outer"):
+            with jax.named_scope("inner"):
+                h = jnp.tanh(x @ params["a"])
+            return jnp.mean((h @ params["b"]) / 1e6)
+
+    params = {"a": jnp.full((16, 4), 0.1), "b": jnp.full((4, 8), 1e6)}
+    report = compare_precision(loss, "float16")(params, X)
+    own = {each.module: each.own.gradients for each in report.modules}
+    assert own["outer"] == np.inf
+    assert own["outer/inner"] < 0.01
+    assert report.rules == {"/outer/inner": "float16", "/outer": "float32"}
+    assert np.isfinite(report.with_rules.gradients)
+    fixed = jmp.autocast(loss, "float16", rules=report.rules)
+    inputs = [o.inputs[0] for o in jmp.explain(fixed)(params, X).operations if o.name == "dot_general"]
+    assert inputs == ["float16[8,16]", "float32[8,4]"]
+
+
+def test_the_rules_of_an_autocast_stay():
+    params = {"a": jnp.full((16, 8), 0.1), "b": jnp.full((8, 8), 1e6), "c": jnp.full((8, 4), 0.1)}
+    loss = lambda params, x: jnp.mean(((jnp.tanh(x @ params["a"]) @ params["b"]) / 1e6) @ params["c"])
+    fun = jmp.autocast(loss, "float16", rules={"params/a": "float32"})
+    report = compare_precision(fun)(params, X)
+    assert {each.module for each in report.modules} == {"params/b", "params/c"}
+    assert report.rules == {"/params/b": "float32", "params/a": "float32"}
+    assert np.isfinite(errors(loss, (params, X), report.rules)[1])
+    # A rule that nothing is left for would be an error if it were pasted.
+    inner = jmp.autocast(loss, "float16", rules={"params/b": "float16", "params": "float32"})
+    report = compare_precision(inner)(params, X)
+    assert report.rules == {"/params/b": "float32", "params": "float32"}
+    jmp.autocast(loss, "float16", rules=report.rules)(params, X)
+
+
+def test_gradients_that_underflow_are_an_error_that_a_loss_scale_takes_away():
+    def loss(params, x):
+        return jnp.mean(jnp.sin(x @ params["a"]) @ params["b"]) * 1e-7
+
+    params = {"a": jnp.full((16, 8), 0.1), "b": jnp.full((8, 4), 0.1)}
+    without, scaled = (compare_precision(loss, "float16", s)(params, X) for s in (None, 2.0**16))
+    assert without.half.gradients > 0.5
+    assert without.rules
+    assert scaled.half.gradients < 0.01
+    assert scaled.rules == {}
+    assert_is(scaled.half, errors(loss, (params, X), {}, scale=2.0**16))
+
+
+def test_tiny_gradients_count_as_large_ones_do():
+    loss = lambda params, x: jnp.mean(jnp.sin(x @ params["a"])) * 1e-25  # Their squares are zero in float32.
+    report = compare_precision(loss, "bfloat16")({"a": jnp.full((16, 8), 0.1)}, X)
+    assert 1e-4 < report.half.gradients < 0.05
+    assert 0.99 < report.half.cosine < 1
+
+
+# The libraries.
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = jnp.tanh(block(x))
+        return self.head(self.norm(x))
+
+
+def test_an_nnx_model_is_split_by_its_objects_and_stays_as_it_is():
+    model = Net(nnx.Rngs(0))
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    loss = lambda model, x, y: (entropy(model(x), y), x)
+    value_and_grad = functools.partial(nnx.value_and_grad)
+    report = compare_precision(loss, "bfloat16", has_aux=True, transform=value_and_grad)(model, X, Y)
+    assert {each.module for each in report.modules} == {"model/blocks/0", "model/blocks/1", "model/head"}
+    assert all(each.own.gradients > 1e-4 for each in report.modules)
+    after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_the_layers_of_equinox_are_told_apart_though_they_share_a_scope():
+    model = eqx.nn.MLP(16, 4, 16, 2, key=KEY)
+    model = eqx.tree_at(lambda m: m.layers[2].weight, model, 1e6 * model.layers[2].weight)
+    loss = lambda model, x, y: entropy(jax.vmap(model)(x) / 1e6, y)
+    report = compare_precision(loss, "float16", transform=eqx.filter_value_and_grad)(model, X, Y)
+    assert {each.module for each in report.modules} == {f"model/layers/{n}" for n in range(3)}
+    assert report.modules[0].module == "model/layers/2"
+    assert report.rules == {"/model/layers/2": "float32"}
+
+
+def test_einsums_are_told_apart_by_their_parameters():
+    def loss(params, x):
+        h = jnp.einsum("bi,io->bo", x, params["a"])
+        return jnp.mean(jnp.einsum("bi,ij,jo->bo", h, params["b"], params["c"]))
+
+    params = {"a": jnp.full((16, 8), 0.1), "b": jnp.full((8, 8), 0.1), "c": jnp.full((8, 4), 0.1)}
+    report = compare_precision(jax.jit(loss), "float16", argnums=(0, 1))(params, np.asarray(X))
+    assert {each.module for each in report.modules} >= {"params/a", "params/b"}
+
+
+def test_depth_counts_names_after_what_paths_share():
+    def loss(params, x):
+        for block in range(2):
+            for name in ("q", "k"):
+                with jax.named_scope(f"model/block_{block}/{name}"):
+                    x = jnp.tanh(x @ params)
+        return jnp.mean(x)
+
+    names = lambda depth: {
+        each.module for each in compare_precision(loss, depth=depth)(jnp.eye(16), X).modules
+    }
+    assert names(1) == {"model/block_0", "model/block_1"}
+    assert names(2) == {f"model/block_{block}/{name}" for block in range(2) for name in "qk"}
+
+
+def test_a_model_with_casts_of_its_own_has_no_modules():
+    policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+    loss = lambda w, x: jnp.mean((policy.cast_to_compute(x) @ policy.cast_to_compute(w)).astype(jnp.float32))
+    report = compare_precision(loss, "float16")(jnp.ones((16, 4)), X)
+    assert report.modules == ()
+    assert report.rules in ({}, None)
+    assert "Give the plain float32 model" in str(report)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"depth": 0}, ValueError, "1 or more. Got 0"),
+        ({"tolerance": -1.0}, ValueError, "0 or more, or None. Got -1.0"),
+        ({"tolerance": "small"}, ValueError, "Got 'small'"),
+        ({"measure": "norm"}, ValueError, "'gradients' or 'loss'. Got 'norm'"),
+        ({"dtype": "float32"}, ValueError, "Got float32"),
+        ({"loss_scale": "big"}, TypeError, "Got str"),
+        ({"loss_scale": 0.0}, ValueError, "above 0"),
+    ],
+)
+def test_bad_settings_are_named(options, error, says):
+    with pytest.raises(error, match=says):
+        compare_precision(lambda w, x: jnp.sum(x @ w), **options)
+
+
+def test_bad_functions_are_named():
+    with pytest.raises(TypeError, match="takes a loss function first"):
+        compare_precision(3)
+    with pytest.raises(ValueError, match="leave dtype out"):
+        compare_precision(jmp.autocast(blocks_loss), "float16")
+    with pytest.raises(ValueError, match="selects nothing"):
+        compare_precision(jmp.autocast(blocks_loss, rules={"nowhere": "float32"}))(PARAMS, X, Y)
+    with pytest.raises(TypeError, match="outside jit"):
+        jax.jit(lambda x: compare_precision(lambda w: jnp.sum(w @ w))(x).loss)(jnp.eye(2))
+
+
+def test_a_loss_that_is_not_finite_in_float32_is_sent_to_find_nonfinite():
+    with pytest.raises(ValueError, match=r"the loss is inf.*not finite: w.*find_nonfinite"):
+        compare_precision(lambda w, x: jnp.sum(x @ w["w"] / 0.0))({"w": jnp.ones((16, 4))}, jnp.abs(X))
