@@ -13,7 +13,7 @@ from benchmarks.compiled import loss_scale_cost, predict
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "accuracy.md")
 
 
 def cost(*cases: str) -> str:
@@ -33,7 +33,12 @@ def models() -> str:
     return "\n".join(predict.summary(RESULTS))
 
 
-TABLES = {"cost": cost, "models": models}
+def text(name: str) -> str:
+    """Returns what a command has printed: of `benchmarks.compiled.step`, of `examples/digits.py`."""
+    return f"```text\n{(RESULTS / name).read_text()}```"
+
+
+TABLES = {"cost": cost, "models": models, "text": text}
 
 
 def filled(text: str) -> str:
