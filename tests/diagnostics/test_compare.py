@@ -18,6 +18,8 @@ import jmp_lite as jmp
 from jmp_lite.diagnostics import compare_precision
 from jmp_lite.diagnostics._fewest import fewest
 
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
+
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (8, 16))
 Y = jnp.arange(8) % 4

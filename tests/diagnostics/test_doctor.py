@@ -8,6 +8,8 @@ import pytest
 import jmp_lite as jmp
 from jmp_lite.diagnostics import _doctor, doctor, read_program
 
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
+
 X = jnp.ones((8, 16))
 F16 = jmp.get_policy("params=float32,compute=float16,output=float32")
 
