@@ -17,6 +17,9 @@ if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists
     # The GPU is for the tests that ask for it; several processes share it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+else:
+    # Without it JAX looks for a driver as soon as its CUDA plugin (the extra `[h100]`) is installed.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.load_profile("ci")

@@ -145,7 +145,7 @@ def get_batch(text: np.ndarray, size: Size, step: int) -> jax.Array:
 
 @dataclasses.dataclass
 class Run:
-    """What is kept of one arm."""
+    """The results of one arm."""
 
     model: Any
     bits_per_byte: float

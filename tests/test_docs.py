@@ -84,6 +84,27 @@ def test_the_docstring_of_every_public_name_names_its_guide(page):
         assert (ROOT / guide).exists()
 
 
+TOPICS = (
+    *("accumulation", "DDP", "resume", "evaluate", "log", "clip", "schedule", "several optimizers"),
+    *("moving average", "export", "float32 and half", "freeze", "BatchNorm", "rematerialize"),
+    *("scan over layers", "gradient penalty", "FSDP", "checkpoints", "custom kernel", "mix modules"),
+)
+
+
+def test_each_of_the_twenty_questions_has_a_heading_of_its_own():
+    headings = re.findall(r"^### (.*)$", (ROOT / "docs/questions.md").read_text(), re.MULTILINE)
+    assert len(headings) == len(TOPICS) == 20
+    for topic in TOPICS:
+        assert sum(topic in heading for heading in headings) == 1, topic
+
+
+def test_every_python_block_of_a_page_is_one_that_runs():
+    """A block in another spelling of Python would not run above."""
+    for page in PAGES:
+        languages = set(re.findall(r"^```(\S+)", page.read_text(), re.MULTILINE))
+        assert languages <= {"python", "sh", "text", "diff"}, page.name
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in sorted((ROOT / "docs").rglob("*.md")):

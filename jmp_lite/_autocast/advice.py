@@ -16,6 +16,7 @@ from .jaxprs import (
     Inner,
     Jaxpr,
     Var,
+    describe,
     equations,
     inner_jaxprs,
     is_float32,
@@ -62,7 +63,7 @@ def find_promotions(jaxpr: Jaxpr, names: Sequence[str]) -> dict[int, str]:
 def _follow(inside: Jaxpr, origins: dict[Var, _Origin], found: dict[int, str]) -> None:
     for var in inside.constvars:
         if is_float32(var):
-            origins.setdefault(var, _Origin(f"a constant {_described(var)} is float32"))
+            origins.setdefault(var, _Origin(f"a constant {describe(var.aval)} is float32"))
     for equation in equations(inside):
         taken = [origins.get(var) for var in equation.invars if not is_literal(var)]
         if traits_of(equation.primitive.name).list is List.CALL:
@@ -109,15 +110,11 @@ def _origin_of_result(equation: Equation, taken: Sequence[_Origin]) -> _Origin |
     return (widened or own)[0]
 
 
-def _described(var: Var) -> str:
-    return f"{var.aval.dtype.name}[{','.join(map(str, var.aval.shape))}]"
-
-
 def _line(equation: Equation) -> str:
     """Returns the source line of an equation, with its code where the file can be read."""
     line = source_line(equation)
-    place = re.match(r"(.*?):(\d+)", line)
-    code = linecache.getline(place[1], int(place[2])).strip() if place else ""
+    found = re.match(r"(.*?):(\d+)", line)
+    code = linecache.getline(found[1], int(found[2])).strip() if found else ""
     return f"{line}: {code}" if code else line
 
 

@@ -177,6 +177,7 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
         if settings.dtype == jnp.float32:
             return fun(*args, **kwargs)
         traced, planner, plan = prepare(fun, settings, args, kwargs)
+        planner.scopes.check()
         return traced.outputs(run(planner, plan, traced.arrays))
 
     autocast_fun._autocast = (autocast_fun, fun, settings)  # type: ignore[attr-defined]
@@ -202,25 +203,46 @@ def settings_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Rules] | N
     return wrapped, rules
 
 
+def given_rules(
+    caller: str, fun: Callable[..., Any], dtype: DTypeLike | None, default: DTypeLike
+) -> tuple[Callable[..., Any], Rules]:
+    """Returns a function without its autocast, and the rules by which autocast runs it, or would run it.
+
+    Args:
+        caller: the name of the function that users call.
+        fun: a function that autocast returned, or any other.
+        dtype: the dtype for a function that autocast did not return; None for `default`.
+        default: the default dtype.
+
+    Raises:
+        TypeError: `fun` is a transform of a function that autocast returned.
+        ValueError: autocast returned `fun`, which has a dtype of its own, and `dtype` is given as well.
+    """
+    settings = settings_of(fun)
+    if settings is not None and dtype is not None:
+        raise ValueError(
+            f"{caller} takes a dtype for a plain function. autocast returned this function, with the dtype "
+            f"{settings[1].dtype.name}; leave dtype out."
+        )
+    return settings or (fun, make_rules(default if dtype is None else dtype))
+
+
 def prepare(
     fun: Callable[..., Any],
     rules: Rules,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    for_report: bool = False,
+    report_kinds: tuple[type, ...] = (),
 ) -> tuple[Arguments, Planner, Plan]:
-    """Traces a call of `fun` and plans it.
+    """Traces a call of `fun` and plans it. `planner.scopes.check` says whether each rule selects something.
 
-    For a report all arguments get names, and a `jax.ShapeDtypeStruct` stands for an array.
+    For a report all arguments get names, and objects of `report_kinds` are traced beside `jax.Array`s.
     """
-    named = for_report or bool(rules.scopes) or rules.reduce_dtype is not None
-    kinds = (jax.Array, jax.ShapeDtypeStruct) if for_report else (jax.Array,)
-    traced = arguments.trace(fun, args, kwargs, named, kinds)
+    named = bool(report_kinds or rules.scopes) or rules.reduce_dtype is not None
+    traced = arguments.trace(fun, args, kwargs, named, (jax.Array, *report_kinds))
     planner = Planner(rules)
     states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
-    plan = planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))
-    planner.scopes.check()
-    return traced, planner, plan
+    return traced, planner, planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))
 
 
 def run(planner: Planner, plan: Plan, arrays: Sequence[Array]) -> list[Array]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
@@ -83,6 +84,23 @@ def _hashable(values: tuple[Any, ...]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def advance(goes_on: Array, new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
+    """Returns the next carry of a while loop.
+
+    `jax.vmap` gives a loop a predicate for each example. JAX stops each example on its own when it compiles
+    the primitive; `lax.while_loop` takes one predicate.
+
+    Args:
+        goes_on: the predicate: a scalar, or with an axis for each batch.
+        new: the results of the body.
+        old: the carry before.
+    """
+    if not goes_on.ndim:
+        return list(new)
+    masks = (goes_on.reshape(goes_on.shape + (1,) * (each.ndim - goes_on.ndim)) for each in old)
+    return [jnp.where(mask, after, before) for mask, after, before in zip(masks, new, old)]
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=INLINE)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .binding import bind
+from .binding import advance, bind
 from .custom_rules import custom_jvp, custom_vjp, custom_vmap
 from .interpreter import Handler, Interpreter, Value
 from .jaxprs import Array, Equation, Role, constants, inner_jaxprs, open_jaxpr, without_constants
@@ -176,13 +176,8 @@ def _while(interpreter: Interpreter, equation: Equation, action: Call, operands:
     if not predicate.aval.ndim:
         return list(map(Value, lax.while_loop(lambda carry: condition.run(carry)[0], body.run, start)))
 
-    # `jax.vmap` has given the loop a predicate for each example. JAX stops each example on its own when it
-    # compiles the primitive. `lax.while_loop` takes one predicate.
     def step(carry: list[Array]) -> list[Array]:
-        (goes_on,) = condition.run(carry)
-        shapes = [goes_on.shape + (1,) * (each.ndim - goes_on.ndim) for each in carry]
-        results = zip(shapes, body.run(carry), carry)
-        return [jnp.where(goes_on.reshape(shape), new, old) for shape, new, old in results]
+        return advance(condition.run(carry)[0], body.run(carry), carry)
 
     return list(map(Value, lax.while_loop(lambda carry: condition.run(carry)[0].any(), step, start)))
 

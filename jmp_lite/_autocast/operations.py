@@ -14,6 +14,7 @@ from .jaxprs import (
     Role,
     Var,
     call_scope,
+    describe,
     equations,
     floating_operands,
     inner_jaxprs,
@@ -121,8 +122,8 @@ def operations_of(
                 yield from operations_of(inner_plan, half, path, times * runs, entering, promotions)
         elif _is_floating(equation):
             arguments = tuple(dict.fromkeys(filter(None, taken)))
-            reason = promotions.get(id(equation), decision.reason)
-            decision = dataclasses.replace(decision, reason=reason)
+            if reason := promotions.get(id(equation)):
+                decision = dataclasses.replace(decision, reason=reason)
             yield _operation(equation, decision, states, half, visible_scope(path), arguments, times)
         if decision.which is List.MOVE or equation.primitive.name == "convert_element_type":
             paths[equation.outvars[0]] = taken[0]
@@ -139,8 +140,7 @@ def _operation(
     times: int,
 ) -> Operation:
     def described(var: Var, as_half: bool) -> str:
-        dtype = half if as_half and is_float32(var) else var.aval.dtype
-        return f"{dtype.name}[{','.join(map(str, var.aval.shape))}]"
+        return describe(var.aval, half if as_half and is_float32(var) else None)
 
     taken = [_taken_in_half(equation, decision, var, states) for var in equation.invars]
     traced = {var.aval.dtype.name for var in floating_operands(equation)}

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +14,9 @@ from jax.extend.core import jaxprs_in_params
 
 from .._dtypes import DTypeLike
 from .advice import find_promotions
-from .api import prepare, run, settings_of
+from .api import given_rules, prepare, run
 from .jaxprs import Jaxpr, equations, open_jaxpr
 from .operations import Operation, operations_of
-from .rules import make_rules
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -110,11 +109,7 @@ class Report:
             share = sum(o.flops for o in operations if o.on_tensor_cores) / flops if flops else 0.0
             half = sum(o.in_half for o in operations)
             rows.append((module or "/", f"{len(operations):,}", f"{half:,}", f"{flops:.3g}", f"{share:.1%}"))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [self.summary(), ""]
-        for first, *rest in rows:
-            columns = (f"{text:>{width}}" for text, width in zip(rest, widths[1:]))
-            lines.append("  ".join((f"{first:<{widths[0]}}", *columns)))
+        lines = [self.summary(), "", *aligned(rows)]
         left = self.in_float32()
         if left:
             lines += ["", "Products that are not in half:", *map(str, left)]
@@ -160,17 +155,12 @@ def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable
     """
     if not callable(fun):
         raise TypeError(f"explain takes a function. Got {fun!r}.")
-    settings = settings_of(fun)
-    if settings is not None and dtype is not None:
-        raise ValueError(
-            "explain takes a dtype for a plain function. autocast returned this function, with the dtype "
-            f"{settings[1].dtype.name}; leave dtype out."
-        )
-    wrapped, rules = settings or (fun, make_rules(jnp.bfloat16 if dtype is None else dtype))
+    wrapped, rules = given_rules("explain", fun, dtype, jnp.bfloat16)
 
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Report:
-        traced, planner, plan = prepare(wrapped, rules, args, kwargs, for_report=True)
+        traced, planner, plan = prepare(wrapped, rules, args, kwargs, (jax.ShapeDtypeStruct,))
+        planner.scopes.check()
         promotions = find_promotions(plan.jaxpr, traced.names) if rules.dtype == jnp.float32 else {}
         after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
         return Report(
@@ -182,6 +172,19 @@ def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable
         )
 
     return explain_fun
+
+
+def aligned(rows: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
+    """Returns the lines of a table. The first `left` columns are aligned left, the others right.
+
+    >>> aligned([("name", "size"), ("w", "12")])
+    ['name  size', 'w       12']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    sides = "<" * left + ">" * (len(widths) - left)
+    return [
+        "  ".join(f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths)) for row in rows
+    ]
 
 
 def _casts(jaxpr: Jaxpr, half: np.dtype) -> int:

@@ -29,7 +29,6 @@ class Case:
         origin: the origin.
         sites: all sites of the program.
         parameters: the names of the arguments that are differentiated.
-        module: the path to write a rule for.
         scale: the loss scale.
         fitting: the largest smaller power of two at which the gradients are finite; None if there is none.
     """
@@ -37,7 +36,6 @@ class Case:
     origin: Origin
     sites: Mapping[Path, Site]
     parameters: tuple[str, ...]
-    module: str
     scale: float
     fitting: float | None
 
@@ -245,9 +243,10 @@ def power(scale: float) -> str:
 
 
 def _rule(case: Case) -> str:
-    if not case.module:
+    module = case.site.place
+    if not module:
         return "Keep the operation in float32 with jmp.full_precision, or use bfloat16."
-    return f'Keep the module in float32 with a rule, {{"{case.module}": "float32"}}, or use bfloat16.'
+    return f'Keep the module in float32 with a rule, {{"{module}": "float32"}}, or use bfloat16.'
 
 
 def _literals(site: Site) -> list[Extent]:

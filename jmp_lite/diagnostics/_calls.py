@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from .._autocast.binding import bind
+from .._autocast.binding import advance, bind
 from .._autocast.jaxprs import Array, Equation, Role, constants, without_constants
 from ._sites import Path, Where
 from ._tap import STEPS, Handler, Probe, Records, Tap, Value, as_arrays, inner_places
@@ -22,7 +22,7 @@ KEPT = 8
 
 
 def _inline(tap: Tap, equation: Equation, where: Where, index: int, operands: list[Value]) -> list[Value]:
-    """Runs a call as a part of the program around it. What is left of a custom derivative is such a call."""
+    """Runs a call as a part of the program around it. A differentiated custom rule leaves such a call."""
     ((inner, inside),) = inner_places(equation, where, index)
     return tap.run(inner.jaxpr, operands, inside)
 
@@ -165,7 +165,7 @@ def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list
 
 
 def _settled(trace: Callable[[], Any], moving: list[Value], results: list[Value], carried: int) -> Any:
-    """Traces the body of a loop until it is known which carries are gradients, and returns what it gives.
+    """Traces the body of a loop until its gradient carries are known. Returns the shapes of the records.
 
     A sum of gradients starts as zeros, and is a gradient from the second iteration on.
     """
@@ -207,11 +207,7 @@ def _while(tap: Tap, equation: Equation, where: Where, index: int, operands: lis
             return outputs
 
         results[:], records = tap.recording(run)
-        # `jax.vmap` gives the loop a predicate for each example; each example stops on its own.
-        mask = goes_on(carry)
-        new = [jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), y, x)
-               if mask.ndim else y for x, y in zip(carry, as_arrays(results))]  # fmt: skip
-        return new, records
+        return advance(goes_on(carry), as_arrays(results), carry), records
 
     start = as_arrays(moving)
     trace = lambda: jax.eval_shape(lambda carry: body(carry)[1], start)

@@ -12,18 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast import arguments
-from .._autocast.api import run, settings_of
-from .._autocast.arguments import Arguments
+from .._autocast.api import given_rules, prepare, run
 from .._autocast.jaxprs import Array
 from .._autocast.operations import Operation, operations_of
-from .._autocast.plan import Plan, Wanted
-from .._autocast.planner import Planner
 from .._autocast.rules import Rules, make_rules
 from .._dtypes import DTypeLike
 from ._fewest import EXACT, Kept, fewest
 from ._precision import Difference, ModuleDifference, PrecisionReport
-from ._trace import Call, Program, scale_of, trace
+from ._trace import EVERY_CAST, Call, Program, scale_of, trace
 
 _MEASURES = ("gradients", "loss")
 
@@ -88,7 +84,9 @@ def compare_precision(
         raise TypeError(f"compare_precision takes a loss function first. Got {fun!r}.")
     _check(depth, tolerance, measure)
     scale = scale_of("compare_precision", loss_scale)
-    fun, rules = _rules(fun, dtype)
+    fun, rules = given_rules("compare_precision", fun, dtype, jnp.float16)
+    if rules.dtype == jnp.float32:
+        raise ValueError("compare_precision compares float16 or bfloat16 with float32. Got float32.")
     call = Call(fun, argnums, has_aux, transform)
     allowed = 8 * float(jnp.finfo(rules.dtype).eps) if tolerance is None else float(tolerance)
 
@@ -115,34 +113,10 @@ def _check(depth: int, tolerance: float | None, measure: str) -> None:
         raise ValueError(f"compare_precision: measure should be 'gradients' or 'loss'. Got {measure!r}.")
 
 
-def _rules(fun: Callable[..., Any], dtype: DTypeLike | None) -> tuple[Callable[..., Any], Rules]:
-    """Returns the function in float32, and the rules by which autocast would run it."""
-    settings = settings_of(fun)
-    if settings is not None and dtype is not None:
-        raise ValueError(
-            "compare_precision takes a dtype for a plain function. autocast returned this function, with the "
-            f"dtype {settings[1].dtype.name}; leave dtype out."
-        )
-    wrapped, rules = settings or (fun, make_rules(jnp.float16 if dtype is None else dtype))
-    if rules.dtype == jnp.float32:
-        raise ValueError("compare_precision compares float16 or bfloat16 with float32. Got float32.")
-    return wrapped, rules
-
-
-def _planned(
-    fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Arguments, Planner, Plan]:
-    """Traces and plans a call as autocast does; a rule that selects nothing is no error."""
-    traced = arguments.trace(fun, args, kwargs, True, (jax.Array, np.ndarray))
-    planner = Planner(rules)
-    states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
-    return traced, planner, planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))
-
-
 def _operations(
     fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Operation, ...]:
-    traced, planner, plan = _planned(fun, rules, args, kwargs)
+    traced, planner, plan = prepare(fun, rules, args, kwargs, (np.ndarray,))
     planner.scopes.check()
     return tuple(operations_of(plan, rules.dtype, "", 1, traced.names, {}))
 
@@ -155,7 +129,7 @@ def _cast_products(
 ) -> tuple[Operation, ...]:
     """Returns the products that autocast brings to half, and not the program itself."""
     plain = make_rules(jnp.float32)
-    traced, _, plan = _planned(fun, plain, args, kwargs)
+    traced, _, plan = prepare(fun, plain, args, kwargs, (np.ndarray,))
     before = operations_of(plan, plain.dtype, "", 1, traced.names, {})
     pairs = zip(operations, before, strict=True)
     return tuple(now for now, own in pairs if now.on_tensor_cores and not own.in_half)
@@ -245,7 +219,7 @@ class _Reference:
 
         @functools.wraps(self._call.fun)
         def half(*args: Any, **kwargs: Any) -> Any:
-            traced, planner, plan = _planned(self._call.fun, rules, args, kwargs)
+            traced, planner, plan = prepare(self._call.fun, rules, args, kwargs, (np.ndarray,))
             return traced.outputs(run(planner, plan, traced.arrays))
 
         program = self._trace(dataclasses.replace(self._call, fun=half))
@@ -260,9 +234,7 @@ class _Reference:
 def _compiled(program: Program, read: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function of the arrays of a program, and of what `read` takes beside the outputs."""
     outputs: Any = lambda arrays, *others: read(program.run(arrays), *others)
-    # XLA may leave out a cast to half and back. Then its error would not show.
-    options: Any = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
-    return jax.jit(outputs, compiler_options=options)
+    return jax.jit(outputs, compiler_options=EVERY_CAST)
 
 
 def _sums(gradient: Array, wanted: Array, unit: float) -> Array:

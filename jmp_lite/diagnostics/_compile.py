@@ -102,7 +102,7 @@ def compile_for(
         device: `"h100"`, an H100 SXM with 80 GB.
         fun: a function of pytrees of arrays, jitted (`jax.jit`) or not.
         args: its arguments: arrays or `jax.ShapeDtypeStruct`s. Only shapes, dtypes and, with a mesh,
-            shardings are used. What has no shape and dtype goes to `fun` as it is.
+            shardings are used. An argument without a shape and a dtype reaches `fun` unchanged.
         donate_argnums: as in `jax.jit`, for a function that is not jitted.
         mesh: of `mesh_for`, to compile for more than one device. An argument without a sharding is
             replicated.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast.api import autocast, settings_of
+from .._autocast.api import autocast, given_rules, settings_of
 from .._autocast.report import Report, explain
 from .._dtypes import DTypeLike
 from ._advice import power
@@ -23,7 +23,7 @@ from ._nonfinite import NonfiniteReport
 from ._precision import PrecisionReport
 from ._profile import profile_ranges
 from ._program import Program, read_program
-from ._ranges import RangeReport
+from ._ranges import RangeReport, keep
 from ._roofline import Roofline, roofline
 from ._scales import TOLERANCE
 from ._trace import Call, scale_of, trace
@@ -116,7 +116,7 @@ def doctor(
     depth: int = 1,
     tolerance: float | None = None,
 ) -> Callable[..., Diagnosis]:
-    """Returns a function that asks all questions about a loss function, and says on one page what is wrong.
+    """Returns a function that runs all diagnostics on a loss function and prints its faults on one page.
 
     It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. For a plain float32
     function it asks about `autocast(fun, dtype)`; a function with half values of its own, such as a model
@@ -154,9 +154,8 @@ def doctor(
             "program=read_program(jax.jit(step).lower(*args).compile())."
         )
     scale = scale_of("doctor", loss_scale)
+    given_rules("doctor", fun, dtype, jnp.float16)
     is_autocast = settings_of(fun) is not None
-    if is_autocast and dtype is not None:
-        raise ValueError("doctor takes a dtype for a plain function. autocast returned this one.")
     how = (argnums, has_aux, transform)
 
     @functools.wraps(fun)
@@ -253,11 +252,10 @@ def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:
         names = ", ".join(f"{each.name or '/'} ({each.direction})" for each in report.without_scale[:4])
         advice = f"Keep them in float32: rules={report.rules}." if report.rules else "Try bfloat16."
         yield Finding("accuracy", f"No loss scale serves these gradients in {dtype}.", names, advice)
-    over = [each for each in report.modules if each.fates.overflowed and each.direction == "forward"]
-    if over:
-        rules = {each.name: "float32" for each in over if each.name}
+    if over := report.overflowing:
         what = f"Values of the forward pass are beyond the range of {dtype}, where no loss scale helps."
-        yield Finding("accuracy", what, ", ".join(each.name for each in over), f"rules={rules}, or bfloat16.")
+        where = ", ".join(each.name for each in over)
+        yield Finding("accuracy", what, where, f"rules={keep(over)}, or bfloat16.")
     for name, largest in report.too_large.items():
         what = f"A parameter has {largest:.4g}, beyond the range of {dtype}."
         yield Finding("accuracy", what, name, f"Keep it in float32: rules={{{name!r}: 'float32'}}.")
@@ -280,7 +278,7 @@ def _of_operations(report: Report) -> Iterator[Finding]:
         share = sum(each.flops for each in products) / total
         what = f"{len(products)} products, {share:.0%} of the FLOPs, are not in half: {reason}."
         where = ", ".join(dict.fromkeys(f"{each.module or '/'}, {each.source}" for each in products[:3]))
-        advice = "Cast what is in float32 there to half, or give the plain model to autocast."
+        advice = "Cast the float32 operands of these products to half, or give the plain model to autocast."
         yield Finding("speed", what, where, "" if "rule for" in reason else advice)
     sizes: dict[str, list[Any]] = collections.defaultdict(list)
     for each in report.operations:
@@ -293,11 +291,11 @@ def _of_operations(report: Report) -> Iterator[Finding]:
 
 
 def _of_roofline(report: Roofline | None) -> Iterator[Finding]:
-    slow = sorted((row for row in report.modules if row.fixed), key=lambda r: -r.fixed) if report else []
-    if report is not None and slow:
-        share = sum(row.fixed for row in slow) / report.seconds["float16"]
+    if report is not None and (slow := report.fixed_modules):
         name = report.device.name
-        what = f"{share:.0%} of the estimated time on {name} is no shorter in float16 than in TF32."
+        what = (
+            f"{report.fixed_share:.0%} of the estimated time on {name} is no shorter in float16 than in TF32."
+        )
         where = ", ".join(f"{row.module} {1e6 * row.fixed:.1f} us, {row.bound}" for row in slow[:4])
         best = report.speedup()
         yield Finding("speed", what, where, f"The step is at best {best:.2f} times as fast as in TF32.")

@@ -117,7 +117,7 @@ class _Reader:
         """Returns what there is to say of an origin."""
         site = origin.site
         argument = site.argument or site.near
-        case = Case(origin, self.measured.sites, self.parameters, site.place, self.scale, self.fitting)
+        case = Case(origin, self.measured.sites, self.parameters, self.scale, self.fitting)
         return Nonfinite(
             "NaN" if origin.is_nan else "inf",
             site.operation,

@@ -5,6 +5,7 @@ import html
 
 import numpy as np
 
+from .._autocast.report import aligned
 from ._advice import power
 
 _NOISE = 1e-5  # What another order of float32 sums may change.
@@ -134,12 +135,7 @@ class PrecisionReport:
     def __str__(self) -> str:
         if not self.modules:
             return self.summary()
-        rows = self.rows()
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [self.summary(), ""]
-        for first, *rest in rows:
-            columns = (f"{text:>{width}}" for text, width in zip(rest, widths[1:]))
-            lines.append("  ".join((f"{first:<{widths[0]}}", *columns)))
+        lines = [self.summary(), "", *aligned(self.rows())]
         if max(self.rest.gradients, self.rest.loss) > _NOISE:
             lines += ["", f"With all modules in float32 this is left, which no rule selects: {self.rest}."]
         return "\n".join([*lines, "", self.advice()])

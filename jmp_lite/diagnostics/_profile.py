@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from .._autocast.api import settings_of
+from .._autocast.api import given_rules
 from .._autocast.jaxprs import Jaxpr, equations, open_jaxpr
 from .._autocast.plan import Plan, Wanted
 from .._autocast.planner import Planner
-from .._autocast.rules import Rules, make_rules
+from .._autocast.rules import Rules
 from .._dtypes import DTypeLike
 from ._bits import Histogram, pooled
 from ._ranges import ModuleRange, RangeReport
@@ -69,7 +69,9 @@ def profile_ranges(
     if not callable(fun):
         raise TypeError(f"profile_ranges takes a loss function first. Got {fun!r}.")
     exponent = math.frexp(scale_of("profile_ranges", loss_scale))[1] - 1
-    fun, rules = _rules(fun, dtype)
+    fun, rules = given_rules("profile_ranges", fun, dtype, jnp.float16)
+    if rules.dtype == jnp.float32:
+        raise ValueError("profile_ranges takes float16 or bfloat16. Got float32, which loses nothing.")
     call = Call(fun, argnums, has_aux, transform)
 
     @functools.wraps(fun)
@@ -90,23 +92,6 @@ def profile_ranges(
         )
 
     return profile
-
-
-def _rules(fun: Callable[..., Any], dtype: DTypeLike | None) -> tuple[Callable[..., Any], Rules]:
-    """Returns the function in float32, and the rules by which autocast would run it."""
-    settings = settings_of(fun)
-    if settings is None:
-        rules = make_rules(jnp.float16 if dtype is None else dtype)
-    elif dtype is not None:
-        raise ValueError(
-            "profile_ranges takes a dtype for a plain function. autocast returned this function, with the "
-            f"dtype {settings[1].dtype.name}; leave dtype out."
-        )
-    else:
-        fun, rules = settings
-    if rules.dtype == jnp.float32:
-        raise ValueError("profile_ranges takes float16 or bfloat16. Got float32, which loses nothing.")
-    return fun, rules
 
 
 def _plan(program: Program, rules: Rules) -> Plan:

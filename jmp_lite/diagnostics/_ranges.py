@@ -2,13 +2,14 @@
 
 import dataclasses
 import html
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from .._autocast.report import aligned
 from .._scaling.loss_scale import DynamicLossScale
 from ._advice import power
 from ._bits import Fates, Magnitudes, pooled
@@ -115,8 +116,12 @@ class RangeReport:
     @property
     def rules(self) -> dict[str, str]:
         """Rules that keep the modules without a scale in float32, to paste: `autocast(..., rules=...)`."""
-        names = (each.name for each in self.without_scale if each in self.modules)
-        return {name: "float32" for name in names if name}
+        return keep(each for each in self.without_scale if each in self.modules)
+
+    @property
+    def overflowing(self) -> tuple[ModuleRange, ...]:
+        """The modules with values that overflow in the forward pass, where no loss scale helps."""
+        return tuple(each for each in self.modules if each.fates.overflowed and each.direction == "forward")
 
     def summary(self) -> str:
         """Returns the scales in one line."""
@@ -138,14 +143,13 @@ class RangeReport:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
-        lines = [self.summary(), "", *_table(self.rows())]
+        lines = [self.summary(), "", *aligned(self.rows(), left=2)]
         if self.without_scale:
             names = ", ".join(f"{each.name or '/'} ({each.direction})" for each in self.without_scale[:6])
             lines += ["", f"No scale serves these: more than 1 % becomes zero at every safe scale: {names}."]
             lines += [f"Keep them in float32: rules={self.rules}"] if self.rules else []
-        over = [each for each in self.modules if each.fates.overflowed and each.direction == "forward"]
-        if over:
-            rules = {each.name: "float32" for each in over if each.name}
+        if self.overflowing:
+            rules = keep(self.overflowing)
             lines += ["", f"Values overflow in the forward pass, where no loss scale helps: rules={rules}"]
         for name, largest in self.too_large.items():
             limit = float(jnp.finfo(self.dtype).max)
@@ -186,14 +190,10 @@ class RangeReport:
         Path(path).write_text(page(self), encoding="utf-8")
 
 
+def keep(modules: Iterable[ModuleRange]) -> dict[str, str]:
+    """Returns the rules that keep modules in float32."""
+    return {each.name: "float32" for each in modules if each.name}
+
+
 def _format(path: str | Path) -> str:
     return Path(path).suffix.removeprefix(".") or "png"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines: list[str] = []
-    for first, second, *rest in rows:
-        columns: Any = (f"{text:>{width}}" for text, width in zip(rest, widths[2:]))
-        lines.append("  ".join((f"{first:<{widths[0]}}", f"{second:<{widths[1]}}", *columns)))
-    return lines

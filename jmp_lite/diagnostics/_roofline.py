@@ -8,9 +8,9 @@ of NVIDIA's Training With Mixed Precision.
 """
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from .._autocast.jaxprs import plain_scope, visible_scope
 from ._program import Launch, Program
 
 PRECISIONS: tuple[str, ...] = ("float32", "tf32", "bfloat16", "float16")
@@ -97,6 +97,16 @@ class Roofline:
     modules: tuple[ModuleTime, ...]
     seconds: Mapping[str, float]
 
+    @property
+    def fixed_modules(self) -> tuple[ModuleTime, ...]:
+        """The modules with time that half precision does not shorten, those with most of it first."""
+        return tuple(sorted((row for row in self.modules if row.fixed), key=lambda row: -row.fixed))
+
+    @property
+    def fixed_share(self) -> float:
+        """The share of the time in float16 that half precision does not shorten, from 0 to 1."""
+        return sum(row.fixed for row in self.modules) / self.seconds["float16"]
+
     def speedup(self, precision: str = "float16", over: str = "tf32") -> float:
         """Returns how many times as fast the step is at best in one precision as in another."""
         return self.seconds[over] / self.seconds[precision]
@@ -155,14 +165,14 @@ def module_of(operation: str, depth: int) -> str:
     >>> module_of("transpose(jvp(GPT))/blocks_0/attention/dot_general", 2)
     'GPT/blocks_0'
     """
-    names = re.split(r"[()/]+", operation.partition(";")[0])
-    scopes = [name for name in names[:-1] if name and name not in _TRANSFORMS]
+    names = visible_scope(plain_scope(operation.partition(";")[0])).split("/")
+    scopes = [name for name in names[:-1] if name not in _CALLS]
     return "/".join(scopes[:depth]) or "(no scope)"
 
 
-_TRANSFORMS = {"jit", "jvp", "transpose", "vmap", "checkpoint", "rematted_computation", "remat", "shard_map"}
-_TRANSFORMS |= {"while", "body", "cond", "closed_call", "custom_jvp_call", "custom_vjp_call", "pjit"}
-_TRANSFORMS |= {"jmp_lite.autocast", "jmp_lite.full_precision"}
+# The names that calls and loops add to a scope.
+_CALLS = {"checkpoint", "rematted_computation", "remat", "shard_map", "while", "body", "cond", "closed_call"}
+_CALLS |= {"custom_jvp_call", "custom_vjp_call", "pjit"}
 
 
 def _module(
@@ -224,11 +234,9 @@ def _lines(report: Roofline) -> Iterator[str]:
     yield f"{'all':74}{totals}"
     over_tf32, over_float32 = report.speedup(), report.speedup(over="float32")
     yield f"float16 is at best {over_tf32:.2f} times as fast as TF32 and {over_float32:.2f} times as float32"
-    slow = sorted((row for row in report.modules if row.fixed), key=lambda row: -row.fixed)[:5]
-    if slow:
-        share = sum(row.fixed for row in report.modules) / report.seconds["float16"]
+    if slow := report.fixed_modules[:5]:
         names = ", ".join(f"{row.module} {1e3 * row.fixed:.3f} ms" for row in slow)
-        yield f"no faster in float16 than in TF32, {share:.0%} of the time: {names}"
+        yield f"no faster in float16 than in TF32, {report.fixed_share:.0%} of the time: {names}"
 
 
 def _line(row: ModuleTime, timed: bool) -> str:

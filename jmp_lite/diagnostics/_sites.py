@@ -12,6 +12,7 @@ from .._autocast.jaxprs import (
     Equation,
     Var,
     call_scope,
+    describe,
     is_literal,
     is_recomputed,
     is_transposed,
@@ -170,7 +171,7 @@ def make_site(
         (*(value.source for value in operands), *(None for _ in exponent)),
         visible_scope(_without_repeats(scope_of(equation, where.scope))),
         _argument_of(operands),
-        next((value.near for value in reversed(operands) if value.near), ""),
+        nearest(operands),
         line_of(equation) or where.line,
         _direction(equation, where.direction),
         where.loops,
@@ -179,15 +180,15 @@ def make_site(
     )
 
 
+def nearest(operands: Sequence[Any]) -> str:
+    """Returns the last parameter on the way to a result of some operands."""
+    return next((value.near for value in reversed(operands) if value.near), "")
+
+
 def _argument_of(operands: Sequence[Any]) -> str:
     """Returns the path of the argument among some operands: of the last parameter if there is one."""
     parameters = [value.argument for value in operands if value.argument and value.argument == value.near]
     return next(reversed(parameters or [value.argument for value in operands if value.argument]), "")
-
-
-def describe(array: Array) -> str:
-    """Returns the dtype and shape of an array, such as `float16[8,128]`."""
-    return f"{array.dtype.name}[{','.join(map(str, array.shape))}]"
 
 
 def would_be_half(decision: Decision | None, number: int) -> bool:

@@ -19,13 +19,14 @@ from .._autocast.jaxprs import (
     Jaxpr,
     Var,
     constants,
+    describe,
     equations,
     inner_jaxprs,
     is_literal,
     open_jaxpr,
 )
 from .._autocast.plan import Bind, Decision, Take
-from ._sites import Kind, Path, Site, Where, describe, is_floating, make_site, would_be_half
+from ._sites import Kind, Path, Site, Where, is_floating, make_site, nearest, would_be_half
 
 # These give the very elements of their operand: what was measured there holds here.
 MOVES = frozenset(
@@ -305,11 +306,6 @@ def _casts_down(equation: Equation) -> bool:
 def _takes_half(decision: Decision | None) -> bool:
     action = None if decision is None else decision.action
     return isinstance(action, Bind) and Take.HALF in action.operands
-
-
-def nearest(operands: Sequence[Value]) -> str:
-    """Returns the last parameter on the way to a result of some operands."""
-    return next((value.near for value in reversed(operands) if value.near), "")
 
 
 def inner_places(equation: Equation, where: Where, index: int) -> list[tuple[Any, Where]]:

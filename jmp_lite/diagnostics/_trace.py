@@ -22,6 +22,12 @@ from ._sites import Path, Site, Where
 from ._tap import STEPS, Probe, Tap, Value
 
 _SCALE = "_jmp_lite_loss_scale"
+EVERY_CAST: Any = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
+"""Options of XLA. XLA may leave out a cast to half and back, so an overflow or an error would not show.
+
+A program of a diagnosis runs a few times at most. It is compiled in half of the time, and runs somewhat
+slower.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +175,7 @@ class Tapped:
         self._tap = Tap(probe, CALLS)
         self._outputs: tuple[Path | None, ...] = ()
         self._order: list[Path] = []
-        # XLA may leave out a cast to half and back. Then an overflow would not show. The program runs a few
-        # times at most: it is compiled in half of the time, and runs somewhat slower.
-        options: Any = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
-        self._run = jax.jit(self._measure, compiler_options=options)
+        self._run = jax.jit(self._measure, compiler_options=EVERY_CAST)
 
     def __call__(self, scale: float) -> Measured:
         """Runs the program at a loss scale."""

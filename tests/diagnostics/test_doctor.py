@@ -132,7 +132,7 @@ def test_bad_input_is_named():
         doctor(3)
     with pytest.raises(TypeError, match=r"what read_program returns. Got str"):
         doctor(faulty, program="program")
-    with pytest.raises(ValueError, match="autocast returned this one"):
+    with pytest.raises(ValueError, match="autocast returned this function"):
         doctor(jmp.autocast(faulty), "float16")
     with pytest.raises(TypeError, match="Got str"):
         doctor(faulty, loss_scale="big")

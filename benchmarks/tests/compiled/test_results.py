@@ -1,4 +1,4 @@
-"""The files of results: what the step of a model costs by autocast is at most what it costs by a policy."""
+"""The files of results: the step of a model costs no more by autocast than by a policy."""
 
 import json
 
