@@ -1,9 +1,14 @@
-"""Settings for JAX that must be there before it starts: eight virtual CPU devices, and a fast compiler."""
+"""Settings for JAX that must be there before it starts, and the mark `fast_cases`.
 
+JAX gets eight virtual CPU devices and a fast compiler.
+"""
+
+import collections
 import os
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 # The tests spend their time in the compiler, not in the programs that it makes.
 _FLAGS = (
@@ -23,3 +28,16 @@ else:
 
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.hookimpl(tryfirst=True)  # Before pytest leaves out the slow tests.
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Marks as slow all cases of a test but the first n, where the test has the mark `fast_cases(n)`."""
+    seen: collections.Counter[tuple[Path, str]] = collections.Counter()
+    for item in items:
+        mark = item.get_closest_marker("fast_cases")
+        if mark is not None:
+            test = (item.path, item.originalname)
+            seen[test] += 1
+            if seen[test] > mark.args[0]:
+                item.add_marker("slow")

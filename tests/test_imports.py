@@ -141,6 +141,7 @@ def fresh_import():
     return initialized, set(modules)
 
 
+@pytest.mark.slow
 def test_importing_does_not_import_flax(fresh_import):
     modules = fresh_import[1]
     assert "jmp_lite._scaling.optimizer" in modules

@@ -93,6 +93,7 @@ rules = st.builds(
 policies = st.builds(jmp.Policy, dtype_names, dtype_names, dtype_names, rules=st.lists(rules, max_size=4))
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(policy=policies)
 def test_str_is_read_back(policy):

@@ -70,6 +70,7 @@ class Net(nn.Module):
 RULED = "c=f16,o=f32; **/BatchNorm* -> float32; head/** -> c=bf16"
 
 
+@pytest.mark.slow
 def test_rules_act_on_linen_parameters():
     params = Net().init(jax.random.key(0), jnp.ones((1, 4)))["params"]
     policy = jmp.get_policy(RULED)

@@ -11,6 +11,7 @@ from small_programs import HALVES, W, X
 import jmp_lite as jmp
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "fun",
@@ -50,6 +51,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("half", "order"), [("float16", "inside")])
 @pytest.mark.parametrize("name", GROUPS)
 def test_activation_functions_of_many_operations_have_the_derivatives_of_float32(name, half, order):
@@ -66,6 +68,7 @@ def test_activation_functions_of_many_operations_have_the_derivatives_of_float32
         assert_close(push(grad)(W), push(jax.grad(loss))(W), half, factor=48)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 def test_a_learned_scale_is_applied_in_float32_and_keeps_a_half_activation_for_the_backward_pass(half):
     fun = lambda params, x: jnp.sum((params[0] * (x @ params[1])) @ params[1])
@@ -102,6 +105,7 @@ def test_a_bias_that_the_program_broadcasts_itself_costs_nothing(name, half):
     assert_close(jax.grad(jmp.autocast(explicit, half))(W), jax.grad(implicit)(W), half, factor=16)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("order", ["inside", "outside"])
 def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half, order):

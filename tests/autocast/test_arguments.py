@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 import jmp_lite as jmp
@@ -21,6 +22,7 @@ print(model.mean[...])
 """
 
 
+@pytest.mark.slow
 def test_a_module_is_updated_though_the_program_has_not_imported_the_adapter():
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

@@ -195,6 +195,7 @@ def program_of(name):
     )
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("half", ["float16"])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_product_inside_is_half_and_the_value_that_of_float32(name, half):
@@ -209,6 +210,7 @@ def test_every_product_inside_is_half_and_the_value_that_of_float32(name, half):
     assert_close(result, expected, half, factor=16)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_product_of_the_backward_pass_is_half_and_the_gradients_those_of_float32(name, request):
     if name == "custom_vjp in a custom_jvp rule":  # README, Limits.
@@ -264,6 +266,7 @@ def test_with_the_products_denied_the_jaxpr_does_not_change(name):
     assert text(denied, X, W, B) == text(fun, X, W, B)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("half", ["float16"])
 @pytest.mark.parametrize(
     "name", ["custom_jvp", "jit", "scan with constants", "remat", "cond", "vmap of weights"]

@@ -27,6 +27,7 @@ def attention(masked, q, k, v, keep):
     return jax.nn.softmax(masked(scores, keep), axis=-1) @ v
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_of_attention_give_finite_values_and_gradients(mask, half):
@@ -45,6 +46,7 @@ def test_masks_of_attention_give_finite_values_and_gradients(mask, half):
         assert_close(jax.jit(grad)(q, k, v), expected, half, factor=24)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("fill", [-np.inf, -1e9, np.finfo(np.float32).min])
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -71,6 +73,7 @@ def test_fully_masked_rows_give_what_float32_gives(mask, half):
     assert_close(jnp.nan_to_num(result), jnp.nan_to_num(expected), half, factor=8)
 
 
+@pytest.mark.slow
 def test_jax_dot_product_attention_with_masks_works_in_float16():
     q, k, v = (normal(2, 6, 2, 8) for _ in range(3))
     keep = jnp.tril(jnp.ones((6, 6), bool))[None, None]

@@ -12,6 +12,7 @@ from small_programs import STACK, B, W, X, normal, value_and_grad
 import jmp_lite as jmp
 
 
+@pytest.mark.slow
 def test_convolutions_einsums_and_ragged_products_are_half_forward_and_backward():
     image, kernel = normal(2, 8, 8, 3), normal(3, 3, 3, 4, scale=0.2)
     convolve = lambda x, k: lax.conv_general_dilated(
@@ -84,6 +85,7 @@ ODD = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ODD)
 def test_products_around_odd_operations_are_half(name):
     half, order = [("float16", "outside"), ("bfloat16", "inside")][list(ODD).index(name) % 2]

@@ -12,6 +12,7 @@ from small_programs import HALVES, PARAMS, X, eps, mlp, normal
 import jmp_lite as jmp
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 def test_an_optimizer_inside_autocast_keeps_float32_accuracy(half):
     optimizer = optax.adamw(1e-3)
@@ -43,6 +44,7 @@ def test_an_exponential_moving_average_moves_by_less_than_half_can_see():
     np.testing.assert_allclose(moved, old + 1e-6, rtol=2 * eps("float32"))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 def test_an_unrolled_inner_loop_updates_its_weights_in_float32(half):
     x, y = normal(16, 8), normal(16, 8)

@@ -120,6 +120,7 @@ def test_an_overflow_in_the_backward_pass_of_one_block_and_the_scale_that_fits()
     assert find_nonfinite(loss, fitting)(params, x).is_finite
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_one_bad_batch_of_five(bad):
     batches = np.tile(np.asarray(x), (5, 1, 1))
@@ -164,6 +165,7 @@ CASES = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_operations_and_their_advice(name):
     fun, operation, advice = CASES[name]
@@ -184,6 +186,7 @@ def test_a_loss_beyond_65504():
     assert "Compute the loss in float32" in cause.advice
 
 
+@pytest.mark.slow
 def test_an_activation_beyond_65504_asks_for_a_rule_of_its_module():
     def fun(w, x):
         with jax.named_scope("wide"):
@@ -195,6 +198,7 @@ def test_an_activation_beyond_65504_asks_for_a_rule_of_its_module():
     assert "65504" in cause.advice
 
 
+@pytest.mark.slow
 def test_the_rule_of_the_advice_helps():
     def fun(w, x):
         with jax.named_scope("wide"):
@@ -211,6 +215,7 @@ def test_values_of_8_bits():
     assert (report.cause.operation, report.cause.result) == ("convert_element_type", "float8_e5m2[3,4]")
 
 
+@pytest.mark.slow
 def test_complex_values():
     fun = lambda w, x: jnp.sum(jnp.abs(jnp.fft.fft(x @ w) * (1 + 2j)) ** 2 * 1e38)
     report = find_nonfinite(fun)(w, x)
@@ -222,6 +227,7 @@ def test_complex_values():
 # Inside calls.
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_iteration_of_a_scan(reverse):
     def loss(w, x):
@@ -235,6 +241,7 @@ def test_the_iteration_of_a_scan(reverse):
     assert cause.operand_ranges[1] == (0.0, 0.0)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("reverse", "iteration"), [(False, 3), (True, 5)])
 def test_the_first_iteration_of_a_growing_carry(reverse, iteration):
     step = lambda c, _: (c * 1e10 + w.sum() * 0, None)
@@ -337,6 +344,7 @@ def test_what_a_backward_rule_computes_again_is_no_gradient():
     assert "Keep the" in report.cause.advice
 
 
+@pytest.mark.slow
 def test_inside_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     values = jnp.arange(16.0)
@@ -363,6 +371,7 @@ class Tower(nnx.Module):
         return self.second(nnx.relu(self.first(x)) * 6e4)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("how", ["policy", "autocast"])
 def test_an_nnx_model_is_named_by_its_parameters_and_stays_as_it_is(how):
     model = Tower(nnx.Rngs(0))
@@ -378,6 +387,7 @@ def test_an_nnx_model_is_named_by_its_parameters_and_stays_as_it_is(how):
     assert jax.tree.all(jax.tree.map(lambda a, b: a is b, before, nnx.state(model)))
 
 
+@pytest.mark.slow
 def test_an_equinox_model():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0))
@@ -401,6 +411,7 @@ def test_has_aux_argnums_and_keywords():
     assert (both.parameters, both.gradients) == (2, ("0", "1"))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "scale",
     [1024.0, jnp.float32(1024), jmp.StaticLossScale(1024.0), jmp.DynamicLossScale(1024.0)],

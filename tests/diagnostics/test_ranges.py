@@ -98,6 +98,7 @@ def test_the_counts_are_those_of_a_cast(values, exponent):
     assert measured.smallest == (finite.min() if finite.size else 0)
 
 
+@pytest.mark.slow
 def test_the_facts_of_the_guide():
     # float16 has 40 powers of two: 30 normal, and 10 subnormal.
     powers = magnitudes(2.0 ** np.arange(-60, 60, dtype=np.float32))
@@ -156,6 +157,7 @@ def mlp(w, x):
 PARAMS = {"first": w * 0.1, "second": w * 1e-2}
 
 
+@pytest.mark.slow
 def test_the_gradients_are_those_of_jax_grad_at_every_scale():
     report = profile_ranges(mlp)(PARAMS, x)
     grads = jax.grad(mlp)(PARAMS, x)
@@ -182,6 +184,7 @@ def test_the_values_of_the_backward_pass_are_counted_by_hand():
     assert report.loss_scale == 2.0**10
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("exponent", [0, 5, 12])
 def test_the_loss_scale_shifts_the_backward_pass_alone(exponent):
     one, scaled = (profile_ranges(mlp, "float16", 2.0**k)(PARAMS, x) for k in (0, exponent))
@@ -222,6 +225,7 @@ def test_inside_a_while_loop_a_branch_and_remat():
     assert {each.direction for each in report.modules} == {"forward", "backward"}
 
 
+@pytest.mark.slow
 def test_inside_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     P = jax.sharding.PartitionSpec
@@ -233,6 +237,7 @@ def test_inside_shard_map():
     assert counts(sharded.gradients[0].fates) == counts(plain.gradients[0].fates)
 
 
+@pytest.mark.slow
 def test_autocast_says_which_values_are_counted():
     def fun(w, x):
         with jax.named_scope("first"):
@@ -253,6 +258,7 @@ def test_autocast_says_which_values_are_counted():
         )
 
 
+@pytest.mark.slow
 def test_gradients_that_underflow_without_a_sound():
     fun = lambda w, x: jnp.mean(jnp.sin(x @ w)) * 1e-6
     report = profile_ranges(fun)(w, x)
@@ -264,6 +270,7 @@ def test_gradients_that_underflow_without_a_sound():
     assert "of the gradients that are not zero are lost" in report.summary()
 
 
+@pytest.mark.slow
 def test_a_module_that_no_scale_serves_and_its_rule():
     def fun(w, x):
         with jax.named_scope("tiny"):
@@ -281,6 +288,7 @@ def test_a_module_that_no_scale_serves_and_its_rule():
     assert "tiny" not in {each.name for each in helped.modules}
 
 
+@pytest.mark.slow
 def test_parameters_beyond_the_range_and_forward_overflow():
     params = {"first": w * 0.1, "second": np.where(w == w.max(), 1e5, w).astype(np.float32)}
     report = profile_ranges(mlp)(params, x)
@@ -302,6 +310,7 @@ def test_a_model_under_a_policy_is_counted_in_half():
     assert all(each.magnitudes.values for each in report.modules)
 
 
+@pytest.mark.slow
 def test_nnx_models_are_named_by_their_parameters():
     model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
     tower = nnx.Sequential(model, nnx.Linear(4, 2, rngs=nnx.Rngs(1)))
@@ -331,6 +340,7 @@ def loss_of(workload):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2-small", "seq2seq", "resnet50")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["neumf", *SLOW])
 def test_the_scales_of_real_models_equal_brute_force(name):
     fun, params = loss_of(FAMILIES[name].small())
@@ -382,6 +392,7 @@ def test_the_report():
     assert len(report.rows()) == 1 + len(report.modules)
 
 
+@pytest.mark.slow
 def test_the_picture_and_the_page(tmp_path):
     report = small_report()
     report.plot(tmp_path / "ranges.png")
@@ -443,6 +454,7 @@ def test_what_a_backward_rule_computes_again_is_no_gradient():
     assert max(each.magnitudes.largest for each in backward) < 0.2
 
 
+@pytest.mark.slow
 def test_a_sum_of_gradients_in_a_loop_is_a_gradient():
     def fun(w, x):
         return lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=4)[0].sum() * 1e-3

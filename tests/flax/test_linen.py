@@ -14,6 +14,7 @@ import jmp_lite as jmp
 from jmp_lite.linen import with_policy
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "policy", "train"),
     [
@@ -36,6 +37,7 @@ def test_agrees_with_float32_in_outputs_gradients_and_statistics(name, policy, t
     assert {leaf.dtype for leaf in jax.tree.leaves((half_grads, half_stats))} == {jnp.dtype("float32")}
 
 
+@pytest.mark.fast_cases(3)
 @each_model
 def test_every_product_of_forward_and_backward_takes_half_operands(model, x):
     params, others = variables_of(model, x)
@@ -48,6 +50,7 @@ def test_every_product_of_forward_and_backward_takes_half_operands(model, x):
     assert set(found) == {("float16", "float16")}
 
 
+@pytest.mark.fast_cases(1)
 @each_model
 def test_parameters_keep_their_paths_values_and_dtype(model, x):
     plain = model.init(jax.random.key(0), x, train=False)

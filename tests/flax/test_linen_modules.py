@@ -85,6 +85,7 @@ def test_lifted_modules_run_under_the_policy(lift):
     assert set(full) == {("float32", "float32")}  # Nothing of the policy is left behind.
 
 
+@pytest.mark.slow
 def test_ensembles_under_vmap_run_under_the_policy():
     ensemble = nn.vmap(
         OwnParams, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3
@@ -165,6 +166,7 @@ def test_an_nnx_module_in_a_linen_model_runs():
     np.testing.assert_allclose(y, model.apply(params, SEQUENCE), atol=0.05)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("batch_dims", [0, (0,), ()])
 def test_the_bias_of_a_layer_with_a_weight_for_each_member_of_a_batch(batch_dims):
     module = nn.DenseGeneral(7, batch_dims=batch_dims, bias_init=nn.initializers.normal(1.0))

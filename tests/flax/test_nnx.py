@@ -46,6 +46,7 @@ def test_agrees_with_float32_in_outputs_gradients_and_statistics(name, policy, t
     assert {leaf.dtype for leaf in jax.tree.leaves((half_grads, half_stats))} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_the_fast_attention_of_jax_runs_in_half_too():
     """Without dropout Flax calls `jax.nn.dot_product_attention`, which knows no float16 on a CPU."""
     model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
@@ -58,6 +59,7 @@ def test_the_fast_attention_of_jax_runs_in_half_too():
     assert ("float32", "float32") not in products_of_grad(half_model, x)
 
 
+@pytest.mark.fast_cases(3)
 @each_model
 def test_every_product_of_forward_and_backward_takes_half_operands(make, x):
     found = products_of_grad(with_policy(make(nnx.Rngs(0)), F16), x)

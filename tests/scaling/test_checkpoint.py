@@ -107,6 +107,7 @@ def test_the_restored_state_compiles_nothing_anew(tmp_path):
     assert len(traced) == 1
 
 
+@pytest.mark.slow
 def test_a_process_killed_and_started_again_equals_an_uninterrupted_run(tmp_path):
     command = [sys.executable, str(pathlib.Path(__file__)), str(tmp_path)]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -90,6 +90,7 @@ def traceable(leaf):
     return not is_odd and not isinstance(leaf, (str, type))
 
 
+@pytest.mark.fast_cases(2)
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(data=st.data(), value=st.sampled_from(BAD), where=st.floats(0, 1))
 @pytest.mark.parametrize("name", TREES)
@@ -126,6 +127,7 @@ def containers(inner):
     return st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from("dcba"), inner)
 
 
+@pytest.mark.slow
 @hypothesis.given(tree=a_leaf() | containers(a_leaf()) | containers(a_leaf() | containers(a_leaf())))
 def test_every_leaf_of_any_tree_is_judged_as_by_numpy(tree):
     flags = leaves_finite(tree)

@@ -133,6 +133,7 @@ def run_scanned(scale, events):
     return [state_of(jax.tree.map(lambda leaf, i=i: leaf[i], scales)) for i in range(len(events))]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("run", [run_eagerly, run_jitted, run_scanned])
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(oracle=oracles(), events=events_lists)
@@ -141,6 +142,7 @@ def test_dynamic_scale_follows_the_oracle_bit_for_bit(run, oracle, events):
     assert run(scale, events) == oracle.run(events)
 
 
+@pytest.mark.slow
 @hypothesis.given(oracle=oracles(exact=False), events=events_lists)
 def test_dynamic_scale_follows_the_oracle_for_factors_that_round(oracle, events):
     # The last bit of a quotient may round otherwise, so the oracle goes on from where the scale went.
@@ -154,6 +156,7 @@ def test_dynamic_scale_follows_the_oracle_for_factors_that_round(oracle, events)
         assert counts == [oracle.counter, oracle.left]
 
 
+@pytest.mark.slow
 @hypothesis.given(oracle=oracles(exact=False) | oracles(), events=events_lists)
 def test_scale_stays_between_its_bounds_and_finite(oracle, events):
     for number, _, _ in run_eagerly(oracle.build(), events):
@@ -161,6 +164,7 @@ def test_scale_stays_between_its_bounds_and_finite(oracle, events):
         assert 0 < number < math.inf
 
 
+@pytest.mark.slow
 @hypothesis.given(oracle=oracles(), events=events_lists)
 def test_power_of_two_stays_a_power_of_two(oracle, events):
     assert all(is_power_of_two(number) for number, _, _ in run_eagerly(oracle.build(), events))
@@ -241,6 +245,7 @@ def test_a_backoff_that_keeps_above_the_minimum_is_not_bent():
     assert float(scale.adjust(jnp.bool_(False)).loss_scale) == f32(8 / 3)
 
 
+@pytest.mark.slow
 @hypothesis.given(
     exponent=st.integers(0, 127),
     period=st.integers(1, 4),

@@ -150,6 +150,7 @@ def sharded_update(axis_name):
     return params, opt_state, specs, step
 
 
+@pytest.mark.slow
 def test_all_devices_of_a_shard_map_agree_to_skip():
     params, opt_state, specs, step = sharded_update("data")
     arguments = (P("data"), specs, P("data"))
@@ -184,6 +185,7 @@ def test_without_an_axis_name_the_devices_of_a_shard_map_skip_different_steps():
     assert changed.tolist() == [True] * 3 + [False] + [True] * 4
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("param_spec", [P(), P("data")], ids=["replicated", "sharded"])
 def test_an_inf_in_one_shard_skips_everywhere_under_jit(param_spec):
     mesh = device_mesh()
@@ -260,6 +262,7 @@ LOSS_SCALES = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES)
 @pytest.mark.parametrize("policy_name", POLICIES)
 def test_one_compilation_in_three_steps_and_no_weak_types(policy_name, loss_scale):

@@ -29,6 +29,7 @@ assert not any(name.startswith("jmp_lite.linen") for name in __import__("sys").m
 IMPORTS = ["import jmp_lite as jmp", "from flax import serialization"]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("order", [IMPORTS, IMPORTS[::-1]], ids=["jmp_lite first", "flax first"])
 def test_a_state_is_saved_whatever_was_imported_first(order):
     script = SCRIPT.format(first=order[0], second=order[1])
@@ -50,6 +51,7 @@ def restored(target, state):
 STEADY = {"period": 5, "hysteresis": 2}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "scale",
     [jmp.NoOpLossScale(), jmp.StaticLossScale(8.0), jmp.DynamicLossScale(8.0, **STEADY)],

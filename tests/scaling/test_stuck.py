@@ -67,6 +67,7 @@ def test_one_bad_batch_in_five_is_a_stuck_run():
     assert complaint(after([0, 1, 0, 1]), 2).startswith("2 of 4 steps were skipped (50%). The loss scale is")
 
 
+@pytest.mark.slow
 def test_a_scale_at_its_minimum_is_judged_after_fewer_skips():
     low = jmp.with_loss_scale(optax.sgd(1e-2), jmp.DynamicLossScale(8.0, min_loss_scale=4.0))
     events = [1, 1, 1, 0]
