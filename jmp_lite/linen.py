@@ -57,7 +57,8 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
             covers everything in `head`.
         reduce_dtype: the dtype of the weight gradients of `Dense` and `DenseGeneral` when devices sum them:
             float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
-            no forward-mode derivative (`jax.jvp`).
+            no forward-mode derivative (`jax.jvp`), and an embedding that is looked up without a batch, such
+            as by positions, gives float32 rows: a sum with them is float32, and so is its gradient.
 
     Returns:
         A module with the parameter tree of `module`. Its methods are reached by name, as in

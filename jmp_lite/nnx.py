@@ -80,7 +80,8 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
             covers everything in `head`.
         reduce_dtype: the dtype of the weight gradients of `Linear` and `LinearGeneral` when devices sum them:
             float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
-            no forward-mode derivative (`jax.jvp`).
+            no forward-mode derivative (`jax.jvp`), and an embedding that is looked up without a batch, such
+            as by positions, gives float32 rows: a sum with them is float32, and so is its gradient.
 
     Returns:
         A module of a subclass of the model's class. All public methods run under the policy. A call works on

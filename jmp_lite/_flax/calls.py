@@ -25,6 +25,8 @@ class CallPlan:
         compute_dtype: the dtype of the arithmetic.
         casts_params: whether the module's own parameters are cast for the call: users wrote the module.
         looks_up_rows: whether the call reads rows of an embedding table.
+        keeps_shared_rows: whether rows that a batch shares stay float32, so that the batch sums their gradient in
+            float32.
         bias: the bias that is added outside the layer, or None.
         attributes: the attributes of the layer for this call: no bias of its own where `bias` is given, and a
             product with a wide weight gradient where one is asked for.
@@ -34,6 +36,7 @@ class CallPlan:
     compute_dtype: np.dtype
     casts_params: bool
     looks_up_rows: bool
+    keeps_shared_rows: bool
     bias: jax.Array | None
     attributes: Mapping[str, Any]
     keeps_carry: bool
@@ -63,6 +66,7 @@ def plan_call(
         compute_dtype=compute_dtype,
         casts_params=not layer,
         looks_up_rows=calls_layer and isinstance(module, library.embedding),
+        keeps_shared_rows=reduce_dtype is not None,
         bias=bias,
         attributes=changes,
         keeps_carry=is_cell_call(library, module, method),
@@ -94,7 +98,8 @@ def run_call(
             return call(*args, **kwargs)
 
     if plan.looks_up_rows:
-        return _look_up(lambda dtype: run(dtype=dtype), plan.compute_dtype)
+        keeps_rows = plan.keeps_shared_rows and _is_shared(*args, **kwargs)
+        return _look_up(lambda dtype: run(dtype=dtype), plan.compute_dtype, keeps_rows)
     output: Any = run()
     if plan.bias is not None:
         output = _add_bias(output, plan.bias)
@@ -130,7 +135,12 @@ def run_model(
     return cast(output, output_dtype)
 
 
-def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype) -> jax.Array:
+def _is_shared(inputs: Any) -> bool:
+    """Returns whether indices have no batch, such as positions: users broadcast their rows over the batch."""
+    return jnp.ndim(inputs) < 2 or jnp.shape(inputs)[0] == 1
+
+
+def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype, keeps_rows: bool) -> jax.Array:
     """Reads rows of an embedding table in half precision, with gradients that are summed in float32.
 
     The gradient of a lookup sums the gradients of all uses of a row. In half precision such a sum stops
@@ -140,10 +150,11 @@ def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype) -> jax.Arra
     Args:
         read: does the lookup in a dtype.
         dtype: the compute dtype.
+        keeps_rows: whether the rows stay float32.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
     rows = read(wide)
-    return rows if dtype == wide else reuse_cast(rows, read(dtype))
+    return rows if keeps_rows or dtype == wide else reuse_cast(rows, read(dtype))
 
 
 def _add_bias(output: jax.Array, bias: jax.Array) -> jax.Array:

@@ -70,6 +70,36 @@ def test_the_gradients_of_a_bias_are_summed_in_float32(library, policy):
         assert count(convolution(library, policy.compute_dtype)) == stuck[np.dtype(policy.compute_dtype).name]
 
 
+class LinenRows(nn.Module):
+    @nn.compact
+    def __call__(self, x, positions):
+        return x + nn.Embed(2, 1)(positions)
+
+
+class NnxRows(nnx.Module):
+    def __init__(self):
+        self.embedding = nnx.Embed(2, 1, rngs=RNGS)
+
+    def __call__(self, x, positions):
+        return x + self.embedding(positions)
+
+
+@each_library
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_the_gradient_of_rows_that_a_batch_shares_is_summed_in_float32_on_request(library, shape):
+    x, positions = jnp.ones((10_009, 1, 1)), jnp.zeros(shape, jnp.int32)
+    model = LinenRows() if library == "Linen" else NnxRows()
+
+    def count(reduce_dtype):
+        library_of_model = linen if library == "Linen" else under_nnx
+        under = library_of_model.with_policy(model, F16, reduce_dtype=reduce_dtype)
+        run, params = as_function(under, x, positions)
+        return jax.tree.leaves(jax.grad(lambda params: run(params, x, positions).sum())(params))[0][0, 0]
+
+    assert count("float32") == 10_009
+    assert count(None) != 10_009  # The addition is in half precision.
+
+
 @each_library
 def test_a_carry_that_is_handed_in_is_not_rounded(library):
     x = SEQUENCE[:, 0]
