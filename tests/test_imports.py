@@ -41,7 +41,7 @@ FILES = {
     "_flax": "products layers calls",
     "diagnostics": "_hlo _traffic _products _program _compile _measured _roofline _sites _tap _calls _trace "
     "_extremes _flow _advice _nonfinite _find _bits _scales _pages _ranges _profile "
-    "_fewest _precision _compare _doctor",
+    "_fewest _precision _piled _compare _doctor",
 }
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}

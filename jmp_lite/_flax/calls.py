@@ -25,8 +25,8 @@ class CallPlan:
         compute_dtype: the dtype of the arithmetic.
         casts_params: whether the module's own parameters are cast for the call: users wrote the module.
         looks_up_rows: whether the call reads rows of an embedding table.
-        keeps_shared_rows: whether rows that a batch shares stay float32, so that the batch sums their gradient in
-            float32.
+        keeps_shared_rows: whether rows that a batch shares stay float32, so that their gradient is summed
+            over the batch in float32.
         bias: the bias that is added outside the layer, or None.
         attributes: the attributes of the layer for this call: no bias of its own where `bias` is given, and a
             product with a wide weight gradient where one is asked for.

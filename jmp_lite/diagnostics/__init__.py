@@ -5,7 +5,7 @@ says how much of the values half precision loses, and which loss scale recovers 
 (the operations at which values are measured), `_tap` and `_calls` (which run a program and measure), `_trace`
 (which makes the program of a loss function), then `_extremes`, `_flow`, `_advice`, `_nonfinite` and `_find`,
 or `_bits`, `_scales`, `_pages`, `_ranges` and `_profile`. `compare_precision` says which module costs the
-accuracy, and which modules to keep in float32: `_fewest`, `_precision`, `_compare`.
+accuracy, and which modules to keep in float32: `_fewest`, `_precision`, `_piled`, `_compare`.
 
 `read_program` reads the program that XLA compiled. It says which products run on Tensor Cores and in which
 dtypes, and how many kernels, bytes and collectives a step has. Read `_hlo`, `_traffic`, `_products`, then
@@ -29,6 +29,7 @@ from ._nonfinite import Nonfinite as Nonfinite
 from ._nonfinite import NonfiniteReport as NonfiniteReport
 from ._precision import Difference as Difference
 from ._precision import ModuleDifference as ModuleDifference
+from ._precision import Piled as Piled
 from ._precision import PrecisionReport as PrecisionReport
 from ._products import Product as Product
 from ._profile import profile_ranges as profile_ranges

@@ -18,7 +18,8 @@ from .._autocast.operations import Operation, operations_of
 from .._autocast.rules import Rules, make_rules
 from .._dtypes import DTypeLike
 from ._fewest import EXACT, Kept, fewest
-from ._precision import Difference, ModuleDifference, PrecisionReport
+from ._piled import error_of, owner, piled
+from ._precision import Difference, ModuleDifference, Piled, PrecisionReport
 from ._trace import EVERY_CAST, Call, Program, scale_of, trace
 
 _MEASURES = ("gradients", "loss")
@@ -39,14 +40,15 @@ def compare_precision(
     """Returns a function that says which module costs the accuracy in half precision, and which rules help.
 
     It runs the loss and its gradients in float32, under `autocast` with everything in half, and once for each
-    module with that module alone in half. A module is a scope with products in half, or where the scopes tell
-    nothing apart (NNX, Equinox, plain functions) the argument that holds their parameters: what `rules=` of
-    `autocast` selects. If the error is above the tolerance, it searches the fewest modules to keep in
-    float32: with up to 6 modules over all sets, 64 runs at most; with more by adding the worst, then leaving
-    out.
+    module with that module alone in half. Of the run with everything in half it also says the error that has
+    piled up at each module, in its values and in the gradients of its parameters. A module is a scope with
+    products in half, or where the scopes tell nothing apart (NNX, Equinox, plain functions) the argument that
+    holds their parameters: what `rules=` of `autocast` selects. If the error is above the tolerance, it
+    searches the fewest modules to keep in float32: with up to 6 modules over all sets, 64 runs at most; with
+    more by adding the worst, then leaving out.
 
     Each run is a program of its own, which is compiled. The gradients in float32 stay on the device; only
-    sums come back. On a GPU products in float32 run at the highest precision, not in TF32.
+    sums and sketches come back. On a GPU products in float32 run at the highest precision, not in TF32.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed. Products that
@@ -97,7 +99,7 @@ def compare_precision(
         products = _cast_products(fun, operations, args, kwargs)
         names = _modules(products, call.differentiated, depth)
         runs = _Runs(reference, rules, names, scale)
-        return _report(runs, operations, measure, allowed)
+        return _report(runs, operations, products, measure, allowed)
 
     return compare
 
@@ -198,7 +200,7 @@ class _Reference:
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call, self._args, self._kwargs = call, args, kwargs
-        program = self._trace(call)
+        self.program = program = self._trace(call)
         loss, *self._gradients = _compiled(program, lambda outputs: outputs)(program.arrays)
         self.loss = float(loss)
         self._sizes = [float(jnp.max(jnp.abs(each), initial=0)) for each in self._gradients]
@@ -214,21 +216,27 @@ class _Reference:
         with jax.default_matmul_precision("highest"):
             return trace("compare_precision", call, self._args, self._kwargs)
 
-    def difference(self, rules: Rules, scale: float) -> Difference:
-        """Returns how far the loss and its gradients are off under autocast with some rules."""
+    def half(self, rules: Rules) -> Program:
+        """Returns the program under autocast with some rules."""
 
         @functools.wraps(self._call.fun)
         def half(*args: Any, **kwargs: Any) -> Any:
             traced, planner, plan = prepare(self._call.fun, rules, args, kwargs, (np.ndarray,))
             return traced.outputs(run(planner, plan, traced.arrays))
 
-        program = self._trace(dataclasses.replace(self._call, fun=half))
+        return self._trace(dataclasses.replace(self._call, fun=half))
+
+    def sums(self, program: Program, scale: float) -> tuple[float, np.ndarray]:
+        """Returns the loss of a program in half, and for each gradient three squares, float64.
+
+        They are the squares of the difference, of the gradient, and of the gradient in float32.
+        """
         arrays = list(program.arrays)
         arrays[program.scale] = jnp.float32(scale)
         units = [size or 1.0 for size in self._sizes]  # The squares of small gradients would be zero.
         measure = lambda outputs, wanted: (outputs[0], list(map(_sums, outputs[1:], wanted, units)))
         loss, sums = _compiled(program, measure)(arrays, self._gradients)
-        return _difference(float(loss), self.loss, np.asarray(sums, np.float64).reshape(-1, 3), units)
+        return float(loss), np.square(units)[:, None] * np.asarray(sums, np.float64).reshape(-1, 3)
 
 
 def _compiled(program: Program, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,20 +252,11 @@ def _sums(gradient: Array, wanted: Array, unit: float) -> Array:
     return jnp.stack([square(one - other), square(one), square(other)])
 
 
-def _difference(loss: float, wanted: float, sums: np.ndarray, units: Sequence[float]) -> Difference:
+def _difference(loss: float, wanted: float, sums: np.ndarray) -> Difference:
     """Returns the errors from the sums of all gradients."""
     off = abs(loss - wanted)
     of_loss = off / abs(wanted) if wanted else off
-    if not math.isfinite(of_loss):
-        of_loss = math.inf
-    if not np.isfinite(sums).all():
-        return Difference(of_loss, math.inf, math.nan)
-    off, own, reference = (np.square(units)[:, None] * sums).sum(axis=0)
-    if not reference:
-        return Difference(of_loss, math.inf if off else 0.0, 0.0 if off else 1.0)
-    product = (own + reference - off) / 2
-    cosine = float(product / math.sqrt(own * reference)) if own else 0.0
-    return Difference(of_loss, math.sqrt(off / reference), min(1.0, max(-1.0, cosine)))
+    return Difference(of_loss if math.isfinite(of_loss) else math.inf, *error_of(sums.sum(axis=0)))
 
 
 class _Runs:
@@ -266,14 +265,29 @@ class _Runs:
     def __init__(self, reference: _Reference, rules: Rules, modules: Sequence[str], scale: float) -> None:
         self.reference, self.rules, self.modules, self.scale = reference, rules, modules, scale
         self.found: dict[Kept, Difference] = {}
+        self.piled: dict[str, Piled] = {}
+
+    def all_in_half(self, products: Sequence[Operation], parameters: Sequence[str]) -> Difference:
+        """Returns the error with all modules in half, and notes what has piled up at each of them."""
+        half = self._program(frozenset())
+        loss, sums = self.reference.sums(half, self.scale)
+        place = lambda product: _place(product, parameters)
+        if not any(owner(place(each), self.modules) for each in products):
+            place = lambda product: _argument(product, parameters) or product.scope
+        self.piled = piled(self.modules, place, products, self.reference.program, half, sums)
+        self.found[frozenset()] = _difference(loss, self.reference.loss, sums)
+        return self.found[frozenset()]
+
+    def _program(self, kept: Kept) -> Program:
+        scopes = (*_scopes_for(kept, self.modules), *self.rules.scopes)
+        return self.reference.half(dataclasses.replace(self.rules, scopes=scopes))
 
     def keeping(self, kept: Iterable[str]) -> Difference:
         """Returns the error with these modules in float32 and the others in half."""
         key = frozenset(kept)
         if key not in self.found:
-            scopes = (*_scopes_for(key, self.modules), *self.rules.scopes)
-            rules = dataclasses.replace(self.rules, scopes=scopes)
-            self.found[key] = self.reference.difference(rules, self.scale)
+            loss, sums = self.reference.sums(self._program(key), self.scale)
+            self.found[key] = _difference(loss, self.reference.loss, sums)
         return self.found[key]
 
     def pasted(self, kept: Kept, operations: Iterable[Operation]) -> dict[str, str]:
@@ -286,8 +300,14 @@ class _Runs:
         return {pattern: dtypes[pattern] for pattern, _ in scopes if pattern in used}
 
 
-def _report(runs: _Runs, operations: Sequence[Operation], measure: str, tolerance: float) -> PrecisionReport:
-    half, rest = runs.keeping(()), runs.keeping(runs.modules)
+def _report(
+    runs: _Runs,
+    operations: Sequence[Operation],
+    products: Sequence[Operation],
+    measure: str,
+    tolerance: float,
+) -> PrecisionReport:
+    half, rest = runs.all_in_half(products, runs.reference.program.parameters), runs.keeping(runs.modules)
     own = {name: runs.keeping(set(runs.modules) - {name}) for name in runs.modules}
     other = next(each for each in _MEASURES if each != measure)
     size = lambda name: (getattr(own[name], measure), getattr(own[name], other))
@@ -297,7 +317,7 @@ def _report(runs: _Runs, operations: Sequence[Operation], measure: str, toleranc
         runs.rules.dtype,
         runs.scale,
         runs.reference.loss,
-        tuple(ModuleDifference(name, own[name], _pattern(name)) for name in order),
+        tuple(ModuleDifference(name, own[name], runs.piled[name], _pattern(name)) for name in order),
         half,
         rest,
         measure,

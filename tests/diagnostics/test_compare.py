@@ -131,6 +131,87 @@ def test_the_error_of_a_module_is_that_of_this_module_alone_in_half(linen_report
     assert linen_report.loss == pytest.approx(float(blocks_loss(PARAMS, X, Y)))
 
 
+def relative(found, wanted):
+    """The relative error and the cosine of arrays, in float64."""
+    one, other = (
+        np.concatenate([np.asarray(x, np.float64).ravel() for x in arrays]) for arrays in (found, wanted)
+    )
+    cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+    return np.linalg.norm(one - other) / np.linalg.norm(other), cosine
+
+
+def test_the_piled_up_error_of_gradients_is_that_of_the_parameters_with_everything_in_half(linen_report):
+    grads = lambda fun: jax.jit(jax.grad(fun), compiler_options=OPTIONS)(PARAMS, X, Y)
+    half, full = grads(jmp.autocast(blocks_loss, "float16")), grads(blocks_loss)
+    for each in linen_report.modules:
+        name = each.module.removeprefix("Blocks/")
+        expected = relative(jax.tree.leaves(half[name]), jax.tree.leaves(full[name]))
+        found = each.piled.gradients, each.piled.gradients_cosine
+        np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-6)
+    rows = linen_report.piled_rows()
+    assert [row[0] for row in rows[1:]] == [
+        each.module
+        for each in sorted(
+            linen_report.modules, key=lambda each: -max(each.piled.values, each.piled.gradients)
+        )
+    ]
+    assert "all in half, error at" in str(linen_report)
+
+
+@pytest.mark.parametrize("width", [8, 200])  # Of 200 the product has 8,000 elements: more than a sketch.
+def test_the_piled_up_error_of_values_is_that_of_the_last_product_of_the_module(width):
+    params = {
+        name: jax.random.normal(jax.random.key(n), (width, width)) / width**0.5
+        for n, name in enumerate(("first", "second", "third"))
+    }
+    x = jax.random.normal(KEY, (40, width))
+
+    def up_to(last):
+        def run(params, x):
+            for name in list(params)[: 1 + list(params).index(last)]:
+                with jax.named_scope(name):
+                    product = x @ params[name]
+                    x = jnp.sin(3 * product)
+            return product
+
+        return run
+
+    report = compare_precision(lambda params, x: jnp.mean(up_to("third")(params, x) ** 2), "bfloat16")(
+        params, x
+    )
+    assert {each.module for each in report.modules} == set(params)
+    for each in report.modules:
+        run = lambda f: jax.jit(f, compiler_options=OPTIONS)(params, x)
+        expected, cosine = relative(
+            [run(jmp.autocast(up_to(each.module), "bfloat16"))], [run(up_to(each.module))]
+        )
+        tolerance = 0.01 if x.size <= 4096 else 0.1
+        np.testing.assert_allclose(each.piled.values, expected, rtol=tolerance)
+        np.testing.assert_allclose(1 - each.piled.values_cosine, 1 - cosine, rtol=2 * tolerance + 0.05)
+    piled = {each.module: each.piled.values for each in report.modules}
+    assert piled["first"] < piled["second"] < piled["third"]
+
+
+def test_the_error_piles_up_over_the_iterations_of_a_loop_and_what_overflows_is_inf():
+    w = {"body": jax.random.normal(KEY, (16, 16)) / 4, "last": jnp.full((16, 1), 3e4)}
+
+    def loss(w, x):
+        def body(h, _):
+            with jax.named_scope("body"):
+                return jnp.tanh(h @ w["body"]), None
+
+        h = jax.lax.scan(body, x, None, length=5)[0]
+        with jax.named_scope("last"):
+            return jnp.mean(((1 + 0 * h) @ w["last"]) * 1e-6)
+
+    report = compare_precision(loss, "float16")(w, X)
+    found = {each.module: each.piled for each in report.modules}
+    assert 1e-5 < found["body"].values < 1e-2
+    assert found["last"].values == np.inf  # 16 times 3e4.
+    assert np.isnan(found["last"].values_cosine)
+    assert "-" in [cell for row in report.piled_rows() for cell in row]
+
+
 SETS = [kept for size in range(4) for kept in itertools.combinations(("stem", "middle", "head"), size)]
 
 
