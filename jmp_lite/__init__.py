@@ -2,7 +2,7 @@
 
 Half precision: `autocast`, `full_precision`, `keep_float32`, `explain`, `Report`, `Operation`.
 Loss scales: `DynamicLossScale`, `StaticLossScale`, `NoOpLossScale`, `LossScale`.
-True gradients: `value_and_grad`, `grad`.
+True gradients: `value_and_grad`, `grad`; `scale_layer`, a loss scale for one layer.
 Optimizers: `with_loss_scale`, or `skip_nonfinite` and `unscale`; their state is a `SkipNonfiniteState`.
 What the optimizer says: `get_loss_scale`, `grads_finite`, `metrics`, `raise_if_stuck`.
 Policies: `Policy`, `Rule`, `get_policy`, `half_dtype`, `cast_to_half`, `cast_to_full`.
@@ -25,6 +25,7 @@ from ._policy import get_policy as get_policy
 from ._scaling.finite import all_finite as all_finite
 from ._scaling.grad import grad as grad
 from ._scaling.grad import value_and_grad as value_and_grad
+from ._scaling.layer import scale_layer as scale_layer
 from ._scaling.loss_scale import DynamicLossScale as DynamicLossScale
 from ._scaling.loss_scale import LossScale as LossScale
 from ._scaling.loss_scale import NoOpLossScale as NoOpLossScale

@@ -35,7 +35,7 @@ ROOMS = {
 }
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
-    "_scaling": "finite norm serialization scalars loss_scale grad state stuck optimizer",
+    "_scaling": "finite norm serialization scalars loss_scale grad layer state stuck optimizer",
     "_autocast": "primitives rules jaxprs binding scopes states activations plan decide demand gradients "
     "planner products interpreter custom_rules calls arguments advice operations api report",
     "_flax": "products layers calls",

@@ -1,0 +1,137 @@
+"""`scale_layer`: a loss scale of its own for one layer, for networks that no global scale serves."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from .._paths import leaf_names
+from .._tree import has_dtype
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def scale_layer(fun: F) -> F:
+    """Returns a layer whose backward pass has a loss scale of its own.
+
+    The forward pass is that of `fun`. The backward pass multiplies the gradient that arrives at the layer by
+    a power of two, so that its largest element is between 1 and 2, then runs the backward pass of `fun`, then
+    divides the gradients of the arguments by that power of two in float32. So the half precision inside `fun`
+    sees gradients in the middle of its range, however small or large they are outside. The scale comes from
+    the gradient itself: there is no state, and no overflow by the scale. Both products are exact, but for
+    results below 2**-126. A gradient that holds inf or NaN is passed on as it is.
+
+    Put the half precision inside, and float32 between the layers:
+
+        layer = jmp.scale_layer(jmp.autocast(layer, jnp.float16))
+
+    Use it with a global loss scale or instead of one. It costs a maximum over the gradient that arrives.
+
+    Args:
+        fun: a function of pytrees of arrays, such as the parameters of a layer and its input. The arrays that
+            are differentiated should be float32 or wider. Arrays that `fun` takes from outside are
+            differentiated too.
+
+    Returns:
+        A function with the arguments and results of `fun`. Half precision results come as float32. It has no
+        forward-mode derivative (`jax.jvp`), and second derivatives are those of `fun`.
+
+    Raises:
+        TypeError: `fun` is no function; or, when the layer is differentiated, with respect to an array in
+            half precision, which cannot hold a gradient without its scale.
+
+    Source: Zhao, Vogel and Ahmed 2019, Adaptive Loss Scaling for Mixed Precision Training, give each layer a
+    scale. They estimate it from statistics of weights and gradients; here the largest element gives it.
+
+    >>> w, x = jnp.full((4, 4), 0.5), jnp.ones((2, 4))
+    >>> half = lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+    >>> loss = lambda layer: lambda w: jnp.sum(layer(w, x)) * 2.0**-40
+    >>> print(jax.grad(loss(half))(w)[0, 0], jax.grad(loss(scale_layer(half)))(w)[0, 0] * 2.0**40)
+    0.0 2.0
+
+    Guide: docs/loss-scaling.md.
+    """
+    if not callable(fun):
+        raise TypeError(f"scale_layer takes a function of arrays. Got {fun!r}.")
+
+    @functools.wraps(fun)
+    def layer(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        paths = leaf_names((args, kwargs))
+
+        def run(*arrays: Any) -> Any:
+            given = dict(enumerate(leaves)) | dict(zip(indices, arrays, strict=True))
+            args, kwargs = jax.tree.unflatten(structure, [given[index] for index in range(len(leaves))])
+            return jax.tree.map(_widen, fun(*args, **kwargs))
+
+        arrays = [leaves[index] for index in indices]
+        converted, outside = jax.closure_convert(run, *arrays)
+        names = [paths[index] for index in indices] + ["that it takes from outside"] * len(outside)
+        return _scaled(converted, names)(*arrays, *outside)
+
+    return layer  # pyright: ignore[reportReturnType]
+
+
+def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """Returns a function of arrays, whose names are given, with a scaled backward pass."""
+
+    def forward(*primals: Any) -> Any:
+        for name, primal in zip(names, primals, strict=True):
+            if primal.perturbed and _is_half(primal.value):
+                raise TypeError(
+                    f"scale_layer: the argument {name} is differentiated and is {primal.value.dtype}, "
+                    "which cannot hold a gradient without its scale. Give float32, and cast inside: "
+                    "jmp.scale_layer(jmp.autocast(layer, jnp.float16))."
+                )
+        return jax.vjp(run, *(primal.value for primal in primals))
+
+    def backward(pull_back: Any, cotangents: Any) -> Any:
+        cotangents = jax.tree.map(_as_array, cotangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
+        power = _power_of_two(cotangents)
+        return jax.tree.map(lambda x: _times(x, power), pull_back(_divided(cotangents, power)))
+
+    scaled: Any = jax.custom_vjp(run)
+    scaled.defvjp(forward, backward, symbolic_zeros=True)
+    return scaled
+
+
+def _power_of_two(cotangents: Any) -> jax.Array:
+    """Returns the largest power of two that is not above the largest element; 1 for 0, inf and NaN."""
+    sizes = [
+        jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+        for x in jax.tree.leaves(cotangents)
+        if has_dtype(x, jnp.inexact)
+    ]
+    largest = jnp.max(jnp.stack(sizes)) if sizes else jnp.float32(0)
+    exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    # Between 2**-126 and 2**126, so that the reciprocal is no subnormal number either.
+    exponent = jnp.clip(exponent, 1 << 23, 253 << 23)
+    power = lax.bitcast_convert_type(exponent, jnp.float32)
+    return jnp.where((largest > 0) & jnp.isfinite(largest), power, 1)
+
+
+def _divided(cotangents: Any, power: jax.Array) -> Any:
+    return jax.tree.map(lambda x: _times(x, 1 / power), cotangents)
+
+
+def _times(x: Any, factor: jax.Array) -> Any:
+    return x * factor.astype(x.dtype) if has_dtype(x, jnp.inexact) else x
+
+
+def _widen(x: Any) -> Any:
+    """Returns a half precision result in float32, so that its gradient is float32."""
+    return x.astype(jnp.float32) if _is_half(x) else x
+
+
+def _is_half(x: Any) -> bool:
+    return has_dtype(x, jnp.floating) and x.dtype.itemsize < 4
+
+
+def _as_array(cotangent: Any) -> Any:
+    is_zero = isinstance(cotangent, SymbolicZero)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
