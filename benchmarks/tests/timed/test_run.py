@@ -41,6 +41,9 @@ class FakeWorker:
             "loss": 1.0 * (self.calls if rising else -self.calls),
         }
 
+    def begin(self, do):
+        assert do == "lower"
+
     def wait_until_ready(self):
         FakeWorker.log.append((self.arm, "ready"))
 
