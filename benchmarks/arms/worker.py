@@ -64,7 +64,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=environment,
-                text=True,
+                bufsize=0,  # A buffer would hide an answer from select.
             )
 
     def begin(self, do: str) -> None:
@@ -100,8 +100,7 @@ class Worker:
 
     def _send(self, command: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
+        self.process.stdin.write((json.dumps(command) + "\n").encode())
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None

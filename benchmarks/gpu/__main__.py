@@ -28,6 +28,8 @@ from benchmarks.gpu.programs import table
 from benchmarks.gpu.queue import Piece, Queue
 
 RESULTS = "gpu-results-{}.json"
+# For a pretended GPU. The programs of a CPU are compiled only to be run a few times.
+FAST_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -113,7 +115,10 @@ def environment(cache: pathlib.Path) -> dict[str, str]:
     found = {**os.environ, **{name: str(folder) for name, folder in folders.items()}}
     found |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    return found if HAS_GPU else found | {"JAX_PLATFORMS": "cpu"}
+    if HAS_GPU:
+        return found
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILER}".strip()
+    return found | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
 def _done(found: dict[str, Any]) -> int:

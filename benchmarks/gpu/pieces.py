@@ -62,9 +62,9 @@ class Pieces:
         yield self.scale_time()
         yield from self.family("gpt2-small", SCALES, "scales")
         for family in OTHERS:
-            yield from self.family(family, FIRST)
+            yield from self.family(family, self.arms(FIRST))
         for family in OTHERS:
-            yield from self.family(family, MORE, "half")
+            yield from self.family(family, self.arms(MORE), "half")
         yield self.gpu_tests()
         yield from self.family("gpt2-small", self.attention_arms(), "attention")
         yield self.largest_batch()
@@ -135,6 +135,10 @@ class Pieces:
         command = (MODULE, "pytest", "-q", "-m", "gpu", "-n", "4", "benchmarks/tests/test_gpu.py")
         return Piece("tests of the GPU", command, 120, 400, packages=("pytest", "xdist", "hypothesis"))
 
+    def arms(self, arms: Sequence[str]) -> Sequence[str]:
+        """Returns the arms of a model that is not one of the leaders."""
+        return arms
+
     def attention_arms(self) -> Sequence[str]:
         """Returns the arms with cuDNN's attention and with PyTorch's flash attention."""
         return ATTENTION
@@ -150,7 +154,7 @@ class Pieces:
         command = (MODULE, "benchmarks.compiled.predict", family, "--only-pretended", "--size", self.size)
         return Piece(
             f"pretended {family}",
-            (*command, "--results", "{work}/results", "--arms", *PROGRAMS),
+            (*command, "--results", "{work}/results", "--arms", *self.programs()),
             60,
             400,
             alone=False,
@@ -158,6 +162,10 @@ class Pieces:
             packages=("jax_cuda13_plugin",),
             writes=(f"results/h100-pretended/{family}.json",),
         )
+
+    def programs(self) -> Sequence[str]:
+        """Returns the arms whose real programs are compared with those for an H100 that is not there."""
+        return PROGRAMS
 
     def profile(self) -> Piece:
         """Profiles a step of GPT-2."""
@@ -217,8 +225,14 @@ class _PretendedPieces(Pieces):
     def small(self, what: str) -> tuple[str, ...]:
         return self._small[what]
 
+    def arms(self, arms: Sequence[str]) -> Sequence[str]:
+        return [arm for arm in arms if arm in ("float16", "float32", "bfloat16", "torch float16")]
+
     def attention_arms(self) -> Sequence[str]:
         return [arm for arm in ATTENTION if "cuDNN" not in arm]  # cuDNN is for GPUs.
+
+    def programs(self) -> Sequence[str]:
+        return ("float16",)
 
     def library(self, needs: tuple[str, ...]) -> Piece:
         command = (MODULE, "pytest", "-q", "-n", "1", "tests/test_paths.py")
