@@ -28,6 +28,7 @@ from benchmarks.gpu.programs import table
 from benchmarks.gpu.queue import Piece, Queue
 
 RESULTS = "gpu-results-{}.json"
+TABLES = pathlib.Path("benchmarks/results")  # From here the commands of the tables read.
 # For a pretended GPU. The programs of a CPU are compiled only to be run a few times.
 FAST_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
@@ -149,6 +150,9 @@ def unpack(folder: pathlib.Path, results: pathlib.Path) -> int:
     for path in paths:
         found = files.read_results(path)
         device = path.stem.removeprefix(RESULTS.format("").removesuffix(".json"))
+        if device.endswith("-pretended") and results == TABLES:
+            print(f"{path} is of a pretended GPU, and not for the tables: name --results", file=sys.stderr)
+            return 1
         other = results / device / "gpu"
         for name, content in found["files"].items():
             inside, _, rest = name.partition("/")
@@ -184,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--unpack", type=pathlib.Path, metavar="DIR", help="write the results of DIR to --results"
     )
-    parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
+    parser.add_argument("--results", type=pathlib.Path, default=TABLES)
     return parser
 
 

@@ -178,7 +178,7 @@ def measure(width: int, tokens: int, steps: int, blocks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     grads = {}
     for name, casts in CASTS.items():
-        lowered = jax.jit(jax.grad(casts(loss), argnums=(0, 1))).lower(params, *batch)
+        lowered = jax.jit(jax.value_and_grad(casts(loss), argnums=(0, 1))).lower(params, *batch)
         for triton in (False, True):
             arm = f"{name}, Triton's GEMMs {'on' if triton else 'off'}"
             run = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": triton})
@@ -194,7 +194,7 @@ def measure(width: int, tokens: int, steps: int, blocks: int) -> dict[str, Any]:
                 "ms_blocks": [],
             }
             arms[arm] = run
-            grads[name] = jax.block_until_ready(run(params, *batch))
+            _, grads[name] = jax.block_until_ready(run(params, *batch))
     for turn in range(blocks + 1):
         for arm, run in arms.items():
             began = time.perf_counter()
