@@ -4,6 +4,7 @@
     python -m benchmarks.timed.table --results out/quick --output out/speed.png
 
 Ratios are between arms of one file, which took turns on one device. A device without a file is not drawn.
+The tables of a GPU are also written into docs/performance.md, after `<!-- times -->`.
 """
 
 import argparse
@@ -189,6 +190,20 @@ def read(folder: pathlib.Path) -> dict[str, list[Found]]:
     return devices
 
 
+def filled(page: str, tables: str) -> str:
+    """Returns the text of a page with new tables of times.
+
+    Raises:
+        ValueError: the page has no place for them.
+    """
+    begin, end = "<!-- times -->", "<!-- end of times -->"
+    before, found, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found and found_end):
+        raise ValueError(f"The page has no place for the tables. Write {begin} and {end} into it.")
+    return f"{before}{begin}\n\n{tables}\n\n{end}{after}"
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Prints the tables and draws the picture of each device."""
     parser = argparse.ArgumentParser(
@@ -196,18 +211,24 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("docs/speed.png"))
+    parser.add_argument("--page", type=pathlib.Path, default=pathlib.Path("docs/performance.md"))
     options = parser.parse_args(arguments)
     devices = read(options.results)
     if not devices:
         print(f"Nothing was measured: {options.results} has no file of benchmarks.timed.run.")
+    pages = []
     for index, (device, results) in enumerate(devices.items()):
+        tables = ["\n".join(family_table(found)) for found in results]
         if device in PEAKS:  # On a CPU half precision is slower.
-            print("\n".join(target_table(results)), end="\n\n")
-        for found in results:
-            print("\n".join(family_table(found)), end="\n\n")
+            tables.insert(0, "\n".join(target_table(results)))
+            pages += tables
+        print("\n\n".join(tables), end="\n\n")
         output = options.output.with_stem(f"{options.output.stem}-{device}") if index else options.output
         draw(results, output)
         print(f"drawn to {output}")
+    if pages:
+        options.page.write_text(filled(options.page.read_text(), "\n\n".join(pages)))
+        print(f"written into {options.page}")
 
 
 if __name__ == "__main__":
