@@ -124,7 +124,7 @@ class JaxArm:
         state, batch = jax.eval_shape(self.initial_state), self.workload.batch(0, self.batch_size)
         return state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
-    def lower(self) -> None:
+    def lower(self) -> jax.stages.Lowered:
         """Traces the step and checks the arithmetic of the trace. This does not use the GPU.
 
         Raises:
@@ -134,6 +134,7 @@ class JaxArm:
         self.lowered = jax.jit(self.step, donate_argnums=0).lower(*self.shapes())
         check_lowered(self.lowered.as_text(), self.precision)
         self.lower_seconds = time.perf_counter() - began
+        return self.lowered
 
     def compile(self) -> dict[str, Any]:
         """Compiles the step and checks its arithmetic. It traces the step first if `lower` was not called.
@@ -144,10 +145,9 @@ class JaxArm:
         Raises:
             AssertionError: a product multiplies another dtype than the arm claims.
         """
-        if self.lowered is None:
-            self.lower()
+        lowered = self.lowered or self.lower()
         began = time.perf_counter() - self.lower_seconds
-        self.run = self.lowered.compile()
+        self.run = lowered.compile()
         program = read_program(self.run)
         if program.device != "cpu":  # A CPU computes float16 in float32.
             check_program(program, self.precision)

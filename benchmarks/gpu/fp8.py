@@ -95,10 +95,10 @@ def _backward(dimensions: Any, dtype: Any, kept: Any, cotangent: jax.Array) -> A
     # The axes of a result: those of the cotangent that stay, then the contracted ones in the other's order.
     dx = multiply(change, right, ((of_right, tuple(right_free)), ((), ())), dtype)
     order = left_free + [left_axes[i] for i in np.argsort(right_axes)]
-    dx = jnp.transpose(dx, np.argsort(order))
+    dx = jnp.transpose(dx, np.argsort(order).tolist())
     dw = multiply(left, change, ((tuple(left_free), of_left), ((), ())), dtype)
     order = [right_axes[i] for i in np.argsort(left_axes)] + right_free
-    return dx, jnp.transpose(dw, np.argsort(order))
+    return dx, jnp.transpose(dw, np.argsort(order).tolist())
 
 
 fp8_product.defvjp(_forward, _backward)
@@ -124,7 +124,7 @@ class Fp8Interpreter(Interpreter):
             dimensions = equation.params["dimension_numbers"]
             if left.dtype == right.dtype == self.half and suits(dimensions, left, right):
                 asked = (equation.params | action.params).get("preferred_element_type")
-                result = fp8_product(*arrays, dimensions, jnp.dtype(self.half))
+                result: Any = fp8_product(*arrays, dimensions, jnp.dtype(self.half))
                 results = [result.astype(asked or self.half)]
                 return list(map(Value, self._narrowed(results, action.narrow) if action.narrow else results))
         return super()._carry_out(equation, action, operands)

@@ -28,7 +28,9 @@ CONVERGENCE_ARMS = ("float32", "bfloat16", "float16, scaled", "float16, unscaled
 WIDTHS = (4096, 2048, 1024, 8192)  # Of the block in fp8: the width that decides first.
 EXAMPLES = ("language_model", "autocast", "digits")
 # XLA times kernels while it compiles. More than two compilations at once would disturb each other's times.
-SLOTS = dict.fromkeys(("jax", "torch", "pretended"), 2 if len(os.sched_getaffinity(0)) >= 12 else 1)
+SLOTS: dict[str, int] = dict.fromkeys(
+    ("jax", "torch", "pretended"), 2 if len(os.sched_getaffinity(0)) >= 12 else 1
+)
 
 
 def make_pieces(pretend: bool = False) -> list[Piece]:
