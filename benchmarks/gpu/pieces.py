@@ -110,7 +110,7 @@ class Pieces:
             f"compile {family} {arm}",
             (*command, "--json", f"{{work}}/{path}"),
             30,
-            200,
+            240,
             alone=False,
             lane="torch" if arm.startswith("torch ") else "jax",
             packages=self.packages(arm),

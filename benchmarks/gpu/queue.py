@@ -5,7 +5,6 @@ that failed goes to the end of the queue. A second call with the files of the fi
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import importlib.util
 import os
@@ -23,6 +22,15 @@ AHEAD = 2  # While the next piece that is timed compiles, the pieces until so ma
 TRIES = 2  # How often a piece is tried in one call.
 ENDING = 4.0  # Seconds before the deadline at which processes are ended: files must still be packed.
 Record = dict[str, Any]
+
+# Becomes the process of a piece. It first asks Linux to kill it when the queue dies: else a piece of a killed
+# queue would go on using the GPU.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +197,14 @@ class Queue:
         self.save(False)
         log = self.work / "logs" / f"{piece.name.replace(' ', '_').replace(',', '')}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, *(part.replace("{work}", str(self.work)) for part in piece.command)]
+        command = [
+            sys.executable,
+            "-S",
+            "-c",
+            _LAUNCHER,
+            str(os.getpid()),
+            *(part.replace("{work}", str(self.work)) for part in piece.command),
+        ]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -198,7 +213,6 @@ class Queue:
                 stderr=subprocess.STDOUT,
                 env=self.environment,
                 process_group=0,
-                preexec_fn=_die_with_the_parent,
             )
         began = time.monotonic()
         by_limit, by_deadline = began + piece.limit, self.deadline - ENDING
@@ -244,11 +258,6 @@ class Queue:
 
 def _had_its_turn(record: Record) -> bool:
     return record.get("status") in ("done", "lacks", "failed")
-
-
-def _die_with_the_parent() -> None:
-    """Asks Linux to kill this process when the queue dies: it would go on using the GPU."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
