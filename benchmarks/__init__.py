@@ -4,6 +4,7 @@
 `arms/`: the ways to train one model that are compared, in JAX and in PyTorch. The other rooms use them.
 `compiled/`: what a program does. A step is compiled for an H100 that need not be there; nothing is run.
 `timed/`: how fast a step runs and how well a model learns. The steps are run.
+`gpu/`: all of it on a rented GPU, in one command.
 `results/`: what the commands wrote. The README's tables are made from these files.
 `tests/`: has the same rooms.
 """

@@ -82,6 +82,8 @@ class JaxArm:
         self.precision = (JAX_ARMS | CUDNN_ARMS)[name]
         self.workload, self.batch_size = workload, batch_size
         self.scaler = SCALERS[self.precision.scaler](workload.optimizer())
+        self.lowered: Any = None
+        self.lower_seconds = 0.0
         self.run: Any = None
         self.state: Any = None
         self.batch: Any = None
@@ -122,18 +124,29 @@ class JaxArm:
         state, batch = jax.eval_shape(self.initial_state), self.workload.batch(0, self.batch_size)
         return state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
-    def compile(self) -> dict[str, Any]:
-        """Compiles the step and checks its arithmetic.
-
-        Returns:
-            The seconds that this took, and the `facts` of the program.
+    def lower(self) -> jax.stages.Lowered:
+        """Traces the step and checks the arithmetic of the trace. This does not use the GPU.
 
         Raises:
             AssertionError: a product multiplies another dtype than the arm claims.
         """
         began = time.perf_counter()
-        lowered = jax.jit(self.step, donate_argnums=0).lower(*self.shapes())
-        check_lowered(lowered.as_text(), self.precision)
+        self.lowered = jax.jit(self.step, donate_argnums=0).lower(*self.shapes())
+        check_lowered(self.lowered.as_text(), self.precision)
+        self.lower_seconds = time.perf_counter() - began
+        return self.lowered
+
+    def compile(self) -> dict[str, Any]:
+        """Compiles the step and checks its arithmetic. It traces the step first if `lower` was not called.
+
+        Returns:
+            The seconds that both took, and the `facts` of the program.
+
+        Raises:
+            AssertionError: a product multiplies another dtype than the arm claims.
+        """
+        lowered = self.lowered or self.lower()
+        began = time.perf_counter() - self.lower_seconds
         self.run = lowered.compile()
         program = read_program(self.run)
         if program.device != "cpu":  # A CPU computes float16 in float32.

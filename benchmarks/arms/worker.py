@@ -7,6 +7,7 @@ A command is a line of JSON on stdin, such as `{"do": "steps", "count": 20}`. Th
 stdout. It holds the results, or `error` and a message. Everything else is written to stderr.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -44,12 +45,14 @@ class Worker:
         self.found: dict[str, Any] = {}
         self.milliseconds: list[float] = []
         self.is_ready = False
+        self.begun = 0
         self.failure: str | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
         on_gpu = HAS_GPU and not arm.startswith("torch ")
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         environment["JAX_PLATFORMS"] = "cuda,cpu" if on_gpu else "cpu"
-        if on_gpu:  # The arms share a cache of the fastest kernels.
+        if on_gpu and "JAX_COMPILATION_CACHE_DIR" not in environment:  # JAX keeps one in that folder.
+            # The arms share a cache of the fastest kernels.
             cache = log.parent.absolute() / f"autotuned-{jaxlib.__version__}"
             cache.mkdir(exist_ok=True)
             flag = f"--xla_gpu_per_fusion_autotune_cache_dir={cache}"
@@ -61,17 +64,24 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=environment,
-                text=True,
+                bufsize=0,  # A buffer would hide an answer from select.
             )
 
+    def begin(self, do: str) -> None:
+        """Sends a command and does not wait for it. `ask` raises its error, if it has one."""
+        self.begun += 1
+        with contextlib.suppress(BrokenPipeError):
+            self._send({"do": do})
+
     def wait_until_ready(self) -> None:
-        """Waits until everything is imported. `ask` raises the error if the import failed."""
-        if not self.is_ready:
-            self.is_ready = True
-            try:
+        """Waits until everything is imported, and every command of `begin` is done."""
+        waiting, self.begun = self.begun + (not self.is_ready), 0
+        self.is_ready = True
+        try:
+            for _ in range(waiting):
                 self._answer()
-            except ArmFailed as error:
-                self.failure = str(error)
+        except ArmFailed as error:
+            self.failure = str(error)
 
     def ask(self, do: str, **command: Any) -> dict[str, Any]:
         """Sends a command and returns the answer.
@@ -82,13 +92,15 @@ class Worker:
         self.wait_until_ready()
         if self.failure is not None:
             raise ArmFailed(self.failure)
-        assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-            self.process.stdin.flush()
+            self._send({"do": do, **command})
         except BrokenPipeError:
             raise ArmFailed(f"died before {do}") from None
         return self._answer()
+
+    def _send(self, command: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write((json.dumps(command) + "\n").encode())
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -135,6 +147,10 @@ def make_arm(family: str, arm: str, size: str, batch_size: int) -> Any:
 def obey(arm: Any, command: dict[str, Any]) -> dict[str, Any]:
     """Runs one command and returns the answer."""
     match command:
+        case {"do": "lower"}:  # PyTorch traces while it compiles.
+            if hasattr(arm, "lower"):
+                arm.lower()
+            return {}
         case {"do": "compile"}:
             return arm.compile()
         case {"do": "steps", "count": count}:

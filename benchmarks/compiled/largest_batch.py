@@ -29,30 +29,30 @@ H100_BYTES = 84_942_979_072  # As in `benchmarks.compiled.h100.H100`.
 SHARE = 0.75  # The share that JAX takes: XLA_PYTHON_CLIENT_MEM_FRACTION.
 
 
-def needed(family: str, arm: str, batch_size: int) -> int:
+def needed(family: str, arm: str, batch_size: int, size: str = "full") -> int:
     """Returns the bytes that a step of an arm needs: arguments, results and temporary memory."""
-    made = JaxArm(arm, FAMILIES[family].full(), batch_size)
+    made = JaxArm(arm, getattr(FAMILIES[family], size)(), batch_size)
     program = read_program(compile_for_gpu(made.step, *made.shapes(), donate_argnums=0, pretend=True))
     return facts(program)["program_bytes"]
 
 
-def largest(family: str, arm: str, memory: float, step: int) -> int:
+def largest(family: str, arm: str, memory: float, step: int, size: str = "full") -> int:
     """Returns the largest batch, a multiple of `step`, whose program fits into `memory`; 0 if none does.
 
     The memory grows in proportion to the batch, so two programs give a good first guess.
     """
-    one, two = needed(family, arm, step), needed(family, arm, 2 * step)
+    one, two = (needed(family, arm, each * step, size) for each in (1, 2))
     guess = max(1, 1 + int((memory - one) / max(1, two - one)))
-    while guess and needed(family, arm, guess * step) > memory:
+    while guess and needed(family, arm, guess * step, size) > memory:
         guess -= 1
-    while needed(family, arm, (guess + 1) * step) <= memory:
+    while needed(family, arm, (guess + 1) * step, size) <= memory:
         guess += 1
     return guess * step
 
 
-def runs(family: str, arm: str, batch_size: int) -> str | None:
+def runs(family: str, arm: str, batch_size: int, size: str) -> str | None:
     """Runs two steps on the GPU, in a process of their own. Returns the error, or None."""
-    settings = {"family": family, "size": "full", "batch_size": batch_size}
+    settings = {"family": family, "size": size, "batch_size": batch_size}
     worker = Worker(arm, settings, pathlib.Path("out/logs/largest_batch.log"), seconds=300)
     try:
         worker.ask("compile")
@@ -72,20 +72,22 @@ def main() -> None:
     parser.add_argument("family", nargs="?", choices=FAMILIES, default="gpt2-small")
     parser.add_argument("--arms", nargs="*", default=list(ARMS))
     parser.add_argument("--step", type=int, default=4, help="try multiples of this")
+    parser.add_argument("--size", choices=("small", "full"), default="full", help="of the model")
+    parser.add_argument("--memory", type=float, default=SHARE * H100_BYTES, help="bytes")
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # The workers use the GPU.
-    memory = SHARE * H100_BYTES
+    memory = options.memory
     found: dict[str, Any] = {"family": options.family, "memory_bytes": memory, "versions": versions()}
     folder = options.results / (device_name() if HAS_GPU else PRETENDED)
     folder.mkdir(parents=True, exist_ok=True)
     for arm in options.arms:
-        batch_size = largest(options.family, arm, memory, options.step)
+        batch_size = largest(options.family, arm, memory, options.step, options.size)
         found[arm] = {"batch_size": batch_size}
         if HAS_GPU:
             found[arm] |= {
-                "fits": runs(options.family, arm, batch_size) or "yes",
-                "one more": runs(options.family, arm, batch_size + options.step) or "fits, too",
+                "fits": runs(options.family, arm, batch_size, options.size) or "yes",
+                "one more": runs(options.family, arm, batch_size + options.step, options.size) or "fits, too",
             }
         print(f"{arm:20}{batch_size:6}  {'; '.join(map(str, found[arm].values()))[:100]}", flush=True)
         path = folder / f"largest-batch-{options.family}.json"

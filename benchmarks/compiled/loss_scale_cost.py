@@ -61,9 +61,9 @@ class Row:
 # The cases.
 
 
-def many_leaves() -> Any:
-    """48.8 million parameters in 124 leaves: 62 layers of 1024 x 768 with a bias."""
-    return {f"layer_{i}": {"kernel": _shape(1024, 768), "bias": _shape(768)} for i in range(62)}
+def many_leaves(width: int = 1024) -> Any:
+    """124 leaves: 62 layers of `width` x 768 with a bias, by default 48.8 million parameters."""
+    return {f"layer_{i}": {"kernel": _shape(width, 768), "bias": _shape(768)} for i in range(62)}
 
 
 def small_leaves() -> Any:
@@ -77,27 +77,27 @@ def _shape(*sizes: int) -> jax.ShapeDtypeStruct:
 
 
 @jax.custom_vjp
-def _with_gradients(params: Any, grads: Any) -> jax.Array:
+def with_gradients(params: Any, grads: Any) -> jax.Array:
     """A float32 loss whose gradients are `grads`, in their own dtype."""
     del params, grads
     return jnp.float32(0)
 
 
 def _forward(params: Any, grads: Any) -> tuple[jax.Array, Any]:
-    return _with_gradients(params, grads), grads
+    return with_gradients(params, grads), grads
 
 
 def _backward(grads: Any, cotangent: jax.Array) -> tuple[Any, None]:
     return jax.tree.map(lambda grad: grad.astype(jnp.float32) * cotangent, grads), None
 
 
-_with_gradients.defvjp(_forward, _backward)
+with_gradients.defvjp(_forward, _backward)
 
 
 def optimizer_case(arm: str, tx: Any, params: Any, grads_dtype: Any, clip_norm: float | None = None) -> Row:
     """Compiles the optimizer alone, which reads gradients of `grads_dtype` and may clip them."""
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grads_dtype), params)
-    return measure(arm, SCALERS[arm](tx, clip_norm), _with_gradients, params, grads)
+    return measure(arm, SCALERS[arm](tx, clip_norm), with_gradients, params, grads)
 
 
 def gpt_case(arm: str, dtype: Any = jnp.float16, batch: int = 8, length: int = 1024, **sizes: int) -> Row:
@@ -109,13 +109,19 @@ def gpt_case(arm: str, dtype: Any = jnp.float16, batch: int = 8, length: int = 1
     return measure(arm, SCALERS[arm](optax.adamw(3e-4)), loss, params, tokens)
 
 
-def measure(arm: str, scaler: Scaler, loss: Callable[..., jax.Array], params: Any, batch: Any) -> Row:
-    """Compiles a step that donates its parameters and state, and reads the program."""
+def step_of(scaler: Scaler, loss: Callable[..., jax.Array]) -> Callable[..., tuple[Any, Any]]:
+    """Returns a step: a function of parameters, state and a batch that returns the new ones."""
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
         params, state, *_ = scaler.step(lambda params: (loss(params, batch), ()), params, state, ())
         return params, state
 
+    return step
+
+
+def measure(arm: str, scaler: Scaler, loss: Callable[..., jax.Array], params: Any, batch: Any) -> Row:
+    """Compiles a step that donates its parameters and state, and reads the program."""
+    step = step_of(scaler, loss)
     state = jax.eval_shape(lambda params: scaler.init(params, SCALE), params)
     began = time.process_time()
     compiled = compile_for_gpu(step, params, state, batch, donate_argnums=(0, 1))

@@ -25,13 +25,14 @@ PRETENDED = "h100-pretended"  # The folder of the results for a pretended H100.
 WANTED = ("float32", "TF32", "bfloat16", "float16", "float16 autocast")
 
 
-def predict(family: str, arm: str, pretend: bool = True) -> dict[str, Any]:
-    """Compiles the step of an arm at full size.
+def predict(family: str, arm: str, pretend: bool = True, size: str = "full") -> dict[str, Any]:
+    """Compiles the step of an arm.
 
     Args:
         family: one of `FAMILIES`.
         arm: one of `JAX_ARMS`.
         pretend: whether to compile for a pretended H100, and not for the GPU of this machine.
+        size: `full`, or `small`.
 
     Returns:
         The `benchmarks.arms.jax_arms.facts` of the program, and the seconds of the compilation.
@@ -39,7 +40,7 @@ def predict(family: str, arm: str, pretend: bool = True) -> dict[str, Any]:
     Raises:
         AssertionError: a product multiplies in another dtype than the arm claims.
     """
-    workload = FAMILIES[family].full()
+    workload = getattr(FAMILIES[family], size)()
     made = JaxArm(arm, workload, workload.batch_size)
     began = time.perf_counter()
     compiled = compile_for_gpu(made.step, *made.shapes(), donate_argnums=0, pretend=pretend)
@@ -95,6 +96,8 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all if none is named")
     parser.add_argument("--arms", nargs="*", default=list(WANTED))
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
+    parser.add_argument("--size", choices=("small", "full"), default="full")
+    parser.add_argument("--only-pretended", action="store_true", help="not for the GPU of this machine")
     parser.add_argument("--summary", action="store_true", help="compile nothing")
     options = parser.parse_args()
     if options.summary:
@@ -103,12 +106,12 @@ def main() -> None:
     print(f"{'family':12} {'arm':18} {'for':10}{'kernels':>8}{'MB moved':>11}{'MB held':>9}{'compile':>8}")
     for family in options.families or FAMILIES:
         known = arms_of(FAMILIES[family].full())
-        for where in ["H100", *([device_name()] if HAS_GPU else [])]:
+        for where in ["H100", *([device_name()] if HAS_GPU and not options.only_pretended else [])]:
             pretend = where == "H100"
             path = options.results / (PRETENDED if pretend else f"{where}-compiled") / f"{family}.json"
             found: dict[str, Any] = {"family": family, "versions": versions(), "arms": kept(path)}
             for arm in (each for each in options.arms if each in known):
-                found["arms"][arm] = predict(family, arm, pretend)
+                found["arms"][arm] = predict(family, arm, pretend, options.size)
                 print(line(family, arm, where, found["arms"][arm]), flush=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(found, indent=1) + "\n")

@@ -11,6 +11,7 @@ import benchmarks
 
 ROOT = pathlib.Path(benchmarks.__file__).parent
 BELOW = {"arms": set(), "compiled": {"arms"}, "timed": {"arms"}}
+BELOW["gpu"] = set(BELOW)
 
 
 def order(room):

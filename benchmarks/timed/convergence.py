@@ -245,17 +245,26 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--size", choices=("small", "large"), default="small")
     parser.add_argument("--families", nargs="+", choices=tasks("small"), default=list(tasks("small")))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="with --json: add them")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="instead of each family's own number")
     parser.add_argument("--json", type=pathlib.Path, help="of a whole run, benchmarks/results/<device>/")
     parser.add_argument("--output", type=pathlib.Path, help="of a whole run on a CPU, docs/convergence.png")
     parser.add_argument("--draw-only", action="store_true", help="nothing is trained")
     options = parser.parse_args(arguments)
-    whole = (options.families, options.seeds, options.steps) == (list(tasks("small")), 3, None)
+    whole = (options.families, options.arms, options.seeds, options.steps) == (
+        list(tasks("small")),
+        list(ARMS),
+        3,
+        None,
+    )
     folder = f"benchmarks/results/{device_name()}" if whole or options.draw_only else "out"
     name = "convergence.json" if options.size == "small" else f"convergence-{options.size}.json"
     path = options.json or pathlib.Path(folder) / name
     found = json.loads(path.read_text()) if options.draw_only else _train(options, path)
+    if any("float32" not in family["arms"] for family in found["families"].values()):
+        print(f"Wrote {path}. There is nothing to compare without the arm float32.")
+        return found
     print("\n\n".join(table(family) for family in found["families"].values()))
     print(
         f"\nThe mean (lowest-highest) of {found['seeds']} seeds; training loss: of the run's last tenth.\n"
@@ -281,16 +290,21 @@ def _train(options: argparse.Namespace, path: pathlib.Path) -> dict[str, Any]:
         "families": {},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    if options.arms != list(ARMS) and path.exists():  # The other arms were trained before.
+        earlier = json.loads(path.read_text())
+        found["families"] = earlier["families"]
+        began -= earlier["seconds"]
     for name in options.families:
         task = tasks(options.size)[name]
         steps = options.steps or task.steps
         print(task.title, file=sys.stderr)
         starts = [jax.device_get(task.train.init(seed)) for seed in range(options.seeds)]
-        arms = {}
-        for arm in ARMS:
+        arms = found["families"].get(name, {}).get("arms", {})
+        for arm in options.arms:
             # Without this, the float32 products of a GPU are TF32.
             with jax.default_matmul_precision("highest" if arm == "float32" else None):
                 arms[arm] = train_arm(task, arm, starts, steps)
+        arms = {arm: arms[arm] for arm in ARMS if arm in arms}
         found["families"][name] = {"title": task.title, "steps": steps, "arms": arms}
         found["seconds"] = round(time.perf_counter() - began)
         path.write_text(json.dumps(found, indent=1) + "\n")

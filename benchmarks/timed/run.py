@@ -60,6 +60,12 @@ def model_flops(workload: Workload, batch_size: int) -> int:
     return training_flops(loss, jax.eval_shape(workload.init, 0))
 
 
+def missing(arms: list[str], kept: dict[str, Any]) -> list[str]:
+    """Returns the arms that were not measured yet, and the reference with which they are compared."""
+    lacking = [arm for arm in arms if "error" in kept.get(arm, {"error": ""})]
+    return [arm for arm in arms if arm in lacking or (lacking and arm == REFERENCE)]
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Runs one family and writes the results."""
     parser = _parser()
@@ -74,6 +80,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if not (HAS_GPU or options.quick):
         parser.error("the full size needs a GPU; --quick runs anywhere")
 
+    folder = options.results or pathlib.Path("out/quick" if options.quick else "benchmarks/results")
+    path = folder / device_name() / f"{options.family}.json"
+    kept = json.loads(path.read_text())["arms"] if options.add and path.exists() else {}
+    if options.missing:
+        arms = missing(arms, kept)
+        if not arms:
+            print(f"all arms are in {path}")
+            return {}
     began = time.monotonic()
     protocol = Protocol(2, 3, 3) if options.quick else Protocol()
     settings = {
@@ -88,7 +102,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         memory=0.85 * memory_bytes(),
         deadline=began + 60 * options.minutes,
         arm_seconds=options.arm_seconds,
-        logs=pathlib.Path("out/logs") / options.family,
+        logs=options.logs / options.family,
     )
     found: dict[str, Any] = {
         **settings,
@@ -98,10 +112,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "protocol": dataclasses.asdict(protocol),
     }
-    folder = options.results or pathlib.Path("out/quick" if options.quick else "benchmarks/results")
-    path = folder / found["device"] / f"{options.family}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = json.loads(path.read_text())["arms"] if options.add and path.exists() else {}
 
     def save() -> None:
         """Writes the results so far, since the run may be ended early."""
@@ -126,9 +137,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the names of the arms and end")
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--add", action="store_true", help="keep the results of other arms in the file")
+    parser.add_argument("--missing", action="store_true", help="with --add, only arms that the file lacks")
     parser.add_argument("--minutes", type=float, default=6.5, help="no arm is compiled after this time")
     parser.add_argument("--arm-seconds", type=float, default=180.0, help="the time an arm has to answer")
     parser.add_argument("--results", type=pathlib.Path, help="a folder; with --quick out/quick")
+    parser.add_argument("--logs", type=pathlib.Path, default=pathlib.Path("out/logs"), help="a folder")
     return parser
 
 

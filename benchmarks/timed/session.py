@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import pathlib
 import statistics
 import time
@@ -12,6 +13,7 @@ from benchmarks.arms.worker import ArmFailed, Worker
 from benchmarks.device import HAS_GPU, clocks
 
 REFERENCE = "float16"
+AHEAD = max(2, len(os.sched_getaffinity(0)) // 2)  # How many arms import and trace while another compiles.
 OVERFLOWING = 2.0**40  # At this scale every gradient overflows float16.
 
 
@@ -56,20 +58,18 @@ class Session:
 
     def run(self) -> None:
         """Compiles and times all arms. `results` gets the figures of each arm, or its `error`."""
-        pending = [self._start(arm) for arm in self.arms[:2]]
+        pending = [self._start(arm) for arm in self.arms[:AHEAD]]
         group: list[Worker] = []
         try:
             for index in range(len(self.arms)):
-                if index + 2 < len(self.arms):
-                    pending.append(
-                        self._start(self.arms[index + 2])
-                    )  # It imports while another arm compiles.
+                if index + AHEAD < len(self.arms):
+                    pending.append(self._start(self.arms[index + AHEAD]))
                 worker = pending.pop(0)
                 if time.monotonic() > self.deadline:
                     self._fail(worker, "left out: no time")
                 elif self._try(worker, lambda worker=worker: worker.found.update(_compile(worker))):
                     if group and sum(map(_bytes, [*group, worker])) > self.memory:
-                        for other in pending:  # Their imports would disturb the timing.
+                        for other in pending:  # Their work would disturb the timing.
                             other.wait_until_ready()
                         group = self._time(group)
                     group.append(worker)
@@ -80,7 +80,9 @@ class Session:
 
     def _start(self, arm: str) -> Worker:
         log = self.logs / f"{arm.replace(' ', '_').replace(',', '')}.log"
-        return Worker(arm, self.settings, log, self.arm_seconds * (3 if arm == REFERENCE else 1))
+        worker = Worker(arm, self.settings, log, self.arm_seconds * (3 if arm == REFERENCE else 1))
+        worker.begin("lower")
+        return worker
 
     def _time(self, group: list[Worker], is_last: bool = False) -> list[Worker]:
         """Times a group of arms in turn, and returns the arms that stay: the reference."""

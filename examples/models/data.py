@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import skimage.data
-import skimage.filters
-import skimage.measure
-import skimage.transform
-import sklearn.datasets
+
+# scikit-learn and scikit-image are imported where they are used: text needs neither.
 
 
 @functools.cache
@@ -22,6 +19,8 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     Returns:
         Images `(1797, 8, 8)`, float32, 0 to 1, and the digits `(1797,)`, int32.
     """
+    import sklearn.datasets
+
     scans: Any = sklearn.datasets.load_digits()
     return (scans["images"] / 16).astype(np.float32), scans["target"].astype(np.int32)
 
@@ -29,6 +28,8 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def pictures() -> tuple[np.ndarray, ...]:
     """Returns six grey photographs of scikit-image, each `(height, width)`, float32, 0 to 1."""
+    import skimage.data
+
     names = ("camera", "brick", "grass", "gravel", "moon", "page")
     return tuple(getattr(skimage.data, name)().astype(np.float32) / 255 for name in names)
 
@@ -41,6 +42,10 @@ def coins() -> tuple[np.ndarray, np.ndarray]:
         The picture `(303, 384)`, float32, 0 to 1, and the mask, int32, 1 for coins. The mask is Otsu's
         threshold, corrected for uneven light, without small specks.
     """
+    import skimage.data
+    import skimage.filters
+    import skimage.measure
+
     picture = skimage.data.coins().astype(np.float32) / 255
     smooth = skimage.filters.gaussian(picture, 1.5)
     bright = smooth > np.maximum(

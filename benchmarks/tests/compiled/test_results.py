@@ -46,7 +46,7 @@ def test_the_lstm_moves_less_than_60_gb_by_less_than_8500_kernels():
 
 def test_predict_keeps_the_arms_that_it_does_not_compile(monkeypatch, tmp_path):
     facts = {"products": {}, "kernels": 1, "bytes_moved": 1, "program_bytes": 1, "compile_seconds": 1}
-    monkeypatch.setattr(predict, "predict", lambda family, arm, pretend: {**facts, "arm": arm})
+    monkeypatch.setattr(predict, "predict", lambda family, arm, pretend, size: {**facts, "arm": arm})
     path = tmp_path / predict.PRETENDED / "neumf.json"
 
     def compile_again(arm):

@@ -76,7 +76,11 @@ def test_a_short_run_writes_its_json_and_the_picture_can_be_drawn_from_that_alon
     monkeypatch.setattr(convergence, "ARMS", arms)
     results, picture, again = tmp_path / "new" / "found.json", tmp_path / "new" / "a.png", tmp_path / "b.png"
     settings = ["--families", "resnet", "--seeds", "2", "--steps", "12"]
-    convergence.main([*settings, "--json", str(results), "--output", str(picture)])
+    files = ["--json", str(results), "--output", str(picture)]
+    convergence.main([*settings, "--arms", "float16, scaled", *files])  # One arm a call.
+    assert "nothing to compare" in capsys.readouterr().out
+    assert not picture.exists()
+    convergence.main([*settings, "--arms", "float32", *files])
     printed = capsys.readouterr().out
     found = json.loads(results.read_text())
     assert found["device"] == jax.devices()[0].device_kind

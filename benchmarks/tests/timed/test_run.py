@@ -41,6 +41,9 @@ class FakeWorker:
             "loss": 1.0 * (self.calls if rising else -self.calls),
         }
 
+    def begin(self, do):
+        assert do == "lower"
+
     def wait_until_ready(self):
         FakeWorker.log.append((self.arm, "ready"))
 
@@ -111,6 +114,13 @@ def test_what_there_is_no_time_for_is_left_out_and_said_so(monkeypatch, tmp_path
         ["float16", "a"], "left out: no time"
     )
     assert not [do for _, do in log if do in ("compile", "steps")]
+
+
+def test_only_the_arms_that_a_file_lacks_are_run_again_with_their_reference():
+    kept = {"float16": {"ms": 1.0}, "float32": {"ms": 2.0}, "TF32": {"ms": 2.0, "error": "no time"}}
+    assert run.missing(["float16", "float32"], kept) == []
+    assert run.missing(["float16", "float32", "TF32"], kept) == ["float16", "TF32"]
+    assert run.missing(["bfloat16", "float32"], kept) == ["bfloat16"]
 
 
 def test_a_family_runs_from_end_to_end(tmp_path, capsys):

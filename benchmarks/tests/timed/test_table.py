@@ -1,5 +1,7 @@
 """Ratios, utilization and targets are computed from the files, and from nothing else."""
 
+import json
+
 import pytest
 
 from benchmarks.timed import table
@@ -39,7 +41,7 @@ def test_ratios_utilisation_and_targets_are_computed_from_the_file():
     assert table.utilisation(measured("cpu", float16=1.0), "float16") is None
     assert list(table.targets(found)) == [
         ("float16 over float32", [4.0] * 3, 3.47),
-        ("float16 over TF32", [1.5] * 3, 1.6),
+        ("float16 over TF32", [1.5] * 3, pytest.approx(0.85 * 1.9)),
         ("jmp_lite over torch.amp", [0.9] * 3, 1.0),
     ]
     found["arms"]["torch float16"]["times_reference"] = [0.8, 0.9, 1.2, 1.2]
@@ -68,6 +70,29 @@ def test_an_arm_that_failed_is_shown_and_counts_for_nothing():
 )
 def test_the_peak_of_an_arm_is_that_of_its_dtype(arm, expected):
     assert table.arithmetic(arm) == expected
+
+
+def test_the_tables_of_a_gpu_are_written_into_the_page(tmp_path):
+    page, output = tmp_path / "page.md", tmp_path / "speed.png"
+    page.write_text("before\n<!-- times -->\nold\n<!-- end of times -->\nafter\n")
+    arguments = ["--results", str(tmp_path), "--output", str(output), "--page", str(page)]
+    for device in ("cpu", "nvidia-h100-80gb-hbm3"):
+        (tmp_path / device).mkdir()
+        found = measured(device, **{"float16": 10.0, "float32": 40.0})
+        (tmp_path / device / "resnet50.json").write_text(json.dumps(found))
+        table.main(arguments)
+        if device == "cpu":
+            assert "\nold\n" in page.read_text()
+    text = page.read_text()
+    assert text.startswith("before\n<!-- times -->\n\n| family | ratio |")
+    assert "| resnet50 | float16 over float32 | 4.000 (4.000-4.000) | 3.47 | met |" in text
+    assert "**resnet50**, full size, batch 100, nvidia-h100-80gb-hbm3:" in text
+    assert "batch 100, cpu:" not in text
+    assert text.endswith("<!-- end of times -->\nafter\n")
+    table.main(arguments)
+    assert page.read_text() == text
+    with pytest.raises(ValueError, match="no place for the tables"):
+        table.filled("a page", "tables")
 
 
 def test_without_results_nothing_is_drawn(tmp_path, capsys):

@@ -1,0 +1,14 @@
+"""One command for a rented GPU, `python -m benchmarks.gpu`. A file imports only files before it.
+
+`wheels`: the packages that a rented machine may lack.
+`files`: the few files that travel between two machines.
+`machine`: reports the machine, and checks that JAX computes on the GPU.
+`compile_arm`: compiles one arm, and so fills the caches of compiled programs.
+`scale_time`: the time that a loss scale costs in the optimizer.
+`profile_arm`: one profile of a step, read by module.
+`fp8`: a trial of autocast to fp8.
+`programs`: the programs of the GPU beside those that were compiled for an H100 that was not there.
+`queue`: runs pieces of work, each in a process of its own, until a deadline.
+`pieces`: the pieces, the most valuable first.
+`__main__`: the command.
+"""

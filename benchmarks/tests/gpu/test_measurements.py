@@ -1,0 +1,68 @@
+"""What single pieces measure: the machine, the time of a loss scale, the targets of products."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.arms.loss_scalers import SCALERS
+from benchmarks.gpu import compile_arm, fp8, machine, scale_time
+
+
+def test_the_machine_is_checked_and_its_ceilings_are_measured(monkeypatch):
+    assert 0 < machine.check() < 60
+    found = machine.ceilings(64)
+    assert found.keys() == {"copy", *machine.PRECISIONS}
+    assert all(rate > 0 for rate in found.values())
+    report = machine.report()
+    assert report["cores"] >= 1
+    assert report["memory_bytes"] > 2**28
+    assert report["jax_devices"] == [device.device_kind for device in jax.devices()]
+    monkeypatch.setattr(machine, "HAS_GPU", True)
+    with pytest.raises(RuntimeError, match="has a GPU, and JAX sees"):
+        machine.check()
+
+
+def test_the_loss_scales_are_timed_in_turn_and_one_that_is_not_installed_says_so(monkeypatch):
+    real = scale_time.importlib.util.find_spec
+    monkeypatch.setattr(
+        scale_time.importlib.util, "find_spec", lambda name: None if name == "jmp" else real(name)
+    )
+    scalers = {name: SCALERS[name] for name in ("plain", "jmp 0.0.4", "jmp_lite")}
+    monkeypatch.setattr(scale_time, "SCALERS", scalers)
+    found = scale_time.measure({"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)}, steps=2, blocks=3)
+    assert list(found) == list(scalers)
+    assert found["jmp 0.0.4"] == {"error": "not installed: jmp"}
+    assert found["plain"]["times_plain"] == 1
+    assert len(found["jmp_lite"]["ms_blocks"]) == 3
+    assert found["jmp_lite"]["kernels"] >= found["plain"]["kernels"] > 0
+    lines = scale_time.table({"arms": found}).splitlines()
+    assert lines[2].split() == ["jmp", "0.0.4", "not", "installed:", "jmp"]
+    assert f"{found['jmp_lite']['ms']:.3f}" in lines[3]
+
+
+def test_products_are_counted_by_what_runs_them_and_those_without_a_name_are_seen():
+    product = lambda target, arithmetic, times, operation: types.SimpleNamespace(
+        target=target, arithmetic=arithmetic, times=times, operation=operation
+    )
+    program = types.SimpleNamespace(
+        products=[
+            product("dot", "f16", 12, "step/dot"),
+            product("cublas", "f16", 2, "a"),
+            product("dot", "f16", 1, ""),
+        ]
+    )
+    assert compile_arm.targets(program) == {"dot f16": 13, "cublas f16": 2, "without a name": 1}
+
+
+def test_fp8_is_compared_with_bfloat16_each_at_its_fastest():
+    arm = lambda *blocks: {"ms": blocks[1], "ms_blocks": list(blocks)}
+    found = {
+        "bfloat16, Triton's GEMMs off": arm(9.0, 10.0, 11.0),
+        "bfloat16, Triton's GEMMs on": arm(6.0, 6.0, 6.0),
+        "fp8, Triton's GEMMs off": arm(5.0, 5.0, 4.0),
+        "fp8, Triton's GEMMs on": arm(7.0, 7.0, 7.0),
+    }
+    assert fp8.compared(found) == {"times_bfloat16": pytest.approx(1.2)}
+    assert fp8.cosine({"a": jnp.array([3.0, 0.0])}, {"a": jnp.array([3.0, 4.0])}) == pytest.approx(0.6)

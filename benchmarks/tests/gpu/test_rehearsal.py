@@ -1,0 +1,92 @@
+"""The command itself, at a small size on the CPU: it is killed, goes on, and keeps its deadline."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import benchmarks
+
+ROOT = Path(benchmarks.__file__).parents[1]
+ONLY = ("compile neumf float16", "compile neumf float32", "time neumf", "example digits")
+ONLY += ("fp8 at width 1024", "profile")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A clean copy of the tree, without an example: its piece fails."""
+    for name in ("benchmarks", "examples", "jmp_lite"):
+        shutil.copytree(ROOT / name, tmp_path / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tree" / "examples" / "digits.py").unlink()
+    return tmp_path / "tree"
+
+
+def command(tree, minutes, *only):
+    arguments = [sys.executable, "-m", "benchmarks.gpu", "--pretend", "--minutes", str(minutes)]
+    arguments += ["--out", tree.parent / "out", "--only", *only]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    return subprocess.Popen(arguments, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def left_over(folder):
+    """The processes that work in a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [path] if str(folder) in path.read_text(errors="replace") else []
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_the_rehearsal_of_the_command(tree):
+    results = tree.parent / "out" / "gpu-results-cpu-pretended.json"
+    read = lambda: json.loads(results.read_text())
+    status = lambda name: read()["pieces"].get(name, {}).get("status")
+    killed = command(tree, 9.5, *ONLY)
+    while not results.exists() or status("time neumf") != "running":
+        time.sleep(0.2)
+        assert killed.poll() is None
+    time.sleep(3)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    time.sleep(2)
+    assert not left_over(tree.parent / "out-work")
+    first = read()["pieces"]
+    assert {name for name, record in first.items() if record.get("status") == "done"} == {
+        "machine",
+        *ONLY[:2],
+    }
+
+    for _ in range(6):  # Few pieces fit into two minutes if other processes use the cores.
+        began = time.monotonic()
+        again = command(tree, 2, *ONLY)
+        printed, _ = again.communicate()
+        assert time.monotonic() - began < 120 + 10
+        assert again.returncode == 0
+        if all(status(name) in ("done", "failed") for name in ONLY):
+            break
+    found = read()
+    pieces = found["pieces"]
+    assert {name: pieces[name]["status"] for name in ONLY} == {
+        name: "failed" if name == "example digits" else "done" for name in ONLY
+    }
+    assert "can't open file" in pieces["example digits"]["why"]
+    assert f"example digits: failed. {pieces['example digits']['why']}" in printed
+    for name in ONLY[:2]:  # What was done is not run again.
+        assert pieces[name]["tries"] == 1
+        assert pieces[name]["tail"] == first[name]["tail"]
+    assert pieces["time neumf"]["tries"] >= 2
+    arms = found["files"]["results/cpu/neumf.json"]["arms"]
+    assert arms["float32"]["times_reference"]
+    assert found["files"]["fp8-1024.json"]["gradient_cosine"] > 0.98
+    sizes = [path.stat().st_size for path in results.parent.iterdir()]
+    assert len(sizes) <= 8
+    assert max(sizes) < 16 * 2**20
