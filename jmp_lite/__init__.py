@@ -67,6 +67,7 @@ __all__ = [
     "keep_float32",
     "metrics",
     "raise_if_stuck",
+    "scale_layer",
     "select_tree",
     "skip_nonfinite",
     "unscale",
