@@ -5,7 +5,8 @@ is no generator for simulations. `jax.random.bits` (Threefry, 20 rounds) takes t
 and `rbg` writes its bits to memory first: docs/memory.md has the figures.
 """
 
-from typing import Any
+import zlib
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,23 @@ from jax import lax
 _GOLDEN = 0x9E3779B9  # 2**32 divided by the golden ratio: its multiples lie far apart.
 
 
-def first_key(made_by: str, key: Any) -> jax.Array:
-    """Returns the first key of a state, shape `(2,)`, uint32: random words of `key`, and the number of steps.
+class RoundingKey(NamedTuple):
+    """The key of one step. Of two scalars: XLA fuses all arrays that read one small array into one kernel.
+
+    Attributes:
+        word: random, shape `()`, uint32. It stays the same over a run.
+        step: the number of the step, from a random one on, shape `()`, uint32.
+    """
+
+    word: Any
+    step: Any
+
+
+def first_key(made_by: str, key: Any) -> RoundingKey:
+    """Returns the key of the first step.
 
     Args:
-        made_by: the name of the public function, for the error.
+        made_by: the name of the public function, for the error. Two functions have keys of their own.
         key: an integer, or a PRNG key.
 
     Raises:
@@ -27,11 +40,12 @@ def first_key(made_by: str, key: Any) -> jax.Array:
     """
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         key = jax.random.key(int(key))
-    return key_words(made_by, key)
+    first = rounding_key(made_by, key)
+    return RoundingKey(first.word ^ np.uint32(zlib.crc32(made_by.encode())), first.step)
 
 
-def key_words(made_by: str, key: Any) -> jax.Array:
-    """Returns two random words that belong to a PRNG key, shape `(2,)`, uint32.
+def rounding_key(made_by: str, key: Any) -> RoundingKey:
+    """Returns the `RoundingKey` that belongs to a PRNG key.
 
     Raises:
         TypeError: `key` is no PRNG key.
@@ -40,33 +54,33 @@ def key_words(made_by: str, key: Any) -> jax.Array:
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ()
     if not (is_key or (dtype == np.uint32 and key.shape in ((2,), (4,)))):
         raise TypeError(f"{made_by}: key is one PRNG key, such as jax.random.key(0), got {key!r}.")
-    return jax.random.bits(key, (2,), jnp.uint32)
+    word, step = jax.random.bits(key, (2,), jnp.uint32)
+    return RoundingKey(word, step)
 
 
-def next_key(key: jax.Array) -> jax.Array:
+def next_key(key: RoundingKey) -> RoundingKey:
     """Returns the key of the step after that of `key`."""
-    return key + np.array([0, 1], np.uint32)
+    return RoundingKey(key.word, key.step + np.uint32(1))
 
 
-def random_bits(key: jax.Array, leaf: int, shape: tuple[int, ...]) -> jax.Array:
+def random_bits(key: RoundingKey, leaf: int, shape: tuple[int, ...]) -> jax.Array:
     """Returns random bits.
 
     Args:
-        key: from `first_key` or `next_key`, shape `(2,)`, uint32.
+        key: from `first_key`, `next_key` or `rounding_key`.
         leaf: tells the arrays that are rounded with one key apart.
-        shape: the shape of the result. The index is summed over the axes, so that each device of a sharded
-            array makes the bits of its own part, and the bits do not depend on the number of devices.
+        shape: the shape of the result. The index of an element is made from its indices along the axes, so
+            that each device of a sharded array makes the bits of its own part. The bits do not depend on the
+            number of devices.
 
     Returns:
         uint32. An array of more than 2**32 elements has the same bits again after 2**32 elements.
     """
     index = jnp.zeros(shape, jnp.uint32)
-    stride = 1
-    for axis in reversed(range(len(shape))):
-        index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
-        stride *= shape[axis]
-    first = _hash(key[0] ^ np.uint32(leaf * _GOLDEN % 2**32))
-    second = _hash(key[1] + first)
+    for axis, size in enumerate(shape):
+        index = index * np.uint32(size % 2**32) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+    first = _hash(key.word ^ np.uint32(leaf * _GOLDEN % 2**32))
+    second = _hash(key.step + first)
     return _hash(_hash(index + first) ^ second)
 
 

@@ -23,7 +23,7 @@ class CastStateState(NamedTuple):
 
     Attributes:
         inner_state: the state of the wrapped transform, with arrays in half precision.
-        key: the key of the next step, shape `(2,)`, uint32; None without stochastic rounding.
+        key: the `RoundingKey` of the next step, two scalars, uint32; None without stochastic rounding.
 
     Guide: docs/memory.md.
     """

@@ -14,7 +14,7 @@ from jax import lax
 
 from .._dtypes import DTypeLike, parse_dtype
 from .._tree import has_dtype
-from .bits import key_words, random_bits
+from .bits import random_bits, rounding_key
 
 _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _EXPONENT = np.uint32(0x7F800000)  # Of a float32: 8 bits above the 23 bits of the mantissa.
@@ -58,8 +58,8 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
             f"stochastic_round(x, dtype, key) rounds floating numbers, got x of {x.dtype.name}. "
             "Cast x to float32 first."
         )
-    words = key_words("stochastic_round(x, dtype, key)", key)
-    return round_to(x, target, random_bits(words, 0, x.shape)).astype(target)
+    bits = random_bits(rounding_key("stochastic_round(x, dtype, key)", key), 0, x.shape)
+    return round_to(x, target, bits).astype(target)
 
 
 def narrow_dtype(made_by: str, dtype: DTypeLike) -> np.dtype:

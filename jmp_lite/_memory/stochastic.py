@@ -16,7 +16,7 @@ class StochasticRoundingState(NamedTuple):
 
     Attributes:
         inner_state: the state of the wrapped transform.
-        key: the key of the next step, shape `(2,)`, uint32.
+        key: the `RoundingKey` of the next step, two scalars, uint32.
 
     Guide: docs/memory.md.
     """

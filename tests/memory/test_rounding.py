@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jmp_lite as jmp
-from jmp_lite._memory.bits import key_words, next_key, random_bits
+from jmp_lite._memory.bits import next_key, random_bits, rounding_key
 from jmp_lite._memory.rounding import round_to, update_to
 
 DTYPES = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
@@ -156,12 +156,12 @@ def test_under_vmap_and_from_half_and_scalars():
 def test_the_bits_are_fair_and_those_of_steps_leaves_and_neighbours_do_not_depend_on_each_other():
     """Correlations of 20,000 fair bits have a standard deviation of 1 / sqrt(20,000)."""
     count = 20_000
-    key = key_words("", jax.random.key(0))
+    key = rounding_key("", jax.random.key(0))
     draws = [
         random_bits(key, 0, (count,)),
         random_bits(next_key(key), 0, (count,)),
         random_bits(key, 1, (count,)),
-        random_bits(key_words("", jax.random.key(1)), 0, (count,)),
+        random_bits(rounding_key("", jax.random.key(1)), 0, (count,)),
         jnp.roll(random_bits(key, 0, (count,)), 1),
     ]
     signs = np.array([2.0 * ((np.asarray(draw)[:, None] >> np.arange(32)) & 1) - 1 for draw in draws])
@@ -176,7 +176,7 @@ def test_the_bits_are_fair_and_those_of_steps_leaves_and_neighbours_do_not_depen
 def test_the_bits_of_an_array_do_not_depend_on_its_sharding():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     by_both = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b"))
-    key = key_words("", jax.random.key(0))
+    key = rounding_key("", jax.random.key(0))
     whole = random_bits(key, 3, (16, 6))
     split = jax.jit(lambda key: random_bits(key, 3, (16, 6)), out_shardings=by_both)
     np.testing.assert_array_equal(split(key), whole)
