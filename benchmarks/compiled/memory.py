@@ -95,6 +95,49 @@ def facts(program: Program, params: Any, state: Any) -> dict[str, float]:
     }
 
 
+def cost_table(found: dict[str, Any]) -> list[str]:
+    """Returns the table of both cases in Markdown."""
+    lines = [
+        "| | at rest | optimizer: moved | kernels | temp KB | GPT-2 small: moved | kernels | temp GB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for arm, alone in found["optimizer"].items():
+        whole = found["gpt"][arm]
+        cells = (
+            arm,
+            f"{alone['bytes_at_rest']:.0f}",
+            f"{alone['bytes_moved']:.1f}",
+            f"{alone['kernels']}",
+            f"{alone['temporary_bytes'] / 1e3:.0f}",
+            f"{whole['bytes_moved']:.1f}",
+            f"{whole['kernels']:,}",
+            f"{whole['temporary_bytes'] / 1e9:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def accuracy_table(found: dict[str, Any]) -> list[str]:
+    """Returns the table of what `benchmarks.timed.memory` wrote, in Markdown."""
+
+    def spread(runs: list[dict[str, float]], name: str, digits: int) -> str:
+        values = [run[name] for run in runs]
+        mean = sum(values) / len(values)
+        return f"{mean:.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+    lines = ["| | digits: accuracy in % | test loss | text: bits per byte |", "| --- | --- | --- | --- |"]
+    for arm in ARMS:
+        digits, text = (found["tasks"][task][arm] for task in ("digits", "language model"))
+        cells = (
+            arm,
+            spread(digits, "accuracy", 1),
+            spread(digits, "loss", 4),
+            spread(text, "bits_per_byte", 3),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 CASES: dict[str, Callable[[MemoryArm], tuple[Program, Any, Any]]] = {
     "optimizer": optimizer_program,
     "gpt": gpt_program,
