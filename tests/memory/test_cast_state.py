@@ -43,9 +43,9 @@ def test_moments_rest_in_bfloat16_and_scalars_do_not():
 def test_patterns_choose_what_stays_float32(patterns, kept):
     tx = jmp.cast_state(optax.scale_by_adam(), keep_float32=patterns)
     params = {"dense": make_params()["dense"]}
-    params_and_states = [tx.init(params)]
-    _, state = tx.update(params, params_and_states[0], params)
-    for adam in (params_and_states[0].inner_state, state.inner_state):
+    before = jax.eval_shape(tx.init, params)
+    _, after = jax.eval_shape(tx.update, params, before, params)
+    for adam in (before.inner_state, after.inner_state):
         found = {
             f"{name}/dense/{leaf}"
             for name in ("mu", "nu")
@@ -100,7 +100,7 @@ def test_the_state_of_mu_dtype_keeps_its_dtype():
         optax.scale_by_adam(mu_dtype=jnp.bfloat16), stochastic_rounding=True, keep_float32="nu"
     )
     params = jnp.ones(4)
-    _, state = tx.update(params, tx.init(params), params)
+    _, state = jax.eval_shape(tx.update, params, tx.init(params), params)
     assert (state.inner_state.mu.dtype, state.inner_state.nu.dtype) == (BF16, jnp.dtype("float32"))
 
 
@@ -197,8 +197,7 @@ def test_float32_parameters_are_not_rounded_and_a_zero_update_changes_no_bit():
     params = {"half": jnp.asarray([-0.0, 0.3, 7], jnp.float16), "full": jnp.asarray([0.1, 2])}
     tx = jmp.with_stochastic_rounding(optax.sgd(1.0))
     grads = {"half": jnp.zeros(3), "full": jnp.asarray([0.25, 1])}
-    updates, _ = tx.update(grads, tx.init(params), params)
-    new = optax.apply_updates(params, updates)
+    new, _ = make_step(tx)(params, tx.init(params), grads)
     assert bits(new["half"]) == bits(params["half"])
     np.testing.assert_array_equal(new["full"], params["full"] - grads["full"])
 
@@ -260,5 +259,5 @@ def test_spoiled_gradients_and_tree_map_params():
     found = optax.tree_map_params(tx, lambda leaf: leaf.dtype, state, transform_non_params=lambda _: None)
     assert found.inner_state.inner_state[0].nu["dense"]["bias"] == jnp.float32
     assert found.inner_state.inner_state[0].mu["dense"]["bias"] == BF16
-    _, after = tx.update(spoil(make_grads(0)), state, params)
+    _, after = make_step(tx)(params, state, spoil(make_grads(0)))
     assert bits(after.inner_state) == bits(state.inner_state)

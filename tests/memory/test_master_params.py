@@ -94,6 +94,7 @@ def test_flax_serialization_and_a_train_state_keep_all(trained):
     assert bits(O2.cast_to_param(jmp.master_params(stepped, stepped.params))) == bits(stepped.params)
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_and_back():
     from flax import nnx
 
@@ -101,8 +102,8 @@ def test_an_nnx_optimizer_and_back():
 
     model = with_policy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), O2)
     optimizer_ = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
-    grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones((2, 3))) ** 2))(model)
-    optimizer_.update(model, grads)
+    grads = nnx.state(model, nnx.Param)
+    nnx.jit(lambda model, optimizer_, grads: optimizer_.update(model, grads))(model, optimizer_, grads)
     params = nnx.state(model, nnx.Param)
     full = jmp.master_params(optimizer_, params)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(full)} == {"float32"}

@@ -103,7 +103,7 @@ def test_beyond_the_largest_number_it_is_rounded_to_nearest():
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("exponent", [-26, -24, -20, -14, 0, 5, 15])
+@pytest.mark.parametrize("exponent", [-25, -15, 0, 15])
 def test_the_mean_of_the_results_is_the_number(dtype, exponent):
     """The count of the upper neighbours is binomial. Five standard deviations: one chance in 2 million."""
     draws = 40_000
