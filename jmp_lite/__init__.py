@@ -3,6 +3,8 @@
 Half precision: `autocast`, `full_precision`, `keep_float32`, `explain`, `Report`, `Operation`.
 Loss scales: `DynamicLossScale`, `StaticLossScale`, `NoOpLossScale`, `LossScale`.
 True gradients: `value_and_grad`, `grad`; `scale_layer`, a loss scale for one layer.
+Master weights: `with_master_weights`, `master_params`, `set_master_params`.
+Half precision at rest: `cast_state`, `with_stochastic_rounding`, `stochastic_round`.
 Optimizers: `with_loss_scale`, or `skip_nonfinite` and `unscale`; their state is a `SkipNonfiniteState`.
 What the optimizer says: `get_loss_scale`, `grads_finite`, `metrics`, `raise_if_stuck`.
 Policies: `Policy`, `Rule`, `get_policy`, `half_dtype`, `cast_to_half`, `cast_to_full`.
@@ -19,6 +21,12 @@ from ._autocast.report import Operation as Operation
 from ._autocast.report import Report as Report
 from ._autocast.report import explain as explain
 from ._dtypes import half_dtype as half_dtype
+from ._memory.cast_state import cast_state as cast_state
+from ._memory.master_params import master_params as master_params
+from ._memory.master_params import set_master_params as set_master_params
+from ._memory.master_weights import with_master_weights as with_master_weights
+from ._memory.rounding import stochastic_round as stochastic_round
+from ._memory.stochastic import with_stochastic_rounding as with_stochastic_rounding
 from ._policy import Policy as Policy
 from ._policy import Rule as Rule
 from ._policy import get_policy as get_policy
@@ -55,6 +63,7 @@ __all__ = [
     "StaticLossScale",
     "all_finite",
     "autocast",
+    "cast_state",
     "cast_to_full",
     "cast_to_half",
     "explain",
@@ -65,12 +74,17 @@ __all__ = [
     "grads_finite",
     "half_dtype",
     "keep_float32",
+    "master_params",
     "metrics",
     "raise_if_stuck",
     "scale_layer",
     "select_tree",
+    "set_master_params",
     "skip_nonfinite",
+    "stochastic_round",
     "unscale",
     "value_and_grad",
     "with_loss_scale",
+    "with_master_weights",
+    "with_stochastic_rounding",
 ]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -70,8 +69,7 @@ class Policy:
     read back by `get_policy`. The dtypes are kept as JAX's types: `policy.compute_dtype is jnp.float16`.
 
     Attributes:
-        param_dtype: the dtype in which parameters and optimizer state rest; float32 for master
-            weights (Micikevicius et al., Mixed Precision Training, section 3.1).
+        param_dtype: the dtype in which parameters rest. For a half dtype see `with_master_weights`.
         compute_dtype: the dtype of the operands of the arithmetic.
         output_dtype: the dtype of what the model returns, such as logits.
         rules: `Rule`s, or a mapping or pairs of pattern and policy; the first match wins. They act
@@ -239,8 +237,8 @@ def get_policy(policy_name: str) -> Policy:
               The defaults: params is float32, compute is that of params, output is that of compute;
             - one dtype for all three: `"float32"`, `"half"`, `"bf16"`, `"fp16"`;
             - a level of Apex: `"O0"` float32; `"O1"` float32 parameters, half compute; `"O2"` half
-              parameters, float32 normalisation; `"O3"` all half. O2 without master weights loses small
-              updates, and warns;
+              parameters, float32 normalisation; `"O3"` all half. For O2 wrap the optimizer in
+              `with_master_weights`, which keeps small updates;
             - a name of Keras or Lightning: `"mixed_float16"`, `"16-mixed"`, `"mixed_bfloat16"`,
               `"bf16-mixed"`, all with float32 parameters and outputs;
             - any of these followed by rules: `"c=f16,o=f32; head -> float32; **/Norm* ?-> f32"`.
@@ -262,14 +260,6 @@ def get_policy(policy_name: str) -> Policy:
             f"{policy_name!r}. For a policy of dtypes: jmp.Policy(jnp.float32, jnp.float16, jnp.float32)."
         )
     head, *rules = (part.strip() for part in policy_name.split(";"))
-    if head == "O2":
-        # stacklevel: this function, its caller.
-        warnings.warn(
-            "With O2 the parameters rest in half precision and jmp_lite keeps no float32 master weights yet: "
-            "an update below half a unit in a parameter's last place is lost. O1 keeps float32 parameters.",
-            UserWarning,
-            stacklevel=2,
-        )
     return _read(head).with_rules([_get_rule(rule) for rule in rules])
 
 

@@ -129,6 +129,12 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     return jax.tree.map(lambda x, y: jax.lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
 
 
+def unwrap(tree: Any) -> Any:
+    """Takes the arrays out of the variables in which Flax NNX keeps parameters and optimizer state."""
+    is_variable = lambda node: hasattr(node, "get_value")
+    return jax.tree.map(lambda v: v.get_value() if is_variable(v) else v, tree, is_leaf=is_variable)
+
+
 def static_field(**kwargs: Any) -> Any:
     """A dataclass field that is part of the tree's structure instead of a leaf."""
     return dataclasses.field(metadata={"static": True}, **kwargs)

@@ -25,8 +25,9 @@ ROOMS = {
     "_dtypes": (),
     "_paths": (),
     "_tree": ("_dtypes",),
+    "_memory": ("_dtypes", "_paths", "_tree"),
     "_policy": ("_dtypes", "_paths", "_tree"),
-    "_scaling": ("_dtypes", "_paths", "_tree"),
+    "_scaling": ("_dtypes", "_paths", "_tree", "_memory"),
     "_autocast": ("_dtypes", "_paths", "_tree"),
     "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling"),
     "linen": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_flax"),
@@ -35,6 +36,7 @@ ROOMS = {
 }
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
+    "_memory": "bits rounding transforms master_weights master_params stochastic cast_state",
     "_scaling": "finite norm serialization scalars loss_scale grad layer state stuck optimizer",
     "_autocast": "primitives rules jaxprs binding scopes states activations plan decide demand gradients "
     "planner products interpreter custom_rules calls arguments advice operations api report",
@@ -43,7 +45,7 @@ FILES = {
     "_extremes _flow _advice _nonfinite _find _bits _scales _pages _ranges _profile "
     "_fewest _precision _piled _compare _doctor",
 }
-THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}}
+THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}, "_memory": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}
 STANDARD = set(sys.stdlib_module_names)
 

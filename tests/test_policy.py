@@ -211,12 +211,6 @@ def test_a_rule_within_a_rule_is_a_value_error():
         jmp.Rule("head", jmp.get_policy("f16; a -> f32"))
 
 
-def test_o2_warns_of_updates_that_are_lost():
-    with pytest.warns(UserWarning, match="keeps no float32 master weights yet") as caught:
-        jmp.get_policy("O2; head -> float32")
-    assert caught[0].filename == __file__
-
-
 @pytest.mark.parametrize("spec", [None, jnp.float16, {"c": "f16"}, 16])
 def test_get_policy_reads_strings_alone(spec):
     with pytest.raises(TypeError, match=r"get_policy takes a string such as .*For a policy of dtypes"):

@@ -9,11 +9,14 @@ import json
 import pathlib
 import re
 
-from benchmarks.compiled import loss_scale_cost, predict
+from benchmarks.compiled import loss_scale_cost, memory, predict
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "accuracy.md")
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "accuracy", "memory")),
+)
 
 
 def cost(*cases: str) -> str:
@@ -33,12 +36,21 @@ def models() -> str:
     return "\n".join(predict.summary(RESULTS))
 
 
+def memory_table(which: str) -> str:
+    """Returns the table of what parameters and moments in fewer bytes cost, or of what they learn."""
+    if which == "accuracy":
+        return "\n".join(memory.accuracy_table(json.loads((RESULTS / "cpu" / "memory.json").read_text())))
+    found = json.loads((RESULTS / "memory.json").read_text())
+    versions = ", ".join(f"{library} {version}" for library, version in found["versions"].items())
+    return "\n".join([*memory.cost_table(found), "", f"Compiled with {versions}."])
+
+
 def text(name: str) -> str:
     """Returns what a command has printed: of `benchmarks.compiled.step`, of `examples/digits.py`."""
     return f"```text\n{(RESULTS / name).read_text()}```"
 
 
-TABLES = {"cost": cost, "models": models, "text": text}
+TABLES = {"cost": cost, "models": models, "memory": memory_table, "text": text}
 
 
 def filled(text: str) -> str:

@@ -86,6 +86,7 @@ FLOORS = (
     ("linen.py", "nnx.py"),
     ("_flax/", "diagnostics/"),
     ("_policy.py", "_scaling/", "_autocast/"),
+    ("_memory/",),
     ("_tree.py",),
     ("_dtypes.py", "_paths.py"),
 )
@@ -96,7 +97,7 @@ def draw_rooms(path: pathlib.Path) -> None:
 
     An arrow to a room to which other arrows lead as well is left out.
     """
-    figure = Figure(figsize=(8, 4.6))
+    figure = Figure(figsize=(8, 5.4))
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
     centres = {
         room: ((index + 1) / (len(floor) + 1), len(FLOORS) - level)

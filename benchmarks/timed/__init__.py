@@ -6,4 +6,5 @@
 `table`: draws the tables and the chart of what `run` measured.
 `spread`: says whether an arm learns as float32 does.
 `convergence`: trains three models in four precisions.
+`memory`: trains two models whose parameters and moments rest in fewer bytes.
 """

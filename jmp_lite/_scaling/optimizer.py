@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._memory.master_weights import init_for_masters
+from .._memory.transforms import as_transform
 from .._paths import leaf_names, names_in_model_order
-from .._tree import at_least_float32, has_dtype, select_tree
+from .._tree import at_least_float32, has_dtype, select_tree, unwrap
 from .finite import agree, leaves_finite
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
 from .norm import clip, squared_norms
 from .scalars import positive_number
-from .state import LeafNames, SkipNonfiniteState, count, unwrap
+from .state import LeafNames, SkipNonfiniteState, count
 
 _MISSING: Any = object()
 
@@ -172,16 +174,9 @@ class _Skipping:
 
     def transform(self) -> optax.GradientTransformationExtraArgs:
         """Returns the optax transform, having checked the settings."""
-        inner = self.inner
-        if isinstance(inner, optax.MultiSteps):
-            inner = inner.gradient_transformation()
-        if not isinstance(inner, optax.GradientTransformation):
-            raise TypeError(
-                f"{self.made_by}(inner) wraps an optax transform such as optax.adamw(3e-4), got {inner!r}."
-            )
         settings = dataclasses.replace(
             self,
-            inner=optax.with_extra_args_support(inner),
+            inner=as_transform(self.made_by, self.inner),
             clip_norm=None if self.clip_norm is None else positive_number("clip_norm", self.clip_norm),
         )
         update: Any = settings.update  # With types of its own, which optax's protocol does not have.
@@ -192,7 +187,7 @@ class _Skipping:
         differentiated = params.fast if isinstance(params, optax.LookaheadParams) else params
         names = _names(differentiated)
         return SkipNonfiniteState(
-            inner_state=self.inner.init(at_least_float32(params)),
+            inner_state=init_for_masters(self.inner, params),
             # A copy: a donated state must not take the caller's scale, or that of another state, along.
             loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self.loss_scale),
             leaf_finite=jnp.ones(len(names.paths), jnp.bool_),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree import register_state, static_field
+from .._tree import register_state, static_field, unwrap
 from . import serialization
 
 
@@ -186,9 +186,3 @@ def _choose(states: list[SkipNonfiniteState], name: str | None, wrapper: str) ->
         f"{len(found)} optimizers wrapped in {wrapper} were found, named {names}. Name them apart, "
         "with_loss_scale(..., name='generator'), and ask for one by its name."
     )
-
-
-def unwrap(tree: Any) -> Any:
-    """Takes the arrays out of the variables in which Flax NNX keeps parameters and optimizer state."""
-    is_variable = lambda node: hasattr(node, "get_value")
-    return jax.tree.map(lambda v: v.get_value() if is_variable(v) else v, tree, is_leaf=is_variable)

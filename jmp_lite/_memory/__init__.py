@@ -1,0 +1,1 @@
+"""Less memory: master weights, optimizer state in half, stochastic rounding."""

@@ -1,0 +1,159 @@
+"""Reading and writing the float32 master weights of any optimizer state: for checkpoints and evaluation."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._paths import leaf_names, path_name
+from .._tree import cast_leaf, has_dtype, unwrap
+from .master_weights import MasterWeightsState, full_params, is_master_state, master_states
+from .rounding import round_to
+from .transforms import is_half
+
+
+def master_params(opt_state: Any, params: Any) -> Any:
+    """Returns the parameters in float32, as the optimizer has them, for checkpoints and evaluation.
+
+    As Apex's `master_params(optimizer)`. The way back from a checkpoint is `set_master_params`.
+
+    Args:
+        opt_state: an optimizer state with a state of `with_master_weights` at any depth: under
+            `with_loss_scale`, in a chain, in `optax.masked`, in several parts of `optax.multi_transform`; a
+            Flax `TrainState`, an `nnx.Optimizer`.
+        params: the parameters that belong to it.
+
+    Returns:
+        A tree like `params`. A parameter in half precision is its master, bit for bit. One without a master,
+        or one that was changed since the last step, is cast. Other parameters are as they are. All arrays are
+        those of the state where possible: copy them before a step that donates the state.
+
+    Raises:
+        ValueError: there is no state of `with_master_weights`, or one of other parameters.
+
+    >>> import optax
+    >>> from jmp_lite import with_master_weights
+    >>> params = {"w": jnp.ones((), jnp.float16)}
+    >>> tx = with_master_weights(optax.sgd(2**-12))
+    >>> updates, opt_state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
+    >>> master_params(opt_state, optax.apply_updates(params, updates))
+    {'w': Array(0.99975586, dtype=float32)}
+
+    Guide: docs/memory.md.
+    """
+    params = unwrap(params)
+    masters = _masters_by_path(opt_state, params)
+
+    def full(path: tuple[Any, ...], param: Any) -> Any:
+        if not is_half(param):
+            return param
+        name = path_name(path)
+        if name not in masters:  # For example frozen, by `optax.multi_transform`.
+            return cast_leaf(param, np.dtype(np.float32))
+        return full_params(param, masters[name])
+
+    return jax.tree_util.tree_map_with_path(full, params)
+
+
+def set_master_params(opt_state: Any, params: Any, values: Any) -> tuple[Any, Any]:
+    """Puts float32 parameters, such as those of a checkpoint, into half parameters and their masters.
+
+    Args:
+        opt_state: as in `master_params`; of an `nnx.Optimizer` its `opt_state`.
+        params: the parameters that belong to it. Their dtypes are kept.
+        values: a tree like `params`, of any floating dtype, with the new values.
+
+    Returns:
+        The new parameters and the new optimizer state. A parameter in half precision is its master rounded to
+        nearest. All else in the optimizer state is as it was: moments, counts, the loss scale. Arrays are
+        placed on the devices of those that they replace. Of NNX's variables come the arrays, which
+        `nnx.update` puts into the model and into `optimizer.opt_state`.
+
+    Raises:
+        ValueError: as in `master_params`; or `values` has other leaves or shapes than `params`.
+
+    >>> import optax
+    >>> from jmp_lite import with_master_weights
+    >>> params = {"w": jnp.zeros((), jnp.float16)}
+    >>> opt_state = with_master_weights(optax.sgd(1.0)).init(params)
+    >>> params, opt_state = set_master_params(opt_state, params, {"w": 0.1})
+    >>> params, opt_state.masters
+    ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
+
+    Guide: docs/memory.md.
+    """
+    opt_state, params, values = unwrap(opt_state), unwrap(params), unwrap(values)
+    _masters_by_path(opt_state, params)  # Raises an error if they do not belong together.
+    _check_values(params, values)
+    by_path = dict(zip(leaf_names(params), jax.tree.leaves(values), strict=True))
+
+    def param(old: Any, value: Any) -> Any:
+        if not has_dtype(old, jnp.floating):
+            return value
+        value = jnp.asarray(value)
+        return _like(old, round_to(value, old.dtype) if is_half(old) else value)
+
+    def with_values(state: Any) -> Any:
+        if not is_master_state(state):
+            return state
+        new = jax.tree_util.tree_map_with_path(
+            lambda path, old: _like(old, by_path[path_name(path)]), state.masters
+        )
+        return MasterWeightsState(new, state.inner_state)
+
+    new_state = jax.tree.map(with_values, opt_state, is_leaf=is_master_state)
+    return jax.tree.map(param, params, values), new_state
+
+
+def _like(old: Any, value: Any) -> jax.Array:
+    """Returns `value` with the dtype of `old`, on its devices."""
+    value = jnp.asarray(value).astype(old.dtype)
+    sharding = getattr(old, "sharding", None)  # A traced or NumPy array has none.
+    return jax.device_put(value, sharding) if sharding is not None and old.committed else value
+
+
+def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
+    """Returns the masters in `opt_state` by the paths of their parameters.
+
+    Raises:
+        ValueError: there are none, two for one parameter, or masters of other parameters.
+    """
+    states = master_states(opt_state)
+    if not states:
+        raise ValueError(
+            "No optimizer wrapped in with_master_weights was found in this state. Wrap yours, "
+            "tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(3e-4))), and give the state that "
+            "tx.init returned. A checkpoint that was restored as plain dicts: restore it with a target, "
+            "tx.init(params)."
+        )
+    found: dict[str, jax.Array] = {}
+    shapes = dict(zip(leaf_names(params), map(jnp.shape, jax.tree.leaves(params)), strict=True))
+    for state in states:
+        masters = unwrap(state.masters)
+        for name, master in zip(leaf_names(masters), jax.tree.leaves(masters), strict=True):
+            if shapes.get(name) != jnp.shape(master):
+                raise ValueError(
+                    f"The optimizer has a master {name!r} of shape {jnp.shape(master)}, the parameters have "
+                    f"{shapes.get(name, 'none of this name')}. Give the parameters that belong to the state."
+                )
+            if name in found:
+                raise ValueError(
+                    f"The state has two masters of the parameter {name!r}. Give the state of one optimizer."
+                )
+            found[name] = master
+    return found
+
+
+def _check_values(params: Any, values: Any) -> None:
+    """Raises a ValueError if `values` has other leaves or shapes than `params`."""
+    expected = dict(zip(leaf_names(params), map(jnp.shape, jax.tree.leaves(params)), strict=True))
+    given = dict(zip(leaf_names(values), map(jnp.shape, jax.tree.leaves(values)), strict=True))
+    if given != expected:
+        differ = sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name))
+        name = differ[0]
+        in_values, in_params = (leaves.get(name, "not there") for leaves in (given, expected))
+        raise ValueError(
+            f"set_master_params(opt_state, params, values): {len(differ)} leaves differ in name or shape, "
+            f"first {name!r}: {in_values} in values, {in_params} in params."
+        )

@@ -1,0 +1,136 @@
+"""Float32 checkpoints of half parameters, resumed runs, and the containers of Flax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from steps import bits, make_step
+
+import jmp_lite as jmp
+
+PARAMS = {"dense": {"kernel": jnp.linspace(-1, 1, 12).reshape(3, 4)}, "norm": {"scale": jnp.ones(4)}}
+O2 = jmp.get_policy("O2")
+
+
+def optimizer():
+    inner = jmp.cast_state(optax.adamw(1e-2), stochastic_rounding=True)
+    return jmp.with_loss_scale(jmp.with_master_weights(inner))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """O2 after two steps: the step, the parameters, the state, the gradients."""
+    params, tx = O2.cast_to_param(PARAMS), optimizer()
+    step, opt_state = make_step(tx), tx.init(params)
+    grads = jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32)), params)
+    for _ in range(2):
+        params, opt_state = step(params, opt_state, grads)
+    return step, params, opt_state, grads
+
+
+def test_the_masters_are_those_of_the_optimizer(trained):
+    _, params, opt_state, _ = trained
+    full = jmp.master_params(opt_state, params)
+    assert bits(full["dense"]) == bits(opt_state.inner_state.masters["dense"])
+    assert full["norm"]["scale"] is params["norm"]["scale"]
+    assert bits(O2.cast_to_param(full)) == bits(params)
+
+
+def test_to_float32_and_back_changes_no_bit(trained):
+    _, params, opt_state, _ = trained
+    checkpoint = jax.tree.map(np.asarray, jmp.master_params(opt_state, params))
+    again = jmp.set_master_params(opt_state, params, checkpoint)
+    assert bits(again) == bits((params, opt_state))
+    assert jax.tree.structure(again) == jax.tree.structure((params, opt_state))
+
+
+def test_a_float32_checkpoint_starts_a_run_in_half(trained):
+    """The masters hold what the half parameters cannot."""
+    step, *_, grads = trained
+    params = O2.cast_to_param(jax.tree.map(jnp.zeros_like, PARAMS))
+    params, opt_state = jmp.set_master_params(optimizer().init(params), params, PARAMS)
+    assert bits(params) == bits(O2.cast_to_param(PARAMS))
+    assert bits(jmp.master_params(opt_state, params)) == bits(PARAMS)
+    assert step._cache_size() == 1
+    step(params, opt_state, grads)
+    assert step._cache_size() == 1  # The same shapes, dtypes and placement.
+
+
+def test_under_jit_they_are_the_same(trained):
+    _, params, opt_state, _ = trained
+    full = jmp.master_params(opt_state, params)
+    assert bits(jax.jit(jmp.master_params)(opt_state, params)) == bits(full)
+    assert bits(jax.jit(jmp.set_master_params)(opt_state, params, full)) == bits((params, opt_state))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:orbax", "ignore::DeprecationWarning:orbax")
+def test_a_run_restored_by_orbax_goes_on_bit_for_bit(trained, tmp_path):
+    import orbax.checkpoint
+
+    step, params, opt_state, grads = trained
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", (params, opt_state))
+    start = O2.cast_to_param(PARAMS)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "run", (start, optimizer().init(start)))
+    assert bits(restored) == bits((params, opt_state))
+    assert jax.tree.structure(restored) == jax.tree.structure((params, opt_state))
+    assert bits(step(*restored, grads)) == bits(step(params, opt_state, grads))
+    assert float(jmp.metrics(restored[1])["loss_scale"]) == 2.0**15
+
+
+def test_flax_serialization_and_a_train_state_keep_all(trained):
+    from flax import serialization
+    from flax.training.train_state import TrainState
+
+    _, params, opt_state, grads = trained
+    state = TrainState.create(apply_fn=None, params=O2.cast_to_param(PARAMS), tx=optimizer())
+    saved = serialization.to_bytes(state.replace(params=params, opt_state=opt_state))
+    restored = serialization.from_bytes(state, saved)
+    assert bits((restored.params, restored.opt_state)) == bits((params, opt_state))
+    assert bits(jmp.master_params(restored, restored.params)) == bits(jmp.master_params(opt_state, params))
+    stepped = state.apply_gradients(grads=grads)
+    assert bits(O2.cast_to_param(jmp.master_params(stepped, stepped.params))) == bits(stepped.params)
+
+
+@pytest.mark.slow
+def test_an_nnx_optimizer_and_back():
+    from flax import nnx
+
+    from jmp_lite.nnx import with_policy
+
+    model = with_policy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), O2)
+    optimizer_ = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+    grads = nnx.state(model, nnx.Param)
+    nnx.jit(lambda model, optimizer_, grads: optimizer_.update(model, grads))(model, optimizer_, grads)
+    params = nnx.state(model, nnx.Param)
+    full = jmp.master_params(optimizer_, params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(full)} == {"float32"}
+    assert bits(O2.cast_to_param(full)) == bits(nnx.as_pure(params))
+
+    twice = jax.tree.map(lambda leaf: 2 * leaf, full)
+    new_params, new_state = jmp.set_master_params(optimizer_.opt_state, params, twice)
+    nnx.update(model, new_params)
+    nnx.update(optimizer_.opt_state, nnx.state(new_state))
+    assert bits(jmp.master_params(optimizer_, nnx.state(model, nnx.Param))) == bits(twice)
+    assert model.kernel[...].dtype == jnp.float16
+
+
+def test_misuse_is_named(trained):
+    _, params, opt_state, _ = trained
+    with pytest.raises(ValueError, match="No optimizer wrapped in with_master_weights was found"):
+        jmp.master_params(optax.adam(1e-3).init(params), params)
+    with pytest.raises(
+        ValueError, match=r"master 'dense/kernel' of shape \(3, 4\), the parameters have none of"
+    ):
+        jmp.master_params(opt_state, {"other": params["norm"]})
+    with pytest.raises(ValueError, match="two masters of the parameter 'dense/kernel'"):
+        jmp.master_params((opt_state, opt_state), params)
+    short = {"dense": params["dense"], "norm": {"scale": jnp.ones(3)}}
+    with pytest.raises(
+        ValueError, match=r"1 leaves differ .* 'norm/scale': \(3,\) in values, \(4,\) in params"
+    ):
+        jmp.set_master_params(opt_state, params, short)
+    with pytest.raises(ValueError, match="'norm/scale': not there in values"):
+        jmp.set_master_params(opt_state, params, {"dense": params["dense"]})
