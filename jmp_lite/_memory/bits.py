@@ -1,8 +1,8 @@
 """Random bits for stochastic rounding, made by a GPU inside the optimizer's own kernels.
 
 Every element hashes its index twice, with words of the key: two multiplications and three shifts a hash. This
-is no generator for simulations. `jax.random.bits` (Threefry) has 20 rounds for each element, and the results of
-the `rbg` generator go through memory.
+is no generator for simulations. `jax.random.bits` (Threefry) has 20 rounds for each element, and the results
+of the `rbg` generator go through memory.
 """
 
 import zlib
