@@ -133,5 +133,5 @@ def _is_half(x: Any) -> bool:
 
 
 def _as_array(cotangent: Any) -> Any:
-    is_zero = isinstance(cotangent, SymbolicZero)
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+    of: Any = cotangent
+    return jnp.zeros(of.shape, of.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
