@@ -38,6 +38,7 @@ language_model = load("language_model")
 sys.modules["language_model"] = language_model  # autocast.py imports it by this name.
 autocast = load("autocast")
 diagnose = load("diagnose")
+deep_network = load("deep_network")
 
 
 def table_rows(text, arms):
@@ -156,6 +157,21 @@ def test_autocast_prints_its_table_and_its_report(capsys):
     assert casts > 0
     assert share > 90
     assert "model/blocks/0/attention/project" in out
+
+
+def test_only_a_scale_for_each_layer_trains_the_deep_network(capsys, tmp_path):
+    picture = tmp_path / "new folder" / "deep.png"
+    found = deep_network.main(["--seeds", "1", "--steps", "150", "--output", str(picture)])
+    last = {arm: runs[0][-15:].mean() for arm, runs in found.items()}
+    assert list(last) == list(deep_network.ARMS)
+    assert last.pop("float16, scale_layer") == pytest.approx(last["float32"], abs=0.1)
+    full = last.pop("float32")
+    assert full < 1.0
+    assert min(last.values()) > full + 0.5
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    rows = table_rows(capsys.readouterr().out, list(found))
+    assert [int(rows[arm][-1]) for arm in ("float32", "float16, scale_layer")] == [0, 0]
+    assert int(rows["float16, static 2**40"][-1]) > 140  # Nearly every step overflows.
 
 
 def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
