@@ -20,6 +20,11 @@ def has_dtype(leaf: Any, kind: Any) -> bool:
     return is_array and jnp.issubdtype(leaf.dtype, kind)
 
 
+def is_half(leaf: Any) -> bool:
+    """Whether `leaf` is an array of a floating dtype narrower than 32 bits."""
+    return has_dtype(leaf, jnp.floating) and jnp.finfo(leaf.dtype).bits < 32
+
+
 def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     """Casts one leaf if it is floating; NumPy stays NumPy, a shape stays a shape."""
     if not has_dtype(leaf, jnp.floating):
@@ -78,12 +83,7 @@ def cast_to_half(tree: T) -> T:
 
 def at_least_float32(tree: T) -> T:
     """Casts floating leaves narrower than 32 bits to float32; float64 stays float64."""
-
-    def widen(leaf: Any) -> Any:
-        narrow = has_dtype(leaf, jnp.floating) and jnp.finfo(leaf.dtype).bits < 32
-        return cast_leaf(leaf, np.dtype(np.float32)) if narrow else leaf
-
-    return jax.tree.map(widen, tree)
+    return jax.tree.map(lambda leaf: cast_leaf(leaf, np.dtype(np.float32)) if is_half(leaf) else leaf, tree)
 
 
 @jax.custom_jvp

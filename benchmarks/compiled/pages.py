@@ -37,7 +37,7 @@ def models() -> str:
 
 
 def memory_table(which: str) -> str:
-    """Returns the table of what parameters and moments in fewer bytes cost, or of what they learn."""
+    """Returns a table of the arms with fewer bytes a parameter: of their cost, or of their accuracy."""
     if which == "accuracy":
         return "\n".join(memory.accuracy_table(json.loads((RESULTS / "cpu" / "memory.json").read_text())))
     found = json.loads((RESULTS / "memory.json").read_text())

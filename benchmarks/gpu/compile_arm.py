@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.compile_arm resnet50 float16 --size small
 
-JAX and PyTorch keep what was compiled in the caches that the environment names, so a later process that times
-the arm does not compile it again. The figures of the real program of the GPU are written as JSON.
+The environment names the caches of JAX and PyTorch. The compiled program goes there. A later process times
+the arm and does not compile it again. The figures of the real program of the GPU are written as JSON.
 """
 
 import argparse
@@ -33,14 +33,20 @@ def targets(program: Program) -> dict[str, int]:
     return dict(found)
 
 
-def main() -> None:
-    """Compiles the arm and writes its figures."""
+def arm_parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of the options that name one arm of a model."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("arm")
     parser.add_argument("--size", choices=("small", "full"), default="full")
+    return parser
+
+
+def main() -> None:
+    """Compiles the arm and writes its figures."""
+    parser = arm_parser(__doc__)
     parser.add_argument("--json", type=pathlib.Path, required=True)
     options = parser.parse_args()
     workload = getattr(FAMILIES[options.family], options.size)()

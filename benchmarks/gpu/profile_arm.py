@@ -3,7 +3,6 @@
 python -m benchmarks.gpu.profile_arm gpt2-small float16
 """
 
-import argparse
 import json
 import pathlib
 import tempfile
@@ -12,6 +11,7 @@ import jax
 
 from benchmarks.arms.jax_arms import JaxArm
 from benchmarks.device import device_name, versions
+from benchmarks.gpu.compile_arm import arm_parser
 from benchmarks.gpu.files import write_atomically
 from examples.models import FAMILIES
 from jmp_lite.diagnostics import Program, read_profile, read_program, roofline
@@ -21,12 +21,7 @@ RUNS = 3
 
 def main() -> None:
     """Profiles some steps, prints the table of the modules and writes it as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("arm")
-    parser.add_argument("--size", choices=("small", "full"), default="full")
+    parser = arm_parser(__doc__)
     parser.add_argument("--depth", type=int, default=2, help="how many names of a scope are one module")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("out/profile.json"))
     options = parser.parse_args()

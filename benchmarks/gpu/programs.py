@@ -14,7 +14,7 @@ HALF = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def pairs(files: Files) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any] | None, dict[str, Any]]]:
-    """Yields family, arm, the real program, the pretended one, and what was timed; `{}` where nothing was.
+    """Yields the family, the arm, the real program, the pretended program and the times; `{}` without times.
 
     Args:
         files: the contents of the files that pieces wrote, by path.
@@ -35,7 +35,7 @@ def _is_timed(name: str, family: str) -> bool:
 
 
 def faults(arm: str, real: dict[str, Any], pretended: dict[str, Any] | None) -> list[str]:
-    """Returns what is wrong with the products of a real program: their number, a dtype, no name."""
+    """Returns the faults of the products of a real program: a wrong number, a wrong dtype, a missing name."""
     found = []
     count = sum(real["products"].values())
     if pretended is not None and count != sum(pretended["products"].values()):

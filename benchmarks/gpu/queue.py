@@ -111,7 +111,7 @@ class Queue:
             for each in self.running:
                 _kill(each.process)
 
-    # What is to do.
+    # The pieces that are left.
 
     def pending(self) -> list[Piece]:
         """Returns the pieces that are left: those that failed least often first, then in their order."""
@@ -133,7 +133,7 @@ class Queue:
         return self.records.setdefault(piece.name, {})
 
     def _begin_again(self) -> None:
-        """Looks at the records of earlier calls: what ran when a call was killed, and what was lacking."""
+        """Marks the pieces that a kill of an earlier call ended, and the pieces whose package is missing."""
         for piece in self.pieces:
             if piece.gate:
                 self.records.pop(piece.name, None)
@@ -226,7 +226,7 @@ class Queue:
             if status is None and time.monotonic() < each.ends:
                 continue
             seconds = round(time.monotonic() - each.began, 1)
-            _kill(each.process)  # What it started ends with it.
+            _kill(each.process)  # Its own processes end too.
             self.running.remove(each)
             collect(self.work, each.piece.writes, self.files)
             self._over(each, status, seconds)

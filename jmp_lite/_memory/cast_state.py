@@ -11,11 +11,11 @@ import optax
 
 from .._dtypes import DTypeLike, parse_dtype
 from .._paths import leaf_names, matches, path_name, subtrees
-from .._tree import at_least_float32, cast_leaf, has_dtype
+from .._tree import at_least_float32, cast_leaf, has_dtype, is_half
 from .bits import first_key, next_key, random_bits
 from .master_weights import master_states
 from .rounding import round_to
-from .transforms import as_transform, check_state, is_half
+from .transforms import as_transform, check_state
 
 
 class CastStateState(NamedTuple):

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._paths import leaf_names, path_name
-from .._tree import cast_leaf, has_dtype, unwrap
+from .._tree import cast_leaf, has_dtype, is_half, unwrap
 from .master_weights import MasterWeightsState, full_params, is_master_state, master_states
 from .rounding import round_to
-from .transforms import is_half
 
 
 def master_params(opt_state: Any, params: Any) -> Any:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from .._paths import path_name
-from .._tree import at_least_float32
+from .._tree import at_least_float32, is_half
 from .rounding import round_to, update_to
-from .transforms import as_transform, check_params, check_state, is_half
+from .transforms import as_transform, check_params, check_state
 
 
 class MasterWeightsState(NamedTuple):
@@ -50,8 +50,8 @@ def with_master_weights(
     Returns:
         A transform, whose `update` needs the parameters. Its updates of half parameters are float32:
         `optax.apply_updates(params, updates)` gives the masters, rounded. The sum is exact unless a parameter
-        shrinks in one step to less than 2**-13 of what it was (2**-16 in bfloat16). It is then off by at most
-        2**-24 of what the parameter was, as in float32, and the optimizer goes on from the parameter.
+        shrinks in one step to less than 2**-13 of its old value (2**-16 in bfloat16). The sum is then off
+        by at most 2**-24 of the old value, as in float32, and the optimizer goes on from the parameter.
 
     Raises:
         TypeError: `inner` is no optax transform; from `update`, the state is not that of this transform.

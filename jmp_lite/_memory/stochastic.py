@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from .._tree import at_least_float32
+from .._tree import at_least_float32, is_half
 from .bits import first_key, next_key, random_bits
 from .rounding import round_to, update_to
-from .transforms import as_transform, check_params, check_state, is_half
+from .transforms import as_transform, check_params, check_state
 
 
 class StochasticRoundingState(NamedTuple):

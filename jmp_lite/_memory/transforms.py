@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import optax
-
-from .._tree import has_dtype
 
 
 def as_transform(made_by: str, inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -39,8 +36,3 @@ def check_params(made_by: str, params: Any) -> None:
         raise ValueError(
             f"{made_by}: the update depends on the parameters: tx.update(grads, opt_state, params)."
         )
-
-
-def is_half(leaf: Any) -> bool:
-    """Whether `leaf` is an array of a floating dtype narrower than 32 bits."""
-    return has_dtype(leaf, jnp.floating) and jnp.finfo(leaf.dtype).bits < 32

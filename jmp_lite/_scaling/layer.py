@@ -10,7 +10,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .._paths import leaf_names
-from .._tree import has_dtype
+from .._tree import at_least_float32, has_dtype, is_half
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,7 +67,7 @@ def scale_layer(fun: F) -> F:
         def run(*arrays: Any) -> Any:
             given = dict(enumerate(leaves)) | dict(zip(indices, arrays, strict=True))
             args, kwargs = jax.tree.unflatten(structure, [given[index] for index in range(len(leaves))])
-            return jax.tree.map(_widen, fun(*args, **kwargs))
+            return at_least_float32(fun(*args, **kwargs))
 
         arrays = [leaves[index] for index in indices]
         converted, outside = jax.closure_convert(run, *arrays)
@@ -82,7 +82,7 @@ def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
 
     def forward(*primals: Any) -> Any:
         for name, primal in zip(names, primals, strict=True):
-            if primal.perturbed and _is_half(primal.value):
+            if primal.perturbed and is_half(primal.value):
                 raise TypeError(
                     f"scale_layer: the argument {name} is differentiated and is {primal.value.dtype}, "
                     "which cannot hold a gradient without its scale. Give float32, and cast inside: "
@@ -93,7 +93,7 @@ def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
     def backward(pull_back: Any, cotangents: Any) -> Any:
         cotangents = jax.tree.map(_as_array, cotangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
         power = _power_of_two(cotangents)
-        return jax.tree.map(lambda x: _times(x, power), pull_back(_divided(cotangents, power)))
+        return _times(pull_back(_times(cotangents, 1 / power)), power)
 
     scaled: Any = jax.custom_vjp(run)
     scaled.defvjp(forward, backward, symbolic_zeros=True)
@@ -115,21 +115,8 @@ def _power_of_two(cotangents: Any) -> jax.Array:
     return jnp.where((largest > 0) & jnp.isfinite(largest), power, 1)
 
 
-def _divided(cotangents: Any, power: jax.Array) -> Any:
-    return jax.tree.map(lambda x: _times(x, 1 / power), cotangents)
-
-
-def _times(x: Any, factor: jax.Array) -> Any:
-    return x * factor.astype(x.dtype) if has_dtype(x, jnp.inexact) else x
-
-
-def _widen(x: Any) -> Any:
-    """Returns a half precision result in float32, so that its gradient is float32."""
-    return x.astype(jnp.float32) if _is_half(x) else x
-
-
-def _is_half(x: Any) -> bool:
-    return has_dtype(x, jnp.floating) and x.dtype.itemsize < 4
+def _times(tree: Any, factor: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x * factor.astype(x.dtype) if has_dtype(x, jnp.inexact) else x, tree)
 
 
 def _as_array(cotangent: Any) -> Any:

@@ -18,7 +18,7 @@ from .._autocast.operations import Operation, operations_of
 from .._autocast.rules import Rules, make_rules
 from .._dtypes import DTypeLike
 from ._fewest import EXACT, Kept, fewest
-from ._piled import error_of, owner, piled
+from ._piled import error_of, piled
 from ._precision import Difference, ModuleDifference, Piled, PrecisionReport
 from ._trace import EVERY_CAST, Call, Program, scale_of, trace
 
@@ -97,9 +97,9 @@ def compare_precision(
         reference = _Reference(call, args, kwargs)
         operations = _operations(fun, rules, args, kwargs)
         products = _cast_products(fun, operations, args, kwargs)
-        names = _modules(products, call.differentiated, depth)
-        runs = _Runs(reference, rules, names, scale)
-        return _report(runs, operations, products, measure, allowed)
+        places = _places(products, call.differentiated)
+        runs = _Runs(reference, rules, _modules(places, depth), scale)
+        return _report(runs, operations, list(zip(products, places)), measure, allowed)
 
     return compare
 
@@ -137,11 +137,16 @@ def _cast_products(
     return tuple(now for now, own in pairs if now.on_tensor_cores and not own.in_half)
 
 
-def _modules(products: Sequence[Operation], parameters: Sequence[str], depth: int) -> tuple[str, ...]:
-    """Returns the modules of some products, in the order of the program."""
+def _places(products: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
+    """Returns for each product the path of the module or of the argument that it belongs to."""
     places = [_place(each, parameters) for each in products]
     if len(set(places)) < 2:  # A jitted loss has one scope for all.
         places = [_argument(each, parameters) or each.scope for each in products]
+    return places
+
+
+def _modules(places: Sequence[str], depth: int) -> tuple[str, ...]:
+    """Returns the modules of the products at some paths, in the order of the program."""
     paths = [place.split("/") for place in places if place]
     shared = {first: _shared([path for path in paths if path[0] == first]) for first, *_ in paths}
     return tuple(dict.fromkeys("/".join(path[: _end(path, shared[path[0]], depth)]) for path in paths))
@@ -267,14 +272,11 @@ class _Runs:
         self.found: dict[Kept, Difference] = {}
         self.piled: dict[str, Piled] = {}
 
-    def all_in_half(self, products: Sequence[Operation], parameters: Sequence[str]) -> Difference:
-        """Returns the error with all modules in half, and notes what has piled up at each of them."""
+    def all_in_half(self, products: Sequence[tuple[Operation, str]]) -> Difference:
+        """Returns the error with all modules in half. Notes the error that has piled up at each module."""
         half = self._program(frozenset())
         loss, sums = self.reference.sums(half, self.scale)
-        place = lambda product: _place(product, parameters)
-        if not any(owner(place(each), self.modules) for each in products):
-            place = lambda product: _argument(product, parameters) or product.scope
-        self.piled = piled(self.modules, place, products, self.reference.program, half, sums)
+        self.piled = piled(self.modules, products, self.reference.program, half, sums)
         self.found[frozenset()] = _difference(loss, self.reference.loss, sums)
         return self.found[frozenset()]
 
@@ -303,11 +305,11 @@ class _Runs:
 def _report(
     runs: _Runs,
     operations: Sequence[Operation],
-    products: Sequence[Operation],
+    products: Sequence[tuple[Operation, str]],
     measure: str,
     tolerance: float,
 ) -> PrecisionReport:
-    half, rest = runs.all_in_half(products, runs.reference.program.parameters), runs.keeping(runs.modules)
+    half, rest = runs.all_in_half(products), runs.keeping(runs.modules)
     own = {name: runs.keeping(set(runs.modules) - {name}) for name in runs.modules}
     other = next(each for each in _MEASURES if each != measure)
     size = lambda name: (getattr(own[name], measure), getattr(own[name], other))
@@ -325,5 +327,5 @@ def _report(
         None if kept is None else runs.pasted(frozenset(kept), operations),
         None if kept is None else runs.keeping(kept),
         len(order) <= EXACT,
-        1 + len(runs.found),
+        1 + len(runs.found) + 2,  # Two give the sketches of the values.
     )

@@ -1,7 +1,7 @@
 """The error that has piled up at each module: sketches of its values, and sums over its gradients."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -86,8 +86,7 @@ def values(program: Program) -> tuple[tuple[Site, ...], tuple[np.ndarray, ...]]:
 
 def piled(
     modules: Sequence[str],
-    place: Callable[[Operation], str],
-    products: Sequence[Operation],
+    products: Sequence[tuple[Operation, str]],
     full: Program,
     half: Program,
     sums: np.ndarray,
@@ -96,8 +95,7 @@ def piled(
 
     Args:
         modules: the names of the modules.
-        place: returns the path of a product, which begins with the name of its module.
-        products: the products of the forward pass.
+        products: the products of the forward pass, each with its path. A path begins with a module's name.
         full: the loss and its gradients in float32.
         half: the same with all modules in half.
         sums: for each gradient the squares of the difference, of the gradient in half and in float32.
@@ -107,14 +105,14 @@ def piled(
     last: dict[str, Sums] = {}
     if len(sites) == len(others):
         for site, one, other in zip(sites, found, wanted, strict=True):
-            owners = (owner(path, modules) for path in (site.module, site.argument, site.near))
+            owners = (_owner(path, modules) for path in (site.module, site.argument, site.near))
             if name := next(filter(None, owners), ""):
                 last[name] = _sums(one, other)
-    gradients = _gradients(modules, place, products, full, sums)
+    gradients = _gradients(modules, products, full, sums)
     return {name: Piled(*error_of(last.get(name)), *error_of(gradients.get(name))) for name in modules}
 
 
-def owner(path: str, modules: Sequence[str]) -> str:
+def _owner(path: str, modules: Sequence[str]) -> str:
     """Returns the module that a path lies in; the innermost of several; empty for none."""
     return max((each for each in modules if f"{path}/".startswith(f"{each}/")), key=len, default="")
 
@@ -128,8 +126,7 @@ def _sums(one: np.ndarray, other: np.ndarray) -> Sums:
 
 def _gradients(
     modules: Sequence[str],
-    place: Callable[[Operation], str],
-    products: Sequence[Operation],
+    products: Sequence[tuple[Operation, str]],
     program: Program,
     sums: np.ndarray,
 ) -> dict[str, Sums]:
@@ -142,9 +139,9 @@ def _gradients(
     if len(names) != len(sums):
         return {}
     own: dict[str, set[str]] = {}
-    for product in products:
+    for product, place in products:
         parameters = {each for each in product.arguments if each.split("/")[0] in program.parameters}
-        own.setdefault(owner(place(product), modules), set()).update(parameters)
+        own.setdefault(_owner(place, modules), set()).update(parameters)
     found = {}
     for module, parameters in own.items():
         holders = {each.rpartition("/")[0] for each in parameters if each.count("/") > 1}  # With the bias.

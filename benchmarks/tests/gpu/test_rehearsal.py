@@ -80,7 +80,7 @@ def test_the_rehearsal_of_the_command(tree):
     }
     assert "can't open file" in pieces["example digits"]["why"]
     assert f"example digits: failed. {pieces['example digits']['why']}" in printed
-    for name in ONLY[:2]:  # What was done is not run again.
+    for name in ONLY[:2]:  # A finished piece does not run again.
         assert pieces[name]["tries"] == 1
         assert pieces[name]["tail"] == first[name]["tail"]
     assert pieces["time neumf"]["tries"] >= 2
