@@ -22,6 +22,7 @@ import optax
 from sklearn.datasets import load_digits
 
 import jmp_lite as jmp
+from jmp_lite.diagnostics import profile_ranges
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -124,7 +125,14 @@ def main(arguments: list[str] | None = None) -> dict[str, list[np.ndarray]]:
         spread = f"({min(last):.3f}-{max(last):.3f})"
         print(f"{arm:24}{np.mean(last):14.3f}{spread:>20}{max(skipped for _, skipped in runs):9}")
     draw(found, options.output)
-    print(f"\nMeans over the last tenth of {options.steps} steps. Wrote {options.output}.")
+    images, labels = data()
+    ranges = profile_ranges(make_loss("float32"), jnp.float16)(init(0), images[:BATCH], labels[:BATCH])
+    scales = options.output.with_stem(f"{options.output.stem}_scales")
+    ranges.plot(scales)
+    print(
+        f"\n{ranges}\n\nMeans over the last tenth of {options.steps} steps. "
+        f"Wrote {options.output} and {scales}."
+    )
     return found
 
 

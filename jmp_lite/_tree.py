@@ -13,6 +13,9 @@ from ._dtypes import DTypeLike, half_dtype, parse_dtype
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
+KEEP_FLOAT32_NAME = "jmp_lite.keep_float32"
+"""The name of values that autocast keeps in float32. It survives every transform."""
+
 
 def has_dtype(leaf: Any, kind: Any) -> bool:
     """Whether `leaf` is an array, NumPy scalar or `ShapeDtypeStruct` with a dtype of `kind`."""

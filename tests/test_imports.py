@@ -28,7 +28,7 @@ ROOMS = {
     "_memory": ("_dtypes", "_paths", "_tree"),
     "_policy": ("_dtypes", "_paths", "_tree"),
     "_scaling": ("_dtypes", "_paths", "_tree", "_memory"),
-    "_autocast": ("_dtypes", "_paths", "_tree"),
+    "_autocast": ("_dtypes", "_paths", "_tree", "_scaling"),
     "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling"),
     "linen": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_flax"),
     "nnx": ("_dtypes", "_paths", "_tree", "_policy", "_flax"),
@@ -39,7 +39,7 @@ FILES = {
     "_memory": "bits rounding transforms master_weights master_params stochastic cast_state",
     "_scaling": "finite norm serialization scalars loss_scale grad layer state stuck optimizer",
     "_autocast": "primitives rules jaxprs binding scopes states activations plan decide demand gradients "
-    "planner products interpreter custom_rules calls arguments advice operations api report",
+    "planner products interpreter custom_rules calls layers arguments advice operations api report",
     "_flax": "products layers calls",
     "diagnostics": "_hlo _traffic _products _program _compile _measured _roofline _sites _tap _calls _trace "
     "_extremes _flow _advice _nonfinite _find _bits _scales _pages _ranges _profile "

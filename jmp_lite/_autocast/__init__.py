@@ -6,7 +6,7 @@ out), `states` (facts about a value), `activations` (functions that run as one),
 of), `decide` (the decision about one operation), `demand` (which values are wanted in half), `gradients`
 (which products make weight gradients), `planner` (which puts the decisions together), `products` (products
 whose gradients have dtypes of their own), `interpreter` (which carries the plan out), `custom_rules` and
-`calls` (custom derivatives, jit, loops), `arguments` (the arguments of a call), `api` (the functions that
-users call), `advice` (why a product is in float32, and sizes for Tensor Cores), `operations` and `report`
-(what users are told).
+`calls` (custom derivatives, jit, loops), `layers` (a loss scale for each layer), `arguments` (the arguments
+of a call), `api` (the functions that users call), `advice` (why a product is in float32, and sizes for Tensor
+Cores), `operations` and `report` (what users are told).
 """

@@ -12,14 +12,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
 from .._dtypes import DTypeLike
+from .._tree import KEEP_FLOAT32_NAME
 from . import arguments
 from .arguments import Arguments
 from .calls import CALLS
 from .interpreter import Interpreter, Value
-from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, KEEP_FLOAT32_NAME, Array
+from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, Array
+from .layers import scale_layers
 from .plan import Plan, Wanted, conversion
 from .planner import Planner
-from .rules import Operations, Rules, ScopeRules, make_rules
+from .rules import LayerPatterns, Operations, Rules, ScopeRules, make_rules
 from .states import FIRM
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,6 +38,7 @@ def autocast(
     infer: Operations = ...,
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
+    layer_scale: LayerPatterns = ...,
 ) -> F: ...
 
 
@@ -49,6 +52,7 @@ def autocast(
     infer: Operations = ...,
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
+    layer_scale: LayerPatterns = ...,
 ) -> Callable[[F], F]: ...
 
 
@@ -61,6 +65,7 @@ def autocast(
     infer: Operations = (),
     rules: ScopeRules = (),
     reduce_dtype: DTypeLike | None = None,
+    layer_scale: LayerPatterns = (),
 ) -> Any:
     """Returns `fun` with its matrix products and convolutions in half precision, the model unchanged.
 
@@ -110,12 +115,16 @@ def autocast(
             convolutions: XLA widens the operands of a convolution that gives float32. With float32 there is
             no forward-mode derivative (`jax.jvp`), and a `jax.vmap` around the function makes a weight
             gradient for each example, so put it inside `fun`.
+        layer_scale: patterns over scopes, as in `rules`, or one pattern. Each layer that one of them selects
+            gets a loss scale of its own, as `scale_layer` gives it. Operations of one scope that follow each
+            other are one layer. With the dtype float32 the layers get their scales, and nothing is cast.
 
     Returns:
         A function with the signature of `fun`.
 
     Raises:
-        ValueError, TypeError: an option is malformed; on a call, a rule selects nothing.
+        ValueError, TypeError: an option is malformed; on a call, a rule or pattern selects nothing, or
+            `layer_scale` selects a part of a derivative.
 
     Source: PyTorch's autocast (https://pytorch.org/docs/stable/amp.html), for its lists and its meaning.
     Guide: docs/autocast.md.
@@ -138,7 +147,7 @@ def autocast(
     >>> apply(w, x).dtype
     dtype('float32')
     """
-    settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype)
+    settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype, layer_scale)
     return _Decorator(settings) if fun is None else _autocast(fun, settings)
 
 
@@ -174,7 +183,7 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        if settings.dtype == jnp.float32:
+        if settings.dtype == jnp.float32 and not settings.layer_scale:
             return fun(*args, **kwargs)
         traced, planner, plan = prepare(fun, settings, args, kwargs)
         planner.scopes.check()
@@ -240,6 +249,8 @@ def prepare(
     """
     named = bool(report_kinds or rules.scopes) or rules.reduce_dtype is not None
     traced = arguments.trace(fun, args, kwargs, named, (jax.Array, *report_kinds))
+    if rules.layer_scale:
+        traced = dataclasses.replace(traced, jaxpr=scale_layers(traced.jaxpr, rules.layer_scale))
     planner = Planner(rules)
     states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
     return traced, planner, planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))

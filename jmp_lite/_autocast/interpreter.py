@@ -21,6 +21,7 @@ from .plan import (
     Call,
     CastDown,
     CastUp,
+    Decision,
     Gather,
     HalfGradient,
     Inside,
@@ -115,23 +116,31 @@ class Interpreter:
         inside = open_jaxpr(plan.jaxpr)
         fixed = map(_written, constants(plan.jaxpr), plan.states)
         known: dict[Var, Value] = dict(zip((*inside.constvars, *inside.invars), (*fixed, *arguments)))
+        self.run_equations(plan, known)
+        return [self.read(var, known) for var in inside.outvars]
 
-        def read(var: Var) -> Value:
-            return _written(var.val, self.planner.literal(var)) if is_literal(var) else known[var]
+    def run_equations(self, plan: Plan, known: dict[Var, Value]) -> None:
+        """Runs the equations of a plan's jaxpr, and adds the value of each variable to `known`."""
+        for equation, decision in zip(equations(plan.jaxpr), plan.decisions):
+            self.run_equation(equation, decision, known)
 
-        for equation, decision in zip(equations(inside), plan.decisions):
-            action = decision.action
-            if isinstance(action, Skip):
-                continue
-            if isinstance(action, Activation):
-                sources = [known[var].to(self.half) for var in action.sources]
-                known[equation.outvars[0]] = Value(self._activation(action, sources))
-                continue
-            operands = [read(var) for var in equation.invars]
-            with context_of(equation):
-                results = self._carry_out(equation, action, operands)
-            known.update(zip(equation.outvars, results, strict=True))
-        return list(map(read, inside.outvars))
+    def read(self, var: Var, known: dict[Var, Value]) -> Value:
+        """Returns the value of a variable or literal."""
+        return _written(var.val, self.planner.literal(var)) if is_literal(var) else known[var]
+
+    def run_equation(self, equation: Equation, decision: Decision, known: dict[Var, Value]) -> None:
+        """Carries out the decision about one equation, and adds its results to `known`."""
+        action = decision.action
+        if isinstance(action, Skip):
+            return
+        if isinstance(action, Activation):
+            sources = [known[var].to(self.half) for var in action.sources]
+            known[equation.outvars[0]] = Value(self._activation(action, sources))
+            return
+        operands = [self.read(var, known) for var in equation.invars]
+        with context_of(equation):
+            results = self._carry_out(equation, action, operands)
+        known.update(zip(equation.outvars, results, strict=True))
 
     def _carry_out(self, equation: Equation, action: Any, operands: list[Value]) -> list[Value]:
         match action:

@@ -32,12 +32,10 @@ Var: TypeAlias = Any
 Array: TypeAlias = Any
 """A `jax.Array`, a tracer, or a NumPy array or number."""
 
-# Scopes and names that survive every transform: they tell autocast what another autocast has decided, and
-# what the user keeps in float32.
+# Scopes that survive every transform. They tell autocast where it keeps out.
 AUTOCAST_SCOPE = "jmp_lite.autocast"
 FULL_PRECISION_SCOPE = "jmp_lite.full_precision"
 SOLVER_SCOPE = "jmp_lite.solver"
-KEEP_FLOAT32_NAME = "jmp_lite.keep_float32"
 
 
 class Role(enum.Enum):

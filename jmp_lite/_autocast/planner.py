@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._tree import KEEP_FLOAT32_NAME
 from .activations import Anatomy, anatomy, inner_members
 from .decide import (
     decide_cast,
@@ -27,7 +28,6 @@ from .decide import (
 from .demand import find_demand, wanted_inside
 from .gradients import BackwardPass
 from .jaxprs import (
-    KEEP_FLOAT32_NAME,
     Array,
     Equation,
     Inner,
@@ -73,7 +73,7 @@ class _Everything(Demand):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Facts:
+class Facts:
     """Facts about a jaxpr before anything is decided.
 
     Attributes:
@@ -155,7 +155,7 @@ class Planner:
         if self.rules.reduce_dtype is not None:
             staying = self._backward.staying(inside, around.staying, around.backward)
         start = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
-        facts = _Facts(inside, around, anatomy(inside, self._stays_float32), start, staying)
+        facts = Facts(inside, around, anatomy(inside, self._stays_float32), start, staying)
         # First as if everything were wanted in half, to learn which operations end in float32 all the same.
         decisions, _ = self._decide_all(facts, _Everything(facts.functions.reads))
         demand = find_demand(
@@ -169,7 +169,7 @@ class Planner:
         changed = any(decision.changed for decision in decisions)
         return Plan(jaxpr, around, states, tuple(decisions), results, demand, changed)
 
-    def _decide_all(self, facts: _Facts, demand: Demand) -> tuple[list[Decision], dict[Var, State]]:
+    def _decide_all(self, facts: Facts, demand: Demand) -> tuple[list[Decision], dict[Var, State]]:
         """Returns a decision for each equation of a jaxpr, and the state of each variable."""
         known = dict(facts.start)
         decisions: list[Decision] = []
@@ -188,7 +188,7 @@ class Planner:
     def _state(self, var: Var, known: dict[Var, State]) -> State:
         return self.literal(var) if is_literal(var) else known[var]
 
-    def _decide(self, equation: Equation, operands: list[State], demand: Demand, facts: _Facts) -> Decision:
+    def _decide(self, equation: Equation, operands: list[State], demand: Demand, facts: Facts) -> Decision:
         path = scope_of(equation, facts.around.scope)
         name = name_of(equation)
         which = self.rules.list_of(name)
@@ -223,7 +223,7 @@ class Planner:
         reason = f"{name} {'stays as traced' if known else 'is on no list'}"
         return in_float32(equation, operands, List.AS_TRACED, reason)
 
-    def _leaves(self, equation: Equation, facts: _Facts) -> bool:
+    def _leaves(self, equation: Equation, facts: Facts) -> bool:
         """Whether a product makes a weight gradient that leaves it in the `reduce_dtype`."""
         if self.rules.reduce_dtype is None:
             return False
@@ -235,7 +235,7 @@ class Planner:
     # Calls: equations that run jaxprs.
 
     def _decide_call(
-        self, equation: Equation, operands: list[State], demand: Demand, facts: _Facts
+        self, equation: Equation, operands: list[State], demand: Demand, facts: Facts
     ) -> Decision:
         wanted = [demand.of(var) for var in equation.outvars]
         is_scan = equation.primitive.name == "scan"
@@ -266,7 +266,7 @@ class Planner:
         reason = "decided inside, operation by operation"
         return Decision(List.CALL, action, states, reason, tuple(plans), changed)
 
-    def _around(self, equation: Equation, inner: Inner, facts: _Facts) -> Around:
+    def _around(self, equation: Equation, inner: Inner, facts: Facts) -> Around:
         """Returns the part of the program around a jaxpr of a call."""
         scope = call_scope(scope_of(equation, facts.around.scope), equation)
         scope = f"{scope}/{inner.scope}" if inner.scope else scope
@@ -286,7 +286,7 @@ class Planner:
         ]
 
 
-def _in_backward_pass(equation: Equation, facts: _Facts) -> bool:
+def _in_backward_pass(equation: Equation, facts: Facts) -> bool:
     return (facts.around.backward or is_transposed(equation)) and not is_recomputed(equation)
 
 
@@ -301,7 +301,7 @@ def _recomputes(plan: Plan) -> bool:
 _PART = "part of a function of half values, computed in float32"
 
 
-def _activation(facts: _Facts, decisions: Sequence[Decision], known: dict[Var, State]) -> Decision | None:
+def _activation(facts: Facts, decisions: Sequence[Decision], known: dict[Var, State]) -> Decision | None:
     """Returns the last decision as one to compute an activation function, if the rest allows it."""
     functions, all_equations = facts.functions, equations(facts.inside)
     (out,) = all_equations[len(decisions) - 1].outvars

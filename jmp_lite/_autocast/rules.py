@@ -22,6 +22,9 @@ Operations = Iterable[str | Primitive]
 ScopeRules = Mapping[str, DTypeLike] | Iterable[tuple[str, DTypeLike]]
 """Exceptions by scope: patterns over scopes and argument paths, each with a dtype."""
 
+LayerPatterns = str | Iterable[str]
+"""Patterns over scopes, or one pattern."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -33,6 +36,7 @@ class Rules:
         scopes: pairs of a pattern over scopes and argument paths, and whether it keeps float32 there; the
             first pattern that matches wins.
         reduce_dtype: float32 if the products that make weight gradients give float32; else None.
+        layer_scale: patterns over scopes, whose layers get a loss scale each.
         precisions: the precisions of products that are no wish of the program: `jax_default_matmul_precision`
             gives them.
     """
@@ -41,6 +45,7 @@ class Rules:
     lists: MappingProxyType[str, List]
     scopes: tuple[tuple[str, bool], ...]
     reduce_dtype: np.dtype | None = None
+    layer_scale: tuple[str, ...] = ()
     precisions: frozenset[str] = frozenset()
 
     def list_of(self, name: str) -> List:
@@ -59,6 +64,7 @@ def make_rules(
     infer: Operations = (),
     rules: ScopeRules = (),
     reduce_dtype: DTypeLike | None = None,
+    layer_scale: LayerPatterns = (),
 ) -> Rules:
     """Reads the options of `autocast`; see there.
 
@@ -72,11 +78,12 @@ def make_rules(
             f"dtype={half.name}."
         )
     reduced = parse_reduce_dtype(reduce_dtype)
+    layers = _patterns(layer_scale)
     lists = {name: traits.list for name, traits in PRIMITIVES.items()}
     in_range = List.DENY if half == jnp.float16 else List.INFER
     lists = {name: in_range if which is List.RANGE else which for name, which in lists.items()}
     options = {List.ALLOW: allow, List.DENY: deny, List.INFER: infer}
-    return Rules(half, MappingProxyType(_changed(lists, options)), _scopes(half, rules), reduced)
+    return Rules(half, MappingProxyType(_changed(lists, options)), _scopes(half, rules), reduced, layers)
 
 
 def _changed(lists: dict[str, List], options: dict[List, Operations]) -> dict[str, List]:
@@ -175,6 +182,16 @@ def _scopes(half: np.dtype, rules: ScopeRules) -> tuple[tuple[str, bool], ...]:
             )
         scopes.append((pattern, dtype == jnp.float32))
     return tuple(scopes)
+
+
+def _patterns(given: LayerPatterns) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else tuple(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern.strip(" /"):
+            raise TypeError(
+                f"layer_scale= takes patterns over scopes, such as 'Block_*'. Got {pattern!r} as one of them."
+            )
+    return patterns
 
 
 def fits(value: float, half: np.dtype) -> bool:

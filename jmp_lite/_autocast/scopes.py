@@ -56,13 +56,13 @@ class Scopes:
         self._used.add(pattern)
         return pattern if keeps_float32 else None
 
-    def check(self) -> None:
-        """Raises a ValueError if a rule has selected nothing: it would leave a part of the model in half."""
+    def check(self, what: str = "The rule for") -> None:
+        """Raises a ValueError if a pattern has selected nothing: a part of the model would stay as it is."""
         for pattern, _ in self._rules.scopes:
             if pattern not in self._used:
                 near = difflib.get_close_matches(pattern, self._seen, n=3, cutoff=0.3)
                 hint = f" Close to it are {', '.join(map(repr, near))}." if near else ""
                 raise ValueError(
-                    f"The rule for '{pattern}' selects nothing: no named scope, Flax module, jitted function "
+                    f"{what} '{pattern}' selects nothing: no named scope, Flax module, jitted function "
                     f"or argument that the function uses has that name.{hint} `explain` lists the scopes."
                 )

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from .._paths import leaf_names
-from .._tree import at_least_float32, has_dtype, is_half
+from .._tree import KEEP_FLOAT32_NAME, at_least_float32, has_dtype, is_half
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,7 +30,8 @@ def scale_layer(fun: F) -> F:
 
         layer = jmp.scale_layer(jmp.autocast(layer, jnp.float16))
 
-    Use it with a global loss scale or instead of one. It costs a maximum over the gradient that arrives.
+    `autocast(..., layer_scale=...)` gives scales by pattern, the model unchanged. A global loss scale may be
+    used too. The cost is a maximum over the gradient that arrives.
 
     Args:
         fun: a function of pytrees of arrays, such as the parameters of a layer and its input. The arrays that
@@ -80,6 +82,10 @@ def scale_layer(fun: F) -> F:
 def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
     """Returns a function of arrays, whose names are given, with a scaled backward pass."""
 
+    def kept(*arrays: Any) -> Any:
+        # An autocast around the layer casts inside it: a cast outside gets a gradient without its scale.
+        return _keep_float32(run(*_keep_float32(arrays)))
+
     def forward(*primals: Any) -> Any:
         for name, primal in zip(names, primals, strict=True):
             if primal.perturbed and is_half(primal.value):
@@ -88,14 +94,14 @@ def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
                     "which cannot hold a gradient without its scale. Give float32, and cast inside: "
                     "jmp.scale_layer(jmp.autocast(layer, jnp.float16))."
                 )
-        return jax.vjp(run, *(primal.value for primal in primals))
+        return jax.vjp(kept, *(primal.value for primal in primals))
 
     def backward(pull_back: Any, cotangents: Any) -> Any:
         cotangents = jax.tree.map(_as_array, cotangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
         power = _power_of_two(cotangents)
         return _times(pull_back(_times(cotangents, 1 / power)), power)
 
-    scaled: Any = jax.custom_vjp(run)
+    scaled: Any = jax.custom_vjp(kept)
     scaled.defvjp(forward, backward, symbolic_zeros=True)
     return scaled
 
@@ -107,16 +113,22 @@ def _power_of_two(cotangents: Any) -> jax.Array:
         for x in jax.tree.leaves(cotangents)
         if has_dtype(x, jnp.inexact)
     ]
-    largest = jnp.max(jnp.stack(sizes)) if sizes else jnp.float32(0)
+    largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
     exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
     # Between 2**-126 and 2**126, so that the reciprocal is no subnormal number either.
     exponent = jnp.clip(exponent, 1 << 23, 253 << 23)
     power = lax.bitcast_convert_type(exponent, jnp.float32)
-    return jnp.where((largest > 0) & jnp.isfinite(largest), power, 1)
+    # Without the barrier XLA computes the maximum again for each of its readers.
+    return lax.optimization_barrier(jnp.where((largest > 0) & jnp.isfinite(largest), power, 1))
 
 
 def _times(tree: Any, factor: jax.Array) -> Any:
     return jax.tree.map(lambda x: x * factor.astype(x.dtype) if has_dtype(x, jnp.inexact) else x, tree)
+
+
+def _keep_float32(tree: Any) -> Any:
+    name = lambda x: checkpoint_name(x, KEEP_FLOAT32_NAME) if has_dtype(x, jnp.floating) else x
+    return jax.tree.map(name, tree)
 
 
 def _as_array(cotangent: Any) -> Any:

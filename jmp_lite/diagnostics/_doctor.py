@@ -250,7 +250,8 @@ def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:
         yield Finding("accuracy", what, where, advice)
     if report.without_scale:
         names = ", ".join(f"{each.name or '/'} ({each.direction})" for each in report.without_scale[:4])
-        advice = f"Keep them in float32: rules={report.rules}." if report.rules else "Try bfloat16."
+        advice = f"Keep them in float32: rules={report.rules}. " if report.rules else "Try bfloat16. "
+        advice += "Or give each layer a scale of its own: autocast(..., layer_scale=...)."
         yield Finding("accuracy", f"No loss scale serves these gradients in {dtype}.", names, advice)
     if over := report.overflowing:
         what = f"Values of the forward pass are beyond the range of {dtype}, where no loss scale helps."
