@@ -1,6 +1,7 @@
 """The programs of docs/migrating/torch.md, PyTorch's beside ours on the same batches, section by section."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -145,10 +146,12 @@ np.savez(sys.argv[3], weights=model.weight.detach().numpy().T, scales=scales)
 def test_two_processes_of_ddp_and_a_sharded_batch_train_alike(ours, tmp_path):
     setup = blocks("One program", "py")[0].partition("\nmodel, optimizer, scaler = start()")[0]
     program = CHILD.format(blocks=f"{setup}\n{blocks('DDP', 'py')[0]}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     saved = [tmp_path / f"{rank}.npz" for rank in range(2)]
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(tmp_path / "store"), str(saved[rank])]
+            [sys.executable, "-c", program, str(rank), str(tmp_path / "store"), str(saved[rank])],
+            env=environment,
         )
         for rank in range(2)
     ]
