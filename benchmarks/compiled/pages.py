@@ -8,6 +8,7 @@ A table stands in a page between `<!-- begin NAME ARGUMENTS -->` and `<!-- end -
 import json
 import pathlib
 import re
+import statistics
 
 from benchmarks.compiled import loss_scale_cost, memory, predict
 
@@ -15,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "accuracy", "memory")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "accuracy", "memory", "choosing")),
 )
 
 
@@ -45,12 +46,40 @@ def memory_table(which: str) -> str:
     return "\n".join([*memory.cost_table(found), "", f"Compiled with {versions}."])
 
 
+def convergence() -> str:
+    """Returns the table of the gradients that float16 loses without a scale, and of the losses."""
+    found = json.loads((RESULTS / "cpu" / "convergence.json").read_text())
+    arms = ("float32", "bfloat16", "float16, scaled", "float16, unscaled")
+    lines = [
+        "| | zero at the start | at the end | " + " | ".join(arms) + " |",
+        "| --- | --- | --- |" + " --- |" * len(arms),
+    ]
+    for family in found["families"].values():
+        start, end = family["arms"]["float32"][0]["share_lost"]
+        means = [statistics.mean(run["held_out_loss"] for run in family["arms"][arm]) for arm in arms]
+        cells = [f"{start:.2%}", f"{end:.2%}", *(f"{mean:.3g}" for mean in means)]
+        lines.append(f"| {family['title']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def precisions(family: str) -> str:
+    """Returns the table of a model's training step in each precision."""
+    arms = json.loads((RESULTS / "h100-pretended" / f"{family}.json").read_text())["arms"]
+    lines = ["| | products | GB moved | GB held |", "| --- | --- | --- | --- |"]
+    for name, arm in arms.items():
+        products = ", ".join(f"{count} {kind}" for kind, count in arm["products"].items())
+        sizes = f"{arm['bytes_moved'] / 1e9:.1f} | {arm['program_bytes'] / 1e9:.1f}"
+        lines.append(f"| {name} | {products} | {sizes} |")
+    return "\n".join(lines)
+
+
 def text(name: str) -> str:
     """Returns what a command has printed: of `benchmarks.compiled.step`, of `examples/digits.py`."""
     return f"```text\n{(RESULTS / name).read_text()}```"
 
 
 TABLES = {"cost": cost, "models": models, "memory": memory_table, "text": text}
+TABLES |= {"convergence": convergence, "precisions": precisions}
 
 
 def filled(text: str) -> str:

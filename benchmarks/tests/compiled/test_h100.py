@@ -238,6 +238,22 @@ def test_a_jitted_step_is_compiled_as_it_is():
     assert f"on {program.device}: 100.0%" in str(program)
 
 
+@pytest.mark.parametrize(
+    ("setting", "arithmetic"),
+    [
+        *((name, "tf32") for name in (None, "default", "high", "tensorfloat32")),
+        ("highest", "f32"),
+        ("float32", "f32"),
+    ],
+)
+def test_which_setting_of_jax_makes_a_float32_product_tf32(setting, arithmetic):
+    """The table of docs/choosing.md."""
+    matrix = jnp.ones((512, 512))
+    with jax.default_matmul_precision(setting):
+        program = read_program(compile_for("h100", jax.jit(jnp.matmul), matrix, matrix))
+    assert [product.arithmetic for product in program.products] == [arithmetic]
+
+
 # One forward and two backward: six in each of two blocks, and the head.
 PRODUCTS = 3 * (2 * 6 + 1)
 

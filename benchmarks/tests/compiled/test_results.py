@@ -1,6 +1,7 @@
 """The files of results: the step of a model costs no more by autocast than by a policy."""
 
 import json
+import statistics
 
 import pytest
 
@@ -59,3 +60,18 @@ def test_predict_keeps_the_arms_that_it_does_not_compile(monkeypatch, tmp_path):
     old = json.loads(path.read_text())
     path.write_text(json.dumps({**old, "versions": {**old["versions"], "jax": "0.4.0"}}))
     assert compile_again("TF32") == ["TF32"]  # Other versions: the figures would not compare.
+
+
+@pytest.mark.parametrize("family", ["gpt2", "unet", "resnet"])
+def test_the_mean_of_bfloat16_lies_between_two_float32_seeds(family):
+    """A sentence of docs/choosing.md."""
+    runs = json.loads((RESULTS / "cpu" / "convergence.json").read_text())["families"][family]["arms"]
+    full, half = ([run["held_out_loss"] for run in runs[arm]] for arm in ("float32", "bfloat16"))
+    assert min(full) < statistics.mean(half) < max(full)
+
+
+def test_tf32_moves_and_holds_as_many_bytes_as_float32():
+    """A sentence of docs/choosing.md."""
+    found = json.loads((RESULTS / predict.PRETENDED / "gpt2-small.json").read_text())["arms"]
+    for measure in ("bytes_moved", "program_bytes"):
+        assert found["TF32"][measure] == found["float32"][measure] > 1.5 * found["float16"][measure]
