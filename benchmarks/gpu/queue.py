@@ -163,12 +163,12 @@ class Queue:
     def _start_what_fits(self) -> None:
         waiting = [piece for piece in self.pending() if self._seconds(piece) <= self.left()]
         over = {name for name, record in self.records.items() if _had_its_turn(record)}
-        places = [place for place, piece in enumerate(waiting) if piece.alone]
+        alone = [index for index, piece in enumerate(waiting) if piece.alone]
         # What compiles far ahead would only delay the next piece that is timed.
-        near = waiting[: places[AHEAD]] if len(places) > AHEAD else waiting
+        near = waiting[: alone[AHEAD]] if len(alone) > AHEAD else waiting
         beside = [piece for piece in near if not piece.alone]
-        if places:
-            first = waiting[places[0]]
+        if alone:
+            first = waiting[alone[0]]
             missing = [name for name in first.needs if name not in over and self._can_come(name, beside)]
             if not missing:
                 if not self.running:
