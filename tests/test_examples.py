@@ -203,7 +203,7 @@ def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
 
 def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path):
     def start(folder):
-        settings = ["--size", "small", "--steps", "80", "--save-every", "10", "--checkpoint", str(folder)]
+        settings = ["--size", "small", "--steps", "40", "--save-every", "10", "--checkpoint", str(folder)]
         command = [sys.executable, "-W", "error", EXAMPLES / "language_model.py", *settings]
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ, text=True
@@ -219,8 +219,8 @@ def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path)
 
     def last_state(folder):
         with ocp.CheckpointManager(folder / "float16") as checkpoints:
-            assert checkpoints.latest_step() == 80
-            return checkpoints.restore(80, args=ocp.args.StandardRestore())
+            assert checkpoints.latest_step() == 40
+            return checkpoints.restore(40, args=ocp.args.StandardRestore())
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     expected = finish(start(whole))
@@ -230,11 +230,11 @@ def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL
-    assert 0 < max(steps(broken)) < 80
+    assert 0 < max(steps(broken)) < 40
     output = finish(start(broken))
-    assert "float32: goes on from step 80." in output
+    assert "float32: goes on from step 40." in output
     resumed_from = int(re.search(r"float16: goes on from step (\d+)\.", output)[1])
-    assert 0 < resumed_from < 80
+    assert 0 < resumed_from < 40
 
     states = [jax.tree.leaves_with_path(last_state(folder)) for folder in (whole, broken)]
     assert len(states[0]) > 40  # Parameters, two moments of each, counts, the scale and its counter.

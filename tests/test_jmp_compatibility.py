@@ -203,7 +203,7 @@ def train(library, policy_text, steps=40):
     return params, history, loss
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", ["full", "params=float32,compute=float16,output=float32", "p=f32,c=bf16,o=f32"]
 )

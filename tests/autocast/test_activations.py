@@ -68,7 +68,7 @@ def test_activation_functions_of_many_operations_have_the_derivatives_of_float32
         assert_close(push(grad)(W), push(jax.grad(loss))(W), half, factor=48)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_a_learned_scale_is_applied_in_float32_and_keeps_a_half_activation_for_the_backward_pass(half):
     fun = lambda params, x: jnp.sum((params[0] * (x @ params[1])) @ params[1])

@@ -266,7 +266,7 @@ def test_with_the_products_denied_the_jaxpr_does_not_change(name):
     assert text(denied, X, W, B) == text(fun, X, W, B)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16"])
 @pytest.mark.parametrize(
     "name", ["custom_jvp", "jit", "scan with constants", "remat", "cond", "vmap of weights"]

@@ -117,6 +117,7 @@ def test_gradient_reversal_and_clipping_rules_work():
         assert_close(grad(W), jax.grad(loss)(W), "bfloat16", factor=16)
 
 
+@pytest.mark.slow
 def test_rules_with_symbolic_zeros_integer_outputs_and_unused_arguments_work():
     @jax.custom_jvp
     def split(x, unused, n):

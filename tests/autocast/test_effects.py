@@ -89,6 +89,7 @@ def test_no_tracers_leak():
         jmp.autocast(loss)(PARAMS, X)
 
 
+@pytest.mark.slow
 def test_threads_with_different_dtypes_get_their_own_results():
     layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
     fun = lambda x, w: layer(layer(x, w), w)

@@ -129,6 +129,7 @@ def test_lowering_ahead_of_time_and_exporting_work():
     assert "tensor<8x8xbf16>" in exported.mlir_module()
 
 
+@pytest.mark.slow
 def test_a_symbolic_batch_can_be_exported():
     def loss(params, x):
         h = jax.nn.gelu(x @ params["w"] + params["b"])  # A bias, a scale, an outer and an inner product.
@@ -218,6 +219,7 @@ def test_outputs_of_any_kind_come_back_in_their_structure():
     assert result["data"].name == "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "bool", "complex64", "float8_e4m3fn"])
 def test_other_dtypes_are_left_alone(dtype):
     x = jnp.ones((4, 4), dtype)
@@ -230,6 +232,7 @@ def test_other_dtypes_are_left_alone(dtype):
     assert [leaf.dtype for leaf in jmp.autocast(fun)(x)] == [leaf.dtype for leaf in fun(x)]
 
 
+@pytest.mark.slow
 def test_float64_is_left_alone():
     with jax.enable_x64(True):
         x = jnp.ones((4, 4), jnp.float64) / 3
@@ -246,6 +249,7 @@ def test_float64_is_left_alone():
         assert abs(float(total) - 128 / 9) < 64 / 9 * 4 * eps("bfloat16")
 
 
+@pytest.mark.slow
 def test_random_keys_pass_through_and_dropout_draws_the_same_mask():
     def fun(x, key):
         key, new = jax.random.split(key)
@@ -309,6 +313,7 @@ def test_shapes_alone_can_be_evaluated():
     assert (shapes.shape, shapes.dtype) == ((4, 8), jnp.float32)
 
 
+@pytest.mark.slow
 def test_arguments_in_any_pytree_work():
     model = eqx.nn.MLP(8, 2, 8, depth=1, key=jax.random.key(0))
     fun = jmp.autocast(lambda model, x: jax.vmap(model)(x))

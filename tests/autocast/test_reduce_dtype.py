@@ -126,6 +126,7 @@ def test_the_gradients_are_those_of_float32(kind):
         assert_close(jax.jit(grad)(X, V, W, B), expected, "float16", factor=32)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_half_cannot_hold_comes_out():
     """2,048 times 2 times 32 is 131,072, which is inf in float16."""
     loss = lambda w, x: 32 * (x @ w).sum()
@@ -157,6 +158,7 @@ def test_the_weight_is_cast_once_and_the_forward_pass_is_the_same():
     np.testing.assert_array_equal(wide(fun)(W, X), jmp.autocast(fun, "float16")(W, X))
 
 
+@pytest.mark.slow
 def test_an_outer_autocast_changes_only_the_operations_outside_the_inner():
     fun = wide(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w.T))
     assert text(jmp.autocast(fun), W, X) == text(fun, W, X)
@@ -176,6 +178,7 @@ def test_a_training_step_inside_autocast_reduces_in_float32():
     assert products(wide(step), W, X) == {HALF: 1, WIDE: 1}
 
 
+@pytest.mark.slow
 def test_linen_and_nnx_models_are_reduced_in_float32():
     model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)])
     params = model.init(jax.random.key(0), X)
@@ -194,6 +197,7 @@ def all_reduces(grad, params, x):
     return re.findall(r"(\w+)\[\d+,\d+\]", sums)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["inside", "outside"])
 def test_eight_devices_sum_the_gradients_of_weights_in_float32(order):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -200,6 +200,7 @@ def test_the_report_says_that_an_activation_function_runs_in_float32():
     assert last.outputs == ("bfloat16[2,4]",)
 
 
+@pytest.mark.slow
 def test_shapes_stand_for_arrays():
     shapes = jax.eval_shape(lambda: (PARAMS, TOKENS))
     for fun in (loss_fn, jax.grad(loss_fn)):

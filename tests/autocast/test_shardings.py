@@ -84,6 +84,7 @@ def test_an_argument_that_was_donated_can_be_deleted_as_with_plain():
     assert w.is_deleted()
 
 
+@pytest.mark.slow
 def test_shardings_inside_survive():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     rows, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
@@ -118,6 +119,7 @@ def test_shardings_inside_survive():
     assert jax.jit(jmp.autocast(lambda x: x @ W))(placed).sharding.is_equivalent_to(plain, 2)
 
 
+@pytest.mark.slow
 def test_collectives_of_vmap_stay_float32():
     fun = lambda w: jax.vmap(lambda x: lax.pmean(x @ w, "batch"), axis_name="batch")(X[:, None])
     assert_close(jmp.autocast(fun)(W), fun(W), "bfloat16", factor=4)
@@ -167,7 +169,7 @@ def partly_manual(x, w, b, check_vma):
     return jax.shard_map(block, mesh=four_devices(), check_vma=check_vma, **specs)(x, w) + b
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("program", [tensor_parallel, data_parallel, scanned, partly_manual])
 def test_shard_map_over_four_devices(program, check_vma):

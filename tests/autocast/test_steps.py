@@ -12,7 +12,7 @@ from small_programs import HALVES, PARAMS, X, eps, mlp, normal
 import jmp_lite as jmp
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_an_optimizer_inside_autocast_keeps_float32_accuracy(half):
     optimizer = optax.adamw(1e-3)
@@ -44,7 +44,7 @@ def test_an_exponential_moving_average_moves_by_less_than_half_can_see():
     np.testing.assert_allclose(moved, old + 1e-6, rtol=2 * eps("float32"))
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_an_unrolled_inner_loop_updates_its_weights_in_float32(half):
     x, y = normal(16, 8), normal(16, 8)
@@ -86,6 +86,7 @@ def test_small_steps_on_weights_do_not_underflow_in_float16():
     np.testing.assert_array_equal(jmp.autocast(used_again, jnp.float16)(w)[0], jnp.full((8, 8), -(2.0**-26)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16"])
 def test_higher_derivatives_are_those_of_float32(half):
     fun = lambda w: jnp.sum(jnp.sin(jnp.tanh(X[:2, :4] @ w) @ w))
@@ -103,6 +104,7 @@ def test_higher_derivatives_are_those_of_float32(half):
         assert set(products(transformed, w)) == {(half, half)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_vmap_of_autocast_and_autocast_of_vmap_agree(half):
     batch = normal(3, 4, 8)

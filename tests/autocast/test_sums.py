@@ -74,7 +74,7 @@ def test_a_scalar_parameter_of_a_batch_is_summed_in_float32(order, half):
         assert float(both_orders(fun, half)[order](jnp.float32(1))) == 4 * MANY
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 @pytest.mark.parametrize("steps", ["scan", "unrolled", "slices", "jitted", "fori"])
 def test_a_weight_used_many_times_has_its_gradients_summed_in_float32(steps, order, half):

@@ -46,6 +46,7 @@ def attention(mask_value):
     return loss
 
 
+@pytest.mark.slow
 def test_a_mask_of_1e9_in_float16():
     cause = cause_of(attention(-1e9), w, x)
     assert (cause.what, cause.operation, cause.direction) == ("inf", "convert_element_type", "forward")
@@ -57,6 +58,7 @@ def test_a_mask_of_1e9_in_float16():
     assert "jnp.finfo(x.dtype).min" in cause.advice
 
 
+@pytest.mark.slow
 def test_the_advice_for_a_mask_helps():
     assert find_nonfinite(attention(jnp.finfo(jnp.float16).min))(w, x).is_finite
 
@@ -120,7 +122,7 @@ def test_an_overflow_in_the_backward_pass_of_one_block_and_the_scale_that_fits()
     assert find_nonfinite(loss, fitting)(params, x).is_finite
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_one_bad_batch_of_five(bad):
     batches = np.tile(np.asarray(x), (5, 1, 1))
@@ -180,6 +182,7 @@ def half(fun):
     return lambda w, x: fun(w.astype(jnp.float16), x.astype(jnp.float16)).astype(jnp.float32)
 
 
+@pytest.mark.slow
 def test_a_loss_beyond_65504():
     cause = cause_of(half(lambda w, x: jnp.sum(jnp.float16(30000.0) * jnp.ones(4, jnp.float16) + w[0])), w, x)
     assert cause.result == "float16[]"
@@ -227,7 +230,7 @@ def test_complex_values():
 # Inside calls.
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_iteration_of_a_scan(reverse):
     def loss(w, x):
@@ -241,7 +244,7 @@ def test_the_iteration_of_a_scan(reverse):
     assert cause.operand_ranges[1] == (0.0, 0.0)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("reverse", "iteration"), [(False, 3), (True, 5)])
 def test_the_first_iteration_of_a_growing_carry(reverse, iteration):
     step = lambda c, _: (c * 1e10 + w.sum() * 0, None)
@@ -371,7 +374,7 @@ class Tower(nnx.Module):
         return self.second(nnx.relu(self.first(x)) * 6e4)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["policy", "autocast"])
 def test_an_nnx_model_is_named_by_its_parameters_and_stays_as_it_is(how):
     model = Tower(nnx.Rngs(0))

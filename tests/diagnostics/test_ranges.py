@@ -168,6 +168,7 @@ def test_the_gradients_are_those_of_jax_grad_at_every_scale():
             assert counts(each.magnitudes.fates(exponent)) == expected
 
 
+@pytest.mark.slow
 def test_the_values_of_the_backward_pass_are_counted_by_hand():
     """The backward pass of a product takes its cotangent, and gives two gradients."""
     fun = lambda w, x: jnp.sum(jnp.sin(x @ w) * 1e-3)
@@ -184,7 +185,7 @@ def test_the_values_of_the_backward_pass_are_counted_by_hand():
     assert report.loss_scale == 2.0**10
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [0, 5, 12])
 def test_the_loss_scale_shifts_the_backward_pass_alone(exponent):
     one, scaled = (profile_ranges(mlp, "float16", 2.0**k)(PARAMS, x) for k in (0, exponent))
@@ -212,6 +213,7 @@ def test_iterations_of_loops_and_shards_add_up():
     assert of(loop, "backward") == of(unrolled, "backward")
 
 
+@pytest.mark.slow
 def test_inside_a_while_loop_a_branch_and_remat():
     def fun(w, x):
         _, y = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ lax.stop_gradient(w)), (0, x))
@@ -337,11 +339,8 @@ def loss_of(workload):
     return fun, variables["params"]
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2-small", "seq2seq", "resnet50")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["neumf", *SLOW])
+@pytest.mark.parametrize("name", ["neumf", "gpt2-small", "resnet50"])
 def test_the_scales_of_real_models_equal_brute_force(name):
     fun, params = loss_of(FAMILIES[name].small())
     report = profile_ranges(fun)(params)
@@ -377,6 +376,7 @@ def small_report():
     return profile_ranges(mlp, loss_scale=2.0**8)(PARAMS, x)
 
 
+@pytest.mark.slow
 def test_the_report():
     report = small_report()
     text = str(report)

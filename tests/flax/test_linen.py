@@ -14,7 +14,7 @@ import jmp_lite as jmp
 from jmp_lite.linen import with_policy
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policy", "train"),
     [
@@ -37,7 +37,7 @@ def test_agrees_with_float32_in_outputs_gradients_and_statistics(name, policy, t
     assert {leaf.dtype for leaf in jax.tree.leaves((half_grads, half_stats))} == {jnp.dtype("float32")}
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.slow
 @each_model
 def test_every_product_of_forward_and_backward_takes_half_operands(model, x):
     params, others = variables_of(model, x)
@@ -81,6 +81,7 @@ def test_batch_statistics_are_not_rounded_and_may_exceed_float16(policy):
     np.testing.assert_allclose(y, expected, atol=16 * float(jnp.finfo(policy.compute_dtype).eps))
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_weight_in_a_scan_is_summed_in_float32():
     class Sum(nn.Module):
         @nn.compact
@@ -101,6 +102,7 @@ def test_the_gradient_of_a_weight_in_a_scan_is_summed_in_float32():
     assert grads["params"]["step"]["w"] == 10_009
 
 
+@pytest.mark.slow
 @each_policy
 def test_a_recurrent_carry_stays_float32(policy):
     cell = nn.LSTMCell(4)

@@ -102,6 +102,7 @@ def test_wrapped_modules_are_equal_and_hash_by_value_so_that_jit_compiles_once()
     assert with_policy(nn.Dense(3), F16) != with_policy(nn.Dense(3), BF16)
 
 
+@pytest.mark.slow
 def test_a_train_state_trains_and_survives_flax_serialization():
     model = with_policy(ConvNet(), F16)
     params, others = variables_of(model, IMAGES)
@@ -166,7 +167,7 @@ def test_an_nnx_module_in_a_linen_model_runs():
     np.testing.assert_allclose(y, model.apply(params, SEQUENCE), atol=0.05)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_dims", [0, (0,), ()])
 def test_the_bias_of_a_layer_with_a_weight_for_each_member_of_a_batch(batch_dims):
     module = nn.DenseGeneral(7, batch_dims=batch_dims, bias_init=nn.initializers.normal(1.0))

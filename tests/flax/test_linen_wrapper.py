@@ -61,6 +61,7 @@ class Generator(nn.Module):
         return cls(features=60)
 
 
+@pytest.mark.slow
 def test_host_methods_run_init_and_apply_under_the_policy():
     plain, model = Generator(), with_policy(Generator(), F16)
     state = model.create_state(SEQUENCE)

@@ -78,6 +78,7 @@ def test_inside_another_model_the_innermost_policy_wins():
         with_policy(model, F16)
 
 
+@pytest.mark.slow
 def test_transforms_run_under_the_policy():
     ensemble = nnx.vmap(OwnParams, in_axes=0)(nnx.Rngs(0).split(3))
     half = with_policy(ensemble, F16)

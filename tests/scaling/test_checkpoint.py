@@ -76,6 +76,7 @@ def scale_fields(state):
     return [float(scale.loss_scale), int(scale.counter), int(scale.hysteresis_left)]
 
 
+@pytest.mark.slow
 def test_a_run_restored_by_orbax_continues_bit_for_bit(tmp_path):
     uninterrupted, losses = run_until(start(), STEPS)
     state, first_losses = run_until(start(), SAVE_AT)
@@ -97,6 +98,7 @@ def test_a_run_restored_by_orbax_continues_bit_for_bit(tmp_path):
     assert int(jmp.metrics(finished["opt_state"])["skipped_steps"]) == 3
 
 
+@pytest.mark.slow
 def test_the_restored_state_compiles_nothing_anew(tmp_path):
     state, _ = run_until(start(), 2)
     save(tmp_path / "checkpoint", state)

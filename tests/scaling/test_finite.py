@@ -214,6 +214,7 @@ def test_all_members_of_a_named_axis_agree():
     assert not both.any()
 
 
+@pytest.mark.slow
 def test_all_devices_agree():
     mesh = Mesh(np.asarray(jax.devices()[:8]), ("data",))
     check = jax.shard_map(
@@ -226,6 +227,7 @@ def test_all_devices_agree():
     assert check(jnp.ones(8).at[5].set(np.inf)).tolist() == [False] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [8, 512])
 def test_leaves_of_one_shape_may_be_split_differently_over_explicit_axes(size):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -238,6 +240,7 @@ def test_leaves_of_one_shape_may_be_split_differently_over_explicit_axes(size):
         assert leaves_finite(leaves).tolist() == jax.jit(leaves_finite)(leaves).tolist() == expected
 
 
+@pytest.mark.slow
 def test_no_rank_is_promoted():
     leaves = [jnp.ones((300, 300)), jnp.ones((300, 300)), jnp.ones((2, 256, 256)), jnp.ones((2, 256, 256))]
     with jax.numpy_rank_promotion("raise"):

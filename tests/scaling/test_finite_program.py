@@ -131,7 +131,7 @@ def device_mesh(shape=(4,), names=("data",)):
 SPECS = [P("data"), P(None, "model"), P("model", "data"), P(("data", "model")), P()]
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 12), (512, 256)], ids=["small", "large"])
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_leaves_of_one_shape_may_be_split_each_its_own_way(shape, jit):

@@ -226,6 +226,7 @@ def test_nnx_state_changed_by_the_loss_is_kept():
     assert int(model.calls.get_value()) == 1
 
 
+@pytest.mark.slow
 def test_equinox_models_are_differentiated():
     model = eqx.nn.MLP(3, "scalar", 4, depth=1, key=jax.random.key(0))
 

@@ -96,6 +96,7 @@ def test_beside_a_global_scale_the_gradients_are_the_same(expected):
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.slow
 def test_in_float32_no_bit_changes():
     plain = lambda w, x: jnp.sum(jnp.sin(layer(w, x)))
     scaled = lambda w, x: jnp.sum(jnp.sin(jmp.scale_layer(layer)(w, x)))
@@ -133,6 +134,7 @@ def test_inf_and_nan_reach_the_check(bad):
     assert not bool(jmp.all_finite(grads))
 
 
+@pytest.mark.slow
 def test_under_vmap_each_example_has_a_scale_of_its_own():
     scaled = jmp.scale_layer(jmp.autocast(layer, F16))
     loss = lambda w, x, size: size * jnp.sum(scaled(w, x))

@@ -133,7 +133,7 @@ def run_scanned(scale, events):
     return [state_of(jax.tree.map(lambda leaf, i=i: leaf[i], scales)) for i in range(len(events))]
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_eagerly, run_jitted, run_scanned])
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(oracle=oracles(), events=events_lists)

@@ -220,6 +220,7 @@ def test_leaves_that_are_no_gradients_pass_through():
         assert updates["w"].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_statistics_of_fp8_layers_are_no_gradients():
     """Flax returns new statistics instead of gradients. They are not changed."""
     import flax.linen as nn

@@ -58,7 +58,7 @@ def stepped(name, clip_norm=1.0):
     return step, tx.init(make_tree())
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INNERS)
 @hypothesis.given(seed=st.integers(0, 1000), exponent=st.integers(-6, 8))
 @hypothesis.settings(max_examples=15)

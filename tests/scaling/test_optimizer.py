@@ -220,6 +220,7 @@ def test_leaves_whose_paths_join_to_one_name_are_each_checked():
 # MultiSteps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [jmp.skip_nonfinite, jmp.with_loss_scale])
 def test_multi_steps_inside_drops_the_bad_micro_batch_and_counts_the_others(wrap):
     good = [make_grads(step) for step in range(6)]

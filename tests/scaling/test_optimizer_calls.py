@@ -185,7 +185,7 @@ def test_without_an_axis_name_the_devices_of_a_shard_map_skip_different_steps():
     assert changed.tolist() == [True] * 3 + [False] + [True] * 4
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("param_spec", [P(), P("data")], ids=["replicated", "sharded"])
 def test_an_inf_in_one_shard_skips_everywhere_under_jit(param_spec):
     mesh = device_mesh()
@@ -316,6 +316,7 @@ def test_donated_parameters_and_moments_stay_in_place():
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < leaf
 
 
+@pytest.mark.slow
 def test_strict_dtype_promotion_is_kept():
     tx = jmp.with_loss_scale(optax.sgd(jnp.float32(0.1)))
     with jax.numpy_dtype_promotion("strict"):

@@ -158,6 +158,7 @@ def test_the_state_is_found_at_any_depth(find):
     assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**13
 
 
+@pytest.mark.slow
 def test_the_state_is_found_in_an_nnx_optimizer():
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
     optimizer = nnx.Optimizer(model, jmp.with_loss_scale(optax.adamw(1e-2)), wrt=nnx.Param)
