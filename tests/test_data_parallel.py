@@ -1,7 +1,6 @@
 """examples/data_parallel.py in real processes: skips, a kill in the middle of a save, other devices, sums."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -18,17 +17,16 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from scripts import load_script
 
-import examples.models
 import jmp_lite as jmp
 from benchmarks.compiled.step import moved
-from examples.models import data, gpt2, training, workload
+from examples.models import data, gpt2
 from jmp_lite.diagnostics import mesh_for, read_program
 
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
-EXAMPLES = TESTS.parent / "examples"
 STEPS, SAVE_EVERY = 12, 4
 POISONED, KILLED = 3, 8  # The step with an inf in one shard, and the step in whose save a process is killed.
 
@@ -189,15 +187,7 @@ def test_the_error_of_sums_in_half_is_that_of_half_rounding_and_float32_has_none
 
 @pytest.fixture(scope="module")
 def script():
-    """The example. As a script it imports `models` of the examples, not the one of the tests."""
-    spec = importlib.util.spec_from_file_location("data_parallel", EXAMPLES / "data_parallel.py")
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, found in {"": examples.models, ".training": training, ".workload": workload}.items():
-            patch.setitem(sys.modules, f"models{name}", found)
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-    return module
+    return load_script("data_parallel")
 
 
 def program(script, fsdp, reduce_dtype):
