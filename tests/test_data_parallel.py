@@ -190,7 +190,7 @@ def script():
     return load_script("data_parallel")
 
 
-def program(script, fsdp, reduce_dtype):
+def program(script, **options):
     """The example's step for 256 H100s, of a GPT with one layer.
 
     Also how many parameters there are: all, those of the table of tokens, those of vectors, and those of
@@ -221,10 +221,3 @@ def test_256_devices_gather_half_weights_and_scatter_half_gradients(script):
     assert moved(found, "all-reduce")["f32"] == 4 * (small + 1)  # What is not split.
     assert moved(found, "all-reduce")["pred"] < 64  # Whether the gradients are finite, once.
     assert {each.kind for each in found.collectives} == {"all-gather", "reduce-scatter", "all-reduce"}
-
-
-def test_256_devices_sum_gradients_in_float32_on_request(script):
-    found, total, table, *_ = program(script, fsdp=False, reduce_dtype="float32")
-    assert {each.kind for each in found.collectives} == {"all-reduce"}
-    # All gradients and the loss in float32. The head is the table, and `attend` is no Dense layer.
-    assert moved(found, "all-reduce") == {"f32": 4 * (total + 1), "f16": 2 * table}
