@@ -185,31 +185,20 @@ def test_the_error_of_sums_in_half_is_that_of_half_rounding_and_float32_has_none
 # The program for 256 H100s, which needs none.
 
 
-@pytest.fixture(scope="module")
-def script():
-    return load_script("data_parallel")
-
-
-def program(script, **options):
-    """The example's step for 256 H100s, of a GPT with one layer.
-
-    Also how many parameters there are: all, those of the table of tokens, those of vectors, and those of
-    vectors that are too small to be split.
-    """
+def test_256_devices_gather_half_weights_and_scatter_half_gradients():
+    """The example's step, of a GPT with one layer. `benchmarks/tests/compiled` has float32 sums of eight."""
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra [h100]")
+    script = load_script("data_parallel")
     model = gpt2.GPT2(vocabulary=2048, length=128, width=256, layers=1, heads=4)
     tokens = lambda _, size: ((np.zeros((size, 128), np.int32),), np.zeros((size, 128), np.int32))
     task = dataclasses.replace(gpt2.small(), model=model, make_batch=tokens)
-    made = script.Training(task, mesh_for("h100", {"data": 256}), fsdp, reduce_dtype)
+    made = script.Training(task, mesh_for("h100", {"data": 256}), fsdp=True, reduce_dtype=None)
+    found = read_program(made.compile(task.batch(0, 512)))
     params = made.state[0]
     vectors = [x for x in jax.tree.leaves(params) if x.ndim == 1]
     parts = (params, params["tokens"], vectors, [x for x in vectors if x.size < 2**10])
-    sizes = [sum(x.size for x in jax.tree.leaves(part)) for part in parts]
-    return read_program(made.compile(task.batch(0, 512))), *sizes
+    total, table, vectors, small = (sum(x.size for x in jax.tree.leaves(part)) for part in parts)
 
-
-def test_256_devices_gather_half_weights_and_scatter_half_gradients(script):
-    found, total, table, vectors, small = program(script, fsdp=True, reduce_dtype=None)
     # Each device sends its part. The table goes out three times: to look rows up, and to the head and back.
     assert moved(found, "all-gather") == {"f16": 2 * (total - small + 2 * table) // 256}
     assert moved(found, "reduce-scatter", "all-reduce") == {
