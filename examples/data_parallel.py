@@ -2,7 +2,7 @@
 
     python examples/data_parallel.py gpt2-small --processes 2              # Two processes on this machine.
     python examples/data_parallel.py gpt2-small --processes 2 --fsdp       # Parameters are split, too.
-    srun python examples/data_parallel.py gpt2-small --cluster             # SLURM: one process a task.
+    srun python examples/data_parallel.py gpt2-small --cluster             # SLURM: one process a GPU.
     python examples/data_parallel.py gpt2-small --processes 2 --process-id 0 --coordinator node0:1234
     python examples/data_parallel.py gpt2-small --size full --program 256  # The collectives for 256 H100s.
 
@@ -161,6 +161,16 @@ class Run:
     history: list[dict[str, float]]
 
 
+def open_checkpoints(options: argparse.Namespace) -> ocp.CheckpointManager | None:
+    """Opens the folder of checkpoints, if the command line names one."""
+    if options.checkpoint is None:
+        return None
+    settings = ocp.CheckpointManagerOptions(
+        max_to_keep=2, save_interval_steps=options.save_every, cleanup_tmp_directories=True
+    )
+    return ocp.CheckpointManager(options.checkpoint.absolute(), options=settings)
+
+
 def train(workload: Workload, options: argparse.Namespace) -> Run:
     """Trains on batches 1, 2, ... with all devices of all processes."""
     devices = jax.device_count()
@@ -175,20 +185,15 @@ def train(workload: Workload, options: argparse.Namespace) -> Run:
         print(f"{jax.process_count()} processes, {devices} devices: {jax.devices()[0].device_kind}")
         print(describe_collectives(read_program(train_step)), flush=True)
 
-    checkpoints, start, state = None, 0, None
-    if options.checkpoint is not None:
-        checkpoints = ocp.CheckpointManager(
-            options.checkpoint.absolute(),
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=2, save_interval_steps=options.save_every, cleanup_tmp_directories=True
-            ),
-        )
-        if (saved := checkpoints.latest_step()) is not None:
-            start = saved
-            state = checkpoints.restore(saved, args=ocp.args.StandardRestore(training.state))
-            if first:
-                print(f"Goes on from step {start}.", flush=True)
-    params, statistics, opt_state = state or training.init()
+    checkpoints = open_checkpoints(options)
+    start = (checkpoints and checkpoints.latest_step()) or 0
+    if checkpoints is not None and start:
+        state = checkpoints.restore(start, args=ocp.args.StandardRestore(training.state))
+        if first:
+            print(f"Goes on from step {start}.", flush=True)
+    else:
+        state = training.init()
+    params, statistics, opt_state = state
 
     history: list[dict[str, float]] = []
     waiting: list[dict[str, jax.Array]] = []  # Metrics that the host has not read.

@@ -31,8 +31,8 @@ STEPS, SAVE_EVERY = 12, 4
 POISONED, KILLED = 3, 8  # The step with an inf in one shard, and the step in whose save a process is killed.
 
 
-def start(folder, name, *arguments):
-    """Starts tests/poisoned_training.py; its checkpoints go into a folder `name`."""
+def start(folder, name, *arguments, **variables):
+    """Starts tests/poisoned_training.py with environment variables, and checkpoints in a folder `name`."""
     results = folder / f"results-{name}"
     results.mkdir(exist_ok=True)
     command = [sys.executable, TESTS / "poisoned_training.py", results, "bytes", "--fsdp", *arguments]
@@ -40,7 +40,21 @@ def start(folder, name, *arguments):
     command += ["--checkpoint", folder / name, "--log", folder / f"{name}.jsonl"]
     flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
     environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**environment, **variables}, **pipes)
+
+
+def finish(process):
+    """Waits for the end of a process. Returns its exit status and what it printed."""
+    out, errors = process.communicate(timeout=200)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+
+def start_by_slurm(folder, name, *arguments):
+    """Starts two processes with the environment variables that `srun` gives to each."""
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    ranks = ({"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)} for index in range(2))
+    return [start(folder, name, "--cluster", *arguments, **job, **rank) for rank in ranks]
 
 
 def results(folder, name, run="as asked"):
@@ -56,17 +70,17 @@ def log(folder, name):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder, and of each run what it printed: one that ends, one that is killed and goes on, and one
-    that goes on from the same checkpoint on other devices."""
+    """The folder, and of each run what it printed: one that ends, one that is killed and that SLURM starts
+    again, and one that goes on from the same checkpoint on other devices."""
     folder = tmp_path_factory.mktemp("runs")
     two = ("--processes", "2", "--devices", "4")
-    found = {"whole": start(folder, "whole", *two, "--variants")}
-    found["killed"] = start(folder, "killed", *two, "--die-at", str(KILLED))
+    found = {"whole": finish(start(folder, "whole", *two, "--variants"))}
+    found["killed"] = finish(start(folder, "killed", *two, "--die-at", str(KILLED)))
     shutil.copytree(folder / "killed", folder / "elsewhere")
     found["left"] = sorted(path.name for path in (folder / "killed").iterdir() if path.is_dir())
-    found["again"] = start(folder, "killed", *two)
-    found["elsewhere"] = start(folder, "elsewhere", "--devices", "2")
-    for name in ("whole", "again", "elsewhere"):
+    found["again"], found["other"] = map(finish, start_by_slurm(folder, "killed", "--devices", "4"))
+    found["elsewhere"] = finish(start(folder, "elsewhere", "--devices", "2"))
+    for name in ("whole", "again", "other", "elsewhere"):
         assert found[name].returncode == 0, found[name].stderr
     return folder, found
 
@@ -115,6 +129,7 @@ def test_kill_9_of_one_process_in_the_middle_of_a_save_ends_the_other_and_leaves
 def test_a_killed_run_goes_on_with_the_losses_of_one_that_was_not_killed(runs):
     folder, found = runs
     assert f"Goes on from step {SAVE_EVERY}." in found["again"].stdout
+    assert "steps skipped" not in found["other"].stdout  # Process 1 says nothing.
     assert log(folder, "killed")[SAVE_EVERY - STEPS :] == log(folder, "whole")[SAVE_EVERY:]
     killed, whole = ([each["digest"] for each in results(folder, name)] for name in ("killed", "whole"))
     assert killed == whole  # The last parameters and optimizer state, bit for bit, on each process.
