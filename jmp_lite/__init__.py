@@ -7,7 +7,7 @@ Master weights: `with_master_weights`, `master_params`, `set_master_params`.
 Half precision at rest: `cast_state`, `with_stochastic_rounding`, `stochastic_round`.
 Optimizers: `with_loss_scale`, or `skip_nonfinite` and `unscale`; their state is a `SkipNonfiniteState`.
 What the optimizer says: `get_loss_scale`, `grads_finite`, `metrics`, `raise_if_stuck`.
-Policies: `Policy`, `Rule`, `get_policy`, `half_dtype`, `cast_to_half`, `cast_to_full`.
+Policies: `Policy`, `Rule`, `get_policy`, `half_dtype`, `cast_to_half`, `cast_to_full`, `cast_params`.
 Trees: `all_finite`, `select_tree`.
 
 Flax modules: `jmp_lite.linen.with_policy` and `jmp_lite.nnx.with_policy`, imported on their own.
@@ -29,6 +29,7 @@ from ._memory.rounding import stochastic_round as stochastic_round
 from ._memory.stochastic import with_stochastic_rounding as with_stochastic_rounding
 from ._policy import Policy as Policy
 from ._policy import Rule as Rule
+from ._policy import cast_params as cast_params
 from ._policy import get_policy as get_policy
 from ._scaling.finite import all_finite as all_finite
 from ._scaling.grad import grad as grad
@@ -63,6 +64,7 @@ __all__ = [
     "StaticLossScale",
     "all_finite",
     "autocast",
+    "cast_params",
     "cast_state",
     "cast_to_full",
     "cast_to_half",

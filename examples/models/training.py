@@ -15,7 +15,10 @@ from .workload import Workload
 
 
 def make_train_step(
-    workload: Workload, policy: jmp.Policy, tx: optax.GradientTransformation
+    workload: Workload,
+    policy: jmp.Policy,
+    tx: optax.GradientTransformation,
+    reduce_dtype: str | None = None,
 ) -> Callable[..., Any]:
     """Returns a jitted step of a model under a policy.
 
@@ -23,12 +26,13 @@ def make_train_step(
         workload: the model and its training.
         policy: the policy of the model.
         tx: an optimizer with a loss scale, from `jmp.with_loss_scale`.
+        reduce_dtype: the dtype in which devices sum weight gradients, as in `with_policy`.
 
     Returns:
         A function of parameters, statistics (`batch_stats`, or nothing), optimizer state and a batch. The
         first three are donated. It returns new ones, and a pair of float32 scalars: the loss and its scale.
     """
-    model = with_policy(workload.model, policy)
+    model = with_policy(workload.model, policy, reduce_dtype=reduce_dtype)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def train_step(params: Any, statistics: Any, opt_state: Any, batch: Any) -> Any:

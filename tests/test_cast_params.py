@@ -1,0 +1,83 @@
+"""`cast_params`: trained parameters in half, or an error that names those that half cannot hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_lite as jmp
+
+HALF = jmp.get_policy("float16")
+
+
+def test_parameters_get_the_dtype_of_the_policy_and_other_leaves_pass():
+    params = {
+        "norm": {"scale": jnp.ones(4)},
+        "kernel": jnp.linspace(-1, 1, 8),
+        "step": jnp.int32(3),
+        "no": None,
+    }
+    found = jmp.cast_params(params, HALF.with_rules({"norm": "float32"}))
+    np.testing.assert_array_equal(found["kernel"], params["kernel"].astype(jnp.float16))
+    assert found["kernel"].dtype == jnp.float16
+    assert found["norm"]["scale"] is params["norm"]["scale"]
+    assert found["step"] is params["step"]
+    assert found["no"] is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (7e4, "70000 is beyond 65504, the largest number of float16"),
+        (-7e4, "70000 is beyond 65504"),
+        (np.inf, "inf is beyond 65504"),
+        (np.nan, "it has NaN"),
+    ],
+)
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_a_number_that_float16_cannot_hold_is_an_error_that_names_the_parameter(array, bad, words):
+    params = {"body": {"kernel": jnp.ones(3)}, "head": {"kernel": array([1.0, bad, 2.0], np.float32)}}
+    with pytest.raises(
+        ValueError, match=rf"(?s)survive the cast:\n  head/kernel: {words}.*{{'head': 'float32'}}"
+    ):
+        jmp.cast_params(params, HALF)
+    kept = jmp.cast_params(params, HALF.with_rules({"head": "float32"}))
+    assert (kept["head"]["kernel"].dtype, kept["body"]["kernel"].dtype) == (jnp.float32, jnp.float16)
+
+
+def test_the_largest_number_of_float16_survives():
+    assert jmp.cast_params(jnp.array([65504.0, 65519.0]), HALF).tolist() == [65504, 65504]
+    with pytest.raises(ValueError, match="65520 is beyond"):
+        jmp.cast_params({"w": jnp.array([65520.0])}, HALF)
+
+
+def test_a_parameter_that_becomes_zero_is_an_error_and_a_few_of_its_numbers_are_not():
+    w = jnp.ones(1000).at[:10].set(1e-8)
+    assert jmp.cast_params({"w": w}, HALF)["w"][:10].tolist() == [0] * 10  # 1.0 %
+    with pytest.raises(ValueError, match=r"  w: 1\.1% of its non-zero numbers become zero in float16"):
+        jmp.cast_params({"w": w.at[10].set(-1e-8)}, HALF)
+    with pytest.raises(ValueError, match=r"  w: 1\.0%"):
+        jmp.cast_params({"w": w}, HALF, max_flushed=0)
+    with pytest.raises(ValueError, match=r"temperature: 100\.0% .*\n.*{'temperature': 'float32'}"):
+        jmp.cast_params({"temperature": jnp.float32(1e-9)}, HALF)
+    assert (
+        jmp.cast_params({"bias": jnp.zeros(4), "none": jnp.ones((0, 3))}, HALF)["bias"].dtype == jnp.float16
+    )
+    # bfloat16 has the range of float32.
+    assert jmp.cast_params({"w": jnp.array([1e-30, 7e4])}, jmp.get_policy("bf16"))["w"].dtype == jnp.bfloat16
+
+
+def test_each_parameter_is_named():
+    params = {f"layer_{i}": {"kernel": jnp.full(3, 10.0**i)} for i in (3, 5, 6)}
+    with pytest.raises(
+        ValueError, match=r"(?s)  layer_5/kernel: .*  layer_6/kernel: .*'layer_5'.*'layer_6'"
+    ) as error:
+        jmp.cast_params(params, HALF)
+    assert "layer_3" not in str(error.value)
+
+
+def test_it_says_what_it_cannot_do():
+    with pytest.raises(TypeError, match=r"outside of jax\.jit"):
+        jax.jit(lambda params: jmp.cast_params(params, HALF))(jnp.ones(3))
+    with pytest.raises(ValueError, match="a share from 0 to 1, got 2"):
+        jmp.cast_params(jnp.ones(3), HALF, max_flushed=2)
