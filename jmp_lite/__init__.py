@@ -20,6 +20,7 @@ from ._autocast.api import keep_float32 as keep_float32
 from ._autocast.report import Operation as Operation
 from ._autocast.report import Report as Report
 from ._autocast.report import explain as explain
+from ._cast_params import cast_params as cast_params
 from ._dtypes import half_dtype as half_dtype
 from ._memory.cast_state import cast_state as cast_state
 from ._memory.master_params import master_params as master_params
@@ -29,7 +30,6 @@ from ._memory.rounding import stochastic_round as stochastic_round
 from ._memory.stochastic import with_stochastic_rounding as with_stochastic_rounding
 from ._policy import Policy as Policy
 from ._policy import Rule as Rule
-from ._policy import cast_params as cast_params
 from ._policy import get_policy as get_policy
 from ._scaling.finite import all_finite as all_finite
 from ._scaling.grad import grad as grad

@@ -210,69 +210,6 @@ class Policy:
         return "; ".join([dtypes, *map(str, self.rules)])
 
 
-def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
-    """Casts trained parameters to the policy's parameter dtype, and checks that they survive.
-
-    `policy.cast_to_param` casts without a look at the values. This function looks, so it runs outside of
-    `jax.jit`, before a model is exported or saved in half.
-
-    Args:
-        params: a pytree of arrays of any shape. Leaves that are not floating pass through.
-        policy: its `param_dtype` and its rules say which leaf gets which dtype.
-        max_flushed: how many of the non-zero numbers of one leaf may become zero: a share from 0 to 1.
-
-    Returns:
-        The tree in the new dtypes.
-
-    Raises:
-        ValueError: a leaf has a number beyond the largest of its new dtype (65504 in float16), or NaN, or too
-            many of its numbers become zero. The message names each such leaf and the rules that keep it.
-            Also: `max_flushed` is no share.
-        TypeError: the values are not known: the call is under `jax.jit`.
-
-    >>> cast_params({"head": {"kernel": jnp.array([1.0, 7e4])}}, get_policy("float16"))
-    Traceback (most recent call last):
-    ...
-    ValueError: These parameters do not survive the cast:
-      head/kernel: 70000 is beyond 65504, the largest number of float16.
-    Keep them in float32: policy.with_rules({'head': 'float32'}).
-
-    Guide: docs/export.md.
-    """
-    if not 0 <= max_flushed <= 1:
-        raise ValueError(f"cast_params: max_flushed is a share from 0 to 1, got {max_flushed!r}.")
-    with np.errstate(over="ignore"):  # It is an error below.
-        cast = policy.cast_to_param(params)
-    lost = {}
-    for name, before, after in zip(leaf_names(params), jax.tree.leaves(params), jax.tree.leaves(cast)):
-        try:
-            fault = "" if after is before else _fault(np.asarray(before), np.asarray(after), max_flushed)
-        except jax.errors.TracerArrayConversionError:
-            raise TypeError("cast_params reads values: call it outside of jax.jit.") from None
-        if fault:
-            lost[name] = fault
-    if lost:
-        lines = "".join(f"\n  {name}: {fault}" for name, fault in lost.items())
-        rules = dict.fromkeys((name.rpartition("/")[0] or name for name in lost), "float32")
-        raise ValueError(
-            f"These parameters do not survive the cast:{lines}\n"
-            f"Keep them in float32: policy.with_rules({rules})."
-        )
-    return cast
-
-
-def _fault(before: np.ndarray, after: np.ndarray, max_flushed: float) -> str:
-    """Returns what a cast does to the numbers of an array; nothing if it does no harm."""
-    largest, limit = float(np.max(np.abs(before), initial=0)), float(jnp.finfo(after.dtype).max)
-    if np.isnan(largest):
-        return "it has NaN."
-    if np.isinf(after).any():
-        return f"{largest:.6g} is beyond {limit:.6g}, the largest number of {after.dtype}."
-    flushed = np.count_nonzero((before != 0) & (after == 0))
-    share = flushed / max(1, np.count_nonzero(before))
-    return f"{share:.1%} of its non-zero numbers become zero in {after.dtype}." if share > max_flushed else ""
-
-
 # Apex's levels (https://nvidia.github.io/apex/amp.html). Apex finds normalisation layers by class; a
 # parameter tree has names only, so these are the names that Flax gives and that people use.
 _NORMALISATION = ("*[Nn]orm*", "[Bb][Nn]", "[Bb][Nn][0-9_]*", "[Ll][Nn]", "[Ll][Nn][0-9_]*")

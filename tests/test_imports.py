@@ -27,6 +27,7 @@ ROOMS = {
     "_tree": ("_dtypes",),
     "_memory": ("_dtypes", "_paths", "_tree"),
     "_policy": ("_dtypes", "_paths", "_tree"),
+    "_cast_params": ("_paths", "_policy"),
     "_scaling": ("_dtypes", "_paths", "_tree", "_memory"),
     "_autocast": ("_dtypes", "_paths", "_tree", "_scaling"),
     "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling"),

@@ -83,9 +83,9 @@ def draw_plan(path: pathlib.Path) -> None:
 
 WIDTH, HEIGHT = 0.17, 0.42  # Of the box of a room.
 FLOORS = (
-    ("linen.py", "nnx.py"),
-    ("_flax/", "diagnostics/"),
-    ("_policy.py", "_scaling/", "_autocast/"),
+    ("linen.py", "nnx.py", "diagnostics/"),
+    ("_flax/", "_cast_params.py", "_autocast/"),
+    ("_policy.py", "_scaling/"),
     ("_memory/",),
     ("_tree.py",),
     ("_dtypes.py", "_paths.py"),
