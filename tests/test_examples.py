@@ -99,12 +99,12 @@ def test_float16_reaches_float32_on_digits_with_a_scale_and_visibly_not_without(
     arms = ("float32", "float16, dynamic scale", "float16, no scale")
     with tqdm(disable=True) as progress:
         train = lambda arm, seeds: digits.train_arm(arm, "default", 40, seeds, data, progress)
-        full, scaled, unscaled = train(arms[0], 2), train(arms[1], 2), train(arms[2], 1)
+        full, scaled, unscaled = train(arms[0], 2), train(arms[1], 1), train(arms[2], 1)
     accuracies = [run.accuracy for run in full]
     spread = max(accuracies) - min(accuracies)
     assert min(accuracies) > 0.96
     assert 0 < spread < 0.02
-    assert np.mean([run.accuracy for run in scaled]) > np.mean(accuracies) - spread
+    assert scaled[0].accuracy > accuracies[0] - spread  # The same seed.
     assert max(run.accuracy for run in unscaled) < 0.5
     assert min(run.test_loss for run in unscaled) > 3 * max(run.test_loss for run in scaled)
     assert all(run.scales[0] == 2.0**15 and run.scales.max() > 2.0**20 for run in scaled)
