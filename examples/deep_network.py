@@ -64,7 +64,11 @@ def init(seed: int) -> dict[str, jax.Array]:
 def make_loss(arm: str) -> Callable[..., jax.Array]:
     """Returns the loss of an arm, a function of weights, images `(batch, 64)` and labels."""
     layer = dense if arm == "float32" else jmp.autocast(dense, jnp.float16)
-    layer = jmp.scale_layer(layer) if "scale_layer" in arm else layer
+    return loss_with(jmp.scale_layer(layer) if "scale_layer" in arm else layer)
+
+
+def loss_with(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns the loss of a network whose layers are `layer`."""
 
     def loss_fn(params: dict[str, jax.Array], x: jax.Array, labels: jax.Array) -> jax.Array:
         x = half_backward(layer(params["first"], x))

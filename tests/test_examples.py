@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -175,6 +176,34 @@ def test_only_a_scale_for_each_layer_trains_the_deep_network(capsys, tmp_path):
     rows = table_rows(out, list(found))
     assert [int(rows[arm][-1]) for arm in ("float32", "float16, scale_layer")] == [0, 0]
     assert int(rows["float16, static 2**40"][-1]) > 140  # Nearly every step overflows.
+
+
+def test_scale_layer_flushes_less_than_the_estimate_of_zhao_et_al_allows():
+    """They choose each scale so that at most 0.1 % of the gradients of a layer become zero in float16."""
+    shares = []
+
+    @jax.custom_vjp
+    def watch(x):
+        return x
+
+    def backward(_, g):
+        flushed = jnp.mean((g.astype(jnp.float16) == 0) & (g != 0))
+        jax.debug.callback(lambda share: shares.append(float(share)), flushed)
+        return (g,)
+
+    watch.defvjp(lambda x: (x, None), backward)
+    params, (images, labels) = deep_network.init(0), deep_network.data()
+
+    def flushed(wrap):
+        layer = wrap(lambda w, x: jnp.tanh(watch(x @ w)))
+        shares.clear()
+        jax.grad(deep_network.loss_with(layer))(params, images, labels)
+        jax.effects_barrier()
+        return shares
+
+    assert len(flushed(jmp.scale_layer)) == deep_network.LAYERS
+    assert max(shares) < 1e-3
+    assert max(flushed(lambda layer: layer)) == 1.0
 
 
 def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
