@@ -1,6 +1,6 @@
 """What master weights, moments in bfloat16 and stochastic rounding cost in the program for an H100.
 
-    python -m benchmarks.compiled.memory                        # Ten minutes of CPU time.
+    python -m benchmarks.compiled.memory                        # Twenty minutes of CPU time.
     python -m benchmarks.compiled.memory --json out/memory.json --cases optimizer
 
 Two cases for each arm of `benchmarks.arms.memory_arms`, both with donated state. `optimizer`: the check of
@@ -108,16 +108,14 @@ def cost_table(found: dict[str, Any]) -> list[str]:
             f"{alone['bytes_moved']:.1f}",
             f"{alone['kernels']}",
             f"{alone['temporary_bytes'] / 1e3:.0f}",
-            *_whole_cells(found["gpt"].get(arm)),
+            *_whole_cells(found["gpt"][arm]),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def _whole_cells(whole: dict[str, float] | None) -> tuple[str, str, str]:
-    """Returns the cells of a whole step, empty ones for an arm whose whole step is not compiled."""
-    if whole is None:
-        return "", "", ""
+def _whole_cells(whole: dict[str, float]) -> tuple[str, str, str]:
+    """Returns the cells of a whole step."""
     temporary = f"{whole['temporary_bytes'] / 1e9:.2f}"
     return f"{whole['bytes_moved']:.1f}", f"{whole['kernels']:,}", temporary
 
@@ -143,8 +141,6 @@ def accuracy_table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-# The arms whose whole step is compiled, which takes one to three minutes of CPU time each.
-WHOLE = ("float32", "float32 parameters", "O2, masters", "all bf16")
 CASES: dict[str, Callable[[MemoryArm], tuple[Program, Any, Any]]] = {
     "optimizer": optimizer_program,
     "gpt": gpt_program,
@@ -167,7 +163,7 @@ def main() -> None:
         found = old if old["versions"] == found["versions"] else found
     for case in options.cases:
         found.setdefault(case, {})
-        for arm in (each for each in options.arms if case != "gpt" or each in WHOLE):
+        for arm in options.arms:
             found[case][arm] = facts(*CASES[case](ARMS[arm]))
             print(f"{case:10} {arm:28} {found[case][arm]}", flush=True)
             options.json.parent.mkdir(parents=True, exist_ok=True)
