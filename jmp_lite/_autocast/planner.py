@@ -98,7 +98,8 @@ class Planner:
         self.rules = dataclasses.replace(rules, precisions=configured_precisions())
         self.scopes = Scopes(rules)
         self._plans: dict[Any, Plan] = {}
-        self._alive: list[Jaxpr] = []  # The keys of the plans hold ids of jaxprs.
+        self._first: dict[Any, tuple[Facts, list[Decision]]] = {}
+        self._alive: list[Jaxpr] = []  # The keys of both hold ids of jaxprs.
         self._backward = BackwardPass()
 
     def argument(self, value: Array, path: str) -> State:
@@ -151,13 +152,7 @@ class Planner:
         self, jaxpr: Jaxpr, states: tuple[State, ...], wanted: Sequence[Wanted], around: Around
     ) -> Plan:
         inside = open_jaxpr(jaxpr)
-        staying: frozenset[Var] = frozenset()
-        if self.rules.reduce_dtype is not None:
-            staying = self._backward.staying(inside, around.staying, around.backward)
-        start = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
-        facts = Facts(inside, around, anatomy(inside, self._stays_float32), start, staying)
-        # First as if everything were wanted in half, to learn which operations end in float32 all the same.
-        decisions, _ = self._decide_all(facts, _Everything(facts.functions.reads))
+        facts, decisions = self._first_pass(inside, states, around)
         demand = find_demand(
             inside, facts.functions, decisions, wanted, self.rules.dtype, self._demands_inside
         )
@@ -168,6 +163,20 @@ class Planner:
         results = tuple(self._state(var, known) for var in inside.outvars)
         changed = any(decision.changed for decision in decisions)
         return Plan(jaxpr, around, states, tuple(decisions), results, demand, changed)
+
+    def _first_pass(
+        self, inside: Jaxpr, states: tuple[State, ...], around: Around
+    ) -> tuple[Facts, list[Decision]]:
+        """Decides as if everything were wanted in half: which operations end in float32 all the same?"""
+        key = (id(inside), states, around)
+        if key not in self._first:
+            staying: frozenset[Var] = frozenset()
+            if self.rules.reduce_dtype is not None:
+                staying = self._backward.staying(inside, around.staying, around.backward)
+            start = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
+            facts = Facts(inside, around, anatomy(inside, self._stays_float32), start, staying)
+            self._first[key] = facts, self._decide_all(facts, _Everything(facts.functions.reads))[0]
+        return self._first[key]
 
     def _decide_all(self, facts: Facts, demand: Demand) -> tuple[list[Decision], dict[Var, State]]:
         """Returns a decision for each equation of a jaxpr, and the state of each variable."""
