@@ -103,10 +103,12 @@ def advance(goes_on: Array, new: Sequence[Array], old: Sequence[Array]) -> list[
     return [jnp.where(mask, after, before) for mask, after, before in zip(masks, new, old)]
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=INLINE)
 def cast(x: Array, dtype: Any) -> Array:
-    """Returns `x` in `dtype`. JAX remembers its derivative, as in `bind`."""
-    return lax.convert_element_type(x, dtype)
+    """Returns `x` in `dtype`. Where a derivative is taken, JAX remembers it, as in `bind`."""
+    return _inlined_cast(x, dtype) if _transformed([x]) else lax.convert_element_type(x, dtype)
+
+
+_inlined_cast = jax.jit(lax.convert_element_type, static_argnums=1, inline=INLINE)
 
 
 @functools.partial(jax.jit, inline=INLINE)

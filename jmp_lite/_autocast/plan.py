@@ -238,6 +238,8 @@ class Demand:
 
     def of_all(self, outputs: Sequence[Var]) -> Wanted:
         """Returns how the results of one equation are wanted: as the result that is wanted most."""
+        if len(outputs) == 1:
+            return self.of(outputs[0])
         return max(map(self.of, outputs), default=Wanted.NO)
 
     def keep(self, var: Var) -> None:

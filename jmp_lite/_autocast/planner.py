@@ -98,7 +98,8 @@ class Planner:
         self.rules = dataclasses.replace(rules, precisions=configured_precisions())
         self.scopes = Scopes(rules)
         self._plans: dict[Any, Plan] = {}
-        self._alive: list[Jaxpr] = []  # The keys of the plans hold ids of jaxprs.
+        self._anatomies: dict[int, Anatomy] = {}
+        self._alive: list[Jaxpr] = []  # The keys of both hold ids of jaxprs.
         self._backward = BackwardPass()
 
     def argument(self, value: Array, path: str) -> State:
@@ -128,7 +129,7 @@ class Planner:
         self,
         jaxpr: Jaxpr,
         inputs: Sequence[State],
-        wanted: Sequence[Wanted],
+        wanted: Sequence[Wanted] | None,
         around: Around = Around(),  # noqa: B008
     ) -> Plan:
         """Plans a jaxpr.
@@ -136,31 +137,31 @@ class Planner:
         Args:
             jaxpr: the jaxpr, closed or open.
             inputs: the state of each input.
-            wanted: for each output, whether it is wanted in half.
+            wanted: for each output, whether it is wanted in half; None for the first pass.
             around: the part of the program around the jaxpr.
         """
         around = dataclasses.replace(around, scope=self.scopes.that_matters(around.scope))
         states = (*map(self.constant, constants(jaxpr)), *inputs)
-        key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), around)
+        key = (id(open_jaxpr(jaxpr)), states, wanted if wanted is None else tuple(wanted), around)
         if key not in self._plans:
             self._alive.append(jaxpr)
             self._plans[key] = self._make(jaxpr, states, wanted, around)
         return self._plans[key]
 
     def _make(
-        self, jaxpr: Jaxpr, states: tuple[State, ...], wanted: Sequence[Wanted], around: Around
+        self, jaxpr: Jaxpr, states: tuple[State, ...], wanted: Sequence[Wanted] | None, around: Around
     ) -> Plan:
         inside = open_jaxpr(jaxpr)
-        staying: frozenset[Var] = frozenset()
-        if self.rules.reduce_dtype is not None:
-            staying = self._backward.staying(inside, around.staying, around.backward)
-        start = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
-        facts = Facts(inside, around, anatomy(inside, self._stays_float32), start, staying)
-        # First as if everything were wanted in half, to learn which operations end in float32 all the same.
-        decisions, _ = self._decide_all(facts, _Everything(facts.functions.reads))
-        demand = find_demand(
-            inside, facts.functions, decisions, wanted, self.rules.dtype, self._demands_inside
-        )
+        facts = self._facts(inside, states, around)
+        if wanted is None:
+            demand = _Everything(facts.functions.reads)
+        else:
+            # First as if everything were wanted in half, to learn which operations end in float32 all the
+            # same.
+            first = self.plan(jaxpr, states[len(constants(jaxpr)) :], None, around)
+            demand = find_demand(
+                inside, facts.functions, first.decisions, wanted, self.rules.dtype, self._demands_inside
+            )
         decisions, known = self._decide_all(facts, demand)
         ends = [index for index, each in enumerate(decisions) if isinstance(each.action, Activation)]
         for index in inner_members(inside, facts.functions, ends):
@@ -168,6 +169,15 @@ class Planner:
         results = tuple(self._state(var, known) for var in inside.outvars)
         changed = any(decision.changed for decision in decisions)
         return Plan(jaxpr, around, states, tuple(decisions), results, demand, changed)
+
+    def _facts(self, inside: Jaxpr, states: tuple[State, ...], around: Around) -> Facts:
+        if id(inside) not in self._anatomies:
+            self._anatomies[id(inside)] = anatomy(inside, self._stays_float32)
+        staying: frozenset[Var] = frozenset()
+        if self.rules.reduce_dtype is not None:
+            staying = self._backward.staying(inside, around.staying, around.backward)
+        start = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
+        return Facts(inside, around, self._anatomies[id(inside)], start, staying)
 
     def _decide_all(self, facts: Facts, demand: Demand) -> tuple[list[Decision], dict[Var, State]]:
         """Returns a decision for each equation of a jaxpr, and the state of each variable."""
@@ -244,7 +254,9 @@ class Planner:
         for inner in inner_jaxprs(equation):
             inputs = [entering(operands[index], role) for index, role in zip(inner.operands, inner.roles)]
             around = self._around(equation, inner, facts)
-            plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), around)
+            # In the first pass a call is decided as its operations would be in its place.
+            first = isinstance(demand, _Everything)
+            plan = self.plan(inner.jaxpr, inputs, None if first else wanted_inside(inner, wanted), around)
             plans.append(plan)
             for index, carry, state in zip(inner.results, inner.carries, plan.results):
                 if index is not None:

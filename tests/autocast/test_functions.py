@@ -150,6 +150,14 @@ def test_a_symbolic_batch_can_be_exported():
             assert_close(found, expected, "bfloat16", factor=8)
 
 
+def test_a_call_outside_of_jit_reads_again_what_is_not_among_the_arguments():
+    held = {"w": W}
+    fun = jmp.autocast(lambda x: x @ held["w"])
+    before = fun(X)
+    held["w"] = 2 * W
+    np.testing.assert_array_equal(fun(X), 2 * before)
+
+
 def test_static_python_arguments_reach_the_function_unchanged():
     seen = []
 

@@ -1,0 +1,97 @@
+"""How much work autocast adds to the trace of a program, beside JAX's own work for the same program.
+
+The measure is the number of function calls, as a profiler counts them. Unlike a time, it is the same on any
+machine.
+"""
+
+import cProfile
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp_lite as jmp
+
+pytestmark = pytest.mark.slow
+WEIGHTS = [jnp.ones((a, b)) for a, b in ((2, 16), (16, 16), (16, 16), (16, 1))]
+POINTS = jnp.ones((8, 2))
+
+
+def pinn(weights, points):
+    """The residual of a differential equation, with a second derivative in forward mode."""
+
+    def u(t, x):
+        hidden = jnp.stack([t, x], -1)
+        for w in weights[:-1]:
+            hidden = jax.nn.softplus(hidden @ w)
+        return (hidden @ weights[-1])[:, 0]
+
+    t, x = points.T
+    along = lambda f, z: jax.jvp(f, (z,), (jnp.ones_like(z),))
+    u_t = along(lambda t: u(t, x), t)[1]
+    u_x, u_xx = along(lambda x: along(lambda x: u(t, x), x)[1], x)
+    return jnp.mean((u_t + u(t, x) * u_x - 0.01 * u_xx) ** 2)
+
+
+def _rows(q, k):
+    """The weights of attention in blocks of queries, as flash attention computes them."""
+    return jax.lax.map(lambda block: jax.nn.softmax(block @ k.T), q.reshape(2, -1, q.shape[-1]))
+
+
+@jax.custom_vjp
+@jax.jit
+def attention(q, k, v):
+    return (_rows(q, k) @ v).reshape(q.shape)
+
+
+@jax.jit
+def _forward(q, k, v):
+    return (_rows(q, k) @ v).reshape(q.shape), (q, k, v)
+
+
+@jax.jit
+def _backward(saved, g):
+    return jax.vjp(lambda q, k, v: (_rows(q, k) @ v).reshape(q.shape), *saved)[1](g)
+
+
+attention.defvjp(_forward, _backward)
+
+
+def transformer(weights, x):
+    for w in weights:
+        x = x + attention(*jnp.split(x @ w, 3, -1))
+    return jnp.mean(x**2)
+
+
+PROGRAMS = {
+    "pinn": (pinn, WEIGHTS, POINTS),
+    "transformer": (transformer, [jnp.ones((16, 48))] * 3, jnp.ones((8, 16))),
+}
+
+
+def work(fun, *args):
+    """The number of function calls in a trace that finds nothing in JAX's caches."""
+    counts = []
+    for _ in range(2):  # The first trace imports modules.
+        jax.clear_caches()
+        profile = cProfile.Profile()
+        profile.runcall(jax.make_jaxpr(fun), *args)
+        counts.append(sum(entry.callcount for entry in profile.getstats()))
+    return counts[-1]
+
+
+# With autocast inside the gradient, the transformer is more work: autocast traces the attention and both of
+# its rules. The plain program traces the rules alone.
+@pytest.mark.parametrize(
+    ("program", "order", "limit"),
+    [
+        ("pinn", "inside", 1.6),
+        ("pinn", "outside", 1.85),
+        ("transformer", "inside", 2.12),
+        ("transformer", "outside", 1.75),
+    ],
+)
+def test_a_trace_under_autocast_is_about_as_much_work_as_two_without(program, order, limit):
+    fun, *args = PROGRAMS[program]
+    under = jax.grad(jmp.autocast(fun)) if order == "inside" else jmp.autocast(jax.grad(fun))
+    assert work(under, *args) < limit * work(jax.grad(fun), *args)
