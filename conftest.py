@@ -26,6 +26,9 @@ else:
     # Without it JAX looks for a driver as soon as its CUDA plugin (the extra `[h100]`) is installed.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# A program of its own, which a test starts.
+collect_ignore = ["tests/poisoned_training.py"]
+
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.load_profile("ci")
 
