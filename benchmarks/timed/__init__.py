@@ -7,4 +7,5 @@
 `spread`: says whether an arm learns as float32 does.
 `convergence`: trains three models in four precisions.
 `memory`: trains two models whose parameters and moments rest in fewer bytes.
+`diagnosis`: what each diagnosis of GPT-2 small costs on this machine.
 """
