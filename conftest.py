@@ -1,4 +1,4 @@
-"""Settings for JAX that must be there before it starts, and the mark `fast_cases`.
+"""Settings for JAX that must be there before it starts, and the mark `cases`.
 
 JAX gets eight virtual CPU devices and a fast compiler.
 """
@@ -33,14 +33,19 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, deran
 hypothesis.settings.load_profile("ci")
 
 
-@pytest.hookimpl(tryfirst=True)  # Before pytest leaves out the slow tests.
+@pytest.hookimpl(tryfirst=True)  # Before pytest selects by marks.
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Marks as slow all cases of a test but the first n, where the test has the mark `fast_cases(n)`."""
+    """Marks the cases of a test that has the mark `cases(fast, slow)`.
+
+    The first `fast` cases get no mark, 0 if it is not given. The next `slow` cases are slow, all if it is not
+    given. All others are exhaustive.
+    """
     seen: collections.Counter[tuple[Path, str]] = collections.Counter()
     for item in items:
-        mark = item.get_closest_marker("fast_cases")
+        mark = item.get_closest_marker("cases")
         if mark is not None:
             test = (item.path, item.originalname)
             seen[test] += 1
-            if seen[test] > mark.args[0]:
-                item.add_marker("slow")
+            fast, slow = mark.kwargs.get("fast", 0), mark.kwargs.get("slow", len(items))
+            if seen[test] > fast:
+                item.add_marker("slow" if seen[test] <= fast + slow else "exhaustive")

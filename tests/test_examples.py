@@ -95,6 +95,7 @@ def test_at_the_start_of_digits_float16_without_a_scale_has_no_gradient_below_th
     assert "Conv_4" in moved  # The head.
 
 
+@pytest.mark.exhaustive
 def test_float16_reaches_float32_on_digits_with_a_scale_and_visibly_not_without():
     data = digits.load_data()
     arms = ("float32", "float16, dynamic scale", "float16, no scale")

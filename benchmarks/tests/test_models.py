@@ -1,5 +1,6 @@
 """The models of examples/models train on real data, in half precision as in float32."""
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -44,6 +45,7 @@ def assert_learns_alike(full, half):
 
 
 # The test of the table trains NeuMF.
+@pytest.mark.cases(fast=4, slow=0)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2-medium", "neumf")])
 def test_a_small_model_learns_real_data_in_float16_as_in_float32(script, family):
     workload, steps = FAMILIES[family].small(), STEPS.get(family, 20)
@@ -61,10 +63,14 @@ def test_train_prints_its_table(script, capsys):
 # What is published.
 
 
-def parameters(family):
+@functools.cache
+def full_variables(family):
     workload = FAMILIES[family].full()
-    variables = jax.eval_shape(lambda: workload.init(0))
-    return sum(x.size for x in jax.tree.leaves(variables["params"]))
+    return jax.eval_shape(lambda: workload.init(0))
+
+
+def parameters(family):
+    return sum(x.size for x in jax.tree.leaves(full_variables(family)["params"]))
 
 
 @pytest.mark.parametrize(
@@ -87,12 +93,11 @@ def test_full_batches_have_the_shapes_that_the_models_take():
     for name, family in FAMILIES.items():
         workload = family.full()
         inputs, targets = workload.batch(0, 2)
-        variables = jax.eval_shape(lambda workload=workload: workload.init(0))
         outputs, _ = jax.eval_shape(
             lambda variables, inputs, model=workload.model: model.apply(
                 variables, *inputs, mutable=["batch_stats"]
             ),
-            variables,
+            full_variables(name),
             inputs,
         )
         loss = jax.eval_shape(workload.loss, outputs, targets)

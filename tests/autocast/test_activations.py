@@ -11,7 +11,7 @@ from small_programs import HALVES, W, X
 import jmp_lite as jmp
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "fun",
@@ -51,7 +51,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("half", "order"), [("float16", "inside")])
 @pytest.mark.parametrize("name", GROUPS)
 def test_activation_functions_of_many_operations_have_the_derivatives_of_float32(name, half, order):
@@ -105,7 +105,7 @@ def test_a_bias_that_the_program_broadcasts_itself_costs_nothing(name, half):
     assert_close(jax.grad(jmp.autocast(explicit, half))(W), jax.grad(implicit)(W), half, factor=16)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("order", ["inside", "outside"])
 def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half, order):

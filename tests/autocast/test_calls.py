@@ -195,7 +195,7 @@ def program_of(name):
     )
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.cases(fast=6, slow=8)
 @pytest.mark.parametrize("half", ["float16"])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_product_inside_is_half_and_the_value_that_of_float32(name, half):
@@ -210,7 +210,7 @@ def test_every_product_inside_is_half_and_the_value_that_of_float32(name, half):
     assert_close(result, expected, half, factor=16)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.cases(fast=2, slow=6)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_product_of_the_backward_pass_is_half_and_the_gradients_those_of_float32(name, request):
     if name == "custom_vjp in a custom_jvp rule":  # README, Limits.

@@ -141,7 +141,7 @@ def kept_by_iterations(fun, *args):
     return sorted((leaf.shape, leaf.dtype.name) for leaf in leaves)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("half", HALVES)
 def test_an_lstm_keeps_its_gates_in_half_and_computes_the_rest_again(half):
     fun = lambda x, w: jnp.sum(lstm(x, w) * X)

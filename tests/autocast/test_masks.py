@@ -27,7 +27,7 @@ def attention(masked, q, k, v, keep):
     return jax.nn.softmax(masked(scores, keep), axis=-1) @ v
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_of_attention_give_finite_values_and_gradients(mask, half):
@@ -46,7 +46,7 @@ def test_masks_of_attention_give_finite_values_and_gradients(mask, half):
         assert_close(jax.jit(grad)(q, k, v), expected, half, factor=24)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.cases(fast=4)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("fill", [-np.inf, -1e9, np.finfo(np.float32).min])
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])

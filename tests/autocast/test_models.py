@@ -89,6 +89,7 @@ def compiled_steps(name, dtype):
     return {key: jax.jit(step) for key, step in steps.items()}
 
 
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize(("name", "dtype"), CLOSENESS.items())
 def test_loss_gradients_and_statistics_are_as_close_to_float32_as_casts_by_hand_bring_them(name, dtype):
     case, eps = case_of(name), float(jnp.finfo(dtype).eps)
@@ -238,6 +239,7 @@ def test_a_transformer_saves_at_most_the_bytes_of_casts_by_hand_for_the_backward
     assert half < 0.65 * full
 
 
+@pytest.mark.exhaustive
 def test_tracing_a_transformer_of_six_layers_takes_at_most_twice_the_plain_time():
     make = functools.partial(models.NnxTransformer, layers=6, width=128, heads=4)
     case = models.nnx_case(make, *models.NEXT_TOKEN)

@@ -85,7 +85,7 @@ ODD = {
 }
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.cases(fast=2, slow=6)
 @pytest.mark.parametrize("name", ODD)
 def test_products_around_odd_operations_are_half(name):
     half, order = [("float16", "outside"), ("bfloat16", "inside")][list(ODD).index(name) % 2]

@@ -105,7 +105,7 @@ def loss_of(kind):
     return lambda x, v, w, b: jnp.sum(jnp.sin(fun(x @ v, w, b) @ v))
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.cases(fast=5, slow=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_products_that_make_weight_gradients_give_float32_in_both_orders(kind):
     loss, of_w = loss_of(kind), KINDS[kind][1]
@@ -117,7 +117,7 @@ def test_only_the_products_that_make_weight_gradients_give_float32_in_both_order
     assert half_inside == half_outside == {HALF: plain}
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.cases(fast=1, slow=2)
 @pytest.mark.parametrize("kind", ["plain", "sliced", "batched", "scan", "remat", "vmap", "custom_vjp"])
 def test_the_gradients_are_those_of_float32(kind):
     loss = loss_of(kind)

@@ -169,7 +169,7 @@ def partly_manual(x, w, b, check_vma):
     return jax.shard_map(block, mesh=four_devices(), check_vma=check_vma, **specs)(x, w) + b
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("program", [tensor_parallel, data_parallel, scanned, partly_manual])
 def test_shard_map_over_four_devices(program, check_vma):

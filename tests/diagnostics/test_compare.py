@@ -224,6 +224,7 @@ def left():
     }
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("measure", "place"), [("gradients", 0), ("gradients", -1), ("loss", 1)])
 def test_no_smaller_set_of_modules_does_as_well(measure, place, left):
     which = ["loss", "gradients"].index(measure)

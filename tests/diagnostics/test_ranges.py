@@ -339,7 +339,7 @@ def loss_of(workload):
     return fun, variables["params"]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["neumf", "gpt2-small", "resnet50"])
 def test_the_scales_of_real_models_equal_brute_force(name):
     fun, params = loss_of(FAMILIES[name].small())

@@ -14,7 +14,7 @@ import jmp_lite as jmp
 from jmp_lite.linen import with_policy
 
 
-@pytest.mark.slow
+@pytest.mark.cases(fast=1, slow=3)
 @pytest.mark.parametrize(
     ("name", "policy", "train"),
     [
@@ -50,7 +50,7 @@ def test_every_product_of_forward_and_backward_takes_half_operands(model, x):
     assert set(found) == {("float16", "float16")}
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.cases(fast=1, slow=2)
 @each_model
 def test_parameters_keep_their_paths_values_and_dtype(model, x):
     plain = model.init(jax.random.key(0), x, train=False)

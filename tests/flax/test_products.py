@@ -65,7 +65,7 @@ def products(loss, params):
     return sum(is_wide(dot.outvars[0]) for dot in dots), sum(any(map(is_wide, dot.invars)) for dot in dots)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.cases(fast=1, slow=2)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_gradients_are_those_of_half_products_within_their_rounding(kind, name):
     dtype = jnp.bfloat16  # JAX cannot compile its float16 attention for a CPU.
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_half_products_within_their_rounding(kind, name):
         np.testing.assert_allclose(wide, half, rtol=8 * eps, atol=8 * eps * size)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_products_take_half_and_give_weights_their_gradients_in_float32(kind, name):
     half_gives, half_takes = products(*loss_of(kind, name, jnp.float16))
@@ -90,7 +90,7 @@ def test_products_take_half_and_give_weights_their_gradients_in_float32(kind, na
     assert takes == 0 or (kind, name) == ("nnx", "attention")  # JAX's own attention, of its weights.
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_a_gradient_that_half_cannot_hold_comes_out(kind):
     """2,048 times 2 times 32 is 131,072, which is inf in float16."""

@@ -90,7 +90,7 @@ def traceable(leaf):
     return not is_odd and not isinstance(leaf, (str, type))
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.cases(fast=2)
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(data=st.data(), value=st.sampled_from(BAD), where=st.floats(0, 1))
 @pytest.mark.parametrize("name", TREES)

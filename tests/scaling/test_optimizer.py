@@ -110,7 +110,7 @@ def test_gradients_are_unscaled_by_the_scale_that_scaled_them():
 # Skipping
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("name", INNERS)
 def test_a_skipped_step_leaves_params_and_state_bit_identical(name):
     tx, step = wrapped(name)
@@ -137,7 +137,7 @@ def test_steps_after_a_skip_are_as_if_it_had_never_come(name):
     assert int(jmp.metrics(opt_state)["skipped_steps"]) == 5
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.cases(fast=4)
 @pytest.mark.parametrize("name", INNERS)
 def test_finite_steps_are_those_of_the_inner_transform(name):
     # Compiled each its own way, so to the last bits and not to all of them.

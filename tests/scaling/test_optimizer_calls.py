@@ -262,7 +262,7 @@ LOSS_SCALES = {
 }
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES)
 @pytest.mark.parametrize("policy_name", POLICIES)
 def test_one_compilation_in_three_steps_and_no_weak_types(policy_name, loss_scale):

@@ -51,7 +51,7 @@ def restored(target, state):
 STEADY = {"period": 5, "hysteresis": 2}
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     "scale",
     [jmp.NoOpLossScale(), jmp.StaticLossScale(8.0), jmp.DynamicLossScale(8.0, **STEADY)],

@@ -122,7 +122,7 @@ def find_in_dict_of_states():
     }
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize(
     "find",
     [

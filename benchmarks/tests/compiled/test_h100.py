@@ -183,12 +183,13 @@ def step_of(model, casts, *inputs):
 
 
 SMALL_MODELS = {
+    "LSTM": (nn.Sequential([LSTM(256), nn.Dense(256)]), (64, 20, 256), 1.0),
     # The last activation stays in float32, since only a mean reads it. A deep ResNet has one of many.
     "ResNet": (ResNet(classes=64, stages=(2, 1), features=32), (32, 64, 64, 3), 1.07),
-    "LSTM": (nn.Sequential([LSTM(256), nn.Dense(256)]), (64, 20, 256), 1.0),
 }
 
 
+@pytest.mark.cases(fast=1, slow=0)
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_autocast_moves_and_holds_as_little_as_a_policy(name):
     model, shape, limit = SMALL_MODELS[name]

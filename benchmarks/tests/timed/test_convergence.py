@@ -135,6 +135,7 @@ def test_the_committed_run_shows_what_the_readme_says():
     assert family["arms"]["float32"][0]["share_lost"][0] > 0.9
 
 
+@pytest.mark.exhaustive
 def test_float16_falls_behind_without_a_scale_and_not_with_one_in_a_mean_over_many_tokens():
     workload = convergence.language_model(8192, 32, 128, 32, 1, part=(0.0, 1.0))
     workload = dataclasses.replace(workload, optimizer=Optimizer("adamw", 1e-2))
