@@ -192,7 +192,8 @@ class Pieces:
         """Runs an example at the large size."""
         output = ("--output", "{work}/digits.png") if name == "digits" else ()
         command = (f"examples/{name}.py", "--size", "large", *output)
-        return Piece(f"example {name}", (*command, *self.small(name)), 90, 300)
+        packages = () if name == "digits" else ("tensorboardX",)  # The autocast example imports the other.
+        return Piece(f"example {name}", (*command, *self.small(name)), 90, 300, packages=packages)
 
     def fp8(self, width: int) -> Piece:
         """Tries fp8 on one block of a transformer."""

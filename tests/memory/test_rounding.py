@@ -140,6 +140,14 @@ def test_the_same_key_gives_the_same_result_and_another_key_another_one():
     assert 0.25 < float(jnp.mean(first != ROUND["bfloat16"](x, 1))) < 0.5  # 2 * 1/4 * 3/4 = 0.375.
 
 
+def test_a_raw_key_of_either_generator_is_the_key():
+    x = jnp.full(1000, 1 + 2.0**-9)
+    for name in ("threefry2x32", "rbg"):
+        with jax.default_prng_impl(name):
+            raw = jmp.stochastic_round(x, jnp.bfloat16, jax.random.PRNGKey(5))
+            assert (raw == jmp.stochastic_round(x, jnp.bfloat16, jax.random.key(5))).all()
+
+
 def test_under_vmap_and_from_half_and_scalars():
     x = np.full((3, 500), 1 + 2.0**-9, np.float32)
     got = jax.vmap(ROUND["bfloat16"])(x, np.arange(3))

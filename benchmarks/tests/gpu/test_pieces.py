@@ -72,6 +72,8 @@ def test_a_piece_says_which_package_its_arm_needs():
     assert found["compile gpt2-small torch float16"] == ("torch",)
     assert found["compile gpt2-small float16 jmp"] == ("jmp",)
     assert found["compile gpt2-small float16"] == ()
+    assert found["example language_model"] == found["example autocast"] == ("tensorboardX",)
+    assert found["example digits"] == ()
 
 
 def test_the_wheels_to_carry_are_pinned_and_their_command_is_there():
