@@ -252,6 +252,7 @@ def test_calls_stay_what_they_were(name):
     assert ours["jit"] >= plain["jit"]
 
 
+@pytest.mark.cases(fast=8, slow=8)
 @pytest.mark.parametrize("name", CALLS)
 def test_applying_autocast_twice_gives_the_same_jaxpr(name):
     once = jmp.autocast(program_of(name))

@@ -70,6 +70,7 @@ def test_a_mixed_argument_is_not_cast_back_and_forth():
     assert ((4, 8), "float32", "bfloat16") not in casts(jmp.autocast(fun), X.astype(jnp.bfloat16), W)
 
 
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "option",

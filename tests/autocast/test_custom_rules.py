@@ -51,6 +51,7 @@ def counting_rules():
     return with_vjp, with_jvp, calls
 
 
+@pytest.mark.cases(fast=4, slow=4)
 @pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])

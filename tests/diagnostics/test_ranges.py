@@ -340,7 +340,9 @@ def loss_of(workload):
 
 
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("name", ["neumf", "gpt2-small", "resnet50"])
+@pytest.mark.parametrize(
+    "name", ["neumf", *(name for name in FAMILIES if name not in ("neumf", "gpt2-medium"))]
+)
 def test_the_scales_of_real_models_equal_brute_force(name):
     fun, params = loss_of(FAMILIES[name].small())
     report = profile_ranges(fun)(params)

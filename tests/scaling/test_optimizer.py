@@ -123,6 +123,7 @@ def test_a_skipped_step_leaves_params_and_state_bit_identical(name):
     assert bits(inner_of(state_after)) != bits(inner_of(opt_state)) or name == "sgd"
 
 
+@pytest.mark.cases(fast=4, slow=4)
 @pytest.mark.parametrize("name", INNERS)
 def test_steps_after_a_skip_are_as_if_it_had_never_come(name):
     tx, step = wrapped(name)
