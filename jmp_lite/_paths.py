@@ -7,7 +7,7 @@ module.
 
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -91,6 +91,26 @@ def subtrees(name: str) -> Iterator[str]:
     keys = name.split("/")
     for depth in range(1, len(keys) + 1):
         yield "/".join(keys[:depth])
+
+
+def as_patterns(patterns: str | Iterable[str], takes: str) -> tuple[str, ...]:
+    """Returns one pattern or several as a tuple.
+
+    Args:
+        patterns: what an option was given.
+        takes: what the option takes: the beginning of the message.
+
+    Raises:
+        TypeError: one is no string, or has neither a name nor a wildcard.
+
+    >>> as_patterns("nu/**/head", "keep_float32 takes patterns")
+    ('nu/**/head',)
+    """
+    given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in given:
+        if not isinstance(pattern, str) or not pattern.strip(" /"):
+            raise TypeError(f"{takes}. Got {pattern!r} as one of them.")
+    return given
 
 
 def matches(pattern: str, name: str) -> bool:

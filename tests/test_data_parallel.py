@@ -45,7 +45,7 @@ def start(folder, name, *arguments, **variables):
 
 
 def finish(process):
-    """Waits for the end of a process. Returns its exit status and what it printed."""
+    """Waits for the end of a process. Returns its exit status and its output."""
     out, errors = process.communicate(timeout=200)
     return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
@@ -70,8 +70,11 @@ def log(folder, name):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder, and of each run what it printed: one that ends, one that is killed and that SLURM starts
-    again, and one that goes on from the same checkpoint on other devices."""
+    """The folder of the runs, and the output of each run.
+
+    The first run ends. The second run is killed, and SLURM's variables start it again. The third run goes on
+    from the checkpoint of the second run, on other devices.
+    """
     folder = tmp_path_factory.mktemp("runs")
     two = ("--processes", "2", "--devices", "4")
     found = {"whole": finish(start(folder, "whole", *two, "--variants"))}

@@ -113,11 +113,10 @@ class _Interpreter(Interpreter):
             equation, around = every[index], plan.around.scope
             if equation.effects:  # scale_layer takes no equation with effects.
                 return None
+            scope = scope_of(equation, around)
             # Each call of a selected jitted function is a layer of its own.
-            called = (
-                index if self.planner.layer_of(call_scope(scope_of(equation, around), equation)) else None
-            )
-            return self.planner.layer_of(scope_of(equation, around)) or called
+            is_called = self.planner.layer_of(call_scope(scope, equation))
+            return self.planner.layer_of(scope) or (index if is_called else None)
 
         for layer, group in itertools.groupby(range(len(every)), layer_of):
             indexes = list(group)

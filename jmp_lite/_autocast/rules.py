@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Primitive, primitives
 
 from .._dtypes import DTypeLike, parse_dtype, parse_reduce_dtype
-from .._paths import matches
+from .._paths import as_patterns, matches
 from .primitives import PRIMITIVES, List, traits_of
 
 Operations = Iterable[str | Primitive]
@@ -78,7 +78,7 @@ def make_rules(
             f"dtype={half.name}."
         )
     reduced = parse_reduce_dtype(reduce_dtype)
-    layers = _patterns(layer_scale)
+    layers = as_patterns(layer_scale, "layer_scale= takes patterns over scopes, such as 'Block_*'")
     lists = {name: traits.list for name, traits in PRIMITIVES.items()}
     in_range = List.DENY if half == jnp.float16 else List.INFER
     lists = {name: in_range if which is List.RANGE else which for name, which in lists.items()}
@@ -182,16 +182,6 @@ def _scopes(half: np.dtype, rules: ScopeRules) -> tuple[tuple[str, bool], ...]:
             )
         scopes.append((pattern, dtype == jnp.float32))
     return tuple(scopes)
-
-
-def _patterns(given: LayerPatterns) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else tuple(given)
-    for pattern in patterns:
-        if not isinstance(pattern, str) or not pattern.strip(" /"):
-            raise TypeError(
-                f"layer_scale= takes patterns over scopes, such as 'Block_*'. Got {pattern!r} as one of them."
-            )
-    return patterns
 
 
 def fits(value: float, half: np.dtype) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from .._dtypes import DTypeLike, parse_dtype
-from .._paths import leaf_names, matches, path_name, subtrees
+from .._paths import as_patterns, leaf_names, matches, path_name, subtrees
 from .._tree import at_least_float32, cast_leaf, has_dtype, is_half
 from .bits import first_key, next_key, random_bits
 from .master_weights import master_states
@@ -81,7 +81,9 @@ def cast_state(
     made_by = "cast_state"
     transform = as_transform(made_by, inner)
     target = _checked_dtype(dtype)
-    patterns = _checked_patterns(keep_float32)
+    patterns = as_patterns(
+        keep_float32, 'cast_state: keep_float32 takes patterns such as "nu" or "nu/**/head"'
+    )
 
     def rests(path: tuple[Any, ...], leaf: Any) -> bool:
         """Whether a leaf of the state rests in `target`."""
@@ -137,21 +139,6 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     if target not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"cast_state: dtype is bfloat16 or float32, got {target.name}.")
     return target
-
-
-def _checked_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
-    """Returns the patterns as a tuple.
-
-    Raises:
-        TypeError: one is no string.
-    """
-    given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    for pattern in given:
-        if not isinstance(pattern, str) or not pattern.strip("/"):
-            raise TypeError(
-                f'cast_state: keep_float32 takes patterns such as "nu" or "nu/**/head", got {pattern!r}.'
-            )
-    return given
 
 
 def _check_patterns_match(patterns: tuple[str, ...], state: Any) -> None:

@@ -84,7 +84,7 @@ def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
 
     def kept(*arrays: Any) -> Any:
         # An autocast around the layer casts inside it: a cast outside gets a gradient without its scale.
-        return _keep_float32(run(*_keep_float32(arrays)))
+        return checkpoint_name(run(*checkpoint_name(arrays, KEEP_FLOAT32_NAME)), KEEP_FLOAT32_NAME)
 
     def forward(*primals: Any) -> Any:
         for name, primal in zip(names, primals, strict=True):
@@ -124,11 +124,6 @@ def _power_of_two(cotangents: Any) -> jax.Array:
 
 def _times(tree: Any, factor: jax.Array) -> Any:
     return jax.tree.map(lambda x: x * factor.astype(x.dtype) if has_dtype(x, jnp.inexact) else x, tree)
-
-
-def _keep_float32(tree: Any) -> Any:
-    name = lambda x: checkpoint_name(x, KEEP_FLOAT32_NAME) if has_dtype(x, jnp.floating) else x
-    return jax.tree.map(name, tree)
 
 
 def _as_array(cotangent: Any) -> Any:
