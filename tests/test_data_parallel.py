@@ -24,7 +24,7 @@ from benchmarks.compiled.step import moved
 from examples.models import data, gpt2
 from jmp_lite.diagnostics import mesh_for, read_program
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("data parallel")]  # One process makes `runs`.
 
 TESTS = Path(__file__).parent
 STEPS, SAVE_EVERY = 12, 4

@@ -161,6 +161,7 @@ def test_autocast_prints_its_table_and_its_report(capsys):
     assert "model/blocks/0/attention/project" in out
 
 
+@pytest.mark.exhaustive
 def test_only_a_scale_for_each_layer_trains_the_deep_network(capsys, tmp_path):
     picture = tmp_path / "new folder" / "deep.png"
     found = deep_network.main(["--seeds", "1", "--steps", "150", "--output", str(picture)])
@@ -231,6 +232,7 @@ def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
     assert all(finding.what in out for finding in (*story.first.findings, *story.second.findings))
 
 
+@pytest.mark.exhaustive
 def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path):
     def start(folder):
         settings = ["--size", "small", "--steps", "40", "--save-every", "10", "--checkpoint", str(folder)]

@@ -178,7 +178,7 @@ class Histogram:
         return jnp.concatenate([counts, jnp.stack([largest, smallest])])
 
     def _index(self, bits: Array) -> Array:
-        """Returns the place in the counts of each finite value."""
+        """Returns the index of each finite value in the counts."""
         digits = int(jnp.finfo(self.dtype).nmant)
         field, mantissa = bits >> 23, bits & 0x7FFFFF
         # A subnormal float32 has its exponent where its first digit stands.

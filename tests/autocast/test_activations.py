@@ -51,7 +51,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize(("half", "order"), [("float16", "inside")])
 @pytest.mark.parametrize("name", GROUPS)
 def test_activation_functions_of_many_operations_have_the_derivatives_of_float32(name, half, order):

@@ -18,7 +18,8 @@ import jmp_lite as jmp
 from jmp_lite.diagnostics import compare_precision
 from jmp_lite.diagnostics._fewest import fewest
 
-pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
+# On one Python: see .ci/run. One process makes the fixtures.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compare")]
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (8, 16))
@@ -225,13 +226,13 @@ def left():
 
 
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize(("measure", "place"), [("gradients", 0), ("gradients", -1), ("loss", 1)])
-def test_no_smaller_set_of_modules_does_as_well(measure, place, left):
+@pytest.mark.parametrize(("measure", "index"), [("gradients", 0), ("gradients", -1), ("loss", 1)])
+def test_no_smaller_set_of_modules_does_as_well(measure, index, left):
     which = ["loss", "gradients"].index(measure)
     # Between the values of two sets, so that rounding decides nothing.
     ordered = sorted(each[which] for each in left.values())
     middles = [(a + b) / 2 for a, b in itertools.pairwise(ordered) if b > 1.02 * a + 1e-6]
-    tolerance = middles[place]
+    tolerance = middles[index]
     report = compare_precision(blocks_loss, "float16", tolerance=tolerance, measure=measure)(PARAMS, X, Y)
     least = min(len(kept) for kept, each in left.items() if each[which] <= tolerance)
     assert 0 < least == len(report.rules)

@@ -41,8 +41,8 @@ def rounded(tree, like):
 
 
 INNER = {
-    "sgd": lambda: optax.sgd(1e-4, momentum=0.9),
     "adamw": lambda: optax.adamw(SCHEDULE, weight_decay=0.1),
+    "sgd": lambda: optax.sgd(1e-4, momentum=0.9),
     "chain": lambda: optax.chain(
         optax.clip_by_global_norm(0.1), optax.add_decayed_weights(0.1), optax.sgd(1e-3)
     ),
@@ -58,9 +58,8 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "adamw")) for name in INNER]
-)
+@pytest.mark.cases(fast=1, slow=4)
+@pytest.mark.parametrize("name", INNER)
 def test_the_masters_are_the_parameters_of_a_float32_program(name):
     """Any optimizer on half parameters with masters does what it does on float32 parameters."""
     params = make_params(jnp.float16)

@@ -58,6 +58,7 @@ def assert_at_the_start(arm):
     assert not arm.optimizer.state
 
 
+@pytest.mark.cases(fast=7, slow=0)
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_an_arm_is_what_it_claims_and_learns_from_the_start(family, name):
     arm = make(family, name)
