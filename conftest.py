@@ -27,9 +27,10 @@ else:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # A program of its own, which a test starts.
-collect_ignore = ["tests/poisoned_training.py"]
+collect_ignore = ["tests/support/poisoned_training.py"]
 
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
+hypothesis.settings.register_profile("exhaustive", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("ci")
 
 

@@ -95,19 +95,16 @@ def train(arm: str, seed: int, steps: int) -> tuple[np.ndarray, int]:
     opt_state = tx.init(params)
     images, labels = data()
 
-    @jax.jit
-    def run(params: Any, opt_state: Any, batches: jax.Array) -> Any:
-        def step(carry: Any, batch: jax.Array) -> Any:
-            params, opt_state = carry
-            scale: Any = jmp.get_loss_scale(opt_state)
-            loss, grads = jmp.value_and_grad(loss_fn, scale)(params, images[batch], labels[batch])
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), loss
-
-        return jax.lax.scan(step, (params, opt_state), batches)
+    def step(carry: Any, batch: jax.Array) -> Any:
+        params, opt_state = carry
+        scale: Any = jmp.get_loss_scale(opt_state)
+        loss, grads = jmp.value_and_grad(loss_fn, scale)(params, images[batch], labels[batch])
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
 
     batches = np.random.default_rng(seed).integers(0, len(labels), (steps, BATCH))
-    (_, opt_state), losses = run(params, opt_state, jnp.asarray(batches))
+    run = jax.jit(lambda carry, batches: jax.lax.scan(step, carry, batches))
+    (_, opt_state), losses = run((params, opt_state), jnp.asarray(batches))
     return np.asarray(losses), int(jmp.metrics(opt_state)["skipped_steps"])
 
 

@@ -26,20 +26,21 @@ from jmp_lite.diagnostics import mesh_for, read_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("data parallel")]  # One process makes `runs`.
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "tests" / "support" / "poisoned_training.py"
 STEPS, SAVE_EVERY = 12, 4
 POISONED, KILLED = 3, 8  # The step with an inf in one shard, and the step in whose save a process is killed.
 
 
 def start(folder, name, *arguments, **variables):
-    """Starts tests/poisoned_training.py with environment variables, and checkpoints in a folder `name`."""
+    """Starts `SCRIPT` with environment variables, and checkpoints in a folder `name`."""
     results = folder / f"results-{name}"
     results.mkdir(exist_ok=True)
-    command = [sys.executable, TESTS / "poisoned_training.py", results, "bytes", "--fsdp", *arguments]
+    command = [sys.executable, SCRIPT, results, "bytes", "--fsdp", *arguments]
     command += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "1"]
     command += ["--checkpoint", folder / name, "--log", folder / f"{name}.jsonl"]
     flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
-    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env={**environment, **variables}, **pipes)
 

@@ -34,17 +34,16 @@ def make_train_step(
     """
     model = with_policy(workload.model, policy, reduce_dtype=reduce_dtype)
 
+    def loss_fn(params: Any, statistics: Any, inputs: Any, targets: Any) -> tuple[jax.Array, Any]:
+        variables = {"params": params, **statistics}
+        outputs, new_statistics = model.apply(variables, *inputs, mutable=list(statistics))
+        return workload.loss(outputs, targets), new_statistics
+
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def train_step(params: Any, statistics: Any, opt_state: Any, batch: Any) -> Any:
-        inputs, targets = batch
-
-        def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-            variables = {"params": params, **statistics}
-            outputs, new_statistics = model.apply(variables, *inputs, mutable=list(statistics))
-            return workload.loss(outputs, targets), new_statistics
-
         loss_scale: Any = jmp.get_loss_scale(opt_state)
-        (loss, new_statistics), grads = jmp.value_and_grad(loss_fn, loss_scale, has_aux=True)(params)
+        run = jmp.value_and_grad(loss_fn, loss_scale, has_aux=True)
+        (loss, new_statistics), grads = run(params, statistics, *batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         # A skipped step does not change the parameters. It should not change the statistics either.
         new_statistics = jmp.select_tree(jmp.grads_finite(opt_state), new_statistics, statistics)

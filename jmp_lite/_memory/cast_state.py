@@ -109,18 +109,20 @@ def cast_state(
         wide = jax.tree_util.tree_map_with_path(widen, state.inner_state)
         updates, new = transform.update(at_least_float32(updates), wide, params, **extra_args)
         leaves, structure = jax.tree_util.tree_flatten_with_path(new)
-
-        def narrow(index: int, leaf: jax.Array) -> jax.Array:
-            bits = None if state.key is None else random_bits(state.key, index, leaf.shape)
-            return round_to(leaf, target, bits).astype(target)
-
         narrowed = [
-            narrow(index, leaf) if rests(path, leaf) else leaf for index, (path, leaf) in enumerate(leaves)
+            _narrow(leaf, target, state.key, index) if rests(path, leaf) else leaf
+            for index, (path, leaf) in enumerate(leaves)
         ]
         new_key = None if state.key is None else next_key(state.key)
         return updates, CastStateState(structure.unflatten(narrowed), new_key)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _narrow(leaf: jax.Array, target: np.dtype, key: Any, index: int) -> jax.Array:
+    """Rounds the leaf at `index` to `target`: to nearest, or stochastically with a key."""
+    bits = None if key is None else random_bits(key, index, leaf.shape)
+    return round_to(leaf, target, bits).astype(target)
 
 
 def _checked_dtype(dtype: DTypeLike) -> np.dtype:

@@ -62,21 +62,26 @@ def scale_layer(fun: F) -> F:
 
     @functools.wraps(fun)
     def layer(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-        paths = leaf_names((args, kwargs))
-
-        def run(*arrays: Any) -> Any:
-            given = dict(enumerate(leaves)) | dict(zip(indices, arrays, strict=True))
-            args, kwargs = jax.tree.unflatten(structure, [given[index] for index in range(len(leaves))])
-            return at_least_float32(fun(*args, **kwargs))
-
-        arrays = [leaves[index] for index in indices]
-        converted, outside = jax.closure_convert(run, *arrays)
-        names = [paths[index] for index in indices] + ["that it takes from outside"] * len(outside)
-        return _scaled(converted, names)(*arrays, *outside)
+        return _call(fun, args, kwargs)
 
     return layer  # pyright: ignore[reportReturnType]
+
+
+def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a layer as a function of all its arrays: of its arguments, and of those it takes from outside."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    paths = leaf_names((args, kwargs))
+
+    def run(*arrays: Any) -> Any:
+        given = dict(enumerate(leaves)) | dict(zip(indices, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(structure, [given[index] for index in range(len(leaves))])
+        return at_least_float32(fun(*args, **kwargs))
+
+    arrays = [leaves[index] for index in indices]
+    converted, outside = jax.closure_convert(run, *arrays)
+    names = [paths[index] for index in indices] + ["that it takes from outside"] * len(outside)
+    return _scaled(converted, names)(*arrays, *outside)
 
 
 def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:

@@ -34,7 +34,8 @@ def _remat(tap: Tap, equation: Equation, where: Where, index: int, operands: lis
 
     def fun(*arrays: Array) -> tuple[list[Array], Records]:
         values = [value._replace(array=array) for value, array in zip(operands, arrays)]
-        results[:], records = tap.recording(lambda: tap.run(inner.jaxpr, values, inside))
+        with tap.recording() as records:
+            results[:] = tap.run(inner.jaxpr, values, inside)
         return as_arrays(results), records
 
     arrays = as_arrays(operands)
@@ -54,7 +55,8 @@ def _cond(tap: Tap, equation: Equation, where: Where, index: int, operands: list
     def branch(number: int, arrays: Any) -> tuple[list[Array], Records]:
         inner, inside = places[number]
         values = [value._replace(array=array) for value, array in zip(operands, arrays)]
-        outputs[number], records = tap.recording(lambda: tap.run(inner.jaxpr, values, inside))
+        with tap.recording() as records:
+            outputs[number] = tap.run(inner.jaxpr, values, inside)
         return as_arrays(outputs[number]), records
 
     arrays = as_arrays(operands)
@@ -92,14 +94,12 @@ def _shard_map(tap: Tap, equation: Equation, where: Where, index: int, operands:
     results: list[Value] = []
 
     def shard(*arrays: Array) -> tuple[list[Array], Records]:
-        def run() -> list[Value]:
+        with tap.recording() as records:
             values = [
                 tap.enter(equation, where, inside, number, operand, array)
                 for number, (operand, array) in enumerate(zip(operands, arrays))
             ]
-            return tap.run(inner.jaxpr, values, inside)
-
-        results[:], records = tap.recording(run)
+            results[:] = tap.run(inner.jaxpr, values, inside)
         return as_arrays(results), {path: record[None] for path, record in records.items()}
 
     fun = jax.shard_map(
@@ -133,16 +133,13 @@ def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list
         return [Value(array) for array in bind(equation, as_arrays(operands))]
 
     def body(carry: list[Array], slices: list[Array]) -> tuple[list[Array], list[Array], Records]:
-        def run() -> list[Value]:
+        with tap.recording() as records:
             values = [
                 tap.enter(equation, where, inside, number, operand, array, is_slice=number >= carried)
                 for number, (operand, array) in enumerate(zip(moving, [*carry, *slices]))
             ]
-            outputs = tap.run(inner.jaxpr, [*operands[:constant], *values], inside)
-            _note_carries(tap, values[:carried], outputs)
-            return outputs
-
-        results[:], records = tap.recording(run)
+            results[:] = tap.run(inner.jaxpr, [*operands[:constant], *values], inside)
+            _note_carries(tap, values[:carried], results)
         arrays = as_arrays(results)
         return arrays[:carried], arrays[carried:], records
 
@@ -197,16 +194,13 @@ def _while(tap: Tap, equation: Equation, where: Where, index: int, operands: lis
         return test(*as_arrays(operands[:of_condition]), *carry)[0]
 
     def body(carry: list[Array]) -> tuple[list[Array], Records]:
-        def run() -> list[Value]:
+        with tap.recording() as records:
             values = [
                 tap.enter(equation, where, inside, number, operand, array)
                 for number, (operand, array) in enumerate(zip(moving, carry))
             ]
-            outputs = tap.run(inner.jaxpr, [*fixed, *values], inside)
-            _note_carries(tap, values, outputs)
-            return outputs
-
-        results[:], records = tap.recording(run)
+            results[:] = tap.run(inner.jaxpr, [*fixed, *values], inside)
+            _note_carries(tap, values, results)
         return advance(goes_on(carry), as_arrays(results), carry), records
 
     start = as_arrays(moving)

@@ -5,7 +5,8 @@ is. The measurements leave loops, branches, rematerialization and shards as furt
 one program, and no value is kept for longer than the program itself keeps it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -260,11 +261,12 @@ class Tap:
             source = operand.source
         return operand._replace(array=array, source=source, number=None)
 
-    def recording(self, run: Callable[[], list[Value]]) -> tuple[list[Value], Records]:
-        """Runs a part of the program on its own; returns its results and what was measured in it."""
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Records]:
+        """Collects what is measured inside the `with` statement, apart from what was measured before."""
         outer, self.records = self.records, {}
         try:
-            return run(), self.records
+            yield self.records
         finally:
             self.records = outer
 

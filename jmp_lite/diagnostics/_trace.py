@@ -193,7 +193,8 @@ class Tapped:
         )
 
     def _measure(self, arrays: list[Array]) -> tuple[list[Array], list[Array]]:
-        values, records = self._tap.recording(lambda: self._values(arrays))
+        with self._tap.recording() as records:
+            values = self._values(arrays)
         outputs = values[: 1 + len(self._program.gradients)]
         self._outputs = tuple(value.source for value in outputs)
         self._order = list(records)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxprs import primitives
 
 import jmp_lite as jmp
 from jmp_lite import linen
-from tests.jaxprs import primitives
 
 DEPTH, WIDTH = 6, 16
 X = jax.random.normal(jax.random.key(0), (8, WIDTH))
@@ -92,8 +92,8 @@ def test_in_float16_without_a_scale_the_first_blocks_have_no_gradient():
     assert cosines(grads_of(jmp.autocast(loss_of(Net()), "float16"))[0], expected()[0]).min() < 0.1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", [lambda block: block, nn.remat])
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("wrap", [nn.remat, lambda block: block])
 def test_every_linen_block_learns_where_no_global_scale_serves_all(wrap):
     wanted, state = expected()
     loss = loss_of(Net(wrap(Block)))

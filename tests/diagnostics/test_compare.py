@@ -1,22 +1,16 @@
 """`compare_precision` measures what each module costs, and finds the fewest modules to keep in float32."""
 
-import functools
 import itertools
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 
 import jmp_lite as jmp
 from jmp_lite.diagnostics import compare_precision
-from jmp_lite.diagnostics._fewest import fewest
 
 # On one Python: see .ci/run. One process makes the fixtures.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compare")]
@@ -29,46 +23,6 @@ OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level"
 
 def entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-# The search.
-
-costs = st.lists(st.integers(0, 9), min_size=1, max_size=6)
-
-
-def left_of(numbers):
-    """An error that is a sum over the modules that are not kept."""
-    return lambda kept: sum(cost for module, cost in enumerate(numbers) if str(module) not in kept)
-
-
-@given(costs, st.integers(-1, 30), st.sampled_from([0, 6]))
-def test_fewest_is_as_small_as_the_smallest_of_all_sets(numbers, tolerance, exact):
-    order = sorted(map(str, range(len(numbers))), key=lambda name: -numbers[int(name)])
-    error = left_of(numbers)
-    found = fewest(order, error, tolerance, exact)
-    sizes = [
-        size
-        for size in range(len(order) + 1)
-        for kept in itertools.combinations(order, size)
-        if error(kept) <= tolerance
-    ]
-    assert (found is None) == (not sizes)
-    if found is not None:
-        assert error(found) <= tolerance
-        assert len(found) == min(sizes)
-
-
-def test_the_greedy_search_leaves_out_what_a_later_module_makes_needless():
-    together = lambda kept: 0 if "b" in kept else 1  # Module a has the largest error of its own.
-    for exact in (0, 6):
-        assert fewest(["a", "b", "c"], together, 0, exact) == ("b",)
-
-
-def test_the_greedy_search_tries_again_what_it_could_not_leave_out_before():
-    # c is needed beside b, and needless once b is out.
-    error = lambda kept: 0 if {"a", "b", "c"} <= kept or kept in ({"a", "c"}, {"a"}) else 1
-    calls = lambda kept: error(set(kept))
-    assert fewest(["b", "c", "a"], calls, 0, exact=0) == ("a",)
 
 
 # The errors, against a computation that shares nothing with it but autocast.
@@ -159,6 +113,7 @@ def test_the_piled_up_error_of_gradients_is_that_of_the_parameters_with_everythi
     assert "all in half, error at" in str(linen_report)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("width", [8, 200])  # Of 200 the product has 8,000 elements: more than a sketch.
 def test_the_piled_up_error_of_values_is_that_of_the_last_product_of_the_module(width):
     params = {
@@ -225,7 +180,7 @@ def left():
     }
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("measure", "index"), [("gradients", 0), ("gradients", -1), ("loss", 1)])
 def test_no_smaller_set_of_modules_does_as_well(measure, index, left):
     which = ["loss", "gradients"].index(measure)
@@ -313,77 +268,6 @@ def test_tiny_gradients_count_as_large_ones_do():
     report = compare_precision(loss, "bfloat16")({"a": jnp.full((16, 8), 0.1)}, X)
     assert 1e-4 < report.half.gradients < 0.05
     assert 0.99 < report.half.cosine < 1
-
-
-# The libraries.
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
-        self.head = nnx.Linear(16, 4, rngs=rngs)
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = jnp.tanh(block(x))
-        return self.head(self.norm(x))
-
-
-def test_an_nnx_model_is_split_by_its_objects_and_stays_as_it_is():
-    model = Net(nnx.Rngs(0))
-    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-    loss = lambda model, x, y: (entropy(model(x), y), x)
-    value_and_grad = functools.partial(nnx.value_and_grad)
-    report = compare_precision(loss, "bfloat16", has_aux=True, transform=value_and_grad)(model, X, Y)
-    assert {each.module for each in report.modules} == {"model/blocks/0", "model/blocks/1", "model/head"}
-    assert all(each.own.gradients > 1e-4 for each in report.modules)
-    after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-    jax.tree.map(np.testing.assert_array_equal, before, after)
-
-
-def test_the_layers_of_equinox_are_told_apart_though_they_share_a_scope():
-    model = eqx.nn.MLP(16, 4, 16, 2, key=KEY)
-    model = eqx.tree_at(lambda m: m.layers[2].weight, model, 1e6 * model.layers[2].weight)
-    loss = lambda model, x, y: entropy(jax.vmap(model)(x) / 1e6, y)
-    report = compare_precision(loss, "float16", transform=eqx.filter_value_and_grad)(model, X, Y)
-    assert {each.module for each in report.modules} == {f"model/layers/{n}" for n in range(3)}
-    assert report.modules[0].module == "model/layers/2"
-    assert report.rules == {"/model/layers/2": "float32"}
-
-
-def test_einsums_are_told_apart_by_their_parameters():
-    def loss(params, x):
-        h = jnp.einsum("bi,io->bo", x, params["a"])
-        return jnp.mean(jnp.einsum("bi,ij,jo->bo", h, params["b"], params["c"]))
-
-    params = {"a": jnp.full((16, 8), 0.1), "b": jnp.full((8, 8), 0.1), "c": jnp.full((8, 4), 0.1)}
-    report = compare_precision(jax.jit(loss), "float16", argnums=(0, 1))(params, np.asarray(X))
-    assert {each.module for each in report.modules} >= {"params/a", "params/b"}
-
-
-def test_depth_counts_names_after_what_paths_share():
-    def loss(params, x):
-        for block in range(2):
-            for name in ("q", "k"):
-                with jax.named_scope(f"model/block_{block}/{name}"):
-                    x = jnp.tanh(x @ params)
-        return jnp.mean(x)
-
-    names = lambda depth: {
-        each.module for each in compare_precision(loss, depth=depth)(jnp.eye(16), X).modules
-    }
-    assert names(1) == {"model/block_0", "model/block_1"}
-    assert names(2) == {f"model/block_{block}/{name}" for block in range(2) for name in "qk"}
-
-
-def test_a_model_with_casts_of_its_own_has_no_modules():
-    policy = jmp.get_policy("params=float32,compute=float16,output=float32")
-    loss = lambda w, x: jnp.mean((policy.cast_to_compute(x) @ policy.cast_to_compute(w)).astype(jnp.float32))
-    report = compare_precision(loss, "float16")(jnp.ones((16, 4)), X)
-    assert report.modules == ()
-    assert report.rules in ({}, None)
-    assert "Give the plain float32 model" in str(report)
 
 
 # Bad input.

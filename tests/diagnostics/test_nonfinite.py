@@ -4,35 +4,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
+from causes import F16, cause_of, half, w, x
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from jmp_lite import linen
-from jmp_lite import nnx as jmp_nnx
 from jmp_lite.diagnostics import find_nonfinite, profile_ranges
 from jmp_lite.diagnostics._extremes import Extremes
 
-F16 = jmp.get_policy("params=float32,compute=float16,output=float32")
-x = jnp.linspace(-1, 1, 12).reshape(3, 4)
-w = jnp.linspace(-0.5, 0.5, 16).reshape(4, 4)
-
-
-def cause_of(fun, *args, scale=None, **settings):
-    """The cause, having checked that the loss or a gradient is not finite, as `value_and_grad` finds them."""
-    report = find_nonfinite(fun, scale, **settings)(*args)
-    used = jmp.NoOpLossScale() if scale is None else jmp.StaticLossScale(scale)
-    value, grads = jmp.value_and_grad(fun, used, **settings)(*args)
-    loss = value[0] if settings.get("has_aux") else value
-    assert report.is_finite == bool(jmp.all_finite((loss, grads)))
-    np.testing.assert_allclose(report.loss, loss, rtol=1e-3)
-    return report.cause
-
-
-# The broken runs of the issue.
+# Broken runs.
 
 
 def attention(mask_value):
@@ -178,10 +159,6 @@ def test_operations_and_their_advice(name):
     assert "test_nonfinite.py" in report.cause.line
 
 
-def half(fun):
-    return lambda w, x: fun(w.astype(jnp.float16), x.astype(jnp.float16)).astype(jnp.float32)
-
-
 @pytest.mark.slow
 def test_a_loss_beyond_65504():
     cause = cause_of(half(lambda w, x: jnp.sum(jnp.float16(30000.0) * jnp.ones(4, jnp.float16) + w[0])), w, x)
@@ -225,225 +202,6 @@ def test_complex_values():
     assert not report.is_finite
     assert report.cause.operation == "mul"
     assert profile_ranges(fun)(w, x).modules
-
-
-# Inside calls.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reverse", [False, True])
-def test_the_iteration_of_a_scan(reverse):
-    def loss(w, x):
-        def body(carry, step):
-            return carry + 0 * step, jnp.sum(jnp.exp(w) / (step - 5.0))
-
-        return jnp.sum(lax.scan(body, 0.0, jnp.arange(9.0), reverse=reverse)[1])
-
-    cause = cause_of(loss, w, x)
-    assert (cause.operation, cause.iterations) == ("div", (("scan", 5),))
-    assert cause.operand_ranges[1] == (0.0, 0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("reverse", "iteration"), [(False, 3), (True, 5)])
-def test_the_first_iteration_of_a_growing_carry(reverse, iteration):
-    step = lambda c, _: (c * 1e10 + w.sum() * 0, None)
-    grow = lambda w, x: w[0, 0] * 0 + lax.scan(step, x[0, 3] + 2, None, length=9, reverse=reverse)[0]
-    cause = cause_of(grow, w, x - x[0, 3] - 1)
-    assert (cause.operation, cause.iterations) == ("mul", (("scan", iteration),))
-    assert [each.operation for each in find_nonfinite(grow)(w, x - x[0, 3] - 1).others] == []
-    assert cause.operand_ranges[0] == (pytest.approx(1e30), pytest.approx(1e30))
-
-
-def test_a_scan_in_a_scan():
-    def loss(w, x):
-        def inner(c, j):
-            i, total = c
-            return (i, total + 1.0 / ((i - 2) ** 2 + (j - 1) ** 2)), None
-
-        def outer(total, i):
-            return lax.scan(inner, (i, total), jnp.arange(3.0))[0][1], None
-
-        return lax.scan(outer, jnp.sum(w), jnp.arange(4.0))[0]
-
-    cause = cause_of(loss, w, x)
-    assert cause.iterations == (("scan", 2), ("scan", 1))
-
-
-def test_the_iteration_of_a_while_loop():
-    def loss(w, x):
-        start = lax.stop_gradient((0, x.sum() + 1.0))
-        _, y = lax.while_loop(lambda c: c[0] < 20, lambda c: (c[0] + 1, c[1] * 1e4), start)
-        return jnp.sum(w) * y
-
-    cause = cause_of(loss, w, x)
-    assert (cause.operation, cause.iterations) == ("mul", (("while", 9),))
-    entries = [each for each in find_nonfinite(loss)(w, x).others if each.operation == "while"]
-    assert entries == []
-    assert cause.operand_ranges[0] == (pytest.approx(1e36, rel=1e-3),) * 2
-
-
-def test_a_batch_of_while_loops_stops_each_on_its_own():
-    def one(limit):
-        return lax.while_loop(lambda c: c < limit, lambda c: c * 1e4, 1.0)
-
-    limits = lax.stop_gradient(jnp.array([10.0, 1e30]))
-    loss = lambda w, x: jnp.sum(w) * jnp.sum(jax.vmap(one)(limits + 0 * x[0, 0])) * 1e-30
-    assert find_nonfinite(loss)(w, x).is_finite
-
-
-def test_the_branch_of_a_cond():
-    def loss(w, x):
-        branches = [jnp.sum, lambda y: jnp.sum(jnp.log(y * 0)), jnp.mean]
-        return lax.switch(jnp.int32(x.shape[0] - 2 + 0 * x[0, 0]), branches, w)
-
-    assert cause_of(loss, w, x).operation == "log"
-
-
-def test_inside_remat_and_a_custom_derivative():
-    @jax.custom_vjp
-    def bad(y):
-        return y
-
-    bad.defvjp(lambda y: (y, y), lambda y, g: (g / (y - y),))
-
-    def loss(w, x):
-        with jax.named_scope("block"):
-            return jnp.sum(jax.checkpoint(lambda y: jnp.sin(bad(y @ w)))(x))
-
-    cause = cause_of(loss, w, x)
-    assert (cause.operation, cause.direction) == ("div", "backward")
-    assert "block" in cause.module
-    assert "divides by zero" in cause.advice
-
-
-def test_what_remat_computes_again_is_named_as_such():
-    def block(y):
-        with jax.named_scope("inside"):
-            return jnp.sin(jnp.exp(100 * y @ w))
-
-    def loss(w, x):
-        with jax.named_scope("block"):
-            return jnp.sum(jax.checkpoint(block)(x * 10 + w.sum()))
-
-    report = find_nonfinite(loss)(w, x)
-    assert (report.cause.operation, report.cause.direction) == ("exp", "forward")
-    again = [each for each in report.others if each.direction == "recomputed"]
-    assert again[0].operation == "exp"
-    assert again[0].module == report.cause.module == "block/inside"
-    assert again[0].advice == report.cause.advice
-
-
-def test_what_a_backward_rule_computes_again_is_no_gradient():
-    @jax.custom_vjp
-    def layer(y):
-        return y
-
-    layer.defvjp(lambda y: (y, y), lambda y, g: (g * (y.astype(jnp.float16) * 6e4 * 6).astype(jnp.float32),))
-    report = find_nonfinite(lambda w, x: jnp.sum(layer(w)), 2.0**4)(w, x)
-    assert report.cause.direction == "backward"
-    assert report.fitting_scale is None
-    assert "at this scale" not in report.cause.advice
-    assert "Keep the" in report.cause.advice
-
-
-@pytest.mark.slow
-def test_inside_shard_map():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    values = jnp.arange(16.0)
-
-    def loss(w, values):
-        one = lambda v: jnp.sum(jnp.log(v), keepdims=True)
-        return jnp.sum(w) * jnp.sum(jax.shard_map(one, mesh=mesh, in_specs=P("d"), out_specs=P("d"))(values))
-
-    cause = cause_of(loss, w, values - 6)
-    assert cause.operation == "log"
-    assert cause.iterations == (("shard_map", 0),)
-    cause = cause_of(loss, w, jnp.abs(values - 6))
-    assert (cause.what, cause.iterations) == ("inf", (("shard_map", 3),))
-
-
-# What users give.
-
-
-class Tower(nnx.Module):
-    def __init__(self, rngs):
-        self.first, self.second = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.second(nnx.relu(self.first(x)) * 6e4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["policy", "autocast"])
-def test_an_nnx_model_is_named_by_its_parameters_and_stays_as_it_is(how):
-    model = Tower(nnx.Rngs(0))
-    loss = lambda model, x: jnp.mean(model(x * 10) ** 2)
-    if how == "policy":
-        model = jmp_nnx.with_policy(model, F16)
-    else:
-        loss = jmp.autocast(loss, jnp.float16)
-    before = nnx.state(model)
-    cause = cause_of(loss, model, x, transform=nnx.value_and_grad)
-    assert "model/" in cause.argument
-    assert cause.result.startswith("float16")
-    assert jax.tree.all(jax.tree.map(lambda a, b: a is b, before, nnx.state(model)))
-
-
-@pytest.mark.slow
-def test_an_equinox_model():
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0))
-    loss = lambda model, x: jnp.sum(jnp.log(jax.vmap(model)(x) * 0))
-    cause = cause_of(loss, model, x, transform=eqx.filter_value_and_grad)
-    assert cause.operation == "log"
-    wide = eqx.tree_at(lambda model: model.layers[1].weight, model, model.layers[1].weight * 1e6)
-    loss = jmp.autocast(lambda model, x: jnp.sum(jnp.sin(jax.vmap(model)(x))), jnp.float16)
-    cause = cause_of(loss, wide, x, transform=eqx.filter_value_and_grad)
-    assert cause.argument.endswith("layers/1/weight")
-    assert "layers/1" in cause.advice
-
-
-def test_has_aux_argnums_and_keywords():
-    loss = lambda x, *, w, power=2: (jnp.sum(1 / w**power) + jnp.sum(x), {"n": 3})
-    report = find_nonfinite(loss, has_aux=True)(x, w=w * 0)
-    assert report.cause.operation in ("integer_pow", "div")
-    assert report.gradients == ()
-    assert report.parameters == 1
-    both = find_nonfinite(lambda a, b: jnp.sum(a / b), argnums=(0, 1))(w, w * 0)
-    assert (both.parameters, both.gradients) == (2, ("0", "1"))
-
-
-@pytest.mark.cases(fast=1)
-@pytest.mark.parametrize(
-    "scale",
-    [1024.0, jnp.float32(1024), jmp.StaticLossScale(1024.0), jmp.DynamicLossScale(1024.0)],
-    ids=lambda scale: type(scale).__name__,
-)
-def test_the_loss_scale_may_be_a_number_or_a_loss_scale(scale):
-    fun = half(lambda w, x: jnp.sum((w * 100).astype(jnp.float32)) * 10)
-    assert find_nonfinite(fun, scale)(w, x).loss_scale == 1024
-    assert not find_nonfinite(fun, scale)(w, x).is_finite
-    assert find_nonfinite(fun)(w, x).is_finite
-
-
-def test_the_scale_of_an_optimizer():
-    opt_state = jmp.with_loss_scale(optax.sgd(1.0)).init(w)
-    report = find_nonfinite(lambda w, x: jnp.sum(x @ w), jmp.get_loss_scale(opt_state))(w, x)
-    assert report.loss_scale == 2**15
-    assert "2**15" in str(report)
-
-
-def test_a_loss_that_is_a_constant():
-    report = find_nonfinite(lambda w, x: jnp.float32(3.0))(w, x)
-    assert (report.loss, report.is_finite, report.gradients) == (3.0, True, ())
-
-
-def test_a_loss_in_half_carries_the_scale_in_half():
-    loss = lambda w, x: jnp.mean((x @ w).astype(jnp.float16))
-    cause = cause_of(loss, w, x, scale=2.0**16)
-    assert (cause.direction, cause.operation) == ("backward", "convert_element_type")
-    assert "2**15 it would fit" in cause.advice
 
 
 def test_the_report():

@@ -14,7 +14,7 @@ import jmp_lite as jmp
 from jmp_lite.linen import with_policy
 
 
-@pytest.mark.cases(fast=1, slow=3)
+@pytest.mark.cases(fast=1, slow=2)
 @pytest.mark.parametrize(
     ("name", "policy", "train"),
     [

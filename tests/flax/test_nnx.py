@@ -20,7 +20,7 @@ def run(model, x):
     return y, nnx.as_pure(grads)
 
 
-@pytest.mark.cases(fast=3, slow=3)
+@pytest.mark.cases(fast=1, slow=3)
 @pytest.mark.parametrize(
     ("name", "policy", "train"),
     [

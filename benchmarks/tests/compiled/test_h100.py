@@ -340,6 +340,7 @@ def sizes(params):
     return tuple(sum(x.size for x in jax.tree.leaves(part)) for part in parts)
 
 
+@pytest.mark.cases(fast=1, slow=0)
 @pytest.mark.parametrize("devices", [8, 256])
 def test_fully_sharded_gathers_and_reduces_move_half(devices):
     program, params = sharded(devices, full=True)

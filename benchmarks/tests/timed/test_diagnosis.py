@@ -7,7 +7,7 @@ import pytest
 from benchmarks.timed import diagnosis
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_tool_runs_in_a_process_of_its_own_and_prints_its_costs(capfd):
     diagnosis.main(["--size", "small", "--tools", "gradient", "profile_ranges"])
     rows = re.findall(

@@ -1,6 +1,6 @@
 """examples/data_parallel.py on a small model, with an inf in the data of one process, and with its own end.
 
-    python tests/poisoned_training.py RESULTS [--die-at STEP] [--variants] bytes ...
+    python tests/support/poisoned_training.py RESULTS [--die-at STEP] [--variants] bytes ...
 
 The batch of step 3 has an inf in its last row, which only the last device reads. Other processes than the
 last one do not see it. With `--die-at` process 1 is killed by SIGKILL as soon as it has begun to save that
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # As if the example were the script.
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # As if the example were the script.
 
 import data_parallel
 from models import FAMILIES, Family, data, resnet

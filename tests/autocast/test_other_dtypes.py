@@ -1,0 +1,80 @@
+"""`autocast` leaves dtypes other than float32 alone, and code that is half already."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxprs import products, text
+from small_programs import HALVES, W, X, eps
+
+import jmp_lite as jmp
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "bool", "complex64", "float8_e4m3fn"])
+def test_other_dtypes_are_left_alone(dtype):
+    x = jnp.ones((4, 4), dtype)
+
+    def fun(x):
+        y = x if dtype == "bool" else x + x
+        return x, y if dtype.startswith("float8") else y @ y, y.reshape(-1)[:3], x.real.astype(jnp.float32)
+
+    assert text(jmp.autocast(fun), x) == text(fun, x)
+    assert [leaf.dtype for leaf in jmp.autocast(fun)(x)] == [leaf.dtype for leaf in fun(x)]
+
+
+@pytest.mark.slow
+def test_float64_is_left_alone():
+    with jax.enable_x64(True):
+        x = jnp.ones((4, 4), jnp.float64) / 3
+        fun = lambda x: (x @ x, (x * 2.0).sum())
+        assert text(jmp.autocast(fun), x) == text(fun, x)
+        mixed = lambda x, w: ((x @ x).sum() + (w @ w).sum(), w @ w)
+        w = jnp.ones((4, 4), jnp.float32) / 3
+        assert products(jmp.autocast(mixed), x, w) == [
+            ("float64", "float64"),
+            *[("bfloat16", "bfloat16")] * 2,
+        ]
+        total, product = jmp.autocast(mixed)(x, w)
+        assert (total.dtype, product.dtype) == (jnp.float64, jnp.float32)
+        assert abs(float(total) - 128 / 9) < 64 / 9 * 4 * eps("bfloat16")
+
+
+@pytest.mark.slow
+def test_random_keys_pass_through_and_dropout_draws_the_same_mask():
+    def fun(x, key):
+        key, new = jax.random.split(key)
+        kept = jax.random.bernoulli(new, 0.5, x.shape)
+        return (
+            jnp.where(kept, x @ W / 0.5, 0.0),
+            kept,
+            key,
+            jax.random.normal(key, (3,)),
+            jax.random.uniform(new),
+        )
+
+    key = jax.random.key(3)
+    plain, result = fun(X, key), jmp.autocast(fun)(X, key)
+    assert jnp.array_equal(plain[1], result[1])
+    assert jnp.array_equal(plain[0] == 0, result[0] == 0)
+    assert result[2].dtype == key.dtype
+    assert jnp.array_equal(jax.random.key_data(plain[2]), jax.random.key_data(result[2]))
+    np.testing.assert_array_equal(plain[3], result[3])
+    assert float(plain[4]) == float(result[4])
+    assert products(jmp.autocast(fun), X, key) == [("bfloat16", "bfloat16")]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("own", HALVES)
+def test_code_that_is_half_already_is_left_alone(half, own):
+    x, w = X.astype(own), W.astype(own)
+    fun = lambda x, w: jax.nn.softmax(jnp.tanh(x @ w) @ w * 2 + 1)
+    assert text(jmp.autocast(fun, half), x, w) == text(fun, x, w)
+    inside = lambda x, w: (x.astype(own) @ w.astype(own)).astype(jnp.float32)
+    assert text(jmp.autocast(inside, half), X, W) == text(inside, X, W)
+
+
+def test_half_arguments_and_float32_arguments_promote_as_in_jax():
+    fun = lambda x, w: x @ w
+    assert jmp.autocast(fun)(X.astype(jnp.bfloat16), W).dtype == jnp.float32
+    assert products(jmp.autocast(fun), X.astype(jnp.bfloat16), W) == [("bfloat16", "bfloat16")]

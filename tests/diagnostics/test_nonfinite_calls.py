@@ -1,0 +1,143 @@
+"""`find_nonfinite` inside operations that run jaxprs: loops, branches, rematerialization, shards."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from causes import cause_of, w, x
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jmp_lite.diagnostics import find_nonfinite
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_iteration_of_a_scan(reverse):
+    def loss(w, x):
+        def body(carry, step):
+            return carry + 0 * step, jnp.sum(jnp.exp(w) / (step - 5.0))
+
+        return jnp.sum(lax.scan(body, 0.0, jnp.arange(9.0), reverse=reverse)[1])
+
+    cause = cause_of(loss, w, x)
+    assert (cause.operation, cause.iterations) == ("div", (("scan", 5),))
+    assert cause.operand_ranges[1] == (0.0, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reverse", "iteration"), [(False, 3), (True, 5)])
+def test_the_first_iteration_of_a_growing_carry(reverse, iteration):
+    step = lambda c, _: (c * 1e10 + w.sum() * 0, None)
+    grow = lambda w, x: w[0, 0] * 0 + lax.scan(step, x[0, 3] + 2, None, length=9, reverse=reverse)[0]
+    cause = cause_of(grow, w, x - x[0, 3] - 1)
+    assert (cause.operation, cause.iterations) == ("mul", (("scan", iteration),))
+    assert [each.operation for each in find_nonfinite(grow)(w, x - x[0, 3] - 1).others] == []
+    assert cause.operand_ranges[0] == (pytest.approx(1e30), pytest.approx(1e30))
+
+
+def test_a_scan_in_a_scan():
+    def loss(w, x):
+        def inner(c, j):
+            i, total = c
+            return (i, total + 1.0 / ((i - 2) ** 2 + (j - 1) ** 2)), None
+
+        def outer(total, i):
+            return lax.scan(inner, (i, total), jnp.arange(3.0))[0][1], None
+
+        return lax.scan(outer, jnp.sum(w), jnp.arange(4.0))[0]
+
+    cause = cause_of(loss, w, x)
+    assert cause.iterations == (("scan", 2), ("scan", 1))
+
+
+def test_the_iteration_of_a_while_loop():
+    def loss(w, x):
+        start = lax.stop_gradient((0, x.sum() + 1.0))
+        _, y = lax.while_loop(lambda c: c[0] < 20, lambda c: (c[0] + 1, c[1] * 1e4), start)
+        return jnp.sum(w) * y
+
+    cause = cause_of(loss, w, x)
+    assert (cause.operation, cause.iterations) == ("mul", (("while", 9),))
+    entries = [each for each in find_nonfinite(loss)(w, x).others if each.operation == "while"]
+    assert entries == []
+    assert cause.operand_ranges[0] == (pytest.approx(1e36, rel=1e-3),) * 2
+
+
+def test_a_batch_of_while_loops_stops_each_on_its_own():
+    def one(limit):
+        return lax.while_loop(lambda c: c < limit, lambda c: c * 1e4, 1.0)
+
+    limits = lax.stop_gradient(jnp.array([10.0, 1e30]))
+    loss = lambda w, x: jnp.sum(w) * jnp.sum(jax.vmap(one)(limits + 0 * x[0, 0])) * 1e-30
+    assert find_nonfinite(loss)(w, x).is_finite
+
+
+def test_the_branch_of_a_cond():
+    def loss(w, x):
+        branches = [jnp.sum, lambda y: jnp.sum(jnp.log(y * 0)), jnp.mean]
+        return lax.switch(jnp.int32(x.shape[0] - 2 + 0 * x[0, 0]), branches, w)
+
+    assert cause_of(loss, w, x).operation == "log"
+
+
+def test_inside_remat_and_a_custom_derivative():
+    @jax.custom_vjp
+    def bad(y):
+        return y
+
+    bad.defvjp(lambda y: (y, y), lambda y, g: (g / (y - y),))
+
+    def loss(w, x):
+        with jax.named_scope("block"):
+            return jnp.sum(jax.checkpoint(lambda y: jnp.sin(bad(y @ w)))(x))
+
+    cause = cause_of(loss, w, x)
+    assert (cause.operation, cause.direction) == ("div", "backward")
+    assert "block" in cause.module
+    assert "divides by zero" in cause.advice
+
+
+def test_what_remat_computes_again_is_named_as_such():
+    def block(y):
+        with jax.named_scope("inside"):
+            return jnp.sin(jnp.exp(100 * y @ w))
+
+    def loss(w, x):
+        with jax.named_scope("block"):
+            return jnp.sum(jax.checkpoint(block)(x * 10 + w.sum()))
+
+    report = find_nonfinite(loss)(w, x)
+    assert (report.cause.operation, report.cause.direction) == ("exp", "forward")
+    again = [each for each in report.others if each.direction == "recomputed"]
+    assert again[0].operation == "exp"
+    assert again[0].module == report.cause.module == "block/inside"
+    assert again[0].advice == report.cause.advice
+
+
+def test_what_a_backward_rule_computes_again_is_no_gradient():
+    @jax.custom_vjp
+    def layer(y):
+        return y
+
+    layer.defvjp(lambda y: (y, y), lambda y, g: (g * (y.astype(jnp.float16) * 6e4 * 6).astype(jnp.float32),))
+    report = find_nonfinite(lambda w, x: jnp.sum(layer(w)), 2.0**4)(w, x)
+    assert report.cause.direction == "backward"
+    assert report.fitting_scale is None
+    assert "at this scale" not in report.cause.advice
+    assert "Keep the" in report.cause.advice
+
+
+@pytest.mark.slow
+def test_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    values = jnp.arange(16.0)
+
+    def loss(w, values):
+        one = lambda v: jnp.sum(jnp.log(v), keepdims=True)
+        return jnp.sum(w) * jnp.sum(jax.shard_map(one, mesh=mesh, in_specs=P("d"), out_specs=P("d"))(values))
+
+    cause = cause_of(loss, w, values - 6)
+    assert cause.operation == "log"
+    assert cause.iterations == (("shard_map", 0),)
+    cause = cause_of(loss, w, jnp.abs(values - 6))
+    assert (cause.what, cause.iterations) == ("inf", (("shard_map", 3),))

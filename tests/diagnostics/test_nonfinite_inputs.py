@@ -1,0 +1,92 @@
+"""`find_nonfinite` on what users give: models of NNX and Equinox, options, loss scales."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from causes import F16, cause_of, half, w, x
+from flax import nnx
+
+import jmp_lite as jmp
+from jmp_lite import nnx as jmp_nnx
+from jmp_lite.diagnostics import find_nonfinite
+
+
+class Tower(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)) * 6e4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["policy", "autocast"])
+def test_an_nnx_model_is_named_by_its_parameters_and_stays_as_it_is(how):
+    model = Tower(nnx.Rngs(0))
+    loss = lambda model, x: jnp.mean(model(x * 10) ** 2)
+    if how == "policy":
+        model = jmp_nnx.with_policy(model, F16)
+    else:
+        loss = jmp.autocast(loss, jnp.float16)
+    before = nnx.state(model)
+    cause = cause_of(loss, model, x, transform=nnx.value_and_grad)
+    assert "model/" in cause.argument
+    assert cause.result.startswith("float16")
+    assert jax.tree.all(jax.tree.map(lambda a, b: a is b, before, nnx.state(model)))
+
+
+@pytest.mark.slow
+def test_an_equinox_model():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0))
+    loss = lambda model, x: jnp.sum(jnp.log(jax.vmap(model)(x) * 0))
+    cause = cause_of(loss, model, x, transform=eqx.filter_value_and_grad)
+    assert cause.operation == "log"
+    wide = eqx.tree_at(lambda model: model.layers[1].weight, model, model.layers[1].weight * 1e6)
+    loss = jmp.autocast(lambda model, x: jnp.sum(jnp.sin(jax.vmap(model)(x))), jnp.float16)
+    cause = cause_of(loss, wide, x, transform=eqx.filter_value_and_grad)
+    assert cause.argument.endswith("layers/1/weight")
+    assert "layers/1" in cause.advice
+
+
+def test_has_aux_argnums_and_keywords():
+    loss = lambda x, *, w, power=2: (jnp.sum(1 / w**power) + jnp.sum(x), {"n": 3})
+    report = find_nonfinite(loss, has_aux=True)(x, w=w * 0)
+    assert report.cause.operation in ("integer_pow", "div")
+    assert report.gradients == ()
+    assert report.parameters == 1
+    both = find_nonfinite(lambda a, b: jnp.sum(a / b), argnums=(0, 1))(w, w * 0)
+    assert (both.parameters, both.gradients) == (2, ("0", "1"))
+
+
+@pytest.mark.cases(fast=1)
+@pytest.mark.parametrize(
+    "scale",
+    [1024.0, jnp.float32(1024), jmp.StaticLossScale(1024.0), jmp.DynamicLossScale(1024.0)],
+    ids=lambda scale: type(scale).__name__,
+)
+def test_the_loss_scale_may_be_a_number_or_a_loss_scale(scale):
+    fun = half(lambda w, x: jnp.sum((w * 100).astype(jnp.float32)) * 10)
+    assert find_nonfinite(fun, scale)(w, x).loss_scale == 1024
+    assert not find_nonfinite(fun, scale)(w, x).is_finite
+    assert find_nonfinite(fun)(w, x).is_finite
+
+
+def test_the_scale_of_an_optimizer():
+    opt_state = jmp.with_loss_scale(optax.sgd(1.0)).init(w)
+    report = find_nonfinite(lambda w, x: jnp.sum(x @ w), jmp.get_loss_scale(opt_state))(w, x)
+    assert report.loss_scale == 2**15
+    assert "2**15" in str(report)
+
+
+def test_a_loss_that_is_a_constant():
+    report = find_nonfinite(lambda w, x: jnp.float32(3.0))(w, x)
+    assert (report.loss, report.is_finite, report.gradients) == (3.0, True, ())
+
+
+def test_a_loss_in_half_carries_the_scale_in_half():
+    loss = lambda w, x: jnp.mean((x @ w).astype(jnp.float16))
+    cause = cause_of(loss, w, x, scale=2.0**16)
+    assert (cause.direction, cause.operation) == ("backward", "convert_element_type")
+    assert "2**15 it would fit" in cause.advice
