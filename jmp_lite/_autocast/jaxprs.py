@@ -113,6 +113,15 @@ def describe(array: Array | Var, dtype: Any = None) -> str:
     return f"{(dtype or array.dtype).name}[{','.join(map(str, array.shape))}]"
 
 
+def holds(jaxpr: Jaxpr, name: str) -> bool:
+    """Whether an operation called `name` is in a jaxpr, or in a jaxpr of one of its operations."""
+    return any(
+        equation.primitive.name == name
+        or any(holds(inner, name) for inner in jaxprs_in_params(equation.params))
+        for equation in equations(jaxpr)
+    )
+
+
 def is_literal(var: Var) -> bool:
     """Whether an operand is a constant written into the equation."""
     return isinstance(var, Literal)

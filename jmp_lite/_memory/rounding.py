@@ -142,6 +142,7 @@ def update_to(param: jax.Array, rounded: jax.Array) -> jax.Array:
         float32. The sum `param + update` is `rounded` if float32 holds the difference. That is so unless
         `param` is far larger than `rounded`: by 2**13 for float16, 2**16 for bfloat16. The sum is then off by
         at most a unit in the last place of float32 at `param`. No float32 update gives the sum exactly there.
+        On a CPU, XLA takes an update below 2**-126 for zero.
     """
     old = param.astype(jnp.float32)
     # Minus zero is the one number that leaves every parameter as it is: -0.0 + 0.0 is 0.0.

@@ -118,6 +118,40 @@ def test_gradient_reversal_and_clipping_rules_work():
         assert_close(grad(W), jax.grad(loss)(W), "bfloat16", factor=16)
 
 
+def with_both_rules(forward_mode):
+    """A function with a `custom_vjp` in a `custom_jvp`, whose rule differentiates it or knows better."""
+    inner = jax.custom_vjp(lambda x, w: jnp.tanh(x @ w))
+    inner.defvjp(
+        lambda x, w: (jnp.tanh(x @ w), (x, w)),
+        lambda saved, g: (
+            (g / jnp.cosh(saved[0] @ saved[1]) ** 2) @ saved[1].T,
+            saved[0].T @ (g / jnp.cosh(saved[0] @ saved[1]) ** 2),
+        ),
+    )
+    plain = lambda x, w: jnp.tanh(x @ w)
+    outer = jax.custom_jvp(inner)
+    outer.defjvp(lambda primals, tangents: jax.jvp(plain if forward_mode else inner, primals, tangents))
+    return outer
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("half", HALVES)
+def test_a_custom_vjp_in_a_custom_jvp_has_half_products_in_its_backward_rule(half, order):
+    layer = with_both_rules(forward_mode=False)
+    loss = lambda w, x: jnp.sum(jnp.sin(layer(x, w)))
+    grad = jax.grad(jmp.autocast(loss, half)) if order == "inside" else jmp.autocast(jax.grad(loss), half)
+    assert set(products(grad, W, X)) == {(half, half)}
+    assert_close(grad(W, X), jax.grad(loss)(W, X), half, factor=8)
+
+
+def test_a_forward_rule_around_a_custom_vjp_keeps_its_forward_mode():
+    layer = jmp.autocast(with_both_rules(forward_mode=True), jnp.float16)
+    value, tangent = jax.jvp(lambda w: layer(X, w), (W,), (W,))
+    expected = jax.jvp(lambda w: jnp.tanh(X @ w), (W,), (W,))
+    assert_close((value, tangent), expected, "float16", factor=8)
+    assert set(products(lambda w: jax.jvp(lambda w: layer(X, w), (w,), (w,)), W)) == {("float16", "float16")}
+
+
 @pytest.mark.slow
 def test_rules_with_symbolic_zeros_integer_outputs_and_unused_arguments_work():
     @jax.custom_jvp

@@ -253,8 +253,9 @@ def test_a_backoff_that_keeps_above_the_minimum_is_not_bent():
     events=events_lists,
 )
 def test_jmp_gives_the_same_bits(exponent, period, factor, events):
-    ours = jmp_lite.DynamicLossScale(np.float32(2.0**exponent), np.int32(0), period, factor)
-    theirs = jmp.DynamicLossScale(np.float32(2.0**exponent), np.int32(0), period, factor)
+    start = jnp.float32(2.0**exponent), jnp.int32(0)  # jmp computes with NumPy's numbers, which warn.
+    ours = jmp_lite.DynamicLossScale(*start, period, factor)
+    theirs = jmp.DynamicLossScale(*start, period, factor)
     for finite in events:
         ours, theirs = ours.adjust(jnp.bool_(finite)), theirs.adjust(jnp.bool_(finite))
         assert np.asarray(ours.loss_scale).tobytes() == np.asarray(theirs.loss_scale, np.float32).tobytes()
