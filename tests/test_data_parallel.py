@@ -24,7 +24,7 @@ from benchmarks.compiled.step import moved
 from examples.models import data, gpt2
 from jmp_lite.diagnostics import mesh_for, read_program
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("data parallel")]  # One process makes `runs`.
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tests" / "support" / "poisoned_training.py"

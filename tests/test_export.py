@@ -14,7 +14,7 @@ from scripts import load_script
 import jmp_lite as jmp
 from jmp_lite.diagnostics import compile_for, read_program
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("export")]  # One process makes `variables`.
+pytestmark = pytest.mark.slow
 script = load_script("export")
 HALF_EPS = float(jnp.finfo(jnp.float16).eps)
 

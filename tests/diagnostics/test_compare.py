@@ -12,8 +12,7 @@ import pytest
 import jmp_lite as jmp
 from jmp_lite.diagnostics import compare_precision
 
-# On one Python: see .ci/run. One process makes the fixtures.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compare")]
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (8, 16))
