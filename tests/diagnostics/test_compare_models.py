@@ -48,6 +48,7 @@ def test_an_nnx_model_is_split_by_its_objects_and_stays_as_it_is():
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+@pytest.mark.exhaustive
 def test_the_layers_of_equinox_are_told_apart_though_they_share_a_scope():
     model = eqx.nn.MLP(16, 4, 16, 2, key=KEY)
     model = eqx.tree_at(lambda m: m.layers[2].weight, model, 1e6 * model.layers[2].weight)

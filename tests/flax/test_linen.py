@@ -37,7 +37,7 @@ def test_agrees_with_float32_in_outputs_gradients_and_statistics(name, policy, t
     assert {leaf.dtype for leaf in jax.tree.leaves((half_grads, half_stats))} == {jnp.dtype("float32")}
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=5)
 @each_model
 def test_every_product_of_forward_and_backward_takes_half_operands(model, x):
     params, others = variables_of(model, x)

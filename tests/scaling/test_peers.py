@@ -169,7 +169,7 @@ def test_flax_gives_back_a_nan_for_a_float16_loss():
     assert float(loss) == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # In Flax, unless JAX remembers its program.
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # In Flax.
 def test_flax_leaves_the_powers_of_two():
     # It grows to the largest float32, (2 - 2**-23) * 2**127, and halves that from then on.
     fine, bad = lambda w: w, lambda w: w * jnp.inf

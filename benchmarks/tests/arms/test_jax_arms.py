@@ -21,6 +21,7 @@ def loss_at_the_start():
     return float(NEUMF.loss(NEUMF.model.apply(NEUMF.init(0), *inputs), targets))
 
 
+@pytest.mark.cases(fast=5, slow=0)
 @pytest.mark.parametrize("name", JAX_ARMS)
 def test_an_arm_compiles_to_what_it_claims_learns_and_recovers_from_an_overflow(name):
     arm = JaxArm(name, NEUMF, NEUMF.batch_size)
