@@ -13,7 +13,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Primitive, jaxprs_in_params
 
 from .._tree import reuse_cast
-from .jaxprs import Array, Equation
+from .jaxprs import Array, Equation, holds
 
 # With this option jax.jit leaves no equation in the jaxpr around it. Since JAX 0.12 `True` is something less.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
@@ -84,6 +84,24 @@ def _hashable(values: tuple[Any, ...]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def is_reverse_only(equation: Equation) -> bool:
+    """Whether the rule of a `custom_jvp` differentiates a `custom_vjp`, which has no forward mode.
+
+    JAX writes such a rule with the operation `custom_lin`, whose backward rule is no jaxpr: autocast could
+    not go inside. The rule is traced only if a `custom_vjp` is in the function itself.
+    """
+    (jaxpr,) = jaxprs_in_params(equation.params)
+    if not holds(jaxpr, "custom_vjp_call"):
+        return False
+
+    def rule(*primals: Array) -> Any:
+        moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in primals]
+        zeros = [np.zeros(x.shape, x.dtype if each else jax.dtypes.float0) for x, each in zip(primals, moves)]
+        return jax.jvp(lambda *arrays: bind(equation, arrays), primals, tuple(zeros))
+
+    return holds(jax.make_jaxpr(rule)(*(var.aval for var in equation.invars)), "custom_lin")
 
 
 def advance(goes_on: Array, new: Sequence[Array], old: Sequence[Array]) -> list[Array]:

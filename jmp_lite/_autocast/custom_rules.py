@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import jaxprs_in_params
 
 from .binding import bind
 from .interpreter import Interpreter, Value
-from .jaxprs import Array, Equation, Var, holds, is_float32, open_jaxpr
+from .jaxprs import Array, Equation, Var, is_float32, open_jaxpr
 from .plan import Around, Call, Wanted, conversion
 from .states import FIRM, HALF, OTHER, Kind, State
 
@@ -26,8 +25,6 @@ def custom_jvp(
     interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
 ) -> list[Value]:
     """Runs a function with a forward-mode rule of the user's own."""
-    if _is_reverse_only(equation):
-        return custom_vjp(interpreter, equation, action, operands)
     rule = TracedRule(interpreter, equation, action, operands)
     fun = jax.custom_jvp(rule.primal)
     fun.defjvp(rule.jvp, symbolic_zeros=equation.params["symbolic_zeros"])
@@ -52,26 +49,6 @@ def custom_vmap(
     fun = jax.custom_batching.custom_vmap(rule.primal)
     fun.def_vmap(rule.batched)
     return list(map(Value, fun(*rule.given)))
-
-
-def _is_reverse_only(equation: Equation) -> bool:
-    """Whether the rule of a `custom_jvp` differentiates a `custom_vjp`, which has no forward mode.
-
-    JAX writes such a rule with the operation `custom_lin`, whose backward rule is no jaxpr: autocast could
-    not go inside. The rule is traced only if a `custom_vjp` is in the function itself.
-    """
-    (jaxpr,) = jaxprs_in_params(equation.params)
-    if not holds(jaxpr, "custom_vjp_call"):
-        return False
-
-    def rule(*primals: Array) -> Any:
-        tangents = [
-            jnp.zeros_like(x) if _is_differentiable(var) else _zero(var)
-            for x, var in zip(primals, equation.invars)
-        ]
-        return jax.jvp(lambda *arrays: bind(equation, arrays), primals, tuple(tangents))
-
-    return holds(jax.make_jaxpr(rule)(*(var.aval for var in equation.invars)), "custom_lin")
 
 
 @dataclasses.dataclass(frozen=True)

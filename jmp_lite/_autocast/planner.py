@@ -16,6 +16,7 @@ import numpy as np
 
 from .._tree import KEEP_FLOAT32_NAME
 from .activations import Anatomy, anatomy, inner_members
+from .binding import is_reverse_only
 from .decide import (
     decide_cast,
     decide_infer,
@@ -37,6 +38,7 @@ from .jaxprs import (
     configured_precisions,
     constants,
     equations,
+    holds,
     inner_jaxprs,
     is_float32,
     is_literal,
@@ -268,12 +270,15 @@ class Planner:
         )
         action = Bind((Take.AS_IS,) * len(operands))
         if changed:
-            recompute = is_scan and not equation.effects and not any(map(_recomputes, plans))
+            # With a `remat2` the program says itself what the loop keeps for the backward pass.
+            recompute = is_scan and not equation.effects and not holds(plans[0].jaxpr, "remat2")
             handler = str(equation.primitive.name)
-            if any(state.reduced for state in operands):
+            if handler == "custom_jvp_call" and (
+                any(state.reduced for state in operands) or is_reverse_only(equation)
+            ):
                 # JAX transposes the products of a `custom_jvp` itself; a backward rule gives them their
                 # dtype.
-                handler = handler.replace("custom_jvp", "custom_vjp")
+                handler = "custom_vjp_call"
             action = Call(handler, decide_inside(equation, operands, plans, states, demand), recompute)
         reason = "decided inside, operation by operation"
         return Decision(List.CALL, action, states, reason, tuple(plans), changed)
@@ -300,14 +305,6 @@ class Planner:
 
 def _in_backward_pass(equation: Equation, facts: Facts) -> bool:
     return (facts.around.backward or is_transposed(equation)) and not is_recomputed(equation)
-
-
-def _recomputes(plan: Plan) -> bool:
-    """Whether the program says itself what some part of a jaxpr keeps for the backward pass."""
-    return any(
-        equation.primitive.name == "remat2" or any(map(_recomputes, decision.inner))
-        for equation, decision in zip(equations(plan.jaxpr), plan.decisions)
-    )
 
 
 _PART = "part of a function of half values, computed in float32"

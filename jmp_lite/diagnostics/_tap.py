@@ -263,7 +263,7 @@ class Tap:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Records]:
-        """Collects what is measured inside the `with` statement, apart from what was measured before."""
+        """Gives the measurements inside the `with` statement a dictionary of their own."""
         outer, self.records = self.records, {}
         try:
             yield self.records

@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from causes import F16, cause_of, half, w, x
+from causes import cause_of, half, w, x
 from jax import lax
+from policies import F16
 
 import jmp_lite as jmp
 from jmp_lite import linen

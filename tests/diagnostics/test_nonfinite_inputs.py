@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from causes import F16, cause_of, half, w, x
+from causes import cause_of, half, w, x
 from flax import nnx
+from policies import F16
 
 import jmp_lite as jmp
 from jmp_lite import nnx as jmp_nnx

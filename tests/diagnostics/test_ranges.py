@@ -12,6 +12,7 @@ from casts_of_values import cast, counts
 from flax import linen as nn
 from flax import nnx
 from jax import lax
+from policies import F16
 
 import jmp_lite as jmp
 from examples.models import FAMILIES
@@ -19,8 +20,6 @@ from jmp_lite import linen
 from jmp_lite import nnx as jmp_nnx
 from jmp_lite.diagnostics import profile_ranges
 from jmp_lite.diagnostics._scales import EXPONENTS, largest_safe
-
-F16 = jmp.get_policy("params=float32,compute=float16,output=float32")
 
 # Whole programs.
 

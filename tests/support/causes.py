@@ -6,7 +6,6 @@ import numpy as np
 import jmp_lite as jmp
 from jmp_lite.diagnostics import find_nonfinite
 
-F16 = jmp.get_policy("params=float32,compute=float16,output=float32")
 x = jnp.linspace(-1, 1, 12).reshape(3, 4)
 w = jnp.linspace(-0.5, 0.5, 16).reshape(4, 4)
 
