@@ -17,12 +17,12 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from scripts import load_script
 
 import jmp_lite as jmp
 from benchmarks.compiled.step import moved
 from examples.models import data, gpt2
 from jmp_lite.diagnostics import mesh_for, read_program
+from tests.support.scripts import load_script
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxprs import equations
-from scripts import load_script
 
 import jmp_lite as jmp
 from jmp_lite.diagnostics import compile_for, read_program
+from tests.support.jaxprs import equations
+from tests.support.scripts import load_script
 
 pytestmark = pytest.mark.slow
 script = load_script("export")

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from policy_names import BF16, F16, F32, F64, dtypes_of
 
 import jmp_lite as jmp
+from tests.support.policy_names import BF16, F16, F32, F64, dtypes_of
 
 SPELLINGS = [np.float16, jnp.float16, np.dtype("float16"), "f16", "float16"]
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from policy_names import BF16, F16, F32, dtypes_of
 
 import jmp_lite as jmp
+from tests.support.policy_names import BF16, F16, F32, dtypes_of
 
 
 def names_of(tree):

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxprs import equations
 
 import examples.models
 from examples.models import FAMILIES, data, gpt2, ssd, training, unet, waveglow, workload
 from examples.models.attention import attention
+from tests.support.jaxprs import equations
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 STEPS = {"bert-base": 60, "unet": 60, "gpt2-small": 25}

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from closeness import assert_close
 from jax import lax
-from jaxprs import equations, operands_of, products
-from small_programs import HALVES, W, X
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import equations, operands_of, products
+from tests.support.small_programs import HALVES, W, X
 
 
 @pytest.mark.cases(fast=2)

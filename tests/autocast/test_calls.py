@@ -6,15 +6,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from closeness import assert_close
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from jaxprs import primitives, products, text
-from small_programs import STACK, B, V, W, X, layer, normal, value_and_grad
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import primitives, products, text
+from tests.support.small_programs import STACK, B, V, W, X, layer, normal, value_and_grad
 
 
 @jax.custom_jvp

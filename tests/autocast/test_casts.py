@@ -6,10 +6,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jaxprs import casts, equations, products, text
-from small_programs import HALVES, PARAMS, W, X, mlp, normal
 
 import jmp_lite as jmp
+from tests.support.jaxprs import casts, equations, products, text
+from tests.support.small_programs import HALVES, PARAMS, W, X, mlp, normal
 
 
 def count_casts(shape, fun, *args):

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import assert_close
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jaxprs import products
-from small_programs import HALVES, ORDERS, W, X, normal
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import products
+from tests.support.small_programs import HALVES, ORDERS, W, X, normal
 
 
 def counting_rules():

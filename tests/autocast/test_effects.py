@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from closeness import assert_close
 from jax import lax
 from jax.experimental import io_callback
-from jaxprs import products, text
-from small_programs import PARAMS, W, X, mlp
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import products, text
+from tests.support.small_programs import PARAMS, W, X, mlp
 
 
 def test_debug_prints_and_callbacks_run_once_with_float32_values(capsys):

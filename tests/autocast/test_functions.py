@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import assert_close
-from jaxprs import operands_of, products, text
-from small_programs import HALVES, PARAMS, W, X, eps, mlp
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import operands_of, products, text
+from tests.support.small_programs import HALVES, PARAMS, W, X, eps, mlp
 
 
 def test_the_name_docstring_and_signature_of_the_function_are_kept():

@@ -14,12 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations
 
 import jmp_lite as jmp
 from jmp_lite._autocast import binding, jaxprs
 from jmp_lite._autocast.jaxprs import Role
 from jmp_lite._autocast.primitives import PRIMITIVES, List
+from tests.support.jaxprs import equations
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 

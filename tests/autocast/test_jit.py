@@ -2,12 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-from closeness import assert_close
 from jax import lax
-from jaxprs import equations, products
-from small_programs import STACK, B, W, X, layer
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import equations, products
+from tests.support.small_programs import STACK, B, W, X, layer
 
 
 def test_a_jitted_block_used_many_times_is_made_once():

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import assert_close
 from jax import lax
-from jaxprs import equations, products, text
-from small_programs import W, X
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import equations, products, text
+from tests.support.small_programs import W, X
 
 
 def test_full_precision_keeps_products_float32_and_autocast_inside_it_switches_on_again():

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxprs import primitives
 
 import jmp_lite as jmp
 from jmp_lite import linen
+from tests.support.jaxprs import primitives
 
 DEPTH, WIDTH = 6, 16
 X = jax.random.normal(jax.random.key(0), (8, WIDTH))

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from closeness import assert_close
 from jax import lax
-from jaxprs import equations, products
-from small_programs import HALVES, W, X
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import equations, products
+from tests.support.small_programs import HALVES, W, X
 
 
 def test_a_while_loop_of_products_is_half_and_keeps_its_carry():

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import assert_close
-from jaxprs import products
-from small_programs import HALVES, normal
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import products
+from tests.support.small_programs import HALVES, normal
 
 MASKS = {
     "-inf selected": lambda s, keep: jnp.where(keep, s, -jnp.inf),

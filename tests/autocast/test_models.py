@@ -7,14 +7,14 @@ import time
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
 from flax import nnx
-from jaxprs import products
-from steps import bits
 
 import jmp_lite as jmp
+from tests.support import models
+from tests.support.jaxprs import products
+from tests.support.steps import bits
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 

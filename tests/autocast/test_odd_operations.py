@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from closeness import assert_close
 from jax import lax
 from jax.experimental import checkify
-from jaxprs import products
-from small_programs import STACK, B, W, X, normal, value_and_grad
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import products
+from tests.support.small_programs import STACK, B, W, X, normal, value_and_grad
 
 
 @pytest.mark.slow

@@ -9,14 +9,14 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
-from jaxprs import PRODUCTS, equations
-from small_programs import W, X
 
 import jmp_lite as jmp
 from examples.models import FAMILIES
+from tests.support import models
+from tests.support.jaxprs import PRODUCTS, equations
+from tests.support.small_programs import W, X
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 

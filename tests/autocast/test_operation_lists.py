@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tensorflow_lists
-import torch_lists
 from jax import lax
 
 import jmp_lite as jmp
+from tests.support import tensorflow_lists, torch_lists
 
 TABLES = {"torch": torch_lists.ROWS, "TensorFlow": tensorflow_lists.ROWS}
 CASES = [(row, name) for rows in TABLES.values() for row in rows for name in row.names]

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxprs import products, text
-from small_programs import HALVES, W, X, eps
 
 import jmp_lite as jmp
+from tests.support.jaxprs import products, text
+from tests.support.small_programs import HALVES, W, X, eps
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jaxprs import products
 
 import jmp_lite as jmp
+from tests.support.jaxprs import products
 
 W, X = jnp.eye(8), jnp.ones((4, 8))
 HALF = ("bfloat16", "bfloat16")

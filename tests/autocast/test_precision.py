@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from closeness import assert_close
 from jax import lax
-from jaxprs import equations, products, text
-from small_programs import HALVES, PARAMS, W, X, eps
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import equations, products, text
+from tests.support.small_programs import HALVES, PARAMS, W, X, eps
 
 
 @pytest.mark.parametrize("half", HALVES)

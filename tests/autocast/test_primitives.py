@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
-from jaxprs import equations, operands_of, primitives, products
-from small_programs import W, X
 
 import jmp_lite as jmp
 from jmp_lite._autocast.primitives import PRIMITIVES, List, traits_of
 from jmp_lite._autocast.rules import fits, make_rules
+from tests.support.jaxprs import equations, operands_of, primitives, products
+from tests.support.small_programs import W, X
 
 HALF = ("bfloat16", "bfloat16")
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from jax import lax
-from jaxprs import products, text
 
 import jmp_lite as jmp
+from tests.support.jaxprs import products, text
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 

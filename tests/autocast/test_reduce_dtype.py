@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import assert_close
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations, text
-from small_programs import STACK, B, V, W, X, layer
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import equations, text
+from tests.support.small_programs import STACK, B, V, W, X, layer
 
 wide = functools.partial(jmp.autocast, dtype="float16", reduce_dtype="float32")
 HALF, WIDE = ("float16", "float16", "float16"), ("float16", "float16", "float32")

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jaxprs import primitives, products
-from small_programs import B, W, X
 
 import jmp_lite as jmp
+from tests.support.jaxprs import primitives, products
+from tests.support.small_programs import B, W, X
 
 
 def saved_by(fun, *args):

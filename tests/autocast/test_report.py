@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from jaxprs import equations, products
 
 import jmp_lite as jmp
+from tests.support.jaxprs import equations, products
 
 
 class Block(nn.Module):

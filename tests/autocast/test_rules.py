@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax import lax
-from jaxprs import operands_of, products, text
-from small_programs import W, X
 
 import jmp_lite as jmp
+from tests.support.jaxprs import operands_of, products, text
+from tests.support.small_programs import W, X
 
 HALF, FULL = ("bfloat16", "bfloat16"), ("float32", "float32")
 

@@ -5,14 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from closeness import assert_close
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations, products
-from small_programs import B, W, X
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import equations, products
+from tests.support.small_programs import B, W, X
 
 
 def stacks(fun, *args):

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from closeness import assert_close
-from jaxprs import products
-from small_programs import HALVES, PARAMS, X, eps, mlp, normal
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import products
+from tests.support.small_programs import HALVES, PARAMS, X, eps, mlp, normal
 
 
 @pytest.mark.slow

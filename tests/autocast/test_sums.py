@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jaxprs import products
-from small_programs import HALVES, PARAMS, V, W, X, eps
 
 import jmp_lite as jmp
+from tests.support.jaxprs import products
+from tests.support.small_programs import HALVES, PARAMS, V, W, X, eps
 
 MANY = 40_960
 

@@ -3,16 +3,16 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jaxprs import products
 from sklearn.datasets import load_digits
-from steps import bits
 
 import jmp_lite as jmp
+from tests.support import models
+from tests.support.jaxprs import products
+from tests.support.steps import bits
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 

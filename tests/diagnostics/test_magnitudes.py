@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from casts_of_values import DTYPES, cast, counts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jmp_lite.diagnostics._bits import Histogram
 from jmp_lite.diagnostics._scales import EXPONENTS, largest_safe, scales_for
+from tests.support.casts_of_values import DTYPES, cast, counts
 
 
 def magnitudes(values, dtype="float16"):

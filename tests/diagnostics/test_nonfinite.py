@@ -5,14 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from causes import cause_of, half, w, x
 from jax import lax
-from policies import F16
 
 import jmp_lite as jmp
 from jmp_lite import linen
 from jmp_lite.diagnostics import find_nonfinite, profile_ranges
 from jmp_lite.diagnostics._extremes import Extremes
+from tests.support.causes import cause_of, half, w, x
+from tests.support.policies import F16
 
 # Broken runs.
 

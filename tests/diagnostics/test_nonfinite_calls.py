@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from causes import cause_of, w, x
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jmp_lite.diagnostics import find_nonfinite
+from tests.support.causes import cause_of, w, x
 
 
 @pytest.mark.slow

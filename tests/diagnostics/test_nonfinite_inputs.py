@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from causes import cause_of, half, w, x
 from flax import nnx
-from policies import F16
 
 import jmp_lite as jmp
 from jmp_lite import nnx as jmp_nnx
 from jmp_lite.diagnostics import find_nonfinite
+from tests.support.causes import cause_of, half, w, x
+from tests.support.policies import F16
 
 
 class Tower(nnx.Module):

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled_programs import LT, VERSIONS, entry, f32, h100, program, row, x
 from jax import lax
 
 from jmp_lite.diagnostics._hlo import Array
+from tests.support.compiled_programs import LT, VERSIONS, entry, f32, h100, program, row, x
 
 ONE = 2 * 64 * 128 * 64  # A product of 64x128 with 128x64.
 

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled_programs import H100, LT, PROGRAMS, VERSIONS, entry, f32, h100, program, x
 from jax import lax
 
 from jmp_lite.diagnostics._program import _read
+from tests.support.compiled_programs import H100, LT, PROGRAMS, VERSIONS, entry, f32, h100, program, x
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casts_of_values import cast, counts
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from policies import F16
 
 import jmp_lite as jmp
 from examples.models import FAMILIES
@@ -20,6 +18,8 @@ from jmp_lite import linen
 from jmp_lite import nnx as jmp_nnx
 from jmp_lite.diagnostics import profile_ranges
 from jmp_lite.diagnostics._scales import EXPONENTS, largest_safe
+from tests.support.casts_of_values import cast, counts
+from tests.support.policies import F16
 
 # Whole programs.
 

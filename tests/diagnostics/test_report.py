@@ -6,13 +6,13 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled_programs import H100, PROGRAMS, VERSIONS, compiled, f32, h100, program, x
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jmp_lite.diagnostics import read_program
 from jmp_lite.diagnostics._hlo import Array, parse
 from jmp_lite.diagnostics._program import _read
+from tests.support.compiled_programs import H100, PROGRAMS, VERSIONS, compiled, f32, h100, program, x
 
 
 def shards(fun, *arrays):

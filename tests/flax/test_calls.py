@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxprs import products
-from policies import F16, SEQUENCE, each_policy
 
 import jmp_lite as jmp
 from jmp_lite import linen
 from jmp_lite import nnx as under_nnx
+from tests.support.jaxprs import products
+from tests.support.policies import F16, SEQUENCE, each_policy
 
 RNGS = nnx.Rngs(0)
 each_library = pytest.mark.parametrize("library", ["Linen", "NNX"])

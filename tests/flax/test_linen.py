@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import assert_close
-from jaxprs import equations, products
-from linen_layers import MODELS, ConvNet, Recurrent, each_model, loss_fn, variables_of
-from policies import BF16, F16, IMAGES, each_policy
 
 import jmp_lite as jmp
 from jmp_lite.linen import with_policy
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import equations, products
+from tests.support.linen_layers import MODELS, ConvNet, Recurrent, each_model, loss_fn, variables_of
+from tests.support.policies import BF16, F16, IMAGES, each_policy
 
 
 @pytest.mark.cases(fast=1, slow=2)

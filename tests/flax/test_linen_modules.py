@@ -8,12 +8,12 @@ import optax
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
-from jaxprs import products
-from linen_layers import ConvNet, OwnParams, loss_fn, variables_of
-from policies import BF16, F16, IMAGES, SEQUENCE
 
 import jmp_lite as jmp
 from jmp_lite.linen import with_policy
+from tests.support.jaxprs import products
+from tests.support.linen_layers import ConvNet, OwnParams, loss_fn, variables_of
+from tests.support.policies import BF16, F16, IMAGES, SEQUENCE
 
 
 def test_rules_keep_parts_in_float32():

@@ -11,11 +11,11 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jaxprs import products
-from policies import F16, SEQUENCE
 
 import jmp_lite as jmp
 from jmp_lite.linen import with_policy
+from tests.support.jaxprs import products
+from tests.support.policies import F16, SEQUENCE
 
 
 class Generator(nn.Module):

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import assert_close
 from flax import nnx
-from jaxprs import equations
-from nnx_layers import MODELS, ConvNet, Recurrent, each_model, loss_fn, products_of_grad
-from policies import BF16, F16, IMAGES, SEQUENCE, each_policy
 
 import jmp_lite as jmp
 from jmp_lite.nnx import with_policy
+from tests.support.closeness import assert_close
+from tests.support.jaxprs import equations
+from tests.support.nnx_layers import MODELS, ConvNet, Recurrent, each_model, loss_fn, products_of_grad
+from tests.support.policies import BF16, F16, IMAGES, SEQUENCE, each_policy
 
 
 @nnx.jit

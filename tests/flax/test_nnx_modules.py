@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jaxprs import equations, products
-from nnx_layers import ConvNet, OwnParams, loss_fn, products_of_grad
-from policies import BF16, F16, IMAGES, SEQUENCE
 
 import jmp_lite as jmp
 from jmp_lite.linen import with_policy as linen_with_policy
 from jmp_lite.nnx import with_policy
+from tests.support.jaxprs import equations, products
+from tests.support.nnx_layers import ConvNet, OwnParams, loss_fn, products_of_grad
+from tests.support.policies import BF16, F16, IMAGES, SEQUENCE
 
 
 def test_rules_keep_parts_in_float32():

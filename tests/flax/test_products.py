@@ -9,11 +9,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations
 
 import jmp_lite as jmp
 import jmp_lite.linen
 import jmp_lite.nnx
+from tests.support.jaxprs import equations
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 6, 8)), jnp.float32)

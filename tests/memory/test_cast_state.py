@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from steps import bits, make_grads, make_params, make_step, spoil
 
 import jmp_lite as jmp
+from tests.support.steps import bits, make_grads, make_params, make_step, spoil
 
 BF16 = jnp.dtype("bfloat16")
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from steps import bits, make_step
 
 import jmp_lite as jmp
+from tests.support.steps import bits, make_step
 
 PARAMS = {"dense": {"kernel": jnp.linspace(-1, 1, 12).reshape(3, 4)}, "norm": {"scale": jnp.ones(4)}}
 O2 = jmp.get_policy("O2")

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import SCHEDULE
-from steps import bits, make_step, spoil
 
 import jmp_lite as jmp
 from jmp_lite._memory.master_weights import MasterWeightsState, master_states
+from tests.support.optimizers import SCHEDULE
+from tests.support.steps import bits, make_step, spoil
 
 HALF = [jnp.float16, jnp.bfloat16]
 # A float32 parameter among the half ones, as O2's normalization.

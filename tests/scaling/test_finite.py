@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from finite_trees import GROUP, SMALL, ones, spoiled
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite
 from jmp_lite._scaling.finite import leaves_finite
+from tests.support.finite_trees import GROUP, SMALL, ones, spoiled
 
 BAD = [np.nan, np.inf, -np.inf]
 

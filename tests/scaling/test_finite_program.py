@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from finite_trees import GROUP, SMALL, ones, spoiled
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations
 
 from jmp_lite._scaling.finite import agree, leaves_finite
+from tests.support.finite_trees import GROUP, SMALL, ones, spoiled
+from tests.support.jaxprs import equations
 
 
 def reductions(tree):

@@ -9,9 +9,9 @@ import jmp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from scales import LARGEST, TINY, assert_strong, f32, run_eagerly, state_of
 
 import jmp_lite
+from tests.support.scales import LARGEST, TINY, assert_strong, f32, run_eagerly, state_of
 
 
 def is_power_of_two(number):

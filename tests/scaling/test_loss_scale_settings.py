@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import pytest
-from scales import LARGEST, assert_strong, f32, state_of
 
 import jmp_lite
+from tests.support.scales import LARGEST, assert_strong, f32, state_of
 
 
 def test_defaults_are_those_of_jmp():

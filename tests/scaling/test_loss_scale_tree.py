@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from scales import LARGEST, TINY, assert_strong, rebuilt, run_eagerly, state_of
 
 import jmp_lite
+from tests.support.scales import LARGEST, TINY, assert_strong, rebuilt, run_eagerly, state_of
 
 HYSTERESIS = {
     "loss_scale": 2.0**10,

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from steps import bits, make_grads, make_params, run, spoil
 
 import jmp_lite as jmp
+from tests.support.steps import bits, make_grads, make_params, run, spoil
 
 WRAPPERS = [jmp.with_loss_scale, jmp.skip_nonfinite]
 PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(())}

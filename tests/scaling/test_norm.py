@@ -11,10 +11,10 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations
-from steps import bits
 
 import jmp_lite as jmp
+from tests.support.jaxprs import equations
+from tests.support.steps import bits
 
 BAD = [np.nan, np.inf, -np.inf]
 EPS = float(np.finfo(np.float32).eps)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import BAD, SCHEDULE, scan_of
-from steps import bits, make_grads, make_params, make_step, run, spoil
 
 import jmp_lite as jmp
+from tests.support.optimizers import BAD, SCHEDULE, scan_of
+from tests.support.steps import bits, make_grads, make_params, make_step, run, spoil
 
 INNERS = {
     "adamw_schedule": optax.adamw(SCHEDULE, weight_decay=0.1),

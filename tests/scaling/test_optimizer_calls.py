@@ -10,10 +10,10 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import BAD, SCHEDULE, scan_of
-from steps import bits, make_grads, make_params, make_step, run, spoil
 
 import jmp_lite as jmp
+from tests.support.optimizers import BAD, SCHEDULE, scan_of
+from tests.support.steps import bits, make_grads, make_params, make_step, run, spoil
 
 
 def recorder():

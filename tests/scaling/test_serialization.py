@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from steps import bits, make_grads, make_params, run, spoil
 
 import jmp_lite as jmp
+from tests.support.steps import bits, make_grads, make_params, run, spoil
 
 SCRIPT = """
 {first}

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from hypothesis import strategies as st
-from steps import bits, make_grads, make_params, make_step, spoil
 
 import jmp_lite as jmp
+from tests.support.steps import bits, make_grads, make_params, make_step, spoil
 
 
 @hypothesis.settings(max_examples=20)

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from steps import make_grads, make_params, run, spoil
 
 import jmp_lite as jmp
 from jmp_lite._scaling.stuck import describe
+from tests.support.steps import make_grads, make_params, run, spoil
 
 GOOD, BAD = make_grads(0), spoil(make_grads(1))
 

@@ -4,7 +4,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from policies import IMAGES, SEQUENCE, TOKENS
+
+from tests.support.policies import IMAGES, SEQUENCE, TOKENS
 
 
 class ConvNet(nn.Module):

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jaxprs import products
-from policies import IMAGES, SEQUENCE, TOKENS
+
+from tests.support.jaxprs import products
+from tests.support.policies import IMAGES, SEQUENCE, TOKENS
 
 
 class ConvNet(nnx.Module):

@@ -1,4 +1,4 @@
-"""Loads an example as a script that imports `models` of the examples, not the one of the tests."""
+"""Loads an example as a script: it imports `examples.models` as `models`."""
 
 import importlib
 import importlib.util

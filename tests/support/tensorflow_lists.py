@@ -4,7 +4,7 @@ Source: `tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h`. The 
 `torch_lists.py`. Gradients, control flow and lists of tensors are left out.
 """
 
-from torch_lists import PRODUCT, Row
+from tests.support.torch_lists import PRODUCT, Row
 
 ROWS = (
     Row(

@@ -17,10 +17,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations
 
 import jmp_lite as jmp
 from jmp_lite.linen import with_policy
+from tests.support.jaxprs import equations
 
 if importlib.util.find_spec("jax_cuda13_plugin") is None:
     pytest.skip('needs pip install -e ".[h100]"', allow_module_level=True)

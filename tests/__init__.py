@@ -1,0 +1,1 @@
+"""The tests. They have the same rooms as the package."""

@@ -1,0 +1,1 @@
+"""What several tests share: models, policies, programs, and how a jaxpr is read."""
