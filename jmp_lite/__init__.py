@@ -23,11 +23,11 @@ from ._autocast.report import explain as explain
 from ._cast_params import cast_params as cast_params
 from ._dtypes import half_dtype as half_dtype
 from ._memory.cast_state import cast_state as cast_state
+from ._memory.half_params import with_master_weights as with_master_weights
+from ._memory.half_params import with_stochastic_rounding as with_stochastic_rounding
 from ._memory.master_params import master_params as master_params
 from ._memory.master_params import set_master_params as set_master_params
-from ._memory.master_weights import with_master_weights as with_master_weights
 from ._memory.rounding import stochastic_round as stochastic_round
-from ._memory.stochastic import with_stochastic_rounding as with_stochastic_rounding
 from ._policy import Policy as Policy
 from ._policy import Rule as Rule
 from ._policy import get_policy as get_policy

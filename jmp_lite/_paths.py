@@ -5,6 +5,7 @@ attributes and indices look alike, so one pattern fits a Linen dict, an NNX stat
 module.
 """
 
+import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -91,6 +92,17 @@ def subtrees(name: str) -> Iterator[str]:
     keys = name.split("/")
     for depth in range(1, len(keys) + 1):
         yield "/".join(keys[:depth])
+
+
+def nearest_paths(pattern: str, names: Iterable[str]) -> str:
+    """Returns the subtrees of the leaves `names` that look most like `pattern`, at most four, for an error.
+
+    >>> nearest_paths("haed", ["head/kernel", "body"])
+    "'head', 'head/kernel'"
+    """
+    paths = list(dict.fromkeys(path for name in names for path in subtrees(name)))
+    near = difflib.get_close_matches(pattern.strip("*/"), paths, n=4, cutoff=0.3) or paths[:4]
+    return ", ".join(map(repr, near)) or "none"
 
 
 def as_patterns(patterns: str | Iterable[str], takes: str) -> tuple[str, ...]:

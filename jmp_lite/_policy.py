@@ -1,7 +1,6 @@
 """Policies: the dtypes in which parameters rest, arithmetic runs and results come out."""
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._dtypes import DTypeLike, dtype_name, parse_dtype, scalar_type
-from ._paths import leaf_names, matches, path_name, subtrees
+from ._paths import leaf_names, matches, nearest_paths, path_name
 from ._tree import cast_floating, cast_leaf
 
 T = TypeVar("T")
@@ -176,10 +175,8 @@ class Policy:
         for rule in self.rules:
             if rule.optional or any(matches(rule.pattern, name) for name in names):
                 continue
-            paths = list(dict.fromkeys(path for name in names for path in subtrees(name)))
-            near = difflib.get_close_matches(rule.pattern.strip("*/"), paths, n=4, cutoff=0.3)
-            listed = ", ".join(map(repr, near or paths[:4])) or "none"
-            raise ValueError(f"The rule '{rule}' matches no parameter. Nearest: {listed}.")
+            near = nearest_paths(rule.pattern, names)
+            raise ValueError(f"The rule '{rule}' matches no parameter. Nearest: {near}.")
 
     def _cast(self, tree: T, field: str) -> T:
         if not self.rules:

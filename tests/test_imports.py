@@ -37,7 +37,7 @@ ROOMS = {
 }
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
-    "_memory": "bits rounding transforms master_weights master_params stochastic cast_state",
+    "_memory": "rounding wrapper half_params master_params cast_state",
     "_scaling": "finite norm serialization scalars loss_scale grad layer state stuck optimizer",
     "_autocast": "primitives rules jaxprs binding scopes states activations plan decide demand gradients "
     "planner products interpreter custom_rules calls layers arguments advice operations api report",

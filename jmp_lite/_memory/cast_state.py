@@ -1,6 +1,5 @@
 """An optimizer whose moments rest in bfloat16."""
 
-import difflib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -10,12 +9,11 @@ import numpy as np
 import optax
 
 from .._dtypes import DTypeLike, parse_dtype
-from .._paths import as_patterns, leaf_names, matches, path_name, subtrees
+from .._paths import as_patterns, leaf_names, matches, nearest_paths, path_name
 from .._tree import at_least_float32, cast_leaf, has_dtype, is_half
-from .bits import first_key, next_key, random_bits
-from .master_weights import master_states
-from .rounding import round_to
-from .transforms import as_transform, check_state
+from .half_params import master_states
+from .rounding import first_key, next_key, round_leaf
+from .wrapper import as_transform, check_update
 
 
 class CastStateState(NamedTuple):
@@ -104,25 +102,19 @@ def cast_state(
         return CastStateState(cast_inner, first_key(made_by, key) if stochastic_rounding else None)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        check_state(made_by, state, CastStateState, params)
+        check_update(made_by, CastStateState, state, params)
         widen = lambda path, leaf: leaf.astype(jnp.float32) if rests(path, leaf) and is_half(leaf) else leaf
         wide = jax.tree_util.tree_map_with_path(widen, state.inner_state)
         updates, new = transform.update(at_least_float32(updates), wide, params, **extra_args)
         leaves, structure = jax.tree_util.tree_flatten_with_path(new)
         narrowed = [
-            _narrow(leaf, target, state.key, index) if rests(path, leaf) else leaf
+            round_leaf(leaf, target, state.key, index).astype(target) if rests(path, leaf) else leaf
             for index, (path, leaf) in enumerate(leaves)
         ]
         new_key = None if state.key is None else next_key(state.key)
         return updates, CastStateState(structure.unflatten(narrowed), new_key)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _narrow(leaf: jax.Array, target: np.dtype, key: Any, index: int) -> jax.Array:
-    """Rounds the leaf at `index` to `target`: to nearest, or stochastically with a key."""
-    bits = None if key is None else random_bits(key, index, leaf.shape)
-    return round_to(leaf, target, bits).astype(target)
 
 
 def _checked_dtype(dtype: DTypeLike) -> np.dtype:
@@ -134,12 +126,12 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     target = parse_dtype(dtype)
     if target == jnp.float16:
         raise ValueError(
-            "cast_state: dtype is bfloat16 or float32, got float16. Adam divides by the root of a mean "
+            "cast_state: dtype is bfloat16 or float32. Got float16. Adam divides by the root of a mean "
             "of squares. Gradients 2**20 apart have squares 2**40 apart, all that float16 has. "
             "So squares become zero, also with a scale for each array. bfloat16 has float32's range."
         )
     if target not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"cast_state: dtype is bfloat16 or float32, got {target.name}.")
+        raise ValueError(f"cast_state: dtype is bfloat16 or float32. Got {target.name}.")
     return target
 
 
@@ -151,9 +143,7 @@ def _check_patterns_match(patterns: tuple[str, ...], state: Any) -> None:
         return
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
-            paths = list(dict.fromkeys(path for name in names for path in subtrees(name)))
-            near = difflib.get_close_matches(pattern.strip("*/"), paths, n=4, cutoff=0.3) or paths[:4]
             raise ValueError(
                 f"cast_state: the pattern {pattern!r} of keep_float32 matches no array of the state. "
-                f"Nearest: {', '.join(map(repr, near))}."
+                f"Nearest: {nearest_paths(pattern, names)}."
             )

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._paths import leaf_names, path_name
 from .._tree import cast_leaf, has_dtype, is_half, unwrap
-from .master_weights import MasterWeightsState, full_params, is_master_state, master_states
+from .half_params import MasterWeightsState, full_params, is_master_state, master_states
 from .rounding import round_to
 
 
@@ -44,7 +44,7 @@ def master_params(opt_state: Any, params: Any) -> Any:
     params = unwrap(params)
     masters = _masters_by_path(opt_state, params)
 
-    def full(path: tuple[Any, ...], param: Any) -> Any:
+    def widen(path: tuple[Any, ...], param: Any) -> Any:
         if not is_half(param):
             return param
         name = path_name(path)
@@ -52,7 +52,7 @@ def master_params(opt_state: Any, params: Any) -> Any:
             return cast_leaf(param, np.dtype(np.float32))
         return full_params(param, masters[name])
 
-    return jax.tree_util.tree_map_with_path(full, params)
+    return jax.tree_util.tree_map_with_path(widen, params)
 
 
 def set_master_params(opt_state: Any, params: Any, values: Any) -> tuple[Any, Any]:
@@ -108,7 +108,9 @@ def set_master_params(opt_state: Any, params: Any, values: Any) -> tuple[Any, An
 def _like(old: Any, value: Any) -> jax.Array:
     """Returns `value` with the dtype of `old`, on its devices."""
     value = jnp.asarray(value).astype(old.dtype)
-    sharding = getattr(old, "sharding", None)  # A traced or NumPy array has none.
+    # A traced or NumPy array has no sharding. An array that is not committed to a device stays uncommitted:
+    # `jax.device_put` commits, and a jitted step would compile again.
+    sharding = getattr(old, "sharding", None)
     return jax.device_put(value, sharding) if sharding is not None and old.committed else value
 
 
@@ -126,8 +128,8 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
             "tx.init returned. A checkpoint that was restored as plain dicts: restore it with a target, "
             "tx.init(params)."
         )
-    found: dict[str, jax.Array] = {}
-    shapes = dict(zip(leaf_names(params), map(jnp.shape, jax.tree.leaves(params)), strict=True))
+    by_path: dict[str, jax.Array] = {}
+    shapes = _shapes(params)
     for state in states:
         masters = unwrap(state.masters)
         for name, master in zip(leaf_names(masters), jax.tree.leaves(masters), strict=True):
@@ -136,18 +138,17 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
                     f"The optimizer has a master {name!r} of shape {jnp.shape(master)}, the parameters have "
                     f"{shapes.get(name, 'none of this name')}. Give the parameters that belong to the state."
                 )
-            if name in found:
+            if name in by_path:
                 raise ValueError(
                     f"The state has two masters of the parameter {name!r}. Give the state of one optimizer."
                 )
-            found[name] = master
-    return found
+            by_path[name] = master
+    return by_path
 
 
 def _check_values(params: Any, values: Any) -> None:
     """Raises a ValueError if `values` has other leaves or shapes than `params`."""
-    expected = dict(zip(leaf_names(params), map(jnp.shape, jax.tree.leaves(params)), strict=True))
-    given = dict(zip(leaf_names(values), map(jnp.shape, jax.tree.leaves(values)), strict=True))
+    expected, given = _shapes(params), _shapes(values)
     if given != expected:
         differ = sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name))
         name = differ[0]
@@ -156,3 +157,8 @@ def _check_values(params: Any, values: Any) -> None:
             f"set_master_params(opt_state, params, values): {len(differ)} leaves differ in name or shape, "
             f"first {name!r}: {in_values} in values, {in_params} in params."
         )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the leaves of `tree` by their paths."""
+    return dict(zip(leaf_names(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))

@@ -3,9 +3,15 @@
 The results are float32 numbers that the narrower dtype holds. XLA may drop the casts `float32 -> float16 ->
 float32` of a program (`xla_allow_excess_precision`, on by default), and drops them for a GPU. So the rounding
 is written in integers and powers of two, which XLA leaves as they are.
+
+A GPU makes the random bits inside the optimizer's own kernels. Every element hashes its index twice, with
+words of the key: two multiplications and three shifts a hash. This is no generator for simulations, but
+`jax.random.bits` (Threefry) has 20 rounds for each element, and the results of the `rbg` generator go through
+memory.
 """
 
-from typing import Any
+import zlib
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +20,10 @@ from jax import lax
 
 from .._dtypes import DTypeLike, parse_dtype
 from .._tree import has_dtype
-from .bits import random_bits, rounding_key
 
 _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _EXPONENT = np.uint32(0x7F800000)  # Of a float32: 8 bits above the 23 bits of the mantissa.
+_GOLDEN = 0x9E3779B9  # 2**32 divided by the golden ratio: its multiples lie far apart.
 
 
 def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
@@ -51,29 +57,23 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
 
     Guide: docs/memory.md.
     """
-    target = narrow_dtype("stochastic_round(x, dtype, key)", dtype)
-    x = jnp.asarray(x)
-    if not has_dtype(x, jnp.floating):
-        raise TypeError(
-            f"stochastic_round(x, dtype, key) rounds floating numbers, got x of {x.dtype.name}. "
-            "Cast x to float32 first."
-        )
-    bits = random_bits(rounding_key("stochastic_round(x, dtype, key)", key), 0, x.shape)
-    return round_to(x, target, bits).astype(target)
-
-
-def narrow_dtype(made_by: str, dtype: DTypeLike) -> np.dtype:
-    """Returns the dtype that `dtype` names, one to which `round_to` rounds.
-
-    Raises:
-        ValueError, TypeError: it names another dtype, or none.
-    """
+    made_by = "stochastic_round(x, dtype, key)"
     target = parse_dtype(dtype)
     if target.name not in _NARROW:
         raise ValueError(
-            f"{made_by}: dtype is one of {', '.join(_NARROW)}, got {target.name}. float32 needs no rounding."
+            f"{made_by}: dtype is one of {', '.join(_NARROW)}. Got {target.name}. float32 needs no rounding."
         )
-    return target
+    x = jnp.asarray(x)
+    if not has_dtype(x, jnp.floating):
+        raise TypeError(
+            f"{made_by} rounds floating numbers. Got x of {x.dtype.name}. Cast x to float32 first."
+        )
+    return round_leaf(x, target, rounding_key(made_by, key), 0).astype(target)
+
+
+def round_leaf(x: jax.Array, dtype: np.dtype, key: "RoundingKey | None", leaf: int) -> jax.Array:
+    """Rounds as `round_to`: to nearest if `key` is None, else with the `random_bits` of `key` and `leaf`."""
+    return round_to(x, dtype, None if key is None else random_bits(key, leaf, x.shape))
 
 
 def round_to(x: jax.Array, dtype: np.dtype, bits: jax.Array | None = None) -> jax.Array:
@@ -87,9 +87,8 @@ def round_to(x: jax.Array, dtype: np.dtype, bits: jax.Array | None = None) -> ja
     Returns:
         float32 numbers that `dtype` holds, the shape of `x`. A number too large for `dtype` becomes inf.
     """
-    x = x.astype(jnp.float32)
-    exponent_of_float32 = jnp.finfo(dtype).maxexp == jnp.finfo(jnp.float32).maxexp
-    return _drop_bits(x, dtype, bits) if exponent_of_float32 else _round_on_grid(x, dtype, bits)
+    has_float32_exponent = jnp.finfo(dtype).maxexp == jnp.finfo(jnp.float32).maxexp
+    return (_drop_bits if has_float32_exponent else _round_on_grid)(x.astype(jnp.float32), dtype, bits)
 
 
 def _drop_bits(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax.Array:
@@ -106,6 +105,7 @@ def _drop_bits(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax.Arr
         beyond = jnp.abs(x) > float(jnp.finfo(dtype).max)
         added = jnp.where(beyond, added, bits & all_dropped)
     rounded = lax.bitcast_convert_type((pattern + added) & ~all_dropped, jnp.float32)
+    # A carry out of the mantissa of a NaN would give inf or a number.
     return jnp.where(jnp.isnan(x), x, rounded)
 
 
@@ -125,7 +125,8 @@ def _round_on_grid(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax
     largest = np.float32(limits.max)
     if bits is not None:
         below = jnp.floor(steps)
-        uniform = (bits >> 8).astype(jnp.float32) * np.float32(2**-24)  # In [0, 1).
+        # In [0, 1): 24 bits are all that float32 holds. A cast of 32 bits could round up to 1.
+        uniform = (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
         rounded = jnp.where(size > largest, rounded, below + (uniform < steps - below).astype(jnp.float32))
     rounded = rounded * lax.bitcast_convert_type(gap, jnp.float32)
     return jnp.copysign(jnp.where(rounded > largest, np.float32(np.inf), rounded), x)
@@ -145,5 +146,80 @@ def update_to(param: jax.Array, rounded: jax.Array) -> jax.Array:
         On a CPU, XLA takes an update below 2**-126 for zero.
     """
     old = param.astype(jnp.float32)
-    # Minus zero is the one number that leaves every parameter as it is: -0.0 + 0.0 is 0.0.
+    # Minus zero is the one number that leaves every parameter as it is: an update of 0.0 turns -0.0 into 0.0.
     return jnp.where(rounded == old, np.float32(-0.0), rounded - old)
+
+
+class RoundingKey(NamedTuple):
+    """The key of one step: two scalars. XLA would fuse all arrays that read one small array into one kernel.
+
+    Attributes:
+        word: random, shape `()`, uint32. It stays the same over a run.
+        step: the number of the step, from a random one on, shape `()`, uint32.
+    """
+
+    word: Any
+    step: Any
+
+
+def first_key(made_by: str, key: Any) -> RoundingKey:
+    """Returns the key of the first step.
+
+    Args:
+        made_by: the name of the public function, for the error. Two functions have keys of their own.
+        key: an integer, or a PRNG key.
+
+    Raises:
+        TypeError: `key` is neither.
+    """
+    if isinstance(key, (int, np.integer)):
+        key = jax.random.key(int(key))
+    first = rounding_key(made_by, key)
+    return RoundingKey(first.word ^ np.uint32(zlib.crc32(made_by.encode())), first.step)
+
+
+def rounding_key(made_by: str, key: Any) -> RoundingKey:
+    """Returns the `RoundingKey` that belongs to a PRNG key.
+
+    Raises:
+        TypeError: `key` is no PRNG key.
+    """
+    dtype = getattr(key, "dtype", None)
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ()
+    if not (is_key or (dtype == np.uint32 and key.shape in ((2,), (4,)))):
+        raise TypeError(f"{made_by}: key is one PRNG key, such as jax.random.key(0). Got {key!r}.")
+    word, step = jax.random.bits(key, (2,), jnp.uint32)
+    return RoundingKey(word, step)
+
+
+def next_key(key: RoundingKey) -> RoundingKey:
+    """Returns the key of the step after that of `key`."""
+    return RoundingKey(key.word, key.step + np.uint32(1))
+
+
+def random_bits(key: RoundingKey, leaf: int, shape: tuple[int, ...]) -> jax.Array:
+    """Returns random bits.
+
+    Args:
+        key: from `first_key`, `next_key` or `rounding_key`.
+        leaf: tells the arrays that are rounded with one key apart.
+        shape: the shape of the result. The index of an element is made from its indices along the axes, so
+            that each device of a sharded array makes the bits of its own part. The bits do not depend on the
+            number of devices.
+
+    Returns:
+        uint32. An array of more than 2**32 elements has the same bits again after 2**32 elements.
+    """
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        index = index * np.uint32(size % 2**32) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+    first = _hash(key.word ^ np.uint32(leaf * _GOLDEN % 2**32))
+    second = _hash(key.step + first)
+    return _hash(_hash(index + first) ^ second)
+
+
+def _hash(x: jax.Array) -> jax.Array:
+    """Mixes the bits of uint32 numbers; a bijection (C. Wellons, Hash Function Prospector, two rounds)."""
+    x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * np.uint32(0xD35A2D97)
+    return x ^ (x >> 15)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._memory.master_weights import init_for_masters
-from .._memory.transforms import as_transform
+from .._memory.half_params import init_for_masters
+from .._memory.wrapper import as_transform
 from .._paths import leaf_names, names_in_model_order
 from .._tree import at_least_float32, has_dtype, select_tree, unwrap
 from .finite import agree, leaves_finite

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite._memory.master_weights import MasterWeightsState, master_states
+from jmp_lite._memory.half_params import MasterWeightsState, master_states
 from tests.support.optimizers import SCHEDULE
 from tests.support.steps import bits, make_step, spoil
 
@@ -252,7 +252,7 @@ def test_the_masters_are_sharded_as_the_parameters():
 def test_tree_map_params_finds_masters_and_moments():
     params = {"w": jnp.ones((16, 2), jnp.bfloat16), "norm": jnp.ones(8)}
     tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(1e-3)))
-    found = optax.tree_map_params(
+    mapped = optax.tree_map_params(
         tx,
         lambda leaf, name: leaf if isinstance(leaf, optax.MaskedNode) else name,
         tx.init(params),
@@ -260,8 +260,8 @@ def test_tree_map_params_finds_masters_and_moments():
         transform_non_params=lambda _: None,
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
-    assert found.inner_state.masters == {"w": "W", "norm": optax.MaskedNode()}
-    assert found.inner_state.inner_state[0].mu == {"w": "W", "norm": "N"}
+    assert mapped.inner_state.masters == {"w": "W", "norm": optax.MaskedNode()}
+    assert mapped.inner_state.inner_state[0].mu == {"w": "W", "norm": "N"}
 
 
 # A parameter that was changed between two steps
@@ -307,11 +307,11 @@ def test_misuse_is_named():
     params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
     tx = jmp.with_master_weights(optax.sgd(1.0))
     state, grads = tx.init(params), {"w": jnp.ones(2), "norm": jnp.ones(2)}
-    with pytest.raises(TypeError, match=r"with_master_weights\(inner\) wraps an optax transform.*got 0.1"):
+    with pytest.raises(TypeError, match=r"with_master_weights\(inner\) wraps an optax transform.*Got 0.1"):
         jmp.with_master_weights(0.1)
     with pytest.raises(ValueError, match=r"depends on the parameters: tx.update\(grads"):
         tx.update(grads, state)
-    with pytest.raises(TypeError, match=r"got dict\. The state comes before the parameters"):
+    with pytest.raises(TypeError, match=r"Got dict\. The state comes before the parameters"):
         tx.update(grads, params, state)
     with pytest.raises(
         ValueError, match=r"'w' is in float32, float32, .* was in half precision .* make a new state"

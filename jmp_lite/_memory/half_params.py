@@ -1,4 +1,4 @@
-"""Float32 master weights in the optimizer, for parameters that rest in half precision."""
+"""Parameters that rest in half precision and still learn: from float32 masters, or by stochastic rounding."""
 
 from typing import Any, NamedTuple
 
@@ -8,8 +8,8 @@ import optax
 
 from .._paths import path_name
 from .._tree import at_least_float32, is_half
-from .rounding import round_to, update_to
-from .transforms import as_transform, check_params, check_state
+from .rounding import RoundingKey, first_key, next_key, round_leaf, round_to, update_to
+from .wrapper import as_transform, check_update
 
 
 class MasterWeightsState(NamedTuple):
@@ -76,21 +76,114 @@ def with_master_weights(
         return MasterWeightsState(masters, transform.init(at_least_float32(params)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        check_state(made_by, state, MasterWeightsState, params)
-        check_params(made_by, params)
+        check_update(made_by, MasterWeightsState, state, params, needs_params=True)
         full = full_params(params, state.masters)
-        changes, inner_state = transform.update(
-            at_least_float32(updates), state.inner_state, full, **extra_args
-        )
-        new = optax.apply_updates(full, changes)
-        new_updates = jax.tree.map(
-            lambda p, master, change: update_to(p, round_to(master, p.dtype)) if is_half(p) else change,
-            *(params, new, changes),
+        updates, new, inner_state = _update_in_float32(
+            transform, updates, state.inner_state, params, full, extra_args
         )
         masters = jax.tree.map(lambda p, master: master if is_half(p) else optax.MaskedNode(), params, new)
-        return new_updates, MasterWeightsState(masters, inner_state)
+        return updates, MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class StochasticRoundingState(NamedTuple):
+    """The state of `with_stochastic_rounding`.
+
+    Attributes:
+        inner_state: the state of the wrapped transform.
+        key: the `RoundingKey` of the next step, two scalars, uint32.
+
+    Guide: docs/memory.md.
+    """
+
+    inner_state: Any
+    key: Any
+
+
+def with_stochastic_rounding(
+    inner: optax.GradientTransformation | optax.MultiSteps, *, key: int | jax.Array = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Rounds the new parameters of half precision stochastically, so that they learn without masters.
+
+    A bfloat16 parameter of 1 and an update of 2**-12: rounding to nearest never changes the parameter.
+    Stochastic rounding changes it by 2**-8 on the 16th step on average. A parameter needs 2 bytes where
+    `with_master_weights` needs 6. It is noisier: docs/memory.md has the accuracy of both. (Zamirai et al.,
+    Revisiting BFloat16 Training, 2020.)
+
+    `inner` runs as in a float32 program: its state is made for float32 parameters, and its `update` gets
+    float32 gradients and parameters. The state can rest in bfloat16 as well:
+
+        inner = jmp.cast_state(optax.adamw(3e-4), "bfloat16", stochastic_rounding=True)
+        tx = jmp.with_loss_scale(jmp.with_stochastic_rounding(inner))
+
+    Args:
+        inner: an optax transform, or an `optax.MultiSteps`.
+        key: an integer or a PRNG key. The same key gives the same run. The state holds the key of the next
+            step. A step that `with_loss_scale` skips leaves the key as it was.
+
+    Returns:
+        A transform, whose `update` needs the parameters. Its updates of half parameters are float32:
+        `optax.apply_updates(params, updates)` gives the sum of parameter and inner update, rounded by
+        `stochastic_round`. Parameters of float32 and float64 are not rounded.
+
+    Raises:
+        TypeError: `inner` is no optax transform, or `key` is no key; from `update`, the state is not that of
+            this transform.
+        ValueError: from `update`, there are no parameters.
+
+    >>> params = jnp.ones(4000, jnp.bfloat16)
+    >>> tx = with_stochastic_rounding(optax.sgd(1.0))
+    >>> updates, state = tx.update(jnp.full(4000, 2**-12), tx.init(params), params)
+    >>> params = optax.apply_updates(params, updates)
+    >>> params.dtype.name, round(float(jnp.mean(params < 1)), 2)  # 1 / 16 of them.
+    ('bfloat16', 0.06)
+
+    Guide: docs/memory.md.
+    """
+    made_by = "with_stochastic_rounding"
+    transform = as_transform(made_by, inner)
+
+    def init(params: Any) -> Any:
+        return StochasticRoundingState(transform.init(at_least_float32(params)), first_key(made_by, key))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        check_update(made_by, StochasticRoundingState, state, params, needs_params=True)
+        updates, _, inner_state = _update_in_float32(
+            transform, updates, state.inner_state, params, at_least_float32(params), extra_args, state.key
+        )
+        return updates, StochasticRoundingState(inner_state, next_key(state.key))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _update_in_float32(
+    transform: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    inner_state: Any,
+    params: Any,
+    full: Any,
+    extra_args: dict[str, Any],
+    key: RoundingKey | None = None,
+) -> tuple[Any, Any, Any]:
+    """Runs the wrapped transform as in a float32 program, and rounds the new half parameters.
+
+    Args:
+        transform, grads, inner_state, extra_args: the wrapped transform, and what its `update` gets.
+        params, full: the parameters as they rest, and the same parameters in float32.
+        key: rounds stochastically; None rounds to nearest.
+
+    Returns:
+        The updates of `params`, the new parameters before they are rounded, and the new state of `transform`.
+    """
+    changes, inner_state = transform.update(at_least_float32(grads), inner_state, full, **extra_args)
+    new = optax.apply_updates(full, changes)
+    leaves, structure = jax.tree.flatten(params)
+    updates = structure.flatten_up_to(changes)
+    for index, (param, sum_) in enumerate(zip(leaves, structure.flatten_up_to(new), strict=True)):
+        if is_half(param):
+            updates[index] = update_to(param, round_leaf(sum_, param.dtype, key, index))
+    return structure.unflatten(updates), new, inner_state
 
 
 def full_params(params: Any, masters: Any) -> Any:
@@ -100,7 +193,7 @@ def full_params(params: Any, masters: Any) -> Any:
         ValueError: the trees differ in structure, a parameter in half has no master, or one in float32 has.
     """
 
-    def full(path: tuple[Any, ...], param: Any, master: Any) -> Any:
+    def widen(path: tuple[Any, ...], param: Any, master: Any) -> Any:
         has_master = not isinstance(master, optax.MaskedNode)
         if has_master != is_half(param):
             now, before = ("float32", "half precision") if has_master else ("half precision", "float32")
@@ -115,14 +208,15 @@ def full_params(params: Any, masters: Any) -> Any:
         unchanged = round_to(master, param.dtype) == param.astype(jnp.float32)
         return jnp.where(unchanged, master, param.astype(jnp.float32))
 
-    is_none = lambda node: isinstance(node, optax.MaskedNode)
-    given, known = (jax.tree.structure(tree, is_leaf=is_none) for tree in (params, masters))
+    # `optax.MaskedNode` has no leaves, so that JAX would see no entry for a parameter without a master.
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)
+    given, known = (jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters))
     if given != known:
         raise ValueError(
             "with_master_weights: the parameters have another structure than those that the optimizer was "
             f"initialised with: {given}, not {known}."
         )
-    return jax.tree_util.tree_map_with_path(full, params, masters)
+    return jax.tree_util.tree_map_with_path(widen, params, masters)
 
 
 def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:
