@@ -8,7 +8,7 @@ module.
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -39,21 +39,6 @@ def leaf_names(tree: Any) -> tuple[str, ...]:
     ('head/bias', 'head/kernel')
     """
     return tuple(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
-
-
-def names_in_model_order(tree: Any) -> tuple[str, ...]:
-    """Returns the names of the leaves of `tree`, those in a dict in the order in which its keys were put in.
-
-    >>> names_in_model_order({"stem": {"kernel": 1, "bias": 0}, "head": 2})
-    ('stem/kernel', 'stem/bias', 'head')
-    """
-    if not isinstance(tree, Mapping):
-        return leaf_names(tree)
-    return tuple(
-        join(str(key), name) if name else str(key)
-        for key, value in tree.items()
-        for name in names_in_model_order(value)
-    )
 
 
 def argument_names(

@@ -44,16 +44,18 @@ def leaves_finite(tree: Any) -> jax.Array:
     groups: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
         if is_inexact(leaf):
-            kind = jax.typeof(leaf)  # Has a sharding on a mesh of explicit axes.
-            groups.setdefault((kind.shape, kind.sharding), []).append(index)
-    checked = [part for indices in groups.values() for part in _parts(indices)]
-    flags = [_group_finite([jnp.asarray(leaves[index]) for index in part]) for part in checked]
-    order = [index for part in checked for index in part]
+            # On a mesh of explicit axes JAX stacks only arrays of one sharding.
+            leaf_type = jax.typeof(leaf)
+            groups.setdefault((leaf_type.shape, leaf_type.sharding), []).append(index)
+    parts = [part for indices in groups.values() for part in _parts(indices)]
+    flags = [_group_finite([jnp.asarray(leaves[index]) for index in part]) for part in parts]
+    order = [index for part in parts for index in part]
     others = sorted(set(range(len(leaves))) - set(order))
     flags = jnp.concatenate([*flags, jnp.ones(len(others), jnp.bool_)])
     if (order := order + others) != sorted(order):
         flags = flags[np.argsort(order)]
-    # Without the barrier XLA would reduce each part of the concatenation once more for `flags.all()`.
+    # Callers read the flags and `flags.all()`. Without the barrier XLA would copy the reductions into both
+    # readers: it would reduce each part of the concatenation, and read the gradients, once more.
     return lax.optimization_barrier(flags)
 
 
@@ -73,12 +75,12 @@ def _group_finite(leaves: list[jax.Array]) -> jax.Array:
     finite = [jnp.isfinite(leaf) for leaf in leaves]
     if len(leaves) > 1 and math.prod(shape) > _SMALL:
         if (row := _row(shape)) is None:
-            return jnp.stack([each.all() for each in finite])
-        # The barrier keeps XLA from removing an operand of ones.
+            return jnp.stack([flags.all() for flags in finite])
+        # XLA removes `x & True`. The barrier hides from it that the operand is all ones.
         shared = lax.optimization_barrier(jnp.ones(row, jnp.bool_))
         axes = tuple(range(len(shape) - len(row), len(shape)))
         shared = shared.reshape((1,) * (len(shape) - len(row)) + row)
-        finite = [(each & shared).all(axis=axes) for each in finite]
+        finite = [(flags & shared).all(axis=axes) for flags in finite]
     stacked = jnp.stack(finite)
     return stacked.all(axis=tuple(range(1, stacked.ndim)))
 

@@ -13,7 +13,7 @@ from .loss_scale import LossScale, is_loss_scale
 
 def value_and_grad(
     fun: Callable[..., Any],
-    loss_scale: LossScale = None,  # type: ignore[assignment]
+    loss_scale: LossScale,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
@@ -37,7 +37,7 @@ def value_and_grad(
         complex stay).
 
     Raises:
-        TypeError: the loss is no floating scalar, or `loss_scale` is none.
+        TypeError: the loss is no floating scalar, or `loss_scale` is not a loss scale.
 
     >>> from jmp_lite import DynamicLossScale
     >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
@@ -48,9 +48,9 @@ def value_and_grad(
     """
     if not is_loss_scale(loss_scale):
         raise TypeError(
-            "value_and_grad(fun, loss_scale): expected a loss scale such as "
-            "jmp.get_loss_scale(opt_state), jmp.DynamicLossScale() or, for none, jmp.NoOpLossScale(); got "
-            f"{'nothing' if loss_scale is None else type(loss_scale).__name__}."
+            "value_and_grad(fun, loss_scale): expected a loss scale such as jmp.get_loss_scale(opt_state) or "
+            "jmp.DynamicLossScale(), or jmp.NoOpLossScale() to scale nothing. "
+            f"Got {'a class' if isinstance(loss_scale, type) else type(loss_scale).__name__}."
         )
 
     @functools.wraps(fun)
@@ -58,9 +58,9 @@ def value_and_grad(
         loss, aux = _split(fun(*args, **kwargs), has_aux)
         return loss_scale.scale(loss), _LossAndAux(loss, aux)
 
-    # `argnums` only where it says something: Equinox's transforms take none.
-    settings = {"has_aux": True} | ({} if _is_zero(argnums) else {"argnums": argnums})
-    scaled_value_and_grad = transform(scaled, **settings)
+    # Equinox's transforms take no `argnums`, so 0, which is everybody's default, is left out.
+    settings = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
+    scaled_value_and_grad = transform(scaled, has_aux=True, **settings)
 
     @functools.wraps(fun)
     def true_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -79,7 +79,7 @@ def value_and_grad(
 
 def grad(
     fun: Callable[..., Any],
-    loss_scale: LossScale = None,  # type: ignore[assignment]
+    loss_scale: LossScale,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
@@ -94,7 +94,7 @@ def grad(
         A function of the arguments of `fun` that gives `grads`, or `(grads, aux)` with `has_aux`.
 
     Raises:
-        TypeError: the loss is no floating scalar, or `loss_scale` is none.
+        TypeError: the loss is no floating scalar, or `loss_scale` is not a loss scale.
 
     >>> from jmp_lite import StaticLossScale
     >>> grad(lambda w: w**2, StaticLossScale(1024.0))(jnp.float32(3))
@@ -119,28 +119,24 @@ class _LossAndAux(NamedTuple):
     aux: Any
 
 
-def _is_zero(argnums: Any) -> bool:
-    return isinstance(argnums, int) and argnums == 0
-
-
 def _split(output: Any, has_aux: bool) -> tuple[Any, Any]:
     """Returns `(loss, aux)`, having checked that the loss is a floating scalar."""
     if has_aux and not (isinstance(output, (tuple, list)) and len(output) == 2):
         raise TypeError(
-            f"With has_aux=True the function should return a pair (loss, aux), got {type(output).__name__}."
+            f"With has_aux=True the function should return a pair (loss, aux). Got {type(output).__name__}."
         )
     loss, aux = output if has_aux else (output, None)
     if isinstance(loss, (tuple, list)):
         raise TypeError(
-            "The loss should be a floating scalar, got a "
+            "The loss should be a floating scalar. Got a "
             f"{type(loss).__name__} of {len(loss)}. If the function returns (loss, aux), give has_aux=True."
         )
     if not (hasattr(loss, "dtype") or isinstance(loss, (int, float, complex))):
-        raise TypeError(f"The loss should be a floating scalar, got {type(loss).__name__}.")
+        raise TypeError(f"The loss should be a floating scalar. Got {type(loss).__name__}.")
     shape, dtype = jnp.shape(loss), jnp.result_type(loss)
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"The loss should be a floating scalar, got shape {shape} and dtype {dtype}. Reduce it, "
+            f"The loss should be a floating scalar. Got shape {shape} and dtype {dtype}. Reduce it, "
             "for example with jnp.mean, and return a real number."
         )
     return loss, aux

@@ -68,14 +68,20 @@ def scale_layer(fun: F) -> F:
 
 
 def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls a layer as a function of all its arrays: of its arguments, and of those it takes from outside."""
+    """Calls a layer as a function of all its arrays: its arguments, and the arrays it takes from outside.
+
+    A `jax.custom_vjp` gives gradients to its arguments alone. `jax.closure_convert` makes arguments of the
+    arrays that `fun` takes from outside.
+    """
     leaves, structure = jax.tree.flatten((args, kwargs))
     indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     paths = leaf_names((args, kwargs))
 
     def run(*arrays: Any) -> Any:
-        given = dict(enumerate(leaves)) | dict(zip(indices, arrays, strict=True))
-        args, kwargs = jax.tree.unflatten(structure, [given[index] for index in range(len(leaves))])
+        new_leaves = list(leaves)
+        for index, array in zip(indices, arrays, strict=True):
+            new_leaves[index] = array
+        args, kwargs = jax.tree.unflatten(structure, new_leaves)
         return at_least_float32(fun(*args, **kwargs))
 
     arrays = [leaves[index] for index in indices]
@@ -120,10 +126,10 @@ def _power_of_two(cotangents: Any) -> jax.Array:
     ]
     largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
     exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
-    # Between 2**-126 and 2**126, so that the reciprocal is no subnormal number either.
+    # Between 2**-126 and 2**126, so that the reciprocal is no subnormal number, which XLA may flush to zero.
     exponent = jnp.clip(exponent, 1 << 23, 253 << 23)
     power = lax.bitcast_convert_type(exponent, jnp.float32)
-    # Without the barrier XLA computes the maximum again for each of its readers.
+    # Without the barrier XLA copies the maximum into each kernel that reads it, and computes it there again.
     return lax.optimization_barrier(jnp.where((largest > 0) & jnp.isfinite(largest), power, 1))
 
 
@@ -132,5 +138,8 @@ def _times(tree: Any, factor: jax.Array) -> Any:
 
 
 def _as_array(cotangent: Any) -> Any:
-    of: Any = cotangent
-    return jnp.zeros(of.shape, of.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+    """Returns a cotangent as an array: `symbolic_zeros=True` gives a `SymbolicZero` for an unused result."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    zero: Any = cotangent  # Its attributes have no types that pyright knows.
+    return jnp.zeros(zero.shape, zero.dtype)

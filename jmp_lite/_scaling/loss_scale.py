@@ -6,7 +6,9 @@ them true again (Micikevicius et al., Mixed Precision Training, section 3.2).
 """
 
 import dataclasses
+import functools
 import math
+import warnings
 from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
@@ -15,16 +17,7 @@ import numpy as np
 
 from .._tree import at_least_float32, has_dtype, register_state, replace_leaves, static_field
 from . import serialization
-from .scalars import (
-    LARGEST,
-    SMALLEST,
-    check_flag,
-    float32_scale,
-    int32_count,
-    number,
-    warn_if_not_floating,
-    whole_number,
-)
+from .scalars import LARGEST, SMALLEST, float32_scale, int32_count, number, whole_number
 
 T = TypeVar("T")
 
@@ -137,7 +130,7 @@ class _Scaling:
     def _map(self, tree: T, operation: Any) -> T:
         def apply(leaf: Any) -> Any:
             if type(leaf) is complex or has_dtype(leaf, jnp.complexfloating):
-                # A complex product or quotient would overflow, and turn inf into NaN.
+                # JAX would make the scale complex. Then (inf + 0j) * (2 + 0j) is inf + NaN j.
                 return jax.lax.complex(apply(jnp.real(leaf)), apply(jnp.imag(leaf)))
             if type(leaf) is float or has_dtype(leaf, jnp.floating):
                 wide = jnp.asarray(np.float32(leaf) if type(leaf) is float else at_least_float32(leaf))
@@ -233,26 +226,23 @@ class DynamicLossScale(_Scaling):
     def __post_init__(self) -> None:
         serialization.register(type(self))
         for name in ("loss_scale", "min_loss_scale"):
-            warn_if_not_floating(name, getattr(self, name))
-        minimum = number("min_loss_scale", self.min_loss_scale)
-        maximum = number("max_loss_scale", self.max_loss_scale)
-        _check_settings(self, minimum, maximum)
-        scale = float32_scale("loss_scale", self.loss_scale, maximum)
-        hysteresis = whole_number("hysteresis", self.hysteresis, minimum=0)
-        left = hysteresis if self.hysteresis_left is None else self.hysteresis_left
-        changes = {
-            "loss_scale": scale,
-            "counter": int32_count("counter", self.counter),
-            "period": whole_number("period", self.period, minimum=1),
-            "factor": number("factor", self.factor),
-            "min_loss_scale": max(minimum, SMALLEST),
-            "backoff_factor": None if self.backoff_factor is None else float(self.backoff_factor),
-            "max_loss_scale": maximum,
-            "hysteresis": hysteresis,
-            "hysteresis_left": int32_count("hysteresis_left", left) if hysteresis else None,
-        }
-        for name, value in changes.items():
-            object.__setattr__(self, name, value)
+            if type(value := getattr(self, name)) is int or has_dtype(value, jnp.integer):
+                # As in jmp. stacklevel: this method, the generated __init__, the caller.
+                message = f"Expected floating type for {name}. Got {jnp.result_type(value)}."
+                warnings.warn(message, UserWarning, stacklevel=3)
+        assign = functools.partial(object.__setattr__, self)  # The dataclass is frozen.
+        for name in ("factor", "min_loss_scale", "max_loss_scale"):
+            assign(name, number(name, getattr(self, name)))
+        if self.backoff_factor is not None:
+            assign("backoff_factor", number("backoff_factor", self.backoff_factor))
+        assign("period", whole_number("period", self.period, minimum=1))
+        assign("hysteresis", whole_number("hysteresis", self.hysteresis, minimum=0))
+        _check_settings(self)
+        assign("min_loss_scale", max(self.min_loss_scale, SMALLEST))
+        assign("loss_scale", float32_scale("loss_scale", self.loss_scale, self.max_loss_scale))
+        assign("counter", int32_count("counter", self.counter))
+        left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
+        assign("hysteresis_left", int32_count("hysteresis_left", left) if self.hysteresis else None)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
         """Returns the scale of the next step.
@@ -267,7 +257,7 @@ class DynamicLossScale(_Scaling):
         >>> float(DynamicLossScale(8.0).adjust(jnp.bool_(False)).loss_scale)
         4.0
         """
-        finite = check_flag(grads_finite)
+        finite = _as_flag(grads_finite)
         scale = jnp.asarray(self.loss_scale)
         counted = jnp.asarray(self.counter) + 1
         grow = finite & (counted == self.period)
@@ -310,16 +300,26 @@ class DynamicLossScale(_Scaling):
         return ~finite & (left == 0), jnp.where(refill, jnp.int32(self.hysteresis), spent)
 
 
-def _check_settings(scale: DynamicLossScale, minimum: float, maximum: float) -> None:
+def _as_flag(grads_finite: Any) -> jax.Array:
+    """Returns what `adjust` was given, having checked that it is one boolean."""
+    shape, dtype = getattr(grads_finite, "shape", ()), getattr(grads_finite, "dtype", type(grads_finite))
+    if shape != () or dtype not in (bool, jnp.bool_):
+        raise ValueError(
+            "adjust takes one boolean scalar, such as jmp.all_finite(grads) or "
+            f"jmp.grads_finite(opt_state). Got shape {shape} and dtype {getattr(dtype, '__name__', dtype)}."
+        )
+    return jnp.asarray(grads_finite)
+
+
+def _check_settings(scale: DynamicLossScale) -> None:
     """Raises a ValueError for a setting of `scale` that is out of range."""
 
     def require(condition: bool, name: str, allowed: str) -> None:
         if not condition:
-            raise ValueError(f"DynamicLossScale: {name} should be {allowed}, got {getattr(scale, name)}.")
+            raise ValueError(f"DynamicLossScale: {name} should be {allowed}. Got {getattr(scale, name)}.")
 
-    factor = float(np.float32(number("factor", scale.factor)))
-    require(1 <= factor < math.inf, "factor", "1 or above and finite, in float32")
-    backoff = None if scale.backoff_factor is None else number("backoff_factor", scale.backoff_factor)
+    minimum, maximum, backoff = scale.min_loss_scale, scale.max_loss_scale, scale.backoff_factor
+    require(1 <= scale.factor <= LARGEST, "factor", "1 or above and finite, in float32")
     require(
         backoff is None or SMALLEST <= float(np.float32(backoff)) < 1,
         "backoff_factor",

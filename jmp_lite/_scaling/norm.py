@@ -24,7 +24,8 @@ def squared_norms(tree: Any) -> jax.Array:
     zero = jnp.float32(0)
     leaves = jax.tree.leaves(tree)
     sums = [jnp.sum(jnp.real(leaf * jnp.conj(leaf))) if is_inexact(leaf) else zero for leaf in leaves]
-    # Without the barrier XLA would compute the sums once more for each of their readers.
+    # The flags, the norm and the clip read the sums. Without the barrier XLA would copy the reductions into
+    # each of these readers, and read the gradients once more for each.
     return lax.optimization_barrier(jnp.stack(sums) if sums else jnp.zeros(0))
 
 

@@ -1,6 +1,7 @@
 """optax transforms that unscale gradients and skip the steps whose gradients are not finite."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -8,16 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from .._memory.half_params import init_for_masters
-from .._memory.wrapper import as_transform
-from .._paths import leaf_names, names_in_model_order
+from .._memory.wrapper import as_transform, check_update
+from .._paths import leaf_names
 from .._tree import at_least_float32, has_dtype, select_tree, unwrap
 from .finite import agree, leaves_finite
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
 from .norm import clip, squared_norms
-from .scalars import positive_number
+from .scalars import number
 from .state import LeafNames, SkipNonfiniteState, count
-
-_MISSING: Any = object()
 
 
 class UnscaleState(NamedTuple):
@@ -51,14 +50,14 @@ def unscale() -> optax.GradientTransformationExtraArgs:
     """
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, loss_scale: Any = _MISSING, **extra_args: Any
+        updates: Any, state: Any, params: Any = None, *, loss_scale: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         del params, extra_args
         if not is_loss_scale(loss_scale):
-            given = "nothing" if loss_scale is _MISSING else type(loss_scale).__name__
+            given = "no loss_scale=" if loss_scale is None else type(loss_scale).__name__
             raise TypeError(
-                "jmp.unscale() divides by the loss scale that scaled these gradients and was given "
-                f"{given}. Pass it on: tx.update(grads, opt_state, params, loss_scale=loss_scale). "
+                f"jmp.unscale() divides by the loss scale that scaled these gradients. Got {given}. "
+                "Pass it on: tx.update(grads, opt_state, params, loss_scale=loss_scale). "
                 "Gradients from jmp.value_and_grad are unscaled already: for those, leave unscale out."
             )
         return at_least_float32(loss_scale.unscale(updates)), state
@@ -156,7 +155,7 @@ def with_loss_scale(
     if not is_loss_scale(loss_scale):
         raise TypeError(
             "with_loss_scale(inner, loss_scale): expected a loss scale such as "
-            f"jmp.DynamicLossScale(), got {type(loss_scale).__name__}."
+            f"jmp.DynamicLossScale(). Got {type(loss_scale).__name__}."
         )
     return _Skipping("with_loss_scale", inner, loss_scale, clip_norm, axis_name, name).transform()
 
@@ -174,26 +173,26 @@ class _Skipping:
 
     def transform(self) -> optax.GradientTransformationExtraArgs:
         """Returns the optax transform, having checked the settings."""
-        settings = dataclasses.replace(
-            self,
-            inner=as_transform(self.made_by, self.inner),
-            clip_norm=None if self.clip_norm is None else positive_number("clip_norm", self.clip_norm),
-        )
+        clip_norm = None if self.clip_norm is None else number("clip_norm", self.clip_norm)
+        if clip_norm is not None and not 0 < clip_norm < math.inf:
+            raise ValueError(f"clip_norm should be above 0 and finite. Got {clip_norm}.")
+        inner = as_transform(self.made_by, self.inner)
+        settings = dataclasses.replace(self, inner=inner, clip_norm=clip_norm)
         update: Any = settings.update  # With types of its own, which optax's protocol does not have.
         return optax.GradientTransformationExtraArgs(settings.init, update)
 
     def init(self, params: Any) -> Any:
         """Returns the state for `params`."""
         differentiated = params.fast if isinstance(params, optax.LookaheadParams) else params
-        names = _names(differentiated)
+        names = leaf_names(unwrap(differentiated))
         return SkipNonfiniteState(
             inner_state=init_for_masters(self.inner, params),
             # A copy: a donated state must not take the caller's scale, or that of another state, along.
             loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self.loss_scale),
-            leaf_finite=jnp.ones(len(names.paths), jnp.bool_),
+            leaf_finite=jnp.ones(len(names), jnp.bool_),
             grad_norm=None if self.clip_norm is None else jnp.float32(0),
             counts=jnp.zeros(3, jnp.int32),
-            leaf_names=names,
+            leaf_names=LeafNames(names),
             name=self.name,
         )
 
@@ -203,38 +202,36 @@ class _Skipping:
         """Returns the updates, all minus zero if the step is skipped, and the new state."""
         self._check_state(state, params)
         self._check_loss_scale(state, extra_args)
-        names = state.leaf_names
-        if len(names.paths) != state.leaf_finite.shape[-1]:  # `optax.tree_map_params` has lost the names.
-            names = _names(updates)
-        paths = _checked_paths(updates, names.paths)
+        paths = leaf_names(unwrap(updates))
+        names = state.leaf_names.paths
+        if len(names) != state.leaf_finite.shape[-1]:  # `optax.tree_map_params` has lost the names.
+            names = paths
         grads, flags, finite, norm = self._check(at_least_float32(updates), extra_args.get("loss_scale"))
+        flags = _in_order(flags, paths, names)
         try:
             new_updates, new_inner = self.inner.update(grads, state.inner_state, params, **extra_args)
         except (TypeError, ValueError) as error:
-            if missing := [name for name in names.paths if name not in paths]:
+            if missing := [name for name in names if name not in paths]:
                 raise ValueError(f"The gradients lack the parameters {missing[:4]}: {error}") from error
             raise
         new_state = SkipNonfiniteState(
             inner_state=_select_state(finite, new_inner, state.inner_state),
             loss_scale=None if self.loss_scale is None else state.loss_scale.adjust(finite),
-            leaf_finite=_in_order(flags, paths, names.paths),
+            leaf_finite=flags,
             grad_norm=norm,
             counts=count(state.counts, finite),
-            leaf_names=names,
+            leaf_names=LeafNames(names),
             name=state.name,
         )
-        return jax.tree.map(lambda update: _or_nothing(finite, update), new_updates), new_state
+        return jax.tree.map(lambda update: _or_minus_zero(finite, update), new_updates), new_state
 
     def _check_state(self, state: Any, params: Any) -> None:
         """Raises an error if `state` is not that of this transform."""
-        if not isinstance(state, SkipNonfiniteState):
-            swapped = isinstance(params, SkipNonfiniteState)
-            hint = " The state comes before the parameters." if swapped else ""
-            raise TypeError(
-                f"{self.made_by}: update(grads, opt_state, params) takes the state that its init(params) "
-                f"returned, got {type(state).__name__}.{hint} To go on from a state of the plain optimizer: "
-                "opt_state = dataclasses.replace(tx.init(params), inner_state=old_state)."
-            )
+        advice = (
+            " To go on from a state of the plain optimizer: "
+            "opt_state = dataclasses.replace(tx.init(params), inner_state=old_state)."
+        )
+        check_update(self.made_by, SkipNonfiniteState, state, params, advice=advice)
         if (state.loss_scale is None) != (self.loss_scale is None):
             other = "skip_nonfinite" if state.loss_scale is None else "with_loss_scale"
             raise ValueError(
@@ -279,11 +276,11 @@ class _Skipping:
         return grads, flags, finite, norm
 
 
-def _or_nothing(finite: jax.Array, update: Any) -> Any:
+def _or_minus_zero(finite: jax.Array, update: Any) -> Any:
     """Returns an update where `finite`, and elsewhere one that changes no parameter."""
     if not has_dtype(update, jnp.number):  # A key, float0 or boolean, which no parameter is added to.
         return update
-    # Minus zero is the one number that leaves every parameter as it is: -0.0 + 0.0 is 0.0.
+    # Minus zero is the one number that leaves every parameter as it is: an update of 0.0 turns -0.0 into 0.0.
     return select_tree(finite, update, -jnp.zeros_like(update))
 
 
@@ -305,29 +302,21 @@ def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(select, new, old)
 
 
-def _names(tree: Any) -> LeafNames:
-    """Returns the names of the leaves of a tree of parameters."""
-    names, in_model_order = leaf_names(unwrap(tree)), names_in_model_order(tree)
-    # The variables of Flax NNX are leaves with names of their own.
-    return LeafNames(names, in_model_order if set(names) == set(in_model_order) else names)
+def _in_order(flags: jax.Array, paths: tuple[str, ...], names: tuple[str, ...]) -> jax.Array:
+    """Sorts the flags of the gradients at `paths` by `names`, the parameters that the optimizer knows.
 
-
-def _checked_paths(updates: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the paths of the gradients, which should be among the names that the optimizer knows."""
-    paths = leaf_names(unwrap(updates))
+    A parameter without a gradient counts as finite.
+    """
+    if paths == names:
+        return flags
     if unknown := sorted(set(paths) - set(names)):
         raise ValueError(
             f"The gradients have leaves that the optimizer was not initialised with: {unknown[:4]}. "
             f"It knows {list(names[:4])}{'...' if len(names) > 4 else ''}."
         )
-    return paths
-
-
-def _in_order(flags: jax.Array, paths: tuple[str, ...], names: tuple[str, ...]) -> jax.Array:
-    """Sorts the flags of the gradients at `paths` by `names`; a gradient that is not there is finite."""
-    if paths == names:
-        return flags
-    found: dict[str, jax.Array] = {}
-    for path, flag in zip(paths, flags, strict=True):
-        found[path] = found[path] & flag if path in found else flag  # {"a": {"b": x}, "a/b": y}
-    return jnp.stack([found.get(name, jnp.asarray(True)) for name in names])
+    by_name: dict[str, jax.Array] = {}
+    for path, flag in zip(
+        paths, flags, strict=True
+    ):  # Two leaves of {"a": {"b": x}, "a/b": y} have one name.
+        by_name[path] = by_name[path] & flag if path in by_name else flag
+    return jnp.stack([by_name.get(name, jnp.asarray(True)) for name in names])

@@ -29,9 +29,9 @@ def register(cls: type) -> None:
         _check(state, saved, names)
         changes = {}
         for name in names:
-            target, found = getattr(state, name), saved.get(name)
-            if target is not None and found is not None:
-                changes[name] = serialization.from_state_dict(target, found, name=name)
+            target, value = getattr(state, name), saved.get(name)
+            if target is not None and value is not None:
+                changes[name] = serialization.from_state_dict(target, value, name=name)
         return replace_leaves(state, **changes)
 
     register_with_flax(cls, to_state_dict, from_state_dict, override=True)

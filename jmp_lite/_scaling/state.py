@@ -13,18 +13,13 @@ from . import serialization
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafNames:
-    """The paths of the parameters, which ride along in a state's structure.
+    """The paths of the parameters, in the order of `jax.tree.leaves`. They are part of a state's structure.
 
     All are equal, so that two states have one structure if their arrays have: `optax.tree_map_params`
     compares a state with the state of a placeholder, whose parameters have no names.
-
-    Attributes:
-        paths: the paths, in the order of `jax.tree.leaves`.
-        in_model_order: the same paths in the order in which the model made them. JAX sorts a dict's keys.
     """
 
     paths: tuple[str, ...]
-    in_model_order: tuple[str, ...]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LeafNames)
@@ -144,13 +139,13 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
     """
     state = find_state(opt_state, name)
     counts = jnp.asarray(state.counts)
-    found = {} if state.loss_scale is None else {"loss_scale": jnp.asarray(state.loss_scale.loss_scale)}
-    found |= {
+    values = {} if state.loss_scale is None else {"loss_scale": jnp.asarray(state.loss_scale.loss_scale)}
+    values |= {
         "grads_finite": counts[..., 2] == 0,
         "skipped_steps": counts[..., 1],
         "consecutive_skipped_steps": counts[..., 2],
     }
-    return found if state.grad_norm is None else found | {"grad_norm": jnp.asarray(state.grad_norm)}
+    return values if state.grad_norm is None else values | {"grad_norm": jnp.asarray(state.grad_norm)}
 
 
 def find_state(opt_state: Any, name: str | None = None) -> SkipNonfiniteState:
@@ -169,9 +164,9 @@ def _find_states(tree: Any) -> list[SkipNonfiniteState]:
 
 
 def _choose(states: list[SkipNonfiniteState], name: str | None, wrapper: str) -> SkipNonfiniteState:
-    found = [state for state in states if name is None or state.name == name]
-    if len(found) == 1:
-        return found[0]
+    named = [state for state in states if name is None or state.name == name]
+    if len(named) == 1:
+        return named[0]
     names = [state.name for state in states]
     if not states:
         raise ValueError(
@@ -180,9 +175,9 @@ def _choose(states: list[SkipNonfiniteState], name: str | None, wrapper: str) ->
             "float32 or bfloat16 without a scale: jmp.with_loss_scale(tx, jmp.NoOpLossScale()). A checkpoint "
             "that was restored as plain dicts: restore it with a target, tx.init(params)."
         )
-    if not found:
+    if not named:
         raise ValueError(f"No optimizer is named {name!r}. The names here are {names}.")
     raise ValueError(
-        f"{len(found)} optimizers wrapped in {wrapper} were found, named {names}. Name them apart, "
+        f"{len(named)} optimizers wrapped in {wrapper} were found, named {names}. Name them apart, "
         "with_loss_scale(..., name='generator'), and ask for one by its name."
     )

@@ -1,6 +1,5 @@
 """Tells the host that a run is stuck: too many of its steps are skipped."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,9 +47,9 @@ def raise_if_stuck(
     Guide: docs/loss-scaling.md.
     """
     if max_consecutive_skips < 1:
-        raise ValueError(f"max_consecutive_skips should be 1 or above, got {max_consecutive_skips}.")
+        raise ValueError(f"max_consecutive_skips should be 1 or above. Got {max_consecutive_skips}.")
     if not 0 <= max_skip_rate <= 1:
-        raise ValueError(f"max_skip_rate should lie between 0 and 1, got {max_skip_rate}.")
+        raise ValueError(f"max_skip_rate should lie between 0 and 1. Got {max_skip_rate}.")
     state = find_state(opt_state, name)
     try:
         counts = np.asarray(state.counts)
@@ -60,8 +59,8 @@ def raise_if_stuck(
     for member in np.ndindex(batch):
         complaint = _complaint(state, member, max_consecutive_skips, max_skip_rate)
         if complaint:
-            which = f"Member {list(member)} of {list(batch)}: " if batch else ""
-            raise FloatingPointError(f"{which}{complaint}\n{_ADVICE}")
+            prefix = f"Member {list(member)} of {list(batch)}: " if batch else ""
+            raise FloatingPointError(f"{prefix}{complaint}\n{_ADVICE}")
 
 
 def _complaint(
@@ -81,7 +80,7 @@ def _complaint(
     flags = _member(state.leaf_finite, member)
     if in_a_row and not flags.all():
         finite = dict(zip(state.leaf_names.paths, flags.tolist()))
-        said += f": inf or NaN in the gradients of {describe(finite, state.leaf_names.in_model_order)}"
+        said += f": inf or NaN in the gradients of {describe(finite)}"
     elif in_a_row:
         said += ": the norm of the gradients is inf"
     said += "."
@@ -96,24 +95,23 @@ def _member(values: Any, member: tuple[int, ...]) -> Any:
     return array[member] if array.ndim >= len(member) else array
 
 
-def describe(finite: dict[str, bool], order: Sequence[str], most: int = 6) -> str:
-    """Returns which leaves are not finite, by module, in `order`.
+def describe(finite: dict[str, bool], most: int = 6) -> str:
+    """Returns by module which leaves are not finite: at most `most` modules by name.
 
     >>> finite = {"a/bias": False, "a/kernel": False, "b/bias": False, "b/kernel": True}
-    >>> describe(finite, list(finite))
+    >>> describe(finite)
     '3 of 4 parameters, all but b/kernel'
-    >>> describe({**finite, "b/bias": True}, list(finite))
+    >>> describe({**finite, "b/bias": True})
     '2 of 4 parameters: a'
     """
-    names = [name for name in dict.fromkeys(order) if name in finite]
-    bad, good = ([name for name in names if finite[name] is ok] for ok in (False, True))
-    counted = f"{len(bad)} of {len(names)} parameters"
+    bad, good = ([name for name in finite if finite[name] is flag] for flag in (False, True))
     if not good:
-        return f"all {len(names)} parameters" if len(names) > 1 else "the only parameter"
-    of_bad, of_good = _modules(bad, good), _modules(good, bad)
-    few, how = (of_good, ", all but ") if len(of_good) < len(of_bad) else (of_bad, ": ")
-    more = f" and {len(few) - most} more" if len(few) > most else ""
-    return counted + how + ", ".join(few[:most]) + more
+        return f"all {len(finite)} parameters" if len(finite) > 1 else "the only parameter"
+    bad_modules, good_modules = _modules(bad, good), _modules(good, bad)
+    all_but = len(good_modules) < len(bad_modules)
+    modules, words = (good_modules, ", all but ") if all_but else (bad_modules, ": ")
+    more = f" and {len(modules) - most} more" if len(modules) > most else ""
+    return f"{len(bad)} of {len(finite)} parameters{words}{', '.join(modules[:most])}{more}"
 
 
 def _modules(chosen: list[str], others: list[str]) -> list[str]:

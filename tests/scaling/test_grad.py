@@ -276,18 +276,18 @@ def test_a_loss_scale_of_ones_own_is_used():
 @pytest.mark.parametrize(
     ("fun", "has_aux", "message"),
     [
-        (lambda w: w.astype(jnp.int32)[0], False, r"got shape \(\) and dtype int32. Reduce it"),
-        (lambda w: w, False, r"got shape \(3,\) and dtype float32. Reduce it"),
-        (lambda w: w[:1], False, r"got shape \(1,\) and dtype float32"),
-        (lambda w: w[0] * 1j, False, r"got shape \(\) and dtype complex64"),
-        (lambda w: (w[0], w), False, "got a tuple of 2. .* give has_aux=True"),
-        (lambda w: [w[0], w], False, "got a list of 2. .* give has_aux=True"),
-        (lambda w: None, False, "The loss should be a floating scalar, got"),
-        (lambda w: "loss", False, "The loss should be a floating scalar, got"),
-        (lambda w: {"loss": w[0]}, False, "The loss should be a floating scalar, got dict"),
-        (lambda w: w[0], True, r"With has_aux=True the function should return a pair \(loss, aux\), got"),
+        (lambda w: w.astype(jnp.int32)[0], False, r"Got shape \(\) and dtype int32. Reduce it"),
+        (lambda w: w, False, r"Got shape \(3,\) and dtype float32. Reduce it"),
+        (lambda w: w[:1], False, r"Got shape \(1,\) and dtype float32"),
+        (lambda w: w[0] * 1j, False, r"Got shape \(\) and dtype complex64"),
+        (lambda w: (w[0], w), False, "Got a tuple of 2. .* give has_aux=True"),
+        (lambda w: [w[0], w], False, "Got a list of 2. .* give has_aux=True"),
+        (lambda w: None, False, r"The loss should be a floating scalar\. Got"),
+        (lambda w: "loss", False, r"The loss should be a floating scalar\. Got"),
+        (lambda w: {"loss": w[0]}, False, r"The loss should be a floating scalar\. Got dict"),
+        (lambda w: w[0], True, r"With has_aux=True the function should return a pair \(loss, aux\)\. Got"),
         (lambda w: (w[0], w, w), True, "With has_aux=True the function should return a pair"),
-        (lambda w: ((w[0], w), w), True, "got a tuple of 2"),
+        (lambda w: ((w[0], w), w), True, "Got a tuple of 2"),
     ],
 )
 def test_a_loss_that_is_no_floating_scalar_is_a_type_error(fun, has_aux, message, jit):
@@ -307,6 +307,6 @@ def test_python_and_numpy_floats_are_losses():
 def test_another_object_than_a_loss_scale_is_a_type_error_before_anything_runs(given):
     for transformed in (jmp.value_and_grad, jmp.grad):
         with pytest.raises(
-            TypeError, match=r"expected a loss scale such as jmp\.get_loss_scale.*; got (nothing|\w+)\."
+            TypeError, match=r"expected a loss scale such as jmp\.get_loss_scale.*\. Got [\w ]+\."
         ):
             transformed(square_loss, given)

@@ -267,10 +267,10 @@ def test_jmp_gives_the_same_bits(exponent, period, factor, events):
 
 def test_with_a_factor_of_1_the_scale_only_falls():
     scale = jmp_lite.DynamicLossScale(8.0, period=1, factor=1)
-    found = []
+    scales = []
     for finite in (True, True, False, True, False, True):
         scale = scale.adjust(jnp.bool_(finite))
-        found.append(float(scale.loss_scale))
-    assert found == [8, 8, 4, 4, 2, 2]
+        scales.append(float(scale.loss_scale))
+    assert scales == [8, 8, 4, 4, 2, 2]
     quarter = jmp_lite.DynamicLossScale(8.0, factor=1, backoff_factor=0.25)
     assert float(quarter.adjust(jnp.bool_(False)).loss_scale) == 2

@@ -40,14 +40,14 @@ def test_the_scale_is_a_loss_scale(scale):
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_parameters_and_state_in_the_wrong_order(wrap):
     tx = wrap(optax.sgd(1.0))
-    with pytest.raises(TypeError, match=r"got dict\. The state comes before the parameters\."):
+    with pytest.raises(TypeError, match=r"Got dict\. The state comes before the parameters\."):
         tx.update(PARAMS, PARAMS, tx.init(PARAMS))
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_the_state_of_another_transform(wrap):
     state = optax.adam(1e-3).init(PARAMS)
-    with pytest.raises(TypeError, match=r"that its init\(params\) returned, got tuple\. To go on from"):
+    with pytest.raises(TypeError, match=r"that its init\(params\) returned\. Got tuple\. To go on from"):
         wrap(optax.adam(1e-3)).update(PARAMS, state, PARAMS)
     other = {jmp.with_loss_scale: jmp.skip_nonfinite, jmp.skip_nonfinite: jmp.with_loss_scale}[wrap]
     with pytest.raises(ValueError, match=rf"{wrap.__name__}: update was given a state of {other.__name__}"):
@@ -124,14 +124,9 @@ def test_unscale_is_found_wherever_it_stands(inner):
 # value_and_grad
 
 
-def test_no_scale_is_named_nothing():
-    with pytest.raises(TypeError, match=r"jmp\.NoOpLossScale\(\); got nothing"):
-        jmp.value_and_grad(loss_fn)
-
-
 @pytest.mark.parametrize("scale", [jmp.with_loss_scale(optax.sgd(1.0)).init(PARAMS), 2.0**15])
 def test_an_optimizer_state_is_no_scale(scale):
-    with pytest.raises(TypeError, match=r"such as jmp\.get_loss_scale\(opt_state\).*got \w+"):
+    with pytest.raises(TypeError, match=r"such as jmp\.get_loss_scale\(opt_state\).*Got \w+"):
         jmp.value_and_grad(loss_fn, scale)
 
 
