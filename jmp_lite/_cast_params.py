@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._paths import leaf_names
+from ._paths import named_leaves
 from ._policy import Policy
 
 T = TypeVar("T")
@@ -43,11 +43,11 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
     Guide: docs/export.md.
     """
     if not 0 <= max_flushed <= 1:
-        raise ValueError(f"cast_params: max_flushed is a share from 0 to 1, got {max_flushed!r}.")
-    with np.errstate(over="ignore"):  # It is an error below.
+        raise ValueError(f"cast_params: max_flushed is a share from 0 to 1. Got {max_flushed!r}.")
+    with np.errstate(over="ignore"):  # NumPy warns of a number that becomes inf. It is an error below.
         cast = policy.cast_to_param(params)
     lost = {}
-    for name, before, after in zip(leaf_names(params), jax.tree.leaves(params), jax.tree.leaves(cast)):
+    for (name, before), after in zip(named_leaves(params), jax.tree.leaves(cast), strict=True):
         try:
             fault = "" if after is before else _fault(np.asarray(before), np.asarray(after), max_flushed)
         except jax.errors.TracerArrayConversionError:
@@ -65,7 +65,7 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
 
 
 def _fault(before: np.ndarray, after: np.ndarray, max_flushed: float) -> str:
-    """Returns what a cast does to the numbers of an array; nothing if it does no harm."""
+    """Returns what a cast does to the numbers of an array; an empty string if it does no harm."""
     largest, limit = float(np.max(np.abs(before), initial=0)), float(jnp.finfo(after.dtype).max)
     if np.isnan(largest):
         return "it has NaN."

@@ -72,10 +72,10 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
         allowed = ["half", *_DTYPES]
         if isinstance(spec, str):
             raise ValueError(f"Unknown dtype '{spec}'. It should be one of {allowed}.") from None
-        raise TypeError(f"Expected a dtype or one of {allowed}, got {spec!r}.") from None
+        raise TypeError(f"Expected a dtype or one of {allowed}. Got {spec!r}.") from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"Expected a floating dtype, got {dtype.name}. A policy casts floating values only; "
+            f"Expected a floating dtype. Got {dtype.name}. A policy casts floating values only; "
             "integers, booleans and keys keep their dtype."
         )
     return dtype
@@ -90,7 +90,7 @@ def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
     dtype = None if reduce_dtype is None else parse_dtype(reduce_dtype)
     if dtype is not None and dtype != jnp.float32:
         raise ValueError(
-            f"reduce_dtype should be float32, or None for the dtype of the products, got {dtype.name}."
+            f"reduce_dtype should be float32, or None for the dtype of the products. Got {dtype.name}."
         )
     return dtype
 

@@ -38,7 +38,16 @@ def leaf_names(tree: Any) -> tuple[str, ...]:
     >>> leaf_names({"head": {"bias": 0, "kernel": 1}})
     ('head/bias', 'head/kernel')
     """
-    return tuple(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+    return tuple(name for name, _ in named_leaves(tree))
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves of `tree` with their names, in the order of `jax.tree.leaves`.
+
+    >>> named_leaves({"head": {"bias": 0, "kernel": 1}})
+    [('head/bias', 0), ('head/kernel', 1)]
+    """
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def argument_names(

@@ -41,7 +41,7 @@ class Rule:
 
     def __init__(self, pattern: str, policy: "Policy | DTypeLike", optional: bool = False) -> None:
         if not isinstance(pattern, str):
-            raise TypeError(f"Rule(pattern, policy): the pattern is a path such as 'head', got {pattern!r}.")
+            raise TypeError(f"Rule(pattern, policy): the pattern is a path such as 'head'. Got {pattern!r}.")
         object.__setattr__(self, "pattern", pattern.strip())
         object.__setattr__(self, "policy", _as_policy(policy))
         object.__setattr__(self, "optional", optional)
@@ -197,7 +197,8 @@ class Policy:
 
     def __repr__(self) -> str:
         """Returns the call of `get_policy` that makes the policy."""
-        is_o2 = self.rules and self == _read("O2")  # Of 240 characters.
+        # The string of O2 has 240 characters.
+        is_o2 = self.rules and self == get_policy("O2")
         return f"get_policy({'O2' if is_o2 else str(self)!r})"
 
     def __str__(self) -> str:
@@ -253,18 +254,12 @@ def get_policy(policy_name: str) -> Policy:
     """
     if not isinstance(policy_name, str):
         raise TypeError(
-            "get_policy takes a string such as 'params=float32,compute=float16,output=float32' or 'O1', got "
+            "get_policy takes a string such as 'params=float32,compute=float16,output=float32' or 'O1'. Got "
             f"{policy_name!r}. For a policy of dtypes: jmp.Policy(jnp.float32, jnp.float16, jnp.float32)."
         )
     head, *rules = (part.strip() for part in policy_name.split(";"))
-    return _read(head).with_rules([_get_rule(rule) for rule in rules])
-
-
-def _read(head: str) -> Policy:
-    """Returns the policy that a string without rules of the user's describes."""
-    if head in _PRESETS:
-        return _get_dtypes_and_rules(*(part.strip() for part in _PRESETS[head].split(";")))
-    return _get_dtypes_and_rules(head)
+    dtypes, *preset_rules = (part.strip() for part in _PRESETS.get(head, head).split(";"))
+    return Policy(*_read_dtypes(dtypes), rules=[_read_rule(rule) for rule in rules + preset_rules])
 
 
 def _pairs(rules: Any) -> list[Any]:
@@ -283,37 +278,34 @@ def _as_rule(rule: Any) -> Rule:
     if isinstance(rule, Rule):
         return rule
     if not isinstance(rule, (tuple, list)) or len(rule) != 2:
-        raise TypeError(f"A rule is a jmp.Rule or a pair of pattern and policy, got {rule!r}.")
+        raise TypeError(f"A rule is a jmp.Rule or a pair of pattern and policy. Got {rule!r}.")
     return Rule(*rule)
 
 
-def _get_dtypes_and_rules(head: str, *rules: str) -> Policy:
-    if "=" not in head:
-        dtypes = [parse_dtype(head)] * 3
-    else:
-        given: dict[int, np.dtype] = {}
-        for part in head.split(","):
-            key, _, value = (word.strip() for word in part.partition("="))
-            if key not in _KEYS:
-                raise ValueError(
-                    f"Unknown key '{key}' in '{head}' should be 'params', 'compute' or 'output'."
-                )
-            if _KEYS[key] in given:
-                raise ValueError(f"The key '{key}' is given twice in '{head}'.")
-            given[_KEYS[key]] = parse_dtype(value)
-        param = given.get(0, np.dtype(jnp.float32))
-        compute = given.get(1, param)
-        dtypes = [param, compute, given.get(2, compute)]
-    return Policy(*dtypes, rules=[_get_rule(rule) for rule in rules])
+def _read_dtypes(text: str) -> list[np.dtype]:
+    """Returns the dtypes of parameters, compute and output that a string without rules describes."""
+    if "=" not in text:
+        return [parse_dtype(text)] * 3
+    given: dict[int, np.dtype] = {}
+    for part in text.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key not in _KEYS:
+            raise ValueError(f"Unknown key '{key}' in '{text}' should be 'params', 'compute' or 'output'.")
+        if _KEYS[key] in given:
+            raise ValueError(f"The key '{key}' is given twice in '{text}'.")
+        given[_KEYS[key]] = parse_dtype(value)
+    param = given.get(0, np.dtype(jnp.float32))
+    compute = given.get(1, param)
+    return [param, compute, given.get(2, compute)]
 
 
-def _get_rule(text: str) -> Rule:
+def _read_rule(text: str) -> Rule:
     pattern, arrow, policy = text.partition("->")
     if not arrow:
         raise ValueError(f"A rule reads 'pattern -> policy'. Got {text!r}.")
     optional = pattern.endswith("?") and pattern[:-1] != pattern[:-1].rstrip()
     pattern = pattern[:-1] if optional else pattern
-    return Rule(pattern.strip(), _get_dtypes_and_rules(policy.strip()), optional)
+    return Rule(pattern.strip(), Policy(*_read_dtypes(policy.strip())), optional)
 
 
 def _as_policy(spec: Any) -> Policy:

@@ -129,7 +129,8 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     is_flag = jnp.ndim(pred) == 0 and jnp.result_type(pred) == jnp.bool_
     assert is_flag, "expected boolean scalar"
     pred = jnp.asarray(pred)
-    return jax.tree.map(lambda x, y: jax.lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
+    # Not `jnp.where`, which promotes: state keeps its dtype, or there is an error.
+    return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
 
 
 def unwrap(tree: Any) -> Any:
@@ -158,16 +159,13 @@ def register_state(cls: C) -> C:
         keyed = [(jax.tree_util.GetAttrKey(name), getattr(state, name)) for name in children]
         return keyed, tuple(getattr(state, name) for name in static)
 
-    def flatten(state: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return [getattr(state, name) for name in children], tuple(getattr(state, n) for n in static)
-
     def unflatten(structure: tuple[Any, ...], values: Any) -> Any:
         state = object.__new__(cls)
         for name, value in (*zip(children, values), *zip(static, structure)):
             object.__setattr__(state, name, value)
         return state
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
     return cls
 
 

@@ -142,11 +142,12 @@ class WithPolicy(nn.Module):
         if plain is None or name.startswith("__") or name == "_bound":
             return super().__getattr__(name)
         cls = type(plain.module)
-        found: Any = None if name in vars(plain.module) else inspect.getattr_static(cls, name, None)
-        if isinstance(found, types.FunctionType):
+        # `getattr_static` finds a property without a call of it.
+        member: Any = None if name in vars(plain.module) else inspect.getattr_static(cls, name, None)
+        if isinstance(member, types.FunctionType):
             return types.MethodType(functools.partial(_call_method, name), self)
-        if self.scope is None and hasattr(found, "__get__"):  # A property, which may call `self.init`.
-            return found.__get__(self, cls)
+        if self.scope is None and hasattr(member, "__get__"):  # A property, which may call `self.init`.
+            return member.__get__(self, cls)
         value = getattr(plain.module if self.scope is None else self._bound, name)
         if any(isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(value)):
             raise ValueError(

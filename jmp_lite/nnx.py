@@ -141,6 +141,8 @@ def _set(module: Any, setting: _Setting) -> None:
     needs_plan = isinstance(module, (*_NNX.biased, _NNX.embedding, _NNX.cell))
     if needs_plan or setting.is_model or (not layer and _own_params(module)):
         setattr(module, _SETTING, setting)
+        # Python looks up `__call__` on the class: a function in the instance would not be called. Flax checks
+        # what is assigned to a module, so the class is set past it.
         object.__setattr__(module, "__class__", _subclass(type(module), layer))
 
 

@@ -61,6 +61,6 @@ def test_other_values_than_dtypes_are_a_type_error(spec):
 @pytest.mark.parametrize("spec", [np.int32, "int8", bool, jnp.complex64, "uint32"])
 def test_a_dtype_that_is_not_floating_is_a_type_error_that_says_why(spec):
     with pytest.raises(
-        TypeError, match=r"Expected a floating dtype, got .* A policy casts floating values only"
+        TypeError, match=r"Expected a floating dtype\. Got .* A policy casts floating values only"
     ):
         parse_dtype(spec)

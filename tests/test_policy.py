@@ -229,12 +229,12 @@ def test_rules_are_a_mapping_or_a_list(rules):
 
 @pytest.mark.parametrize("rule", ["head", ("head",), 3, ("head", "f32", "f32")])
 def test_a_rule_is_a_rule_or_a_pair(rule):
-    with pytest.raises(TypeError, match=r"A rule is a jmp\.Rule or a pair of pattern and policy, got"):
+    with pytest.raises(TypeError, match=r"A rule is a jmp\.Rule or a pair of pattern and policy\. Got"):
         jmp.Policy("f32", "f16", "f32", rules=[rule])
 
 
 def test_a_pattern_is_a_string():
-    with pytest.raises(TypeError, match="the pattern is a path such as 'head', got 3"):
+    with pytest.raises(TypeError, match=r"the pattern is a path such as 'head'\. Got 3"):
         jmp.Rule(3, "f32")
 
 

@@ -157,7 +157,7 @@ def test_cast_to_half_and_full():
 def test_casting_to_no_dtype_is_an_error_even_for_an_empty_tree():
     with pytest.raises(ValueError, match="Unknown dtype 'f17'"):
         cast_floating({}, "f17")
-    with pytest.raises(TypeError, match="Expected a floating dtype, got int32"):
+    with pytest.raises(TypeError, match=r"Expected a floating dtype\. Got int32"):
         cast_floating({}, jnp.int32)
 
 

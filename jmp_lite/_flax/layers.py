@@ -66,16 +66,16 @@ def takes_dtype(library: Library, module: Any) -> bool:
         return False
     try:
         return dtype is None or jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:
+    except TypeError:  # A module that users write may call anything `dtype`.
         return False
 
 
 def check_arguments(function: str, base: str, library: Library, module: Any, policy: Any) -> None:
     """Raises a TypeError if `function`, a `with_policy`, was not given a module of `base` and a policy."""
     if not isinstance(module, library.module):
-        raise TypeError(f"{function} takes a {base}, got {type(module).__name__}.")
+        raise TypeError(f"{function} takes a {base}. Got {type(module).__name__}.")
     if not isinstance(policy, Policy):
-        raise TypeError(f"{function} takes a jmp.Policy, got {policy!r}. See jmp.get_policy.")
+        raise TypeError(f"{function} takes a jmp.Policy. Got {policy!r}. See jmp.get_policy.")
 
 
 def check_layer_rules(policy: Policy, path: str, parameters: list[str], module: Any) -> None:

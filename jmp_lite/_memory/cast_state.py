@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from .._dtypes import DTypeLike, parse_dtype
-from .._paths import as_patterns, leaf_names, matches, nearest_paths, path_name
+from .._paths import as_patterns, matches, named_leaves, nearest_paths, path_name
 from .._tree import at_least_float32, cast_leaf, has_dtype, is_half
 from .half_params import master_states
 from .rounding import first_key, next_key, round_leaf
@@ -85,7 +85,7 @@ def cast_state(
 
     def rests(path: tuple[Any, ...], leaf: Any) -> bool:
         """Whether a leaf of the state rests in `target`."""
-        if target == jnp.float32 or not has_dtype(leaf, jnp.floating) or not np.ndim(leaf):
+        if target == jnp.float32 or not _is_floating_array(leaf):
             return False
         return not any(matches(pattern, path_name(path)) for pattern in patterns)
 
@@ -117,6 +117,11 @@ def cast_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _is_floating_array(leaf: Any) -> bool:
+    """Whether `leaf` could rest in half precision. Scalars, such as a loss scale, could not."""
+    return has_dtype(leaf, jnp.floating) and np.ndim(leaf) > 0
+
+
 def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns the dtype in which the state rests.
 
@@ -137,9 +142,8 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
 
 def _check_patterns_match(patterns: tuple[str, ...], state: Any) -> None:
     """Raises a ValueError if a pattern matches no leaf of `state` that could rest in half precision."""
-    leaves = zip(leaf_names(state), jax.tree.leaves(state), strict=True)
-    names = [name for name, leaf in leaves if has_dtype(leaf, jnp.floating) and np.ndim(leaf)]
-    if not names:  # As for the placeholder of `optax.tree_map_params`.
+    names = [name for name, leaf in named_leaves(state) if _is_floating_array(leaf)]
+    if not names:  # The placeholder of `optax.tree_map_params` has no arrays.
         return
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):

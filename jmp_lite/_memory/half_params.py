@@ -180,9 +180,9 @@ def _update_in_float32(
     new = optax.apply_updates(full, changes)
     leaves, structure = jax.tree.flatten(params)
     updates = structure.flatten_up_to(changes)
-    for index, (param, sum_) in enumerate(zip(leaves, structure.flatten_up_to(new), strict=True)):
+    for index, (param, new_param) in enumerate(zip(leaves, structure.flatten_up_to(new), strict=True)):
         if is_half(param):
-            updates[index] = update_to(param, round_leaf(sum_, param.dtype, key, index))
+            updates[index] = update_to(param, round_leaf(new_param, param.dtype, key, index))
     return structure.unflatten(updates), new, inner_state
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._paths import leaf_names, path_name
+from .._paths import named_leaves, path_name
 from .._tree import cast_leaf, has_dtype, is_half, unwrap
 from .half_params import MasterWeightsState, full_params, is_master_state, master_states
 from .rounding import round_to
@@ -85,7 +85,7 @@ def set_master_params(opt_state: Any, params: Any, values: Any) -> tuple[Any, An
     opt_state, params, values = unwrap(opt_state), unwrap(params), unwrap(values)
     _masters_by_path(opt_state, params)  # Raises an error if they do not belong together.
     _check_values(params, values)
-    by_path = dict(zip(leaf_names(params), jax.tree.leaves(values), strict=True))
+    by_path = dict(named_leaves(values))
 
     def param(old: Any, value: Any) -> Any:
         if not has_dtype(old, jnp.floating):
@@ -131,8 +131,7 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
     by_path: dict[str, jax.Array] = {}
     shapes = _shapes(params)
     for state in states:
-        masters = unwrap(state.masters)
-        for name, master in zip(leaf_names(masters), jax.tree.leaves(masters), strict=True):
+        for name, master in named_leaves(unwrap(state.masters)):
             if shapes.get(name) != jnp.shape(master):
                 raise ValueError(
                     f"The optimizer has a master {name!r} of shape {jnp.shape(master)}, the parameters have "
@@ -161,4 +160,4 @@ def _check_values(params: Any, values: Any) -> None:
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the leaves of `tree` by their paths."""
-    return dict(zip(leaf_names(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
+    return {name: jnp.shape(leaf) for name, leaf in named_leaves(tree)}

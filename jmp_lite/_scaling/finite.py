@@ -13,7 +13,6 @@ that is sharded in another way.)
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,9 +23,8 @@ from jax import lax
 from .._tree import has_dtype
 
 _SMALL = 2**16  # Elements of the largest leaf that is stacked.
-_GROUP = (
-    16  # Leaves in a group. Compile time grows steeply with the operands of a kernel: 64 take twice as long.
-)
+# Leaves in a group. Compile time grows steeply with the operands of a kernel: 64 take twice as long.
+_GROUP = 16
 _ROW = 256  # Elements of the shortest row: enough for a block of threads.
 _LONGEST_ROW = 2**17  # The shared operand is as long as a row.
 
@@ -47,7 +45,11 @@ def leaves_finite(tree: Any) -> jax.Array:
             # On a mesh of explicit axes JAX stacks only arrays of one sharding.
             leaf_type = jax.typeof(leaf)
             groups.setdefault((leaf_type.shape, leaf_type.sharding), []).append(index)
-    parts = [part for indices in groups.values() for part in _parts(indices)]
+    parts = [
+        indices[start : start + _GROUP]
+        for indices in groups.values()
+        for start in range(0, len(indices), _GROUP)
+    ]
     flags = [_group_finite([jnp.asarray(leaves[index]) for index in part]) for part in parts]
     order = [index for part in parts for index in part]
     others = sorted(set(range(len(leaves))) - set(order))
@@ -62,11 +64,6 @@ def leaves_finite(tree: Any) -> jax.Array:
 def is_inexact(leaf: Any) -> bool:
     """Whether `leaf` is a floating or complex number or array."""
     return isinstance(leaf, (float, complex)) or has_dtype(leaf, jnp.inexact)
-
-
-def _parts(indices: list[int]) -> Iterator[list[int]]:
-    for start in range(0, len(indices), _GROUP):
-        yield indices[start : start + _GROUP]
 
 
 def _group_finite(leaves: list[jax.Array]) -> jax.Array:

@@ -49,13 +49,14 @@ def value_and_grad(
     if not is_loss_scale(loss_scale):
         raise TypeError(
             "value_and_grad(fun, loss_scale): expected a loss scale such as jmp.get_loss_scale(opt_state) or "
-            "jmp.DynamicLossScale(), or jmp.NoOpLossScale() to scale nothing. "
+            "jmp.DynamicLossScale(), or jmp.NoOpLossScale() for no scale. "
             f"Got {'a class' if isinstance(loss_scale, type) else type(loss_scale).__name__}."
         )
 
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, _LossAndAux]:
         loss, aux = _split(fun(*args, **kwargs), has_aux)
+        # The true loss is an auxiliary output: the scaled loss may overflow, and a division would not undo it.
         return loss_scale.scale(loss), _LossAndAux(loss, aux)
 
     # Equinox's transforms take no `argnums`, so 0, which is everybody's default, is left out.

@@ -150,7 +150,6 @@ def with_loss_scale(
 
     Guide: docs/loss-scaling.md.
     """
-    # Not a default argument: a value made when this file is imported would be shared by all.
     loss_scale = DynamicLossScale() if loss_scale is None else loss_scale
     if not is_loss_scale(loss_scale):
         raise TypeError(
@@ -293,7 +292,7 @@ def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
         )
 
     def select(new: Any, old: Any) -> Any:
-        # Some optax states change their dtype on the first step.
+        # Some optax states change their dtype on the first step, and `lax.select` takes arrays of one dtype.
         if new is not old and not jnp.issubdtype(jnp.result_type(new), jax.dtypes.extended):
             dtype = jnp.result_type(new, old)
             new, old = jnp.asarray(new, dtype), jnp.asarray(old, dtype)
@@ -315,8 +314,7 @@ def _in_order(flags: jax.Array, paths: tuple[str, ...], names: tuple[str, ...]) 
             f"It knows {list(names[:4])}{'...' if len(names) > 4 else ''}."
         )
     by_name: dict[str, jax.Array] = {}
-    for path, flag in zip(
-        paths, flags, strict=True
-    ):  # Two leaves of {"a": {"b": x}, "a/b": y} have one name.
+    for path, flag in zip(paths, flags, strict=True):
+        # The two leaves of {"a": {"b": x}, "a/b": y} have one name.
         by_name[path] = by_name[path] & flag if path in by_name else flag
     return jnp.stack([by_name.get(name, jnp.asarray(True)) for name in names])

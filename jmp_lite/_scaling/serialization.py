@@ -34,6 +34,7 @@ def register(cls: type) -> None:
                 changes[name] = serialization.from_state_dict(target, value, name=name)
         return replace_leaves(state, **changes)
 
+    # Every state that is made registers its class. Without `override` Flax raises an error the second time.
     register_with_flax(cls, to_state_dict, from_state_dict, override=True)
 
 

@@ -236,5 +236,5 @@ def test_convolutions_keep_the_dtype_of_their_products():
 
 @pytest.mark.parametrize("given", ["float16", "bfloat16", jnp.float64])
 def test_another_dtype_is_an_error(given):
-    with pytest.raises(ValueError, match=r"reduce_dtype should be float32.*got (b?float16|float64)"):
+    with pytest.raises(ValueError, match=r"reduce_dtype should be float32.*Got (b?float16|float64)"):
         jmp.autocast(layer, reduce_dtype=given)

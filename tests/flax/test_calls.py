@@ -125,9 +125,9 @@ def test_a_weakly_typed_carry_is_not_rounded(library, by_name):
     else:
         run = model
     expected, _ = run(strong, x)
-    found, _ = run(carry=weak, inputs=x) if by_name else run(weak, x)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert not np.array_equal(found[0], found[0].astype(jnp.float16).astype(jnp.float32))
+    output, _ = run(carry=weak, inputs=x) if by_name else run(weak, x)
+    jax.tree.map(np.testing.assert_array_equal, output, expected)
+    assert not np.array_equal(output[0], output[0].astype(jnp.float16).astype(jnp.float32))
 
 
 class DenseRelu(nn.Dense):

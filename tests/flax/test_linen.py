@@ -42,12 +42,12 @@ def test_agrees_with_float32_in_outputs_gradients_and_statistics(name, policy, t
 def test_every_product_of_forward_and_backward_takes_half_operands(model, x):
     params, others = variables_of(model, x)
     wrapped = with_policy(model, F16)
-    found = products(
+    dtypes = products(
         jax.grad(lambda p: loss_fn(p, others, wrapped, x, True)[0]),
         params,
     )
-    assert len(found) >= 3
-    assert set(found) == {("float16", "float16")}
+    assert len(dtypes) >= 3
+    assert set(dtypes) == {("float16", "float16")}
 
 
 @pytest.mark.cases(fast=1, slow=2)

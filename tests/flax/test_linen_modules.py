@@ -20,15 +20,15 @@ def test_rules_keep_parts_in_float32():
     policy = F16.with_rules({"Dense_0": "float32", "**/BatchNorm*": "p=f32,c=f32,o=f16"})
     params, others = variables_of(ConvNet(), IMAGES)
     model = with_policy(ConvNet(), policy)
-    found = products(lambda p: loss_fn(p, others, model, IMAGES, True)[0], params)
-    assert sorted(found) == [("float16",) * 2] * 2 + [("float32",) * 2]
+    dtypes = products(lambda p: loss_fn(p, others, model, IMAGES, True)[0], params)
+    assert sorted(dtypes) == [("float16",) * 2] * 2 + [("float32",) * 2]
 
 
 def test_rules_name_single_parameters_of_modules_that_users_write():
     policy = F16.with_rules({"in_setup": "float32"})
     params = OwnParams().init(jax.random.key(0), SEQUENCE)
-    found = products(lambda p: with_policy(OwnParams(), policy).apply(p, SEQUENCE), params)
-    assert ("float16", "float32") in found or ("float32", "float32") in found
+    dtypes = products(lambda p: with_policy(OwnParams(), policy).apply(p, SEQUENCE), params)
+    assert ("float16", "float32") in dtypes or ("float32", "float32") in dtypes
 
 
 def test_a_rule_for_one_parameter_of_a_layer_is_an_error():
@@ -71,8 +71,8 @@ def test_inside_another_module_paths_stay_and_the_innermost_policy_wins():
     plain = Outer(None).init(jax.random.key(0), x)
     inner = Outer(jmp.get_policy("float32"))
     jax.tree.map(np.testing.assert_array_equal, inner.init(jax.random.key(0), x), plain)
-    found = products(with_policy(inner, F16).apply, plain, x)
-    assert found == [("float32", "float32"), ("float16", "float16")]
+    dtypes = products(with_policy(inner, F16).apply, plain, x)
+    assert dtypes == [("float32", "float32"), ("float16", "float16")]
 
 
 @pytest.mark.parametrize("lift", [nn.remat, nn.jit, None], ids=["remat", "jit", "none"])

@@ -62,9 +62,9 @@ def test_the_fast_attention_of_jax_runs_in_half_too():
 @pytest.mark.cases(fast=3)
 @each_model
 def test_every_product_of_forward_and_backward_takes_half_operands(make, x):
-    found = products_of_grad(with_policy(make(nnx.Rngs(0)), F16), x)
-    assert len(found) >= 3
-    assert set(found) == {("float16", "float16")}
+    dtypes = products_of_grad(with_policy(make(nnx.Rngs(0)), F16), x)
+    assert len(dtypes) >= 3
+    assert set(dtypes) == {("float16", "float16")}
 
 
 @each_model

@@ -22,9 +22,9 @@ from tests.support.policies import BF16, F16, IMAGES, SEQUENCE
 def test_rules_keep_parts_in_float32():
     model = ConvNet(nnx.Rngs(0))
     half = with_policy(model, F16.with_rules({"head": "float32", "bn": "p=f32,c=f32,o=f16"}))
-    found = products_of_grad(half, IMAGES)
-    assert sorted(set(found)) == [("float16",) * 2, ("float32",) * 2]
-    assert found.count(("float32", "float32")) == 3  # The head: forward, and two backward.
+    dtypes = products_of_grad(half, IMAGES)
+    assert sorted(set(dtypes)) == [("float16",) * 2, ("float32",) * 2]
+    assert dtypes.count(("float32", "float32")) == 3  # The head: forward, and two backward.
 
 
 def test_rules_name_single_parameters_of_modules_that_users_write():
@@ -167,7 +167,7 @@ def test_a_model_can_be_pickled(protocol):
     model = with_policy(ConvNet(nnx.Rngs(0)), F16.with_rules({"head": "float32"}), reduce_dtype="float32")
     restored = pickle.loads(pickle.dumps(model, protocol))
     assert type(restored) is type(model)
-    values, restored_values = (nnx.as_pure(nnx.state(each)) for each in (model, restored))
+    values, restored_values = (nnx.as_pure(nnx.state(module)) for module in (model, restored))
     jax.tree.map(np.testing.assert_array_equal, restored_values, values)
     assert products_of_grad(restored, IMAGES) == products_of_grad(model, IMAGES)
 

@@ -60,7 +60,7 @@ def loss_of(kind, name, dtype, **settings):
 def products(loss, params):
     """How many products of a gradient give float32, and how many take it."""
     closed = jax.make_jaxpr(jax.grad(loss))(params)
-    dots = [each for each in equations(closed) if each.primitive.name == "dot_general"]
+    dots = [equation for equation in equations(closed) if equation.primitive.name == "dot_general"]
     is_wide = lambda var: var.aval.dtype == jnp.float32
     return sum(is_wide(dot.outvars[0]) for dot in dots), sum(any(map(is_wide, dot.invars)) for dot in dots)
 
@@ -145,7 +145,7 @@ def test_the_layer_is_as_it_was_after_the_call():
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_another_dtype_is_an_error(with_policy, dtype):
     model = nn.Dense(5) if with_policy is jmp_lite.linen.with_policy else NNX["Linear"]()
-    with pytest.raises(ValueError, match=rf"reduce_dtype should be float32.*got {dtype}"):
+    with pytest.raises(ValueError, match=rf"reduce_dtype should be float32.*Got {dtype}"):
         with_policy(model, jmp.get_policy("c=f16"), reduce_dtype=dtype)
 
 
@@ -198,6 +198,6 @@ def test_in_a_shard_map_the_gradient_of_a_whole_weight_is_summed_over_the_device
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
     grads = jax.jit(run)(params, X)
-    for found, wanted in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):
-        assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-2)
+    for grad, wanted in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):
+        assert grad.dtype == jnp.float32
+        np.testing.assert_allclose(grad, wanted, rtol=1e-2, atol=1e-2)

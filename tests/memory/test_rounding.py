@@ -219,7 +219,7 @@ def test_dtypes_that_need_no_rounding_are_an_error():
         ValueError, match=r"dtype is one of bfloat16, float16, .*Got float32. float32 needs no"
     ):
         jmp.stochastic_round(jnp.ones(2), "float32", jax.random.key(0))
-    with pytest.raises(TypeError, match="Expected a floating dtype, got int8"):
+    with pytest.raises(TypeError, match=r"Expected a floating dtype\. Got int8"):
         jmp.stochastic_round(jnp.ones(2), jnp.int8, jax.random.key(0))
 
 

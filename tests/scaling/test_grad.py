@@ -1,6 +1,7 @@
 """value_and_grad gives back the true loss and true float32 gradients."""
 
 import functools
+import inspect
 
 import equinox as eqx
 import jax
@@ -294,6 +295,13 @@ def test_a_loss_that_is_no_floating_scalar_is_a_type_error(fun, has_aux, message
     for transformed in (jmp.value_and_grad, jmp.grad):
         with pytest.raises(TypeError, match=message):
             jit(transformed(fun, jmp.StaticLossScale(2.0), has_aux=has_aux))(jnp.asarray(W))
+
+
+@pytest.mark.parametrize("transformed", [jmp.value_and_grad, jmp.grad])
+def test_the_scale_is_required_and_the_arguments_of_jax_follow_in_their_order(transformed):
+    parameters = inspect.signature(transformed).parameters
+    assert list(parameters)[:4] == ["fun", "loss_scale", "argnums", "has_aux"]
+    assert [name for name, p in parameters.items() if p.default is p.empty] == ["fun", "loss_scale"]
 
 
 def test_python_and_numpy_floats_are_losses():

@@ -33,12 +33,12 @@ def network(layer, factor=0.25):
     return loss
 
 
-def cosines(found, wanted):
+def cosines(gradients, wanted):
     """The cosine of the gradients of each layer; 0 for zeros, NaN for what is not finite."""
     with np.errstate(invalid="ignore"):
         pairs = [
             (np.asarray(a, np.float64).ravel(), np.asarray(b, np.float64).ravel())
-            for a, b in zip(found, wanted)
+            for a, b in zip(gradients, wanted)
         ]
         return np.array([a @ b / np.linalg.norm(a) / np.linalg.norm(b) if a.any() else 0.0 for a, b in pairs])
 
@@ -59,8 +59,8 @@ def test_all_layers_learn_where_no_global_scale_serves_them(expected, remat):
     assert cosines(jax.jit(jax.grad(network(scaled)))(W, X), expected).min() > 0.999
     gradient = jax.jit(lambda w, x, scale: jmp.grad(network(half), jmp.StaticLossScale(scale))(w, x))
     for exponent in range(0, 100, 20):
-        found = cosines(gradient(W, X, 2.0**exponent), expected)
-        assert not (found > 0.9).all()
+        similarity = cosines(gradient(W, X, 2.0**exponent), expected)
+        assert not (similarity > 0.9).all()
 
 
 @pytest.mark.slow
@@ -78,22 +78,22 @@ def test_both_orders_with_autocast_give_the_same_gradients(expected, dtype):
 def test_autocast_around_the_layers_casts_their_weights_and_results_inside_them():
     def unrolled(layer):
         def loss(w, x):
-            for each in w:  # A slice, which autocast would cast before it is taken.
-                y = layer(each, x)
+            for weight in w:  # A slice, which autocast would cast before it is taken.
+                y = layer(weight, x)
                 x = jax.lax.stop_gradient(y * (1 - 2.0**-5)) + y * 2.0**-5
             return jnp.mean((x @ w[0]) @ w[1])
 
         return loss
 
     wanted = jax.jit(jax.grad(unrolled(layer)))(W[:8], X)
-    found = jax.jit(jax.grad(jmp.autocast(unrolled(jmp.scale_layer(layer)), F16)))(W[:8], X)
-    assert cosines(found[2:], wanted[2:]).min() > 0.999
+    gradients = jax.jit(jax.grad(jmp.autocast(unrolled(jmp.scale_layer(layer)), F16)))(W[:8], X)
+    assert cosines(gradients[2:], wanted[2:]).min() > 0.999
 
 
 def test_beside_a_global_scale_the_gradients_are_the_same(expected):
     scaled = network(jmp.scale_layer(jmp.autocast(layer, F16)))
-    found = [jax.jit(jmp.grad(scaled, jmp.StaticLossScale(2.0**k)))(W, X) for k in (0, 20)]
-    np.testing.assert_array_equal(*found)
+    gradients = [jax.jit(jmp.grad(scaled, jmp.StaticLossScale(2.0**k)))(W, X) for k in (0, 20)]
+    np.testing.assert_array_equal(*gradients)
 
 
 @pytest.mark.slow
@@ -139,9 +139,9 @@ def test_under_vmap_each_example_has_a_scale_of_its_own():
     scaled = jmp.scale_layer(jmp.autocast(layer, F16))
     loss = lambda w, x, size: size * jnp.sum(scaled(w, x))
     sizes = jnp.array([2.0**-60, 1.0, 2.0**60])
-    found = jax.vmap(jax.grad(loss), (None, None, 0))(W[0], X, sizes)
-    for gradient, size in zip(found, sizes):
-        np.testing.assert_array_equal(gradient / size, found[1])
+    gradients = jax.vmap(jax.grad(loss), (None, None, 0))(W[0], X, sizes)
+    for gradient, size in zip(gradients, sizes):
+        np.testing.assert_array_equal(gradient / size, gradients[1])
 
 
 def test_trees_keyword_arguments_integers_and_arrays_from_outside():

@@ -111,9 +111,9 @@ def test_a_clip_may_be_switched(clip):
     before, after = clip
     _, state = trained(jmp.DynamicLossScale(16.0), clip_norm=before)
     tx = jmp.with_loss_scale(optax.adam(1e-2), clip_norm=after)
-    found = restored(tx.init(make_params()), state)
-    assert bits(found.inner_state) == bits(state.inner_state)
-    assert jmp.grads_finite(jax.jit(tx.update)(make_grads(2), found, make_params())[1])
+    loaded = restored(tx.init(make_params()), state)
+    assert bits(loaded.inner_state) == bits(state.inner_state)
+    assert jmp.grads_finite(jax.jit(tx.update)(make_grads(2), loaded, make_params())[1])
 
 
 def test_a_plain_state_says_how_to_go_on():

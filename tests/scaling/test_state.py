@@ -24,8 +24,8 @@ def test_counts_follow_the_events(events):
     assert bool(jmp.grads_finite(opt_state)) == events[-1]
     assert int(opt_state.inner_state[0].count) == events.count(True)
     for count in ("skipped_steps", "consecutive_skipped_steps"):
-        found = jmp.metrics(opt_state)[count]
-        assert (found.dtype, found.shape, found.weak_type) == (np.int32, (), False)
+        values = jmp.metrics(opt_state)[count]
+        assert (values.dtype, values.shape, values.weak_type) == (np.int32, (), False)
 
 
 # What goes into a logger
@@ -38,13 +38,13 @@ def test_metrics_are_scalars_inside_jit_and_outside():
     state = tx.init(make_params())
     for grads, expected in [(make_grads(0), (2.0**15, 1, 0, 0)), (spoil(make_grads(1)), (2.0**14, 0, 1, 1))]:
         _, state = step(make_params(), state, grads)
-        found = jmp.metrics(state)
-        assert list(found) == names
-        assert jax.tree.map(lambda x: x.shape, found) == dict.fromkeys(names, ())
-        assert tuple(float(found[name]) for name in names[:4]) == expected
+        values = jmp.metrics(state)
+        assert list(values) == names
+        assert jax.tree.map(lambda x: x.shape, values) == dict.fromkeys(names, ())
+        assert tuple(float(values[name]) for name in names[:4]) == expected
         inside = jax.jit(jmp.metrics)(state)
         assert {name: float(inside[name]) for name in names[:4]} == dict(zip(names, expected))
-    assert np.isnan(found["grad_norm"])
+    assert np.isnan(values["grad_norm"])
 
 
 def test_metrics_have_only_known_values():
