@@ -56,7 +56,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, _LossAndAux]:
         loss, aux = _split(fun(*args, **kwargs), has_aux)
-        # The true loss is an auxiliary output: the scaled loss may overflow, and a division would not undo it.
+        # The true loss is an auxiliary output: where the scaled loss overflows, no division undoes it.
         return loss_scale.scale(loss), _LossAndAux(loss, aux)
 
     # Equinox's transforms take no `argnums`, so 0, which is everybody's default, is left out.
