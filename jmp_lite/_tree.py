@@ -135,6 +135,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
 def unwrap(tree: Any) -> Any:
     """Takes the arrays out of the variables in which Flax NNX keeps parameters and optimizer state."""
+    # By its method: this package does not import Flax.
     is_variable = lambda node: hasattr(node, "get_value")
     return jax.tree.map(lambda v: v.get_value() if is_variable(v) else v, tree, is_leaf=is_variable)
 

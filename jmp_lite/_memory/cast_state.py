@@ -107,6 +107,7 @@ def cast_state(
         wide = jax.tree_util.tree_map_with_path(widen, state.inner_state)
         updates, new = transform.update(at_least_float32(updates), wide, params, **extra_args)
         leaves, structure = jax.tree_util.tree_flatten_with_path(new)
+        # `round_leaf` gives numbers that `target` holds, so that the cast after it is exact.
         narrowed = [
             round_leaf(leaf, target, state.key, index).astype(target) if rests(path, leaf) else leaf
             for index, (path, leaf) in enumerate(leaves)

@@ -205,6 +205,7 @@ def full_params(params: Any, masters: Any) -> Any:
             )
         if not has_master:
             return param
+        # `round_to` in place of a cast: XLA may drop a cast to half, and all parameters would look changed.
         unchanged = round_to(master, param.dtype) == param.astype(jnp.float32)
         return jnp.where(unchanged, master, param.astype(jnp.float32))
 

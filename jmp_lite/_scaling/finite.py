@@ -71,7 +71,7 @@ def _group_finite(leaves: list[jax.Array]) -> jax.Array:
     shape = leaves[0].shape
     finite = [jnp.isfinite(leaf) for leaf in leaves]
     if len(leaves) > 1 and math.prod(shape) > _SMALL:
-        if (row := _row(shape)) is None:
+        if (row := _row(shape)) is None:  # Rows too short for a block of threads, or too long to share.
             return jnp.stack([flags.all() for flags in finite])
         # XLA removes `x & True`. The barrier hides from it that the operand is all ones.
         shared = lax.optimization_barrier(jnp.ones(row, jnp.bool_))

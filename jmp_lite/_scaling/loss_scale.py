@@ -133,6 +133,7 @@ class _Scaling:
                 # JAX would make the scale complex. Then (inf + 0j) * (2 + 0j) is inf + NaN j.
                 return jax.lax.complex(apply(jnp.real(leaf)), apply(jnp.imag(leaf)))
             if type(leaf) is float or has_dtype(leaf, jnp.floating):
+                # With `jax_enable_x64` JAX would make a Python float float64.
                 wide = jnp.asarray(np.float32(leaf) if type(leaf) is float else at_least_float32(leaf))
                 return operation(wide, jnp.asarray(self.loss_scale).astype(wide.dtype))
             return leaf
@@ -262,8 +263,10 @@ class DynamicLossScale(_Scaling):
         counted = jnp.asarray(self.counter) + 1
         grow = finite & (counted == self.period)
         grown = scale * np.float32(self.factor)
+        # The limit is rounded to float32 as the scale is: 0.7 is above the float32 number nearest to it.
         raised = jnp.where(grow & (grown <= np.float32(self.max_loss_scale)), grown, scale)
         back_off, left = self._spend_hysteresis(finite, grow)
+        # `dataclasses.replace` would run the checks of the settings, and make the copies again.
         return replace_leaves(
             self,
             loss_scale=jnp.where(back_off, self.lowered(scale), raised),
@@ -288,6 +291,7 @@ class DynamicLossScale(_Scaling):
             mantissa = jax.lax.bitcast_convert_type(scale, jnp.uint32) & 0x7FFFFF
             above = np.float32(2.0 ** math.frexp(self.min_loss_scale)[1])
             stop = jnp.where(mantissa == 0, above, minimum)
+        # The minimum with `scale` is for a scale that started below the minimum: it stays where it is.
         return jnp.minimum(scale, jnp.where(lowered < minimum, stop, lowered))
 
     def _spend_hysteresis(self, finite: jax.Array, grow: jax.Array) -> tuple[jax.Array, Any]:

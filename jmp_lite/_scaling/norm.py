@@ -23,6 +23,7 @@ def squared_norms(tree: Any) -> jax.Array:
     """
     zero = jnp.float32(0)
     leaves = jax.tree.leaves(tree)
+    # As optax: `jnp.abs` of a complex number would compute a root, which is squared again.
     sums = [jnp.sum(jnp.real(leaf * jnp.conj(leaf))) if is_inexact(leaf) else zero for leaf in leaves]
     # The flags, the norm and the clip read the sums. Without the barrier XLA would copy the reductions into
     # each of these readers, and read the gradients once more for each.

@@ -265,11 +265,12 @@ class _Skipping:
             squares = squared_norms(grads)
             flags = jnp.isfinite(squares)
             norm = jnp.sqrt(squares.sum())
-            if is_loss_scale(loss_scale):
+            if is_loss_scale(loss_scale):  # `unscale` inside divides the gradients later.
                 norm = norm / loss_scale.loss_scale
             finite = jnp.isfinite(norm)
             grads = clip(grads, norm, self.clip_norm)
         if self.axis_name is not None:
+            # One collective for all flags. Devices wait for each other in every collective.
             agreed = agree(jnp.append(flags, finite), self.axis_name)
             flags, finite = agreed[:-1], agreed[-1]
         return grads, flags, finite, norm
@@ -293,9 +294,11 @@ def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
 
     def select(new: Any, old: Any) -> Any:
         # Some optax states change their dtype on the first step, and `lax.select` takes arrays of one dtype.
+        # PRNG keys have extended dtypes, to which `jnp.asarray` does not cast.
         if new is not old and not jnp.issubdtype(jnp.result_type(new), jax.dtypes.extended):
             dtype = jnp.result_type(new, old)
             new, old = jnp.asarray(new, dtype), jnp.asarray(old, dtype)
+        # A leaf that the optimizer hands on as it is needs no select, and its buffer stays.
         return old if new is old else select_tree(finite, new, old)
 
     return jax.tree.map(select, new, old)
