@@ -33,7 +33,21 @@ ROOMS = {
     "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling"),
     "linen": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_flax"),
     "nnx": ("_dtypes", "_paths", "_tree", "_policy", "_flax"),
-    "diagnostics": ("_dtypes", "_paths", "_tree", "_scaling", "_autocast"),
+    "diagnostics._values": ("_paths", "_scaling", "_autocast"),
+    "diagnostics._nonfinite": ("_autocast", "diagnostics._values"),
+    "diagnostics._ranges": (
+        "_dtypes",
+        "_scaling",
+        "_autocast",
+        "diagnostics._values",
+        "diagnostics._nonfinite",
+    ),
+    "diagnostics._precision": ("_dtypes", "_autocast", "diagnostics._values", "diagnostics._nonfinite"),
+    "diagnostics._program": ("_autocast",),
+    "diagnostics": (
+        *("_dtypes", "_autocast", "diagnostics._values", "diagnostics._nonfinite", "diagnostics._ranges"),
+        *("diagnostics._precision", "diagnostics._program"),
+    ),
 }
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
@@ -42,21 +56,29 @@ FILES = {
     "_autocast": "primitives rules jaxprs binding scopes states activations plan decide demand gradients "
     "planner products interpreter custom_rules calls layers arguments advice operations api report",
     "_flax": "products layers calls",
-    "diagnostics": "_hlo _traffic _products _program _compile _measured _roofline _sites _tap _calls _trace "
-    "_extremes _flow _advice _nonfinite _find _bits _scales _pages _ranges _profile "
-    "_fewest _precision _piled _compare _doctor",
+    "diagnostics._values": "sites tap calls trace",
+    "diagnostics._nonfinite": "extremes flow advice report find",
+    "diagnostics._ranges": "magnitudes scales picture report profile",
+    "diagnostics._precision": "fewest report piled compare",
+    "diagnostics._program": "hlo traffic products program compile measured roofline",
+    "diagnostics": "_doctor",
 }
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}, "_memory": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}
 STANDARD = set(sys.stdlib_module_names)
 
 
+def room_of(name):
+    """The room in which a module lies; a module without a room is one of its own."""
+    return name.rpartition(".")[0] or name
+
+
 def allowed(name):
     """The modules of this package that the module `name` may import."""
-    room, _, file = name.partition(".")
-    below = {module for module in MODULES if module.split(".")[0] in ROOMS[room]}
+    room, file = room_of(name), name.rpartition(".")[2]
+    below = {module for module in MODULES if room_of(module) in ROOMS[room]}
     files = FILES.get(room, "").split()
-    return below | {f"{room}.{each}" for each in files[: files.index(file)]} if file else below
+    return below | {f"{room}.{before}" for before in files[: files.index(file)]} if files else below
 
 
 def others(name):
@@ -80,10 +102,10 @@ def ours(name):
 
 
 def test_the_rooms_and_their_files_are_those_that_there_are():
-    assert {name.split(".")[0] for name in MODULES} == set(ROOMS)
+    assert {room_of(name) for name in MODULES} == set(ROOMS)
     for room, files in FILES.items():
-        found = {name for name in MODULES if name.startswith(f"{room}.")}
-        assert found == {f"{room}.{file}" for file in files.split()}
+        modules = {name for name in MODULES if room_of(name) == room}
+        assert modules == {f"{room}.{file}" for file in files.split()}
 
 
 def test_a_room_stands_above_all_that_it_imports():

@@ -15,18 +15,18 @@ import numpy as np
 from .._autocast.api import autocast, given_rules, settings_of
 from .._autocast.report import Report, explain
 from .._dtypes import DTypeLike
-from ._advice import power
-from ._compare import compare_precision
-from ._compile import compile_for
-from ._find import find_nonfinite
-from ._nonfinite import NonfiniteReport
-from ._precision import PrecisionReport
-from ._profile import profile_ranges
-from ._program import Program, read_program
-from ._ranges import RangeReport, keep
-from ._roofline import Roofline, roofline
-from ._scales import TOLERANCE
-from ._trace import Call, scale_of, trace
+from ._nonfinite.advice import power
+from ._nonfinite.find import find_nonfinite
+from ._nonfinite.report import NonfiniteReport
+from ._precision.compare import compare_precision
+from ._precision.report import PrecisionReport
+from ._program.compile import compile_for
+from ._program.program import Program, read_program
+from ._program.roofline import Roofline, roofline
+from ._ranges.profile import profile_ranges
+from ._ranges.report import RangeReport, keep
+from ._ranges.scales import TOLERANCE
+from ._values.trace import Call, scale_of, trace
 
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""

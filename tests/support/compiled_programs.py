@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite.diagnostics import read_program
-from jmp_lite.diagnostics._program import _read
+from jmp_lite.diagnostics._program.program import _read
 
 H100 = types.SimpleNamespace(platform="cuda", device_kind="NVIDIA H100 80GB HBM3")
-PROGRAMS = pathlib.Path(__file__).parent.parent / "diagnostics" / "programs"
+PROGRAMS = pathlib.Path(__file__).parent.parent / "diagnostics" / "program" / "programs"
 VERSIONS = ["0.10.2", "0.12.0.1"]
 x = jax.ShapeDtypeStruct
 f16, bf16, f32 = jnp.float16, jnp.bfloat16, jnp.float32

@@ -1,0 +1,57 @@
+"""The probe of `find_nonfinite`: the smallest and the largest element of every value."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._autocast.jaxprs import Array
+from .._values.sites import Site
+
+
+class Extremes:
+    """The probe: the smallest and the largest element of every floating value; NaN if there is one."""
+
+    adds = False
+    operands = False
+
+    def wants(self, site: Site, half: bool) -> bool:
+        """Everything."""
+        del site, half
+        return True
+
+    def measure(self, array: Array) -> Array:
+        """Returns the smallest and the largest element, shape `(2,)`, float32 or float64.
+
+        The bits are compared as integers, in the order NaN, -inf, ..., inf, NaN. A minimum of floats may lose
+        a NaN: XLA's CPU backend does not promise to keep it.
+        """
+        if jnp.iscomplexobj(array):
+            array = jnp.stack([array.real, array.imag])
+        if array.dtype.itemsize == 1:
+            array = array.astype(jnp.float32)
+        if not array.size:
+            return self.empty(array.dtype)
+        whole = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[array.dtype.itemsize]
+        order = lambda bits: jnp.where(bits < 0, bits ^ jnp.iinfo(whole).max, bits)
+        ordered = order(lax.bitcast_convert_type(array, whole))
+        ends = order(jnp.stack([jnp.min(ordered), jnp.max(ordered)]))
+        return lax.bitcast_convert_type(ends, array.dtype).astype(_wide(array.dtype))
+
+    def empty(self, dtype: Any) -> Array:
+        """Returns the record of no elements: inf and -inf."""
+        return jnp.asarray([np.inf, -np.inf], _wide(dtype))
+
+    def join(self, first: Array, second: Array) -> Array:
+        """Never asked for: all iterations are kept."""
+        del second
+        return first
+
+    def alarm(self, record: Array) -> Array:
+        """Whether a value is not finite."""
+        return jnp.isnan(record).any(-1) | (record[..., 0] == -np.inf) | (record[..., 1] == np.inf)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float64 if dtype in (jnp.float64, jnp.complex128) else jnp.float32

@@ -1,0 +1,168 @@
+"""Where a loss or its gradients begin to be not finite: `find_nonfinite`."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._autocast.jaxprs import Array
+from .._values.sites import Site
+from .._values.trace import Call, Measured, Program, Tapped, scale_of, trace
+from .advice import Case, advise
+from .extremes import Extremes
+from .flow import Flow, Origin
+from .report import Nonfinite, NonfiniteReport
+
+LOWEST = -24
+"""The smallest scale that is tried, as a power of two: a loss of 1 is then the least number of float16."""
+
+
+def find_nonfinite(
+    fun: Callable[..., Any],
+    loss_scale: Any = None,
+    argnums: int | Sequence[int] | Any = 0,
+    has_aux: bool = False,
+    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+) -> Callable[..., NonfiniteReport]:
+    """Returns a function that finds the operation at which a loss or its gradients begin to be not finite.
+
+    It runs the loss and its backward pass as `jmp_lite.value_and_grad` does, as one compiled program that
+    measures the smallest and the largest element of every floating value, inside jit, loops, branches,
+    rematerialization and shards too. Only these numbers come back. An inf or NaN does harm if it reaches the
+    loss or a gradient through values that are all not finite; a mask of -inf that a softmax reads does not.
+
+    If it begins in the backward pass, the program runs at smaller scales too, to find one that fits.
+
+    Args:
+        fun: the loss function, as it is given to `jmp_lite.value_and_grad`: plain, with a model under a
+            policy, or from `jmp_lite.autocast`. It is not changed.
+        loss_scale: the scale of the step, such as `jmp.get_loss_scale(opt_state)`; a number; or None for 1.
+        argnums, has_aux, transform: as in `jmp_lite.value_and_grad`.
+
+    Returns:
+        A function of the arguments of `fun` that returns a `NonfiniteReport`. Call it outside `jit`. A NumPy
+        array among the arguments is traced, as `jax.jit` does.
+
+    Raises:
+        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is none; an argument is
+            traced.
+        ValueError: the scale is not above 0 and finite.
+
+    Source: Hugging Face's `DebugUnderflowOverflow`, TensorFlow's `enable_check_numerics`, JAX's `checkify`.
+
+    >>> w, x = jnp.ones(4), jnp.arange(4.0)
+    >>> report = find_nonfinite(lambda w, x: jnp.sum(w / x))(w, x)
+    >>> report.first_inf.operation, report.first_inf.operand_ranges[1], report.loss
+    ('div', (0.0, 3.0), inf)
+
+    Guide: docs/diagnosis.md.
+    """
+    if not callable(fun):
+        raise TypeError(f"find_nonfinite takes a loss function first. Got {fun!r}.")
+    scale = scale_of("find_nonfinite", loss_scale)
+    call = Call(fun, argnums, has_aux, transform)
+
+    @functools.wraps(fun)
+    def find(*args: Any, **kwargs: Any) -> NonfiniteReport:
+        program = trace("find_nonfinite", call, args, kwargs)
+        tapped = Tapped(program, Extremes())
+        measured = tapped(scale)
+        origins = Flow(measured).origins()
+        harmful = [origin for origin in origins if origin.is_harmful]
+        fitting = None
+        if harmful and harmful[0].site.is_scaled:
+            fitting = _fitting_scale(tapped, scale)
+        reader = _Reader(program, measured, call.differentiated, scale, fitting)
+        return _report(reader, origins)
+
+    return find
+
+
+def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
+    """Returns the largest power of two below `scale` at which nothing harmful is left; None for none."""
+    is_finite = lambda exponent: not Flow(tapped(2.0**exponent)).bad_outputs()
+    low, high = LOWEST, math.ceil(math.log2(scale))
+    if low >= high or not is_finite(low):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_finite(middle) else (low, middle)
+    return 2.0**low
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Says in words what an origin is.
+
+    Attributes:
+        program: the program.
+        measured: what was measured.
+        parameters: the names of the arguments that are differentiated.
+        scale: the loss scale.
+        fitting: a smaller one at which the gradients are finite.
+    """
+
+    program: Program
+    measured: Measured
+    parameters: tuple[str, ...]
+    scale: float
+    fitting: float | None
+
+    def read(self, origin: Origin) -> Nonfinite:
+        """Returns what there is to say of an origin."""
+        site = origin.site
+        argument = site.argument or site.near
+        case = Case(origin, self.measured.sites, self.parameters, self.scale, self.fitting)
+        return Nonfinite(
+            "NaN" if origin.is_nan else "inf",
+            site.operation,
+            site.array,
+            origin.extent,
+            site.operands,
+            origin.operands,
+            site.module,
+            argument,
+            site.line,
+            site.direction,
+            tuple((loop.kind, number) for loop, number in zip(site.loops, origin.iterations)),
+            self._index(site, origin.is_nan),
+            advise(case),
+        )
+
+    def _index(self, site: Site, is_nan: bool) -> tuple[int, ...] | None:
+        """Returns the index of the first element of an input that is not finite."""
+        if site.operation not in ("argument", "constant") or len(site.path) != 2 or site.path[1] < 0:
+            return None
+        array = self.program.arrays[site.path[1]]
+        found = np.asarray(_first_index(jnp.isnan(array) if is_nan else jnp.isinf(array)))
+        return tuple(map(int, np.unravel_index(int(found), array.shape)))
+
+
+@jax.jit
+def _first_index(flags: Array) -> Array:
+    return jnp.argmax(flags.ravel())
+
+
+def _report(reader: _Reader, origins: Sequence[Origin]) -> NonfiniteReport:
+    harmful = [origin for origin in origins if origin.is_harmful]
+    first_inf = next((origin for origin in harmful if not origin.is_nan), None)
+    first_nan = next((origin for origin in harmful if origin.is_nan), None)
+    read = lambda origin: None if origin is None else reader.read(origin)
+    measured, gradients = reader.measured, reader.program.gradients
+    loss, *found = measured.results
+    return NonfiniteReport(
+        read(first_inf),
+        read(first_nan),
+        tuple(reader.read(each) for each in harmful if each is not first_inf and each is not first_nan),
+        tuple(reader.read(each) for each in origins if not each.is_harmful),
+        float(loss[0]),
+        reader.scale,
+        tuple(name for name, ends in zip(gradients, found) if not np.isfinite(ends).all()),
+        len(gradients),
+        reader.fitting,
+    )

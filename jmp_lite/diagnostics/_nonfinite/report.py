@@ -1,0 +1,163 @@
+"""What `find_nonfinite` says: the places at which values begin to be not finite."""
+
+import dataclasses
+import html
+import math
+
+from .advice import power
+
+
+@dataclasses.dataclass(frozen=True)
+class Nonfinite:
+    """One place at which values begin to be not finite.
+
+    Attributes:
+        what: `inf` or `NaN`.
+        operation: the primitive, as `jax.make_jaxpr` prints it; `argument` or `constant` for an input.
+        result: the dtype and shape of the result, such as `float16[8,128]`.
+        range: the smallest and the largest element of the result.
+        operands: dtype and shape of each operand; the number itself if it is written into the program.
+        operand_ranges: the same for each operand as `range`; None for integers and numbers.
+        module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
+        argument: the path of the argument that it is, or that it takes; without one, of the last argument
+            on the way to it. Empty if there is none.
+        line: the line of the program that made it, as `file.py:12:4 (function)`.
+        direction: `forward`, `backward`, or `recomputed`, a part of the forward pass that runs once more in
+            the backward pass.
+        iterations: for each loop around it, outermost first, its kind and the number of the iteration, from
+            0. The slice of a scan, also if the scan runs backwards; the shard of a `shard_map`.
+        index: the index of the first such element of an argument or constant; None for an operation.
+        advice: what to do.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    what: str
+    operation: str
+    result: str
+    range: tuple[float, float]
+    operands: tuple[str, ...]
+    operand_ranges: tuple[tuple[float, float] | None, ...]
+    module: str
+    argument: str
+    line: str
+    direction: str
+    iterations: tuple[tuple[str, int], ...]
+    index: tuple[int, ...] | None
+    advice: str
+
+    def __str__(self) -> str:
+        place = self.module or (f"near {self.argument}" if self.argument else "")
+        if self.operation in ("argument", "constant"):
+            name = f"{self.operation} {self.argument}".strip()
+            at = f"first at {list(self.index)}" if self.index is not None else ""
+            lines = [f"{self.what} in the {name}, {self.result}, {at}".rstrip(", ")]
+        else:
+            loops = "".join(f", {_loop(kind)} {number}" for kind, number in self.iterations)
+            where = f" in {place}" if place else ""
+            where += f", {self.argument}" if self.module and self.argument else ""
+            lines = [f"{self.what} from {self.operation}{where}, {self.direction} pass{loops}"]
+            lines += [
+                f"    takes {text}{_range(extent)}"
+                for text, extent in zip(self.operands, self.operand_ranges)
+            ]
+            lines += [f"    gives {self.result}{_range(self.range)}"]
+            lines += [f"    {self.line}"] if self.line else []
+        return "\n".join([*lines, *([f"    {self.advice}"] if self.advice else [])])
+
+
+def _loop(kind: str) -> str:
+    return {"shard_map": "shard"}.get(kind, f"iteration of the {kind}")
+
+
+def _range(extent: tuple[float, float] | None) -> str:
+    if extent is None:
+        return ""
+    low, high = extent
+    if math.isnan(low) or math.isnan(high):
+        finite = [f"{each:.4g}" for each in extent if not math.isnan(each)]
+        return f", NaN and up to {finite[0]}" if finite and not math.isnan(high) else ", with NaN"
+    return ", no elements" if low > high else f", {low:.4g} to {high:.4g}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class NonfiniteReport:
+    """Where a loss or its gradients begin to be not finite. `str(report)` says it on one page.
+
+    Attributes:
+        first_inf: the first operation of finite operands that gives an inf which reaches the loss or a
+            gradient; None if there is none.
+        first_nan: the first operation that gives such a NaN, of operands without one.
+        others: the further places of that kind.
+        harmless: the places at which an inf or NaN begins that reaches neither, such as a mask of -inf that
+            only a softmax reads.
+        loss: the loss.
+        loss_scale: the scale at which it ran.
+        gradients: the paths of the gradients that are not finite.
+        parameters: how many gradients there are.
+        fitting_scale: the largest power of two below the scale at which the loss and all gradients are
+            finite. None if there is none, or if it does not begin in the backward pass.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    first_inf: Nonfinite | None
+    first_nan: Nonfinite | None
+    others: tuple[Nonfinite, ...]
+    harmless: tuple[Nonfinite, ...]
+    loss: float
+    loss_scale: float
+    gradients: tuple[str, ...]
+    parameters: int
+    fitting_scale: float | None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and all gradients are finite."""
+        return math.isfinite(self.loss) and not self.gradients
+
+    @property
+    def cause(self) -> Nonfinite | None:
+        """The first inf or NaN that does harm; None if there is none."""
+        return self._first()[0] if self._first() else None
+
+    def _first(self) -> list[Nonfinite]:
+        """The first NaN before the first inf if it does not come from it."""
+        found = [each for each in (self.first_inf, self.first_nan) if each is not None]
+        from_inf = self.first_nan is not None and self.first_nan.advice.startswith("An operand has inf")
+        return found if from_inf or len(found) < 2 else sorted(found, key=lambda each: each is self.first_inf)
+
+    def summary(self) -> str:
+        """Returns one line: the loss, the gradients, and the first cause."""
+        scale = f"the loss scale is {power(self.loss_scale)}"
+        if self.is_finite:
+            return f"The loss, {self.loss:.6g}, and all {self.parameters} gradients are finite; {scale}."
+        if not self.gradients:
+            return f"The loss is {self.loss:.6g}; all {self.parameters} gradients are finite; {scale}."
+        few = ", ".join(each or "the only one" for each in self.gradients[:4])
+        more = f" and {len(self.gradients) - 4} more" if len(self.gradients) > 4 else ""
+        return (
+            f"The loss is {self.loss:.6g}; {len(self.gradients)} of {self.parameters} gradients are not "
+            f"finite ({few}{more}); {scale}."
+        )
+
+    def __repr__(self) -> str:
+        cause = self.cause
+        return f"NonfiniteReport({self.summary() if cause is None else str(cause).splitlines()[0]})"
+
+    def _repr_html_(self) -> str:
+        """Shows the report in a notebook as `print` shows it."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        for title, place in zip(("It begins here:", "From there:"), self._first()):
+            lines += ["", title, str(place)]
+        if self.others:
+            lines += ["", f"It begins in {len(self.others)} further places, such as:", str(self.others[0])]
+        if self.harmless:
+            heads = dict.fromkeys(str(each).splitlines()[0] for each in self.harmless)
+            lines += ["", "Harmless, since it reaches neither the loss nor a gradient:"]
+            lines += [f"    {head}" for head in list(heads)[:5]]
+            lines += [f"    and {len(heads) - 5} more"] if len(heads) > 5 else []
+        return "\n".join(lines)

@@ -1,0 +1,4 @@
+"""Measures how much accuracy each module loses in half precision.
+
+Read `fewest` (the search), `report`, then `compare`.
+"""

@@ -1,0 +1,175 @@
+"""What `compare_precision` says: the error of each module in half, and the fewest rules against it."""
+
+import dataclasses
+import html
+
+import numpy as np
+
+from ..._autocast.report import aligned
+from .._nonfinite.advice import power
+
+_NOISE = 1e-5  # What another order of float32 sums may change.
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far a loss and its gradients are from those in float32.
+
+    Attributes:
+        loss: the difference of the losses over the loss in float32; inf if the loss is not finite.
+        gradients: the norm of the difference of all gradients over the norm of those in float32; inf if a
+            gradient is not finite.
+        cosine: of the angle between all gradients and those in float32; NaN if a gradient is not finite.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    loss: float
+    gradients: float
+    cosine: float
+
+    def __str__(self) -> str:
+        return f"{self.loss:.2e} in the loss, {self.gradients:.2e} in the gradients, cosine {self.cosine:.6f}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Piled:
+    """The error that has piled up at a module if all modules are in half. NaN if there is nothing to compare.
+
+    Attributes:
+        values: the norm of the error of the last product of the module in the forward pass, over the norm of
+            that product in float32; inf if it is not finite. Of products with more than 4,096 elements it is
+            estimated to 2 % from sketches.
+        values_cosine: of the angle between that product and the one in float32.
+        gradients: the same for the gradients of the parameters that the products of the module read; exact.
+        gradients_cosine: of the angle between these gradients and those in float32.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    values: float
+    values_cosine: float
+    gradients: float
+    gradients_cosine: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleDifference:
+    """What one module costs.
+
+    Attributes:
+        module: the scope, or the path of the argument that holds its parameters.
+        own: the error if the products of this module alone are in half, and all others in float32.
+        piled: the error that has piled up at this module if all modules are in half.
+        pattern: the pattern that selects it in `rules=` of `autocast`.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    module: str
+    own: Difference
+    piled: Piled
+    pattern: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PrecisionReport:
+    """Which module costs the accuracy, in half precision. `str(report)` says it on one page.
+
+    Attributes:
+        dtype: the half dtype.
+        loss_scale: the loss scale of the runs in half.
+        loss: the loss in float32.
+        modules: the modules with products in half, that with the largest error first.
+        half: the error with all of them in half.
+        rest: the error with all of them in float32. It is 0, but for products that no rule selects.
+        measure: `gradients` or `loss`: which error is to be small.
+        tolerance: the largest error that is allowed.
+        rules: the fewest modules in float32 that bring the error to the tolerance or below, to paste as
+            `rules=` of `autocast`, with the rules that the function had before. None if all modules
+            together are not enough.
+        with_rules: the error with these rules; None if there are none.
+        is_exact: whether no smaller set of modules does as well. If not, no module of the set can be left
+            out, but another set may be smaller.
+        runs: how many programs were compiled and run.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    dtype: np.dtype
+    loss_scale: float
+    loss: float
+    modules: tuple[ModuleDifference, ...]
+    half: Difference
+    rest: Difference
+    measure: str
+    tolerance: float
+    rules: dict[str, str] | None
+    with_rules: Difference | None
+    is_exact: bool
+    runs: int
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the error with everything in half is within the tolerance."""
+        return getattr(self.half, self.measure) <= self.tolerance
+
+    def summary(self) -> str:
+        """Returns one line: the error of everything in half."""
+        if not self.modules:
+            return (
+                f"autocast brings no product of this function to {self.dtype.name}: no rule can change it. "
+                "Give the plain float32 model, not one under a policy or with casts of its own."
+            )
+        return (
+            f"In {self.dtype.name} at the loss scale {power(self.loss_scale)} the error is {self.half}. "
+            f"The tolerance is {self.tolerance:.2g} for the {self.measure}."
+        )
+
+    def advice(self) -> str:
+        """Returns one line: the rules, or why there are none."""
+        if not self.modules:
+            return ""
+        if self.rules is None:
+            return (
+                f"No set of modules brings the error below the tolerance: with all of them in float32 it is "
+                f"{self.rest}."
+            )
+        if self.is_close:
+            return "No rule is needed."
+        least = "no smaller set of modules does" if self.is_exact else "none of these can be left out"
+        return f"Keep these in float32 ({least}): rules={self.rules}. Then the error is {self.with_rules}."
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Returns the modules as a table of text, with a head."""
+        rows: list[tuple[str, ...]] = [("module alone in half", "loss", "gradients", "cosine")]
+        for each in self.modules:
+            own = each.own
+            rows.append((each.module, f"{own.loss:.2e}", f"{own.gradients:.2e}", f"{own.cosine:.6f}"))
+        return rows
+
+    def piled_rows(self) -> list[tuple[str, ...]]:
+        """Returns the error that has piled up at each module as a table, with a head, the largest first."""
+        size = lambda each: max((x for x in (each.piled.gradients, each.piled.values) if x == x), default=0.0)
+        rows: list[tuple[str, ...]] = [("all in half, error at", "values", "cosine", "gradients", "cosine")]
+        for each in sorted(self.modules, key=size, reverse=True):
+            found = each.piled
+            numbers = [f"{found.values:.2e}", f"{found.values_cosine:.6f}"]
+            numbers += [f"{found.gradients:.2e}", f"{found.gradients_cosine:.6f}"]
+            rows.append((each.module, *("-" if "nan" in number else number for number in numbers)))
+        return rows
+
+    def __repr__(self) -> str:
+        return f"PrecisionReport({self.summary()})"
+
+    def _repr_html_(self) -> str:
+        """Shows the report in a notebook as `print` shows it."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __str__(self) -> str:
+        if not self.modules:
+            return self.summary()
+        lines = [self.summary(), "", *aligned(self.rows()), "", *aligned(self.piled_rows())]
+        if max(self.rest.gradients, self.rest.loss) > _NOISE:
+            lines += ["", f"With all modules in float32 this is left, which no rule selects: {self.rest}."]
+        return "\n".join([*lines, "", self.advice()])

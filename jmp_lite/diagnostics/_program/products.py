@@ -1,0 +1,157 @@
+"""Finds matrix products, convolutions and attentions, and the dtypes in which they multiply and add."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+from .hlo import Array, Computation, Instruction, Module
+
+_HALF = {"f16", "bf16"}
+_EIGHT_BIT = {"s8", "u8"}
+_NVIDIA = {"gpu", "cuda"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product, convolution or attention.
+
+    Attributes:
+        kind: `gemm`, `convolution` or `attention`.
+        target: the library function that runs it, such as `__cublas$lt$matmul`; `dot` or `convolution` where
+            XLA generates the kernel.
+        operands: two or three arrays.
+        result: the array of the result.
+        arithmetic: the dtype of the multiplication: `f16`, `bf16`, `tf32` (float32 rounded to a mantissa of
+            10 bits), `f32`, `f8e4m3fn`, `bf16_x3` (float32 as three products of bfloat16 parts), ...
+        accumulation: the dtype of the sums.
+        on_tensor_cores: whether an NVIDIA GPU runs it on Tensor Cores.
+        flops: floating point operations of one run; 0 if they are not known. An attention counts its
+            products without a mask, two forward and four backward, and no recomputation.
+        times: how often it runs.
+        operation: the scopes and the JAX operation from which XLA made it.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    kind: str
+    target: str
+    operands: tuple[Array, ...]
+    result: Array
+    arithmetic: str
+    accumulation: str
+    on_tensor_cores: bool
+    flops: int
+    times: int
+    operation: str
+
+
+def products_of(
+    instruction: Instruction, computation: Computation, module: Module, times: int, platform: str
+) -> Iterator[Product]:
+    """Yields the products that an instruction runs: the instruction itself, or those inside its kernel."""
+    if instruction.operation == "fusion":
+        for name in instruction.called("calls"):
+            inside = module.computations[name]
+            for each in inside:
+                yield from products_of(each, inside, module, times, platform)
+    kind = _kind(instruction)
+    operands = tuple(operand.arrays[0] for operand in computation.operands(instruction) if operand.arrays)
+    operands = operands[: 3 if kind == "attention" else 2]
+    results = computation.results(instruction)
+    if kind is None or not operands or not results:
+        return
+    arithmetic, accumulation = _precision(instruction, operands, platform)
+    narrow = arithmetic.startswith((*_HALF, *_EIGHT_BIT, "f8", "tf32"))
+    yield Product(
+        kind=kind,
+        target=instruction.target or instruction.operation,
+        operands=operands,
+        result=results[0],
+        arithmetic=arithmetic,
+        accumulation=accumulation,
+        on_tensor_cores=platform in _NVIDIA and narrow,
+        flops=_flops(kind, instruction, operands, results[0]),
+        times=times,
+        operation=operation_of(instruction),
+    )
+
+
+def _kind(instruction: Instruction) -> str | None:
+    if instruction.operation in ("dot", "ragged-dot", "scaled-dot"):
+        return "gemm"
+    if instruction.operation == "convolution":
+        return "convolution"
+    target = instruction.target.lower()
+    if target.startswith("__cudnn$fmha"):
+        return "attention"
+    if "conv" in target and target.startswith(("__cudnn", "__onednn")):
+        return "convolution"
+    return "gemm" if "matmul" in target or "gemm" in target else None
+
+
+def _precision(instruction: Instruction, operands: tuple[Array, ...], platform: str) -> tuple[str, str]:
+    """Returns the dtype of the multiplication and the dtype of the sums."""
+    widest = max(operands, key=lambda array: Array(array.dtype, (8,)).size).dtype
+    if widest in _EIGHT_BIT:
+        return widest, "s32"
+    if widest in _HALF or widest.startswith("f8"):
+        return widest, "f32"  # XLA asks cuBLAS and cuDNN for float32 sums of narrower products.
+    if widest != "f32" or platform not in _NVIDIA:
+        return widest, widest
+    gemm = next(
+        (c for name, c in instruction.backend_config.items() if name.endswith("gemm_backend_config")), {}
+    )
+    config = gemm.get("precision_config", {})
+    algorithm = config.get("algorithm", "ALG_UNSET").lower()
+    if algorithm == "alg_unset":
+        algorithm = instruction.attribute(r"\balgorithm=(\w+)")
+    # For example dot_bf16_bf16_f32_x3: three products of bfloat16 parts, added in float32.
+    if stated := re.fullmatch(r"(?:alg_)?dot_([a-z0-9]+)_[a-z0-9]+_(\w?f\d+)(_x\d)?", algorithm):
+        return stated[1] + (stated[3] or ""), stated[2]
+    asked = config.get("operand_precision")
+    asked = asked or instruction.attribute(r"\boperand_precision=\{([\w,]+)").upper().split(",")
+    # JAX's default precision allows TF32.
+    return ("f32" if "HIGHEST" in asked else "tf32"), "f32"
+
+
+def _flops(kind: str, instruction: Instruction, operands: tuple[Array, ...], result: Array) -> int:
+    if kind == "gemm":
+        axes = _summed_axes(instruction)
+        if axes is None:
+            return 0
+        each = 8 if result.dtype.startswith("c") else 2  # A complex product is four products and four sums.
+        return each * math.prod(result.shape) * math.prod(operands[0].shape[axis] for axis in axes)
+    if kind == "attention":
+        config = instruction.backend_config.get("cudnn_fmha_backend_config", {})
+        scores = config.get("intermediate_tensor_shape", {}).get("dimensions", [0])
+        products = sum(name.endswith("dot_dimension_numbers") for name in config)
+        return 2 * products * math.prod(map(int, scores)) * operands[0].shape[-1]
+    labels = re.match(r"\w+_(\w+)->", instruction.attribute(r"dim_labels=([^,\s]+)"))
+    if labels and len(operands) == 2:
+        output, kernel = result, operands[1]
+        if "BackwardInput" in instruction.target:
+            output = operands[0]
+        elif "BackwardFilter" in instruction.target:
+            output, kernel = operands[1], result
+        # The gradient of a convolution with strides spreads its input out by zeros, which do not count.
+        spread = math.prod(map(int, filter(None, instruction.attribute(r"lhs_dilate=([\dx]+)").split("x"))))
+        outputs = kernel.shape[labels[1].index("o")]
+        return 2 * math.prod(output.shape) * math.prod(kernel.shape) // (outputs * spread)
+    return 0
+
+
+def _summed_axes(instruction: Instruction) -> list[int] | None:
+    """Returns the contracted axes of the first operand of a matrix product; None if they are not known."""
+    config = instruction.backend_config.get("gemm_backend_config", {})
+    axes = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions")
+    if axes is None and instruction.target:
+        return None
+    if axes is None:
+        axes = filter(None, instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}").split(","))
+    return [int(axis) for axis in axes]
+
+
+def operation_of(instruction: Instruction) -> str:
+    """Returns scopes and operation, without the outer jit: `transpose(jvp(Model))/Dense_0/dot_general`."""
+    return re.sub(r"^jit\([^()]*\)/", "", instruction.op_name)

@@ -1,0 +1,330 @@
+"""Reads what a compiled program does: its products and their dtypes, kernels, bytes, memory, collectives."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from .hlo import Array, Computation, Instruction, Module, parse
+from .products import Product, operation_of, products_of
+from .traffic import bytes_of
+
+# Instructions that name a buffer or a part of one, or only wait.
+_NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"}
+_NO_KERNEL |= {"add-dependency", "partition-id", "replica-id", "domain"}
+# Instructions that run other computations, whose kernels are counted.
+_NO_KERNEL |= {"while", "conditional", "call", "async"}
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVES += ("collective-broadcast", "ragged-all-to-all")
+_WIDE = ("tf32", "tf32_x3", "f32", "f64", "c64", "c128")
+_CALLS_BACK = re.compile(r"callback|infeed|outfeed|SendToHost|RecvFromHost", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A communication between devices.
+
+    Attributes:
+        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, ...
+        arrays: the arrays that each device sends.
+        times: how often it runs.
+        operation: the scopes and the JAX operation from which XLA made it.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    kind: str
+    arrays: tuple[Array, ...]
+    times: int
+    operation: str
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes of the arrays, each once."""
+        return tuple(sorted({array.dtype for array in self.arrays}))
+
+    @property
+    def size(self) -> int:
+        """The number of bytes that each device sends."""
+        return sum(array.size for array in self.arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel or a library call.
+
+    Attributes:
+        name: the name of its instruction in the compiled program, by which a profile names it too.
+        operation: the scopes and the JAX operation from which XLA made it.
+        flops: floating point operations of its products, of one run.
+        bytes_moved: how many bytes one run reads and writes.
+        float32_bytes, half_bytes: how many of these bytes are of float32 arrays, and of half precision
+            arrays, that are neither arguments nor outputs of the program.
+        times: how often it runs.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    name: str
+    operation: str
+    flops: int
+    bytes_moved: int
+    float32_bytes: int
+    half_bytes: int
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The program of one device.
+
+    Attributes:
+        device: the kind of device for which it was compiled.
+        products: the matrix products, convolutions and attentions, in the order of the program.
+        collectives: the communications between devices.
+        launches: the kernels and library calls, in the order of the program.
+        kernels: how many kernels and library calls one run starts. Each iteration of a loop counts, and so do
+            its condition and counter.
+        bytes_moved: how many bytes the kernels and library calls read and write.
+        temporary_bytes: memory beside arguments and outputs.
+        argument_bytes, output_bytes: memory of arguments and outputs.
+        aliased_bytes: memory of outputs that overwrite donated arguments.
+        conditionals: how many conditionals it has. The figures above count both branches.
+        host_syncs: why the host must wait for the device within a run: conditionals, loops whose length the
+            device decides (counted as one iteration above), callbacks.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    device: str
+    products: tuple[Product, ...]
+    collectives: tuple[Collective, ...]
+    launches: tuple[Launch, ...]
+    kernels: int
+    bytes_moved: int
+    temporary_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    aliased_bytes: int
+    conditionals: int
+    host_syncs: tuple[str, ...]
+
+    @property
+    def tensor_core_share(self) -> float:
+        """The share of the products' FLOPs on Tensor Cores in 16 bits or less; 1 without products."""
+        flops = [
+            (each.flops * each.times, each.on_tensor_cores and not each.arithmetic.startswith("tf32"))
+            for each in self.products
+        ]
+        total = sum(count for count, _ in flops)
+        return sum(count for count, half in flops if half) / total if total else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the program as plain data for `json.dump`."""
+        data = dataclasses.asdict(self)
+        for product, row in zip(self.products, data["products"]):
+            row["operands"], row["result"] = list(map(str, product.operands)), str(product.result)
+        for collective, row in zip(self.collectives, data["collectives"]):
+            row["arrays"] = list(map(str, collective.arrays))
+        return data | {"tensor_core_share": self.tensor_core_share}
+
+    def __str__(self) -> str:
+        """Returns a table of the products, then the totals."""
+        return "\n".join(_lines(self))
+
+
+def read_program(compiled: Any) -> Program:
+    """Returns what a compiled step does.
+
+    Args:
+        compiled: the result of `jax.jit(step).lower(*args).compile()`, for any device. `compile_for` compiles
+            for a GPU that the machine does not have.
+
+    Returns:
+        The products with their dtypes, kernels, bytes, memory, conditionals and collectives of one run on one
+        device. `print` it for a table.
+
+    Raises:
+        TypeError: `compiled` is no compiled program.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((8, 8), jnp.bfloat16)
+    >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
+    >>> [product.kind for product in program.products]
+    ['gemm']
+
+    Guide: docs/diagnosis.md.
+    """
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise TypeError(
+            f"read_program reads a compiled program, got {type(compiled).__name__}. Give "
+            "jax.jit(step).lower(*args).compile()."
+        )
+    return _read(compiled.as_text() or "", compiled.memory_analysis(), _device(compiled))
+
+
+def _read(text: str, memory: Any, device: Any) -> Program:
+    """Returns what the text of a program says.
+
+    Args:
+        text: the result of `Compiled.as_text()`.
+        memory: the result of `Compiled.memory_analysis()`; None if it is not known.
+        device: a device for which it was compiled.
+    """
+    module = parse(text)
+    size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
+    products, collectives, launches, syncs = [], [], [], []
+    conditionals = 0
+    for each, computation, times in _executed(module, module.entry, 1):
+        found = list(products_of(each, computation, module, times, device.platform))
+        products += found
+        conditionals += each.opcode == "conditional"
+        syncs += _syncs(each)
+        if each.operation in _COLLECTIVES:
+            arrays = tuple(array for operand in computation.operands(each) for array in operand.arrays)
+            collectives.append(Collective(each.operation, arrays, times, operation_of(each)))
+        elif _runs(each, computation):
+            flops = sum(product.flops for product in found)
+            launches.append(_launch(each, computation, module, flops, times))
+    return Program(
+        device=device.device_kind,
+        products=tuple(products),
+        collectives=tuple(collectives),
+        launches=tuple(launches),
+        kernels=sum(launch.times for launch in launches),
+        bytes_moved=sum(launch.times * launch.bytes_moved for launch in launches),
+        temporary_bytes=size("temp"),
+        argument_bytes=size("argument"),
+        output_bytes=size("output"),
+        aliased_bytes=size("alias"),
+        conditionals=conditionals,
+        host_syncs=tuple(syncs),
+    )
+
+
+def _launch(
+    instruction: Instruction, computation: Computation, module: Module, flops: int, times: int
+) -> Launch:
+    """Returns a kernel, with its bytes by the dtypes of the arrays that it reads and writes."""
+    operands, results = computation.operands(instruction), computation.results(instruction)
+    inner = [
+        array for each in operands if not _is_argument(each, computation, module) for array in each.arrays
+    ]
+    if not _is_output(instruction, computation, module):
+        inner += results
+    everything = sum(array.size for each in operands for array in each.arrays)
+    everything += sum(array.size for array in results)
+    moved = bytes_of(instruction, computation, module)
+
+    def share(dtypes: set[str]) -> int:
+        size = sum(array.size for array in inner if array.dtype in dtypes)
+        return round(moved * size / everything) if everything else 0
+
+    name, operation = instruction.name, operation_of(instruction)
+    return Launch(name, operation, flops, moved, share({"f32"}), share({"f16", "bf16"}), times)
+
+
+_NAMES_A_BUFFER = ("bitcast", "get-tuple-element", "tuple")
+
+
+def _is_argument(instruction: Instruction, computation: Computation, module: Module) -> bool:
+    """Whether an array is an argument of the program."""
+    while instruction.opcode in _NAMES_A_BUFFER and instruction.operands:
+        instruction = computation.instructions[instruction.operands[0]]
+    return computation is module.entry and instruction.opcode == "parameter"
+
+
+def _is_output(instruction: Instruction, computation: Computation, module: Module) -> bool:
+    """Whether a result is an output of the program."""
+    if computation is not module.entry:
+        return False
+    readers = [each for each in computation.users[instruction.name] if each.opcode in _NAMES_A_BUFFER]
+    return instruction.is_root or any(_is_output(each, computation, module) for each in readers)
+
+
+def _device(compiled: Any) -> Any:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return min(shardings[0].device_set, key=lambda device: device.id) if shardings else jax.devices()[0]
+
+
+def _executed(
+    module: Module, computation: Computation, times: int
+) -> Iterator[tuple[Instruction, Computation, int]]:
+    """Yields each instruction that runs, its computation and how often; not those inside a kernel."""
+    for each in computation:
+        yield each, computation, times
+        names = each.called(
+            "body", "condition", "true_computation", "false_computation", "branch_computations"
+        )
+        if each.operation in ("call", "async"):
+            names += each.called("to_apply", "calls")
+        for name in names:
+            yield from _executed(module, module.computations[name], times * (_trips(each) or 1))
+
+
+def _trips(instruction: Instruction) -> int | None:
+    """Returns the number of iterations of a loop, None if the device decides it; 1 for other instructions."""
+    if instruction.opcode != "while":
+        return 1
+    known = instruction.backend_config.get("known_trip_count")
+    return int(known["n"]) if known else None
+
+
+def _runs(instruction: Instruction, computation: Computation) -> bool:
+    """Whether an instruction starts a kernel or a library call."""
+    if instruction.operation in _NO_KERNEL or instruction.opcode.endswith(("-done", "-update")):
+        return False
+    # An array without elements needs no kernel. A call without results runs for its effect.
+    results = computation.results(instruction)
+    return not results or any(array.size for array in results)
+
+
+def _syncs(instruction: Instruction) -> list[str]:
+    if instruction.opcode == "conditional":
+        return ["conditional"]
+    if instruction.opcode == "while" and _trips(instruction) is None:
+        return ["while, of a length that the device decides"]
+    name = instruction.target or instruction.opcode
+    return [name] if _CALLS_BACK.search(name) else []
+
+
+# The text.
+
+
+def _lines(program: Program) -> Iterator[str]:
+    rows: dict[tuple[str, ...], list[Product]] = {}
+    for product in program.products:
+        inputs = " x ".join(array.dtype for array in product.operands)
+        key = (product.kind, inputs, product.arithmetic, product.accumulation, product.result.dtype)
+        rows.setdefault(key, []).append(product)
+    if rows:
+        titles = f"{'product':12}{'operands':21}{'multiplies':12}{'adds in':9}{'result':10}{'GFLOP':>10}"
+        yield f"{'runs':>6}  {titles}"
+    for (kind, inputs, arithmetic, accumulation, result), products in rows.items():
+        flops = sum(product.flops * product.times for product in products) / 1e9
+        runs = sum(product.times for product in products)
+        yield f"{runs:>6}  {kind:12}{inputs:21}{arithmetic:12}{accumulation:9}{result:10}{flops:>10,.1f}"
+    others = [each for each in program.products if each.arithmetic in _WIDE]
+    if others and len(others) < len(program.products):
+        yield "in float32 or wider:"
+        yield from (f"    {each.operation}  {' x '.join(map(str, each.operands))}" for each in others[:8])
+        yield from [f"    and {len(others) - 8} more"] * (len(others) > 8)
+    share = f"{program.tensor_core_share:.1%} of the products' FLOPs in 16 bits on Tensor Cores"
+    if program.device == "cpu":
+        share = "a CPU computes half precision by way of float32; see compile_for for the program of a GPU"
+    yield f"on {program.device}: {share if rows else 'no products'}"
+    yield f"{program.kernels:,} kernels and library calls, {_megabytes(program.bytes_moved)} read and written"
+    yield (
+        f"memory: {_megabytes(program.argument_bytes)} arguments, {_megabytes(program.output_bytes)} outputs "
+        f"({_megabytes(program.aliased_bytes)} in place), {_megabytes(program.temporary_bytes)} temporary"
+    )
+    syncs = f"{len(program.host_syncs)} host syncs {', '.join(program.host_syncs)}"
+    yield f"{program.conditionals} conditionals, {syncs}".rstrip()
+    for each in program.collectives:
+        yield f"{each.times:>6}  {each.kind} of {_megabytes(each.size)} in {', '.join(each.dtypes)}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.2f} MB"

@@ -1,0 +1,248 @@
+"""Estimates how fast a compiled step can be, and what half precision can bring, module by module.
+
+A kernel can be no faster than its arithmetic at the peak of the device, than its bytes at the bandwidth of
+the memory, and than a launch. The estimate takes the largest of the three for each kernel.
+
+Source: Williams, Waterman, Patterson, Roofline: an insightful visual performance model, CACM 2009; chapter 4
+of NVIDIA's Training With Mixed Precision.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..._autocast.jaxprs import plain_scope, visible_scope
+from .program import Launch, Program
+
+PRECISIONS: tuple[str, ...] = ("float32", "tf32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The peak rates of a GPU, without sparsity, from NVIDIA's data sheets.
+
+    Attributes:
+        name: the GPU.
+        flops: floating point operations a second of products, by precision.
+        bandwidth: bytes a second of the memory.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    bandwidth: float
+
+    def balance(self, precision: str) -> float:
+        """Returns the FLOPs a byte from which arithmetic is the limit, and not the memory."""
+        return self.flops[precision] / self.bandwidth
+
+
+def _device(name: str, teraflops: Sequence[float], gigabytes: float) -> Device:
+    return Device(name, {each: 1e12 * rate for each, rate in zip(PRECISIONS, teraflops)}, 1e9 * gigabytes)
+
+
+# TFLOPS and GB/s. A V100 has no TF32 and no bfloat16: their products run in float32.
+DEVICES = {
+    "v100": _device("V100 SXM2", (15.7, 15.7, 15.7, 125), 900),
+    "a100": _device("A100 SXM 80 GB", (19.5, 156, 312, 312), 2039),
+    "h100": _device("H100 SXM", (66.9, 494.7, 989.4, 989.4), 3352),
+    "h200": _device("H200 SXM", (66.9, 494.7, 989.4, 989.4), 4800),
+    "b200": _device("B200", (75, 1125, 2250, 2250), 8000),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleTime:
+    """What one module costs.
+
+    Attributes:
+        module: its scope; forward and backward together.
+        flops: floating point operations of its products, of a run.
+        bytes_moved: how many bytes its kernels read and write.
+        launches: how many kernels and library calls it starts.
+        bound: what most of its time is limited by: `arithmetic`, `memory` or `launches`.
+        seconds: the estimate for the program as it is compiled for each precision.
+        fixed: the seconds in float16 of kernels that half precision makes no faster than TF32 does.
+        measured: the seconds of a profile; None without one.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    module: str
+    flops: int
+    bytes_moved: int
+    launches: int
+    bound: str
+    seconds: Mapping[str, float]
+    fixed: float
+    measured: float | None = None
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.flops / self.bytes_moved if self.bytes_moved else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """An estimate of a step's time, by module.
+
+    Attributes:
+        device: the GPU.
+        modules: the modules, those with most seconds in float16 first.
+        seconds: the whole step, by precision.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    device: Device
+    modules: tuple[ModuleTime, ...]
+    seconds: Mapping[str, float]
+
+    @property
+    def fixed_modules(self) -> tuple[ModuleTime, ...]:
+        """The modules with time that half precision does not shorten, those with most of it first."""
+        return tuple(sorted((row for row in self.modules if row.fixed), key=lambda row: -row.fixed))
+
+    @property
+    def fixed_share(self) -> float:
+        """The share of the time in float16 that half precision does not shorten, from 0 to 1."""
+        return sum(row.fixed for row in self.modules) / self.seconds["float16"]
+
+    def speedup(self, precision: str = "float16", over: str = "tf32") -> float:
+        """Returns how many times as fast the step is at best in one precision as in another."""
+        return self.seconds[over] / self.seconds[precision]
+
+    def __str__(self) -> str:
+        """Returns the table, and what stands in the way."""
+        return "\n".join(_lines(self))
+
+
+def roofline(
+    program: Program,
+    device: str = "h100",
+    *,
+    depth: int = 2,
+    launch_seconds: float = 2e-6,
+    measured: Mapping[str, float] | None = None,
+) -> Roofline:
+    """Estimates the time of a compiled step in float32, TF32, bfloat16 and float16. It is an estimate.
+
+    In another precision than that of the program the products run at the rate of that precision, and all
+    arrays between kernels have its width. Arguments and outputs (parameters, optimizer state, the batch) keep
+    theirs. So the times in half are what half precision brings at best.
+
+    Args:
+        program: of `read_program`. For a GPU that the machine does not have, see `compile_for`. A program for
+            a CPU has other kernels than one for a GPU.
+        device: `"v100"`, `"a100"`, `"h100"`, `"h200"` or `"b200"`.
+        depth: how many names of a scope are one module.
+        launch_seconds: the least time of a kernel.
+        measured: the seconds of kernels, by name, from `read_profile`.
+
+    Raises:
+        ValueError: the device is not known, or `depth` or `launch_seconds` is out of range.
+
+    Guide: docs/diagnosis.md.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"The device is one of {', '.join(map(repr, DEVICES))}; got {device!r}.")
+    if depth < 1 or launch_seconds < 0:
+        raise ValueError(
+            f"depth is 1 or more and launch_seconds 0 or more; got {depth} and {launch_seconds}."
+        )
+    of = DEVICES[device]
+    groups: dict[str, list[Launch]] = {}
+    for launch in program.launches:
+        groups.setdefault(module_of(launch.operation, depth), []).append(launch)
+    rows = [_module(name, launches, of, launch_seconds, measured) for name, launches in groups.items()]
+    rows.sort(key=lambda row: -row.seconds["float16"])
+    total = {precision: sum(row.seconds[precision] for row in rows) for precision in PRECISIONS}
+    return Roofline(of, tuple(rows), total)
+
+
+def module_of(operation: str, depth: int) -> str:
+    """Returns the first names of a scope, without transforms and without the operation itself.
+
+    >>> module_of("transpose(jvp(GPT))/blocks_0/attention/dot_general", 2)
+    'GPT/blocks_0'
+    """
+    names = visible_scope(plain_scope(operation.partition(";")[0])).split("/")
+    scopes = [name for name in names[:-1] if name not in _CALLS]
+    return "/".join(scopes[:depth]) or "(no scope)"
+
+
+# The names that calls and loops add to a scope.
+_CALLS = {"checkpoint", "rematted_computation", "remat", "shard_map", "while", "body", "cond", "closed_call"}
+_CALLS |= {"custom_jvp_call", "custom_vjp_call", "pjit"}
+
+
+def _module(
+    name: str,
+    launches: list[Launch],
+    device: Device,
+    launch_seconds: float,
+    measured: Mapping[str, float] | None,
+) -> ModuleTime:
+    seconds: dict[str, float] = dict.fromkeys(PRECISIONS, 0.0)
+    limits = {"arithmetic": 0.0, "memory": 0.0, "launches": 0.0}
+    fixed = 0.0
+    for launch in launches:
+        times = {precision: _limits(launch, device, precision, launch_seconds) for precision in PRECISIONS}
+        for precision, each in times.items():
+            seconds[precision] += launch.times * max(each.values())
+        bound = max(times["float16"], key=lambda limit: times["float16"][limit])
+        limits[bound] += launch.times * times["float16"][bound]
+        if max(times["float16"].values()) >= 0.99 * max(times["tf32"].values()):
+            fixed += launch.times * max(times["float16"].values())
+    return ModuleTime(
+        module=name,
+        flops=sum(launch.flops * launch.times for launch in launches),
+        bytes_moved=sum(launch.bytes_moved * launch.times for launch in launches),
+        launches=sum(launch.times for launch in launches),
+        bound=max(limits, key=lambda limit: limits[limit]),
+        seconds=seconds,
+        fixed=fixed,
+        measured=None if measured is None else sum(measured.get(launch.name, 0.0) for launch in launches),
+    )
+
+
+def _limits(launch: Launch, device: Device, precision: str, launch_seconds: float) -> dict[str, float]:
+    """Returns the least seconds of one run of a kernel by each of the three limits."""
+    moved = launch.bytes_moved
+    if precision in ("bfloat16", "float16"):
+        moved -= launch.float32_bytes / 2
+    else:
+        moved += launch.half_bytes
+    return {
+        "arithmetic": launch.flops / device.flops[precision],
+        "memory": moved / device.bandwidth,
+        "launches": launch_seconds,
+    }
+
+
+def _lines(report: Roofline) -> Iterator[str]:
+    device = report.device
+    yield (
+        f"an estimate for {device.name}: {device.bandwidth / 1e12:.2f} TB/s; in float16 arithmetic is the "
+        f"limit from {device.balance('float16'):,.0f} FLOP a byte"
+    )
+    timed = any(row.measured for row in report.modules)
+    titles = "".join(f"{precision:>10}" for precision in PRECISIONS) + f"{'measured':>10}" * timed
+    yield f"{'module':32}{'GFLOP':>10}{'MB':>10}{'FLOP/B':>8}  {'bound by':12}{titles}  (milliseconds)"
+    for row in report.modules:
+        yield _line(row, timed)
+    totals = "".join(f"{1e3 * report.seconds[precision]:>10.3f}" for precision in PRECISIONS)
+    yield f"{'all':74}{totals}"
+    over_tf32, over_float32 = report.speedup(), report.speedup(over="float32")
+    yield f"float16 is at best {over_tf32:.2f} times as fast as TF32 and {over_float32:.2f} times as float32"
+    if slow := report.fixed_modules[:5]:
+        names = ", ".join(f"{row.module} {1e3 * row.fixed:.3f} ms" for row in slow)
+        yield f"no faster in float16 than in TF32, {report.fixed_share:.0%} of the time: {names}"
+
+
+def _line(row: ModuleTime, timed: bool) -> str:
+    times = "".join(f"{1e3 * row.seconds[precision]:>10.3f}" for precision in PRECISIONS)
+    if timed:
+        times += f"{1e3 * (row.measured or 0):>10.3f}"
+    name = row.module if len(row.module) < 32 else f"...{row.module[-28:]}"
+    sizes = f"{row.flops / 1e9:>10,.1f}{row.bytes_moved / 1e6:>10,.1f}{row.intensity:>8,.0f}"
+    return f"{name:32}{sizes}  {row.bound:12}{times}"

@@ -1,0 +1,224 @@
+"""How large values are, counted by their bits: what half precision would do to each at any loss scale.
+
+A value is 2**e times a number from 1 to 2. A power of two as a loss scale adds to `e` and changes nothing
+else. So one count by `e`, with the few values apart that round at the edges of the range, says for every
+scale how many values overflow, are subnormal or become zero. The counts are exact: rounding to nearest, ties
+to even, as IEEE 754 and the hardware have it.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._autocast.jaxprs import Array
+from .._values.sites import Kind, Site
+
+LOWEST = -149
+"""The exponent of the least float32."""
+BINS = 277
+"""The powers of two that float32 has, subnormal numbers included."""
+_CLASSES = 4  # 1 exactly; the numbers between; those that round up below the range; those that overflow.
+_ZERO, _INF, _NAN = (BINS * _CLASSES + each for each in range(3))
+_COUNTS = _NAN + 1  # Behind the counts stand the bits of the largest, and of the smallest, inverted.
+
+
+@dataclasses.dataclass(frozen=True)
+class Fates:
+    """What becomes of values in a half dtype at one scale: counts, that add up to all values.
+
+    Attributes:
+        zeros: zero already.
+        flushed: not zero, and zero in half.
+        subnormal: kept with fewer digits.
+        normal: kept.
+        overflowed: finite, and inf in half.
+        nonfinite: inf or NaN already.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    zeros: int
+    flushed: int
+    subnormal: int
+    normal: int
+    overflowed: int
+    nonfinite: int
+
+    @property
+    def nonzero(self) -> int:
+        """How many values are finite and not zero."""
+        return self.flushed + self.subnormal + self.normal + self.overflowed
+
+    def share(self, count: int) -> float:
+        """Returns a count as a share of the values that are finite and not zero, from 0 to 1."""
+        return count / self.nonzero if self.nonzero else 0.0
+
+    @property
+    def lost(self) -> float:
+        """The share that is flushed to zero or overflows."""
+        return self.share(self.flushed + self.overflowed)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Magnitudes:
+    """The magnitudes of some values.
+
+    Attributes:
+        dtype: the half dtype for which the edges are counted.
+        bins: how many values have each exponent, in four classes, shape `(277, 4)`, int64.
+        zeros, infs, nans: how many values are zero, inf and NaN.
+        smallest, largest: the least and the largest magnitude that is finite and not zero; 0 for none.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    dtype: np.dtype
+    bins: np.ndarray
+    zeros: int
+    infs: int
+    nans: int
+    smallest: float
+    largest: float
+
+    @property
+    def values(self) -> int:
+        """How many values there are."""
+        return int(self.bins.sum()) + self.zeros + self.infs + self.nans
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """How many values have a magnitude from 2**e up to 2**(e + 1), by `e`; only those that occur."""
+        counts = self.bins.sum(1)
+        return {int(index) + LOWEST: int(counts[index]) for index in np.flatnonzero(counts)}
+
+    def fates(self, exponent: int = 0) -> Fates:
+        """Returns what becomes of the values in the half dtype, multiplied by 2**`exponent` before."""
+        info = jnp.finfo(self.dtype)
+        digits, least, most = int(info.nmant), int(info.minexp), int(info.maxexp) - 1
+        exponents = np.arange(BINS)[:, None] + (LOWEST + exponent)
+        kinds = np.arange(_CLASSES)
+        # Half of the least number rounds to zero, and all above it to the least number.
+        half_of_least = least - digits - 1
+        flushed = (exponents < half_of_least) | ((exponents == half_of_least) & (kinds == 0))
+        overflowed = (exponents > most) | ((exponents == most) & (kinds == 3))
+        subnormal = (exponents < least) & ~flushed & ~((exponents == least - 1) & (kinds >= 2))
+        count = lambda chosen: int(self.bins[chosen].sum())
+        return Fates(
+            self.zeros,
+            count(flushed),
+            count(subnormal),
+            count(~(flushed | overflowed | subnormal)),
+            count(overflowed),
+            self.infs + self.nans,
+        )
+
+    def shifted(self, exponent: int) -> "Magnitudes":
+        """Returns the magnitudes of the values multiplied by 2**`exponent`, in the range of float32."""
+        bins = np.zeros_like(self.bins)
+        for index in np.flatnonzero(self.bins.sum(1)):
+            bins[min(max(index + exponent, 0), BINS - 1)] += self.bins[index]
+        scale = lambda number: math.ldexp(number, exponent)
+        return dataclasses.replace(
+            self, bins=bins, smallest=scale(self.smallest), largest=scale(self.largest)
+        )
+
+    def __add__(self, other: "Magnitudes") -> "Magnitudes":
+        least = [each for each in (self.smallest, other.smallest) if each]
+        return Magnitudes(
+            self.dtype,
+            self.bins + other.bins,
+            self.zeros + other.zeros,
+            self.infs + other.infs,
+            self.nans + other.nans,
+            min(least, default=0.0),
+            max(self.largest, other.largest),
+        )
+
+
+def nothing(dtype: np.dtype) -> Magnitudes:
+    """Returns the magnitudes of no values."""
+    return Magnitudes(dtype, np.zeros((BINS, _CLASSES), np.int64), 0, 0, 0, 0.0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """The probe: counts the values that are in half, or would be under autocast, by their bits.
+
+    Attributes:
+        dtype: the half dtype for which the edges are counted.
+    """
+
+    dtype: np.dtype
+    adds = True
+    operands = True
+
+    def wants(self, site: Site, half: bool) -> bool:
+        """Arrays that are in half or would be. What the backward pass computes again counts once."""
+        is_new = site.kind not in (Kind.ENTRY, Kind.LEAVE) and site.direction != "recomputed"
+        return is_new and (half or site.is_half) and not site.array.endswith("[]")
+
+    def measure(self, array: Array) -> Array:
+        """Returns counts by exponent and class, and the bits of the extremes, shape `(1113,)`, uint32."""
+        if jnp.iscomplexobj(array):
+            array = jnp.stack([array.real, array.imag])
+        bits = lax.bitcast_convert_type(jnp.asarray(array, jnp.float32).ravel(), jnp.uint32) & 0x7FFFFFFF
+        if not bits.size:
+            return self.empty(array.dtype)
+        finite = bits < 0x7F800000
+        index = jnp.where(finite, self._index(bits), jnp.where(bits == 0x7F800000, _INF, _NAN))
+        index = jnp.where(bits == 0, _ZERO, index)
+        counts = jnp.zeros(_COUNTS, jnp.uint32).at[index].add(1)
+        largest = jnp.max(jnp.where(finite, bits, 0))
+        smallest = jnp.max(jnp.where(finite & (bits > 0), ~bits, 0))
+        return jnp.concatenate([counts, jnp.stack([largest, smallest])])
+
+    def _index(self, bits: Array) -> Array:
+        """Returns the index of each finite value in the counts."""
+        digits = int(jnp.finfo(self.dtype).nmant)
+        field, mantissa = bits >> 23, bits & 0x7FFFFF
+        # A subnormal float32 has its exponent where its first digit stands.
+        first = 31 - lax.clz(jnp.maximum(mantissa, 1))
+        normalized = (mantissa << (23 - first)) & 0x7FFFFF
+        exponent = jnp.where(field == 0, first, field + 22)
+        mantissa = jnp.where(field == 0, normalized, mantissa)
+        edges = [1, 2**23 - 2 ** (23 - digits), 2**23 - 2 ** (22 - digits)]
+        kind = sum((mantissa >= edge).astype(jnp.uint32) for edge in edges)
+        return exponent * _CLASSES + kind
+
+    def empty(self, dtype: Any) -> Array:
+        """Returns the record of no values."""
+        del dtype
+        return jnp.zeros(_COUNTS + 2, jnp.uint32)
+
+    def join(self, first: Array, second: Array) -> Array:
+        """Returns the record of the values of both records."""
+        is_count = jnp.arange(_COUNTS + 2) < _COUNTS
+        return jnp.where(is_count, first + second, jnp.maximum(first, second))
+
+    def alarm(self, record: Array) -> Array:
+        """Nothing: no iteration is kept on its own."""
+        return jnp.zeros(record.shape[:-1], bool)
+
+    def read(self, record: np.ndarray) -> Magnitudes:
+        """Returns a record as magnitudes."""
+        counts = record[:_COUNTS].astype(np.int64)
+        extremes = np.array([~record[-1] if record[-1] else 0, record[-2]], np.uint32).view(np.float32)
+        return Magnitudes(
+            self.dtype,
+            counts[: BINS * _CLASSES].reshape(BINS, _CLASSES),
+            int(counts[_ZERO]),
+            int(counts[_INF]),
+            int(counts[_NAN]),
+            float(extremes[0]),
+            float(extremes[1]),
+        )
+
+
+def pooled(magnitudes: list[Magnitudes], dtype: np.dtype) -> Magnitudes:
+    """Returns the magnitudes of all values together."""
+    return functools.reduce(Magnitudes.__add__, magnitudes, nothing(dtype))

@@ -1,0 +1,99 @@
+"""The picture and the page of a `RangeReport`."""
+
+import html
+import importlib
+import io
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .scales import Scales
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right}"
+    "td:nth-child(-n+2),th:nth-child(-n+2){text-align:left}tr:nth-child(even){background:#8882}"
+    "svg{max-width:100%;height:auto}"
+)
+
+
+def draw(report: Any, target: Any, file_format: str) -> None:
+    """Draws the report into a file or a stream.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        figures: Any = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError(
+            "The picture of a RangeReport needs matplotlib. Install it: pip install matplotlib. "
+            "print(report) needs nothing."
+        ) from error
+    figure = figures.Figure(figsize=(10, 8), layout="constrained")
+    top, bottom = figure.subplots(2, 1)
+    _draw_histogram(top, report)
+    _draw_curve(bottom, report.scales, report.loss_scale)
+    figure.savefig(target, format=file_format)
+
+
+def _draw_histogram(axes: Any, report: Any) -> None:
+    """The gradients by magnitude at a scale of 1, with the range of the dtype (the guide's figure 2)."""
+    histogram, info = report.pooled.histogram, jnp.finfo(report.dtype)
+    total = report.pooled.values
+    shares = [count / total for count in histogram.values()]
+    axes.bar(list(histogram), shares, width=0.9, align="edge", label="gradients")
+    shift = int(np.log2(report.loss_scale))
+    least, first, last = (int(info.minexp) - int(info.nmant), int(info.minexp), int(info.maxexp))
+    for start, end, color, label in [
+        (least, first, "tab:orange", "subnormal"),
+        (first, last, "tab:green", "normal"),
+    ]:
+        axes.axvspan(
+            start - shift, end - shift, color=color, alpha=0.15, label=f"{report.dtype.name}, {label}"
+        )
+    axes.set(
+        yscale="log",
+        xlabel="log2 of the magnitude at a scale of 1",
+        ylabel="share",
+        title=f"Gradients; {report.pooled.zeros / max(total, 1):.1%} are zero",
+    )
+    axes.legend()
+
+
+def _draw_curve(axes: Any, scales: Scales, loss_scale: float) -> None:
+    """What is lost at each loss scale (the guide's figure 3)."""
+    shown = range(-10, 41)
+    share = lambda count: [scales.fates[each].share(count(scales.fates[each])) for each in shown]
+    counts: dict[str, Any] = {
+        "become zero": lambda fates: fates.flushed,
+        "are subnormal": lambda fates: fates.subnormal,
+        "overflow": lambda fates: fates.overflowed,
+    }
+    for label, count in counts.items():
+        axes.plot(shown, share(count), label=label)
+    axes.axvline(np.log2(loss_scale), color="gray", linestyle=":", label="the loss scale")
+    for exponent, label in ((scales.suggested, "static"), (scales.largest_safe, "largest safe")):
+        if exponent is not None:
+            axes.axvline(exponent, color="black", linestyle="--" if label == "static" else "-", label=label)
+    axes.set(xlabel="log2 of the loss scale", ylabel="share of gradients that are not zero")
+    axes.legend()
+
+
+def page(report: Any) -> str:
+    """Returns the page: the picture as SVG inside it, and the tables."""
+    stream = io.StringIO()
+    draw(report, stream, "svg")
+    picture = stream.getvalue()
+    picture = picture[picture.index("<svg") :]
+    head, *rows = report.rows()
+    cells = lambda tag, row: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+    table = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    after = str(report).split("\n\n", 2)[2:]
+    notes = "".join(f"<p>{html.escape(note)}</p>" for note in after)
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>Ranges in {report.dtype.name}</title>"
+        f"<style>{_STYLE}</style><h1>Ranges in {report.dtype.name}</h1><p>{html.escape(report.summary())}</p>"
+        f"{picture}<table><tr>{cells('th', head)}</tr>{table}</table>{notes}</html>"
+    )

@@ -1,0 +1,142 @@
+"""How much half precision loses, and which loss scale recovers it: `profile_ranges`."""
+
+import collections
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from ..._autocast.api import given_rules
+from ..._autocast.jaxprs import Jaxpr, equations, open_jaxpr
+from ..._autocast.plan import Plan, Wanted
+from ..._autocast.planner import Planner
+from ..._autocast.rules import Rules
+from ..._dtypes import DTypeLike
+from .._values.sites import Path
+from .._values.trace import Call, Measured, Program, Tapped, scale_of, trace
+from .magnitudes import Histogram, pooled
+from .report import ModuleRange, RangeReport
+
+
+def profile_ranges(
+    fun: Callable[..., Any],
+    dtype: DTypeLike | None = None,
+    loss_scale: Any = None,
+    argnums: int | Sequence[int] | Any = 0,
+    has_aux: bool = False,
+    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+) -> Callable[..., RangeReport]:
+    """Returns a function that says how much a half dtype loses of a step, and which loss scale recovers it.
+
+    It runs the loss and its backward pass once, as one compiled program, and counts the magnitudes of the
+    values. Only the counts come back. A float32 function, or one that `jmp_lite.autocast` returned, runs in
+    float32, so nothing is lost yet. Those values are counted that `autocast(fun, dtype)` makes in half, or
+    gives to a product in half. In a program that has half values of its own, such as a model under a policy,
+    those are counted, before they are cast where they are cast; what a product has flushed to zero is gone.
+    To see all, give the plain model.
+
+    Args:
+        fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
+        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
+            dtype of that autocast, for any other float16 by default.
+        loss_scale: the scale of the step: a loss scale, a number, or None for 1. It is rounded down to a
+            power of two.
+        argnums, has_aux, transform: as in `jmp_lite.value_and_grad`.
+
+    Returns:
+        A function of the arguments of `fun` that returns a `RangeReport`. Call it outside `jit`.
+
+    Raises:
+        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is none; an argument is
+            traced.
+        ValueError: `dtype` is no half dtype, or is given for a function of autocast; the scale is not above 0
+            and finite; a rule of the autocast selects nothing.
+
+    Source: NVIDIA, Training with Mixed Precision, 2.3 (https://docs.nvidia.com/deeplearning/performance/).
+
+    >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
+    >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(w, x)
+    >>> report.pooled.fates(0).lost, report.static_scale, report.largest_safe_scale == 2.0**44
+    (1.0, 65536.0, True)
+
+    Guide: docs/diagnosis.md.
+    """
+    if not callable(fun):
+        raise TypeError(f"profile_ranges takes a loss function first. Got {fun!r}.")
+    exponent = math.frexp(scale_of("profile_ranges", loss_scale))[1] - 1
+    fun, rules = given_rules("profile_ranges", fun, dtype, jnp.float16)
+    if rules.dtype == jnp.float32:
+        raise ValueError("profile_ranges takes float16 or bfloat16. Got float32, which loses nothing.")
+    call = Call(fun, argnums, has_aux, transform)
+
+    @functools.wraps(fun)
+    def profile(*args: Any, **kwargs: Any) -> RangeReport:
+        program = trace("profile_ranges", call, args, kwargs)
+        plan = None if _has_half(program.jaxpr) else _plan(program, rules)
+        probe = Histogram(rules.dtype)
+        measured = Tapped(program, probe, plan)(2.0**exponent)
+        return RangeReport(
+            rules.dtype,
+            2.0**exponent,
+            _modules(measured, probe, exponent),
+            tuple(
+                ModuleRange(name, "backward", 1, probe.read(record), exponent)
+                for name, record in zip(program.gradients, measured.results[1:])
+            ),
+            _too_large(program, rules.dtype),
+        )
+
+    return profile
+
+
+def _plan(program: Program, rules: Rules) -> Plan:
+    """Returns what autocast would do with a program."""
+    planner = Planner(rules)
+    states = [
+        planner.argument(array, name) if name else planner.constant(array)
+        for array, name in zip(program.arrays, program.names)
+    ]
+    plan = planner.plan(program.jaxpr, states, [Wanted.NO] * len(open_jaxpr(program.jaxpr).outvars))
+    planner.scopes.check()
+    return plan
+
+
+def _has_half(jaxpr: Jaxpr) -> bool:
+    """Whether a program has half values of its own."""
+    for equation in equations(open_jaxpr(jaxpr)):
+        dtypes = {getattr(var.aval, "dtype", None) for var in equation.outvars}
+        if dtypes & {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}:
+            return True
+        if any(map(_has_half, jaxprs_in_params(equation.params))):
+            return True
+    return False
+
+
+def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[ModuleRange, ...]:
+    """Returns what was measured, by module and direction."""
+    groups: dict[tuple[str, str], list[Path]] = collections.defaultdict(list)
+    for path in sorted(measured.records):
+        site = measured.sites[path]
+        groups[site.place, "backward" if site.is_scaled else "forward"].append(path)
+    found = []
+    for (name, direction), paths in groups.items():
+        together = pooled([probe.read(measured.records[path]) for path in paths], probe.dtype)
+        scale = exponent if direction == "backward" else 0
+        found.append(ModuleRange(name, direction, len(paths), together.shifted(-scale), scale))
+    return tuple(found)
+
+
+def _too_large(program: Program, dtype: np.dtype) -> dict[str, float]:
+    """Returns the parameters with values beyond the range of a dtype, and the largest magnitude of each."""
+    limit = float(jnp.finfo(dtype).max)
+    found = {}
+    for name, array in zip(program.names, program.arrays):
+        if name.split("/")[0] in program.parameters and jnp.issubdtype(array.dtype, jnp.floating):
+            largest = float(jnp.max(jnp.abs(array.astype(jnp.float32)), initial=0))
+            found |= {name: largest} if largest > limit else {}
+    return found

@@ -1,0 +1,202 @@
+"""What `profile_ranges` says: how much half precision loses, and which loss scale recovers it."""
+
+import dataclasses
+import html
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..._autocast.report import aligned
+from ..._scaling.loss_scale import DynamicLossScale
+from .._nonfinite.advice import power
+from .magnitudes import Fates, Magnitudes, pooled
+from .picture import draw, page
+from .scales import TOLERANCE, Scales, scales_for
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleRange:
+    """The values of one module in one direction, or the gradient of one parameter.
+
+    Attributes:
+        name: the module: named scopes, Flax modules and jitted functions, joined by slashes. Without one, the
+            object that holds the last parameter on the way to the values. For a gradient, the path of the
+            parameter.
+        direction: `forward` or `backward`.
+        tensors: how many tensors they are.
+        magnitudes: their magnitudes. Of the backward pass they are those at a scale of 1.
+        scale: the loss scale of the report as a power of two: its exponent in the backward pass, else 0.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    name: str
+    direction: str
+    tensors: int
+    magnitudes: Magnitudes
+    scale: int
+
+    @property
+    def fates(self) -> Fates:
+        """What becomes of the values in the half dtype at the loss scale of the report."""
+        return self.magnitudes.fates(self.scale)
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """How many values have a magnitude from 2**e up to 2**(e + 1) at the scale of the report, by `e`."""
+        counts = self.magnitudes.histogram
+        return {exponent + self.scale: count for exponent, count in counts.items()}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RangeReport:
+    """How much half precision loses of the values of a step. `str(report)` says it on one page.
+
+    Attributes:
+        dtype: the half dtype.
+        loss_scale: the loss scale, a power of two.
+        modules: the values that are half or would be, by module and direction, in the order of the program.
+        gradients: the gradient of each parameter, by its path.
+        too_large: the parameters that have values beyond the largest number of the dtype, with the largest
+            magnitude.
+
+    Guide: docs/diagnosis.md.
+    """
+
+    dtype: np.dtype
+    loss_scale: float
+    modules: tuple[ModuleRange, ...]
+    gradients: tuple[ModuleRange, ...]
+    too_large: dict[str, float]
+
+    @cached_property
+    def pooled(self) -> Magnitudes:
+        """The magnitudes of all gradients at a scale of 1: of parameters, and within the backward pass."""
+        backward = [each for each in self.modules if each.direction == "backward"]
+        return pooled([each.magnitudes for each in (*self.gradients, *backward)], self.dtype)
+
+    @cached_property
+    def scales(self) -> Scales:
+        """What each power of two as a loss scale does to the gradients."""
+        return scales_for(self.pooled)
+
+    @property
+    def largest_safe_scale(self) -> float | None:
+        """The largest power of two whose product with the largest gradient fits into the dtype."""
+        safe = self.scales.largest_safe
+        return None if safe is None else 2.0**safe
+
+    @property
+    def static_scale(self) -> float | None:
+        """A static scale, with room for larger gradients in other batches; see `Scales.suggested`."""
+        suggested = self.scales.suggested
+        return None if suggested is None else 2.0**suggested
+
+    @property
+    def dynamic_scale(self) -> DynamicLossScale | None:
+        """The `DynamicLossScale` to start with: at the largest safe scale, so that no step is skipped."""
+        safe = self.largest_safe_scale
+        return None if safe is None else DynamicLossScale(max(safe, 1.0))
+
+    @property
+    def without_scale(self) -> tuple[ModuleRange, ...]:
+        """The backward passes of modules, and the gradients, that no scale serves.
+
+        At every scale that is safe for all, more than 1 % of their values that are not zero become zero.
+        """
+        safe = self.scales.largest_safe
+        if safe is None:
+            return ()
+        candidates = (*(each for each in self.modules if each.direction == "backward"), *self.gradients)
+        return tuple(each for each in candidates if each.magnitudes.fates(safe).lost > TOLERANCE)
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """Rules that keep the modules without a scale in float32, to paste: `autocast(..., rules=...)`."""
+        return keep(each for each in self.without_scale if each in self.modules)
+
+    @property
+    def overflowing(self) -> tuple[ModuleRange, ...]:
+        """The modules with values that overflow in the forward pass, where no loss scale helps."""
+        return tuple(each for each in self.modules if each.fates.overflowed and each.direction == "forward")
+
+    def summary(self) -> str:
+        """Returns the scales in one line."""
+        if self.largest_safe_scale is None or self.static_scale is None:
+            return f"No {self.dtype.name} loss scale can be told: no gradient is finite and not zero."
+        lost = self.pooled.fates(int(np.log2(self.loss_scale))).lost
+        return (
+            f"In {self.dtype.name} at the loss scale {power(self.loss_scale)}, {lost:.2%} of the gradients "
+            f"that are not zero are lost. The largest safe scale is {power(self.largest_safe_scale)}. "
+            f"Static: jmp.StaticLossScale(2.0**{self.scales.suggested}). Dynamic: "
+            f"jmp.DynamicLossScale(2.0**{max(self.scales.largest_safe or 0, 0)})."
+        )
+
+    def __repr__(self) -> str:
+        return f"RangeReport({self.summary()})"
+
+    def _repr_html_(self) -> str:
+        """Shows the report in a notebook as `print` shows it."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __str__(self) -> str:
+        lines = [self.summary(), "", *aligned(self.rows(), left=2)]
+        if self.without_scale:
+            names = ", ".join(f"{each.name or '/'} ({each.direction})" for each in self.without_scale[:6])
+            lines += ["", f"No scale serves these: more than 1 % becomes zero at every safe scale: {names}."]
+            lines += [f"Keep them in float32: rules={self.rules}"] if self.rules else []
+            lines += [
+                "Or give each layer a scale of its own: autocast(..., layer_scale=...), jmp.scale_layer."
+            ]
+        if self.overflowing:
+            rules = keep(self.overflowing)
+            lines += ["", f"Values overflow in the forward pass, where no loss scale helps: rules={rules}"]
+        for name, largest in self.too_large.items():
+            limit = float(jnp.finfo(self.dtype).max)
+            lines += ["", f"The parameter {name} has {largest:.4g}, beyond {limit:g}: keep it in float32."]
+        return "\n".join(lines)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Returns the modules as a table of text, with a head."""
+        head = ("module", "direction", "values", "zeros", "min", "max", "flushed", "subnormal", "overflow")
+        rows: list[tuple[str, ...]] = [head]
+        for each in self.modules:
+            fates, measured = each.fates, each.magnitudes
+            zeros = measured.zeros / measured.values if measured.values else 0.0
+            extremes = (f"{value * 2.0**each.scale:.3g}" for value in (measured.smallest, measured.largest))
+            counts = (fates.flushed, fates.subnormal, fates.overflowed)
+            shares = (f"{fates.share(count):.2%}" for count in counts)
+            name = each.name or "/"
+            rows.append((name, each.direction, f"{measured.values:,}", f"{zeros:.1%}", *extremes, *shares))
+        return rows
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the histogram of the gradients, and what each loss scale loses of them, into a file.
+
+        Args:
+            path: the file; its ending says the format, such as `.png`, `.svg` or `.pdf`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        draw(self, path, _format(path))
+
+    def to_html(self, path: str | Path) -> None:
+        """Writes a page that stands alone: the picture and the table, with nothing loaded from elsewhere.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        Path(path).write_text(page(self), encoding="utf-8")
+
+
+def keep(modules: Iterable[ModuleRange]) -> dict[str, str]:
+    """Returns the rules that keep modules in float32."""
+    return {each.name: "float32" for each in modules if each.name}
+
+
+def _format(path: str | Path) -> str:
+    return Path(path).suffix.removeprefix(".") or "png"

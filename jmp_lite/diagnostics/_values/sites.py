@@ -1,0 +1,227 @@
+"""Sites: the places of a program at which a value is measured, and where each of them stands."""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..._autocast.jaxprs import (
+    Array,
+    Equation,
+    Var,
+    call_scope,
+    describe,
+    is_literal,
+    is_recomputed,
+    is_transposed,
+    scope_of,
+    source_line,
+    visible_scope,
+)
+from ..._autocast.plan import Decision, Plan
+from ..._autocast.states import Kind as StateKind
+
+Path = tuple[int, ...]
+"""The place of a site: two numbers for each equation around it and for its own. Paths sort as the program."""
+
+
+class Kind(enum.Enum):
+    """What kind of value is measured."""
+
+    INPUT = "an argument of the function, or a constant in it"
+    OPERATION = "the result of an operation"
+    ENTRY = "a value that enters a loop or a shard"
+    LEAVE = "a value that leaves a loop, a branch or a shard"
+    OPERAND = "a value that an operation takes in half"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop around a site. The shards of a `shard_map` count as one.
+
+    Attributes:
+        kind: `scan`, `while` or `shard_map`.
+        path: the path of its body. All paths in the body begin with it.
+        length: the number of iterations or shards; of a while loop how many of them are kept.
+        reverse: whether a scan runs from the last slice to the first.
+    """
+
+    kind: str
+    path: Path
+    length: int
+    reverse: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One place of the program at which a value is measured.
+
+    Attributes:
+        path: where it stands in the program.
+        kind: what kind of value it is.
+        operation: the primitive; for an input, `argument` or `constant`.
+        array: the dtype and shape, such as `float16[8,128]`.
+        operands: dtype and shape of each operand of the operation, or the number where it is a literal.
+        sources: for each operand the site at which it was measured; None where nothing measured it.
+        module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
+        argument: the path of the argument that it is, or that the operation takes; empty for none.
+        near: the path of the last parameter on the way to it; empty for none.
+        line: the line of the program, as `file.py:12:4 (function)`.
+        direction: `forward`, `backward`, or `recomputed`: a part of the forward pass that the backward pass
+            computes again.
+        loops: the loops around it, outermost first.
+        dtype: the dtype of the value.
+        is_scaled: whether the loss scale is on the way to the value: whether it is a gradient.
+    """
+
+    path: Path
+    kind: Kind
+    operation: str
+    array: str
+    operands: tuple[str, ...]
+    sources: tuple[Path | None, ...]
+    module: str
+    argument: str
+    near: str
+    line: str
+    direction: str
+    loops: tuple[Loop, ...]
+    dtype: Any
+    is_scaled: bool
+
+    @property
+    def place(self) -> str:
+        """The module; without one the object that holds the argument, or the last parameter before.
+
+        A scope such as `eqx.nn.Linear` names a class, and all objects of it.
+        """
+        holder = (self.argument or self.near).rpartition("/")[0]
+        is_class = "." in self.module.rpartition("/")[2]
+        return holder if holder and (is_class or not self.module) else self.module
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the value is in half precision in the program itself."""
+        return self.dtype in (jnp.float16, jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """The part of the program around a jaxpr.
+
+    Attributes:
+        path: the path of the jaxpr.
+        scope: the scopes around it.
+        direction: as in `Site`.
+        loops: the loops around it.
+        line: the line of the call around it, for operations that have none of their own.
+        plan: what autocast would do in it; None if nobody asks.
+    """
+
+    path: Path = ()
+    scope: str = ""
+    direction: str = "forward"
+    loops: tuple[Loop, ...] = ()
+    line: str = ""
+    plan: Plan | None = None
+
+    def decision(self, index: int) -> Decision | None:
+        """Returns what autocast would do with an equation."""
+        return None if self.plan is None else self.plan.decisions[index]
+
+    def inside(self, index: int, number: int, equation: Equation) -> "Where":
+        """Returns the part of the program around an inner jaxpr of an equation."""
+        decision = self.decision(index)
+        return Where(
+            (*self.path, index, number),
+            call_scope(_without_repeats(scope_of(equation, self.scope)), equation),
+            _direction(equation, self.direction),
+            self.loops,
+            line_of(equation) or self.line,
+            decision.inner[number] if decision is not None and decision.inner else None,
+        )
+
+    def loop(self, kind: str, length: int, reverse: bool = False) -> "Where":
+        """Returns the same part, as the body of a loop."""
+        return dataclasses.replace(self, loops=(*self.loops, Loop(kind, self.path, length, reverse)))
+
+
+def make_site(
+    path: Path, kind: Kind, equation: Equation, where: Where, operands: Sequence[Any], array: Array
+) -> Site:
+    """Returns the site of a value at an equation.
+
+    Args:
+        path: the path of the site.
+        kind: what kind of value it is.
+        equation: the equation that takes or gives it.
+        where: the part of the program around the jaxpr of the equation.
+        operands: the values from which it comes, each with `source`, `argument` and `number`.
+        array: the value itself.
+    """
+    exponent = [str(equation.params["y"])] if equation.primitive.name == "integer_pow" else []
+    return Site(
+        path,
+        kind,
+        equation.primitive.name,
+        describe(array),
+        (*map(_described, equation.invars, operands), *exponent) if kind is Kind.OPERATION else (),
+        (*(value.source for value in operands), *(None for _ in exponent)),
+        visible_scope(_without_repeats(scope_of(equation, where.scope))),
+        _argument_of(operands),
+        nearest(operands),
+        line_of(equation) or where.line,
+        _direction(equation, where.direction),
+        where.loops,
+        array.dtype,
+        any(value.is_scaled for value in operands),
+    )
+
+
+def nearest(operands: Sequence[Any]) -> str:
+    """Returns the last parameter on the way to a result of some operands."""
+    return next((value.near for value in reversed(operands) if value.near), "")
+
+
+def _argument_of(operands: Sequence[Any]) -> str:
+    """Returns the path of the argument among some operands: of the last parameter if there is one."""
+    parameters = [value.argument for value in operands if value.argument and value.argument == value.near]
+    return next(reversed(parameters or [value.argument for value in operands if value.argument]), "")
+
+
+def would_be_half(decision: Decision | None, number: int) -> bool:
+    """Whether autocast would make a result of an equation in half."""
+    return decision is not None and decision.results[number].kind == StateKind.HALF
+
+
+def _described(var: Var, value: Any) -> str:
+    if value.number is not None:
+        return f"{value.number:.4g}"
+    return str(var.val) if is_literal(var) else describe(var.aval)
+
+
+def is_floating(value: Any) -> bool:
+    """Whether an array, or a variable's type, holds floating or complex numbers."""
+    return jnp.issubdtype(getattr(value, "dtype", None) or jnp.int32, jnp.inexact)
+
+
+def _direction(equation: Equation, around: str) -> str:
+    if is_recomputed(equation):
+        return "recomputed"
+    if around != "forward":
+        return around
+    return "backward" if is_transposed(equation) else "forward"
+
+
+def line_of(equation: Equation) -> str:
+    """Returns the line of the program that made an equation; empty if JAX knows none."""
+    return source_line(equation).removeprefix("<unknown>")
+
+
+def _without_repeats(scope: str) -> str:
+    """Returns a scope as the forward pass has it: for `jax.checkpoint` JAX writes `a/a`, and adds a name."""
+    names = [name for name in scope.split("/") if name != "rematted_computation"]
+    half = len(names) // 2
+    return "/".join(names[:half] if names[:half] == names[half:] else names)

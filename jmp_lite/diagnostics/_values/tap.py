@@ -1,0 +1,324 @@
+"""The tap: runs a jaxpr again, and measures values on the way.
+
+A probe says which values are measured, and how. Each measurement is a small array, made right where the value
+is. The measurements leave loops, branches, rematerialization and shards as further results, so all of it is
+one program, and no value is kept for longer than the program itself keeps it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._autocast.binding import bind, context_of
+from ..._autocast.jaxprs import (
+    Array,
+    Equation,
+    Jaxpr,
+    Var,
+    constants,
+    describe,
+    equations,
+    inner_jaxprs,
+    is_literal,
+    open_jaxpr,
+)
+from ..._autocast.plan import Bind, Decision, Take
+from .sites import Kind, Path, Site, Where, is_floating, make_site, nearest, would_be_half
+
+# These give the very elements of their operand: what was measured there holds here.
+MOVES = frozenset(
+    {
+        *("reshape", "transpose", "squeeze", "rev", "broadcast_in_dim", "tile", "copy", "copy_p", "name"),
+        *("stop_gradient", "optimization_barrier", "device_put", "sharding_constraint", "reshard"),
+        *("layout_constraint", "pvary"),
+    }
+)
+STEPS = -3
+"""Stands in a path for the numbers of the iterations of a while loop that are kept."""
+_LEAVE = 1_000_000  # More than the inner jaxprs of any equation: what leaves stands after what is inside.
+
+Records = dict[Path, Array]
+"""What was measured at each site."""
+
+
+class Probe(Protocol):
+    """Says what is measured.
+
+    Attributes:
+        adds: whether the measurements of the iterations of a loop are joined. If not they are all kept.
+        operands: whether operands are measured that autocast would cast to half, or the program casts.
+    """
+
+    adds: bool
+    operands: bool
+
+    def wants(self, site: Site, half: bool) -> bool:
+        """Whether to measure a floating value; `half` is whether autocast would make it in half."""
+        ...
+
+    def measure(self, array: Array) -> Array:
+        """Returns what is measured of a value, as one array whose shape does not depend on the value."""
+        ...
+
+    def empty(self, dtype: Any) -> Array:
+        """Returns what `measure` would return of a value of this dtype without elements."""
+        ...
+
+    def join(self, first: Array, second: Array) -> Array:
+        """Returns one measurement of two, if `adds`."""
+        ...
+
+    def alarm(self, record: Array) -> Array:
+        """Whether a measurement is one to keep, of an iteration of a while loop."""
+        ...
+
+
+class Value(NamedTuple):
+    """A value of the program.
+
+    Attributes:
+        array: the value.
+        source: the site at which it was measured; None if it was not.
+        argument: the path of the argument that it is, as it came, moved or cast; empty for another value.
+        number: the number that it is, written into the program; None for another value.
+        near: the path of the last parameter on the way to it; empty for none.
+        is_scaled: whether the loss scale is on the way to it: whether it is a gradient.
+    """
+
+    array: Array
+    source: Path | None = None
+    argument: str = ""
+    number: float | None = None
+    near: str = ""
+    is_scaled: bool = False
+
+
+Handler = Callable[["Tap", Equation, Where, int, list[Value]], list[Value]]
+"""Runs an equation that runs jaxprs, of the tap, the equation, where it stands, its index, its operands."""
+
+
+class Tap:
+    """Runs jaxprs with a probe; one tap serves one program.
+
+    Attributes:
+        probe: what is measured.
+        sites: every site that was met, by its path.
+        carried: for the entry of each carry of a loop, the site of the result that becomes it in the next
+            iteration.
+        records: what was measured so far in the jaxpr that runs.
+    """
+
+    def __init__(self, probe: Probe, calls: Mapping[str, Handler]) -> None:
+        """Makes a tap with a probe, and a handler for each operation that runs jaxprs."""
+        self.probe = probe
+        self.calls = calls
+        self.sites: dict[Path, Site] = {}
+        self.carried: dict[Path, Path | None] = {}
+        self.records: Records = {}
+
+    def run(self, jaxpr: Jaxpr, arguments: Sequence[Value], where: Where) -> list[Value]:
+        """Runs the equations of a jaxpr, and measures.
+
+        Args:
+            jaxpr: the jaxpr, closed or open.
+            arguments: a value for each input.
+            where: the part of the program around it.
+
+        Returns:
+            A value for each output.
+        """
+        inside = open_jaxpr(jaxpr)
+        fixed = [self.input(array, "", where, -2 - n) for n, array in enumerate(constants(jaxpr))]
+        known: dict[Var, Value] = dict(zip((*inside.constvars, *inside.invars), (*fixed, *arguments)))
+
+        def read(var: Var) -> Value:
+            return _written(var) if is_literal(var) else known[var]
+
+        for index, equation in enumerate(equations(inside)):
+            operands = [read(var) for var in equation.invars]
+            handler = self.calls.get(equation.primitive.name)
+            with context_of(equation):
+                if handler is None:
+                    operands = self._measured_operands(equation, where, index, operands)
+                    results = self._operation(equation, where, index, operands)
+                else:
+                    results = handler(self, equation, where, index, operands)
+            known.update(zip(equation.outvars, results, strict=True))
+        return list(map(read, inside.outvars))
+
+    def input(
+        self,
+        array: Array,
+        name: str,
+        where: Where,
+        number: int,
+        near: str = "",
+        half: bool = False,
+        is_scaled: bool = False,
+    ) -> Value:
+        """Measures an input of a program, or a constant in it, and returns it as a value."""
+        if not is_floating(array):
+            return Value(array, argument=name)
+        path = (*where.path, -1, number)
+        operation = "argument" if name else "constant"
+        site = Site(
+            *(path, Kind.INPUT, operation, describe(array), (), (), "", name, near, "", "forward"),
+            where.loops,
+            array.dtype,
+            is_scaled,
+        )
+        return Value(array, self._measure(site, array, half), name, near=near, is_scaled=is_scaled)
+
+    def _operation(self, equation: Equation, where: Where, index: int, operands: list[Value]) -> list[Value]:
+        arrays = bind(equation, [value.array for value in operands])
+        name = equation.primitive.name
+        is_cast = name == "convert_element_type"
+        if name in MOVES or (is_cast and (self.probe.operands or _is_kept(operands[0].number, arrays[0]))):
+            moved = [operand._replace(array=array) for operand, array in zip(operands, arrays)]
+            if all(_is_known(value) for value in moved):
+                return moved
+        decision, keeps, near = where.decision(index), name in MOVES or is_cast, nearest(operands)
+        is_scaled = any(value.is_scaled for value in operands)
+        results = []
+        for number, array in enumerate(arrays):
+            path = (*where.path, index, number)
+            source = self.at(
+                path, Kind.OPERATION, equation, where, operands, array, would_be_half(decision, number)
+            )
+            argument = operands[0].argument if keeps else ""
+            results.append(Value(array, source, argument, near=near, is_scaled=is_scaled))
+        return results
+
+    def _measured_operands(
+        self, equation: Equation, where: Where, index: int, operands: list[Value]
+    ) -> list[Value]:
+        """Measures the operands that are cast to half, or would be, if nothing has measured them yet."""
+        if not self.probe.operands or not (_takes_half(where.decision(index)) or _casts_down(equation)):
+            return operands
+        measured = []
+        for number, value in enumerate(operands):
+            if value.source is None and getattr(value.array, "ndim", 0):
+                path = (*where.path, index, -1 - number)
+                source = self.at(path, Kind.OPERAND, equation, where, [value], value.array, half=True)
+                value = value._replace(source=source)
+            measured.append(value)
+        return measured
+
+    def at(
+        self,
+        path: Path,
+        kind: Kind,
+        equation: Equation,
+        where: Where,
+        operands: Sequence[Value],
+        array: Array,
+        half: bool = False,
+    ) -> Path | None:
+        """Measures a value at an equation if the probe wants it; returns the path of its site, or None."""
+        if not is_floating(array):
+            return None
+        return self._measure(make_site(path, kind, equation, where, operands, array), array, half)
+
+    def _measure(self, site: Site, array: Array, half: bool) -> Path | None:
+        if not self.probe.wants(site, half):
+            return None
+        self.sites[site.path] = site
+        self.records[site.path] = self.probe.measure(array)
+        return site.path
+
+    # What the handlers of calls need.
+
+    def leave(
+        self, equation: Equation, where: Where, index: int, results: Sequence[Value], arrays: Sequence[Array]
+    ) -> list[Value]:
+        """Measures what leaves an equation, as the results that its jaxprs gave."""
+        found = []
+        for number, (value, array) in enumerate(zip(results, arrays, strict=True)):
+            path = (*where.path, index, _LEAVE + number)
+            source = self.at(path, Kind.LEAVE, equation, where, [value], array) or value.source
+            found.append(Value(array, source, near=value.near, is_scaled=value.is_scaled))
+        return found
+
+    def enter(
+        self,
+        equation: Equation,
+        around: Where,
+        inside: Where,
+        number: int,
+        operand: Value,
+        array: Array,
+        is_slice: bool = False,
+    ) -> Value:
+        """Measures an array that enters a loop or a shard: the whole operand, or a slice of it."""
+        place = Where(inside.path, around.scope, around.direction, inside.loops, around.line)
+        path = (*inside.path, -1, number)
+        source = self.at(path, Kind.ENTRY, equation, place, [operand], array)
+        if source is None and is_slice:  # What was measured of the whole holds for the slices.
+            source = operand.source
+        return operand._replace(array=array, source=source, number=None)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Records]:
+        """Gives the measurements inside the `with` statement a dictionary of their own."""
+        outer, self.records = self.records, {}
+        try:
+            yield self.records
+        finally:
+            self.records = outer
+
+    def empty(self, shapes: Mapping[Path, Any]) -> Records:
+        """Returns the records of a part of the program that did not run, of the shapes that they have."""
+        return {
+            path: jnp.full(shape.shape, -1, jnp.int32)
+            if path[-1] == STEPS
+            else jnp.broadcast_to(self.probe.empty(self.sites[path].dtype), shape.shape)
+            for path, shape in shapes.items()
+        }
+
+
+def _written(var: Var) -> Value:
+    is_number = jnp.issubdtype(var.aval.dtype, jnp.floating) and not var.aval.shape
+    number = float(var.val) if is_number else None
+    return Value(var.val, number=number)
+
+
+def _is_known(value: Value) -> bool:
+    return value.source is not None or value.number is not None or not is_floating(value.array)
+
+
+def _is_kept(number: float | None, array: Array) -> bool:
+    """Whether a number stays the same number in the dtype of an array; no cast makes a finite one inf."""
+    if number is None or not is_floating(array):
+        return False
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(float(np.asarray(number, array.dtype))) == np.isfinite(number))
+
+
+def _casts_down(equation: Equation) -> bool:
+    if equation.primitive.name != "convert_element_type":
+        return False
+    taken, given = (var.aval.dtype for var in (*equation.invars, *equation.outvars))
+    return given in (jnp.float16, jnp.bfloat16) and is_floating(equation.invars[0].aval) and taken != given
+
+
+def _takes_half(decision: Decision | None) -> bool:
+    action = None if decision is None else decision.action
+    return isinstance(action, Bind) and Take.HALF in action.operands
+
+
+def inner_places(equation: Equation, where: Where, index: int) -> list[tuple[Any, Where]]:
+    """Returns the jaxprs of an equation, each with the part of the program around it."""
+    return [
+        (inner, where.inside(index, number, equation)) for number, inner in enumerate(inner_jaxprs(equation))
+    ]
+
+
+def as_arrays(values: Sequence[Value]) -> list[Array]:
+    """Returns the arrays of values."""
+    return [
+        value.array if isinstance(value.array, jax.Array) else np.asarray(value.array) for value in values
+    ]

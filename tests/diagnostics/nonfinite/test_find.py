@@ -1,0 +1,239 @@
+"""`find_nonfinite` names the operation at which a loss or its gradients begin to be not finite."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_lite as jmp
+from jmp_lite import linen
+from jmp_lite.diagnostics import find_nonfinite, profile_ranges
+from jmp_lite.diagnostics._nonfinite.extremes import Extremes
+from tests.support.causes import cause_of, half, w, x
+from tests.support.policies import F16
+
+# Broken runs.
+
+
+def attention(mask_value):
+    def loss(w, x):
+        with jax.named_scope("attention"):
+            scores = (x @ w).astype(jnp.float16) @ x.T.astype(jnp.float16)
+            allowed = jnp.zeros((3, 3), bool).at[1:, 0].set(True)  # The first row sees nothing.
+            mask = jnp.where(allowed, 0.0, mask_value).astype(jnp.float16)
+            return jnp.mean(jax.nn.softmax(scores + mask).astype(jnp.float32))
+
+    return loss
+
+
+@pytest.mark.slow
+def test_a_mask_of_1e9_in_float16():
+    cause = cause_of(attention(-1e9), w, x)
+    assert (cause.what, cause.operation, cause.direction) == ("inf", "convert_element_type", "forward")
+    assert cause.operand_ranges == ((-1e9, 0.0),)
+    assert cause.range == (-np.inf, 0.0)
+    assert (cause.module, cause.result) == ("attention", "float16[3,3]")
+    assert "test_find.py" in cause.line
+    assert "mask of -1e+09" in cause.advice
+    assert "jnp.finfo(x.dtype).min" in cause.advice
+
+
+@pytest.mark.slow
+def test_the_advice_for_a_mask_helps():
+    assert find_nonfinite(attention(jnp.finfo(jnp.float16).min))(w, x).is_finite
+
+
+def test_a_mask_that_only_a_softmax_reads_is_harmless():
+    def loss(w, x):
+        scores = jnp.where(jnp.tri(3, dtype=bool), x @ w @ x.T, -jnp.inf)
+        return jnp.mean(jax.nn.softmax(scores) @ x)
+
+    report = find_nonfinite(loss)(w, x)
+    assert report.is_finite
+    assert report.cause is None
+    assert [(each.what, each.operation, each.operands[1]) for each in report.harmless] == [
+        ("inf", "select_n", "-inf")
+    ]
+    assert "Harmless" in str(report)
+
+
+def test_a_harmless_mask_is_not_taken_for_the_cause():
+    def loss(w, x):
+        scores = jnp.where(jnp.tri(3, dtype=bool), x @ w @ x.T, -jnp.inf)
+        return jnp.sum(jnp.exp(1000 * (jax.nn.softmax(scores) @ x)))
+
+    report = find_nonfinite(loss)(w, x)
+    assert report.cause.operation == "exp"
+    assert [each.operation for each in report.harmless] == ["select_n"]
+
+
+class Blocks(nn.Module):
+    """Blocks one of which gives gradients that are too large."""
+
+    @nn.compact
+    def __call__(self, x):
+        for number in range(3):
+            x = jnp.tanh(nn.Dense(4, name=f"block_{number}")(x))
+            if number == 1:
+                x = x * 1e-3
+                x = nn.Dense(4, name="steep", kernel_init=nn.initializers.constant(60.0))(x)
+        return x
+
+
+@pytest.mark.slow
+def test_an_overflow_in_the_backward_pass_of_one_block_and_the_scale_that_fits():
+    model = linen.with_policy(Blocks(), F16)
+    params = model.init(jax.random.key(0), x)
+    loss = lambda params, x: jnp.sum(model.apply(params, x) ** 2)
+    scale = 2.0**17
+    report = find_nonfinite(loss, scale)(params, x)
+    cause = report.cause
+    assert cause is not None
+    assert (cause.what, cause.direction) == ("inf", "backward")
+    assert cause.module == "Blocks/steep"
+    assert cause.operation == "dot_general"
+    assert cause.result.startswith("float16")
+    assert all(extent is None or np.isfinite(extent).all() for extent in cause.operand_ranges)
+    scaled = lambda scale: jax.grad(lambda params: scale * loss(params, x))(params)
+    finite = jax.jit(lambda scale: jmp.all_finite(scaled(scale)))
+    fitting = max(2.0**k for k in range(-24, 17) if finite(2.0**k))
+    assert report.fitting_scale == fitting
+    assert f"At a scale of 2**{int(np.log2(fitting))} it would fit" in cause.advice
+    assert find_nonfinite(loss, fitting)(params, x).is_finite
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_bad_batch_of_five(bad):
+    batches = np.tile(np.asarray(x), (5, 1, 1))
+    batches[3, 1, 2] = bad
+
+    def loss(w, batches):
+        step = lambda total, batch: (total + jnp.mean((batch @ w) ** 2), None)
+        return lax.scan(step, 0.0, batches)[0] / 5
+
+    cause = cause_of(jmp.autocast(loss, jnp.float16), w, batches)
+    assert (cause.operation, cause.argument, cause.index) == ("argument", "batches", (3, 1, 2))
+    assert cause.what == ("NaN" if np.isnan(bad) else "inf")
+    assert "Clean the data" in cause.advice
+    assert "[3, 1, 2]" in str(cause)
+
+
+def test_a_bad_parameter_is_named():
+    params = {"head": {"kernel": w.at[1, 2].set(jnp.nan)}}
+    cause = cause_of(lambda params, x: jnp.mean(x @ params["head"]["kernel"]), params, x)
+    assert (cause.argument, cause.index) == ("params/head/kernel", (1, 2))
+    assert "parameter params/head/kernel has NaN" in cause.advice
+
+
+# Other operations.
+
+CASES = {
+    "exp": (lambda w, x: jnp.sum(jnp.exp(x * 100)) * w.sum(), "exp", "Subtract the maximum"),
+    "division": (lambda w, x: jnp.sum(w / jnp.maximum(x, 0).T[:, :1]), "div", "division by zero"),
+    "log": (lambda w, x: jnp.sum(jnp.log(jax.nn.relu(x @ w))), "log", "log of 0"),
+    "reciprocal": (lambda w, x: jnp.sum(w) * jnp.sum(1 / (x - x[0, 0])), "div", "division by zero"),
+    "norm": (lambda w, x: jnp.linalg.norm(w * 0) + x.sum(), "div", "square root"),
+    "negative root": (lambda w, x: jnp.sum(jnp.sqrt(w)), "sqrt", "sqrt of -0.5"),
+    "rsqrt": (lambda w, x: jnp.sum(lax.rsqrt(w * 0)), "rsqrt", "epsilon of a normalization"),
+    "index": (lambda w, x: jnp.sum(jnp.take(w, jnp.array([0, 99]))), "gather", "out of bounds"),
+    "guard": (
+        lambda w, x: jnp.sum(jnp.where(w * 0 > 0, jnp.exp(x.sum()) / (w * 0), 1.0)),
+        None,
+        "divi",
+    ),
+    "square": (lambda w, x: jnp.sum((w * 1e20) ** 2), "integer_pow", "3.4e+38"),
+    "cholesky": (lambda w, x: jnp.sum(jnp.linalg.cholesky(-w @ w.T)), "cholesky", "positive definite"),
+}
+
+
+@pytest.mark.cases(fast=1)
+@pytest.mark.parametrize("name", CASES)
+def test_operations_and_their_advice(name):
+    fun, operation, advice = CASES[name]
+    report = find_nonfinite(fun)(w, x)
+    assert not report.is_finite
+    assert operation is None or report.cause.operation == operation
+    assert advice in report.cause.advice
+    assert "test_find.py" in report.cause.line
+
+
+@pytest.mark.slow
+def test_a_loss_beyond_65504():
+    cause = cause_of(half(lambda w, x: jnp.sum(jnp.float16(30000.0) * jnp.ones(4, jnp.float16) + w[0])), w, x)
+    assert cause.result == "float16[]"
+    assert "Compute the loss in float32" in cause.advice
+
+
+@pytest.mark.slow
+def test_an_activation_beyond_65504_asks_for_a_rule_of_its_module():
+    def fun(w, x):
+        with jax.named_scope("wide"):
+            return jnp.mean(jnp.sin((jnp.abs(x) * 3e4) @ (jnp.abs(w) * 10)))
+
+    cause = cause_of(half(fun), w, x)
+    assert cause.module == "wide"
+    assert '{"wide": "float32"}' in cause.advice
+    assert "65504" in cause.advice
+
+
+@pytest.mark.slow
+def test_the_rule_of_the_advice_helps():
+    def fun(w, x):
+        with jax.named_scope("wide"):
+            y = (jnp.abs(x) * 3e4) @ (jnp.abs(w) * 10)
+        return jnp.mean(jnp.sin(y))
+
+    assert '{"wide": "float32"}' in cause_of(jmp.autocast(fun, jnp.float16), w, x).advice
+    assert find_nonfinite(jmp.autocast(fun, jnp.float16, rules={"wide": "float32"}))(w, x).is_finite
+
+
+def test_values_of_8_bits():
+    fun = lambda w, x: jnp.sum((x @ w).astype(jnp.float8_e5m2).astype(jnp.float32) + w[0])
+    report = find_nonfinite(fun)(w, x * 1e7)
+    assert (report.cause.operation, report.cause.result) == ("convert_element_type", "float8_e5m2[3,4]")
+
+
+@pytest.mark.slow
+def test_complex_values():
+    fun = lambda w, x: jnp.sum(jnp.abs(jnp.fft.fft(x @ w) * (1 + 2j)) ** 2 * 1e38)
+    report = find_nonfinite(fun)(w, x)
+    assert not report.is_finite
+    assert report.cause.operation == "mul"
+    assert profile_ranges(fun)(w, x).modules
+
+
+def test_the_report():
+    report = find_nonfinite(lambda w, x: jnp.sum(jnp.log(w * 0)))(w, x)
+    assert report.summary().startswith("The loss is -inf; 1 of 1 gradients are not finite")
+    text = str(report)
+    assert "It begins here:\ninf from log" in text
+    assert "    takes float32[4,4], -0 to 0\n    gives float32[4,4], -inf to -inf" in text
+    assert repr(report).startswith("NonfiniteReport(inf from log")
+    assert report._repr_html_() == f"<pre>{text.replace('<', '&lt;').replace('>', '&gt;')}</pre>"
+    with pytest.raises(AttributeError):
+        report.loss = 0.0
+    fine = find_nonfinite(lambda w, x: jnp.sum(w * 0))(w, x)
+    assert str(fine) == "The loss, 0, and all 1 gradients are finite; the loss scale is 2**0."
+
+
+def test_errors_say_what_was_given():
+    loss = lambda w, x: jnp.sum(w)
+    with pytest.raises(TypeError, match=r"takes a loss function first. Got 3"):
+        find_nonfinite(3)
+    with pytest.raises(TypeError, match=r"loss_scale should be None, a number, or a loss scale.*Got str"):
+        find_nonfinite(loss, "half")
+    with pytest.raises(ValueError, match=r"above 0 and finite. Got 0"):
+        find_nonfinite(loss, 0.0)
+    with pytest.raises(TypeError, match="Call it outside jit"):
+        jax.jit(lambda w: find_nonfinite(loss)(w, x).loss)(w)
+    with pytest.raises(TypeError, match="floating scalar"):
+        find_nonfinite(lambda w: w)(w)
+
+
+def test_a_while_loop_keeps_the_iterations_with_an_inf_of_either_sign_or_a_nan():
+    inf, nan = np.inf, np.nan
+    records = jnp.array([[-inf, 0.0], [0.0, inf], [nan, nan], [0.0, nan], [0.0, 1.0], [inf, -inf]])
+    assert Extremes().alarm(records).tolist() == [True, True, True, True, False, False]

@@ -1,0 +1,48 @@
+"""`_fewest` finds a smallest set of modules, compared with all sets."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jmp_lite.diagnostics._precision.fewest import fewest
+
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
+
+costs = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+def left_of(numbers):
+    """An error that is a sum over the modules that are not kept."""
+    return lambda kept: sum(cost for module, cost in enumerate(numbers) if str(module) not in kept)
+
+
+@given(costs, st.integers(-1, 30), st.sampled_from([0, 6]))
+def test_fewest_is_as_small_as_the_smallest_of_all_sets(numbers, tolerance, exact):
+    order = sorted(map(str, range(len(numbers))), key=lambda name: -numbers[int(name)])
+    error = left_of(numbers)
+    found = fewest(order, error, tolerance, exact)
+    sizes = [
+        size
+        for size in range(len(order) + 1)
+        for kept in itertools.combinations(order, size)
+        if error(kept) <= tolerance
+    ]
+    assert (found is None) == (not sizes)
+    if found is not None:
+        assert error(found) <= tolerance
+        assert len(found) == min(sizes)
+
+
+def test_the_greedy_search_leaves_out_what_a_later_module_makes_needless():
+    together = lambda kept: 0 if "b" in kept else 1  # Module a has the largest error of its own.
+    for exact in (0, 6):
+        assert fewest(["a", "b", "c"], together, 0, exact) == ("b",)
+
+
+def test_the_greedy_search_tries_again_what_it_could_not_leave_out_before():
+    # c is needed beside b, and needless once b is out.
+    error = lambda kept: 0 if {"a", "b", "c"} <= kept or kept in ({"a", "c"}, {"a"}) else 1
+    calls = lambda kept: error(set(kept))
+    assert fewest(["b", "c", "a"], calls, 0, exact=0) == ("a",)

@@ -1,0 +1,180 @@
+"""The estimate of a step's time, and the reading of a profile."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jmp_lite.diagnostics import Launch, Program, read_profile, read_program, roofline
+from jmp_lite.diagnostics._program.roofline import DEVICES, module_of
+
+
+def program(*launches):
+    """A program of these kernels, without products to list."""
+    kernels = sum(launch.times for launch in launches)
+    return Program("GPU", (), (), launches, kernels, 0, 0, 0, 0, 0, 0, ())
+
+
+def launch(operation, flops=0, moved=0, float32=0, half=0, times=1):
+    return Launch(operation, operation, flops, moved, float32, half, times)
+
+
+def test_the_balance_of_a_v100_is_the_one_of_nvidias_guide():
+    """125 TFLOPS and 900 GB/s are 139 FLOPs a byte."""
+    assert round(DEVICES["v100"].balance("float16")) == 139
+    assert DEVICES["v100"].balance("float32") == pytest.approx(15.7e12 / 900e9)
+
+
+# TFLOPS in float32, TF32, bfloat16 and float16 without sparsity, and GB/s: NVIDIA's data sheets.
+SHEETS = {
+    "v100": (15.7, 15.7, 15.7, 125, 900),
+    "a100": (19.5, 156, 312, 312, 2039),
+    "h100": (66.9, 494.7, 989.4, 989.4, 3352),
+    "h200": (66.9, 494.7, 989.4, 989.4, 4800),
+    "b200": (75, 1125, 2250, 2250, 8000),
+}
+
+
+def test_the_rates_are_those_of_the_data_sheets():
+    found = {
+        name: (*(rate / 1e12 for rate in device.flops.values()), device.bandwidth / 1e9)
+        for name, device in DEVICES.items()
+    }
+    assert found == {name: pytest.approx(rates) for name, rates in SHEETS.items()}
+
+
+def test_a_long_name_is_cut_at_the_start():
+    report = str(roofline(program(launch("m" * 32 + "end/dot", 0, 8))))
+    assert "..." + "m" * 25 + "end " in report
+    assert "m" * 31 + " " in str(roofline(program(launch("m" * 31 + "/dot", 0, 8))))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_product_takes_the_time_of_its_arithmetic_or_of_its_bytes(device):
+    of = DEVICES[device]
+    big, flat = launch("a/dot", 10**15, 10**6), launch("b/dot", 10**6, 10**12)
+    found = {row.module: row for row in roofline(program(big, flat), device).modules}
+    for precision, rate in of.flops.items():
+        assert found["a"].seconds[precision] == pytest.approx(1e15 / rate)
+        assert found["b"].seconds[precision] == pytest.approx(1e12 / of.bandwidth)
+    assert (found["a"].bound, found["b"].bound) == ("arithmetic", "memory")
+    assert found["a"].intensity == 1e9
+
+
+def test_half_precision_halves_the_float32_arrays_between_kernels_and_nothing_else():
+    report = roofline(program(launch("a/add", 0, 1000 * 10**9, float32=400 * 10**9)), "h100")
+    (row,) = report.modules
+    assert row.seconds["float32"] == row.seconds["tf32"] == pytest.approx(1000 / 3352)
+    assert row.seconds["float16"] == row.seconds["bfloat16"] == pytest.approx(800 / 3352)
+    assert report.speedup() == pytest.approx(1.25)
+
+
+def test_a_half_program_in_float32_has_arrays_of_twice_the_width():
+    (row,) = roofline(program(launch("a/add", 0, 1000 * 10**9, half=400 * 10**9)), "h100").modules
+    assert row.seconds["float16"] == pytest.approx(1000 / 3352)
+    assert row.seconds["float32"] == pytest.approx(1400 / 3352)
+
+
+def test_a_small_kernel_takes_a_launch_and_every_run_counts():
+    (row,) = roofline(program(launch("a/add", 0, 8, times=500)), launch_seconds=3e-6).modules
+    assert row.bound == "launches"
+    assert row.seconds["float16"] == pytest.approx(1.5e-3)
+    assert (row.launches, row.bytes_moved) == (500, 4000)
+
+
+def test_by_amdahl_the_rest_stands_in_the_way():
+    """Half of the TF32 time is a product, which float16 runs in half of it; the update does not change."""
+    product = launch("model/dot", int(494.7e12), 0)
+    update = launch("optimizer/add", 0, 3352 * 10**9)
+    report = roofline(program(update, product), "h100")
+    assert report.speedup() == pytest.approx(2 / 1.5)
+    assert [row.module for row in report.modules] == ["optimizer", "model"]
+    assert [row.fixed for row in report.modules] == pytest.approx([1.0, 0.0])
+    text = str(report)
+    assert "float16 is at best 1.33 times as fast as TF32" in text
+    assert "no faster in float16 than in TF32, 67% of the time: optimizer 1000.000 ms" in text
+
+
+def test_modules_are_scopes_without_transforms():
+    assert module_of("transpose(jvp(GPT))/blocks_0/attention/dot_general", 3) == "GPT/blocks_0/attention"
+    assert module_of("jvp(jmp_lite.autocast)/head/jit(relu)/max", 1) == "head"
+    assert module_of("transpose(jvp(a))/mul;b/add", 2) == "a"
+    assert module_of("", 2) == "(no scope)"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "k80"}, "The device is one of 'v100', .*; got 'k80'"),
+        ({"depth": 0}, "depth is 1 or more"),
+        ({"launch_seconds": -1}, "launch_seconds 0 or more"),
+    ],
+)
+def test_bad_options_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        roofline(program(), **options)
+
+
+def step(w, x):
+    with jax.named_scope("up"):
+        h = jax.nn.relu(x @ w["up"])
+    with jax.named_scope("down"):
+        return jnp.mean((h @ w["down"]) ** 2)
+
+
+W = {"up": jnp.ones((32, 64)), "down": jnp.ones((64, 16))}
+X = jnp.ones((8, 32))
+
+
+def test_the_launches_of_a_program_add_up_to_it():
+    found = read_program(jax.jit(jax.grad(step)).lower(W, X).compile())
+    assert sum(each.times for each in found.launches) == found.kernels > 4
+    assert sum(each.times * each.bytes_moved for each in found.launches) == found.bytes_moved
+    flops = sum(each.times * each.flops for each in found.launches)
+    assert flops == sum(each.times * each.flops for each in found.products) > 0
+    assert {"up", "down"} <= {row.module for row in roofline(found, depth=1).modules}
+
+
+def test_arguments_and_outputs_keep_their_width():
+    found = read_program(
+        jax.jit(lambda x, y: (x @ y, x)).lower(jnp.ones((64, 64)), jnp.ones((64, 64))).compile()
+    )
+    assert all(each.float32_bytes == 0 for each in found.launches)
+    found = read_program(
+        jax.jit(lambda x: jnp.sum(jnp.sort(jnp.sort(x) @ x))).lower(jnp.ones((64, 64))).compile()
+    )
+    assert any(each.float32_bytes >= 64 * 64 * 4 for each in found.launches)
+
+
+def test_a_profile_gives_the_seconds_of_the_programs_kernels(tmp_path):
+    run = jax.jit(jax.grad(step))
+    compiled = run.lower(W, X).compile()
+    jax.block_until_ready(compiled(W, X))
+    with jax.profiler.trace(tmp_path):
+        for _ in range(4):
+            jax.block_until_ready(compiled(W, X))
+    seconds = read_profile(tmp_path, runs=4)
+    found = read_program(compiled)
+    named = [each for each in found.launches if each.name in seconds]
+    assert {each.name for each in found.launches if each.flops} <= {each.name for each in named}
+    report = roofline(found, depth=1, measured=seconds)
+    measured = {row.module: row.measured for row in report.modules}
+    assert measured["up"]
+    assert sum(filter(None, measured.values())) == pytest.approx(sum(seconds[each.name] for each in named))
+    assert "measured" in str(report)
+    assert read_profile(tmp_path)[named[0].name] == pytest.approx(4 * seconds[named[0].name])
+
+
+def test_a_stored_profile_is_read():
+    """Two runs of `jnp.sum(jnp.sort(jnp.sort(x) @ x))` on a CPU, JAX 0.12; seconds of one run."""
+    seconds = read_profile(Path(__file__).parent / "profiles", runs=2)
+    expected = {"sort.6": 238.415e-6, "ynn_fusion.1": 16.82e-6, "sort.7": 231.72e-6, "ynn_fusion": 2.88e-6}
+    assert seconds == pytest.approx(expected)
+
+
+def test_a_folder_without_a_profile_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="There is no profile"):
+        read_profile(tmp_path)
+    with pytest.raises(ValueError, match="runs is 1 or more"):
+        read_profile(tmp_path, runs=0)

@@ -1,0 +1,96 @@
+"""The counts of values by what becomes of them in half, and the loss scales that follow."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jmp_lite.diagnostics._ranges.magnitudes import Histogram
+from jmp_lite.diagnostics._ranges.scales import EXPONENTS, largest_safe, scales_for
+from tests.support.casts_of_values import DTYPES, cast, counts
+
+
+def magnitudes(values, dtype="float16"):
+    probe = Histogram(np.dtype(DTYPES[dtype]))
+    return probe.read(np.asarray(jax.jit(probe.measure)(jnp.asarray(values))))
+
+
+def edges(dtype):
+    """The numbers at which rounding changes what becomes of a value, and their neighbours."""
+    info = ml_dtypes.finfo(dtype)
+    least, first, most = float(info.smallest_subnormal), float(info.smallest_normal), float(info.max)
+    ulp = most - float(np.nextafter(info.max, dtype(0)))
+    marks = np.array([least / 2, least, first, first - least / 2, first - least, most, most + ulp / 2])
+    marks = np.concatenate([marks, 2.0 ** np.arange(-30, 20), [0.0]])
+    marks = marks[marks < 3e38].astype(np.float32)
+    near = [np.nextafter(marks, np.float32(end)) for end in (np.inf, 0)]
+    return np.concatenate([marks, *near, -marks]).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_edges_of_the_range_are_those_of_a_cast(dtype):
+    values = edges(DTYPES[dtype])
+    measured = magnitudes(values, dtype)
+    shifts = range(-45, 46) if dtype == "float16" else range(4)
+    for exponent in shifts:
+        assert counts(measured.fates(exponent)) == cast(values, exponent, DTYPES[dtype])
+
+
+@pytest.mark.slow
+@given(st.lists(st.floats(width=32, allow_subnormal=True), min_size=1, max_size=64), st.integers(-40, 40))
+def test_the_counts_are_those_of_a_cast(values, exponent):
+    values = np.resize(np.asarray(values, np.float32), 64)
+    measured = magnitudes(values)
+    assert counts(measured.fates(exponent)) == cast(values, exponent, np.float16)
+    assert measured.values == values.size
+    finite = np.abs(values[np.isfinite(values) & (values != 0)])
+    assert measured.largest == (finite.max() if finite.size else 0)
+    assert measured.smallest == (finite.min() if finite.size else 0)
+
+
+@pytest.mark.slow
+def test_the_facts_of_the_guide():
+    # float16 has 40 powers of two: 30 normal, and 10 subnormal.
+    powers = magnitudes(2.0 ** np.arange(-60, 60, dtype=np.float32))
+    fates = powers.fates()
+    assert (fates.normal, fates.subnormal) == (30, 10)
+    assert fates.normal + fates.subnormal == 40
+    assert magnitudes([2.0**-24]).fates().subnormal == 1
+    assert magnitudes([2.0**-25]).fates().flushed == 1
+    assert magnitudes([65504.0]).fates().normal == 1
+    assert magnitudes([65519.0]).fates().normal == 1
+    assert magnitudes([65520.0]).fates().overflowed == 1
+
+
+@given(st.floats(2.0**-20, 2.0**30, width=32))
+def test_the_largest_safe_scale_is_the_largest_power_of_two_below_65504(largest):
+    found = largest_safe(largest, np.dtype("float16"))
+    assert found == max(k for k in EXPONENTS if largest * 2.0**k < 65504)
+
+
+def test_the_histogram_and_the_shares():
+    measured = magnitudes([0.0, 1.0, 1.5, -3.0, 2.0**-30, np.inf, np.nan])
+    assert measured.histogram == {-30: 1, 0: 2, 1: 1}
+    assert (measured.zeros, measured.infs, measured.nans) == (1, 1, 1)
+    fates = measured.fates()
+    assert fates.share(fates.flushed) == fates.lost == 0.25
+    both = measured + measured
+    assert (both.values, both.smallest, both.largest) == (14, 2.0**-30, 3.0)
+    assert measured.shifted(3).histogram == {-27: 1, 3: 2, 4: 1}
+    assert magnitudes([]).fates().share(0) == 0.0
+
+
+def test_the_suggested_scale_leaves_room_and_loses_no_more():
+    # The largest gradient fits up to 2**15; 2**-20 is normal from 2**6 on, and one in 10,000 may be lost.
+    scales = scales_for(magnitudes([1.0, 2.0**-30, *[2.0**-20] * 10000]))
+    assert (scales.largest_safe, scales.suggested) == (15, 6)
+    # Here all stay subnormal at every safe scale, and none is lost from 2**6 on.
+    scales = scales_for(magnitudes([1.0, *[2.0**-30] * 100]))
+    assert (scales.largest_safe, scales.suggested) == (15, 6)
+    assert scales.fates[5].lost == pytest.approx(100 / 101)
+    assert scales.fates[6].lost == 0
+    scales = scales_for(magnitudes([0.0]))
+    assert (scales.largest_safe, scales.suggested) == (None, None)
