@@ -59,7 +59,7 @@ FILES = {
     "diagnostics._values": "sites tap calls trace",
     "diagnostics._nonfinite": "extremes flow advice report find",
     "diagnostics._ranges": "magnitudes scales picture report profile",
-    "diagnostics._precision": "fewest report piled compare",
+    "diagnostics._precision": "fewest report compare",
     "diagnostics._program": "hlo traffic products program compile measured roofline",
     "diagnostics": "_doctor",
 }

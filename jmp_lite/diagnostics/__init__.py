@@ -19,7 +19,6 @@ from ._nonfinite.report import NonfiniteReport as NonfiniteReport
 from ._precision.compare import compare_precision as compare_precision
 from ._precision.report import Difference as Difference
 from ._precision.report import ModuleDifference as ModuleDifference
-from ._precision.report import Piled as Piled
 from ._precision.report import PrecisionReport as PrecisionReport
 from ._program.compile import compile_for as compile_for
 from ._program.compile import mesh_for as mesh_for

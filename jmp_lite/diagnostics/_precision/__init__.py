@@ -1,4 +1,4 @@
 """Measures how much accuracy each module loses in half precision.
 
-Read `fewest` (the search), `report`, then `compare`.
+Read `fewest` (the search for modules to keep in float32), `report`, then `compare`.
 """

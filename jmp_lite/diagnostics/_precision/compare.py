@@ -19,8 +19,7 @@ from ..._autocast.rules import Rules, make_rules
 from ..._dtypes import DTypeLike
 from .._values.trace import EVERY_CAST, Call, Program, scale_of, trace
 from .fewest import EXACT, Kept, fewest
-from .piled import error_of, piled
-from .report import Difference, ModuleDifference, Piled, PrecisionReport
+from .report import Difference, ModuleDifference, PrecisionReport
 
 _MEASURES = ("gradients", "loss")
 
@@ -40,15 +39,16 @@ def compare_precision(
     """Returns a function that says which module costs the accuracy in half precision, and which rules help.
 
     It runs the loss and its gradients in float32, under `autocast` with everything in half, and once for each
-    module with that module alone in half. Of the run with everything in half it also says the error that has
-    piled up at each module, in its values and in the gradients of its parameters. A module is a scope with
-    products in half, or where the scopes tell nothing apart (NNX, Equinox, plain functions) the argument that
-    holds their parameters: what `rules=` of `autocast` selects. If the error is above the tolerance, it
-    searches the fewest modules to keep in float32: with up to 6 modules over all sets, 64 runs at most; with
-    more by adding the worst, then leaving out.
+    module with that module alone in half. A module is a scope with products in half. If the scopes tell no
+    modules apart (NNX, Equinox, plain functions), a module is the argument that holds the parameters.
+    `rules=` of `autocast` selects both.
+
+    If the error is above the tolerance, it searches the fewest modules to keep in float32. With up to 6
+    modules it tries all sets, 64 runs at most. With more modules it adds the module with the largest error
+    until the error is small enough, and then leaves out each module that is not needed.
 
     Each run is a program of its own, which is compiled. The gradients in float32 stay on the device; only
-    sums and sketches come back. On a GPU products in float32 run at the highest precision, not in TF32.
+    sums come back. On a GPU products in float32 run at the highest precision, not in TF32.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed. Products that
@@ -97,9 +97,8 @@ def compare_precision(
         reference = _Reference(call, args, kwargs)
         operations = _operations(fun, rules, args, kwargs)
         products = _cast_products(fun, operations, args, kwargs)
-        places = _places(products, call.differentiated)
-        runs = _Runs(reference, rules, _modules(places, depth), scale)
-        return _report(runs, operations, list(zip(products, places)), measure, allowed)
+        modules = _modules(_paths(products, call.differentiated), depth)
+        return _report(_Runs(reference, rules, modules, scale), operations, measure, allowed)
 
     return compare
 
@@ -137,25 +136,25 @@ def _cast_products(
     return tuple(now for now, own in pairs if now.on_tensor_cores and not own.in_half)
 
 
-def _places(products: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
+def _paths(products: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
     """Returns for each product the path of the module or of the argument that it belongs to."""
-    places = [_place(each, parameters) for each in products]
-    if len(set(places)) < 2:  # A jitted loss has one scope for all.
-        places = [_argument(each, parameters) or each.scope for each in products]
-    return places
+    paths = [_path(product, parameters) for product in products]
+    if len(set(paths)) < 2:  # A jitted loss has one scope for all.
+        paths = [_argument(product, parameters) or product.scope for product in products]
+    return paths
 
 
-def _modules(places: Sequence[str], depth: int) -> tuple[str, ...]:
+def _modules(product_paths: Sequence[str], depth: int) -> tuple[str, ...]:
     """Returns the modules of the products at some paths, in the order of the program."""
-    paths = [place.split("/") for place in places if place]
+    paths = [path.split("/") for path in product_paths if path]
     shared = {first: _shared([path for path in paths if path[0] == first]) for first, *_ in paths}
     return tuple(dict.fromkeys("/".join(path[: _end(path, shared[path[0]], depth)]) for path in paths))
 
 
-def _place(operation: Operation, parameters: Sequence[str]) -> str:
+def _path(operation: Operation, parameters: Sequence[str]) -> str:
     """Returns the scope of an operation; the argument where the scope is that of a class or of an einsum."""
     names = operation.scope.split("/")
-    if "->" in names[-1]:
+    if "->" in names[-1]:  # `jnp.einsum` names a scope by its equation, such as `bi,io->bo`.
         names = names[:-1]
     scope = "/".join(names)
     is_class = "." in scope.rpartition("/")[2]  # All layers of Equinox share such a scope.
@@ -164,7 +163,7 @@ def _place(operation: Operation, parameters: Sequence[str]) -> str:
 
 def _argument(operation: Operation, parameters: Sequence[str]) -> str:
     """Returns the path of the object that holds a parameter of an operation, or of a lone parameter."""
-    own = [each for each in operation.arguments if each.split("/")[0] in parameters]
+    own = [argument for argument in operation.arguments if argument.split("/")[0] in parameters]
     last = next(reversed(own or operation.arguments), "")
     holder = last.rpartition("/")[0]
     return holder if "/" in holder else last
@@ -188,12 +187,12 @@ def _end(path: list[str], shared: int, depth: int) -> int:
 
 def _scopes_for(kept: Kept, modules: Sequence[str]) -> tuple[tuple[str, bool], ...]:
     """Returns rules that keep some modules in float32, and the others in half, also those within them."""
-    found = []
-    for module in sorted(modules, key=lambda each: -each.count("/")):  # The first that matches wins.
-        around = max((each for each in modules if module.startswith(f"{each}/")), key=len, default="")
+    scopes = []
+    for module in sorted(modules, key=lambda name: -name.count("/")):  # The first that matches wins.
+        around = max((name for name in modules if module.startswith(f"{name}/")), key=len, default="")
         if (module in kept) != (around in kept):
-            found.append((_pattern(module), module in kept))
-    return tuple(found)
+            scopes.append((_pattern(module), module in kept))
+    return tuple(scopes)
 
 
 def _pattern(module: str) -> str:
@@ -205,10 +204,10 @@ class _Reference:
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call, self._args, self._kwargs = call, args, kwargs
-        self.program = program = self._trace(call)
+        program = self._trace(call)
         loss, *self._gradients = _compiled(program, lambda outputs: outputs)(program.arrays)
         self.loss = float(loss)
-        self._sizes = [float(jnp.max(jnp.abs(each), initial=0)) for each in self._gradients]
+        self._sizes = [float(jnp.max(jnp.abs(gradient), initial=0)) for gradient in self._gradients]
         bad = [name for name, size in zip(program.gradients, self._sizes) if not math.isfinite(size)]
         if bad or not math.isfinite(self.loss):
             names = f"; these gradients are not finite: {', '.join(bad[:4])}" if bad else ""
@@ -239,7 +238,7 @@ class _Reference:
         arrays = list(program.arrays)
         arrays[program.scale] = jnp.float32(scale)
         units = [size or 1.0 for size in self._sizes]  # The squares of small gradients would be zero.
-        measure = lambda outputs, wanted: (outputs[0], list(map(_sums, outputs[1:], wanted, units)))
+        measure = lambda outputs, full: (outputs[0], list(map(_sums, outputs[1:], full, units)))
         loss, sums = _compiled(program, measure)(arrays, self._gradients)
         return float(loss), np.square(units)[:, None] * np.asarray(sums, np.float64).reshape(-1, 3)
 
@@ -250,18 +249,40 @@ def _compiled(program: Program, read: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(outputs, compiler_options=EVERY_CAST)
 
 
-def _sums(gradient: Array, wanted: Array, unit: float) -> Array:
-    """Returns the squares of the difference, of the gradient and of the one in float32, in units."""
-    one, other = gradient / unit, wanted / unit
+def _sums(half: Array, full: Array, unit: float) -> Array:
+    """Returns the squares of the difference, of the gradient in half and in float32, in units."""
+    half, full = half / unit, full / unit
     square = lambda x: jnp.sum(jnp.real(x * jnp.conj(x)))
-    return jnp.stack([square(one - other), square(one), square(other)])
+    return jnp.stack([square(half - full), square(half), square(full)])
 
 
-def _difference(loss: float, wanted: float, sums: np.ndarray) -> Difference:
-    """Returns the errors from the sums of all gradients."""
-    off = abs(loss - wanted)
-    of_loss = off / abs(wanted) if wanted else off
-    return Difference(of_loss if math.isfinite(of_loss) else math.inf, *error_of(sums.sum(axis=0)))
+def _difference(half: float, full: float, sums: np.ndarray) -> Difference:
+    """Returns the errors of a loss and its gradients.
+
+    Args:
+        half: the loss in half.
+        full: the loss in float32.
+        sums: for each gradient the three squares of `_Reference.sums`.
+    """
+    distance = abs(half - full)
+    loss_error = distance / abs(full) if full else distance
+    return Difference(loss_error if math.isfinite(loss_error) else math.inf, *_error(*sums.sum(axis=0)))
+
+
+def _error(difference: float, half: float, full: float) -> tuple[float, float]:
+    """Returns the relative error and the cosine of a vector, from three squares of norms.
+
+    Args:
+        difference: the square of the difference of the vector in half and the vector in float32.
+        half: the square of the vector in half.
+        full: the square of the vector in float32.
+    """
+    if not math.isfinite(difference + half + full):
+        return math.inf, math.nan
+    if not full:
+        return (math.inf, 0.0) if difference else (0.0, 1.0)
+    cosine = (half + full - difference) / 2 / math.sqrt(half * full) if half else 0.0
+    return math.sqrt(difference / full), min(1.0, max(-1.0, cosine))
 
 
 class _Runs:
@@ -269,63 +290,55 @@ class _Runs:
 
     def __init__(self, reference: _Reference, rules: Rules, modules: Sequence[str], scale: float) -> None:
         self.reference, self.rules, self.modules, self.scale = reference, rules, modules, scale
-        self.found: dict[Kept, Difference] = {}
-        self.piled: dict[str, Piled] = {}
+        self.differences: dict[Kept, Difference] = {}
 
-    def all_in_half(self, products: Sequence[tuple[Operation, str]]) -> Difference:
-        """Returns the error with all modules in half. Notes the error that has piled up at each module."""
-        half = self._program(frozenset())
-        loss, sums = self.reference.sums(half, self.scale)
-        self.piled = piled(self.modules, products, self.reference.program, half, sums)
-        self.found[frozenset()] = _difference(loss, self.reference.loss, sums)
-        return self.found[frozenset()]
-
-    def _program(self, kept: Kept) -> Program:
+    def _rules(self, kept: Kept) -> Rules:
         scopes = (*_scopes_for(kept, self.modules), *self.rules.scopes)
-        return self.reference.half(dataclasses.replace(self.rules, scopes=scopes))
+        return dataclasses.replace(self.rules, scopes=scopes)
 
-    def keeping(self, kept: Iterable[str]) -> Difference:
+    def keeping(self, modules: Iterable[str]) -> Difference:
         """Returns the error with these modules in float32 and the others in half."""
-        key = frozenset(kept)
-        if key not in self.found:
-            loss, sums = self.reference.sums(self._program(key), self.scale)
-            self.found[key] = _difference(loss, self.reference.loss, sums)
-        return self.found[key]
+        kept = frozenset(modules)
+        if kept not in self.differences:
+            loss, sums = self.reference.sums(self.reference.half(self._rules(kept)), self.scale)
+            self.differences[kept] = _difference(loss, self.reference.loss, sums)
+        return self.differences[kept]
 
-    def pasted(self, kept: Kept, operations: Iterable[Operation]) -> dict[str, str]:
+    def pasted(self, modules: Iterable[str], operations: Iterable[Operation]) -> dict[str, str]:
         """Returns the rules for these modules and those of the function that still select something."""
-        scopes = (*_scopes_for(kept, self.modules), *self.rules.scopes)
-        rules = dataclasses.replace(self.rules, scopes=scopes)
-        paths = {path for each in operations for path in (each.scope, *each.arguments)}
-        used = {found[0] for path in paths if path and (found := rules.pattern_for(path))}
-        dtypes = {pattern: "float32" if full else self.rules.dtype.name for pattern, full in reversed(scopes)}
-        return {pattern: dtypes[pattern] for pattern, _ in scopes if pattern in used}
+        rules = self._rules(frozenset(modules))
+        paths = {path for operation in operations for path in (operation.scope, *operation.arguments)}
+        used = {match[0] for path in paths if path and (match := rules.pattern_for(path))}
+        # A pattern may occur twice: the first one counts.
+        dtypes = {
+            pattern: "float32" if full else rules.dtype.name for pattern, full in reversed(rules.scopes)
+        }
+        return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
 def _report(
     runs: _Runs,
     operations: Sequence[Operation],
-    products: Sequence[tuple[Operation, str]],
     measure: str,
     tolerance: float,
 ) -> PrecisionReport:
-    half, rest = runs.all_in_half(products), runs.keeping(runs.modules)
+    half, rest = runs.keeping(()), runs.keeping(runs.modules)
     own = {name: runs.keeping(set(runs.modules) - {name}) for name in runs.modules}
-    other = next(each for each in _MEASURES if each != measure)
+    other = "loss" if measure == "gradients" else "gradients"
     size = lambda name: (getattr(own[name], measure), getattr(own[name], other))
     order = sorted(runs.modules, key=size, reverse=True)
-    kept = fewest(order, lambda each: getattr(runs.keeping(each), measure), tolerance)
+    kept = fewest(order, lambda modules: getattr(runs.keeping(modules), measure), tolerance)
     return PrecisionReport(
         runs.rules.dtype,
         runs.scale,
         runs.reference.loss,
-        tuple(ModuleDifference(name, own[name], runs.piled[name], _pattern(name)) for name in order),
+        tuple(ModuleDifference(name, own[name], _pattern(name)) for name in order),
         half,
         rest,
         measure,
         tolerance,
-        None if kept is None else runs.pasted(frozenset(kept), operations),
+        None if kept is None else runs.pasted(kept, operations),
         None if kept is None else runs.keeping(kept),
         len(order) <= EXACT,
-        1 + len(runs.found) + 2,  # Two give the sketches of the values.
+        1 + len(runs.differences),
     )

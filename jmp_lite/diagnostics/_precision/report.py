@@ -33,34 +33,12 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piled:
-    """The error that has piled up at a module if all modules are in half. NaN if there is nothing to compare.
-
-    Attributes:
-        values: the norm of the error of the last product of the module in the forward pass, over the norm of
-            that product in float32; inf if it is not finite. Of products with more than 4,096 elements it is
-            estimated to 2 % from sketches.
-        values_cosine: of the angle between that product and the one in float32.
-        gradients: the same for the gradients of the parameters that the products of the module read; exact.
-        gradients_cosine: of the angle between these gradients and those in float32.
-
-    Guide: docs/diagnosis.md.
-    """
-
-    values: float
-    values_cosine: float
-    gradients: float
-    gradients_cosine: float
-
-
-@dataclasses.dataclass(frozen=True)
 class ModuleDifference:
     """What one module costs.
 
     Attributes:
         module: the scope, or the path of the argument that holds its parameters.
         own: the error if the products of this module alone are in half, and all others in float32.
-        piled: the error that has piled up at this module if all modules are in half.
         pattern: the pattern that selects it in `rules=` of `autocast`.
 
     Guide: docs/diagnosis.md.
@@ -68,7 +46,6 @@ class ModuleDifference:
 
     module: str
     own: Difference
-    piled: Piled
     pattern: str
 
 
@@ -143,20 +120,9 @@ class PrecisionReport:
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""
         rows: list[tuple[str, ...]] = [("module alone in half", "loss", "gradients", "cosine")]
-        for each in self.modules:
-            own = each.own
-            rows.append((each.module, f"{own.loss:.2e}", f"{own.gradients:.2e}", f"{own.cosine:.6f}"))
-        return rows
-
-    def piled_rows(self) -> list[tuple[str, ...]]:
-        """Returns the error that has piled up at each module as a table, with a head, the largest first."""
-        size = lambda each: max((x for x in (each.piled.gradients, each.piled.values) if x == x), default=0.0)
-        rows: list[tuple[str, ...]] = [("all in half, error at", "values", "cosine", "gradients", "cosine")]
-        for each in sorted(self.modules, key=size, reverse=True):
-            found = each.piled
-            numbers = [f"{found.values:.2e}", f"{found.values_cosine:.6f}"]
-            numbers += [f"{found.gradients:.2e}", f"{found.gradients_cosine:.6f}"]
-            rows.append((each.module, *("-" if "nan" in number else number for number in numbers)))
+        for row in self.modules:
+            own = row.own
+            rows.append((row.module, f"{own.loss:.2e}", f"{own.gradients:.2e}", f"{own.cosine:.6f}"))
         return rows
 
     def __repr__(self) -> str:
@@ -169,7 +135,7 @@ class PrecisionReport:
     def __str__(self) -> str:
         if not self.modules:
             return self.summary()
-        lines = [self.summary(), "", *aligned(self.rows()), "", *aligned(self.piled_rows())]
+        lines = [self.summary(), "", *aligned(self.rows())]
         if max(self.rest.gradients, self.rest.loss) > _NOISE:
             lines += ["", f"With all modules in float32 this is left, which no rule selects: {self.rest}."]
         return "\n".join([*lines, "", self.advice()])
