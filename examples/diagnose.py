@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> Story:
     """Runs the story, and prints it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--output", type=Path, default=Path("out"), help="the folder of the picture and page")
+    parser.add_argument("--output", type=Path, default=Path("out"), help="the folder of the picture")
     options = parser.parse_args(arguments)
     images, labels = load_digits(return_X_y=True)
     data = ((images / 16).reshape(-1, 8, 8).astype(np.float32), labels.astype(np.int32))
@@ -151,11 +151,10 @@ def main(arguments: list[str] | None = None) -> Story:
     assert ranges is not None
     options.output.mkdir(parents=True, exist_ok=True)
     ranges.plot(options.output / "diagnosis.png")
-    ranges.to_html(options.output / "diagnosis.html")
     # 3. With the scale that the report names.
     learned, _ = train(mended.loss, ranges.dynamic_scale, data, options.steps)
     print(f"\n=== With the scale: the loss goes from {learned[:10].mean():.3e} to {learned[-10:].mean():.3e}")
-    print(f"The picture and the page are in {options.output}/: diagnosis.png, diagnosis.html.")
+    print(f"The picture is {options.output}/diagnosis.png.")
     return Story(stuck, first, second, flat, learned, ranges)
 
 

@@ -224,10 +224,9 @@ def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
     assert story.flat[-10:].mean() == pytest.approx(story.flat[:10].mean(), rel=0.05)
     assert f"jmp.DynamicLossScale(2.0**{int(np.log2(story.ranges.largest_safe_scale))})" in lost.advice
     assert story.learned[-10:].mean() < 0.9 * story.flat[-10:].mean()
-    picture, page = (tmp_path / "new folder" / f"diagnosis.{ending}" for ending in ("png", "html"))
+    picture = tmp_path / "new folder" / "diagnosis.png"
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture.stat().st_size > 20_000
-    assert "<svg" in page.read_text()
     out = capsys.readouterr().out
     assert all(finding.what in out for finding in (*story.first.findings, *story.second.findings))
 

@@ -88,7 +88,7 @@ FLOORS = (
     ("_policy.py", "_scaling/"),
     ("_memory/",),
     ("_tree.py",),
-    ("_dtypes.py", "_paths.py"),
+    ("_dtypes.py", "_paths.py", "_text.py"),
 )
 
 
@@ -120,7 +120,7 @@ def draw_rooms(path: pathlib.Path) -> None:
 def imported_rooms(room: str) -> set[str]:
     """Returns the rooms that the files of a room import."""
     where = ROOT / "jmp_lite" / room
-    files = sorted(where.glob("*.py")) if where.is_dir() else [where]
+    files = sorted(where.rglob("*.py")) if where.is_dir() else [where]
     names = {each.rstrip("/").removesuffix(".py"): each for floor in FLOORS for each in floor}
     found = set()
     for file in files:

@@ -5,6 +5,7 @@
 `machine`: reports the machine, and checks that JAX computes on the GPU.
 `compile_arm`: compiles one arm, and so fills the caches of compiled programs.
 `scale_time`: the time that a loss scale costs in the optimizer.
+`profiles`: the measured times of kernels and modules.
 `profile_arm`: one profile of a step, read by module.
 `fp8`: a trial of autocast to fp8.
 `programs`: the programs of the GPU beside those that were compiled for an H100 that was not there.

@@ -13,8 +13,9 @@ from benchmarks.arms.jax_arms import JaxArm
 from benchmarks.device import device_name, versions
 from benchmarks.gpu.compile_arm import arm_parser
 from benchmarks.gpu.files import write_atomically
+from benchmarks.gpu.profiles import read_profile, seconds_by_module, table
 from examples.models import FAMILIES
-from jmp_lite.diagnostics import Program, read_profile, read_program, roofline
+from jmp_lite.diagnostics import Program, read_program, roofline
 
 RUNS = 3
 
@@ -32,33 +33,40 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             made.steps(RUNS)
-        measured = read_profile(folder, runs=RUNS)
+        kernels = read_profile(folder, runs=RUNS)
     program = read_program(made.run)
     device = "h200" if "h200" in device_name() else "h100"
-    found = roofline(program, device, depth=options.depth, measured=measured)
+    estimate = roofline(program, device, depth=options.depth)
+    measured = seconds_by_module(program, kernels, options.depth)
     names = {launch.name for launch in program.launches}
-    kernels = sorted(measured.items(), key=lambda each: -each[1])
+    slowest = sorted(kernels, key=lambda name: -kernels[name])[:40]
+    text = f"{estimate}\n\n{table(estimate, measured)}"
     content = {
         "family": options.family,
         "arm": options.arm,
         "size": options.size,
         "device": device_name(),
         "versions": versions(),
-        "seconds": sum(measured.values()),
-        "seconds_of_known_kernels": sum(seconds for name, seconds in measured.items() if name in names),
-        "table": str(found),
+        "seconds": sum(kernels.values()),
+        "seconds_of_known_kernels": sum(seconds for name, seconds in kernels.items() if name in names),
+        "table": text,
         "modules": [
-            {"module": row.module, "measured": row.measured, "seconds": dict(row.seconds), "bound": row.bound}
-            for row in found.modules
+            {
+                "module": row.module,
+                "measured": measured[row.module],
+                "seconds": dict(row.seconds),
+                "bound": row.bound,
+            }
+            for row in estimate.modules
         ],
         "slowest_kernels": [
-            {"name": name, "seconds": seconds, "operation": _operation(program, name)}
-            for name, seconds in kernels[:40]
+            {"name": name, "seconds": kernels[name], "operation": _operation(program, name)}
+            for name in slowest
         ],
         "launches": len(program.launches),
     }
     write_atomically(options.json, json.dumps(content, indent=1))
-    print(found)
+    print(text)
 
 
 def _operation(program: Program, name: str) -> str:

@@ -3,8 +3,7 @@
 import collections
 import dataclasses
 import functools
-import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from .._dtypes import DTypeLike
+from .._text import Shown, aligned
 from .advice import find_promotions
 from .api import given_rules, prepare, run
 from .jaxprs import Jaxpr, equations, open_jaxpr
@@ -20,7 +20,7 @@ from .operations import Operation, operations_of
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report:
+class Report(Shown):
     """What autocast does to a function. `str(report)` is the summary and a table of the modules.
 
     Attributes:
@@ -98,10 +98,6 @@ class Report:
     def __repr__(self) -> str:
         return f"Report({self.summary()})"
 
-    def _repr_html_(self) -> str:
-        """Shows the report in a notebook as `print` shows it."""
-        return f"<pre>{html.escape(str(self))}</pre>"
-
     def __str__(self) -> str:
         rows = [("module", "operations", "in half", "FLOPs", "on Tensor Cores")]
         for module, operations in self.by_module().items():
@@ -172,19 +168,6 @@ def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable
         )
 
     return explain_fun
-
-
-def aligned(rows: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
-    """Returns the lines of a table. The first `left` columns are aligned left, the others right.
-
-    >>> aligned([("name", "size"), ("w", "12")])
-    ['name  size', 'w       12']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    sides = "<" * left + ">" * (len(widths) - left)
-    return [
-        "  ".join(f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths)) for row in rows
-    ]
 
 
 def _casts(jaxpr: Jaxpr, half: np.dtype) -> int:

@@ -22,7 +22,6 @@ from ._precision.report import ModuleDifference as ModuleDifference
 from ._precision.report import PrecisionReport as PrecisionReport
 from ._program.compile import compile_for as compile_for
 from ._program.compile import mesh_for as mesh_for
-from ._program.measured import read_profile as read_profile
 from ._program.products import Product as Product
 from ._program.program import Collective as Collective
 from ._program.program import Launch as Launch

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import html
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from .._autocast.api import autocast, given_rules, settings_of
 from .._autocast.report import Report, explain
 from .._dtypes import DTypeLike
-from ._nonfinite.advice import power
+from .._text import Shown, power
 from ._nonfinite.find import find_nonfinite
 from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import compare_precision
@@ -58,7 +57,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Diagnosis:
+class Diagnosis(Shown):
     """What `doctor` found. `str(diagnosis)` says it on one page, worst first.
 
     Attributes:
@@ -83,10 +82,6 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         return f"Diagnosis({len(self.findings)} findings)"
-
-    def _repr_html_(self) -> str:
-        """Shows the diagnosis in a notebook as `print` shows it."""
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         lines = [self.nonfinite.summary(), self.operations.summary() + "."]

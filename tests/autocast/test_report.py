@@ -267,13 +267,13 @@ def test_it_says_that_float32_changes_nothing():
     assert str(report.after) == str(report.before)
 
 
-def test_a_notebook_shows_the_summary_and_the_table_and_not_the_jaxprs(report):
+def test_the_text_is_the_summary_and_the_table_and_not_the_jaxprs(report):
     assert repr(report) == f"Report({report.summary()})"
-    shown = report._repr_html_()
-    assert shown.startswith(f"<pre>{report.summary()}\n")
-    assert "Net/block0/Dense_0" in shown
-    assert " -&gt; " in shown  # The product of the head, which is in float32.
-    assert "lambda" not in shown
+    text = str(report)
+    assert text.startswith(f"{report.summary()}\n")
+    assert "Net/block0/Dense_0" in text
+    assert " -> " in text  # The product of the head, which is in float32.
+    assert "lambda" not in text
 
 
 def test_an_operation_in_a_while_loop_counts_once_and_in_a_scan_each_time():

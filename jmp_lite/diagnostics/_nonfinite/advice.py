@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 import numpy as np
 
+from ..._text import power
 from .._values.sites import Path, Site
 from .flow import Origin
 
@@ -230,16 +231,6 @@ def largest(dtype: np.dtype) -> float:
     65504.0
     """
     return float(jnp.finfo(dtype).max)
-
-
-def power(scale: float) -> str:
-    """Returns a loss scale in words: as a power of two if it is one.
-
-    >>> power(512.0), power(1000.0)
-    ('2**9', '1000')
-    """
-    mantissa, exponent = np.frexp(scale)
-    return f"2**{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
 def _rule(case: Case) -> str:

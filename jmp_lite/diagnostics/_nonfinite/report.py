@@ -1,10 +1,9 @@
 """What `find_nonfinite` says: the places at which values begin to be not finite."""
 
 import dataclasses
-import html
 import math
 
-from .advice import power
+from ..._text import Shown, power
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +80,7 @@ def _range(extent: tuple[float, float] | None) -> str:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class NonfiniteReport:
+class NonfiniteReport(Shown):
     """Where a loss or its gradients begin to be not finite. `str(report)` says it on one page.
 
     Attributes:
@@ -144,10 +143,6 @@ class NonfiniteReport:
     def __repr__(self) -> str:
         cause = self.cause
         return f"NonfiniteReport({self.summary() if cause is None else str(cause).splitlines()[0]})"
-
-    def _repr_html_(self) -> str:
-        """Shows the report in a notebook as `print` shows it."""
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         lines = [self.summary()]

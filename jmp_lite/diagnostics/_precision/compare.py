@@ -340,5 +340,4 @@ def _report(
         None if kept is None else runs.pasted(kept, operations),
         None if kept is None else runs.keeping(kept),
         len(order) <= EXACT,
-        1 + len(runs.differences),
     )

@@ -1,12 +1,10 @@
 """What `compare_precision` says: the error of each module in half, and the fewest rules against it."""
 
 import dataclasses
-import html
 
 import numpy as np
 
-from ..._autocast.report import aligned
-from .._nonfinite.advice import power
+from ..._text import Shown, aligned, power
 
 _NOISE = 1e-5  # What another order of float32 sums may change.
 
@@ -50,7 +48,7 @@ class ModuleDifference:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PrecisionReport:
+class PrecisionReport(Shown):
     """Which module costs the accuracy, in half precision. `str(report)` says it on one page.
 
     Attributes:
@@ -68,7 +66,6 @@ class PrecisionReport:
         with_rules: the error with these rules; None if there are none.
         is_exact: whether no smaller set of modules does as well. If not, no module of the set can be left
             out, but another set may be smaller.
-        runs: how many programs were compiled and run.
 
     Guide: docs/diagnosis.md.
     """
@@ -84,7 +81,6 @@ class PrecisionReport:
     rules: dict[str, str] | None
     with_rules: Difference | None
     is_exact: bool
-    runs: int
 
     @property
     def is_close(self) -> bool:
@@ -127,10 +123,6 @@ class PrecisionReport:
 
     def __repr__(self) -> str:
         return f"PrecisionReport({self.summary()})"
-
-    def _repr_html_(self) -> str:
-        """Shows the report in a notebook as `print` shows it."""
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         if not self.modules:

@@ -61,7 +61,6 @@ class ModuleTime:
         bound: what most of its time is limited by: `arithmetic`, `memory` or `launches`.
         seconds: the estimate for the program as it is compiled for each precision.
         fixed: the seconds in float16 of kernels that half precision makes no faster than TF32 does.
-        measured: the seconds of a profile; None without one.
 
     Guide: docs/diagnosis.md.
     """
@@ -73,7 +72,6 @@ class ModuleTime:
     bound: str
     seconds: Mapping[str, float]
     fixed: float
-    measured: float | None = None
 
     @property
     def intensity(self) -> float:
@@ -122,7 +120,6 @@ def roofline(
     *,
     depth: int = 2,
     launch_seconds: float = 2e-6,
-    measured: Mapping[str, float] | None = None,
 ) -> Roofline:
     """Estimates the time of a compiled step in float32, TF32, bfloat16 and float16. It is an estimate.
 
@@ -136,7 +133,6 @@ def roofline(
         device: `"v100"`, `"a100"`, `"h100"`, `"h200"` or `"b200"`.
         depth: how many names of a scope are one module.
         launch_seconds: the least time of a kernel.
-        measured: the seconds of kernels, by name, from `read_profile`.
 
     Raises:
         ValueError: the device is not known, or `depth` or `launch_seconds` is out of range.
@@ -153,7 +149,7 @@ def roofline(
     groups: dict[str, list[Launch]] = {}
     for launch in program.launches:
         groups.setdefault(module_of(launch.operation, depth), []).append(launch)
-    rows = [_module(name, launches, of, launch_seconds, measured) for name, launches in groups.items()]
+    rows = [_module(name, launches, of, launch_seconds) for name, launches in groups.items()]
     rows.sort(key=lambda row: -row.seconds["float16"])
     total = {precision: sum(row.seconds[precision] for row in rows) for precision in PRECISIONS}
     return Roofline(of, tuple(rows), total)
@@ -175,13 +171,7 @@ _CALLS = {"checkpoint", "rematted_computation", "remat", "shard_map", "while", "
 _CALLS |= {"custom_jvp_call", "custom_vjp_call", "pjit"}
 
 
-def _module(
-    name: str,
-    launches: list[Launch],
-    device: Device,
-    launch_seconds: float,
-    measured: Mapping[str, float] | None,
-) -> ModuleTime:
+def _module(name: str, launches: list[Launch], device: Device, launch_seconds: float) -> ModuleTime:
     seconds: dict[str, float] = dict.fromkeys(PRECISIONS, 0.0)
     limits = {"arithmetic": 0.0, "memory": 0.0, "launches": 0.0}
     fixed = 0.0
@@ -201,7 +191,6 @@ def _module(
         bound=max(limits, key=lambda limit: limits[limit]),
         seconds=seconds,
         fixed=fixed,
-        measured=None if measured is None else sum(measured.get(launch.name, 0.0) for launch in launches),
     )
 
 
@@ -225,11 +214,10 @@ def _lines(report: Roofline) -> Iterator[str]:
         f"an estimate for {device.name}: {device.bandwidth / 1e12:.2f} TB/s; in float16 arithmetic is the "
         f"limit from {device.balance('float16'):,.0f} FLOP a byte"
     )
-    timed = any(row.measured for row in report.modules)
-    titles = "".join(f"{precision:>10}" for precision in PRECISIONS) + f"{'measured':>10}" * timed
+    titles = "".join(f"{precision:>10}" for precision in PRECISIONS)
     yield f"{'module':32}{'GFLOP':>10}{'MB':>10}{'FLOP/B':>8}  {'bound by':12}{titles}  (milliseconds)"
     for row in report.modules:
-        yield _line(row, timed)
+        yield _line(row)
     totals = "".join(f"{1e3 * report.seconds[precision]:>10.3f}" for precision in PRECISIONS)
     yield f"{'all':74}{totals}"
     over_tf32, over_float32 = report.speedup(), report.speedup(over="float32")
@@ -239,10 +227,8 @@ def _lines(report: Roofline) -> Iterator[str]:
         yield f"no faster in float16 than in TF32, {report.fixed_share:.0%} of the time: {names}"
 
 
-def _line(row: ModuleTime, timed: bool) -> str:
+def _line(row: ModuleTime) -> str:
     times = "".join(f"{1e3 * row.seconds[precision]:>10.3f}" for precision in PRECISIONS)
-    if timed:
-        times += f"{1e3 * (row.measured or 0):>10.3f}"
     name = row.module if len(row.module) < 32 else f"...{row.module[-28:]}"
     sizes = f"{row.flops / 1e9:>10,.1f}{row.bytes_moved / 1e6:>10,.1f}{row.intensity:>8,.0f}"
     return f"{name:32}{sizes}  {row.bound:12}{times}"

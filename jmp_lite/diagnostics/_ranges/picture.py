@@ -1,8 +1,7 @@
-"""The picture and the page of a `RangeReport`."""
+"""The picture of a `RangeReport`."""
 
-import html
 import importlib
-import io
+import pathlib
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,16 +9,9 @@ import numpy as np
 
 from .scales import Scales
 
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right}"
-    "td:nth-child(-n+2),th:nth-child(-n+2){text-align:left}tr:nth-child(even){background:#8882}"
-    "svg{max-width:100%;height:auto}"
-)
 
-
-def draw(report: Any, target: Any, file_format: str) -> None:
-    """Draws the report into a file or a stream.
+def draw(report: Any, path: str | pathlib.Path) -> None:
+    """Draws the report into a file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -35,7 +27,7 @@ def draw(report: Any, target: Any, file_format: str) -> None:
     top, bottom = figure.subplots(2, 1)
     _draw_histogram(top, report)
     _draw_curve(bottom, report.scales, report.loss_scale)
-    figure.savefig(target, format=file_format)
+    figure.savefig(path)
 
 
 def _draw_histogram(axes: Any, report: Any) -> None:
@@ -79,21 +71,3 @@ def _draw_curve(axes: Any, scales: Scales, loss_scale: float) -> None:
             axes.axvline(exponent, color="black", linestyle="--" if label == "static" else "-", label=label)
     axes.set(xlabel="log2 of the loss scale", ylabel="share of gradients that are not zero")
     axes.legend()
-
-
-def page(report: Any) -> str:
-    """Returns the page: the picture as SVG inside it, and the tables."""
-    stream = io.StringIO()
-    draw(report, stream, "svg")
-    picture = stream.getvalue()
-    picture = picture[picture.index("<svg") :]
-    head, *rows = report.rows()
-    cells = lambda tag, row: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-    table = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    after = str(report).split("\n\n", 2)[2:]
-    notes = "".join(f"<p>{html.escape(note)}</p>" for note in after)
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>Ranges in {report.dtype.name}</title>"
-        f"<style>{_STYLE}</style><h1>Ranges in {report.dtype.name}</h1><p>{html.escape(report.summary())}</p>"
-        f"{picture}<table><tr>{cells('th', head)}</tr>{table}</table>{notes}</html>"
-    )

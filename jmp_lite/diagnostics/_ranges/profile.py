@@ -85,7 +85,7 @@ def profile_ranges(
             2.0**exponent,
             _modules(measured, probe, exponent),
             tuple(
-                ModuleRange(name, "backward", 1, probe.read(record), exponent)
+                ModuleRange(name, "backward", probe.read(record), exponent)
                 for name, record in zip(program.gradients, measured.results[1:])
             ),
             _too_large(program, rules.dtype),
@@ -127,7 +127,7 @@ def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[Modul
     for (name, direction), paths in groups.items():
         together = pooled([probe.read(measured.records[path]) for path in paths], probe.dtype)
         scale = exponent if direction == "backward" else 0
-        found.append(ModuleRange(name, direction, len(paths), together.shifted(-scale), scale))
+        found.append(ModuleRange(name, direction, together.shifted(-scale), scale))
     return tuple(found)
 
 

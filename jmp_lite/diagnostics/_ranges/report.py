@@ -1,7 +1,6 @@
 """What `profile_ranges` says: how much half precision loses, and which loss scale recovers it."""
 
 import dataclasses
-import html
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -9,11 +8,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from ..._autocast.report import aligned
 from ..._scaling.loss_scale import DynamicLossScale
-from .._nonfinite.advice import power
+from ..._text import Shown, aligned, power
 from .magnitudes import Fates, Magnitudes, pooled
-from .picture import draw, page
+from .picture import draw
 from .scales import TOLERANCE, Scales, scales_for
 
 
@@ -26,7 +24,6 @@ class ModuleRange:
             object that holds the last parameter on the way to the values. For a gradient, the path of the
             parameter.
         direction: `forward` or `backward`.
-        tensors: how many tensors they are.
         magnitudes: their magnitudes. Of the backward pass they are those at a scale of 1.
         scale: the loss scale of the report as a power of two: its exponent in the backward pass, else 0.
 
@@ -35,7 +32,6 @@ class ModuleRange:
 
     name: str
     direction: str
-    tensors: int
     magnitudes: Magnitudes
     scale: int
 
@@ -52,7 +48,7 @@ class ModuleRange:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class RangeReport:
+class RangeReport(Shown):
     """How much half precision loses of the values of a step. `str(report)` says it on one page.
 
     Attributes:
@@ -138,10 +134,6 @@ class RangeReport:
     def __repr__(self) -> str:
         return f"RangeReport({self.summary()})"
 
-    def _repr_html_(self) -> str:
-        """Shows the report in a notebook as `print` shows it."""
-        return f"<pre>{html.escape(str(self))}</pre>"
-
     def __str__(self) -> str:
         lines = [self.summary(), "", *aligned(self.rows(), left=2)]
         if self.without_scale:
@@ -182,21 +174,9 @@ class RangeReport:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        draw(self, path, _format(path))
-
-    def to_html(self, path: str | Path) -> None:
-        """Writes a page that stands alone: the picture and the table, with nothing loaded from elsewhere.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        Path(path).write_text(page(self), encoding="utf-8")
+        draw(self, path)
 
 
 def keep(modules: Iterable[ModuleRange]) -> dict[str, str]:
     """Returns the rules that keep modules in float32."""
     return {each.name: "float32" for each in modules if each.name}
-
-
-def _format(path: str | Path) -> str:
-    return Path(path).suffix.removeprefix(".") or "png"

@@ -118,7 +118,6 @@ def test_the_report_says_the_rules(linen_report):
     assert f"rules={linen_report.rules}" in text
     assert "no smaller set of modules does" in text
     assert text.index(linen_report.modules[0].module) < text.index(linen_report.modules[-1].module)
-    assert "<pre>" in linen_report._repr_html_()
     assert linen_report.summary() in repr(linen_report)
     assert_is(linen_report.with_rules, errors(blocks_loss, (PARAMS, X, Y), linen_report.rules))
 

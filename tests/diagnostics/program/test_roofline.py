@@ -1,12 +1,10 @@
-"""The estimate of a step's time, and the reading of a profile."""
-
-from pathlib import Path
+"""The estimate of a step's time."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jmp_lite.diagnostics import Launch, Program, read_profile, read_program, roofline
+from jmp_lite.diagnostics import Launch, Program, read_program, roofline
 from jmp_lite.diagnostics._program.roofline import DEVICES, module_of
 
 
@@ -145,36 +143,3 @@ def test_arguments_and_outputs_keep_their_width():
         jax.jit(lambda x: jnp.sum(jnp.sort(jnp.sort(x) @ x))).lower(jnp.ones((64, 64))).compile()
     )
     assert any(each.float32_bytes >= 64 * 64 * 4 for each in found.launches)
-
-
-def test_a_profile_gives_the_seconds_of_the_programs_kernels(tmp_path):
-    run = jax.jit(jax.grad(step))
-    compiled = run.lower(W, X).compile()
-    jax.block_until_ready(compiled(W, X))
-    with jax.profiler.trace(tmp_path):
-        for _ in range(4):
-            jax.block_until_ready(compiled(W, X))
-    seconds = read_profile(tmp_path, runs=4)
-    found = read_program(compiled)
-    named = [each for each in found.launches if each.name in seconds]
-    assert {each.name for each in found.launches if each.flops} <= {each.name for each in named}
-    report = roofline(found, depth=1, measured=seconds)
-    measured = {row.module: row.measured for row in report.modules}
-    assert measured["up"]
-    assert sum(filter(None, measured.values())) == pytest.approx(sum(seconds[each.name] for each in named))
-    assert "measured" in str(report)
-    assert read_profile(tmp_path)[named[0].name] == pytest.approx(4 * seconds[named[0].name])
-
-
-def test_a_stored_profile_is_read():
-    """Two runs of `jnp.sum(jnp.sort(jnp.sort(x) @ x))` on a CPU, JAX 0.12; seconds of one run."""
-    seconds = read_profile(Path(__file__).parent / "profiles", runs=2)
-    expected = {"sort.6": 238.415e-6, "ynn_fusion.1": 16.82e-6, "sort.7": 231.72e-6, "ynn_fusion": 2.88e-6}
-    assert seconds == pytest.approx(expected)
-
-
-def test_a_folder_without_a_profile_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="There is no profile"):
-        read_profile(tmp_path)
-    with pytest.raises(ValueError, match="runs is 1 or more"):
-        read_profile(tmp_path, runs=0)
