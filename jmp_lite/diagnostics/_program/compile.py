@@ -71,18 +71,24 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
     Guide: docs/diagnosis.md.
     """
     if device not in _CONFIGS:
-        raise ValueError(f"The device is one of {', '.join(map(repr, _CONFIGS))}; got {device!r}.")
+        raise ValueError(f"The device should be one of {', '.join(map(repr, _CONFIGS))}. Got {device!r}.")
     count = math.prod(axes.values())
     if count < 1 or (count > 8 and count % 8):
-        raise ValueError(f"A mesh has 1 to 8 devices, or a multiple of 8, eight a host; got {count}.")
+        raise ValueError(f"A mesh has 1 to 8 devices, or a multiple of 8, eight a host. Got {count}.")
+    # Without the plugin the error of JAX does not say what to install.
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise RuntimeError('The CUDA plugin of JAX is not installed: pip install "jmp_lite[h100]".')
-    hosts, each = (1, count) if count <= 8 else (count // 8, 8)
-    found: Any = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=_CONFIGS[device], topology=f"1x{hosts}x{each}"
+    hosts, devices = (1, count) if count <= 8 else (count // 8, 8)
+    # XLA's form of a topology: groups of hosts, hosts of a group, devices of a host. XLA reads the properties
+    # of the GPU from `target_config`, and does not ask the driver.
+    topology: Any = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=_CONFIGS[device], topology=f"1x{hosts}x{devices}"
     )
     shape = tuple(axes.values())
-    return Mesh(np.array(found.devices).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape))
+    # `Auto` lets XLA choose the shardings inside the program. `Explicit` would make them part of the types.
+    return Mesh(
+        np.array(topology.devices).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape)
+    )
 
 
 def compile_for(
@@ -125,9 +131,12 @@ def compile_for(
     def on_device(x: Any) -> Any:
         if not is_array(x):
             return x
+        # The sharding of an array names devices of this machine, so only that of a ShapeDtypeStruct counts.
         given = x.sharding if mesh is not None and isinstance(x, jax.ShapeDtypeStruct) else None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=given or whole)
 
     jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun, donate_argnums=donate_argnums)
+    # JAX compiles for the devices of the arguments' shardings. It needs no array on them.
     lowered = jitted.lower(*jax.tree.map(on_device, args))
+    # XLA chooses between Triton's kernels and cuBLAS by running both, and there is no GPU to run them on.
     return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})

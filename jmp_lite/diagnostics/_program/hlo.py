@@ -16,8 +16,8 @@ _BITS = re.compile(r"(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Array:
-    """An array as XLA names it.
+class HloArray:
+    """An array of a compiled program, as XLA names it.
 
     Attributes:
         dtype: `f32`, `bf16`, `pred`, `f8e4m3fn`, ...
@@ -32,7 +32,8 @@ class Array:
         """The number of bytes; 0 for a token, which only orders instructions."""
         if self.dtype == "token":
             return 0
-        bits = _BITS.search(self.dtype)
+        bits = _BITS.search(self.dtype)  # `pred` has no number of bits: XLA stores a bool in a byte.
+        # XLA packs two numbers of 4 bits into a byte, and rounds up.
         return -(-math.prod(self.shape) * (int(bits[1]) if bits else 8) // 8)
 
     def __str__(self) -> str:
@@ -55,7 +56,7 @@ class Instruction:
 
     name: str
     opcode: str
-    arrays: tuple[Array, ...]
+    arrays: tuple[HloArray, ...]
     operands: tuple[str, ...]
     attributes: str
     op_name: str
@@ -79,16 +80,17 @@ class Instruction:
     @cached_property
     def backend_config(self) -> dict[str, Any]:
         """The settings of the backend for it; empty if they are no JSON, as for a foreign function."""
-        _, found, config = self.attributes.partition("backend_config=")
+        _, _, config = self.attributes.partition("backend_config=")
         try:
-            return json.JSONDecoder().raw_decode(config)[0] if found else {}
+            # Other attributes may stand behind the JSON: `raw_decode` stops at its end.
+            return json.JSONDecoder().raw_decode(config)[0] if config else {}
         except json.JSONDecodeError:
             return {}
 
     def attribute(self, pattern: str) -> str:
         """Returns the first group of the first match of `pattern` in the attributes, or an empty string."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else ""
 
     def called(self, *attributes: str) -> tuple[str, ...]:
         """Returns the names of the computations in these attributes, such as `calls` or `body`."""
@@ -116,23 +118,25 @@ class Computation:
     @property
     def root(self) -> Instruction:
         """The instruction whose result the computation returns."""
-        return next(each for each in self if each.is_root)
+        return next(instruction for instruction in self if instruction.is_root)
 
     @cached_property
     def users(self) -> Mapping[str, list[Instruction]]:
         """For each instruction, the instructions that take its result."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
-        for each in self:
-            for operand in dict.fromkeys(each.operands):
-                users[operand].append(each)
+        for user in self:
+            for operand in dict.fromkeys(user.operands):
+                users[operand].append(user)
         return users
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """Returns the instructions whose results `instruction` takes."""
         return [self.instructions[name] for name in instruction.operands]
 
-    def results(self, instruction: Instruction) -> tuple[Array, ...]:
-        """Returns the arrays of its result. A `-start` lists its operands too; its `-done` does not."""
+    def results(self, instruction: Instruction) -> tuple[HloArray, ...]:
+        """Returns the arrays of its result."""
+        # XLA splits an asynchronous instruction, such as an all-gather, into a `-start`, sometimes an
+        # `-update`, and a `-done`. The result of a `-start` holds its operands too, that of a `-done` does not.
         last = instruction
         while last.opcode.endswith(("-start", "-update")) and self.users[last.name]:
             last = self.users[last.name][0]
@@ -140,7 +144,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Module:
+class HloModule:
     """A program.
 
     Attributes:
@@ -152,6 +156,8 @@ class Module:
     entry: Computation
 
 
+# `ENTRY %main (p0: f32[8]) -> f32[8] {`, and `  ROOT %add.1 = f32[8]{0} add(%p0, %p0), metadata={...}`. Some
+# versions of XLA leave out the percent signs of the definitions.
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 # The metadata holds names that users gave, with any characters in them.
@@ -160,7 +166,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 
 
-def parse(text: str) -> Module:
+def parse(text: str) -> HloModule:
     """Parses what `Compiled.as_text()` returns.
 
     Raises:
@@ -169,42 +175,42 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     instructions: dict[str, Instruction] = {}
     entry = None
+    # Not `splitlines`: the scopes of a user may hold characters that Python takes for the end of a line.
     for line in text.split("\n"):
         if header := _HEADER.match(line):
             instructions = {}
             computations[header[2]] = Computation(instructions)
             if header[1]:
                 entry = computations[header[2]]
-        elif computations and (found := _INSTRUCTION.match(line)):
-            root, name, shapes, opcode, rest = found.groups()
+        elif computations and (match := _INSTRUCTION.match(line)):
+            root, name, shapes, opcode, rest = match.groups()
             inside, attributes = _split(rest)
-            operands = (
-                () if opcode in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", inside))
-            )
+            # The parentheses of a parameter hold its number, those of a constant its values.
+            has_operands = opcode not in ("parameter", "constant")
+            operands = tuple(re.findall(r"%([\w.\-]+)", inside)) if has_operands else ()
             metadata, attributes = _METADATA.search(attributes), _METADATA.sub("", attributes)
-            if opcode == "parameter":
-                attributes = f"parameter({inside}){attributes}"
             instructions[name] = Instruction(
                 name, opcode, _arrays(shapes), operands, attributes, _op_name(metadata), bool(root)
             )
     if entry is None:
         raise ValueError("This is not the text of a compiled program: no ENTRY computation was found.")
-    return Module(computations, entry)
+    return HloModule(computations, entry)
 
 
-def _arrays(shapes: str) -> tuple[Array, ...]:
+def _arrays(shapes: str) -> tuple[HloArray, ...]:
+    # XLA writes a size that the device decides, up to a bound, as `<=8`.
     return tuple(
-        Array(dtype, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
+        HloArray(dtype, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
         for dtype, sizes in _ARRAY.findall(shapes)
     )
 
 
 def _op_name(metadata: re.Match[str] | None) -> str:
-    found = metadata and _OP_NAME.search(metadata[1])
-    if not found:
+    name = metadata and _OP_NAME.search(metadata[1])
+    if not name:
         return ""
-    # The bytes are escaped as in C.
-    return found[1].encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
+    # XLA escapes quotes, and the bytes of UTF-8, as C does: "\\303\\251" is an e with an accent.
+    return name[1].encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
 
 
 def _split(rest: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from .hlo import Array, Computation, Instruction, Module
+from .hlo import Computation, HloArray, HloModule, Instruction
 
 _HALF = {"f16", "bf16"}
 _EIGHT_BIT = {"s8", "u8"}
@@ -36,8 +36,8 @@ class Product:
 
     kind: str
     target: str
-    operands: tuple[Array, ...]
-    result: Array
+    operands: tuple[HloArray, ...]
+    result: HloArray
     arithmetic: str
     accumulation: str
     on_tensor_cores: bool
@@ -47,16 +47,17 @@ class Product:
 
 
 def products_of(
-    instruction: Instruction, computation: Computation, module: Module, times: int, platform: str
+    instruction: Instruction, computation: Computation, module: HloModule, times: int, platform: str
 ) -> Iterator[Product]:
     """Yields the products that an instruction runs: the instruction itself, or those inside its kernel."""
     if instruction.operation == "fusion":
         for name in instruction.called("calls"):
-            inside = module.computations[name]
-            for each in inside:
-                yield from products_of(each, inside, module, times, platform)
+            inner = module.computations[name]
+            for inner_instruction in inner:
+                yield from products_of(inner_instruction, inner, module, times, platform)
     kind = _kind(instruction)
     operands = tuple(operand.arrays[0] for operand in computation.operands(instruction) if operand.arrays)
+    # Further operands are a bias, a sum to add to, or scales: cuBLAS and cuDNN fuse them into the product.
     operands = operands[: 3 if kind == "attention" else 2]
     results = computation.results(instruction)
     if kind is None or not operands or not results:
@@ -78,6 +79,8 @@ def products_of(
 
 
 def _kind(instruction: Instruction) -> str | None:
+    # XLA rewrites products for a GPU to calls of `__cublas$gemm`, `__cublas$lt$matmul$f8`,
+    # `__cudnn$convForward`, `__cudnn$fmhaSoftmax` and others; for a CPU to `__onednn$matmul` and others.
     if instruction.operation in ("dot", "ragged-dot", "scaled-dot"):
         return "gemm"
     if instruction.operation == "convolution":
@@ -90,18 +93,19 @@ def _kind(instruction: Instruction) -> str | None:
     return "gemm" if "matmul" in target or "gemm" in target else None
 
 
-def _precision(instruction: Instruction, operands: tuple[Array, ...], platform: str) -> tuple[str, str]:
+def _precision(instruction: Instruction, operands: tuple[HloArray, ...], platform: str) -> tuple[str, str]:
     """Returns the dtype of the multiplication and the dtype of the sums."""
-    widest = max(operands, key=lambda array: Array(array.dtype, (8,)).size).dtype
+    bits = lambda array: HloArray(array.dtype, (8,)).size  # 8 elements have as many bytes as one has bits.
+    widest = max(operands, key=bits).dtype
     if widest in _EIGHT_BIT:
         return widest, "s32"
     if widest in _HALF or widest.startswith("f8"):
         return widest, "f32"  # XLA asks cuBLAS and cuDNN for float32 sums of narrower products.
     if widest != "f32" or platform not in _NVIDIA:
         return widest, widest
-    gemm = next(
-        (c for name, c in instruction.backend_config.items() if name.endswith("gemm_backend_config")), {}
-    )
+    # The precision stands in the settings of a call of cuBLAS, and in the attributes of a `dot`.
+    settings = instruction.backend_config.items()
+    gemm = next((setting for name, setting in settings if name.endswith("gemm_backend_config")), {})
     config = gemm.get("precision_config", {})
     algorithm = config.get("algorithm", "ALG_UNSET").lower()
     if algorithm == "alg_unset":
@@ -115,13 +119,14 @@ def _precision(instruction: Instruction, operands: tuple[Array, ...], platform: 
     return ("f32" if "HIGHEST" in asked else "tf32"), "f32"
 
 
-def _flops(kind: str, instruction: Instruction, operands: tuple[Array, ...], result: Array) -> int:
+def _flops(kind: str, instruction: Instruction, operands: tuple[HloArray, ...], result: HloArray) -> int:
     if kind == "gemm":
         axes = _summed_axes(instruction)
         if axes is None:
             return 0
-        each = 8 if result.dtype.startswith("c") else 2  # A complex product is four products and four sums.
-        return each * math.prod(result.shape) * math.prod(operands[0].shape[axis] for axis in axes)
+        # A complex product is four products and four sums.
+        multiply_add = 8 if result.dtype.startswith("c") else 2
+        return multiply_add * math.prod(result.shape) * math.prod(operands[0].shape[axis] for axis in axes)
     if kind == "attention":
         config = instruction.backend_config.get("cudnn_fmha_backend_config", {})
         scores = config.get("intermediate_tensor_shape", {}).get("dimensions", [0])
@@ -129,12 +134,15 @@ def _flops(kind: str, instruction: Instruction, operands: tuple[Array, ...], res
         return 2 * products * math.prod(map(int, scores)) * operands[0].shape[-1]
     labels = re.match(r"\w+_(\w+)->", instruction.attribute(r"dim_labels=([^,\s]+)"))
     if labels and len(operands) == 2:
+        # The calls of cuDNN for the two gradients of a convolution name the axes of the forward pass. They
+        # take the gradient of its output in place of the input or of the kernel.
         output, kernel = result, operands[1]
         if "BackwardInput" in instruction.target:
             output = operands[0]
         elif "BackwardFilter" in instruction.target:
             output, kernel = operands[1], result
-        # The gradient of a convolution with strides spreads its input out by zeros, which do not count.
+        # Without cuDNN's own call, the gradient of a convolution with strides spreads its input out by zeros,
+        # which do not count.
         spread = math.prod(map(int, filter(None, instruction.attribute(r"lhs_dilate=([\dx]+)").split("x"))))
         outputs = kernel.shape[labels[1].index("o")]
         return 2 * math.prod(output.shape) * math.prod(kernel.shape) // (outputs * spread)
@@ -143,10 +151,11 @@ def _flops(kind: str, instruction: Instruction, operands: tuple[Array, ...], res
 
 def _summed_axes(instruction: Instruction) -> list[int] | None:
     """Returns the contracted axes of the first operand of a matrix product; None if they are not known."""
+    # XLA moves the axes of a product into the settings of the call when it rewrites it for cuBLAS.
     config = instruction.backend_config.get("gemm_backend_config", {})
     axes = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions")
     if axes is None and instruction.target:
-        return None
+        return None  # A call of another library, such as oneDNN.
     if axes is None:
         axes = filter(None, instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}").split(","))
     return [int(axis) for axis in axes]

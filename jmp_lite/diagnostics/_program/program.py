@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from .hlo import Array, Computation, Instruction, Module, parse
+from .hlo import Computation, HloArray, HloModule, Instruction, parse
 from .products import Product, operation_of, products_of
 from .traffic import bytes_of
 
-# Instructions that name a buffer or a part of one, or only wait.
+# Instructions that name a buffer or a part of one, or only wait: XLA starts no kernel for them.
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"}
 _NO_KERNEL |= {"add-dependency", "partition-id", "replica-id", "domain"}
 # Instructions that run other computations, whose kernels are counted.
@@ -36,7 +36,7 @@ class Collective:
     """
 
     kind: str
-    arrays: tuple[Array, ...]
+    arrays: tuple[HloArray, ...]
     times: int
     operation: str
 
@@ -114,10 +114,8 @@ class Program:
     @property
     def tensor_core_share(self) -> float:
         """The share of the products' FLOPs on Tensor Cores in 16 bits or less; 1 without products."""
-        flops = [
-            (each.flops * each.times, each.on_tensor_cores and not each.arithmetic.startswith("tf32"))
-            for each in self.products
-        ]
+        in_half = lambda product: product.on_tensor_cores and not product.arithmetic.startswith("tf32")
+        flops = [(product.flops * product.times, in_half(product)) for product in self.products]
         total = sum(count for count, _ in flops)
         return sum(count for count, half in flops if half) / total if total else 1.0
 
@@ -159,8 +157,8 @@ def read_program(compiled: Any) -> Program:
     """
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
-            f"read_program reads a compiled program, got {type(compiled).__name__}. Give "
-            "jax.jit(step).lower(*args).compile()."
+            f"read_program takes a compiled program. Got {type(compiled).__name__}. Write "
+            "read_program(jax.jit(step).lower(*args).compile())."
         )
     return _read(compiled.as_text() or "", compiled.memory_analysis(), _device(compiled))
 
@@ -177,17 +175,18 @@ def _read(text: str, memory: Any, device: Any) -> Program:
     size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
     products, collectives, launches, syncs = [], [], [], []
     conditionals = 0
-    for each, computation, times in _executed(module, module.entry, 1):
-        found = list(products_of(each, computation, module, times, device.platform))
-        products += found
-        conditionals += each.opcode == "conditional"
-        syncs += _syncs(each)
-        if each.operation in _COLLECTIVES:
-            arrays = tuple(array for operand in computation.operands(each) for array in operand.arrays)
-            collectives.append(Collective(each.operation, arrays, times, operation_of(each)))
-        elif _runs(each, computation):
-            flops = sum(product.flops for product in found)
-            launches.append(_launch(each, computation, module, flops, times))
+    for instruction, computation, times in _executed(module, module.entry, 1):
+        own = list(products_of(instruction, computation, module, times, device.platform))
+        products += own
+        conditionals += instruction.opcode == "conditional"
+        syncs += _syncs(instruction)
+        if instruction.operation in _COLLECTIVES:
+            operands = computation.operands(instruction)
+            arrays = tuple(array for operand in operands for array in operand.arrays)
+            collectives.append(Collective(instruction.operation, arrays, times, operation_of(instruction)))
+        elif _runs(instruction, computation):
+            flops = sum(product.flops for product in own)
+            launches.append(_launch(instruction, computation, module, flops, times))
     return Program(
         device=device.device_kind,
         products=tuple(products),
@@ -205,22 +204,25 @@ def _read(text: str, memory: Any, device: Any) -> Program:
 
 
 def _launch(
-    instruction: Instruction, computation: Computation, module: Module, flops: int, times: int
+    instruction: Instruction, computation: Computation, module: HloModule, flops: int, times: int
 ) -> Launch:
     """Returns a kernel, with its bytes by the dtypes of the arrays that it reads and writes."""
     operands, results = computation.operands(instruction), computation.results(instruction)
     inner = [
-        array for each in operands if not _is_argument(each, computation, module) for array in each.arrays
+        array
+        for operand in operands
+        if not _is_argument(operand, computation, module)
+        for array in operand.arrays
     ]
     if not _is_output(instruction, computation, module):
         inner += results
-    everything = sum(array.size for each in operands for array in each.arrays)
-    everything += sum(array.size for array in results)
+    # A kernel may read only a part of an operand, so its bytes are split by the sizes of its arrays.
+    total = sum(operand.size for operand in operands) + sum(array.size for array in results)
     moved = bytes_of(instruction, computation, module)
 
     def share(dtypes: set[str]) -> int:
         size = sum(array.size for array in inner if array.dtype in dtypes)
-        return round(moved * size / everything) if everything else 0
+        return round(moved * size / total) if total else 0
 
     name, operation = instruction.name, operation_of(instruction)
     return Launch(name, operation, flops, moved, share({"f32"}), share({"f16", "bf16"}), times)
@@ -229,51 +231,55 @@ def _launch(
 _NAMES_A_BUFFER = ("bitcast", "get-tuple-element", "tuple")
 
 
-def _is_argument(instruction: Instruction, computation: Computation, module: Module) -> bool:
+def _is_argument(instruction: Instruction, computation: Computation, module: HloModule) -> bool:
     """Whether an array is an argument of the program."""
     while instruction.opcode in _NAMES_A_BUFFER and instruction.operands:
         instruction = computation.instructions[instruction.operands[0]]
     return computation is module.entry and instruction.opcode == "parameter"
 
 
-def _is_output(instruction: Instruction, computation: Computation, module: Module) -> bool:
+def _is_output(instruction: Instruction, computation: Computation, module: HloModule) -> bool:
     """Whether a result is an output of the program."""
     if computation is not module.entry:
         return False
-    readers = [each for each in computation.users[instruction.name] if each.opcode in _NAMES_A_BUFFER]
-    return instruction.is_root or any(_is_output(each, computation, module) for each in readers)
+    readers = [user for user in computation.users[instruction.name] if user.opcode in _NAMES_A_BUFFER]
+    return instruction.is_root or any(_is_output(user, computation, module) for user in readers)
 
 
 def _device(compiled: Any) -> Any:
+    # The shardings are the only public way to the devices. A program without arrays has none.
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return min(shardings[0].device_set, key=lambda device: device.id) if shardings else jax.devices()[0]
 
 
 def _executed(
-    module: Module, computation: Computation, times: int
+    module: HloModule, computation: Computation, times: int
 ) -> Iterator[tuple[Instruction, Computation, int]]:
     """Yields each instruction that runs, its computation and how often; not those inside a kernel."""
-    for each in computation:
-        yield each, computation, times
-        names = each.called(
+    for instruction in computation:
+        yield instruction, computation, times
+        names = instruction.called(
             "body", "condition", "true_computation", "false_computation", "branch_computations"
         )
-        if each.operation in ("call", "async"):
-            names += each.called("to_apply", "calls")
+        # The `to_apply` of a reduction and the `calls` of a fusion are code inside their kernel.
+        if instruction.operation in ("call", "async"):
+            names += instruction.called("to_apply", "calls")
         for name in names:
-            yield from _executed(module, module.computations[name], times * (_trips(each) or 1))
+            yield from _executed(module, module.computations[name], times * (_trips(instruction) or 1))
 
 
 def _trips(instruction: Instruction) -> int | None:
     """Returns the number of iterations of a loop, None if the device decides it; 1 for other instructions."""
     if instruction.opcode != "while":
         return 1
+    # XLA counts the iterations of a loop with a counter of a known start, step and end, such as a `lax.scan`.
     known = instruction.backend_config.get("known_trip_count")
     return int(known["n"]) if known else None
 
 
 def _runs(instruction: Instruction, computation: Computation) -> bool:
     """Whether an instruction starts a kernel or a library call."""
+    # Of an asynchronous instruction the `-start` counts, once.
     if instruction.operation in _NO_KERNEL or instruction.opcode.endswith(("-done", "-update")):
         return False
     # An array without elements needs no kernel. A call without results runs for its effect.
@@ -306,11 +312,13 @@ def _lines(program: Program) -> Iterator[str]:
         flops = sum(product.flops * product.times for product in products) / 1e9
         runs = sum(product.times for product in products)
         yield f"{runs:>6}  {kind:12}{inputs:21}{arithmetic:12}{accumulation:9}{result:10}{flops:>10,.1f}"
-    others = [each for each in program.products if each.arithmetic in _WIDE]
-    if others and len(others) < len(program.products):
+    wide = [product for product in program.products if product.arithmetic in _WIDE]
+    if wide and len(wide) < len(program.products):
         yield "in float32 or wider:"
-        yield from (f"    {each.operation}  {' x '.join(map(str, each.operands))}" for each in others[:8])
-        yield from [f"    and {len(others) - 8} more"] * (len(others) > 8)
+        for product in wide[:8]:
+            yield f"    {product.operation}  {' x '.join(map(str, product.operands))}"
+        if len(wide) > 8:
+            yield f"    and {len(wide) - 8} more"
     share = f"{program.tensor_core_share:.1%} of the products' FLOPs in 16 bits on Tensor Cores"
     if program.device == "cpu":
         share = "a CPU computes half precision by way of float32; see compile_for for the program of a GPU"
@@ -322,8 +330,9 @@ def _lines(program: Program) -> Iterator[str]:
     )
     syncs = f"{len(program.host_syncs)} host syncs {', '.join(program.host_syncs)}"
     yield f"{program.conditionals} conditionals, {syncs}".rstrip()
-    for each in program.collectives:
-        yield f"{each.times:>6}  {each.kind} of {_megabytes(each.size)} in {', '.join(each.dtypes)}"
+    for collective in program.collectives:
+        size, dtypes = _megabytes(collective.size), ", ".join(collective.dtypes)
+        yield f"{collective.times:>6}  {collective.kind} of {size} in {dtypes}"
 
 
 def _megabytes(size: int) -> str:

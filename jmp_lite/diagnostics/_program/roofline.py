@@ -36,7 +36,8 @@ class Device:
 
 
 def _device(name: str, teraflops: Sequence[float], gigabytes: float) -> Device:
-    return Device(name, {each: 1e12 * rate for each, rate in zip(PRECISIONS, teraflops)}, 1e9 * gigabytes)
+    rates = {precision: 1e12 * rate for precision, rate in zip(PRECISIONS, teraflops)}
+    return Device(name, rates, 1e9 * gigabytes)
 
 
 # TFLOPS and GB/s. A V100 has no TF32 and no bfloat16: their products run in float32.
@@ -140,19 +141,19 @@ def roofline(
     Guide: docs/diagnosis.md.
     """
     if device not in DEVICES:
-        raise ValueError(f"The device is one of {', '.join(map(repr, DEVICES))}; got {device!r}.")
+        raise ValueError(f"The device should be one of {', '.join(map(repr, DEVICES))}. Got {device!r}.")
     if depth < 1 or launch_seconds < 0:
         raise ValueError(
-            f"depth is 1 or more and launch_seconds 0 or more; got {depth} and {launch_seconds}."
+            f"depth should be 1 or more, and launch_seconds 0 or more. Got {depth} and {launch_seconds}."
         )
-    of = DEVICES[device]
+    gpu = DEVICES[device]
     groups: dict[str, list[Launch]] = {}
     for launch in program.launches:
         groups.setdefault(module_of(launch.operation, depth), []).append(launch)
-    rows = [_module(name, launches, of, launch_seconds) for name, launches in groups.items()]
+    rows = [_module(name, launches, gpu, launch_seconds) for name, launches in groups.items()]
     rows.sort(key=lambda row: -row.seconds["float16"])
     total = {precision: sum(row.seconds[precision] for row in rows) for precision in PRECISIONS}
-    return Roofline(of, tuple(rows), total)
+    return Roofline(gpu, tuple(rows), total)
 
 
 def module_of(operation: str, depth: int) -> str:
@@ -161,6 +162,7 @@ def module_of(operation: str, depth: int) -> str:
     >>> module_of("transpose(jvp(GPT))/blocks_0/attention/dot_general", 2)
     'GPT/blocks_0'
     """
+    # XLA joins the names of operations that it fuses by a semicolon.
     names = visible_scope(plain_scope(operation.partition(";")[0])).split("/")
     scopes = [name for name in names[:-1] if name not in _CALLS]
     return "/".join(scopes[:depth]) or "(no scope)"
@@ -177,10 +179,11 @@ def _module(name: str, launches: list[Launch], device: Device, launch_seconds: f
     fixed = 0.0
     for launch in launches:
         times = {precision: _limits(launch, device, precision, launch_seconds) for precision in PRECISIONS}
-        for precision, each in times.items():
-            seconds[precision] += launch.times * max(each.values())
+        for precision, limit_seconds in times.items():
+            seconds[precision] += launch.times * max(limit_seconds.values())
         bound = max(times["float16"], key=lambda limit: times["float16"][limit])
         limits[bound] += launch.times * times["float16"][bound]
+        # Within one percent the two are the same: the bytes of a kernel are split by rounding.
         if max(times["float16"].values()) >= 0.99 * max(times["tf32"].values()):
             fixed += launch.times * max(times["float16"].values())
     return ModuleTime(

@@ -1,13 +1,16 @@
 """How many bytes a kernel reads and writes."""
 
-from .hlo import Array, Computation, Instruction, Module
+from .hlo import Computation, HloArray, HloModule, Instruction
 
+# These change the shape of a buffer, and read and write nothing.
 _SAME_BYTES = ("bitcast", "reshape")
+# These read only the part of their first operand that they return.
 _LOOKUPS = ("dynamic-slice", "slice", "gather")
+# XLA gives their result the buffer of their first operand: they write only the new values into it.
 _UPDATES = ("dynamic-update-slice", "scatter")
 
 
-def bytes_of(instruction: Instruction, computation: Computation, module: Module) -> int:
+def bytes_of(instruction: Instruction, computation: Computation, module: HloModule) -> int:
     """Returns the number of bytes that a kernel reads and writes."""
     results = computation.results(instruction)
     written = [0 if _is_workspace(array, instruction, module) else array.size for array in results]
@@ -18,33 +21,37 @@ def bytes_of(instruction: Instruction, computation: Computation, module: Module)
             written = [new.size for new in _updates(instruction, computation)]
         return sum(read) + sum(written)
     inside = module.computations[instruction.called("calls")[0]]
-    read = [_bytes_read(each, inside) for each in inside if each.opcode == "parameter"]
+    read = [_bytes_read(parameter, inside) for parameter in inside if parameter.opcode == "parameter"]
+    # A fusion with several results ends in a tuple of them. The tuple itself is no memory.
     roots = inside.operands(inside.root) if inside.root.opcode == "tuple" else [inside.root]
     if len(roots) == len(written):
         written = list(map(min, written, (_bytes_written(root, inside) for root in roots)))
     return sum(read) + sum(written)
 
 
-def _is_workspace(array: Array, instruction: Instruction, module: Module) -> bool:
+def _is_workspace(array: HloArray, instruction: Instruction, module: HloModule) -> bool:
     """Whether an array is memory for a library's own use."""
+    # A call of cuBLAS or cuDNN returns its scratch memory as a second result, an array of bytes with one
+    # axis. Its size is the most that the library may use. It says nothing of the bytes that are moved.
     if array.dtype not in ("s8", "u8") or len(array.shape) != 1:
         return False
-    inside = [each for name in instruction.called("calls") for each in module.computations[name]]
-    return any(each.target for each in (instruction, *inside))
+    inner = [call for name in instruction.called("calls") for call in module.computations[name]]
+    return any(call.target for call in (instruction, *inner))
 
 
-def _bytes_read(read: Instruction, inside: Computation) -> int:
+def _bytes_read(array: Instruction, inside: Computation) -> int:
     """Returns the bytes that a kernel reads of one input. A slice or a lookup reads only its result."""
     total = 0
-    for user in inside.users[read.name]:
-        for index in (index for index, name in enumerate(user.operands) if name == read.name):
+    for user in inside.users[array.name]:
+        for index in (index for index, name in enumerate(user.operands) if name == array.name):
             if user.opcode in _SAME_BYTES:
                 total += _bytes_read(user, inside)
             elif user.opcode in _UPDATES and not _only_returned(user, inside):
-                total += read.size
+                total += array.size  # The kernel goes on with the whole updated array.
             else:
                 total += _read_by(user, index, inside)
-    return min(total, read.size)
+    # A kernel that uses an element twice reads it once from the memory, and then from a register or a cache.
+    return min(total, array.size)
 
 
 def _read_by(user: Instruction, index: int, computation: Computation) -> int:
@@ -61,6 +68,8 @@ def _read_by(user: Instruction, index: int, computation: Computation) -> int:
 def _updates(update: Instruction, computation: Computation) -> list[Instruction]:
     """Returns the new values that an update writes, for each array that it changes."""
     operands = computation.operands(update)
+    # A dynamic-update-slice takes the array, the new values, then a start for each axis. A scatter takes its
+    # arrays, one array of indices, then as many arrays of new values.
     return operands[1:2] if update.operation == "dynamic-update-slice" else operands[len(operands) // 2 + 1 :]
 
 

@@ -14,13 +14,13 @@ HAS_PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
 def test_a_device_that_is_not_known_is_an_error():
-    with pytest.raises(ValueError, match="The device is one of 'h100'; got 'k80'"):
+    with pytest.raises(ValueError, match=r"The device should be one of 'h100'. Got 'k80'"):
         compile_for("k80", jnp.sin, jnp.ones(2))
 
 
 @pytest.mark.parametrize("count", [0, 9, 12])
 def test_a_mesh_has_whole_hosts(count):
-    with pytest.raises(ValueError, match=f"a multiple of 8, eight a host; got {count}"):
+    with pytest.raises(ValueError, match=f"a multiple of 8, eight a host. Got {count}"):
         mesh_for("h100", {"data": count})
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_lite.diagnostics._program.hlo import Array
+from jmp_lite.diagnostics._program.hlo import HloArray
 from tests.support.compiled_programs import LT, VERSIONS, entry, f32, h100, program, row, x
 
 ONE = 2 * 64 * 128 * 64  # A product of 64x128 with 128x64.
@@ -137,7 +137,7 @@ def test_dtypes_of_products_on_the_cpu(dtype):
         (product,) = program(dot, x((8, 16), dtype), x((16, 4), dtype)).products
     names = {jnp.int8: ("s8", "s32"), jnp.float64: ("f64", "f64"), jnp.complex64: ("c64", "c64")}
     assert (product.arithmetic, product.accumulation) == names[dtype]
-    assert product.result == Array(names[dtype][1], (8, 4))
+    assert product.result == HloArray(names[dtype][1], (8, 4))
     assert product.flops == (8 if dtype == jnp.complex64 else 2) * 8 * 16 * 4
 
 

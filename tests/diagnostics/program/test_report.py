@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jmp_lite.diagnostics import read_program
-from jmp_lite.diagnostics._program.hlo import Array, parse
+from jmp_lite.diagnostics._program.hlo import HloArray, parse
 from jmp_lite.diagnostics._program.program import _read
 from tests.support.compiled_programs import H100, PROGRAMS, VERSIONS, compiled, f32, h100, program, x
 
@@ -164,7 +164,8 @@ def test_to_dict_is_json_and_complete(name):
 def test_a_function_that_is_not_compiled_is_an_error_that_says_what_to_do():
     step = jax.jit(lambda x: x * 2)
     for wrong in (step, step.lower(x((8,), f32)), (lambda x: x)):
-        with pytest.raises(TypeError, match=r"got \w+. Give jax.jit\(step\).lower\(\*args\).compile\(\)"):
+        message = r"Got \w+. Write read_program\(jax.jit\(step\).lower\(\*args\).compile\(\)"
+        with pytest.raises(TypeError, match=message):
             read_program(wrong)
 
 
@@ -186,10 +187,10 @@ def test_no_program_is_a_value_error(text):
     ],
 )
 def test_the_bytes_of_seven_of_each_dtype(dtype, size):
-    assert Array(dtype, (7,)).size == size
+    assert HloArray(dtype, (7,)).size == size
     line = f"  ROOT %p = {dtype}[7]{{0}} parameter(0)"
     (found,) = parse(f"ENTRY %main (p: {dtype}[7]) -> {dtype}[7] {{\n{line}\n}}").entry
-    assert found.arrays == (Array(dtype, (7,)),)
+    assert found.arrays == (HloArray(dtype, (7,)),)
 
 
 def test_dtypes_of_this_machine():

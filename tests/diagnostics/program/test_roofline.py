@@ -104,8 +104,8 @@ def test_modules_are_scopes_without_transforms():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "k80"}, "The device is one of 'v100', .*; got 'k80'"),
-        ({"depth": 0}, "depth is 1 or more"),
+        ({"device": "k80"}, "The device should be one of 'v100', .*. Got 'k80'"),
+        ({"depth": 0}, "depth should be 1 or more"),
         ({"launch_seconds": -1}, "launch_seconds 0 or more"),
     ],
 )
