@@ -1,4 +1,4 @@
-"""All questions at once, on one page: `doctor`."""
+"""Runs all diagnostics, and writes one page: `doctor`."""
 
 import collections
 import dataclasses
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.api import autocast, given_rules, settings_of
+from .._autocast.operations import Operation
 from .._autocast.report import Report, explain
 from .._dtypes import DTypeLike
 from .._text import Shown, power
@@ -155,7 +156,7 @@ def doctor(
 
     @functools.wraps(fun)
     def examine(*args: Any, **kwargs: Any) -> Diagnosis:
-        args, kwargs = jax.tree.map(_as_jax, (args, kwargs)) if _has_numpy((args, kwargs)) else (args, kwargs)
+        args, kwargs = _with_jax_arrays((args, kwargs))
         own = not is_autocast and _has_half_products(explain(fun, "float32")(*args, **kwargs))
         running = fun if own or is_autocast else autocast(fun, jnp.float16 if dtype is None else dtype)
         operations = explain(running, "float32" if own else None)(*args, **kwargs)
@@ -177,24 +178,24 @@ def doctor(
             estimate = roofline(program or _compiled(Call(running, *how), args, kwargs), device)
         else:
             skipped["roofline"] = 'Give program=, or install "jmp_lite[h100]" and set JAX_PLATFORMS=cpu.'
-        found = [*_of_values(nonfinite), *_of_ranges(ranges), *_of_precision(precision)]
-        found += [*_of_operations(operations), *_of_roofline(estimate)]
-        found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-        return Diagnosis(tuple(found), skipped, operations, nonfinite, ranges, precision, estimate)
+        findings = [*_of_values(nonfinite), *_of_ranges(ranges), *_of_precision(precision)]
+        findings += [*_of_operations(operations), *_of_roofline(estimate)]
+        findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+        return Diagnosis(tuple(findings), skipped, operations, nonfinite, ranges, precision, estimate)
 
     return examine
 
 
-def _has_numpy(tree: Any) -> bool:
-    return any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
-
-
-def _as_jax(leaf: Any) -> Any:
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+def _with_jax_arrays(tree: Any) -> Any:
+    """Returns a tree with its NumPy arrays as JAX arrays: `explain` takes a NumPy array for a constant."""
+    is_numpy = lambda leaf: isinstance(leaf, np.ndarray)
+    if not any(map(is_numpy, jax.tree.leaves(tree))):
+        return tree  # `jax.tree.map` would copy the modules of NNX.
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_numpy(leaf) else leaf, tree)
 
 
 def _has_half_products(report: Report) -> bool:
-    return any(each.on_tensor_cores for each in report.operations)
+    return any(operation.on_tensor_cores for operation in report.operations)
 
 
 def _is_finite_in_float32(running: Callable[..., Any], how: Any, args: Any, kwargs: Any) -> bool:
@@ -236,22 +237,22 @@ def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:
             f"{fates.lost:.2%} of the gradients that are not zero become zero in {dtype} at the loss scale "
             f"{power(report.loss_scale)}."
         )
-        backward = [each for each in report.modules if each.direction == "backward"]
-        worst = sorted(backward or report.gradients, key=lambda each: -each.fates.lost)[:4]
-        where = ", ".join(f"{each.name or '/'} {each.fates.lost:.0%}" for each in worst)
+        backward = [row for row in report.modules if row.direction == "backward"]
+        worst = sorted(backward or report.gradients, key=lambda row: -row.fates.lost)[:4]
+        where = ", ".join(f"{row.name or '/'} {row.fates.lost:.0%}" for row in worst)
         best = report.scales.largest_safe
         less = report.pooled.fates(best or 0).lost
         advice = f"Start with jmp.DynamicLossScale(2.0**{max(best or 0, 0)}): {less:.2%} are lost there."
         yield Finding("accuracy", what, where, advice)
     if report.without_scale:
-        names = ", ".join(f"{each.name or '/'} ({each.direction})" for each in report.without_scale[:4])
+        names = ", ".join(f"{row.name or '/'} ({row.direction})" for row in report.without_scale[:4])
         advice = f"Keep them in float32: rules={report.rules}. " if report.rules else "Try bfloat16. "
         advice += "Or give each layer a scale of its own: autocast(..., layer_scale=...)."
         yield Finding("accuracy", f"No loss scale serves these gradients in {dtype}.", names, advice)
-    if over := report.overflowing:
+    if overflowing := report.overflowing:
         what = f"Values of the forward pass are beyond the range of {dtype}, where no loss scale helps."
-        where = ", ".join(each.name for each in over)
-        yield Finding("accuracy", what, where, f"rules={keep(over)}, or bfloat16.")
+        where = ", ".join(row.name for row in overflowing)
+        yield Finding("accuracy", what, where, f"rules={keep(overflowing)}, or bfloat16.")
     for name, largest in report.too_large.items():
         what = f"A parameter has {largest:.4g}, beyond the range of {dtype}."
         yield Finding("accuracy", what, name, f"Keep it in float32: rules={{{name!r}: 'float32'}}.")
@@ -259,31 +260,34 @@ def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:
 
 def _of_precision(report: PrecisionReport | None) -> Iterator[Finding]:
     if report is not None and report.modules and not report.is_close:
-        worst = ", ".join(f"{each.module} {each.own.gradients:.1e}" for each in report.modules[:4])
+        worst = ", ".join(f"{row.module} {row.own.gradients:.1e}" for row in report.modules[:4])
         yield Finding(
             "accuracy", report.summary(), f"Alone in half, of the gradients: {worst}", report.advice()
         )
 
 
 def _of_operations(report: Report) -> Iterator[Finding]:
-    total = sum(each.flops for each in report.operations) or 1
-    slow: dict[str, list[Any]] = collections.defaultdict(list)
-    for each in report.in_float32():
-        slow[each.reason].append(each)
+    total = sum(operation.flops for operation in report.operations) or 1
+    slow: dict[str, list[Operation]] = collections.defaultdict(list)
+    for product in report.in_float32():
+        slow[product.reason].append(product)
     for reason, products in slow.items():
-        share = sum(each.flops for each in products) / total
+        share = sum(product.flops for product in products) / total
         what = f"{len(products)} products, {share:.0%} of the FLOPs, are not in half: {reason}."
-        where = ", ".join(dict.fromkeys(f"{each.module or '/'}, {each.source}" for each in products[:3]))
         advice = "Cast the float32 operands of these products to half, or give the plain model to autocast."
-        yield Finding("speed", what, where, "" if "rule for" in reason else advice)
-    sizes: dict[str, list[Any]] = collections.defaultdict(list)
-    for each in report.operations:
-        if each.advice:
-            sizes[each.advice].append(each)
+        yield Finding("speed", what, _where(products), "" if "rule for" in reason else advice)
+    sizes: dict[str, list[Operation]] = collections.defaultdict(list)
+    for operation in report.operations:
+        if operation.advice:
+            sizes[operation.advice].append(operation)
     for advice, products in sizes.items():
-        where = ", ".join(dict.fromkeys(f"{each.module or '/'}, {each.source}" for each in products[:3]))
         what = f"{len(products)} products have a size that Tensor Cores run slowly."
-        yield Finding("speed", what, where, advice)
+        yield Finding("speed", what, _where(products), advice)
+
+
+def _where(products: Sequence[Operation]) -> str:
+    """Returns the modules and lines of the first products, each once."""
+    return ", ".join(dict.fromkeys(f"{product.module or '/'}, {product.source}" for product in products[:3]))
 
 
 def _of_roofline(report: Roofline | None) -> Iterator[Finding]:

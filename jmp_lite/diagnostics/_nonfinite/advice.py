@@ -12,10 +12,10 @@ from .flow import Origin
 
 Extent = tuple[float, float]
 
-_OUTSIDE = {  # For each operation, the operands for which it has no finite value or derivative.
-    "log": ("log", "Add a small number to its operand, or use jax.nn.log_softmax for log(softmax(x))."),
-    "log1p": ("log1p", "Keep its operand above -1."),
-    "log2": ("log2", "Add a small number to its operand."),
+_LOGARITHMS = {
+    "log": "Add a small number to its operand, or use jax.nn.log_softmax for log(softmax(x)).",
+    "log1p": "Keep its operand above -1.",
+    "log2": "Add a small number to its operand.",
 }
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh", "pow", "logistic"})
 _DIVISIONS = frozenset({"div", "reciprocal", "rem", "integer_pow", "rsqrt", "pow"})
@@ -76,16 +76,17 @@ def _input(case: Case) -> str:
 def _written_inf(case: Case) -> str:
     if not {"inf", "-inf"} & set(case.site.operands):
         return ""
+    number = "-inf" if "-inf" in case.site.operands else "inf"
     return (
-        f"The program writes the number {_inf(case.origin)} in {case.dtype}; a number such as -1e9 is -inf "
+        f"The program writes the number {number} in {case.dtype}; a number such as -1e9 is -inf "
         "in float16. For a mask take jnp.finfo(x.dtype).min, and let no row be masked as a whole."
     )
 
 
 def _mask(case: Case) -> str:
     limit = largest(case.site.dtype)
-    values = [*_literals(case.site), *(each for each in case.origin.operands if each is not None)]
-    masks = [low for low, high in values if low < -limit and (high <= 0 or low <= -1e8)]
+    extents = [*_literals(case.site), *(extent for extent in case.origin.operands if extent is not None)]
+    masks = [low for low, high in extents if low < -limit and (high <= 0 or low <= -1e8)]
     if case.site.is_scaled or not masks or not case.site.is_half:
         return ""
     return (
@@ -97,6 +98,7 @@ def _mask(case: Case) -> str:
 def _out_of_bounds(case: Case) -> str:
     if case.site.operation != "gather" or not case.origin.is_nan:
         return ""
+    # That is the mode "fill" of a gather, the default of `jnp.take`. JAX cannot raise an error inside jit.
     return (
         "An index is out of bounds: JAX fills such elements with NaN. Check the range of the indices, such "
         "as labels or tokens beyond the vocabulary."
@@ -104,11 +106,8 @@ def _out_of_bounds(case: Case) -> str:
 
 
 def _logarithm(case: Case) -> str:
-    if case.site.operation not in _OUTSIDE:
-        return ""
-    name, advice = _OUTSIDE[case.site.operation]
-    low = _low(case.origin, 0)
-    return f"{name} of {low:.4g}. {advice}"
+    name = case.site.operation
+    return f"{name} of {_low(case.origin, 0):.4g}. {_LOGARITHMS[name]}" if name in _LOGARITHMS else ""
 
 
 def _root(case: Case) -> str:
@@ -119,11 +118,10 @@ def _root(case: Case) -> str:
             f"1 / sqrt({_low(case.origin, 0):.4g}), as of a norm or a variance of zero. Add a small number "
             "inside of the root, such as the epsilon of a normalization layer."
         )
-    root = False
-    for number, source in enumerate(case.site.sources):
-        below = None if source is None else case.sites[source]
-        root |= below is not None and below.operation == "sqrt" and _low(case.origin, number) == 0
-    if not root:
+    # The derivative of sqrt(x) is 0.5 / sqrt(x): JAX divides by the result of the forward pass.
+    sources = enumerate(case.site.sources)
+    roots = [index for index, path in sources if path is not None and case.sites[path].operation == "sqrt"]
+    if not any(_low(case.origin, index) == 0 for index in roots):
         return ""
     return (
         "The derivative of a square root, such as that of a norm, is infinite at 0. Add a small number "
@@ -152,7 +150,9 @@ def _division(case: Case) -> str:
     divisor = case.origin.operands[number] if number < len(case.origin.operands) else None
     if divisor is None or not divisor[0] <= 0 <= divisor[1]:
         return ""
-    where = "The derivative divides by zero." if _is_derivative(case.origin) else "A division by zero."
+    is_derivative = case.site.direction == "backward"
+    where = "The derivative divides by zero." if is_derivative else "A division by zero."
+    # The gradient of the branch that jnp.where does not take is 0, and 0 * inf is NaN.
     return (
         f"{where} Add a small number to the divisor. A jnp.where around the result does not help the "
         "gradients: put a jnp.where around the divisor as well."
@@ -172,10 +172,10 @@ def _gradient(case: Case) -> str:
         return ""
     limit = f"A gradient is beyond {largest(case.site.dtype):g}, where {case.dtype} ends, "
     if case.fitting is not None:
-        fits = f"2**{int(np.log2(case.fitting))}"
+        exponent = int(np.log2(case.fitting))
         return (
-            f"{limit}at the loss scale {power(case.scale)}. At a scale of {fits} it would fit: a "
-            f"jmp.DynamicLossScale finds that scale, or starts there, jmp.DynamicLossScale(2.0**{fits[3:]})."
+            f"{limit}at the loss scale {power(case.scale)}. At a scale of 2**{exponent} it would fit: a "
+            f"jmp.DynamicLossScale finds that scale, or starts there, jmp.DynamicLossScale(2.0**{exponent})."
         )
     advice = _rule(case) if case.site.is_half else "The program itself diverges."
     return f"{limit}at every loss scale from {power(case.scale)} down to 2**-24. {advice}"
@@ -201,12 +201,14 @@ def _activation(case: Case) -> str:
 
 
 def _nan_of_inf(case: Case) -> str:
-    operands = [each for each in case.origin.operands if each is not None]
-    if not case.origin.is_nan or not any(np.isinf(each).any() for each in operands):
+    extents = [extent for extent in case.origin.operands if extent is not None]
+    if not case.origin.is_nan or not any(np.isinf(extent).any() for extent in extents):
         return ""
     return "An operand has inf already: inf - inf, 0 * inf and inf / inf are NaN. See to the inf first."
 
 
+# The first that applies is given, so the special ones come first: a mask of -1e9 is also a value beyond the
+# range.
 _RULES: tuple[Callable[[Case], str], ...] = (
     _input,
     _nan_of_inf,
@@ -242,23 +244,15 @@ def _rule(case: Case) -> str:
 
 def _literals(site: Site) -> list[Extent]:
     """The operands that are numbers written into the program."""
-    found = []
+    extents = []
     for text in site.operands:
         try:
-            found.append((float(text), float(text)))
-        except ValueError:
+            extents.append((float(text), float(text)))
+        except ValueError:  # A dtype and shape, such as `float16[8]`.
             continue
-    return found
+    return extents
 
 
 def _low(origin: Origin, number: int) -> float:
     operand = origin.operands[number] if number < len(origin.operands) else None
     return np.nan if operand is None else operand[0]
-
-
-def _inf(origin: Origin) -> str:
-    return "-inf" if "-inf" in origin.site.operands else "inf"
-
-
-def _is_derivative(origin: Origin) -> bool:
-    return origin.site.direction == "backward"

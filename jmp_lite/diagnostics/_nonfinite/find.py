@@ -49,8 +49,8 @@ def find_nonfinite(
         array among the arguments is traced, as `jax.jit` does.
 
     Raises:
-        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is none; an argument is
-            traced.
+        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale; an
+            argument is traced.
         ValueError: the scale is not above 0 and finite.
 
     Source: Hugging Face's `DebugUnderflowOverflow`, TensorFlow's `enable_check_numerics`, JAX's `checkify`.
@@ -77,14 +77,16 @@ def find_nonfinite(
         fitting = None
         if harmful and harmful[0].site.is_scaled:
             fitting = _fitting_scale(tapped, scale)
-        reader = _Reader(program, measured, call.differentiated, scale, fitting)
-        return _report(reader, origins)
+        return _report(_Reader(program, measured, scale, fitting), origins)
 
     return find
 
 
 def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
-    """Returns the largest power of two below `scale` at which nothing harmful is left; None for none."""
+    """Returns the largest power of two below `scale` at which the loss and all gradients are finite.
+
+    None if there is none. Larger scales only overflow more, so it halves the range of exponents.
+    """
     is_finite = lambda exponent: not Flow(tapped(2.0**exponent)).bad_outputs()
     low, high = LOWEST, math.ceil(math.log2(scale))
     if low >= high or not is_finite(low):
@@ -100,16 +102,14 @@ class _Reader:
     """Says in words what an origin is.
 
     Attributes:
-        program: the program.
-        measured: what was measured.
-        parameters: the names of the arguments that are differentiated.
+        program: the loss and its gradients as one jaxpr.
+        measured: the smallest and the largest element of each value.
         scale: the loss scale.
-        fitting: a smaller one at which the gradients are finite.
+        fitting: a smaller scale at which the gradients are finite; None if there is none.
     """
 
     program: Program
     measured: Measured
-    parameters: tuple[str, ...]
     scale: float
     fitting: float | None
 
@@ -117,7 +117,7 @@ class _Reader:
         """Returns what there is to say of an origin."""
         site = origin.site
         argument = site.argument or site.near
-        case = Case(origin, self.measured.sites, self.parameters, self.scale, self.fitting)
+        case = Case(origin, self.measured.sites, self.program.parameters, self.scale, self.fitting)
         return Nonfinite(
             "NaN" if origin.is_nan else "inf",
             site.operation,
@@ -139,8 +139,8 @@ class _Reader:
         if site.operation not in ("argument", "constant") or len(site.path) != 2 or site.path[1] < 0:
             return None
         array = self.program.arrays[site.path[1]]
-        found = np.asarray(_first_index(jnp.isnan(array) if is_nan else jnp.isinf(array)))
-        return tuple(map(int, np.unravel_index(int(found), array.shape)))
+        index = _first_index(jnp.isnan(array) if is_nan else jnp.isinf(array))
+        return tuple(map(int, np.unravel_index(int(index), array.shape)))
 
 
 @jax.jit
@@ -154,15 +154,15 @@ def _report(reader: _Reader, origins: Sequence[Origin]) -> NonfiniteReport:
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
     read = lambda origin: None if origin is None else reader.read(origin)
     measured, gradients = reader.measured, reader.program.gradients
-    loss, *found = measured.results
+    loss, *extremes = measured.results
     return NonfiniteReport(
         read(first_inf),
         read(first_nan),
-        tuple(reader.read(each) for each in harmful if each is not first_inf and each is not first_nan),
-        tuple(reader.read(each) for each in origins if not each.is_harmful),
+        tuple(reader.read(origin) for origin in harmful if origin not in (first_inf, first_nan)),
+        tuple(reader.read(origin) for origin in origins if not origin.is_harmful),
         float(loss[0]),
         reader.scale,
-        tuple(name for name, ends in zip(gradients, found) if not np.isfinite(ends).all()),
+        tuple(name for name, ends in zip(gradients, extremes) if not np.isfinite(ends).all()),
         len(gradients),
         reader.fitting,
     )

@@ -1,9 +1,9 @@
 """Where values that are not finite come from, and whether they reach the loss or a gradient.
 
-An instance is a site in one iteration of each loop around it. It is not finite or it is. If it is not, its
-operands tell whether that begins here. The chain back from the loss and from the gradients, through instances
-that are not finite, holds all that does harm. A mask of -inf that a softmax reads is on no such chain: the
-softmax gives finite values.
+An instance is a site in one iteration of each loop around it. An instance that is not finite is an origin if
+its operands are finite. An origin does harm if a chain of instances that are not finite leads from it to the
+loss or to a gradient. A mask of -inf that a softmax reads is on no such chain, since the softmax gives finite
+values.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Instance = tuple[Path, Steps]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """A place where values begin to be not finite.
+    """An instance at which values begin to be not finite.
 
     Attributes:
         site: the site.
@@ -54,13 +54,13 @@ class Flow:
     def origins(self) -> list[Origin]:
         """Returns where values begin to be not finite, in the order of the program."""
         harmful = self._harmful()
-        found = [
+        origins = [
             self._origin(instance, instance in harmful)
             for path in self._records
             for instance in self._bad_instances(path)
             if self._begins(instance)
         ]
-        return sorted(found, key=lambda origin: origin.moment)
+        return sorted(origins, key=lambda origin: origin.moment)
 
     def bad_outputs(self) -> list[int]:
         """Returns the indexes of the outputs that are not finite."""
@@ -71,7 +71,7 @@ class Flow:
         ]
 
     def _harmful(self) -> set[Instance]:
-        """Returns the instances from which the outputs got what is not finite in them."""
+        """Returns the instances that are not finite and from which an output that is not finite was made."""
         outputs = {self._measured.outputs[index] for index in self.bad_outputs()}
         todo = [instance for path in outputs if path is not None for instance in self._bad_instances(path)]
         seen = set(todo)
@@ -79,7 +79,7 @@ class Flow:
             instance = todo.pop()
             bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
             nans = [operand for operand in bad if self._is_nan(operand)]
-            # A NaN comes from the operands that have one, if any do.
+            # An operation passes a NaN on. So a NaN comes from the operands that have a NaN, if any has one.
             for operand in nans if nans and self._is_nan(instance) else bad:
                 if operand not in seen:
                     seen.add(operand)
@@ -88,6 +88,7 @@ class Flow:
 
     def _begins(self, instance: Instance) -> bool:
         bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
+        # An operation may make a NaN of infs (inf - inf). So a NaN begins also if an operand has an inf.
         return not (any(map(self._is_nan, bad)) if self._is_nan(instance) else bad)
 
     def _origin(self, instance: Instance, is_harmful: bool) -> Origin:
@@ -121,12 +122,15 @@ class Flow:
             if depth <= len(steps):
                 yield source, steps[:depth]
             else:  # What leaves a loop comes from any of its iterations.
-                yield from (each for each in self._bad_instances(source) if each[1][: len(steps)] == steps)
+                bad = self._bad_instances(source)
+                yield from (instance for instance in bad if instance[1][: len(steps)] == steps)
 
     def _before(self, site: Site, steps: Steps) -> Steps | None:
-        """Returns the iteration before, of the loop into which a carry enters; None for the first."""
+        """Returns the iteration before an iteration of the innermost loop; None for the first iteration."""
+        # A carry enters the first iteration from outside, and each other from the iteration before.
         loop, (*around, step) = site.loops[-1], steps
         if loop.kind == "while":
+            # Only some iterations are kept. The one before in the records stands for the one before it.
             return (*around, step - 1) if step and self._iterations(site, steps)[-1] else None
         before = step + 1 if loop.reverse else step - 1
         return (*around, before) if 0 <= before < loop.length else None
@@ -148,7 +152,7 @@ class Flow:
             start = end
         return (*moment, *site.path[start:])
 
-    # The records.
+    # The records. The caches live as long as a `Flow`, which is one report.
 
     @functools.cache  # noqa: B019
     def _bad(self, path: Path) -> np.ndarray:

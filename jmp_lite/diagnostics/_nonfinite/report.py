@@ -1,4 +1,4 @@
-"""What `find_nonfinite` says: the places at which values begin to be not finite."""
+"""The report of `find_nonfinite`: the operations at which values begin to be not finite."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from ..._text import Shown, power
 
 @dataclasses.dataclass(frozen=True)
 class Nonfinite:
-    """One place at which values begin to be not finite.
+    """One operation, argument or constant at which values begin to be not finite.
 
     Attributes:
         what: `inf` or `NaN`.
@@ -46,14 +46,14 @@ class Nonfinite:
     advice: str
 
     def __str__(self) -> str:
-        place = self.module or (f"near {self.argument}" if self.argument else "")
+        module = self.module or (f"near {self.argument}" if self.argument else "")
         if self.operation in ("argument", "constant"):
             name = f"{self.operation} {self.argument}".strip()
             at = f"first at {list(self.index)}" if self.index is not None else ""
             lines = [f"{self.what} in the {name}, {self.result}, {at}".rstrip(", ")]
         else:
             loops = "".join(f", {_loop(kind)} {number}" for kind, number in self.iterations)
-            where = f" in {place}" if place else ""
+            where = f" in {module}" if module else ""
             where += f", {self.argument}" if self.module and self.argument else ""
             lines = [f"{self.what} from {self.operation}{where}, {self.direction} pass{loops}"]
             lines += [
@@ -74,8 +74,7 @@ def _range(extent: tuple[float, float] | None) -> str:
         return ""
     low, high = extent
     if math.isnan(low) or math.isnan(high):
-        finite = [f"{each:.4g}" for each in extent if not math.isnan(each)]
-        return f", NaN and up to {finite[0]}" if finite and not math.isnan(high) else ", with NaN"
+        return ", with NaN" if math.isnan(high) else f", NaN and up to {high:.4g}"
     return ", no elements" if low > high else f", {low:.4g} to {high:.4g}"
 
 
@@ -86,16 +85,17 @@ class NonfiniteReport(Shown):
     Attributes:
         first_inf: the first operation of finite operands that gives an inf which reaches the loss or a
             gradient; None if there is none.
-        first_nan: the first operation that gives such a NaN, of operands without one.
-        others: the further places of that kind.
-        harmless: the places at which an inf or NaN begins that reaches neither, such as a mask of -inf that
-            only a softmax reads.
+        first_nan: the first operation of operands without a NaN that gives a NaN which reaches the loss or a
+            gradient; None if there is none.
+        others: the further operations at which an inf or NaN begins that reaches the loss or a gradient.
+        harmless: the operations at which an inf or NaN begins that reaches neither, such as a mask of -inf
+            that only a softmax reads.
         loss: the loss.
         loss_scale: the scale at which it ran.
         gradients: the paths of the gradients that are not finite.
         parameters: how many gradients there are.
         fitting_scale: the largest power of two below the scale at which the loss and all gradients are
-            finite. None if there is none, or if it does not begin in the backward pass.
+            finite. None if there is none, or if the first inf or NaN is not in the backward pass.
 
     Guide: docs/diagnosis.md.
     """
@@ -121,10 +121,10 @@ class NonfiniteReport(Shown):
         return self._first()[0] if self._first() else None
 
     def _first(self) -> list[Nonfinite]:
-        """The first NaN before the first inf if it does not come from it."""
-        found = [each for each in (self.first_inf, self.first_nan) if each is not None]
+        """Returns the first inf and the first NaN. The NaN stands first if it does not come from an inf."""
         from_inf = self.first_nan is not None and self.first_nan.advice.startswith("An operand has inf")
-        return found if from_inf or len(found) < 2 else sorted(found, key=lambda each: each is self.first_inf)
+        order = (self.first_inf, self.first_nan) if from_inf else (self.first_nan, self.first_inf)
+        return [origin for origin in order if origin is not None]
 
     def summary(self) -> str:
         """Returns one line: the loss, the gradients, and the first cause."""
@@ -133,7 +133,7 @@ class NonfiniteReport(Shown):
             return f"The loss, {self.loss:.6g}, and all {self.parameters} gradients are finite; {scale}."
         if not self.gradients:
             return f"The loss is {self.loss:.6g}; all {self.parameters} gradients are finite; {scale}."
-        few = ", ".join(each or "the only one" for each in self.gradients[:4])
+        few = ", ".join(name or "the only one" for name in self.gradients[:4])
         more = f" and {len(self.gradients) - 4} more" if len(self.gradients) > 4 else ""
         return (
             f"The loss is {self.loss:.6g}; {len(self.gradients)} of {self.parameters} gradients are not "
@@ -146,12 +146,12 @@ class NonfiniteReport(Shown):
 
     def __str__(self) -> str:
         lines = [self.summary()]
-        for title, place in zip(("It begins here:", "From there:"), self._first()):
-            lines += ["", title, str(place)]
+        for title, origin in zip(("It begins here:", "From there:"), self._first()):
+            lines += ["", title, str(origin)]
         if self.others:
             lines += ["", f"It begins in {len(self.others)} further places, such as:", str(self.others[0])]
         if self.harmless:
-            heads = dict.fromkeys(str(each).splitlines()[0] for each in self.harmless)
+            heads = dict.fromkeys(str(origin).splitlines()[0] for origin in self.harmless)
             lines += ["", "Harmless, since it reaches neither the loss nor a gradient:"]
             lines += [f"    {head}" for head in list(heads)[:5]]
             lines += [f"    and {len(heads) - 5} more"] if len(heads) > 5 else []

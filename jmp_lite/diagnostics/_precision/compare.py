@@ -1,4 +1,4 @@
-"""Which module costs the accuracy: `compare_precision`."""
+"""Measures the accuracy that each module costs in half: `compare_precision`."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def compare_precision(
     tolerance: float | None = None,
     measure: str = "gradients",
 ) -> Callable[..., PrecisionReport]:
-    """Returns a function that says which module costs the accuracy in half precision, and which rules help.
+    """Returns a function that measures the accuracy that each module costs in half, and finds rules for it.
 
     It runs the loss and its gradients in float32, under `autocast` with everything in half, and once for each
     module with that module alone in half. A module is a scope with products in half. If the scopes tell no
@@ -66,8 +66,8 @@ def compare_precision(
         A function of the arguments of `fun` that returns a `PrecisionReport`. Call it outside `jit`.
 
     Raises:
-        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is none; an argument is
-            traced.
+        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale; an
+            argument is traced.
         ValueError: `dtype` is no half dtype, or is given for a function of autocast; the scale is not above 0
             and finite; `depth`, `tolerance` or `measure` is out of range; a rule of the autocast selects
             nothing; the loss or a gradient is not finite in float32.
@@ -217,11 +217,12 @@ class _Reference:
             )
 
     def _trace(self, call: Call) -> Program:
+        # By default a GPU runs float32 products in TF32, whose error is that of float16.
         with jax.default_matmul_precision("highest"):
             return trace("compare_precision", call, self._args, self._kwargs)
 
     def half(self, rules: Rules) -> Program:
-        """Returns the program under autocast with some rules."""
+        """Returns the loss and its gradients as one jaxpr, under autocast with some rules."""
 
         @functools.wraps(self._call.fun)
         def half(*args: Any, **kwargs: Any) -> Any:
@@ -244,7 +245,11 @@ class _Reference:
 
 
 def _compiled(program: Program, read: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of the arrays of a program, and of what `read` takes beside the outputs."""
+    """Compiles the jaxpr of a loss and its gradients, and a function `read` of them.
+
+    Returns:
+        A function of the arrays of the jaxpr, and of what `read` takes beside the outputs.
+    """
     outputs: Any = lambda arrays, *others: read(program.run(arrays), *others)
     return jax.jit(outputs, compiler_options=EVERY_CAST)
 

@@ -16,7 +16,7 @@ def fewest(
     """Returns a small set of modules which, kept in float32, brings an error to a tolerance or below.
 
     With up to `exact` modules no smaller set does. With more, modules are added, the first of `modules`
-    first, until the error is small enough. Then each is left out again if the error stays small enough.
+    first, until the error is small enough. Then a module is left out again if the error stays small enough.
     Then no module of the set can be left out, but another set may be smaller.
 
     Args:
@@ -37,7 +37,8 @@ def fewest(
     if not is_enough(modules):
         return None
     if len(modules) <= exact:
-        sets = (each for size in range(len(modules) + 1) for each in itertools.combinations(modules, size))
+        sizes = range(len(modules) + 1)
+        sets = itertools.chain.from_iterable(itertools.combinations(modules, size) for size in sizes)
         return next(filter(is_enough, sets))
     count = next(n for n in range(len(modules) + 1) if is_enough(modules[:n]))
     return _reduced(tuple(modules[:count]), is_enough)
@@ -46,7 +47,7 @@ def fewest(
 def _reduced(kept: tuple[str, ...], is_enough: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
     """Leaves modules out, the last first, as long as the error stays small enough."""
     for module in reversed(kept):
-        without = tuple(each for each in kept if each != module)
+        without = tuple(name for name in kept if name != module)
         if is_enough(without):
             return _reduced(without, is_enough)
     return kept

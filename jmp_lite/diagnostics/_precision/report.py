@@ -1,4 +1,4 @@
-"""What `compare_precision` says: the error of each module in half, and the fewest rules against it."""
+"""The report of `compare_precision`: the error of each module in half, and the fewest rules against it."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ class ModuleDifference:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PrecisionReport(Shown):
-    """Which module costs the accuracy, in half precision. `str(report)` says it on one page.
+    """The accuracy that each module costs in half precision. `str(report)` says it on one page.
 
     Attributes:
         dtype: the half dtype.

@@ -136,7 +136,7 @@ class Computation:
     def results(self, instruction: Instruction) -> tuple[HloArray, ...]:
         """Returns the arrays of its result."""
         # XLA splits an asynchronous instruction, such as an all-gather, into a `-start`, sometimes an
-        # `-update`, and a `-done`. The result of a `-start` holds its operands too, that of a `-done` does not.
+        # `-update`, and a `-done`. The result of a `-start` holds its operands too, that of a `-done` not.
         last = instruction
         while last.opcode.endswith(("-start", "-update")) and self.users[last.name]:
             last = self.users[last.name][0]

@@ -1,4 +1,4 @@
-"""How large values are, counted by their bits: what half precision would do to each at any loss scale.
+"""Counts values by their magnitude. The counts say what half precision does to the values at any loss scale.
 
 A value is 2**e times a number from 1 to 2. A power of two as a loss scale adds to `e` and changes nothing
 else. So one count by `e`, with the few values apart that round at the edges of the range, says for every
@@ -23,8 +23,9 @@ LOWEST = -149
 BINS = 277
 """The powers of two that float32 has, subnormal numbers included."""
 _CLASSES = 4  # 1 exactly; the numbers between; those that round up below the range; those that overflow.
-_ZERO, _INF, _NAN = (BINS * _CLASSES + each for each in range(3))
-_COUNTS = _NAN + 1  # Behind the counts stand the bits of the largest, and of the smallest, inverted.
+_ZERO, _INF, _NAN = BINS * _CLASSES, BINS * _CLASSES + 1, BINS * _CLASSES + 2
+_COUNTS = _NAN + 1
+"""The number of counts in a record. The bits of the largest and smallest magnitude follow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,21 +129,16 @@ class Magnitudes:
         )
 
     def __add__(self, other: "Magnitudes") -> "Magnitudes":
-        least = [each for each in (self.smallest, other.smallest) if each]
+        smallest = [magnitude for magnitude in (self.smallest, other.smallest) if magnitude]
         return Magnitudes(
             self.dtype,
             self.bins + other.bins,
             self.zeros + other.zeros,
             self.infs + other.infs,
             self.nans + other.nans,
-            min(least, default=0.0),
+            min(smallest, default=0.0),
             max(self.largest, other.largest),
         )
-
-
-def nothing(dtype: np.dtype) -> Magnitudes:
-    """Returns the magnitudes of no values."""
-    return Magnitudes(dtype, np.zeros((BINS, _CLASSES), np.int64), 0, 0, 0, 0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +162,8 @@ class Histogram:
         """Returns counts by exponent and class, and the bits of the extremes, shape `(1113,)`, uint32."""
         if jnp.iscomplexobj(array):
             array = jnp.stack([array.real, array.imag])
+        # The bits are compared as integers. XLA's CPU backend takes a subnormal float32 for zero, also in
+        # comparisons.
         bits = lax.bitcast_convert_type(jnp.asarray(array, jnp.float32).ravel(), jnp.uint32) & 0x7FFFFFFF
         if not bits.size:
             return self.empty(array.dtype)
@@ -174,6 +172,7 @@ class Histogram:
         index = jnp.where(bits == 0, _ZERO, index)
         counts = jnp.zeros(_COUNTS, jnp.uint32).at[index].add(1)
         largest = jnp.max(jnp.where(finite, bits, 0))
+        # The bits of the smallest are inverted: a maximum then joins both extremes, and 0 stands for none.
         smallest = jnp.max(jnp.where(finite & (bits > 0), ~bits, 0))
         return jnp.concatenate([counts, jnp.stack([largest, smallest])])
 
@@ -186,6 +185,8 @@ class Histogram:
         normalized = (mantissa << (23 - first)) & 0x7FFFFF
         exponent = jnp.where(field == 0, first, field + 22)
         mantissa = jnp.where(field == 0, normalized, mantissa)
+        # From the second edge on, a value just below the least normal number of the dtype rounds up to it.
+        # From the third edge on, a value just above the largest number rounds to inf.
         edges = [1, 2**23 - 2 ** (23 - digits), 2**23 - 2 ** (22 - digits)]
         kind = sum((mantissa >= edge).astype(jnp.uint32) for edge in edges)
         return exponent * _CLASSES + kind
@@ -201,7 +202,7 @@ class Histogram:
         return jnp.where(is_count, first + second, jnp.maximum(first, second))
 
     def alarm(self, record: Array) -> Array:
-        """Nothing: no iteration is kept on its own."""
+        """Keeps no iteration on its own."""
         return jnp.zeros(record.shape[:-1], bool)
 
     def read(self, record: np.ndarray) -> Magnitudes:
@@ -221,4 +222,5 @@ class Histogram:
 
 def pooled(magnitudes: list[Magnitudes], dtype: np.dtype) -> Magnitudes:
     """Returns the magnitudes of all values together."""
-    return functools.reduce(Magnitudes.__add__, magnitudes, nothing(dtype))
+    none = Magnitudes(dtype, np.zeros((BINS, _CLASSES), np.int64), 0, 0, 0, 0.0, 0.0)
+    return functools.reduce(Magnitudes.__add__, magnitudes, none)

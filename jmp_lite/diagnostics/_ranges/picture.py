@@ -57,14 +57,14 @@ def _draw_histogram(axes: Any, report: Any) -> None:
 def _draw_curve(axes: Any, scales: Scales, loss_scale: float) -> None:
     """What is lost at each loss scale (the guide's figure 3)."""
     shown = range(-10, 41)
-    share = lambda count: [scales.fates[each].share(count(scales.fates[each])) for each in shown]
+    fates = [scales.fates[exponent] for exponent in shown]
     counts: dict[str, Any] = {
         "become zero": lambda fates: fates.flushed,
         "are subnormal": lambda fates: fates.subnormal,
         "overflow": lambda fates: fates.overflowed,
     }
     for label, count in counts.items():
-        axes.plot(shown, share(count), label=label)
+        axes.plot(shown, [scaled.share(count(scaled)) for scaled in fates], label=label)
     axes.axvline(np.log2(loss_scale), color="gray", linestyle=":", label="the loss scale")
     for exponent, label in ((scales.suggested, "static"), (scales.largest_safe, "largest safe")):
         if exponent is not None:

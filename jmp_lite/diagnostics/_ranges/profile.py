@@ -34,11 +34,13 @@ def profile_ranges(
     """Returns a function that says how much a half dtype loses of a step, and which loss scale recovers it.
 
     It runs the loss and its backward pass once, as one compiled program, and counts the magnitudes of the
-    values. Only the counts come back. A float32 function, or one that `jmp_lite.autocast` returned, runs in
-    float32, so nothing is lost yet. Those values are counted that `autocast(fun, dtype)` makes in half, or
-    gives to a product in half. In a program that has half values of its own, such as a model under a policy,
-    those are counted, before they are cast where they are cast; what a product has flushed to zero is gone.
-    To see all, give the plain model.
+    values. Only the counts come back.
+
+    A float32 function, or one that `jmp_lite.autocast` returned, runs in float32, so no value is lost yet. It
+    counts the values that `autocast(fun, dtype)` makes in half, or gives to a product in half. If the program
+    has half values of its own, such as a model under a policy, it counts these. A value that the program
+    casts is counted before the cast. A value that a product in half has flushed to zero counts as a zero. To
+    see all values, give the plain model.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
@@ -52,8 +54,8 @@ def profile_ranges(
         A function of the arguments of `fun` that returns a `RangeReport`. Call it outside `jit`.
 
     Raises:
-        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is none; an argument is
-            traced.
+        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale; an
+            argument is traced.
         ValueError: `dtype` is no half dtype, or is given for a function of autocast; the scale is not above 0
             and finite; a rule of the autocast selects nothing.
 
@@ -95,7 +97,7 @@ def profile_ranges(
 
 
 def _plan(program: Program, rules: Rules) -> Plan:
-    """Returns what autocast would do with a program."""
+    """Returns what autocast would do with the jaxpr of a loss and its gradients."""
     planner = Planner(rules)
     states = [
         planner.argument(array, name) if name else planner.constant(array)
@@ -107,7 +109,7 @@ def _plan(program: Program, rules: Rules) -> Plan:
 
 
 def _has_half(jaxpr: Jaxpr) -> bool:
-    """Whether a program has half values of its own."""
+    """Whether a jaxpr has half values of its own."""
     for equation in equations(open_jaxpr(jaxpr)):
         dtypes = {getattr(var.aval, "dtype", None) for var in equation.outvars}
         if dtypes & {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}:
@@ -118,25 +120,26 @@ def _has_half(jaxpr: Jaxpr) -> bool:
 
 
 def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[ModuleRange, ...]:
-    """Returns what was measured, by module and direction."""
+    """Returns the magnitudes of the values, by module and direction."""
     groups: dict[tuple[str, str], list[Path]] = collections.defaultdict(list)
     for path in sorted(measured.records):
         site = measured.sites[path]
         groups[site.place, "backward" if site.is_scaled else "forward"].append(path)
-    found = []
+    modules = []
     for (name, direction), paths in groups.items():
         together = pooled([probe.read(measured.records[path]) for path in paths], probe.dtype)
         scale = exponent if direction == "backward" else 0
-        found.append(ModuleRange(name, direction, together.shifted(-scale), scale))
-    return tuple(found)
+        modules.append(ModuleRange(name, direction, together.shifted(-scale), scale))
+    return tuple(modules)
 
 
 def _too_large(program: Program, dtype: np.dtype) -> dict[str, float]:
-    """Returns the parameters with values beyond the range of a dtype, and the largest magnitude of each."""
+    """Returns the parameters of a loss beyond the range of a dtype, each with its largest magnitude."""
     limit = float(jnp.finfo(dtype).max)
-    found = {}
+    too_large = {}
     for name, array in zip(program.names, program.arrays):
         if name.split("/")[0] in program.parameters and jnp.issubdtype(array.dtype, jnp.floating):
             largest = float(jnp.max(jnp.abs(array.astype(jnp.float32)), initial=0))
-            found |= {name: largest} if largest > limit else {}
-    return found
+            if largest > limit:
+                too_large[name] = largest
+    return too_large

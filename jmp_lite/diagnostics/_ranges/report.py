@@ -1,4 +1,4 @@
-"""What `profile_ranges` says: how much half precision loses, and which loss scale recovers it."""
+"""The report of `profile_ranges`: how much half precision loses, and the loss scale that recovers it."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -71,8 +71,11 @@ class RangeReport(Shown):
     @cached_property
     def pooled(self) -> Magnitudes:
         """The magnitudes of all gradients at a scale of 1: of parameters, and within the backward pass."""
-        backward = [each for each in self.modules if each.direction == "backward"]
-        return pooled([each.magnitudes for each in (*self.gradients, *backward)], self.dtype)
+        return pooled([row.magnitudes for row in self._gradients()], self.dtype)
+
+    def _gradients(self) -> tuple[ModuleRange, ...]:
+        """The gradients of the parameters, and the backward passes of the modules."""
+        return (*(row for row in self.modules if row.direction == "backward"), *self.gradients)
 
     @cached_property
     def scales(self) -> Scales:
@@ -106,18 +109,17 @@ class RangeReport(Shown):
         safe = self.scales.largest_safe
         if safe is None:
             return ()
-        candidates = (*(each for each in self.modules if each.direction == "backward"), *self.gradients)
-        return tuple(each for each in candidates if each.magnitudes.fates(safe).lost > TOLERANCE)
+        return tuple(row for row in self._gradients() if row.magnitudes.fates(safe).lost > TOLERANCE)
 
     @property
     def rules(self) -> dict[str, str]:
         """Rules that keep the modules without a scale in float32, to paste: `autocast(..., rules=...)`."""
-        return keep(each for each in self.without_scale if each in self.modules)
+        return keep(row for row in self.without_scale if row in self.modules)
 
     @property
     def overflowing(self) -> tuple[ModuleRange, ...]:
         """The modules with values that overflow in the forward pass, where no loss scale helps."""
-        return tuple(each for each in self.modules if each.fates.overflowed and each.direction == "forward")
+        return tuple(row for row in self.modules if row.fates.overflowed and row.direction == "forward")
 
     def summary(self) -> str:
         """Returns the scales in one line."""
@@ -137,7 +139,7 @@ class RangeReport(Shown):
     def __str__(self) -> str:
         lines = [self.summary(), "", *aligned(self.rows(), left=2)]
         if self.without_scale:
-            names = ", ".join(f"{each.name or '/'} ({each.direction})" for each in self.without_scale[:6])
+            names = ", ".join(f"{row.name or '/'} ({row.direction})" for row in self.without_scale[:6])
             lines += ["", f"No scale serves these: more than 1 % becomes zero at every safe scale: {names}."]
             lines += [f"Keep them in float32: rules={self.rules}"] if self.rules else []
             lines += [
@@ -155,14 +157,15 @@ class RangeReport(Shown):
         """Returns the modules as a table of text, with a head."""
         head = ("module", "direction", "values", "zeros", "min", "max", "flushed", "subnormal", "overflow")
         rows: list[tuple[str, ...]] = [head]
-        for each in self.modules:
-            fates, measured = each.fates, each.magnitudes
-            zeros = measured.zeros / measured.values if measured.values else 0.0
-            extremes = (f"{value * 2.0**each.scale:.3g}" for value in (measured.smallest, measured.largest))
+        for module in self.modules:
+            fates, magnitudes = module.fates, module.magnitudes
+            zeros = magnitudes.zeros / magnitudes.values if magnitudes.values else 0.0
+            ends = (magnitudes.smallest, magnitudes.largest)
+            extremes = (f"{magnitude * 2.0**module.scale:.3g}" for magnitude in ends)
             counts = (fates.flushed, fates.subnormal, fates.overflowed)
             shares = (f"{fates.share(count):.2%}" for count in counts)
-            name = each.name or "/"
-            rows.append((name, each.direction, f"{measured.values:,}", f"{zeros:.1%}", *extremes, *shares))
+            start = (module.name or "/", module.direction, f"{magnitudes.values:,}", f"{zeros:.1%}")
+            rows.append((*start, *extremes, *shares))
         return rows
 
     def plot(self, path: str | Path) -> None:
@@ -179,4 +182,4 @@ class RangeReport(Shown):
 
 def keep(modules: Iterable[ModuleRange]) -> dict[str, str]:
     """Returns the rules that keep modules in float32."""
-    return {each.name: "float32" for each in modules if each.name}
+    return {module.name: "float32" for module in modules if module.name}

@@ -1,4 +1,4 @@
-"""Which loss scale the gradients of one step ask for (NVIDIA's guide to mixed precision, 2.3.2)."""
+"""The loss scales that keep the gradients of one step (NVIDIA's guide to mixed precision, 2.3.2)."""
 
 import dataclasses
 import math
@@ -47,9 +47,9 @@ def scales_for(gradients: Magnitudes) -> Scales:
         return Scales(fates, None, None)
     best = fates[safe]
 
-    def is_enough(each: Fates) -> bool:
-        digits = each.share(each.subnormal) - best.share(best.subnormal)
-        return each.lost <= best.lost + _OF_VALUES and digits <= _OF_DIGITS
+    def is_enough(scaled: Fates) -> bool:
+        digits = scaled.share(scaled.subnormal) - best.share(best.subnormal)
+        return scaled.lost <= best.lost + _OF_VALUES and digits <= _OF_DIGITS
 
     candidates = range(min(0, safe), safe + 1)
     suggested = next(exponent for exponent in candidates if is_enough(fates[exponent]))
