@@ -36,11 +36,11 @@ _OWN = "The function has half products of its own: give the plain model."
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One fault.
 
     Attributes:
         severity: `not finite`, `accuracy` or `speed`.
-        what: what is wrong.
+        what: the fault, in one sentence.
         where: the module and the line; empty for the whole step.
         advice: what to do, and what it brings.
 
@@ -59,10 +59,10 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
-    """What `doctor` found. `str(diagnosis)` says it on one page, worst first.
+    """The report of `doctor`. `str(diagnosis)` says it on one page, worst first.
 
     Attributes:
-        findings: what is wrong, worst first.
+        findings: the faults, worst first.
         skipped: the parts that were not run, each with the reason.
         operations: the report of `explain`.
         nonfinite: the report of `find_nonfinite`.
@@ -114,9 +114,9 @@ def doctor(
 ) -> Callable[..., Diagnosis]:
     """Returns a function that runs all diagnostics on a loss function and prints its faults on one page.
 
-    It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. For a plain float32
-    function it asks about `autocast(fun, dtype)`; a function with half values of its own, such as a model
-    under a policy, it takes as it is. If the loss or a gradient is not finite in float32 either, the parts
+    It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. Of a plain float32
+    function it examines `autocast(fun, dtype)`. A function with half values of its own, such as a model under
+    a policy, is examined as it is. If the loss or a gradient is not finite in float32 either, the parts
     that would compare with float32 are skipped. With a program it calls `roofline` too. Without one it
     compiles the loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is
     `cpu`.

@@ -1,4 +1,4 @@
 """Finds the operation at which a loss or its gradients begin to be not finite.
 
-Read `extremes` (what is measured), `flow` (where inf and NaN begin), `advice`, `report`, then `find`.
+Read `extremes` (the measurement), `flow` (where inf and NaN begin), `advice`, `report`, then `find`.
 """

@@ -18,8 +18,8 @@ class Nonfinite:
         operands: dtype and shape of each operand; the number itself if it is written into the program.
         operand_ranges: the same for each operand as `range`; None for integers and numbers.
         module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
-        argument: the path of the argument that it is, or that it takes; without one, of the last argument
-            on the way to it. Empty if there is none.
+        argument: the path of the argument itself, or of the argument that the operation takes. If it takes
+            none, the path of the last argument on the way to it. Empty if there is none.
         line: the line of the program that made it, as `file.py:12:4 (function)`.
         direction: `forward`, `backward`, or `recomputed`, a part of the forward pass that runs once more in
             the backward pass.

@@ -234,7 +234,7 @@ class _Reference:
     def sums(self, program: Program, scale: float) -> tuple[float, np.ndarray]:
         """Returns the loss of a program in half, and for each gradient three squares, float64.
 
-        They are the squares of the difference, of the gradient, and of the gradient in float32.
+        They are the squares of three norms: the difference, the gradient in half, the gradient in float32.
         """
         arrays = list(program.arrays)
         arrays[program.scale] = jnp.float32(scale)
@@ -255,7 +255,7 @@ def _compiled(program: Program, read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sums(half: Array, full: Array, unit: float) -> Array:
-    """Returns the squares of the difference, of the gradient in half and in float32, in units."""
+    """Returns the squares of three norms in units: the difference, the gradient in half and in float32."""
     half, full = half / unit, full / unit
     square = lambda x: jnp.sum(jnp.real(x * jnp.conj(x)))
     return jnp.stack([square(half - full), square(half), square(full)])

@@ -58,7 +58,7 @@ class Launch:
     Attributes:
         name: the name of its instruction in the compiled program, by which a profile names it too.
         operation: the scopes and the JAX operation from which XLA made it.
-        flops: floating point operations of its products, of one run.
+        flops: floating point operations of its products in one run.
         bytes_moved: how many bytes one run reads and writes.
         float32_bytes, half_bytes: how many of these bytes are of float32 arrays, and of half precision
             arrays, that are neither arguments nor outputs of the program.

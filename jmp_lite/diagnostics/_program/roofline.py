@@ -56,7 +56,7 @@ class ModuleTime:
 
     Attributes:
         module: its scope; forward and backward together.
-        flops: floating point operations of its products, of a run.
+        flops: floating point operations of its products in one run.
         bytes_moved: how many bytes its kernels read and write.
         launches: how many kernels and library calls it starts.
         bound: what most of its time is limited by: `arithmetic`, `memory` or `launches`.

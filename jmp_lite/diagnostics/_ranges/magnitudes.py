@@ -30,7 +30,7 @@ _COUNTS = _NAN + 1
 
 @dataclasses.dataclass(frozen=True)
 class Fates:
-    """What becomes of values in a half dtype at one scale: counts, that add up to all values.
+    """How many values a half dtype keeps and loses at one scale. The counts add up to all values.
 
     Attributes:
         zeros: zero already.
@@ -98,7 +98,7 @@ class Magnitudes:
         return {int(index) + LOWEST: int(counts[index]) for index in np.flatnonzero(counts)}
 
     def fates(self, exponent: int = 0) -> Fates:
-        """Returns what becomes of the values in the half dtype, multiplied by 2**`exponent` before."""
+        """Returns how many values the half dtype keeps and loses, multiplied by 2**`exponent` before."""
         info = jnp.finfo(self.dtype)
         digits, least, most = int(info.nmant), int(info.minexp), int(info.maxexp) - 1
         exponents = np.arange(BINS)[:, None] + (LOWEST + exponent)

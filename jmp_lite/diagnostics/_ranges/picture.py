@@ -55,7 +55,7 @@ def _draw_histogram(axes: Any, report: Any) -> None:
 
 
 def _draw_curve(axes: Any, scales: Scales, loss_scale: float) -> None:
-    """What is lost at each loss scale (the guide's figure 3)."""
+    """The shares of the gradients that each loss scale loses (the guide's figure 3)."""
     shown = range(-10, 41)
     fates = [scales.fates[exponent] for exponent in shown]
     counts: dict[str, Any] = {

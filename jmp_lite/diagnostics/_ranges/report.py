@@ -37,7 +37,7 @@ class ModuleRange:
 
     @property
     def fates(self) -> Fates:
-        """What becomes of the values in the half dtype at the loss scale of the report."""
+        """How many values the half dtype keeps and loses at the loss scale of the report."""
         return self.magnitudes.fates(self.scale)
 
     @property

@@ -23,7 +23,7 @@ class Scales:
     """What each loss scale does to the gradients.
 
     Attributes:
-        fates: for each power of two, from 2**-24 to 2**127, what becomes of the gradients, by the exponent.
+        fates: for each power of two, from 2**-24 to 2**127, the fates of the gradients, by the exponent.
         largest_safe: the exponent of the largest power of two at which the largest gradient times the scale
             is below the largest number of the dtype, 65504 in float16; None if there is none, or if no
             gradient is finite and not zero.
