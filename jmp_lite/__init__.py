@@ -17,9 +17,9 @@ Compiled programs: `jmp_lite.diagnostics.read_program`.
 from ._autocast.api import autocast as autocast
 from ._autocast.api import full_precision as full_precision
 from ._autocast.api import keep_float32 as keep_float32
-from ._autocast.report import Operation as Operation
-from ._autocast.report import Report as Report
-from ._autocast.report import explain as explain
+from ._autocast.report.explain import Report as Report
+from ._autocast.report.explain import explain as explain
+from ._autocast.report.operations import Operation as Operation
 from ._cast_params import cast_params as cast_params
 from ._dtypes import half_dtype as half_dtype
 from ._memory.cast_state import cast_state as cast_state

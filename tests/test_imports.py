@@ -19,6 +19,7 @@ MODULES = {
 }
 
 
+AUTOCAST = ("_jaxpr", "_autocast.planning", "_autocast", "_autocast.report")
 # The rooms of design.md, and the rooms below each that it may import.
 ROOMS = {
     "_version": (),
@@ -30,17 +31,20 @@ ROOMS = {
     "_policy": ("_dtypes", "_paths", "_tree"),
     "_cast_params": ("_paths", "_policy"),
     "_scaling": ("_dtypes", "_paths", "_tree", "_memory"),
-    "_autocast": ("_dtypes", "_paths", "_text", "_tree", "_scaling"),
-    "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling"),
+    "_jaxpr": ("_paths", "_tree"),
+    "_autocast.planning": ("_dtypes", "_paths", "_tree", "_jaxpr"),
+    "_autocast": ("_dtypes", "_tree", "_jaxpr", "_autocast.planning"),
+    "_autocast.report": ("_dtypes", "_paths", "_text", "_jaxpr", "_autocast.planning", "_autocast"),
+    "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_jaxpr"),
     "linen": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_flax"),
     "nnx": ("_dtypes", "_paths", "_tree", "_policy", "_flax"),
-    "diagnostics._values": ("_paths", "_scaling", "_autocast"),
-    "diagnostics._nonfinite": ("_text", "_autocast", "diagnostics._values"),
-    "diagnostics._ranges": ("_dtypes", "_text", "_scaling", "_autocast", "diagnostics._values"),
-    "diagnostics._precision": ("_dtypes", "_text", "_autocast", "diagnostics._values"),
-    "diagnostics._program": ("_autocast",),
+    "diagnostics._values": ("_paths", "_scaling", "_jaxpr", "_autocast.planning"),
+    "diagnostics._nonfinite": ("_text", "_jaxpr", "diagnostics._values"),
+    "diagnostics._ranges": ("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values"),
+    "diagnostics._precision": ("_dtypes", "_text", *AUTOCAST, "diagnostics._values"),
+    "diagnostics._program": ("_jaxpr",),
     "diagnostics": (
-        *("_dtypes", "_text", "_autocast", "diagnostics._values", "diagnostics._nonfinite"),
+        *("_dtypes", "_text", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
         *("diagnostics._ranges", "diagnostics._precision", "diagnostics._program"),
     ),
 }
@@ -48,8 +52,10 @@ ROOMS = {
 FILES = {
     "_memory": "rounding wrapper half_params master_params cast_state",
     "_scaling": "finite norm serialization scalars loss_scale grad layer state stuck optimizer",
-    "_autocast": "primitives rules jaxprs binding scopes states activations plan decide demand gradients "
-    "planner products interpreter custom_rules calls layers arguments advice operations api report",
+    "_jaxpr": "primitives read bind arguments replay calls products",
+    "_autocast.planning": "rules scopes op activations gradients demand states plan decide planner",
+    "_autocast": "interpreter custom_rules calls api",
+    "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",
     "diagnostics._values": "sites tap calls trace",
     "diagnostics._nonfinite": "extremes flow advice report find",
@@ -123,7 +129,7 @@ def test_a_module_imports_only_the_libraries_that_its_room_may(name):
 def test_no_module_imports_private_modules_of_jax(name):
     modules = list(others(name))
     assert not [module for module in modules if module.startswith(("jax._src", "jaxlib"))]
-    reads_jaxprs = name.startswith(("_autocast", "diagnostics"))
+    reads_jaxprs = name.startswith(("_jaxpr", "_autocast", "diagnostics"))
     assert reads_jaxprs or not [module for module in modules if module.startswith("jax.extend")]
     # These change between releases without a word.
     for private in ("jax._src", "jax.core", "jax.interpreters", "jax._"):

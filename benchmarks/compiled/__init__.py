@@ -4,7 +4,6 @@
 `gpt`: the GPT-2 whose step is compiled, with half precision by four ways.
 `loss_scale_cost`: what a loss scale costs, beside the peers.
 `memory`: what master weights and optimizer state in half cost, for an H100.
-`layer_scale`: what a loss scale for each block costs.
 `step`: what a whole GPT step does, on one device or on many.
 `predict`: what the step of each model of `examples.models` does.
 `largest_batch`: how large a batch fits into the memory.

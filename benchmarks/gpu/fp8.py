@@ -35,11 +35,11 @@ from benchmarks.gpu.files import write_atomically
 from examples.models.attention import attention
 from examples.models.gpt2 import Block
 from jmp_lite._autocast.api import prepare
-from jmp_lite._autocast.calls import CALLS
+from jmp_lite._autocast.calls import HANDLERS
 from jmp_lite._autocast.interpreter import Interpreter, Value
-from jmp_lite._autocast.plan import Bind, conversion
-from jmp_lite._autocast.rules import make_rules
-from jmp_lite._autocast.states import FIRM
+from jmp_lite._autocast.planning.plan import Bind, conversion
+from jmp_lite._autocast.planning.rules import make_rules
+from jmp_lite._autocast.planning.states import FIRM
 from jmp_lite.diagnostics import read_program
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -118,7 +118,7 @@ def suits(dimensions: Any, left: jax.Array, right: jax.Array) -> bool:
 class Fp8Interpreter(Interpreter):
     """autocast's interpreter. It runs products of two half operands in fp8 where that `suits`."""
 
-    def _carry_out(self, equation: Any, action: Any, operands: list[Value]) -> list[Value]:
+    def _bind(self, equation: Any, action: Any, operands: list[Value]) -> list[Value]:
         if type(action) is Bind and equation.primitive.name == "dot_general":
             left, right = arrays = self._operands(equation, action, operands)
             dimensions = equation.params["dimension_numbers"]
@@ -126,8 +126,8 @@ class Fp8Interpreter(Interpreter):
                 asked = (equation.params | action.params).get("preferred_element_type")
                 result: Any = fp8_product(*arrays, dimensions, jnp.dtype(self.half))
                 results = [result.astype(asked or self.half)]
-                return list(map(Value, self._narrowed(results, action.narrow) if action.narrow else results))
-        return super()._carry_out(equation, action, operands)
+                return list(map(Value, self._narrowed(results, action.narrow)))
+        return super()._bind(equation, action, operands)
 
 
 def autocast_fp8(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +136,7 @@ def autocast_fp8(fun: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         traced, planner, plan = prepare(fun, make_rules(jnp.bfloat16), args, kwargs)
-        interpreter = Fp8Interpreter(planner, CALLS)
+        interpreter = Fp8Interpreter(planner, HANDLERS)
         values = interpreter.run(plan, list(map(Value, traced.arrays)))
         wanted: Sequence[Any] = [conversion(state, FIRM) for state in plan.results]
         return traced.outputs(interpreter.take_all(values, wanted))

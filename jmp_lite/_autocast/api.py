@@ -12,17 +12,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
 from .._dtypes import DTypeLike
+from .._jaxpr import arguments
+from .._jaxpr.arguments import Arguments
+from .._jaxpr.read import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, Array
 from .._tree import KEEP_FLOAT32_NAME
-from . import arguments
-from .arguments import Arguments
-from .calls import CALLS
+from .calls import HANDLERS
 from .interpreter import Interpreter, Value
-from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, Array
-from .layers import scale_layers
-from .plan import Plan, Wanted, conversion
-from .planner import Planner
-from .rules import LayerPatterns, Operations, Rules, ScopeRules, make_rules
-from .states import FIRM
+from .planning.demand import Wanted
+from .planning.plan import Plan, conversion
+from .planning.planner import Planner
+from .planning.rules import Operations, Rules, ScopeRules, make_rules
+from .planning.states import FIRM
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -38,7 +38,6 @@ def autocast(
     infer: Operations = ...,
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
-    layer_scale: LayerPatterns = ...,
 ) -> F: ...
 
 
@@ -52,7 +51,6 @@ def autocast(
     infer: Operations = ...,
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
-    layer_scale: LayerPatterns = ...,
 ) -> Callable[[F], F]: ...
 
 
@@ -65,7 +63,6 @@ def autocast(
     infer: Operations = (),
     rules: ScopeRules = (),
     reduce_dtype: DTypeLike | None = None,
-    layer_scale: LayerPatterns = (),
 ) -> Any:
     """Returns `fun` with its matrix products and convolutions in half precision, the model unchanged.
 
@@ -115,16 +112,12 @@ def autocast(
             convolutions: XLA widens the operands of a convolution that gives float32. With float32 there is
             no forward-mode derivative (`jax.jvp`), and a `jax.vmap` around the function makes a weight
             gradient for each example, so put it inside `fun`.
-        layer_scale: patterns over scopes, as in `rules`, or one pattern. Each layer that one of them selects
-            gets a loss scale of its own, as `scale_layer` gives it. Operations of one scope that follow each
-            other are one layer. With the dtype float32 the layers get their scales, and nothing is cast.
 
     Returns:
         A function with the signature of `fun`.
 
     Raises:
-        ValueError, TypeError: an option is malformed; on a call, a rule or pattern selects nothing, or
-            `layer_scale` selects a part of a derivative.
+        ValueError, TypeError: an option is malformed; on a call, a rule selects nothing.
 
     Source: PyTorch's autocast (https://pytorch.org/docs/stable/amp.html), for its lists and its meaning.
     Guide: docs/autocast.md.
@@ -147,7 +140,7 @@ def autocast(
     >>> apply(w, x).dtype
     dtype('float32')
     """
-    settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype, layer_scale)
+    settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype)
     return _Decorator(settings) if fun is None else _autocast(fun, settings)
 
 
@@ -183,7 +176,7 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        if settings.dtype == jnp.float32 and not settings.layer_scale:
+        if settings.dtype == jnp.float32:
             return fun(*args, **kwargs)
         traced, planner, plan = prepare(fun, settings, args, kwargs)
         planner.scopes.check()
@@ -249,8 +242,6 @@ def prepare(
     """
     named = bool(report_kinds or rules.scopes) or rules.reduce_dtype is not None
     traced = arguments.trace(fun, args, kwargs, named, (jax.Array, *report_kinds))
-    if rules.layer_scale:
-        traced = dataclasses.replace(traced, jaxpr=scale_layers(traced.jaxpr, rules.layer_scale))
     planner = Planner(rules)
     states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
     return traced, planner, planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))
@@ -261,7 +252,7 @@ def run(planner: Planner, plan: Plan, arrays: Sequence[Array]) -> list[Array]:
     with jax.named_scope(AUTOCAST_SCOPE):
         if not plan.changed:
             return jaxpr_as_fun(plan.jaxpr)(*arrays)
-        interpreter = Interpreter(planner, CALLS)
+        interpreter = Interpreter(planner, HANDLERS)
         values = interpreter.run(plan, list(map(Value, arrays)))
         return interpreter.take_all(values, [conversion(state, FIRM) for state in plan.results])
 

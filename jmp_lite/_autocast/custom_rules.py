@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from .binding import bind
+from .._jaxpr.bind import bind
+from .._jaxpr.read import Array, Equation, Var, is_float32, open_jaxpr
 from .interpreter import Interpreter, Value
-from .jaxprs import Array, Equation, Var, is_float32, open_jaxpr
-from .plan import Around, Call, Wanted, conversion
-from .states import FIRM, HALF, OTHER, Kind, State
+from .planning.demand import Wanted
+from .planning.op import Around
+from .planning.plan import Call, conversion
+from .planning.states import FIRM, HALF, OTHER, State
 
 
 def custom_jvp(
@@ -96,10 +98,10 @@ class TracedRule:
     @property
     def primal(self) -> Callable[..., list[Array]]:
         """The function itself, by its plan."""
-        run = self._interpreter.function(self._inside)
+        run = self._interpreter.body(self._inside)
 
         def fun(*arrays: Array) -> list[Array]:
-            return run(*self._closed_over, *arrays)
+            return run(*self._closed_over, *arrays)[0]
 
         fun.__name__ = self._name  # JAX prints it.
         return fun
@@ -168,9 +170,9 @@ class TracedRule:
         residuals = list(zip(saved.args, saved.func.states, strict=True))
         states = [state for state, moves in zip(self._inside.plan.inputs, moving) if moves]
         # The gradient of an activation is read on; that of a parameter leaves the backward pass.
-        staying = tuple(not state.reduced for state in states)
-        found, _ = self._run(pullback, residuals, arriving, states, staying)
-        gradients = iter(found)
+        intermediate = tuple(not state.reduced for state in states)
+        arrays, _ = self._run(pullback, residuals, arriving, states, intermediate)
+        gradients = iter(arrays)
         return tuple(next(gradients) if moves else None for moves in moving[len(self._closed_over) :])
 
     # The batching rule.
@@ -216,7 +218,7 @@ class TracedRule:
         inputs: Sequence[tuple[Array, State]],
         tangents: Sequence[tuple[Array, State]],
         states: Sequence[State],
-        staying: tuple[bool, ...] | None = None,
+        intermediate: tuple[bool, ...] | None = None,
     ) -> tuple[list[Array], Sequence[State]]:
         """Traces a rule in the dtypes for which it was written, plans it and runs it.
 
@@ -225,7 +227,7 @@ class TracedRule:
             inputs: its arrays, each with its state.
             tangents: its tangents or cotangents, each with its state.
             states: the states of its first results, which take their dtypes.
-            staying: for each result of a backward rule, whether it stays in the backward pass; None for
+            intermediate: for each result of a backward rule, whether the backward pass reads it on; None for
                 another rule.
 
         Returns:
@@ -239,10 +241,10 @@ class TracedRule:
         ]
         closed = jax.make_jaxpr(rule)(traced[: len(inputs)], traced[len(inputs) :])
         beyond = len(open_jaxpr(closed).outvars) - len(states)
-        wanted = [Wanted.YES if state.kind == Kind.HALF else Wanted.NO for state in states]
+        wanted = [Wanted.INDIRECTLY if state.is_half else Wanted.NO for state in states]
         # The scopes around the function are around its rules too.
         scope = self._inside.plan.around.scope
-        around = Around(scope) if staying is None else Around(scope, backward=True, staying=staying)
+        around = Around(scope) if intermediate is None else Around(scope, True, intermediate)
         plan = interpreter.planner.plan(
             closed, [state for _, state in arguments], wanted + [Wanted.NO] * beyond, around
         )

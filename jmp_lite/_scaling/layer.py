@@ -30,8 +30,7 @@ def scale_layer(fun: F) -> F:
 
         layer = jmp.scale_layer(jmp.autocast(layer, jnp.float16))
 
-    `autocast(..., layer_scale=...)` gives scales by pattern, the model unchanged. A global loss scale may be
-    used too. The cost is a maximum over the gradient that arrives.
+    A global loss scale may be used too. The cost is a maximum over the gradient that arrives.
 
     Args:
         fun: a function of pytrees of arrays, such as the parameters of a layer and its input. The arrays that

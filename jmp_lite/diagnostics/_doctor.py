@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.api import autocast, given_rules, settings_of
-from .._autocast.operations import Operation
-from .._autocast.report import Report, explain
+from .._autocast.report.explain import Report, explain
+from .._autocast.report.operations import Operation
 from .._dtypes import DTypeLike
 from .._text import Shown, power
 from ._nonfinite.find import find_nonfinite
@@ -247,7 +247,7 @@ def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:
     if report.without_scale:
         names = ", ".join(f"{row.name or '/'} ({row.direction})" for row in report.without_scale[:4])
         advice = f"Keep them in float32: rules={report.rules}. " if report.rules else "Try bfloat16. "
-        advice += "Or give each layer a scale of its own: autocast(..., layer_scale=...)."
+        advice += "Or give each layer a scale of its own: jmp.scale_layer."
         yield Finding("accuracy", f"No loss scale serves these gradients in {dtype}.", names, advice)
     if overflowing := report.overflowing:
         what = f"Values of the forward pass are beyond the range of {dtype}, where no loss scale helps."

@@ -70,16 +70,9 @@ def test_activation_functions_of_many_operations_have_the_derivatives_of_float32
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
-def test_a_learned_scale_is_applied_in_float32_and_keeps_a_half_activation_for_the_backward_pass(half):
+def test_a_learned_scale_that_half_does_not_hold_is_applied_in_float32(half):
     fun = lambda params, x: jnp.sum((params[0] * (x @ params[1])) @ params[1])
-    by_hand = lambda params, x: fun(jax.tree.map(lambda p: p.astype(half), params), x.astype(half))
-
-    def saved(fun):
-        pullback = jax.eval_shape(lambda p: jax.vjp(lambda p: fun(p, X), p)[1], (jnp.ones(8), W))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
-
-    assert saved(jmp.autocast(fun, half)) <= saved(by_hand) + 2 * 8  # The scale itself is in float32.
-    # Scales, learned or looked up, that float16 does not hold.
+    # Learned, or looked up.
     small = (jnp.full(8, 1e5), W * 1e-3)
     for params in (small, (small[0][None], small[1])):
         for grad in (jax.grad(jmp.autocast(fun, half)), jmp.autocast(jax.grad(fun), half)):

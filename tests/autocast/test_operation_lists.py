@@ -71,14 +71,14 @@ def test_an_operation_runs_where_the_table_says(row, name, dtype):
     if row.decisive:
         decisive = [operation for operation in found if operation.name in row.decisive]
         if row.decisive == torch_lists.PRODUCT:
-            decisive = [operation for operation in decisive if operation.list == "allow"]
+            decisive = [operation for operation in decisive if operation.category == "allow"]
         else:
             decisive = decisive[-1:]
     else:
-        decisive = [o for o in found if o.name not in torch_lists.PRODUCT and o.list not in MOVES]
+        decisive = [o for o in found if o.name not in torch_lists.PRODUCT and o.category not in MOVES]
     assert decisive
     if row.here == "float32":
-        assert any(operation.list in ("deny", "as traced", "infer", "allow") for operation in decisive)
+        assert any(operation.category in ("deny", "as traced", "infer", "allow") for operation in decisive)
         assert not [str(operation) for operation in decisive if operation.in_half]
     else:  # Half, and the widest of half operands.
         assert not [str(operation) for operation in decisive if not operation.in_half]
@@ -88,7 +88,7 @@ def test_an_operation_runs_where_the_table_says(row, name, dtype):
 def test_the_widest_of_half_and_float32_is_float32(name):
     (expression,) = [row.names[name] for row in torch_lists.ROWS if name in row.names]
     found = operations(expression.replace("z", "x"), "bfloat16")
-    mixed = [o for o in found if o.name in ("add", "mul", "atan2", "concatenate") and o.list == "infer"]
+    mixed = [o for o in found if o.name in ("add", "mul", "atan2", "concatenate") and o.category == "infer"]
     assert mixed
     assert not any(operation.in_half for operation in mixed if operation.name != "add" or name != "addcmul")
 

@@ -148,7 +148,7 @@ def test_the_gradients_of_activations_and_of_constants_stay_in_half():
 
 
 def test_the_weight_is_cast_once_and_the_forward_pass_is_the_same():
-    fun = lambda w, x: jnp.tanh(x @ w) @ w.T
+    fun = lambda w, x: jnp.tanh(x @ w) @ w
     downs = [
         equation.invars[0].aval.shape
         for equation in equations(jax.make_jaxpr(wide(fun))(W, X))
@@ -238,3 +238,16 @@ def test_convolutions_keep_the_dtype_of_their_products():
 def test_another_dtype_is_an_error(given):
     with pytest.raises(ValueError, match=r"reduce_dtype should be float32.*Got (b?float16|float64)"):
         jmp.autocast(layer, reduce_dtype=given)
+
+
+@pytest.mark.parametrize("order", ["grad(autocast)", "autocast(grad)"])
+def test_a_cpu_runs_the_weight_gradient_of_a_batch_of_sequences(order):
+    # XLA's CPU backend cannot run a transposed product of bfloat16 with a float32 result and two summed axes.
+    x, w = jnp.ones((4, 6, 16)), jnp.ones((16, 3))
+    loss = lambda w: jnp.sum(x @ w)
+    options = {"dtype": "bfloat16", "reduce_dtype": "float32"}
+    grad = {
+        "grad(autocast)": jax.grad(jmp.autocast(loss, **options)),
+        "autocast(grad)": jmp.autocast(jax.grad(loss), **options),
+    }[order]
+    np.testing.assert_array_equal(jax.jit(grad)(w), 24 * jnp.ones((16, 3)))

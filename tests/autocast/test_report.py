@@ -63,7 +63,7 @@ def test_the_report_has_every_operation_once_with_its_list_and_reason(report):
         and any(jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in (*equation.invars, *equation.outvars))
     ]
     assert [operation.name for operation in report.operations] == before
-    lists = {operation.name: operation.list for operation in report.operations}
+    lists = {operation.name: operation.category for operation in report.operations}
     assert (lists["dot_general"], lists["reduce_sum"], lists["add"]) == ("allow", "deny", "infer")
     assert lists["broadcast_in_dim"] == "move"
     assert all(operation.reason for operation in report.operations)

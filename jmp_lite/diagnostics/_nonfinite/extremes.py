@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.jaxprs import Array
+from ..._jaxpr.read import Array
 from .._values.sites import Site
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._autocast.jaxprs import Array
+from ..._jaxpr.read import Array
 from .._values.sites import Site
 from .._values.trace import Call, Measured, Program, Tapped, scale_of, trace
 from .advice import Case, advise

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._autocast.api import given_rules, prepare, run
-from ..._autocast.jaxprs import Array
-from ..._autocast.operations import Operation, operations_of
-from ..._autocast.rules import Rules, make_rules
+from ..._autocast.planning.rules import Rules, make_rules
+from ..._autocast.report.operations import Operation, operations_of
 from ..._dtypes import DTypeLike
+from ..._jaxpr.read import Array
 from .._values.trace import EVERY_CAST, Call, Program, scale_of, trace
 from .fewest import EXACT, Kept, fewest
 from .report import Difference, ModuleDifference, PrecisionReport

@@ -10,7 +10,7 @@ of NVIDIA's Training With Mixed Precision.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..._autocast.jaxprs import plain_scope, visible_scope
+from ..._jaxpr.read import plain_scope, visible_scope
 from .program import Launch, Program
 
 PRECISIONS: tuple[str, ...] = ("float32", "tf32", "bfloat16", "float16")

@@ -12,11 +12,12 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from ..._autocast.api import given_rules
-from ..._autocast.jaxprs import Jaxpr, equations, open_jaxpr
-from ..._autocast.plan import Plan, Wanted
-from ..._autocast.planner import Planner
-from ..._autocast.rules import Rules
+from ..._autocast.planning.demand import Wanted
+from ..._autocast.planning.plan import Plan
+from ..._autocast.planning.planner import Planner
+from ..._autocast.planning.rules import Rules
 from ..._dtypes import DTypeLike
+from ..._jaxpr.read import Jaxpr, equations, open_jaxpr
 from .._values.sites import Path
 from .._values.trace import Call, Measured, Program, Tapped, scale_of, trace
 from .magnitudes import Histogram, pooled

@@ -142,9 +142,7 @@ class RangeReport(Shown):
             names = ", ".join(f"{row.name or '/'} ({row.direction})" for row in self.without_scale[:6])
             lines += ["", f"No scale serves these: more than 1 % becomes zero at every safe scale: {names}."]
             lines += [f"Keep them in float32: rules={self.rules}"] if self.rules else []
-            lines += [
-                "Or give each layer a scale of its own: autocast(..., layer_scale=...), jmp.scale_layer."
-            ]
+            lines += ["Or give each layer a scale of its own: jmp.scale_layer."]
         if self.overflowing:
             rules = keep(self.overflowing)
             lines += ["", f"Values overflow in the forward pass, where no loss scale helps: rules={rules}"]

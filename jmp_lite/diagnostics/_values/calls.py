@@ -1,238 +1,183 @@
-"""The tap inside operations that run jaxprs: one handler each, built of JAX's public combinators."""
+"""The tap inside operations that run jaxprs: one handler each, which gives the machine the bodies to run.
+
+The program of a tap is differentiated already. So rules of custom derivatives have been used up, and a call
+that only they or a transform would look at runs as a part of the program around it.
+"""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import PartitionSpec
 
-from ..._autocast.binding import advance, bind
-from ..._autocast.jaxprs import Array, Equation, Role, constants, without_constants
+from ..._jaxpr import calls
+from ..._jaxpr.read import Array, Equation, Inner, inner_jaxprs
 from .sites import Path, Where
-from .tap import STEPS, Handler, Probe, Records, Tap, Value, as_arrays, inner_places
+from .tap import STEPS, Handler, Probe, Records, Tap, TapValue, as_arrays
 
 KEPT = 8
 """How many iterations of a while loop are kept: the first ones that have more values which are not finite."""
 
 
-def _inline(tap: Tap, equation: Equation, where: Where, index: int, operands: list[Value]) -> list[Value]:
-    """Runs a call as a part of the program around it. A differentiated custom rule leaves such a call."""
-    ((inner, inside),) = inner_places(equation, where, index)
-    return tap.run(inner.jaxpr, operands, inside)
+class _Body:
+    """An inner jaxpr as a body for `_jaxpr.calls`: it measures, and its records are its side outputs.
 
-
-def _remat(tap: Tap, equation: Equation, where: Where, index: int, operands: list[Value]) -> list[Value]:
-    """Recomputation stays recomputation: JAX made the equation, and `jax.checkpoint` would begin anew."""
-    ((inner, inside),) = inner_places(equation, where, index)
-    results: list[Value] = []
-
-    def fun(*arrays: Array) -> tuple[list[Array], Records]:
-        values = [value._replace(array=array) for value, array in zip(operands, arrays)]
-        with tap.recording() as records:
-            results[:] = tap.run(inner.jaxpr, values, inside)
-        return as_arrays(results), records
-
-    arrays = as_arrays(operands)
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*arrays)
-    found = bind(equation, [*constants(closed), *arrays], jaxpr=without_constants(closed))
-    given, records = jax.tree.unflatten(jax.tree.structure(shapes), found)
-    tap.records.update(records)
-    return [value._replace(array=array) for value, array in zip(results, given)]
-
-
-def _cond(tap: Tap, equation: Equation, where: Where, index: int, operands: list[Value]) -> list[Value]:
-    """A branch that is not taken gives empty records."""
-    places = inner_places(equation, where, index)
-    outputs: list[list[Value]] = [[] for _ in places]
-    which, *operands = operands
-
-    def branch(number: int, arrays: Any) -> tuple[list[Array], Records]:
-        inner, inside = places[number]
-        values = [value._replace(array=array) for value, array in zip(operands, arrays)]
-        with tap.recording() as records:
-            outputs[number] = tap.run(inner.jaxpr, values, inside)
-        return as_arrays(outputs[number]), records
-
-    arrays = as_arrays(operands)
-    shapes = [jax.eval_shape(lambda a, n=number: branch(n, a)[1], arrays) for number in range(len(places))]
-    empty = tap.empty({path: shape for records in shapes for path, shape in records.items()})
-
-    def full(number: int, arrays: Any) -> tuple[list[Array], Records]:
-        results, records = branch(number, arrays)
-        return results, empty | records
-
-    branches = [lambda a, n=number: full(n, a) for number in range(len(places))]
-    results, records = lax.switch(which.array, branches, arrays)
-    tap.records.update(records)
-    found = tap.leave(equation, where, index, outputs[0], results)
-    _join(tap, found, outputs)
-    is_scaled = [any(value.is_scaled for value in values) for values in zip(*outputs)]
-    return [value._replace(is_scaled=each) for value, each in zip(found, is_scaled)]
-
-
-def _join(tap: Tap, found: list[Value], outputs: list[list[Value]]) -> None:
-    """Notes that each result comes from any of the branches."""
-    for number, value in enumerate(found):
-        if value.source is not None:
-            sources = tuple(branch[number].source for branch in outputs)
-            tap.sites[value.source] = dataclasses.replace(tap.sites[value.source], sources=sources)
-
-
-def _shard_map(tap: Tap, equation: Equation, where: Where, index: int, operands: list[Value]) -> list[Value]:
-    """Every shard gives records of its own."""
-    ((inner, inside),) = inner_places(equation, where, index)
-    params = equation.params
-    mesh = params["mesh"]
-    axes = tuple(name for name in mesh.axis_names if name in params["newly_manual_axes"])
-    inside = inside.loop("shard_map", math.prod(mesh.shape[name] for name in axes))
-    results: list[Value] = []
-
-    def shard(*arrays: Array) -> tuple[list[Array], Records]:
-        with tap.recording() as records:
-            values = [
-                tap.enter(equation, where, inside, number, operand, array)
-                for number, (operand, array) in enumerate(zip(operands, arrays))
-            ]
-            results[:] = tap.run(inner.jaxpr, values, inside)
-        return as_arrays(results), {path: record[None] for path, record in records.items()}
-
-    fun = jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
-        axis_names=params["newly_manual_axes"],
-        check_vma=params["check_vma"],
-    )
-    arrays, records = fun(*as_arrays(operands))
-    tap.records.update(_summed(tap, records))
-    return tap.leave(equation, where, index, results, arrays)
-
-
-def _summed(tap: Tap, records: Records) -> Records:
-    """Joins the records of all shards if the probe does."""
-    if not tap.probe.adds:
-        return records
-    return {path: functools.reduce(tap.probe.join, record) for path, record in records.items()}
-
-
-def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list[Value]) -> list[Value]:
-    """Records of the iterations are stacked, or joined."""
-    ((inner, inside),) = inner_places(equation, where, index)
-    params = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
-    inside = inside.loop("scan", params["length"], params["reverse"])
-    constant, carried = (inner.roles.count(role) for role in (Role.CONSTANT, Role.CARRY))
-    moving, results = operands[constant:], list[Value]()
-    if not params["length"]:
-        return [Value(array) for array in bind(equation, as_arrays(operands))]
-
-    def body(carry: list[Array], slices: list[Array]) -> tuple[list[Array], list[Array], Records]:
-        with tap.recording() as records:
-            values = [
-                tap.enter(equation, where, inside, number, operand, array, is_slice=number >= carried)
-                for number, (operand, array) in enumerate(zip(moving, [*carry, *slices]))
-            ]
-            results[:] = tap.run(inner.jaxpr, [*operands[:constant], *values], inside)
-            _note_carries(tap, values[:carried], results)
-        arrays = as_arrays(results)
-        return arrays[:carried], arrays[carried:], records
-
-    start = as_arrays(moving)
-    one = [array[0] for array in start[carried:]]
-    trace = lambda: jax.eval_shape(lambda c, s: body(c, s)[2], start[:carried], one)
-    shapes = _settled(trace, moving, results, carried)
-
-    def step(state: Any, slices: list[Array]) -> Any:
-        carry, out, records = body(state[0], slices)
-        if not tap.probe.adds:
-            return (carry, {}), (out, records)
-        return (carry, jax.tree.map(tap.probe.join, state[1], records)), (out, {})
-
-    empty = tap.empty(shapes) if tap.probe.adds else {}
-    (carry, joined), (out, kept) = lax.scan(step, (start[:carried], empty), start[carried:], **params)
-    records = joined | kept
-    tap.records.update(records)
-    return tap.leave(equation, where, index, results, [*carry, *out])
-
-
-def _settled(trace: Callable[[], Any], moving: list[Value], results: list[Value], carried: int) -> Any:
-    """Traces the body of a loop until its gradient carries are known. Returns the shapes of the records.
-
-    A sum of gradients starts as zeros, and is a gradient from the second iteration on.
+    Attributes:
+        operands: a value for each input. The arrays of the last ones come with each call of the body.
+        results: what is known of the results of the last call.
     """
-    while True:
-        shapes = trace()
-        late = [n for n in range(carried) if results[n].is_scaled and not moving[n].is_scaled]
-        if not late:
-            return shapes
-        for number in late:
-            moving[number] = moving[number]._replace(is_scaled=True)
+
+    def __init__(
+        self,
+        tap: Tap,
+        inner: Inner,
+        inside: Where,
+        operands: Sequence[TapValue],
+        enter: Callable[[int, TapValue, Array], TapValue] | None = None,
+    ) -> None:
+        """Makes a body. `enter` measures an array that enters it, and takes its index and its operand too."""
+        self._tap, self._inner, self._inside = tap, inner, inside
+        self._enter = enter or (lambda _, operand, array: operand._replace(array=array))
+        self.operands = list(operands)
+        self.results: list[TapValue] = []
+
+    def __call__(self, *arrays: Array) -> tuple[list[Array], Records]:
+        first = len(self.operands) - len(arrays)
+        with self._tap.recording() as records:
+            moving = zip(range(len(arrays)), self.operands[first:], arrays)
+            values = [self._enter(index, operand, array) for index, operand, array in moving]
+            self.results = self._tap.run(self._inner.jaxpr, [*self.operands[:first], *values], self._inside)
+            for entry, result in zip(values[: self._inner.carried], self.results):
+                if entry.source is not None:
+                    self._tap.carried[entry.source] = result.source
+        return as_arrays(self.results), records
+
+    def settle(self, *arrays: Any) -> Records:
+        """Traces a loop's body until its gradient carries are known. Returns the shapes of the records.
+
+        A sum of gradients starts as zeros, and is a gradient from the second iteration on.
+        """
+        first = len(self.operands) - len(arrays)
+        while True:
+            _, shapes = jax.eval_shape(self, *arrays)
+            carries = range(self._inner.carried)
+            late = [n for n in carries if self.results[n].is_scaled > self.operands[first + n].is_scaled]
+            if not late:
+                return shapes
+            for number in late:
+                self.operands[first + number] = self.operands[first + number]._replace(is_scaled=True)
 
 
-def _note_carries(tap: Tap, entries: list[Value], outputs: list[Value]) -> None:
-    for entry, output in zip(entries, outputs):
-        if entry.source is not None:
-            tap.carried[entry.source] = output.source
+def _parts(equation: Equation, where: Where, index: int) -> list[tuple[Inner, Where]]:
+    """Returns the jaxprs of an equation, each with the part of the program around it."""
+    return [
+        (inner, where.inside(index, number, equation)) for number, inner in enumerate(inner_jaxprs(equation))
+    ]
 
 
-def _while(tap: Tap, equation: Equation, where: Where, index: int, operands: list[Value]) -> list[Value]:
+def _inline(
+    tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
+) -> list[TapValue]:
+    """Runs a call as a part of the program around it; of a linear system, the solver."""
+    ((inner, inside),) = (part for part in _parts(equation, where, index) if None not in part[0].results)
+    return tap.run(inner.jaxpr, [operands[number] for number in inner.operands], inside)
+
+
+def _remat(
+    tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
+) -> list[TapValue]:
+    ((inner, inside),) = _parts(equation, where, index)
+    body = _Body(tap, inner, inside, operands)
+    arrays, records = calls.remat(equation, [body], as_arrays(operands))
+    tap.records.update(records)
+    return [value._replace(array=array) for value, array in zip(body.results, arrays)]
+
+
+def _cond(tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]) -> list[TapValue]:
+    """A branch that is not taken gives empty records."""
+    arrays, operands = as_arrays(operands), operands[1:]
+    bodies = [_Body(tap, inner, inside, operands) for inner, inside in _parts(equation, where, index)]
+    shapes = [jax.eval_shape(body, *arrays[1:])[1] for body in bodies]
+    empty = tap.empty({path: shape for records in shapes for path, shape in records.items()})
+    arrays, records = calls.cond(equation, bodies, arrays, empty)
+    tap.records.update(records)
+    results = tap.leave(equation, where, index, bodies[0].results, arrays)
+    for number, result in enumerate(results):  # Each result comes from any of the branches.
+        if result.source is not None:
+            sources = tuple(body.results[number].source for body in bodies)
+            tap.sites[result.source] = dataclasses.replace(tap.sites[result.source], sources=sources)
+        is_scaled = any(body.results[number].is_scaled for body in bodies)
+        results[number] = result._replace(is_scaled=is_scaled)
+    return results
+
+
+def _shard_map(
+    tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
+) -> list[TapValue]:
+    """Every shard gives records of its own; a probe that adds joins them."""
+    ((inner, inside),) = _parts(equation, where, index)
+    mesh, manual = equation.params["mesh"], equation.params["newly_manual_axes"]
+    shards = math.prod(mesh.shape[name] for name in mesh.axis_names if name in manual)
+    inside = inside.loop("shard_map", shards)
+    body = _Body(tap, inner, inside, operands, functools.partial(tap.enter, equation, where, inside))
+    arrays, records = calls.shard_map(equation, [body], as_arrays(operands))
+    if tap.probe.adds:
+        records = {path: functools.reduce(tap.probe.join, record) for path, record in records.items()}
+    tap.records.update(records)
+    return tap.leave(equation, where, index, body.results, arrays)
+
+
+def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]) -> list[TapValue]:
+    """Records of the iterations are stacked, or joined."""
+    ((inner, inside),) = _parts(equation, where, index)
+    inside = inside.loop("scan", equation.params["length"], equation.params["reverse"])
+
+    def enter(number: int, operand: TapValue, array: Array) -> TapValue:
+        return tap.enter(equation, where, inside, number, operand, array, is_slice=number >= inner.carried)
+
+    body = _Body(tap, inner, inside, operands, enter)
+    arrays = as_arrays(operands)
+    first, last = inner.constants, inner.constants + inner.carried
+    slices = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in arrays[last:]]
+    shapes = body.settle(*arrays[first:last], *slices)
+    joined = _Joined(tap.probe, tap.empty(shapes)) if tap.probe.adds else None
+    arrays, records = calls.scan(equation, [body], arrays, joined)
+    tap.records.update(records)
+    return tap.leave(equation, where, index, body.results, arrays)
+
+
+def _while(
+    tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
+) -> list[TapValue]:
     """Of the iterations those are kept in which more values are not finite than in all before."""
-    (condition, _), (inner, inside) = inner_places(equation, where, index)
+    (condition, _), (inner, inside) = _parts(equation, where, index)
     inside = inside.loop("while", KEPT)
-    of_condition, of_body = (part.roles.count(Role.CONSTANT) for part in (condition, inner))
-    fixed, moving = operands[of_condition : of_condition + of_body], operands[of_condition + of_body :]
-    test = jaxpr_as_fun(condition.jaxpr)
-    results: list[Value] = []
-
-    def goes_on(carry: list[Array]) -> Array:
-        return test(*as_arrays(operands[:of_condition]), *carry)[0]
-
-    def body(carry: list[Array]) -> tuple[list[Array], Records]:
-        with tap.recording() as records:
-            values = [
-                tap.enter(equation, where, inside, number, operand, array)
-                for number, (operand, array) in enumerate(zip(moving, carry))
-            ]
-            results[:] = tap.run(inner.jaxpr, [*fixed, *values], inside)
-            _note_carries(tap, values, results)
-        return advance(goes_on(carry), as_arrays(results), carry), records
-
-    start = as_arrays(moving)
-    trace = lambda: jax.eval_shape(lambda carry: body(carry)[1], start)
-    empty = tap.empty(_settled(trace, moving, results, len(moving)))
+    arrays, operands = as_arrays(operands), operands[condition.constants :]
+    test = functools.partial(jaxpr_as_fun(condition.jaxpr), *arrays[: condition.constants])
+    body = _Body(tap, inner, inside, operands, functools.partial(tap.enter, equation, where, inside))
+    empty = tap.empty(body.settle(*arrays[condition.constants + inner.constants :]))
     keeper = _Joined(tap.probe, empty) if tap.probe.adds else _Kept(tap.probe, empty, (*inside.path, STEPS))
-
-    def step(state: tuple[list[Array], Any, Array]) -> tuple[list[Array], Any, Array]:
-        carry, kept, iteration = state
-        carry, records = body(carry)
-        return carry, keeper.add(kept, records, iteration), iteration + 1
-
-    carry, kept, _ = lax.while_loop(
-        lambda state: goes_on(state[0]).any(), step, (start, keeper.start, jnp.int32(0))
-    )
-    tap.records.update(keeper.records(kept))
-    return tap.leave(equation, where, index, results, carry)
+    arrays, records = calls.while_loop(equation, [lambda *carry: (test(*carry), {}), body], arrays, keeper)
+    tap.records.update(records)
+    return tap.leave(equation, where, index, body.results, arrays)
 
 
 class _Joined:
-    """Joins the records of the iterations of a while loop."""
+    """Joins the records of the iterations of a loop."""
 
     def __init__(self, probe: Probe, empty: Records) -> None:
         self._probe = probe
         self.start: Any = empty
 
-    def add(self, kept: Records, records: Records, iteration: Array) -> Records:
-        del iteration
-        return jax.tree.map(self._probe.join, kept, records)
+    def add(self, state: Records, side: Records) -> Records:
+        return jax.tree.map(self._probe.join, state, side)
 
-    def records(self, kept: Records) -> Records:
-        return kept
+    def side(self, state: Records) -> Records:
+        return state
 
 
 class _Kept:
@@ -240,30 +185,31 @@ class _Kept:
 
     def __init__(self, probe: Probe, empty: Records, steps: Path) -> None:
         self._probe, self._steps = probe, steps
-        slots = {path: jnp.broadcast_to(each, (KEPT, *each.shape)) for path, each in empty.items()}
-        # The slots, the iteration of each slot, how many are filled, and the most values so far.
-        self.start: Any = slots, jnp.full(KEPT, -1, jnp.int32), jnp.int32(0), jnp.int32(0)
+        slots = {path: jnp.broadcast_to(record, (KEPT, *record.shape)) for path, record in empty.items()}
+        # The slots, the iteration of each slot, how many are filled, the most values so far, the iteration.
+        self.start: Any = slots, jnp.full(KEPT, -1, jnp.int32), jnp.int32(0), jnp.int32(0), jnp.int32(0)
 
-    def add(self, kept: Any, records: Records, iteration: Array) -> Any:
-        slots, steps, filled, most = kept
-        alarms = (self._probe.alarm(each).any() for path, each in records.items() if path[-1] != STEPS)
+    def add(self, state: Any, side: Records) -> Any:
+        slots, steps, filled, most, iteration = state
+        alarms = (self._probe.alarm(record).any() for path, record in side.items() if path[-1] != STEPS)
         bad = sum(map(jnp.int32, alarms), jnp.int32(0))
         keep = (bad > most) & (filled < KEPT)
         slot = jnp.where(keep, filled, KEPT)  # Beyond the last slot nothing is written.
         write = lambda old, new: old.at[slot].set(new, mode="drop")
-        slots = {path: write(old, records[path]) for path, old in slots.items()}
-        return slots, write(steps, iteration), filled + keep, jnp.maximum(bad, most)
+        slots = {path: write(old, side[path]) for path, old in slots.items()}
+        return slots, write(steps, iteration), filled + keep, jnp.maximum(bad, most), iteration + 1
 
-    def records(self, kept: Any) -> Records:
-        slots, steps, _, _ = kept
+    def side(self, state: Any) -> Records:
+        slots, steps, *_ = state
         return slots | {self._steps: steps}
 
 
-CALLS: dict[str, Handler] = {
+HANDLERS: dict[str, Handler] = {
     "closed_call": _inline,
     "composite": _inline,
     "cond": _cond,
     "custom_jvp_call": _inline,
+    "custom_linear_solve": _inline,
     "custom_vjp_call": _inline,
     "custom_vmap_call": _inline,
     "eval_jaxpr": _inline,

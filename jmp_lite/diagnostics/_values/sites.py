@@ -7,7 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..._autocast.jaxprs import (
+from ..._autocast.planning.plan import Decision, Plan
+from ..._autocast.planning.states import Kind as StateKind
+from ..._jaxpr.read import (
     Array,
     Equation,
     Var,
@@ -20,8 +22,6 @@ from ..._autocast.jaxprs import (
     source_line,
     visible_scope,
 )
-from ..._autocast.plan import Decision, Plan
-from ..._autocast.states import Kind as StateKind
 
 Path = tuple[int, ...]
 """The place of a site: two numbers for each equation around it and for its own. Paths sort as the program."""

@@ -7,42 +7,26 @@ one program, and no value is kept for longer than the program itself keeps it.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._autocast.binding import bind, context_of
-from ..._autocast.jaxprs import (
-    Array,
-    Equation,
-    Jaxpr,
-    Var,
-    constants,
-    describe,
-    equations,
-    inner_jaxprs,
-    is_literal,
-    open_jaxpr,
-)
-from ..._autocast.plan import Bind, Decision, Take
+from ..._autocast.planning.plan import Bind, Decision, Take
+from ..._jaxpr.bind import bind
+from ..._jaxpr.calls import Side
+from ..._jaxpr.primitives import traits_of
+from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of, describe
+from ..._jaxpr.replay import replay
 from .sites import Kind, Path, Site, Where, is_floating, make_site, nearest, would_be_half
 
-# These give the very elements of their operand: what was measured there holds here.
-MOVES = frozenset(
-    {
-        *("reshape", "transpose", "squeeze", "rev", "broadcast_in_dim", "tile", "copy", "copy_p", "name"),
-        *("stop_gradient", "optimization_barrier", "device_put", "sharding_constraint", "reshard"),
-        *("layout_constraint", "pvary"),
-    }
-)
 STEPS = -3
 """Stands in a path for the numbers of the iterations of a while loop that are kept."""
 _LEAVE = 1_000_000  # More than the inner jaxprs of any equation: what leaves stands after what is inside.
 
-Records = dict[Path, Array]
-"""What was measured at each site."""
+Records: TypeAlias = Side
+"""What was measured at each site, by its path."""
 
 
 class Probe(Protocol):
@@ -77,7 +61,7 @@ class Probe(Protocol):
         ...
 
 
-class Value(NamedTuple):
+class TapValue(NamedTuple):
     """A value of the program.
 
     Attributes:
@@ -97,8 +81,11 @@ class Value(NamedTuple):
     is_scaled: bool = False
 
 
-Handler = Callable[["Tap", Equation, Where, int, list[Value]], list[Value]]
-"""Runs an equation that runs jaxprs, of the tap, the equation, where it stands, its index, its operands."""
+Handler = Callable[["Tap", Equation, Where, int, list[TapValue]], list[TapValue]]
+"""Runs an equation that runs jaxprs.
+
+Arguments: the tap, the equation, the part of the program around it, its index, its operands.
+"""
 
 
 class Tap:
@@ -112,15 +99,15 @@ class Tap:
         records: what was measured so far in the jaxpr that runs.
     """
 
-    def __init__(self, probe: Probe, calls: Mapping[str, Handler]) -> None:
+    def __init__(self, probe: Probe, handlers: Mapping[str, Handler]) -> None:
         """Makes a tap with a probe, and a handler for each operation that runs jaxprs."""
         self.probe = probe
-        self.calls = calls
+        self._handlers = handlers
         self.sites: dict[Path, Site] = {}
         self.carried: dict[Path, Path | None] = {}
         self.records: Records = {}
 
-    def run(self, jaxpr: Jaxpr, arguments: Sequence[Value], where: Where) -> list[Value]:
+    def run(self, jaxpr: Jaxpr, arguments: Sequence[TapValue], where: Where) -> list[TapValue]:
         """Runs the equations of a jaxpr, and measures.
 
         Args:
@@ -131,24 +118,18 @@ class Tap:
         Returns:
             A value for each output.
         """
-        inside = open_jaxpr(jaxpr)
         fixed = [self.input(array, "", where, -2 - n) for n, array in enumerate(constants(jaxpr))]
-        known: dict[Var, Value] = dict(zip((*inside.constvars, *inside.invars), (*fixed, *arguments)))
 
-        def read(var: Var) -> Value:
-            return _written(var) if is_literal(var) else known[var]
-
-        for index, equation in enumerate(equations(inside)):
-            operands = [read(var) for var in equation.invars]
-            handler = self.calls.get(equation.primitive.name)
+        def action(index: int, equation: Equation, read: Callable[[Var], TapValue]) -> list[TapValue]:
+            operands = list(map(read, equation.invars))
+            handler = self._handlers.get(equation.primitive.name)
             with context_of(equation):
-                if handler is None:
-                    operands = self._measured_operands(equation, where, index, operands)
-                    results = self._operation(equation, where, index, operands)
-                else:
-                    results = handler(self, equation, where, index, operands)
-            known.update(zip(equation.outvars, results, strict=True))
-        return list(map(read, inside.outvars))
+                if handler is not None:
+                    return handler(self, equation, where, index, operands)
+                operands = self._measured_operands(equation, where, index, operands)
+                return self._operation(equation, where, index, operands)
+
+        return replay(jaxpr, [*fixed, *arguments], _literal, action)
 
     def input(
         self,
@@ -159,10 +140,10 @@ class Tap:
         near: str = "",
         half: bool = False,
         is_scaled: bool = False,
-    ) -> Value:
+    ) -> TapValue:
         """Measures an input of a program, or a constant in it, and returns it as a value."""
         if not is_floating(array):
-            return Value(array, argument=name)
+            return TapValue(array, argument=name)
         path = (*where.path, -1, number)
         operation = "argument" if name else "constant"
         site = Site(
@@ -171,17 +152,20 @@ class Tap:
             array.dtype,
             is_scaled,
         )
-        return Value(array, self._measure(site, array, half), name, near=near, is_scaled=is_scaled)
+        return TapValue(array, self._measure(site, array, half), name, near=near, is_scaled=is_scaled)
 
-    def _operation(self, equation: Equation, where: Where, index: int, operands: list[Value]) -> list[Value]:
+    def _operation(
+        self, equation: Equation, where: Where, index: int, operands: list[TapValue]
+    ) -> list[TapValue]:
         arrays = bind(equation, [value.array for value in operands])
-        name = equation.primitive.name
-        is_cast = name == "convert_element_type"
-        if name in MOVES or (is_cast and (self.probe.operands or _is_kept(operands[0].number, arrays[0]))):
+        is_cast = equation.primitive.name == "convert_element_type"
+        # What was measured of the operand holds for the result, which has the same elements.
+        is_move = traits_of(equation.primitive.name).whole
+        if is_move or (is_cast and (self.probe.operands or _is_kept(operands[0].number, arrays[0]))):
             moved = [operand._replace(array=array) for operand, array in zip(operands, arrays)]
             if all(_is_known(value) for value in moved):
                 return moved
-        decision, keeps, near = where.decision(index), name in MOVES or is_cast, nearest(operands)
+        decision, near = where.decision(index), nearest(operands)
         is_scaled = any(value.is_scaled for value in operands)
         results = []
         for number, array in enumerate(arrays):
@@ -189,13 +173,13 @@ class Tap:
             source = self.at(
                 path, Kind.OPERATION, equation, where, operands, array, would_be_half(decision, number)
             )
-            argument = operands[0].argument if keeps else ""
-            results.append(Value(array, source, argument, near=near, is_scaled=is_scaled))
+            argument = operands[0].argument if is_move or is_cast else ""
+            results.append(TapValue(array, source, argument, near=near, is_scaled=is_scaled))
         return results
 
     def _measured_operands(
-        self, equation: Equation, where: Where, index: int, operands: list[Value]
-    ) -> list[Value]:
+        self, equation: Equation, where: Where, index: int, operands: list[TapValue]
+    ) -> list[TapValue]:
         """Measures the operands that are cast to half, or would be, if nothing has measured them yet."""
         if not self.probe.operands or not (_takes_half(where.decision(index)) or _casts_down(equation)):
             return operands
@@ -214,7 +198,7 @@ class Tap:
         kind: Kind,
         equation: Equation,
         where: Where,
-        operands: Sequence[Value],
+        operands: Sequence[TapValue],
         array: Array,
         half: bool = False,
     ) -> Path | None:
@@ -233,15 +217,20 @@ class Tap:
     # What the handlers of calls need.
 
     def leave(
-        self, equation: Equation, where: Where, index: int, results: Sequence[Value], arrays: Sequence[Array]
-    ) -> list[Value]:
+        self,
+        equation: Equation,
+        where: Where,
+        index: int,
+        results: Sequence[TapValue],
+        arrays: Sequence[Array],
+    ) -> list[TapValue]:
         """Measures what leaves an equation, as the results that its jaxprs gave."""
-        found = []
+        values = []
         for number, (value, array) in enumerate(zip(results, arrays, strict=True)):
             path = (*where.path, index, _LEAVE + number)
             source = self.at(path, Kind.LEAVE, equation, where, [value], array) or value.source
-            found.append(Value(array, source, near=value.near, is_scaled=value.is_scaled))
-        return found
+            values.append(TapValue(array, source, near=value.near, is_scaled=value.is_scaled))
+        return values
 
     def enter(
         self,
@@ -249,14 +238,14 @@ class Tap:
         around: Where,
         inside: Where,
         number: int,
-        operand: Value,
+        operand: TapValue,
         array: Array,
         is_slice: bool = False,
-    ) -> Value:
+    ) -> TapValue:
         """Measures an array that enters a loop or a shard: the whole operand, or a slice of it."""
-        place = Where(inside.path, around.scope, around.direction, inside.loops, around.line)
+        where = Where(inside.path, around.scope, around.direction, inside.loops, around.line)
         path = (*inside.path, -1, number)
-        source = self.at(path, Kind.ENTRY, equation, place, [operand], array)
+        source = self.at(path, Kind.ENTRY, equation, where, [operand], array)
         if source is None and is_slice:  # What was measured of the whole holds for the slices.
             source = operand.source
         return operand._replace(array=array, source=source, number=None)
@@ -280,13 +269,13 @@ class Tap:
         }
 
 
-def _written(var: Var) -> Value:
+def _literal(var: Var) -> TapValue:
     is_number = jnp.issubdtype(var.aval.dtype, jnp.floating) and not var.aval.shape
     number = float(var.val) if is_number else None
-    return Value(var.val, number=number)
+    return TapValue(var.val, number=number)
 
 
-def _is_known(value: Value) -> bool:
+def _is_known(value: TapValue) -> bool:
     return value.source is not None or value.number is not None or not is_floating(value.array)
 
 
@@ -310,14 +299,7 @@ def _takes_half(decision: Decision | None) -> bool:
     return isinstance(action, Bind) and Take.HALF in action.operands
 
 
-def inner_places(equation: Equation, where: Where, index: int) -> list[tuple[Any, Where]]:
-    """Returns the jaxprs of an equation, each with the part of the program around it."""
-    return [
-        (inner, where.inside(index, number, equation)) for number, inner in enumerate(inner_jaxprs(equation))
-    ]
-
-
-def as_arrays(values: Sequence[Value]) -> list[Array]:
+def as_arrays(values: Sequence[TapValue]) -> list[Array]:
     """Returns the arrays of values."""
     return [
         value.array if isinstance(value.array, jax.Array) else np.asarray(value.array) for value in values

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ..._autocast import arguments
-from ..._autocast.jaxprs import Array, Jaxpr, constants, without_constants
-from ..._autocast.plan import Plan
+from ..._autocast.planning.plan import Plan
+from ..._jaxpr import arguments
+from ..._jaxpr.read import Array, Jaxpr, constants, without_constants
 from ..._paths import leaf_names
 from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import StaticLossScale, is_loss_scale
-from .calls import CALLS
+from .calls import HANDLERS
 from .sites import Path, Site, Where
-from .tap import STEPS, Probe, Tap, Value
+from .tap import STEPS, Probe, Tap, TapValue
 
 _SCALE = "_jmp_lite_loss_scale"
 EVERY_CAST: Any = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
@@ -172,7 +172,7 @@ class Tapped:
 
     def __init__(self, program: Program, probe: Probe, plan: Plan | None = None) -> None:
         self._program, self._plan = program, plan
-        self._tap = Tap(probe, CALLS)
+        self._tap = Tap(probe, HANDLERS)
         self._outputs: tuple[Path | None, ...] = ()
         self._order: list[Path] = []
         self._run = jax.jit(self._measure, compiler_options=EVERY_CAST)
@@ -204,9 +204,9 @@ class Tapped:
     def _near(self, name: str) -> str:
         return name if name.split("/")[0] in self._program.parameters else ""
 
-    def _values(self, arrays: list[Array]) -> list[Value]:
+    def _values(self, arrays: list[Array]) -> list[TapValue]:
         tap, where = self._tap, Where(plan=self._plan)
-        wanted = [0] * len(arrays) if self._plan is None else self._plan.wanted
+        wanted = [0] * len(arrays) if self._plan is None else self._plan.is_wanted
         inputs = [
             tap.input(array, name, where, number, self._near(name), bool(wanted[number]), name == _SCALE)
             for number, (array, name) in enumerate(zip(arrays, self._program.names))

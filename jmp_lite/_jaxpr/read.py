@@ -1,15 +1,25 @@
-"""Reads equations. With `binding`, this is the one file that knows the versions of JAX.
+"""Reads equations. With `bind`, this is the one file that knows the versions of JAX.
 
-It uses public interfaces alone: `jax.extend.core`, `jax.extend.source_info_util`, and the parameters that
-`jax.make_jaxpr` prints. tests/autocast/test_jaxprs.py names every parameter that autocast reads.
+All objects are public: `jax.extend.core`, `jax.extend.source_info_util`, and the parameters that
+`jax.make_jaxpr` prints. Some fields of these objects are not documented, and a release of JAX may change
+them:
+
+- `equation.ctx.manager`, the settings under which an equation was traced;
+- `primitive.get_bind_params`, which turns the parameters of an equation into those of `bind`;
+- the names that JAX itself writes into a name stack: `jvp(`, `transpose(` and `rematted_computation`;
+- the names of the parameters of the operations that run jaxprs.
+
+Only this file and `calls`, for the parameters, read them. tests/jaxpr/test_read.py has a test for each field
+and each parameter: these tests fail first when a new JAX changes one.
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal, Primitive, jaxprs_in_params
 
 from .._paths import join
 
@@ -33,7 +43,7 @@ Var: TypeAlias = Any
 Array: TypeAlias = Any
 """A `jax.Array`, a tracer, or a NumPy array or number."""
 
-# Scopes that survive every transform. They tell autocast where it keeps out.
+# Scopes that survive every transform of JAX. They tell autocast where it keeps out.
 AUTOCAST_SCOPE = "jmp_lite.autocast"
 FULL_PRECISION_SCOPE = "jmp_lite.full_precision"
 SOLVER_SCOPE = "jmp_lite.solver"
@@ -67,6 +77,16 @@ class Inner:
     results: tuple[int | None, ...]
     carries: tuple[bool, ...]
     scope: str = ""
+
+    @property
+    def constants(self) -> int:
+        """How many constants of a loop it takes; they are its first inputs."""
+        return self.roles.count(Role.CONSTANT)
+
+    @property
+    def carried(self) -> int:
+        """How many values a loop carries; they follow the constants."""
+        return self.roles.count(Role.CARRY)
 
 
 def equations(jaxpr: Jaxpr) -> Sequence[Equation]:
@@ -277,14 +297,19 @@ def _scope_of_stack(name_stack: Any) -> str:
     return plain_scope(str(name_stack))
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_in_stack(name: str, name_stack: Any) -> bool:
+    return name in str(name_stack)
+
+
 def plain_scope(name_stack: str) -> str:
     """Returns a name stack without the transforms around its names.
 
     >>> plain_scope("transpose(jvp(decoder))/head"), plain_scope("jvp()")
     ('decoder/head', '')
     """
-    names = re.sub(r"\w+\(|\)", "", name_stack) if "(" in name_stack else name_stack
-    return "/".join(name for name in names.split("/") if name)
+    scopes = re.sub(r"\w+\(|\)", "", name_stack) if "(" in name_stack else name_stack
+    return "/".join(name for name in scopes.split("/") if name)
 
 
 def visible_scope(scope: str) -> str:
@@ -293,14 +318,33 @@ def visible_scope(scope: str) -> str:
     return "/".join(name for name in scope.split("/") if name not in ours)
 
 
+@contextlib.contextmanager
+def context_of(equation: Equation) -> Iterator[None]:
+    """Gives operations that run inside it the scopes, source line, mesh and metadata of `equation`."""
+    source = equation.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=stack), equation.ctx.manager:
+        yield
+
+
+def bind_params(primitive: Primitive, params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation as `primitive.bind` takes them: functions in place of jaxprs."""
+    return primitive.get_bind_params(params)
+
+
 def is_transposed(equation: Equation) -> bool:
     """Whether JAX made an equation for a backward pass."""
-    return "transpose(" in str(equation.source_info.name_stack)
+    return _is_in_stack("transpose(", equation.source_info.name_stack)
 
 
 def is_recomputed(equation: Equation) -> bool:
     """Whether an equation of a backward pass computes a part of the forward pass again."""
-    return "rematted_computation" in str(equation.source_info.name_stack)
+    return _is_in_stack("rematted_computation", equation.source_info.name_stack)
+
+
+def is_differentiated(equation: Equation) -> bool:
+    """Whether `jax.grad` has made a `remat2`, which computes a part of the forward pass again."""
+    return equation.params["differentiated"]
 
 
 def call_scope(scope: str, equation: Equation) -> str:

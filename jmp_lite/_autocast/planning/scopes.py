@@ -4,7 +4,7 @@ import difflib
 
 import jax.numpy as jnp
 
-from .jaxprs import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE
+from ..._jaxpr.read import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE
 from .rules import Rules
 
 
@@ -49,20 +49,20 @@ class Scopes:
         if not path or not self._rules.scopes:
             return None
         self._seen.add(path)
-        found = self._rules.pattern_for(path)
-        if found is None:
+        rule = self._rules.pattern_for(path)
+        if rule is None:
             return None
-        pattern, keeps_float32 = found
+        pattern, keeps_float32 = rule
         self._used.add(pattern)
         return pattern if keeps_float32 else None
 
-    def check(self, what: str = "The rule for") -> None:
+    def check(self) -> None:
         """Raises a ValueError if a pattern has selected nothing: a part of the model would stay as it is."""
         for pattern, _ in self._rules.scopes:
             if pattern not in self._used:
                 near = difflib.get_close_matches(pattern, self._seen, n=3, cutoff=0.3)
                 hint = f" Close to it are {', '.join(map(repr, near))}." if near else ""
                 raise ValueError(
-                    f"{what} '{pattern}' selects nothing: no named scope, Flax module, jitted function "
+                    f"The rule for '{pattern}' selects nothing: no named scope, Flax module, jitted function "
                     f"or argument that the function uses has that name.{hint} `explain` lists the scopes."
                 )

@@ -1,4 +1,4 @@
-"""One operation of a program as a report shows it: its list, dtypes, reason, scope and source line."""
+"""One operation of a program as a report shows it: its category, dtypes, reason, scope and source line."""
 
 import dataclasses
 import math
@@ -8,26 +8,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .advice import advise_shapes
-from .jaxprs import (
+from ..._jaxpr.primitives import Category, traits_of
+from ..._jaxpr.read import (
     Equation,
     Role,
     Var,
     call_scope,
     describe,
-    equations,
     floating_operands,
-    inner_jaxprs,
     is_float32,
     is_literal,
     open_jaxpr,
-    scope_of,
     source_line,
     visible_scope,
 )
-from .plan import Decision, Plan
-from .primitives import List, traits_of
-from .states import Kind, State
+from ..._paths import join
+from ..planning.plan import Decision, Plan
+from ..planning.states import State
+from .advice import advise_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +34,8 @@ class Operation:
 
     Attributes:
         name: the primitive, as `jax.make_jaxpr` prints it.
-        list: the list that decided: `allow`, `deny`, `infer`, `move` (the part of infer that changes no
-            value) or `as traced`.
+        category: the category that decided: `allow`, `deny`, `infer`, `move` (the part of infer that
+            changes no value) or `as traced`.
         reason: why it runs in the dtypes in which it runs.
         inputs: dtype and shape of each operand, such as `bfloat16[8,128]`.
         outputs: dtype and shape of each result.
@@ -58,7 +56,7 @@ class Operation:
     """
 
     name: str
-    list: str
+    category: str
     reason: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -80,7 +78,7 @@ class Operation:
     @property
     def is_product(self) -> bool:
         """Whether it is a convolution or a product that Tensor Cores could run: no inner product."""
-        return traits_of(self.name).list is List.ALLOW and self.list in ("allow", "as traced")
+        return traits_of(self.name).category is Category.ALLOW and self.category in ("allow", "as traced")
 
     @property
     def on_tensor_cores(self) -> bool:
@@ -89,9 +87,8 @@ class Operation:
 
     def __str__(self) -> str:
         shapes = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
-        return (
-            f"{self.list:<9} {self.name:<20} {shapes}\n    {self.reason}; {self.scope or '/'}; {self.source}"
-        )
+        where = f"{self.scope or '/'}; {self.source}"
+        return f"{self.category:<9} {self.name:<20} {shapes}\n    {self.reason}; {where}"
 
 
 def operations_of(
@@ -110,29 +107,29 @@ def operations_of(
     inside = open_jaxpr(plan.jaxpr)
     states: dict[Var, State] = dict(zip((*inside.constvars, *inside.invars), plan.states))
     paths = dict(zip(inside.invars, origins, strict=True))
-    for equation, decision in zip(equations(inside), plan.decisions):
-        path = scope_of(equation, scope)
+    for decision in plan.decisions:
+        op, equation = decision.op, decision.op.equation
+        path = join(scope, op.scope) if op.scope else scope
         taken = ["" if is_literal(var) else paths.get(var, "") for var in equation.invars]
-        if decision.which is List.CALL:
+        if decision.category is Category.CALL:
             path = call_scope(path, equation)
-            for inner, inner_plan in zip(inner_jaxprs(equation), decision.inner):
+            for inner, inner_plan in zip(op.inner, decision.inner):
                 looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
                 runs = equation.params.get("length", 1) if looped else 1
                 entering = [taken[index] for index in inner.operands]
                 yield from operations_of(inner_plan, half, path, times * runs, entering, promotions)
         elif _is_floating(equation):
             arguments = tuple(dict.fromkeys(filter(None, taken)))
-            if reason := promotions.get(id(equation)):
-                decision = dataclasses.replace(decision, reason=reason)
-            yield _operation(equation, decision, states, half, visible_scope(path), arguments, times)
-        if decision.which is List.MOVE or equation.primitive.name == "convert_element_type":
+            reason = promotions.get(id(equation), decision.reason)
+            yield _operation(decision, reason, states, half, visible_scope(path), arguments, times)
+        if decision.category is Category.MOVE or op.is_cast:
             paths[equation.outvars[0]] = taken[0]
         states.update(zip(equation.outvars, decision.results))
 
 
 def _operation(
-    equation: Equation,
     decision: Decision,
+    reason: str,
     states: dict[Var, State],
     half: np.dtype,
     scope: str,
@@ -142,18 +139,17 @@ def _operation(
     def described(var: Var, as_half: bool) -> str:
         return describe(var.aval, half if as_half and is_float32(var) else None)
 
-    taken = [_taken_in_half(equation, decision, var, states) for var in equation.invars]
+    equation = decision.op.equation
+    taken = [_taken_in_half(decision, var, states) for var in equation.invars]
     traced = {var.aval.dtype.name for var in floating_operands(equation)}
     in_half = any(taken) or traced in ({"float16"}, {"bfloat16"})
-    is_product = traits_of(equation.primitive.name).list is List.ALLOW
+    is_product = traits_of(equation.primitive.name).category is Category.ALLOW
     return Operation(
         equation.primitive.name,
-        decision.which.value,
-        decision.reason,
+        decision.category.value,
+        reason,
         tuple(map(described, equation.invars, taken)),
-        tuple(
-            described(var, state.kind == Kind.HALF) for var, state in zip(equation.outvars, decision.results)
-        ),
+        tuple(described(var, state.is_half) for var, state in zip(equation.outvars, decision.results)),
         scope,
         arguments,
         source_line(equation),
@@ -164,10 +160,10 @@ def _operation(
     )
 
 
-def _taken_in_half(equation: Equation, decision: Decision, var: Var, states: dict[Var, State]) -> bool:
+def _taken_in_half(decision: Decision, var: Var, states: dict[Var, State]) -> bool:
     """Whether an operation takes an operand in half."""
-    if decision.which is List.MOVE or equation.primitive.name == "convert_element_type":
-        return not is_literal(var) and states[var].kind == Kind.HALF
+    if decision.category is Category.MOVE or decision.op.is_cast:
+        return not is_literal(var) and states[var].is_half
     return decision.takes_half
 
 
@@ -192,4 +188,8 @@ def _flops(equation: Equation) -> int:
         left = equation.invars[0].aval.shape
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in numbers[0][0])
     sizes = [math.prod(getattr(var.aval, "shape", ())) for var in (*equation.invars, *equation.outvars)]
-    return 0 if traits_of(name).list is List.MOVE or name == "convert_element_type" else max(sizes, default=0)
+    return (
+        0
+        if traits_of(name).category is Category.MOVE or name == "convert_element_type"
+        else max(sizes, default=0)
+    )

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from .._dtypes import DTypeLike
-from .._text import Shown, aligned
+from ..._dtypes import DTypeLike
+from ..._jaxpr.read import Jaxpr, equations, open_jaxpr
+from ..._text import Shown, aligned
+from ..api import given_rules, prepare, run
 from .advice import find_promotions
-from .api import given_rules, prepare, run
-from .jaxprs import Jaxpr, equations, open_jaxpr
 from .operations import Operation, operations_of
 
 

@@ -15,8 +15,8 @@ import dataclasses
 import enum
 import math
 
-from .jaxprs import Equation, Role, Var, is_float32
-from .primitives import Traits
+from ..._jaxpr.read import Role, Var, is_float32
+from .op import Op
 
 
 class Kind(enum.IntEnum):
@@ -50,38 +50,43 @@ class State:
     full: bool = False
     reduced: bool = False
 
+    @property
+    def is_half(self) -> bool:
+        """Whether the value was computed in half."""
+        return self.kind == Kind.HALF
+
 
 OTHER = State(Kind.OTHER)
 FIRM = State(Kind.FIRM)
 HALF = State(Kind.HALF)
 
 
-def moved(equation: Equation, state: State, out: Var) -> State:
+def moved(op: Op, state: State, out: Var) -> State:
     """The state of an operand after a move: a broadcast or looked-up argument becomes free."""
     if not is_float32(out) or state.kind != Kind.OPEN:
         return state
-    name, source = equation.primitive.name, equation.invars[0].aval
+    name, source = op.name, op.equation.invars[0].aval
     grown = name == "broadcast_in_dim" and math.prod(out.aval.shape) != math.prod(source.shape)
     freed = grown or (state.leaf and name == "gather")
     # The gradient of a broadcast or looked-up argument is a sum of its own, in float32.
     return dataclasses.replace(state, kind=Kind.FREE, reduced=False) if freed else state
 
 
-def broadcast(equation: Equation, traits: Traits, var: Var, state: State) -> State:
+def broadcast(op: Op, var: Var, state: State) -> State:
     """The state of an operand that an element-wise operation may broadcast along axes of size 1."""
-    if state.kind != Kind.OPEN or not traits.broadcasts:
+    if state.kind != Kind.OPEN or not op.traits.broadcasts:
         return state
     # A symbolic size has no order: `jax.export` can compare it only with `==` and `!=`.
-    grown = math.prod(var.aval.shape) != math.prod(equation.outvars[0].aval.shape)
+    grown = math.prod(var.aval.shape) != math.prod(op.equation.outvars[0].aval.shape)
     return dataclasses.replace(state, kind=Kind.FREE) if grown else state
 
 
-def may_be_rounded(traits: Traits, var: Var, state: State) -> bool:
+def may_be_rounded(op: Op, var: Var, state: State) -> bool:
     """Whether an operand may be taken in half: a half value, a literal, or a parameter that is added.
 
     A factor may leave the range of half where the product does not.
     """
-    return state.kind != Kind.FREE or (state.leaf and var.aval.ndim > 0 and not traits.scales)
+    return state.kind != Kind.FREE or (state.leaf and var.aval.ndim > 0 and not op.traits.scales)
 
 
 def entering(state: State, role: Role) -> State:

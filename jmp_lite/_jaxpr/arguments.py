@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from .._paths import argument_names
-from .jaxprs import Array, Jaxpr
+from .read import Array, Jaxpr
 
 # For each library whose objects a call may change, the adapter that splits them. This is a table of names: no
 # import leads from here to the adapters, and autocast works whether or not the user has imported the adapter.

@@ -9,10 +9,10 @@ result, which they take in half in any case.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 
-from .jaxprs import Equation, Jaxpr, Var, equations, is_float32, is_literal, name_of
-from .primitives import traits_of
+from ..._jaxpr.read import Jaxpr, Var, is_float32, is_literal
+from .op import Op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Anatomy:
 
     Attributes:
         sources: for each variable that is a function of one or two others, element by element, those others.
-        members: for each such variable, the indexes of the equations that compute it.
+        members: for each such variable, the indexes of the operations that compute it.
         ends: the variables among them whose computation has a part that is better left in float32.
-        consumers: for each variable, the indexes of the equations that read it, once for each time.
+        consumers: for each variable, the indexes of the operations that read it, once for each time.
         outputs: how often each variable is an output.
     """
 
@@ -38,62 +38,55 @@ class Anatomy:
         return len(self.consumers[var]) + self.outputs[var]
 
     def read_only_by(self, var: Var, indexes: Set[int]) -> bool:
-        """Whether no equation but those at `indexes` reads `var`."""
+        """Whether no operation but those at `indexes` reads `var`."""
         return not self.outputs[var] and all(reader in indexes for reader in self.consumers[var])
 
-    def may_end(self, equation: Equation) -> bool:
-        """Whether an equation gives the result of a function with a part that is better left in float32."""
-        return equation.outvars[0] in self.ends and is_float32(equation.outvars[0])
+    def may_end(self, op: Op) -> bool:
+        """Whether an operation gives the result of a function with a part that is better left in float32."""
+        return op.equation.outvars[0] in self.ends and is_float32(op.equation.outvars[0])
 
 
-def anatomy(inside: Jaxpr, stays_float32: Callable[[Equation], bool]) -> Anatomy:
-    """Returns the functions of one or two values in an open jaxpr.
-
-    Args:
-        inside: the jaxpr.
-        stays_float32: whether an operation is better left in float32.
-    """
+def find_anatomy(inside: Jaxpr, ops: Sequence[Op]) -> Anatomy:
+    """Returns the functions of one or two values in an open jaxpr, whose operations are `ops`."""
     sources: dict[Var, tuple[Var, ...]] = {}
     members: dict[Var, frozenset[int]] = {}
     ends: set[Var] = set()
     spread: set[Var] = set()  # Biases and scales that the program broadcasts itself.
     consumers: dict[Var, list[int]] = collections.defaultdict(list)
-    for index, equation in enumerate(equations(inside)):
-        operands = [var for var in equation.invars if not is_literal(var)]
+    for index, op in enumerate(ops):
+        operands = op.variables
         for var in operands:
             consumers[var].append(index)
-        traits = traits_of(name_of(equation))
-        if traits.spreads:
-            spread.update(equation.outvars)
-        if not traits.pointwise:
+        if op.traits.spreads:
+            spread.update(op.equation.outvars)
+        if not op.traits.pointwise:
             continue
-        (out,) = equation.outvars
-        of = tuple(dict.fromkeys(source for var in operands for source in sources.get(var, (var,))))
+        (out,) = op.equation.outvars
+        origins = tuple(dict.fromkeys(source for var in operands for source in sources.get(var, (var,))))
         broadcasts = any(var in spread or var.aval.shape != out.aval.shape for var in operands)
-        if not broadcasts and len(of) in (1, 2) and all(map(is_float32, of)):
-            sources[out] = of
+        if not broadcasts and len(origins) in (1, 2) and all(map(is_float32, origins)):
+            sources[out] = origins
             members[out] = frozenset({index}).union(*(members.get(var, ()) for var in operands))
-            if stays_float32(equation) or not ends.isdisjoint(operands):
+            if op.stays_float32 or not ends.isdisjoint(operands):
                 ends.add(out)
     outputs = collections.Counter(var for var in inside.outvars if not is_literal(var))
     return Anatomy(sources, members, frozenset(ends), consumers, outputs)
 
 
-def inner_members(inside: Jaxpr, anatomy: Anatomy, ends: Sequence[int]) -> frozenset[int]:
-    """Returns the indexes of the equations whose results only activation functions read.
+def inner_members(ops: Sequence[Op], anatomy: Anatomy, ends: Sequence[int]) -> frozenset[int]:
+    """Returns the indexes of the operations whose results only activation functions read.
 
-    The activation functions compute these equations themselves.
+    The activation functions compute these operations themselves.
 
     Args:
-        inside: an open jaxpr.
+        ops: the operations of a jaxpr.
         anatomy: its anatomy.
-        ends: the indexes of the equations that give the results of the activation functions.
+        ends: the indexes of the operations that give the results of the activation functions.
     """
-    all_equations = equations(inside)
-    of_end = {end: anatomy.members[all_equations[end].outvars[0]] for end in ends}
+    of_end = {end: anatomy.members[ops[end].equation.outvars[0]] for end in ends}
     inner: set[int] = set()
     for index in sorted(frozenset().union(*of_end.values()), reverse=True):
-        (out,) = all_equations[index].outvars
+        (out,) = ops[index].equation.outvars
         read_inside = all(
             reader in inner or index in of_end.get(reader, ()) for reader in anatomy.consumers[out]
         )

@@ -16,9 +16,9 @@ from jax.extend.core import Literal, Primitive, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
-from jmp_lite._autocast import binding, jaxprs
-from jmp_lite._autocast.jaxprs import Role
-from jmp_lite._autocast.primitives import PRIMITIVES, List
+from jmp_lite._jaxpr import bind, read
+from jmp_lite._jaxpr.primitives import PRIMITIVES, Category
+from jmp_lite._jaxpr.read import Role
 from tests.support.jaxprs import equations
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
@@ -80,7 +80,7 @@ def call(name):
 
 
 def test_every_call_of_the_lists_is_tried_here():
-    listed = {name for name, traits in PRIMITIVES.items() if traits.list is List.CALL}
+    listed = {name for name, traits in PRIMITIVES.items() if traits.category is Category.CALL}
     assert set(CALLS) - {"inlined"} == listed - {"closed_call", "eval_jaxpr"}
 
 
@@ -108,11 +108,11 @@ def test_a_call_has_the_parameters_that_autocast_reads(name):
 def test_the_jaxprs_of_a_call_are_found_and_fit_its_operands(name):
     equation = call(name)
     assert equation is not None
-    found = jaxprs.inner_jaxprs(equation)
+    found = read.inner_jaxprs(equation)
     assert len(found) == {"cond": 2, "while": 2, "custom_linear_solve": 4}.get(name, 1)
     assert len(found) == len(list(jaxprs_in_params(equation.params)))
     for inner in found:
-        inside = jaxprs.open_jaxpr(inner.jaxpr)
+        inside = read.open_jaxpr(inner.jaxpr)
         assert len(inside.invars) == len(inner.operands) == len(inner.roles)
         assert len(inside.outvars) == len(inner.results) == len(inner.carries)
         for var, index, role in zip(inside.invars, inner.operands, inner.roles):
@@ -126,7 +126,7 @@ def test_the_jaxprs_of_a_call_are_found_and_fit_its_operands(name):
 
 
 def test_the_operands_of_a_scan_are_constants_carry_and_slices():
-    (body,) = jaxprs.inner_jaxprs(call("scan"))
+    (body,) = read.inner_jaxprs(call("scan"))
     assert body.roles == (Role.CONSTANT, Role.CARRY, Role.CARRY, Role.ELEMENT)
     assert body.carries == (True, True, False, False)
     assert body.results == (0, 1, 2, 3)
@@ -134,14 +134,14 @@ def test_the_operands_of_a_scan_are_constants_carry_and_slices():
     if "num_consts" in params:  # As JAX 0.10 writes it.
         assert (params["num_consts"], params["num_carry"]) == (1, 2)
     empty = find("scan", lambda x: lax.scan(lambda c, _: (c * 2, None), x, length=2), X)
-    assert jaxprs.inner_jaxprs(empty)[0].roles == (Role.CARRY,)
+    assert read.inner_jaxprs(empty)[0].roles == (Role.CARRY,)
     draw = lambda k: lax.scan(lambda c, k: (c + 1, jax.random.normal(k)), 0, k)
     keys = find("scan", draw, jax.random.split(jax.random.key(0), 3))
-    assert jaxprs.inner_jaxprs(keys)[0].roles == (Role.CARRY, Role.ELEMENT)
+    assert read.inner_jaxprs(keys)[0].roles == (Role.CARRY, Role.ELEMENT)
 
 
 def test_the_operands_of_a_while_loop_are_both_constants_and_the_carry():
-    condition, body = jaxprs.inner_jaxprs(call("while"))
+    condition, body = read.inner_jaxprs(call("while"))
     assert condition.roles == (Role.CONSTANT, Role.CARRY, Role.CARRY)
     assert body.roles == (Role.CONSTANT, Role.CARRY, Role.CARRY)
     assert (condition.operands, body.operands) == ((0, 2, 3), (1, 2, 3))
@@ -151,7 +151,7 @@ def test_the_operands_of_a_while_loop_are_both_constants_and_the_carry():
 def test_the_first_operand_of_a_cond_is_the_index_of_the_branch():
     equation = call("cond")
     assert equation.invars[0].aval.dtype == jnp.int32
-    assert [inner.operands[0] for inner in jaxprs.inner_jaxprs(equation)] == [1, 1]
+    assert [inner.operands[0] for inner in read.inner_jaxprs(equation)] == [1, 1]
 
 
 def test_the_parameters_of_a_jit_have_one_entry_for_each_operand():
@@ -208,8 +208,8 @@ def test_a_name_a_cast_and_the_products_have_the_parameters_that_autocast_reads(
     product = find("dot_general", lambda x, w: lax.dot(x, w, precision=algorithm), X, W).params
     assert product["precision"] == algorithm
     with jax.default_matmul_precision("highest"):
-        assert jaxprs.configured_precisions() == {"HIGHEST"}
-    assert jaxprs.configured_precisions() == set()
+        assert read.configured_precisions() == {"HIGHEST"}
+    assert read.configured_precisions() == set()
     convolution = find(
         "conv_general_dilated", lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"), X
     )
@@ -229,15 +229,15 @@ def test_an_equation_carries_its_names_line_and_context():
 
     equation = find("sin", fun, X)
     assert str(equation.source_info.name_stack) == "outer/inner"
-    assert jaxprs.scope_of(equation) == "outer/inner"
-    assert jaxprs.scope_of(equation, "around") == "around/outer/inner"
-    assert "test_jaxprs.py" in jaxprs.source_line(equation)
+    assert read.scope_of(equation) == "outer/inner"
+    assert read.scope_of(equation, "around") == "around/outer/inner"
+    assert "test_read.py" in read.source_line(equation)
     assert isinstance(equation.ctx.manager, contextlib.AbstractContextManager)
     stack = source_info_util.current_name_stack() + equation.source_info.name_stack
     assert str(stack) == "outer/inner"
-    with binding.context_of(equation):
+    with read.context_of(equation):
         assert str(source_info_util.current_name_stack()) == "outer/inner"
-    with jax.named_scope("before"), binding.context_of(equation):
+    with jax.named_scope("before"), read.context_of(equation):
         again = find("cos", lambda x: jnp.cos(x), X)
         assert str(source_info_util.current_name_stack()) == "before/outer/inner"
     assert again is not None
@@ -254,7 +254,7 @@ def test_names_that_transforms_add_are_removed(transform):
     args = (X,) if transform is not jax.linearize else ()
     transformed = transform(fun) if args else lambda x: jax.linearize(fun, x)[1](x)
     scopes = {
-        jaxprs.scope_of(e)
+        read.scope_of(e)
         for e in equations(jax.make_jaxpr(transformed)(X))
         if e.primitive.name in ("sin", "cos", "mul") and str(e.source_info.name_stack)
     }
@@ -271,10 +271,10 @@ def test_an_equation_can_be_bound_again():
         shaped = [
             jnp.ones(v.aval.shape, v.aval.dtype) if x is None else x for v, x in zip(equation.invars, values)
         ]
-        results = binding.bind(equation, shaped)
+        results = bind.bind(equation, shaped)
         assert [r.shape for r in results] == [v.aval.shape for v in equation.outvars], name
     product = find("dot_general", jnp.matmul, X, W)
-    (half,) = binding.bind(
+    (half,) = bind.bind(
         product, [X.astype("float16"), W.astype("float16")], preferred_element_type=jnp.float16
     )
     assert half.dtype == jnp.float16
@@ -282,22 +282,22 @@ def test_an_equation_can_be_bound_again():
 
 def test_an_operation_bound_again_is_differentiated_once_and_leaves_no_trace(monkeypatch):
     traced = []
-    operation = binding._operation
+    operation = bind._operation
 
     def counted(primitive, params):
         return lambda *operands: traced.append(primitive) or operation(primitive, params)(*operands)
 
-    monkeypatch.setattr(binding, "_operation", counted)
-    binding._inlined.cache_clear()
+    monkeypatch.setattr(bind, "_operation", counted)
+    bind._inlined.cache_clear()
     sine = find("sin", jnp.sin, X)
 
     def twelve(x):
         for _ in range(12):
-            (x,) = binding.bind(sine, [x])
+            (x,) = bind.bind(sine, [x])
         return x.sum()
 
     found = jax.make_jaxpr(jax.grad(twelve))(X)
-    binding._inlined.cache_clear()
+    bind._inlined.cache_clear()
     assert traced == [sine.primitive]
     names = [each.primitive.name for each in equations(found.jaxpr)]
     assert (names.count("sin"), names.count("cos"), names.count("jit")) == (12, 12, 0)
@@ -334,12 +334,12 @@ def test_operations_that_are_not_jaxs_own_are_not_taken_for_each_other_or_kept_a
 
 def test_literals_and_constants_are_told_from_variables():
     closed = jax.make_jaxpr(lambda x: x * 2.0 + np.arange(8.0, dtype=np.float32))(X)
-    multiply = next(e for e in jaxprs.equations(jaxprs.open_jaxpr(closed)) if e.primitive.name == "mul")
-    literals = [var for var in multiply.invars if jaxprs.is_literal(var)]
+    multiply = next(e for e in read.equations(read.open_jaxpr(closed)) if e.primitive.name == "mul")
+    literals = [var for var in multiply.invars if read.is_literal(var)]
     assert [float(var.val) for var in literals] == [2.0]
-    assert all(jaxprs.is_float32(var) for var in multiply.invars)
-    assert len(jaxprs.constants(closed)) == len(jaxprs.open_jaxpr(closed).constvars) == 1
-    opened = jaxprs.without_constants(closed)
+    assert all(read.is_float32(var) for var in multiply.invars)
+    assert len(read.constants(closed)) == len(read.open_jaxpr(closed).constvars) == 1
+    opened = read.without_constants(closed)
     assert (len(opened.constvars), len(opened.invars)) == (0, 2)
     bits = find("random_bits", lambda k: jax.random.bits(k), jax.random.key(0))
-    assert not jaxprs.is_float32(bits.invars[0])
+    assert not read.is_float32(bits.invars[0])

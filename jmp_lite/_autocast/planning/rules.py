@@ -12,18 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive, primitives
 
-from .._dtypes import DTypeLike, parse_dtype, parse_reduce_dtype
-from .._paths import as_patterns, matches
-from .primitives import PRIMITIVES, List, traits_of
+from ..._dtypes import DTypeLike, parse_dtype, parse_reduce_dtype
+from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
+from ..._paths import matches
 
 Operations = Iterable[str | Primitive]
 """Primitives, by name (`"exp"`) or as the primitive (`jax.lax.exp_p`); `"-exp"` takes one off its list."""
 
 ScopeRules = Mapping[str, DTypeLike] | Iterable[tuple[str, DTypeLike]]
 """Exceptions by scope: patterns over scopes and argument paths, each with a dtype."""
-
-LayerPatterns = str | Iterable[str]
-"""Patterns over scopes, or one pattern."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,25 +29,23 @@ class Rules:
 
     Attributes:
         dtype: float16 or bfloat16; float32 for an autocast that changes nothing.
-        lists: the list of each primitive that the table or the user names.
+        categories: the category of each primitive that the table or the user names.
         scopes: pairs of a pattern over scopes and argument paths, and whether it keeps float32 there; the
             first pattern that matches wins.
         reduce_dtype: float32 if the products that make weight gradients give float32; else None.
-        layer_scale: patterns over scopes, whose layers get a loss scale each.
         precisions: the precisions of products that are no wish of the program: `jax_default_matmul_precision`
             gives them.
     """
 
     dtype: np.dtype
-    lists: MappingProxyType[str, List]
+    categories: MappingProxyType[str, Category]
     scopes: tuple[tuple[str, bool], ...]
     reduce_dtype: np.dtype | None = None
-    layer_scale: tuple[str, ...] = ()
     precisions: frozenset[str] = frozenset()
 
-    def list_of(self, name: str) -> List:
-        """Returns the list of the primitive called `name`."""
-        return self.lists.get(name, List.AS_TRACED)
+    def category_of(self, name: str) -> Category:
+        """Returns the category of the primitive called `name`."""
+        return self.categories.get(name, Category.AS_TRACED)
 
     def pattern_for(self, path: str) -> tuple[str, bool] | None:
         """Returns the first rule that selects the scope or argument `path`, and whether it keeps float32."""
@@ -64,7 +59,6 @@ def make_rules(
     infer: Operations = (),
     rules: ScopeRules = (),
     reduce_dtype: DTypeLike | None = None,
-    layer_scale: LayerPatterns = (),
 ) -> Rules:
     """Reads the options of `autocast`; see there.
 
@@ -78,44 +72,48 @@ def make_rules(
             f"dtype={half.name}."
         )
     reduced = parse_reduce_dtype(reduce_dtype)
-    layers = as_patterns(layer_scale, "layer_scale= takes patterns over scopes, such as 'Block_*'")
-    lists = {name: traits.list for name, traits in PRIMITIVES.items()}
-    in_range = List.DENY if half == jnp.float16 else List.INFER
-    lists = {name: in_range if which is List.RANGE else which for name, which in lists.items()}
-    options = {List.ALLOW: allow, List.DENY: deny, List.INFER: infer}
-    return Rules(half, MappingProxyType(_changed(lists, options)), _scopes(half, rules), reduced, layers)
+    categories = {name: traits.category for name, traits in PRIMITIVES.items()}
+    for name, category in categories.items():
+        if category is Category.RANGE:
+            categories[name] = Category.DENY if half == jnp.float16 else Category.INFER
+    options = {Category.ALLOW: allow, Category.DENY: deny, Category.INFER: infer}
+    return Rules(half, MappingProxyType(_changed(categories, options)), _scopes(half, rules), reduced)
 
 
-def _changed(lists: dict[str, List], options: dict[List, Operations]) -> dict[str, List]:
-    """Returns the list of each primitive after the user's changes."""
+def _changed(categories: dict[str, Category], options: dict[Category, Operations]) -> dict[str, Category]:
+    """Returns the category of each primitive after the user's changes."""
     given: dict[str, str] = {}
-    for which, entries in options.items():
-        for entry in _entries(which.value, entries):
-            name, taken_off = _primitive_name(which.value, entry)
+    for category, entries in options.items():
+        for entry in _entries(category.value, entries):
+            name, taken_off = _primitive_name(category.value, entry)
             if name in given:
                 raise ValueError(
-                    f"The operation '{name}' was given twice, in {given[name]}= and in {which.value}=."
+                    f"The operation '{name}' was given twice, in {given[name]}= and in {category.value}=."
                 )
-            given[name] = which.value
+            given[name] = category.value
             if not taken_off:
-                _check(which, name)
-                lists[name] = which
-            elif lists.get(name) is which:
-                lists[name] = List.AS_TRACED
+                _check(category, name)
+                categories[name] = category
+            elif categories.get(name) is category:
+                categories[name] = Category.AS_TRACED
             else:
                 raise ValueError(
-                    f"{which.value}= takes '{name}' off a list on which it is not; it is on the list "
-                    f"'{lists.get(name, List.AS_TRACED).value}'."
+                    f"{category.value}= takes '{name}' off a list on which it is not; it is on the list "
+                    f"'{categories.get(name, Category.AS_TRACED).value}'."
                 )
-    return lists
+    return categories
 
 
-def _check(which: List, name: str) -> None:
+def _check(category: Category, name: str) -> None:
     """Raises a ValueError if the primitive `name` cannot be on a list."""
-    if which is not List.DENY and name in PRIMITIVES and traits_of(name).list is List.AS_TRACED:
+    if (
+        category is not Category.DENY
+        and name in PRIMITIVES
+        and traits_of(name).category is Category.AS_TRACED
+    ):
         raise ValueError(
-            f"{which.value}= names '{name}', which has no half version: JAX's kernel or rule for it takes "
-            f"the dtypes of the program. Leave it out of {which.value}=."
+            f"{category.value}= names '{name}', which has no half version: JAX's kernel or rule for it takes "
+            f"the dtypes of the program. Leave it out of {category.value}=."
         )
 
 
@@ -135,7 +133,7 @@ def _primitive_name(option: str, entry: str | Primitive) -> tuple[str, bool]:
         raise TypeError(
             f"{option}= takes primitives and their names, such as 'exp' or jax.lax.exp_p. Got {entry!r}."
         )
-    if traits_of(name).list is List.CALL:
+    if traits_of(name).category is Category.CALL:
         raise ValueError(
             f"{option}= names '{name}', which runs other operations. To keep a part of the program in "
             "float32 use rules={'its scope': 'float32'} or full_precision."

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from .jaxprs import (
+from ..._jaxpr.primitives import Category, traits_of
+from ..._jaxpr.read import (
     Equation,
     Inner,
     Jaxpr,
@@ -24,7 +25,6 @@ from .jaxprs import (
     open_jaxpr,
     source_line,
 )
-from .primitives import List, traits_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +66,12 @@ def _follow(inside: Jaxpr, origins: dict[Var, _Origin], found: dict[int, str]) -
             origins.setdefault(var, _Origin(f"a constant {describe(var.aval)} is float32"))
     for equation in equations(inside):
         taken = [origins.get(var) for var in equation.invars if not is_literal(var)]
-        if traits_of(equation.primitive.name).list is List.CALL:
+        if traits_of(equation.primitive.name).category is Category.CALL:
             for inner in inner_jaxprs(equation):
                 _follow_call(equation, inner, origins, found)
             continue
         origin = _origin_of_result(equation, [each for each in taken if each])
-        if origin and traits_of(equation.primitive.name).list is List.ALLOW:
+        if origin and traits_of(equation.primitive.name).category is Category.ALLOW:
             found[id(equation)] = f"float32 since {origin.text}"
         for var in equation.outvars:
             if origin and is_float32(var):
@@ -94,7 +94,7 @@ def _follow_call(
 
 
 def _origin_of_result(equation: Equation, taken: Sequence[_Origin]) -> _Origin | None:
-    """Returns why an operation gives float32, of why its operands are in float32."""
+    """Returns why an operation gives float32. `taken` says why its operands are in float32."""
     if equation.primitive.name == "convert_element_type":
         (source,) = equation.invars
         if not is_literal(source) and source.aval.dtype in (jnp.float16, jnp.bfloat16):

@@ -1,31 +1,20 @@
 """Runs equations again, on other operands."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import source_info_util
 from jax.extend.core import Primitive, jaxprs_in_params
 
 from .._tree import reuse_cast
-from .jaxprs import Array, Equation, holds
+from .read import Array, Equation, bind_params, holds
 
 # With this option jax.jit leaves no equation in the jaxpr around it. Since JAX 0.12 `True` is something less.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@contextlib.contextmanager
-def context_of(equation: Equation) -> Iterator[None]:
-    """Gives operations that run inside it the scopes, source line, mesh and metadata of `equation`."""
-    source = equation.source_info
-    stack = source_info_util.current_name_stack() + source.name_stack
-    with source_info_util.user_context(source.traceback, name_stack=stack), equation.ctx.manager:
-        yield
 
 
 def bind(equation: Equation, operands: Sequence[Array], **changed: Any) -> list[Array]:
@@ -41,7 +30,7 @@ def bind(equation: Equation, operands: Sequence[Array], **changed: Any) -> list[
     if _transformed(operands) and _may_be_remembered(equation) and _hashable(tuple(params.values())):
         results = _inlined(primitive, tuple(params.items()))(*operands)
     else:
-        results = primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
+        results = primitive.bind(*operands, **bind_params(primitive, dict(params)))
     return list(results) if primitive.multiple_results else [results]
 
 
@@ -75,7 +64,7 @@ def _inlined(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Calla
 
 
 def _operation(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return functools.partial(primitive.bind, **primitive.get_bind_params(dict(params)))
+    return functools.partial(primitive.bind, **bind_params(primitive, dict(params)))
 
 
 def _hashable(values: tuple[Any, ...]) -> bool:
@@ -97,28 +86,12 @@ def is_reverse_only(equation: Equation) -> bool:
         return False
 
     def rule(*primals: Array) -> Any:
-        moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in primals]
-        zeros = [np.zeros(x.shape, x.dtype if each else jax.dtypes.float0) for x, each in zip(primals, moves)]
+        floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in primals]
+        dtypes = [x.dtype if moves else jax.dtypes.float0 for x, moves in zip(primals, floating)]
+        zeros = [np.zeros(x.shape, dtype) for x, dtype in zip(primals, dtypes)]
         return jax.jvp(lambda *arrays: bind(equation, arrays), primals, tuple(zeros))
 
     return holds(jax.make_jaxpr(rule)(*(var.aval for var in equation.invars)), "custom_lin")
-
-
-def advance(goes_on: Array, new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
-    """Returns the next carry of a while loop.
-
-    `jax.vmap` gives a loop a predicate for each example. JAX stops each example on its own when it compiles
-    the primitive; `lax.while_loop` takes one predicate.
-
-    Args:
-        goes_on: the predicate: a scalar, or with an axis for each batch.
-        new: the results of the body.
-        old: the carry before.
-    """
-    if not goes_on.ndim:
-        return list(new)
-    masks = (goes_on.reshape(goes_on.shape + (1,) * (each.ndim - goes_on.ndim)) for each in old)
-    return [jnp.where(mask, after, before) for mask, after, before in zip(masks, new, old)]
 
 
 def cast(x: Array, dtype: Any) -> Array:

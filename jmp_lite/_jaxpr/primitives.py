@@ -1,9 +1,9 @@
-"""The table of primitives: one row says all that autocast knows of one operation of JAX.
+"""The table of primitives: one row says all that this library knows of one operation of JAX.
 
-To teach autocast an operation, add one row to `_TABLE`: the name that `jax.make_jaxpr` prints, the list, and
-the flags that hold. A test names every primitive of JAX that has no row.
+To teach autocast an operation, add one row to `_TABLE`: the name that `jax.make_jaxpr` prints, the category,
+and the flags that hold. A test names every primitive of JAX that has no row.
 
-The lists follow PyTorch's CUDA autocast (https://pytorch.org/docs/stable/amp.html) and TensorFlow's
+The categories follow PyTorch's CUDA autocast (https://pytorch.org/docs/stable/amp.html) and TensorFlow's
 auto_mixed_precision_lists.h. JAX makes their operations of smaller primitives: a layer norm is a `reduce_sum`
 and an `rsqrt`, a softmax is an `exp` and a `reduce_sum`, a loss is a `log` or a square.
 """
@@ -13,8 +13,8 @@ import enum
 from types import MappingProxyType
 
 
-class List(enum.Enum):
-    """The list of an operation: in which precision it runs."""
+class Category(enum.Enum):
+    """In which precision an operation runs. The first five are the lists of `autocast`."""
 
     ALLOW = "allow"  # Half operands, half results.
     DENY = "deny"  # Float32 operands, float32 results.
@@ -30,7 +30,7 @@ class Traits:
     """What the table says of one primitive.
 
     Attributes:
-        list: the list by default.
+        category: the category by default.
         broadcasts: it broadcasts axes of size 1; the gradient of a broadcast operand is a sum.
         scales: an operand may leave the range of half where the result does not.
         spreads: a move that copies elements; the gradient is a sum, so half values go through it in float32.
@@ -39,11 +39,12 @@ class Traits:
         compares: its results are booleans, which are lighter than its operands.
         selects: each result is one of its operands, so that rounding before it and after it are the same.
         saturates: rounding the operand to half changes the result no more than rounding the result would.
+        whole: a move whose result has all elements of its operand and no others.
         passes: the gradient of a weight may go through it on the way out of the backward pass, and stays the
             gradient of that weight: moves, transposes of moves, and sums of gradients.
     """
 
-    list: List
+    category: Category
     broadcasts: bool = False
     scales: bool = False
     spreads: bool = False
@@ -52,6 +53,7 @@ class Traits:
     compares: bool = False
     selects: bool = False
     saturates: bool = False
+    whole: bool = False
     passes: bool = False
 
 
@@ -172,29 +174,29 @@ le_to                        infer
 outer_product                infer
 
 # Moves within a device.
-reshape                      move       passes
-transpose                    move       passes
-squeeze                      move       passes
-rev                          move       passes
+reshape                      move       whole passes
+transpose                    move       whole passes
+squeeze                      move       whole passes
+rev                          move       whole passes
 slice                        move
 dynamic_slice                move
 split                        move
 unstack                      move
-copy                         move       passes
-name                         move       passes
-stop_gradient                move
-optimization_barrier         move
+copy                         move       whole passes
+name                         move       whole passes
+stop_gradient                move       whole
+optimization_barrier         move       whole
 sort                         move
-device_put                   move       passes
-sharding_constraint          move       passes
-reshard                      move       passes
-layout_constraint            move       passes
+device_put                   move       whole passes
+sharding_constraint          move       whole passes
+reshard                      move       whole passes
+layout_constraint            move       whole passes
 
 # Moves that copy elements: their transposes are sums.
-broadcast_in_dim             move       spreads passes
-tile                         move       spreads
+broadcast_in_dim             move       spreads whole passes
+tile                         move       spreads whole
 gather                       move       spreads
-pvary                        move       spreads passes
+pvary                        move       spreads whole passes
 
 # Moves between devices.
 all_gather                   move       gathers
@@ -262,21 +264,24 @@ while                        call
 
 def _parse(table: str) -> MappingProxyType[str, Traits]:
     rows = [line.split() for line in table.splitlines() if line and not line.startswith("#")]
-    traits = {name: Traits(List[which.upper()], **dict.fromkeys(flags, True)) for name, which, *flags in rows}
-    assert len(traits) == len(rows), "a primitive has two rows"
+    traits = {
+        name: Traits(Category[category.upper()], **dict.fromkeys(flags, True))
+        for name, category, *flags in rows
+    }
+    assert len(traits) == len(rows), "A primitive has two rows."
     return MappingProxyType(traits)
 
 
 PRIMITIVES = _parse(_TABLE)
 """What the table says of each primitive, by name."""
 
-_UNKNOWN = Traits(List.AS_TRACED)
+_UNKNOWN = Traits(Category.AS_TRACED)
 
 
 def traits_of(name: str) -> Traits:
     """Returns what the table says of the primitive `name`; one without a row stays as traced.
 
-    >>> traits_of("mul").scales, traits_of("an_operation_of_a_user").list
-    (True, <List.AS_TRACED: 'as traced'>)
+    >>> traits_of("mul").scales, traits_of("an_operation_of_a_user").category
+    (True, <Category.AS_TRACED: 'as traced'>)
     """
     return PRIMITIVES.get(name, _UNKNOWN)

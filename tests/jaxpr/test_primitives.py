@@ -9,8 +9,8 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import jmp_lite as jmp
-from jmp_lite._autocast.primitives import PRIMITIVES, List, traits_of
-from jmp_lite._autocast.rules import fits, make_rules
+from jmp_lite._autocast.planning.rules import fits, make_rules
+from jmp_lite._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from tests.support.jaxprs import equations, operands_of, primitives, products
 from tests.support.small_programs import W, X
 
@@ -50,12 +50,12 @@ def test_every_primitive_of_jax_has_a_row_or_is_left_out_on_purpose():
 def test_the_flags_of_a_row_fit_its_list():
     for name, traits in PRIMITIVES.items():
         if traits.spreads or traits.gathers:
-            assert traits.list is List.MOVE, name
+            assert traits.category is Category.MOVE, name
         if traits.broadcasts or traits.scales or traits.pointwise:
-            assert traits.list in (List.INFER, List.DENY, List.RANGE), name
+            assert traits.category in (Category.INFER, Category.DENY, Category.RANGE), name
         if traits.scales:
             assert traits.broadcasts, name
-    assert traits_of("an_operation_of_a_user").list is List.AS_TRACED
+    assert traits_of("an_operation_of_a_user").category is Category.AS_TRACED
 
 
 # Names in the lists that JAX does not make public as primitives, and programs that run them.
@@ -104,7 +104,7 @@ def test_every_listed_name_is_one_of_some_supported_jax():
     assert set(PRIMITIVES) - public_primitives() <= others
 
 
-DENIED = [name for name in sorted(public_primitives()) if traits_of(name).list is List.DENY]
+DENIED = [name for name in sorted(public_primitives()) if traits_of(name).category is Category.DENY]
 
 
 @pytest.mark.parametrize("name", DENIED)
@@ -208,7 +208,7 @@ def test_operations_on_the_infer_list_run_in_half_between_products(name, half):
 @pytest.mark.parametrize(("half", "expected"), [("float16", "float32"), ("bfloat16", "bfloat16")])
 def test_powers_are_float32_in_float16_alone(half, expected):
     for name in ("square", "integer_pow", "reciprocal"):
-        assert make_rules(half).list_of(name) is (List.DENY if half == "float16" else List.INFER)
+        assert make_rules(half).category_of(name) is (Category.DENY if half == "float16" else Category.INFER)
     # A layout operation follows. So the operation is no part of an activation function, which is float32.
     fun = lambda x, w: jnp.concatenate([jnp.square(x @ w)] * 2) @ w
     assert operands_of("square", jmp.autocast(fun, half), X, W) == [expected]

@@ -4,14 +4,14 @@ The planner decides about each equation once, and writes an action: all that the
 equation. The interpreter carries the actions out and decides nothing.
 """
 
-import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
 from typing import Any
 
-from .jaxprs import Equation, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
-from .primitives import List
+from ..._jaxpr.primitives import Category
+from ..._jaxpr.read import Equation, Inner, Jaxpr, Var, constants, open_jaxpr
+from .demand import Demand
+from .op import Around, Op
 from .states import Kind, State
 
 
@@ -59,6 +59,11 @@ class WideGradient(Bind):
 
 
 @dataclasses.dataclass(frozen=True)
+class WideResult(Bind):
+    """Runs a product of half operands that makes a weight gradient, which leaves it in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
 class HalfGradient(Bind):
     """Runs an outer product in float32, and the products of its derivatives on half operands."""
 
@@ -70,12 +75,10 @@ class StoreHalf:
     Attributes:
         widen: for each operand, whether it is cast from half to float32.
         narrow: for each result, whether it is cast to half.
-        recompute: whether the backward pass computes the operation again, to keep no float32 operand.
     """
 
     widen: tuple[bool, ...]
     narrow: tuple[bool, ...]
-    recompute: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,29 +87,8 @@ class PassOn:
 
 
 @dataclasses.dataclass(frozen=True)
-class CastDown:
-    """Casts to half, and shares the cast with all other readers of the operand in half."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CastUp:
-    """Casts up from half as the program does, and remembers the half operand for readers that take half."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MoveLater:
-    """Moves the value when it is read: cast before the move, so that all moves of a value share its cast.
-
-    Attributes:
-        gathers: whether the move is one between devices, as in `Gather`.
-    """
-
-    gathers: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Gather:
-    """Gathers half values from all devices; the gradients that come back are summed in float32."""
+    """Gathers a value from all devices in half; the gradients that come back are summed in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +114,13 @@ class Inside:
     """How one of the jaxprs of a call runs.
 
     Attributes:
+        inner: the jaxpr, and which operands it takes.
         plan: its plan.
         enter: how it takes each of its operands.
         leave: how the call takes each of its results.
     """
 
+    inner: Inner
     plan: "Plan"
     enter: tuple[Take, ...]
     leave: tuple[Take, ...]
@@ -147,8 +131,9 @@ class Call:
     """Runs an operation that runs jaxprs, each by its plan.
 
     Attributes:
-        handler: the name of its handler in `calls.CALLS`.
-        inner: how each jaxpr runs, in the order of `jaxprs.inner_jaxprs`.
+        handler: the name of its handler in `calls.HANDLERS`: that of the primitive, or of another one that
+            runs it too.
+        inner: how each jaxpr runs, in the order of `Op.inner`.
         recompute: whether the backward pass of a loop computes element-wise float32 operations again, to
             keep the half values that they are computed from.
     """
@@ -159,29 +144,31 @@ class Call:
 
 
 Action = (
-    Bind | StoreHalf | PassOn | CastDown | CastUp | MoveLater | Gather | Activation | Skip | Call
-)  # WideGradient and HalfGradient are kinds of Bind.
+    Bind | StoreHalf | PassOn | Gather | Activation | Skip | Call
+)  # WideGradient, WideResult and HalfGradient are kinds of Bind.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decision:
-    """How one equation runs, and why.
+    """How one operation runs, and why.
 
     Attributes:
-        which: the list that decided.
+        op: the operation.
+        category: the category that decided.
         action: what the interpreter does.
         results: the state of each result.
         reason: why, in words.
-        inner: the plans of the jaxprs inside it.
         changed: whether anything differs from the program as it was traced.
+        inner: the plans of the jaxprs inside it.
     """
 
-    which: List
+    op: Op
+    category: Category
     action: Action
     results: tuple[State, ...]
     reason: str
-    inner: tuple["Plan", ...] = ()
     changed: bool = False
+    inner: tuple["Plan", ...] = ()
 
     @property
     def takes_half(self) -> bool:
@@ -192,86 +179,7 @@ class Decision:
     @property
     def gives_half(self) -> bool:
         """Whether a result is in half."""
-        return any(state.kind == Kind.HALF for state in self.results)
-
-
-class Wanted(enum.IntEnum):
-    """Whether a value is wanted in half."""
-
-    NO = 0
-    YES = 1  # By an operation that passes it on to a product, perhaps with other readers.
-    BY_A_PRODUCT = 2  # By a product, which would round it, and by other readers that may read it rounded.
-    BY_PRODUCTS = 3  # By products alone: each reader would round it.
-
-
-@dataclasses.dataclass(frozen=True)
-class Demand:
-    """What a jaxpr wants in half.
-
-    Attributes:
-        reads: how often each variable is read.
-        uses: how often it is wanted in half.
-        products: how often a product, and nothing else, wants it in half.
-        kept: the variables that an operation reads in float32. Rounded for other readers, they would be
-            rounded for that operation too.
-        joined: the variables that a residual sum reads in float32. It may read a rounded one if a product
-            reads it too, which casts by hand would round for both.
-    """
-
-    reads: Callable[[Var], int]
-    uses: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
-    products: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
-    kept: set[Var] = dataclasses.field(default_factory=set)
-    joined: set[Var] = dataclasses.field(default_factory=set)
-
-    def of(self, var: Var) -> Wanted:
-        """Returns whether the variable `var` is wanted in half."""
-        if is_literal(var) or not self.uses[var] or self.keeps(var):
-            return Wanted.NO
-        if self.products[var] >= self.reads(var):
-            return Wanted.BY_PRODUCTS
-        return Wanted.BY_A_PRODUCT if self.products[var] else Wanted.YES
-
-    def keeps(self, var: Var) -> bool:
-        """Whether an operation reads `var` in float32 and should not read a rounded value."""
-        return var in self.kept or (var in self.joined and not self.products[var])
-
-    def of_all(self, outputs: Sequence[Var]) -> Wanted:
-        """Returns how the results of one equation are wanted: as the result that is wanted most."""
-        if len(outputs) == 1:
-            return self.of(outputs[0])
-        return max(map(self.of, outputs), default=Wanted.NO)
-
-    def keep(self, var: Var) -> None:
-        """Notes that an operation reads `var` in float32."""
-        if not is_literal(var):
-            self.kept.add(var)
-
-    def join(self, var: Var) -> None:
-        """Notes that a residual sum reads `var` in float32."""
-        if not is_literal(var):
-            self.joined.add(var)
-
-    def add(self, var: Var, wanted: Wanted, times: int = 1) -> None:
-        """Notes that one reader wants `var`, as if it read it `times`."""
-        if wanted and not is_literal(var) and is_float32(var):
-            self.uses[var] += times
-            self.products[var] += wanted >= Wanted.BY_A_PRODUCT
-
-
-@dataclasses.dataclass(frozen=True)
-class Around:
-    """The part of a program around a jaxpr, as far as it decides anything.
-
-    Attributes:
-        scope: the scopes around the jaxpr.
-        backward: whether it runs in a backward pass.
-        staying: for each output, whether it stays in the backward pass; empty without a `reduce_dtype`.
-    """
-
-    scope: str = ""
-    backward: bool = False
-    staying: tuple[bool, ...] = ()
+        return any(state.is_half for state in self.results)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -297,9 +205,9 @@ class Plan:
     changed: bool
 
     @property
-    def wanted(self) -> tuple[int, ...]:
-        """For each input, how many operations want it in half."""
-        return tuple(self.demand.uses[var] for var in open_jaxpr(self.jaxpr).invars)
+    def is_wanted(self) -> tuple[bool, ...]:
+        """For each input, whether a product wants it in half."""
+        return tuple(self.demand.products[var] > 0 for var in open_jaxpr(self.jaxpr).invars)
 
     @property
     def inputs(self) -> tuple[State, ...]:

@@ -1,0 +1,7 @@
+"""The plan of autocast: what runs in half, decided before anything is computed.
+
+In the order in which to read it: `op` (an operation, read once), `activations` (functions that run as one),
+`gradients` (which products make weight gradients), `demand` (the backward pass: which values are wanted in
+half), `states` (facts about a value), `plan` (what a plan consists of), `decide` (the decision about one
+operation), `planner` (the forward pass, which puts the decisions together).
+"""

@@ -1,0 +1,245 @@
+"""Decides about one operation: in which precision it runs, and why. One function for each category."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jaxpr.primitives import Category
+from ..._jaxpr.read import Role, Var, is_float32
+from .demand import Wanted
+from .op import Course, Op
+from .plan import (
+    Bind,
+    Decision,
+    Gather,
+    HalfGradient,
+    Inside,
+    PassOn,
+    Plan,
+    StoreHalf,
+    Take,
+    WideGradient,
+    WideResult,
+    conversion,
+)
+from .rules import Rules, fits
+from .states import FIRM, HALF, OTHER, Kind, State, broadcast, may_be_rounded, moved
+
+
+def in_float32(op: Op, operands: Sequence[State], course: Course) -> Decision:
+    """Float32 operands, and results that insist on float32 unless they are made of literals alone."""
+    constant = all(state.constant for state in operands) and not op.equation.effects
+    state = State(Kind.FREE, constant=True) if constant else FIRM
+    changed = any(state.is_half for state in operands)
+    results = _results(op, operands, state)
+    return Decision(op, course.category, _in_full(operands), results, course.reason, changed)
+
+
+def decide_product(op: Op, operands: Sequence[State], rules: Rules, makes_weight_gradient: bool) -> Decision:
+    """An operation of the allow list takes half operands, unless a rule keeps an operand in float32.
+
+    Args:
+        op: the operation.
+        operands: the states of its operands.
+        rules: what autocast does.
+        makes_weight_gradient: whether it makes a weight gradient, which leaves it in float32.
+    """
+    if any(state.full for state in operands):
+        return in_float32(op, operands, Course(Category.ALLOW, _FULL_ARGUMENT))
+    primitive = op.equation.primitive.name
+    takes = _in_half(op, operands)
+    params = _half_params(op, rules.dtype)
+    reason = f"{primitive} is on the allow list"
+    if makes_weight_gradient and primitive in _GIVES_FLOAT32:
+        reason += "; it makes a weight gradient, which it gives in float32"
+        action = WideResult(takes, params)
+        return Decision(op, Category.ALLOW, action, _results(op, operands, FIRM), reason, changed=True)
+    action = Bind(takes, params)
+    if primitive in _GIVES_FLOAT32 and any(state.reduced for state in operands):
+        action = WideGradient(takes, params, wide=tuple(state.reduced for state in operands))
+    return Decision(op, Category.ALLOW, action, _halves(op), reason, changed=True)
+
+
+_FULL_ARGUMENT = "a rule keeps one of its arguments in float32"
+# Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
+# would widen the operands.
+_GIVES_FLOAT32 = ("dot_general",)
+
+
+def decide_outer(op: Op, operands: Sequence[State], rules: Rules, wanted: Wanted) -> Decision:
+    """An outer product runs as an element-wise operation does. Its gradients are products of half operands.
+
+    Positions times frequencies are an outer product, which half would make wrong.
+
+    Args:
+        op: the operation, outside of a backward pass.
+        operands: the states of its operands.
+        rules: what autocast does.
+        wanted: how the result is wanted in half.
+    """
+    if any(state.full for state in operands):
+        return in_float32(op, operands, Course(Category.INFER, _FULL_ARGUMENT))
+    decision = decide_infer(op, operands, wanted, rules.dtype)
+    params = _half_params(op, rules.dtype)
+    if decision.takes_half:
+        return dataclasses.replace(decision, action=Bind(_in_half(op, operands), params))
+    is_constant = all(state.constant for state in operands)
+    gives_products = rules.category_of("dot_general") is Category.ALLOW and not is_constant
+    if not gives_products or any(state.reduced for state in operands):
+        return decision
+    action = HalfGradient(_in_full(operands).operands, params)
+    # The result is in float32, also where `decide_infer` would store it in half.
+    results = _results(op, operands, FIRM) if decision.gives_half else decision.results
+    return dataclasses.replace(decision, action=action, results=results, changed=True)
+
+
+def _half_params(op: Op, half: np.dtype) -> dict[str, Any]:
+    """Returns the parameters of a product that change for half operands: precisions are of float32."""
+    changed = {"preferred_element_type": half, "precision": None}
+    return {name: value for name, value in changed.items() if op.equation.params.get(name) is not None}
+
+
+def decide_infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) -> Decision:
+    """The widest type of the operands that insist on one; half only if the result is wanted in half."""
+    float32 = [
+        (var, broadcast(op, var, state))
+        for var, state in zip(op.equation.invars, operands)
+        if state.kind != Kind.OTHER
+    ]
+    kinds = {state.kind for _, state in float32}
+    if Kind.FIRM in kinds and wanted >= Wanted.WITH_OTHERS:
+        return _store_half(op, operands, "products read its result")
+    if Kind.HALF not in kinds:
+        kind = max(kinds, default=Kind.FREE)
+        constant = all(state.constant for state in operands)
+        state = State(Kind.FREE if kind == Kind.LITERAL else kind, constant=constant)
+        results = _results(op, operands, state)
+        return Decision(op, Category.INFER, _in_full(operands), results, "no operand is in half")
+    reason = None
+    if kinds & {Kind.OPEN, Kind.FIRM}:
+        reason = "an operand is in float32, the widest type"
+    elif unfit := [state.number for _, state in float32 if not _fits(state, half)]:
+        reason = f"{half.name} does not hold the constant {unfit[0]:g}"
+    elif not wanted and any(map(is_float32, op.equation.outvars)):
+        reason = "float32 operations read its result"
+    if reason:
+        return in_float32(op, operands, Course(Category.INFER, reason))
+    if all(may_be_rounded(op, var, state) for var, state in float32):
+        reason = "its operands are in half, or take the type of the others"
+        return Decision(op, Category.INFER, Bind(_in_half(op, operands)), _halves(op), reason, changed=True)
+    reason = "one operand is in half; another was computed in float32 and takes its type"
+    return _store_half(op, operands, reason)
+
+
+def decide_move(op: Op, operands: Sequence[State], wanted: bool) -> Decision:
+    """Each operand keeps its type.
+
+    Args:
+        op: the operation.
+        operands: the states of its operands.
+        wanted: whether any operation wants the first result in half.
+    """
+    outvars = op.equation.outvars
+    paired = len(outvars) == len(operands)
+    results = tuple(moved(op, operands[index if paired else 0], out) for index, out in enumerate(outvars))
+    narrow = tuple(state.is_half for state in results)
+    action = Bind((Take.AS_IS,) * len(operands))
+    if op.traits.spreads and any(narrow):
+        # The transpose of a copy is a sum, which adds up in float32.
+        action = Bind(tuple(conversion(state, FIRM) for state in operands), narrow=narrow)
+    elif op.traits.gathers and (narrow[0] or (wanted and operands[0].kind != Kind.OTHER)):
+        action = Gather()
+    changed = isinstance(action, Gather) or any(state.is_half for state in operands)
+    return Decision(op, Category.MOVE, action, results, "it moves data and keeps its type", changed)
+
+
+def decide_cast(op: Op, operand: State) -> Decision:
+    """autocast obeys a cast of the program; a cast from float32 to float32 does nothing."""
+    (source,), (target,) = op.equation.invars, op.equation.outvars
+    action = Bind((Take.AS_IS,))
+    if is_float32(source) and is_float32(target):
+        action, result, reason = PassOn(), operand, "float32 already"
+    elif not is_float32(target):
+        result, reason = State(Kind.OTHER, constant=operand.constant), "the program casts"
+    elif source.aval.dtype == jnp.bool_:
+        result, reason = State(Kind.FREE, leaf=True, constant=operand.constant), "half holds 0 and 1"
+    elif jnp.issubdtype(source.aval.dtype, jnp.integer):
+        free = operand.constant or source.aval.ndim == 0
+        result = State(Kind.FREE if free else Kind.OPEN, constant=operand.constant)
+        reason = "half may not hold the integers"
+    else:
+        result, reason = FIRM, "the program casts to float32"
+    changed = operand.is_half or result.is_half
+    return Decision(op, Category.AS_TRACED, action, (result,), reason, changed)
+
+
+def decide_inside(
+    op: Op, operands: Sequence[State], plans: Sequence[Plan], results: Sequence[State]
+) -> tuple[Inside, ...]:
+    """Returns how a call runs its jaxprs.
+
+    The constant of a loop that the body wants in half is given in both dtypes: it is cast once, outside the
+    loop.
+    """
+
+    def enter(index: int, role: Role, state: State, is_wanted: bool) -> Take:
+        if role is Role.CONSTANT and is_wanted and state.kind not in (Kind.OTHER, Kind.LITERAL):
+            return Take.BOTH
+        return conversion(operands[index], state)
+
+    def leave(state: State, index: int | None) -> Take:
+        return conversion(state, FIRM if index is None else results[index])
+
+    return tuple(
+        Inside(
+            inner,
+            plan,
+            tuple(map(enter, inner.operands, inner.roles, plan.inputs, plan.is_wanted)),
+            tuple(map(leave, plan.results, inner.results)),
+        )
+        for inner, plan in zip(op.inner, plans)
+    )
+
+
+def _in_full(operands: Sequence[State]) -> Bind:
+    return Bind(tuple(conversion(state, FIRM) for state in operands))
+
+
+def _in_half(op: Op, operands: Sequence[State]) -> tuple[Take, ...]:
+    """Returns how an operation takes its operands in half; it may broadcast some of them.
+
+    The gradient of a broadcast operand is a sum, so the operand is broadcast in float32 and cast after.
+    """
+
+    def take(var: Var, state: State) -> Take:
+        if state.kind == Kind.OTHER:
+            return Take.AS_IS
+        if op.traits.broadcasts and var.aval.ndim > 0 and not state.constant:
+            return Take.HALF if var.aval.shape == op.equation.outvars[0].aval.shape else Take.BROADCAST
+        return Take.HALF
+
+    return tuple(map(take, op.equation.invars, operands))
+
+
+def _store_half(op: Op, operands: Sequence[State], reason: str) -> Decision:
+    results = _halves(op)
+    in_half = lambda states: tuple(state.is_half for state in states)
+    action = StoreHalf(in_half(operands), in_half(results))
+    return Decision(op, Category.INFER, action, results, reason, changed=True)
+
+
+def _fits(state: State, half: np.dtype) -> bool:
+    return state.number is None or fits(state.number, half)
+
+
+def _halves(op: Op) -> tuple[State, ...]:
+    return tuple(HALF if is_float32(var) else OTHER for var in op.equation.outvars)
+
+
+def _results(op: Op, operands: Sequence[State], state: State) -> tuple[State, ...]:
+    """Returns `state` for each float32 result, and for each other result that it is never changed."""
+    other = State(Kind.OTHER, constant=all(state.constant for state in operands))
+    return tuple(state if is_float32(var) else other for var in op.equation.outvars)

@@ -1,0 +1,293 @@
+"""Asks, backwards through a jaxpr, which values are wanted in half: the first of the planner's two passes.
+
+A value is wanted in half if a product takes it, directly or through operations that would pass it on, and if
+no operation reads it in float32: that operation should not read a rounded value. The pass knows the
+operations and their courses, and no state of a value.
+"""
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..._jaxpr.primitives import Category
+from ..._jaxpr.read import (
+    Inner,
+    Jaxpr,
+    Role,
+    Var,
+    call_scope,
+    constants,
+    is_float32,
+    is_literal,
+    open_jaxpr,
+)
+from ..._paths import join
+from .activations import Anatomy, find_anatomy
+from .gradients import WeightGradients
+from .op import Around, Course, Op, courses, read_ops
+from .rules import Rules
+from .scopes import Scopes
+
+
+class Wanted(enum.IntEnum):
+    """How a value is wanted in half."""
+
+    NO = 0
+    INDIRECTLY = 1  # By an operation that passes it on to a product, perhaps with other readers.
+    WITH_OTHERS = 2  # By a product, which would round it, and by other readers that may read it rounded.
+    BY_PRODUCTS_ONLY = 3  # Each reader is a product and would round it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What a jaxpr wants in half.
+
+    Attributes:
+        reads: how often each variable is read.
+        uses: how often it is wanted in half.
+        products: how often a product, and nothing else, wants it in half.
+        kept: the variables that an operation reads in float32. Rounded for other readers, they would be
+            rounded for that operation too.
+        summed: the variables that a residual sum reads in float32. It may read a rounded one if a product
+            reads it too, which casts by hand would round for both.
+    """
+
+    reads: Callable[[Var], int]
+    uses: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
+    products: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
+    kept: set[Var] = dataclasses.field(default_factory=set)
+    summed: set[Var] = dataclasses.field(default_factory=set)
+
+    def of_var(self, var: Var) -> Wanted:
+        """Returns how the variable `var` is wanted in half."""
+        if is_literal(var) or not self.uses[var] or self.keeps(var):
+            return Wanted.NO
+        if self.products[var] >= self.reads(var):
+            return Wanted.BY_PRODUCTS_ONLY
+        return Wanted.WITH_OTHERS if self.products[var] else Wanted.INDIRECTLY
+
+    def of_results(self, op: Op) -> Wanted:
+        """Returns how the results of an operation are wanted: as the result that is wanted most."""
+        outvars = op.equation.outvars
+        if len(outvars) == 1:
+            return self.of_var(outvars[0])
+        return max(map(self.of_var, outvars), default=Wanted.NO)
+
+    def keeps(self, var: Var) -> bool:
+        """Whether an operation reads `var` in float32 and should not read a rounded value."""
+        return var in self.kept or (var in self.summed and not self.products[var])
+
+    def keep(self, var: Var) -> None:
+        """Notes that an operation reads `var` in float32."""
+        if not is_literal(var):
+            self.kept.add(var)
+
+    def sum(self, var: Var) -> None:
+        """Notes that a residual sum reads `var` in float32."""
+        if not is_literal(var):
+            self.summed.add(var)
+
+    def add(self, var: Var, wanted: Wanted, times: int = 1) -> None:
+        """Notes that one reader wants `var`, as if it read it `times`."""
+        if wanted and not is_literal(var) and is_float32(var):
+            self.uses[var] += times
+            self.products[var] += wanted >= Wanted.WITH_OTHERS
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Facts:
+    """What is known of a jaxpr at one point of the program, before the states of its inputs are.
+
+    Attributes:
+        inside: the open jaxpr.
+        ops: its operations.
+        anatomy: its anatomy.
+        around: the part of the program around it.
+        courses: the course of each operation.
+        intermediate: the variables that the backward pass reads on; empty without a `reduce_dtype`.
+        demand: what it wants in half.
+    """
+
+    inside: Jaxpr
+    ops: tuple[Op, ...]
+    anatomy: Anatomy
+    around: Around
+    courses: tuple[Course, ...]
+    intermediate: frozenset[Var]
+    demand: Demand
+
+    def makes_weight_gradient(self, op: Op) -> bool:
+        """Whether a product makes the gradient of an argument; only with a `reduce_dtype`."""
+        outvars = op.equation.outvars
+        is_last = self.intermediate.isdisjoint(outvars) and any(map(self.anatomy.reads, outvars))
+        return is_last and self.around.is_backward(op)
+
+
+class DemandPass:
+    """Goes backwards through jaxprs, through each one once for each way in which it is used."""
+
+    def __init__(self, rules: Rules, scopes: Scopes) -> None:
+        self._rules, self._scopes = rules, scopes
+        self._read: dict[int, tuple[tuple[Op, ...], Anatomy]] = {}
+        self._facts: dict[Any, Facts] = {}
+        self._alive: list[Jaxpr] = []  # The keys of both hold ids of jaxprs.
+        self._gradients = WeightGradients(lambda jaxpr: self._ops(jaxpr)[0])
+
+    def facts(
+        self, jaxpr: Jaxpr, wanted: tuple[Wanted, ...], full: tuple[bool, ...], around: Around
+    ) -> Facts:
+        """Returns the facts about a jaxpr, closed or open.
+
+        Args:
+            jaxpr: the jaxpr.
+            wanted: for each output, whether it is wanted in half.
+            full: for each constant and input, whether it is an argument whose products a rule keeps in
+                float32.
+            around: the part of the program around it.
+        """
+        inside = open_jaxpr(jaxpr)
+        key = (id(inside), wanted, full, around)
+        if key not in self._facts:
+            ops, anatomy = self._ops(inside)
+            intermediate: frozenset[Var] = frozenset()
+            if self._rules.reduce_dtype is not None:
+                intermediate = self._gradients.intermediate(inside, around.intermediate, around.backward)
+            steps = courses(ops, around, self._rules, self._scopes)
+            facts = Facts(inside, ops, anatomy, around, steps, intermediate, Demand(anatomy.reads))
+            self._go_backwards(facts, wanted, self._follow(facts, full) if any(full) else {})
+            self._facts[key] = facts
+        return self._facts[key]
+
+    def around(self, op: Op, inner: Inner, facts: Facts) -> Around:
+        """Returns the part of the program around a jaxpr of a call."""
+        scope = join(facts.around.scope, op.scope) if op.scope else facts.around.scope
+        scope = call_scope(scope, op.equation)
+        scope = self._scopes.that_matters(f"{scope}/{inner.scope}" if inner.scope else scope)
+        backward = facts.around.is_backward(op)
+        if self._rules.reduce_dtype is None:
+            return Around(scope, backward)
+        results = [var in facts.intermediate for var in op.equation.outvars]
+        return Around(scope, backward, self._gradients.outputs(inner, results, backward))
+
+    def _ops(self, jaxpr: Jaxpr) -> tuple[tuple[Op, ...], Anatomy]:
+        inside = open_jaxpr(jaxpr)
+        if id(inside) not in self._read:
+            self._alive.append(inside)
+            ops = read_ops(inside, self._rules)
+            self._read[id(inside)] = ops, find_anatomy(inside, ops)
+        return self._read[id(inside)]
+
+    def _go_backwards(self, facts: Facts, wanted: Sequence[Wanted], full: Mapping[Var, bool]) -> None:
+        """Adds to the demand what each operation wants, from the last operation to the first."""
+        demand, anatomy = facts.demand, facts.anatomy
+        for var, want in zip(facts.inside.outvars, wanted):
+            demand.add(var, want)
+            if not want:
+                demand.keep(var)
+        absorbed: set[int] = set()  # The operations that activation functions of half values compute.
+        for index, (op, course) in reversed(list(enumerate(zip(facts.ops, facts.courses)))):
+            if op.is_residual_sum and op.equation.outvars[0] in demand.summed:
+                # Sum upon sum, rounding errors would pile up.
+                demand.keep(op.equation.outvars[0])
+            result = demand.of_results(op)
+            ends = result is Wanted.BY_PRODUCTS_ONLY and anatomy.may_end(op)
+            if ends:
+                (out,) = op.equation.outvars
+                absorbed |= anatomy.members[out]
+                for source in anatomy.sources[out]:
+                    demand.add(source, Wanted.INDIRECTLY)
+            if course.category is Category.CALL:
+                self._add_call(op, facts, full)
+                continue
+            takes_half = course.is_half_product and not any(full.get(var) for var in op.variables)
+            wants = _wants(op, course, takes_half, result, self._rules.dtype)
+            for var in op.equation.invars:
+                demand.add(var, wants)
+            is_absorbed = index in absorbed and (
+                ends or anatomy.read_only_by(op.equation.outvars[0], absorbed)
+            )
+            if not is_absorbed and _reads_in_float32(op, course, takes_half, demand):
+                for var in op.equation.invars:
+                    demand.sum(var) if op.is_residual_sum else demand.keep(var)
+
+    def _add_call(self, op: Op, facts: Facts, full: Mapping[Var, bool]) -> None:
+        """Notes the operands that a call wants in half, and those that it keeps in float32."""
+        demand, invars = facts.demand, op.equation.invars
+        results = [demand.of_var(var) for var in op.equation.outvars]
+        wants: dict[int, list[Wanted]] = collections.defaultdict(list)
+        times: collections.Counter[int] = collections.Counter()
+        for inner in op.inner:
+            inside = self._facts_inside(op, inner, facts, results, full)
+            for index, role, var in zip(inner.operands, inner.roles, inside.inside.invars):
+                if role is Role.CARRY or var in inside.demand.kept:
+                    demand.keep(invars[index])
+                if var in inside.demand.summed:
+                    demand.sum(invars[index])
+                if role is not Role.CARRY and (want := inside.demand.of_var(var)):
+                    wants[index].append(want)
+                    times[index] += 2 if role is Role.CONSTANT else 1
+        for index, inner_wants in wants.items():
+            demand.add(invars[index], min(inner_wants), times[index])
+
+    def _facts_inside(
+        self, op: Op, inner: Inner, facts: Facts, results: Sequence[Wanted], full: Mapping[Var, bool]
+    ) -> Facts:
+        operands = [op.equation.invars[index] for index in inner.operands]
+        inputs = [
+            role is not Role.CARRY and not is_literal(var) and full.get(var, False)
+            for var, role in zip(operands, inner.roles)
+        ]
+        flags = (*(False for _ in constants(inner.jaxpr)), *inputs)
+        return self.facts(inner.jaxpr, wanted_inside(inner, results), flags, self.around(op, inner, facts))
+
+    def _follow(self, facts: Facts, full: tuple[bool, ...]) -> dict[Var, bool]:
+        """Returns the variables that are arguments in `full`, at most moved."""
+        inside = facts.inside
+        marks = dict(zip((*inside.constvars, *inside.invars), full, strict=True))
+        for op, course in zip(facts.ops, facts.courses):
+            if course.category is Category.MOVE or op.is_cast:
+                operands, outvars = op.equation.invars, op.equation.outvars
+                for index, out in enumerate(outvars):
+                    var = operands[index if len(outvars) == len(operands) else 0]
+                    marks[out] = not is_literal(var) and is_float32(out) and marks.get(var, False)
+        return marks
+
+
+def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:
+    """Returns for each output of an inner jaxpr whether it is wanted in half; a carry keeps its dtype."""
+    return tuple(
+        Wanted.NO if index is None or carry else results[index]
+        for index, carry in zip(inner.results, inner.carries)
+    )
+
+
+def _infers(course: Course) -> bool:
+    """Whether an operation computes in the widest type of its operands, whatever that is."""
+    return course.category is Category.INFER and not course.reason
+
+
+def _wants(op: Op, course: Course, takes_half: bool, result: Wanted, half: np.dtype) -> Wanted:
+    """Returns how an operation wants its operands, whose results are wanted as `result`."""
+    if takes_half:
+        return Wanted.BY_PRODUCTS_ONLY
+    if op.is_cast:
+        return Wanted.INDIRECTLY if op.equation.outvars[0].aval.dtype == half else result
+    if course.category is Category.MOVE or (course.category is Category.INFER and op.traits.selects):
+        return result
+    if course.category is Category.INFER and op.traits.saturates:
+        return Wanted.INDIRECTLY
+    return min(result, Wanted.INDIRECTLY) if _infers(course) else Wanted.NO
+
+
+def _reads_in_float32(op: Op, course: Course, takes_half: bool, demand: Demand) -> bool:
+    """Whether an operation computes a float32 value from its operands, which should then not be rounded."""
+    if takes_half or (course.category is Category.INFER and op.traits.saturates):
+        return False
+    keeps = any(map(demand.keeps, op.equation.outvars))
+    if course.category is Category.MOVE or op.traits.selects or op.is_cast:
+        return keeps
+    return (keeps or not _infers(course)) and any(map(is_float32, op.equation.outvars))

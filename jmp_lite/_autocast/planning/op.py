@@ -1,0 +1,185 @@
+"""What is known of an operation before anything is decided: read once for each equation, and passed on."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from ..._jaxpr.primitives import Category, Traits, traits_of
+from ..._jaxpr.read import (
+    Equation,
+    Inner,
+    Jaxpr,
+    Var,
+    equations,
+    floating_operands,
+    inner_jaxprs,
+    is_float32,
+    is_literal,
+    is_recomputed,
+    is_transposed,
+    name_of,
+    precisions,
+    scope_of,
+)
+from ..._paths import join
+from ..._tree import KEEP_FLOAT32_NAME
+from .rules import Rules
+from .scopes import Scopes
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Op:
+    """One operation of a jaxpr.
+
+    Attributes:
+        equation: the equation.
+        name: its name in the table of primitives.
+        traits: what the table says of it.
+        category: its category after the user's options.
+        scope: the named scopes around it, without those around its jaxpr.
+        inner: the jaxprs that it runs; empty for most operations.
+        is_transposed: whether JAX made it for a backward pass.
+        is_recomputed: whether it computes a part of the forward pass again.
+    """
+
+    equation: Equation
+    name: str
+    traits: Traits
+    category: Category
+    scope: str
+    inner: tuple[Inner, ...]
+    is_transposed: bool
+    is_recomputed: bool
+
+    @property
+    def variables(self) -> list[Var]:
+        """Its operands without the literals."""
+        return [var for var in self.equation.invars if not is_literal(var)]
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is a cast of the program."""
+        return self.name == "convert_element_type"
+
+    @property
+    def is_residual_sum(self) -> bool:
+        """Whether it is the sum of two values of the same shape."""
+        if self.name != "add":
+            return False
+        shape = self.equation.outvars[0].aval.shape
+        return all(not is_literal(var) and var.aval.shape == shape for var in self.equation.invars)
+
+    @property
+    def stays_float32(self) -> bool:
+        """Whether it is better left in float32, as a part of an activation function."""
+        return self.category is Category.DENY or self.traits.category is Category.RANGE
+
+
+def read_ops(jaxpr: Jaxpr, rules: Rules) -> tuple[Op, ...]:
+    """Returns the operations of a jaxpr, closed or open."""
+    return tuple(_read_op(equation, rules) for equation in equations(jaxpr))
+
+
+def _read_op(equation: Equation, rules: Rules) -> Op:
+    name = name_of(equation)
+    category = rules.category_of(name)
+    return Op(
+        equation,
+        name,
+        traits_of(name),
+        category,
+        scope_of(equation),
+        inner_jaxprs(equation) if category is Category.CALL else (),
+        is_transposed(equation),
+        is_recomputed(equation),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """The part of a program around a jaxpr, as far as it decides anything.
+
+    Attributes:
+        scope: the scopes around the jaxpr.
+        backward: whether it runs in a backward pass.
+        intermediate: for each output, whether the backward pass reads it on; empty without a `reduce_dtype`.
+    """
+
+    scope: str = ""
+    backward: bool = False
+    intermediate: tuple[bool, ...] = ()
+
+    def is_backward(self, op: Op) -> bool:
+        """Whether an operation of the jaxpr is a part of a backward pass."""
+        return (self.backward or op.is_transposed) and not op.is_recomputed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Course:
+    """How an operation runs, as far as this does not depend on its operands.
+
+    Attributes:
+        category: the category that decides.
+        reason: why the operation keeps the dtypes of the program or float32; empty if it may run in half.
+    """
+
+    category: Category
+    reason: str = ""
+
+    @property
+    def is_half_product(self) -> bool:
+        """Whether it is a product of half operands, unless a rule keeps an operand in float32."""
+        return self.category is Category.ALLOW and not self.reason
+
+
+def courses(ops: Sequence[Op], around: Around, rules: Rules, scopes: Scopes) -> tuple[Course, ...]:
+    """Returns the course of each operation of a jaxpr."""
+    return tuple(_course(op, around, rules, scopes) for op in ops)
+
+
+def _course(op: Op, around: Around, rules: Rules, scopes: Scopes) -> Course:
+    if op.category is Category.CALL:
+        return Course(Category.CALL)
+    path = join(around.scope, op.scope) if op.scope else around.scope
+    if reason := scopes.why_as_traced(path):
+        return Course(Category.AS_TRACED, reason)
+    if op.is_cast:
+        return Course(Category.AS_TRACED)
+    if op.name == "name" and op.equation.params["name"] == KEEP_FLOAT32_NAME:
+        return Course(Category.DENY, "keep_float32")
+    match op.category:
+        case Category.ALLOW:
+            return Course(op.category, _why_not_half(op.equation, rules))
+        case Category.INFER if op.name == "outer_product":
+            # In a backward pass it is the gradient of a product, and runs as the others do.
+            reason = _why_not_half(op.equation, rules)
+            is_product = not reason and around.is_backward(op) and _halves_products(rules)
+            return Course(Category.ALLOW if is_product else op.category, reason)
+        case Category.DENY:
+            return Course(op.category, f"{op.name} is on the deny list")
+        case Category.AS_TRACED:
+            known = "stays as traced" if op.name in rules.categories else "is on no list"
+            return Course(op.category, f"{op.name} {known}")
+    return Course(op.category)
+
+
+def _halves_products(rules: Rules) -> bool:
+    return rules.category_of("dot_general") is Category.ALLOW
+
+
+def _why_not_half(equation: Equation, rules: Rules) -> str:
+    """Returns why a product keeps its dtypes, whatever its operands are; empty if it takes half operands."""
+    floating = floating_operands(equation)
+    if not any(map(is_float32, floating)):
+        traced = sorted({var.aval.dtype.name for var in floating}) or ["integers"]
+        return f"its operands were traced in {' and '.join(traced)}"
+    others = {var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, rules.dtype)}
+    if others:
+        return f"an operand was traced in {' and '.join(sorted(others))}"
+    if asked := precisions(equation) - rules.precisions:
+        return f"the program asks for precision {' and '.join(sorted(asked))}"
+    preferred = equation.params.get("preferred_element_type")
+    if preferred not in (None, jnp.float32):
+        return f"the program asks for a result in {preferred}"
+    return ""

@@ -1,0 +1,201 @@
+"""Plans a jaxpr before anything is computed: in which precision every operation runs, and why.
+
+A plan is made in two passes. The first goes backwards and asks of every value whether a product wants it in
+half, and whether an operation reads it in float32 (`demand`). The second goes forwards and decides, by the
+category of each operation and the states of its operands (`decide`). Each jaxpr is planned once for each set
+of inputs.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jaxpr.bind import is_reverse_only
+from ..._jaxpr.primitives import Category
+from ..._jaxpr.read import (
+    Array,
+    Jaxpr,
+    Var,
+    configured_precisions,
+    constants,
+    holds,
+    is_float32,
+    is_literal,
+    open_jaxpr,
+)
+from .activations import inner_members
+from .decide import (
+    decide_cast,
+    decide_infer,
+    decide_inside,
+    decide_move,
+    decide_outer,
+    decide_product,
+    in_float32,
+)
+from .demand import DemandPass, Facts, Wanted, wanted_inside
+from .op import Around, Course, Op
+from .plan import Activation, Bind, Call, Decision, Plan, Skip, Take
+from .rules import Rules
+from .scopes import Scopes
+from .states import FIRM, HALF, OTHER, Kind, State, entering, join, leaving
+
+
+class Planner:
+    """Makes plans by a set of rules, each once; one planner serves one call of an autocast function."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = dataclasses.replace(rules, precisions=configured_precisions())
+        self.scopes = Scopes(rules)
+        self._plans: dict[Any, Plan] = {}
+        self._demand_pass = DemandPass(self.rules, self.scopes)
+
+    def argument(self, value: Array, path: str) -> State:
+        """Returns the state of an argument called `path`, or of a constant, which has no path."""
+        if getattr(value, "dtype", None) != jnp.float32:
+            return OTHER
+        if self.scopes.rule_for(path):
+            return dataclasses.replace(FIRM, full=True)
+        if not value.ndim:
+            return State(Kind.FREE, leaf=True)
+        return State(Kind.OPEN, leaf=True, reduced=bool(path) and self.rules.reduce_dtype is not None)
+
+    def constant(self, value: Array) -> State:
+        """Returns the state of a constant: a number that is known, or like an argument."""
+        number = _number(value) if getattr(value, "dtype", None) == jnp.float32 else None
+        if number is not None:
+            return State(Kind.LITERAL, number, constant=True)
+        return self.argument(value, path="")
+
+    def literal(self, var: Var) -> State:
+        """Returns the state of a constant written into an equation."""
+        if not is_float32(var):
+            return State(Kind.OTHER, constant=True)
+        return self.constant(np.asarray(var.val, np.float32))
+
+    def plan(
+        self,
+        jaxpr: Jaxpr,
+        inputs: Sequence[State],
+        wanted: Sequence[Wanted],
+        around: Around = Around(),  # noqa: B008
+    ) -> Plan:
+        """Plans a jaxpr.
+
+        Args:
+            jaxpr: the jaxpr, closed or open.
+            inputs: the state of each input.
+            wanted: for each output, whether it is wanted in half.
+            around: the part of the program around the jaxpr.
+        """
+        states = (*map(self.constant, constants(jaxpr)), *inputs)
+        key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), around)
+        if key not in self._plans:
+            full = tuple(state.full for state in states)
+            facts = self._demand_pass.facts(jaxpr, tuple(wanted), full, around)
+            self._plans[key] = self._make(jaxpr, states, facts)
+        return self._plans[key]
+
+    def _make(self, jaxpr: Jaxpr, states: tuple[State, ...], facts: Facts) -> Plan:
+        inside = facts.inside
+        known = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
+        state_of = lambda var: self.literal(var) if is_literal(var) else known[var]
+        decisions: list[Decision] = []
+        for op, course in zip(facts.ops, facts.courses):
+            operands = [state_of(var) for var in op.equation.invars]
+            wanted = facts.demand.of_results(op)
+            decision = self._decide(op, course, operands, wanted, facts)
+            if wanted is Wanted.BY_PRODUCTS_ONLY and facts.anatomy.may_end(op):
+                decision = _activation(facts, [*decisions, decision], known) or decision
+            decisions.append(decision)
+            known.update(zip(op.equation.outvars, decision.results, strict=True))
+        ends = [index for index, decision in enumerate(decisions) if isinstance(decision.action, Activation)]
+        for index in inner_members(facts.ops, facts.anatomy, ends):
+            decisions[index] = dataclasses.replace(decisions[index], action=Skip(), reason=_PART)
+        results = tuple(map(state_of, inside.outvars))
+        changed = any(decision.changed for decision in decisions)
+        return Plan(jaxpr, facts.around, states, tuple(decisions), results, facts.demand, changed)
+
+    def _decide(
+        self, op: Op, course: Course, operands: list[State], wanted: Wanted, facts: Facts
+    ) -> Decision:
+        half = self.rules.dtype
+        if course.category is Category.CALL:
+            return self._decide_call(op, operands, facts)
+        if course.reason:
+            return in_float32(op, operands, course)
+        if op.is_cast:
+            return decide_cast(op, operands[0])
+        is_constant = all(state.constant for state in operands)
+        match course.category:
+            case Category.ALLOW if not (op.name == "outer_product" and is_constant):
+                reduces = self.rules.reduce_dtype is not None and facts.makes_weight_gradient(op)
+                return decide_product(op, operands, self.rules, reduces)
+            case _ if op.name == "outer_product":
+                return decide_outer(op, operands, self.rules, wanted)
+            case Category.MOVE:
+                return decide_move(op, operands, bool(facts.demand.uses[op.equation.outvars[0]]))
+        return decide_infer(op, operands, wanted, half)
+
+    # Calls: operations that run jaxprs.
+
+    def _decide_call(self, op: Op, operands: list[State], facts: Facts) -> Decision:
+        wanted = [facts.demand.of_var(var) for var in op.equation.outvars]
+        is_scan = op.name == "scan"
+        plans = []
+        results: dict[int, State] = {}
+        for inner in op.inner:
+            inputs = [entering(operands[index], role) for index, role in zip(inner.operands, inner.roles)]
+            around = self._demand_pass.around(op, inner, facts)
+            plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), around)
+            plans.append(plan)
+            for index, carry, state in zip(inner.results, inner.carries, plan.results):
+                if index is not None:
+                    state = leaving(state, carry, bool(is_scan and wanted[index]))
+                    results[index] = join(results[index], state) if index in results else state
+        states = tuple(results[index] for index in range(len(op.equation.outvars)))
+        changed = any(plan.changed for plan in plans) or any(state.is_half for state in (*operands, *states))
+        action = Bind((Take.AS_IS,) * len(operands))
+        if changed:
+            # With a `remat2` the program says itself what the loop keeps for the backward pass.
+            recompute = is_scan and not op.equation.effects and not holds(plans[0].jaxpr, "remat2")
+            handler = op.name
+            if handler == "custom_jvp_call" and (
+                any(state.reduced for state in operands) or is_reverse_only(op.equation)
+            ):
+                # JAX transposes the products of a `custom_jvp` itself; a backward rule gives them their
+                # dtype.
+                handler = "custom_vjp_call"
+            action = Call(handler, decide_inside(op, operands, plans, states), recompute)
+        reason = "decided inside, operation by operation"
+        return Decision(op, Category.CALL, action, states, reason, changed, tuple(plans))
+
+
+_PART = "part of a function of half values, computed in float32"
+
+
+def _activation(facts: Facts, decisions: Sequence[Decision], known: dict[Var, State]) -> Decision | None:
+    """Returns the last decision as one to compute an activation function, if the rest allows it."""
+    last, anatomy = decisions[-1], facts.anatomy
+    (out,) = last.op.equation.outvars
+    members = [decisions[index] for index in sorted(anatomy.members[out])]
+    in_half = all(known[var].is_half for var in anatomy.sources[out])
+    if not in_half or not {member.category for member in members} <= {Category.DENY, Category.INFER}:
+        return None
+    action = Activation(anatomy.sources[out], tuple(member.op.equation for member in members))
+    reason = "a function of half values, computed in float32; only products read it"
+    return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
+
+
+def _number(value: Array) -> float | None:
+    """Returns the value of a scalar that is known while tracing."""
+    if value.ndim:
+        return None
+    try:
+        return float(value)
+    except jax.errors.ConcretizationTypeError:
+        return None

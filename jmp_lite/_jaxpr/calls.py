@@ -1,0 +1,226 @@
+"""Operations that run jaxprs: each one runs again around other bodies, built of JAX's public combinators.
+
+A body is an inner jaxpr as a function of arrays. It returns the results of the jaxpr and its side outputs: a
+dictionary of arrays, which leave the operation as further results. autocast's bodies have no side outputs;
+those of the tap are its records. The constants of a loop are no arguments of its bodies: bodies close over
+them, so that a cast of a constant stands in front of the loop.
+
+To teach the library a new operation that runs jaxprs, add its row to the table in `primitives`, its operands
+to `read.inner_jaxprs`, and a function here. autocast takes it from `CALLS`; the tap has a handler each in
+`diagnostics/_values/calls.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from .bind import bind
+from .read import (
+    Array,
+    Equation,
+    Jaxpr,
+    constants,
+    inner_jaxprs,
+    is_differentiated,
+    open_jaxpr,
+    without_constants,
+)
+
+Side: TypeAlias = dict[Any, Array]
+"""The side outputs of a body."""
+
+Outputs: TypeAlias = tuple[list[Array], Side]
+"""Results, and side outputs."""
+
+Body: TypeAlias = Callable[..., Outputs]
+"""An inner jaxpr as a function of arrays, that returns its results and its side outputs."""
+
+
+class Accumulator(Protocol):
+    """Joins the side outputs of the iterations of a loop.
+
+    Attributes:
+        start: the state before the first iteration.
+    """
+
+    start: Any
+
+    def add(self, state: Any, side: Side) -> Any:
+        """Returns the state after an iteration with these side outputs."""
+        ...
+
+    def side(self, state: Any) -> Side:
+        """Returns the side outputs of the whole loop."""
+        ...
+
+
+class _Nothing:
+    """The accumulator of a loop without side outputs."""
+
+    def __init__(self) -> None:
+        self.start: Side = {}
+
+    def add(self, state: Side, side: Side) -> Side:
+        del side
+        return state
+
+    def side(self, state: Side) -> Side:
+        return state
+
+
+def jit(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:
+    """A jitted function stays one, with its shardings. Inlined, a deep model is traced three times slower.
+
+    The same body, of several calls, is traced once: `jax.make_jaxpr` remembers the trace of a function. There
+    are no side outputs.
+    """
+    return bind(equation, arrays, jaxpr=_traced(bodies[0], arrays)), {}
+
+
+def composite(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:
+    """A composite operation keeps its name and attributes. There are no side outputs."""
+    param = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"  # Its name since JAX 0.12.
+    return bind(equation, arrays, **{param: _traced(bodies[0], arrays)}), {}
+
+
+def linear_solve(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:
+    """Derivatives run the matrices, which are bodies as well as the solvers. There are no side outputs."""
+    closed = iter(
+        _traced(body, [arrays[index] for index in inner.operands])
+        for body, inner in zip(bodies, inner_jaxprs(equation))
+    )
+    jaxprs = equation.params["jaxprs"]
+    jaxprs = type(jaxprs)(*(None if jaxpr is None else next(closed) for jaxpr in jaxprs))
+    return bind(equation, arrays, jaxprs=jaxprs), {}
+
+
+def _traced(body: Body, arrays: Sequence[Array]) -> Jaxpr:
+    return jax.make_jaxpr(body)(*arrays)
+
+
+def remat(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:
+    """Recomputation keeps the user's policy."""
+    (body,), params = bodies, equation.params
+    if not is_differentiated(equation):
+        return jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*arrays)
+    # jax.grad has made this equation. jax.checkpoint would begin anew and save what must be recomputed.
+    closed, shapes = jax.make_jaxpr(body, return_shape=True)(*arrays)
+    results = bind(equation, [*constants(closed), *arrays], jaxpr=without_constants(closed))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def shard_map(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:
+    """Each shard gives side outputs of its own: they get one more axis in front, with an index a shard."""
+    (body,), params = bodies, equation.params
+    mesh, manual = params["mesh"], params["newly_manual_axes"]
+
+    def shard(*arrays: Array) -> Outputs:
+        results, side = body(*arrays)
+        return results, {key: array[None] for key, array in side.items()}
+
+    axes = tuple(name for name in mesh.axis_names if name in manual)
+    return jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=tuple(params["in_specs"]),
+        out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
+        axis_names=manual,
+        check_vma=params["check_vma"],
+    )(*arrays)
+
+
+def cond(
+    equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array], skipped: Side | None = None
+) -> Outputs:
+    """All branches take the same operands. `skipped` has the side outputs of a branch that is not taken."""
+    del equation
+    index, *operands = arrays
+
+    def complete(body: Body) -> Body:
+        def branch(*arrays: Array) -> Outputs:
+            results, side = body(*arrays)
+            return results, (skipped or {}) | side
+
+        return branch
+
+    return lax.switch(index, [complete(body) for body in bodies], *operands)
+
+
+def scan(
+    equation: Equation,
+    bodies: Sequence[Body],
+    arrays: Sequence[Array],
+    accumulator: Accumulator | None = None,
+) -> Outputs:
+    """The body takes carries and slices. Side outputs of all iterations are stacked, or an accumulator joins
+    them.
+    """
+    (body,), (inner,) = bodies, inner_jaxprs(equation)
+    first, carried = inner.constants, inner.carried
+
+    def step(state: Any, slices: list[Array]) -> Any:
+        carry, total = state
+        results, side = body(*carry, *slices)
+        if accumulator is not None:
+            total, side = accumulator.add(total, side), {}
+        return (results[:carried], total), (results[carried:], side)
+
+    start = list(arrays[first : first + carried]), {} if accumulator is None else accumulator.start
+    params = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
+    (carry, total), (slices, side) = lax.scan(step, start, list(arrays[first + carried :]), **params)
+    return [*carry, *slices], side if accumulator is None else accumulator.side(total)
+
+
+def while_loop(
+    equation: Equation,
+    bodies: Sequence[Body],
+    arrays: Sequence[Array],
+    accumulator: Accumulator | None = None,
+) -> Outputs:
+    """The number of iterations is not known, so an accumulator joins the side outputs of the body."""
+    condition, body = bodies
+    parts = inner_jaxprs(equation)
+    (predicate,) = open_jaxpr(parts[0].jaxpr).outvars
+    joined = accumulator or _Nothing()
+    goes_on = lambda carry: condition(*carry)[0][0]
+
+    def step(state: Any) -> Any:
+        carry, total = state
+        # jax.vmap gives a loop a predicate for each example. JAX stops each example on its own when it
+        # compiles the primitive, but lax.while_loop takes one predicate.
+        masks = goes_on(carry) if predicate.aval.ndim else None
+        results, side = body(*carry)
+        if masks is not None:
+            results = [_where(masks, new, old) for new, old in zip(results, carry)]
+        return results, joined.add(total, side)
+
+    def any_goes_on(state: Any) -> Array:
+        masks = goes_on(state[0])
+        return masks.any() if predicate.aval.ndim else masks
+
+    start = list(arrays[sum(part.constants for part in parts) :])
+    carry, total = lax.while_loop(any_goes_on, step, (start, joined.start))
+    return carry, joined.side(total)
+
+
+def _where(masks: Array, new: Array, old: Array) -> Array:
+    """Returns `new` for the examples whose mask is true, and `old` for the others."""
+    return jnp.where(masks.reshape(masks.shape + (1,) * (old.ndim - masks.ndim)), new, old)
+
+
+CALLS: dict[str, Callable[..., Outputs]] = {
+    "composite": composite,
+    "cond": cond,
+    "custom_linear_solve": linear_solve,
+    "jit": jit,
+    "remat2": remat,
+    "scan": scan,
+    "shard_map": shard_map,
+    "while": while_loop,
+}
+"""For each operation the function that runs it. Arguments: the equation, a body for each of its jaxprs in the
+order of `read.inner_jaxprs`, and an array for each of its operands."""

@@ -1,0 +1,133 @@
+"""Products whose derivatives have dtypes of their own, for autocast and for the layers of Flax.
+
+The gradients of an outer product are real products: they take half operands, also where the outer product
+runs in float32.
+
+With `reduce_dtype` the gradients of weights leave their products in float32. On many devices, each device
+sums the gradient of a weight over its own part of the batch, inside a product. Then all devices sum their
+results. A product of half operands gives half, so the second sum is one of half numbers. Here the product
+that makes the gradient of a weight still takes half operands, which Tensor Cores run, and gives float32.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from .bind import bind, cast
+from .read import Array, Equation, Var, constants
+from .replay import literal, replay
+
+Product = Callable[[Array, Array], Array]
+"""A function that is linear in each of its two operands."""
+
+
+def product_with_half_gradients(
+    product: Product, half_product: Product, wide: Sequence[Array], halves: Sequence[Array]
+) -> Array:
+    """Runs a product in float32, and the products of its derivatives in half.
+
+    Args:
+        product: the product.
+        half_product: the same product of half operands, which gives half.
+        wide: its operands in float32.
+        halves: the same values in half. Only the derivatives read them.
+    """
+
+    @jax.custom_jvp
+    def run(wide: Sequence[Array], halves: Sequence[Array]) -> Array:
+        del halves
+        return product(*wide)
+
+    def rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        wide, (left, right) = primals
+        left_tangent, right_tangent = tangents[0]
+        terms = []
+        if not isinstance(left_tangent, SymbolicZero):
+            terms.append(half_product(cast(left_tangent, left.dtype), right))
+        if not isinstance(right_tangent, SymbolicZero):
+            terms.append(half_product(left, cast(right_tangent, left.dtype)))
+        return run(*primals), cast(sum(terms), wide[0].dtype)
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(tuple(wide), tuple(halves))
+
+
+def product_with_wide_gradients(
+    product: Product, halves: Sequence[Array], wide: Sequence[Array | None]
+) -> Array:
+    """Runs a product of half operands, whose gradients have the dtype that each operand had before its cast.
+
+    Args:
+        product: the product.
+        halves: its operands in half.
+        wide: for each operand, the same value in float32 or wider if its gradient is wanted in that dtype;
+            None if its gradient is wanted in half.
+    """
+    dtypes = [None if x is None else np.dtype(x.dtype) for x in wide]
+
+    def forward(halves: tuple[Array, Array], wide: Any) -> tuple[Array, Any]:
+        del wide
+        return product(*halves), halves
+
+    def backward(halves: tuple[Array, Array], cotangent: Array) -> tuple[Any, Any]:
+        gradients = [_gradient(product, index, halves, cotangent, dtypes[index]) for index in range(2)]
+        # JAX drops the gradients that nobody asks for from a compiled program.
+        of_halves = tuple(x if dtype is None else None for x, dtype in zip(gradients, dtypes))
+        of_wide = tuple(None if dtype is None else x for x, dtype in zip(gradients, dtypes))
+        return of_halves, of_wide
+
+    run = jax.custom_vjp(lambda halves, wide: forward(halves, wide)[0])
+    run.defvjp(forward, backward)
+    return run(tuple(halves), tuple(wide))
+
+
+def _gradient(
+    product: Product, index: int, halves: tuple[Array, Array], cotangent: Array, dtype: np.dtype | None
+) -> Array:
+    """Returns the gradient of the operand at `index`, by the transpose that JAX has for the product.
+
+    The transpose is a product too, with moves around it and, in a `shard_map`, with a sum over the devices.
+    Where `dtype` is given, that product gives this dtype, and the sum adds numbers of this dtype.
+    """
+    operand, other = jax.typeof(halves[index]), halves[1 - index]
+
+    def transposed(other: Array, cotangent: Array) -> Array:
+        of_operand = lambda x: product(x, other) if index == 0 else product(other, x)
+        return jax.linear_transpose(of_operand, operand)(cotangent)[0]
+
+    def action(index: int, equation: Equation, read: Callable[[Var], Array]) -> list[Array]:
+        del index
+        operands = [read(var) for var in equation.invars]
+        if dtype is not None and equation.primitive.name == "dot_general":
+            return [wide_product(equation, operands, dtype)]
+        return bind(equation, operands)
+
+    closed = jax.make_jaxpr(transposed)(other, cotangent)
+    return replay(closed, [*constants(closed), other, cotangent], literal, action)[0]
+
+
+def wide_product(equation: Equation, halves: Sequence[Array], dtype: Any, **params: Any) -> Array:
+    """Runs a `dot_general` of half operands that gives another dtype.
+
+    Args:
+        equation: the product; JAX made it as the gradient of another one.
+        halves: its operands.
+        dtype: the dtype of the result.
+        params: further parameters that change.
+    """
+    params["preferred_element_type"] = np.dtype(dtype)
+    if equation.params.get("out_sharding") is not None:
+        return bind(equation, halves, **params)[0]
+    # JAX gives the cotangent first, and transposes the gradient of a right operand. XLA's CPU backend cannot
+    # run such a product of bfloat16 operands with a float32 result, if it sums over several axes. It can if
+    # the operands change places, since then the two transposes cancel.
+    (left_sums, right_sums), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    params["dimension_numbers"] = (right_sums, left_sums), (right_batch, left_batch)
+    (result,) = bind(equation, halves[::-1], **params)
+    batch, right_free = len(left_batch), halves[1].ndim - len(right_sums) - len(right_batch)
+    order = [*range(batch), *range(batch + right_free, result.ndim), *range(batch, batch + right_free)]
+    return lax.transpose(result, order)
