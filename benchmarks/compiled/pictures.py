@@ -55,7 +55,7 @@ def draw_plan(path: pathlib.Path) -> None:
     """Draws in which dtype autocast runs each operation of a small model."""
     loss_fn, arguments = small_model()
     found = jmp.explain(loss_fn, "float16")(*arguments).operations
-    operations = [operation for operation in found if operation.list not in ("move", "as traced")]
+    operations = [operation for operation in found if operation.category not in ("move", "as traced")]
     figure = Figure(figsize=(9, 0.235 * len(operations) + 0.7))
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
     scope = None
@@ -84,9 +84,8 @@ def draw_plan(path: pathlib.Path) -> None:
 WIDTH, HEIGHT = 0.17, 0.42  # Of the box of a room.
 FLOORS = (
     ("linen.py", "nnx.py", "diagnostics/"),
-    ("_flax/", "_cast_params.py", "_autocast/"),
-    ("_policy.py", "_scaling/"),
-    ("_memory/",),
+    ("_cast_params.py", "_flax/", "_autocast/", "_scaling/"),
+    ("_policy.py", "_jaxpr/", "_memory/"),
     ("_tree.py",),
     ("_dtypes.py", "_paths.py", "_text.py"),
 )

@@ -10,6 +10,7 @@ The step is loss, gradients, loss scale and AdamW, donated. `by hand` casts para
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -118,7 +119,7 @@ def main() -> None:
         print(row(casts, program), flush=True)
         if options.report:
             print(program, end="\n\n")
-        found[casts] = program.to_dict()
+        found[casts] = dataclasses.asdict(program) | {"tensor_core_share": program.tensor_core_share}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(found, indent=1))
     print(f"jax {jax.__version__}; written to {options.json}")

@@ -138,7 +138,8 @@ class TracedRule:
         """The forward rule of a `custom_vjp`: the results, and a pytree of the residuals."""
         arrays, moving = given, self._moving
         if self._equation.params["symbolic_zeros"]:
-            arrays, moving = [each.value for each in given], self._perturbed(each.perturbed for each in given)
+            arrays = [primal.value for primal in given]
+            moving = self._perturbed(primal.perturbed for primal in given)
         structures: list[Any] = []
 
         def trace(arrays: list[Array], _: list[Array]) -> tuple[list[Array], list[Array]]:
@@ -181,7 +182,7 @@ class TracedRule:
         self, axis_size: int, in_batched: Sequence[bool], *arrays: Array
     ) -> tuple[list[Array], list[bool]]:
         """The rule of a `custom_vmap`: the results, and for each that it has a batch axis."""
-        axes = [0 if each else None for each in in_batched]
+        axes = [0 if is_batched else None for is_batched in in_batched]
 
         def rule(arrays: list[Array], _: list[Array]) -> list[Array]:
             run = jax.vmap(lambda *arrays: bind(self._equation, arrays), axes, axis_size=axis_size)

@@ -22,9 +22,9 @@ from .planning.plan import (
     Activation,
     Bind,
     Call,
-    Gather,
     HalfGradient,
     Inside,
+    MoveBoth,
     PassOn,
     Plan,
     Skip,
@@ -125,8 +125,8 @@ class Interpreter:
                     return self._store_half(equation, action, operands)
                 case Call():
                     return self._handlers[action.handler](self, equation, action, operands)
-                case Gather():
-                    return [self._gather(equation, operands[0])]
+                case MoveBoth():
+                    return [self._move_both(equation, operands)]
                 case PassOn():
                     return operands
         raise AssertionError(f"unknown action {action}")
@@ -182,13 +182,14 @@ class Interpreter:
         # The barrier keeps the cast of each cotangent: XLA would store the cotangent in float32 as well.
         return activation(*lax.optimization_barrier(sources))
 
-    def _gather(self, equation: Equation, value: Value) -> Value:
-        """Gathers a value from all devices in half; the gradients that come back are summed in float32.
+    def _move_both(self, equation: Equation, operands: list[Value]) -> Value:
+        """Moves a value in both dtypes. XLA drops the move whose result nothing reads.
 
-        XLA drops the gathering whose result nothing reads. That of float32 leads the gradients back.
+        The move of float32 leads the gradients back.
         """
-        (wide,) = bind(equation, [value.to(jnp.float32)])
-        (half,) = bind(equation, [value.to(self.half)])
+        value, rest = operands[0], [operand.native for operand in operands[1:]]
+        (wide,) = bind(equation, [value.to(jnp.float32), *rest])
+        (half,) = bind(equation, [value.to(self.half), *rest])
         if value.native.dtype == jnp.float32:
             return Value(wide, {self.half: half})
         return Value(reuse(wide, half))

@@ -112,7 +112,7 @@ class _Call:
         args, kwargs = jax.tree.unflatten(self._structure, leaves)
         outputs, self._output_structure = jax.tree.flatten(self._fun(*args, **kwargs))
         # The arrays go out through the trace; kept here they would leak from it.
-        self._output_leaves = [_ARRAY if isinstance(each, jax.Array) else each for each in outputs]
+        self._output_leaves = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in outputs]
         return [output for output in outputs if isinstance(output, jax.Array)]
 
     def outputs(self, results: Sequence[Array]) -> Any:

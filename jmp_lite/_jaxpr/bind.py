@@ -53,6 +53,7 @@ def _transformed(operands: Sequence[Array]) -> bool:
 @functools.cache
 def _class_in_jaxprs() -> type:
     """Returns the class of the values that `jax.jit` and `jax.make_jaxpr` trace with."""
+    # JAX has no public name for the class.
     classes: list[type] = []
     jax.make_jaxpr(lambda x: classes.append(type(x)))(np.float32(0))
     return classes[0]
@@ -60,6 +61,7 @@ def _class_in_jaxprs() -> type:
 
 @functools.lru_cache(maxsize=4096)
 def _inlined(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    # JAX remembers derivatives by the function itself, so equal operations must give the same function.
     return jax.jit(_operation(primitive, params), inline=INLINE)
 
 

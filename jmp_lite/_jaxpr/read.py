@@ -181,7 +181,7 @@ def precisions(equation: Equation) -> frozenset[str]:
     """Returns the names of the precisions that a product has for its operands; none for the default."""
     precision = equation.params.get("precision")
     both = precision if isinstance(precision, tuple) else (precision,)
-    return frozenset(str(getattr(each, "name", each)) for each in both) - {"DEFAULT", "None"}
+    return frozenset(str(getattr(value, "name", value)) for value in both) - {"DEFAULT", "None"}
 
 
 def configured_precisions() -> frozenset[str]:

@@ -1,7 +1,5 @@
 """`explain`: what it says of every operation is what autocast does."""
 
-import json
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -124,11 +122,7 @@ def test_the_jaxprs_are_those_before_and_after(report):
     assert [e.primitive.name for e in equations(report.after)] == same(fun)
 
 
-def test_it_is_plain_data(report):
-    data = json.loads(json.dumps(report.to_dict()))
-    assert data["summary"] == report.summary()
-    assert data["operations"][0]["name"] == report.operations[0].name
-    assert "dot_general" in data["after"]
+def test_its_table_has_every_operation(report):
     assert report.table().count("\n    ") == len(report.operations)
 
 
@@ -204,7 +198,7 @@ def test_the_report_says_that_an_activation_function_runs_in_float32():
 def test_shapes_stand_for_arrays():
     shapes = jax.eval_shape(lambda: (PARAMS, TOKENS))
     for fun in (loss_fn, jax.grad(loss_fn)):
-        assert jmp.explain(fun)(*shapes).to_dict() == jmp.explain(fun)(PARAMS, TOKENS).to_dict()
+        assert jmp.explain(fun)(*shapes).table() == jmp.explain(fun)(PARAMS, TOKENS).table()
     seen = []
     jmp.autocast(lambda x, shape: seen.append(shape) or x)(jnp.ones(2), shapes[1])
     assert seen == [shapes[1]]  # To a function that autocast returned it is an argument like any other.
@@ -246,8 +240,8 @@ def test_it_does_not_explain_a_transform_of_an_autocast_function(wrap):
 
 def test_it_explains_a_plain_function_as_if_it_were_autocast():
     for dtype in ("float16", "bfloat16"):
-        assert jmp.explain(loss_fn, dtype)(PARAMS, TOKENS).to_dict() == (
-            jmp.explain(jmp.autocast(loss_fn, dtype))(PARAMS, TOKENS).to_dict()
+        assert jmp.explain(loss_fn, dtype)(PARAMS, TOKENS).table() == (
+            jmp.explain(jmp.autocast(loss_fn, dtype))(PARAMS, TOKENS).table()
         )
     assert jmp.explain(loss_fn)(PARAMS, TOKENS).dtype == jnp.bfloat16
     assert jmp.explain(jax.jit(loss_fn))(PARAMS, TOKENS).tensor_core_share > 0

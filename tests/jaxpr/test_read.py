@@ -262,6 +262,45 @@ def test_names_that_transforms_add_are_removed(transform):
     assert scopes <= {"scope/sub", "checkpoint/scope/sub", "rematted_computation/scope/sub", ""}
 
 
+# The fields that JAX does not document: see the docstring of `read`.
+
+
+def test_an_equation_has_the_settings_under_which_it_was_traced():
+    before = jax.config.jax_threefry_partitionable
+    with jax.threefry_partitionable(not before):
+        equation = find("sin", lambda x: jnp.sin(x), np.ones(3))
+    with equation.ctx.manager:
+        assert jax.config.jax_threefry_partitionable is not before
+    assert jax.config.jax_threefry_partitionable is before
+
+
+def test_a_primitive_turns_the_parameters_of_an_equation_into_those_of_bind():
+    equation = call("custom_jvp_call")
+    assert "jvp" not in equation.params
+    params = read.bind_params(equation.primitive, dict(equation.params))
+    (result,) = equation.primitive.bind(X, W, **params)
+    np.testing.assert_array_equal(result, X @ W)
+    plain = find("sin", jnp.sin, X)
+    assert read.bind_params(plain.primitive, dict(plain.params)) == plain.params
+
+
+def test_a_name_stack_says_what_grad_made_and_what_it_computes_again():
+    loss = lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.cos(x)))(x))
+    (again,) = [e for e in equations(jax.make_jaxpr(jax.grad(loss))(X)) if e.primitive.name == "remat2"]
+    named = {}
+    for equation in equations(again.params["jaxpr"]):
+        named.setdefault(equation.primitive.name, equation)
+    stacks = {name: str(equation.source_info.name_stack) for name, equation in named.items()}
+    assert "rematted_computation" in stacks["cos"]
+    assert read.is_recomputed(named["cos"])
+    assert "transpose(" in str(again.source_info.name_stack) + stacks["mul"]
+    assert read.is_transposed(again) or read.is_transposed(named["mul"])
+    assert not read.is_recomputed(find("sin", jnp.sin, X))
+    assert not read.is_transposed(find("sin", jnp.sin, X))
+    linear = find("cos", jax.grad(lambda x: jnp.sum(jnp.sin(x))), X)
+    assert "jvp(" in str(linear.source_info.name_stack)
+
+
 def test_an_equation_can_be_bound_again():
     for name in CALLS:
         equation = call(name)

@@ -14,9 +14,9 @@ from .op import Course, Op
 from .plan import (
     Bind,
     Decision,
-    Gather,
     HalfGradient,
     Inside,
+    MoveBoth,
     PassOn,
     Plan,
     StoreHalf,
@@ -134,13 +134,14 @@ def decide_infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dty
     return _store_half(op, operands, reason)
 
 
-def decide_move(op: Op, operands: Sequence[State], wanted: bool) -> Decision:
+def decide_move(op: Op, operands: Sequence[State], wanted: bool, backward: bool) -> Decision:
     """Each operand keeps its type.
 
     Args:
         op: the operation.
         operands: the states of its operands.
         wanted: whether any operation wants the first result in half.
+        backward: whether it is a part of a backward pass.
     """
     outvars = op.equation.outvars
     paired = len(outvars) == len(operands)
@@ -150,10 +151,22 @@ def decide_move(op: Op, operands: Sequence[State], wanted: bool) -> Decision:
     if op.traits.spreads and any(narrow):
         # The transpose of a copy is a sum, which adds up in float32.
         action = Bind(tuple(conversion(state, FIRM) for state in operands), narrow=narrow)
-    elif op.traits.gathers and (narrow[0] or (wanted and operands[0].kind != Kind.OTHER)):
-        action = Gather()
-    changed = isinstance(action, Gather) or any(state.is_half for state in operands)
+    elif len(results) == 1 and _moves_both(op, operands[0], wanted, backward):
+        action = MoveBoth()
+    changed = isinstance(action, MoveBoth) or any(state.is_half for state in operands)
     return Decision(op, Category.MOVE, action, results, "it moves data and keeps its type", changed)
+
+
+def _moves_both(op: Op, operand: State, wanted: bool, backward: bool) -> bool:
+    """Whether a value should move in both dtypes.
+
+    A backward pass turns weights around for the gradients of inputs. XLA would turn the float32 kernel of a
+    convolution around, and cast it in a kernel of its own.
+    """
+    if operand.is_half or not wanted:
+        return operand.is_half and op.traits.gathers
+    turns = backward and not op.traits.spreads
+    return (op.traits.gathers or turns) and operand.kind != Kind.OTHER
 
 
 def decide_cast(op: Op, operand: State) -> Decision:

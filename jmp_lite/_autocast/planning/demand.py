@@ -2,13 +2,13 @@
 
 A value is wanted in half if a product takes it, directly or through operations that would pass it on, and if
 no operation reads it in float32: that operation should not read a rounded value. The pass knows the
-operations and their courses, and no state of a value.
+operations, their courses and marks, and no state of a value.
 """
 
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from ..._jaxpr.read import (
 from ..._paths import join
 from .activations import Anatomy, find_anatomy
 from .gradients import WeightGradients
+from .marks import Mark, Marks, entering, find_marks, mark_of
 from .op import Around, Course, Op, courses, read_ops
 from .rules import Rules
 from .scopes import Scopes
@@ -48,8 +49,8 @@ class Demand:
 
     Attributes:
         reads: how often each variable is read.
-        uses: how often it is wanted in half.
-        products: how often a product, and nothing else, wants it in half.
+        wanted: the variables that some operation wants in half.
+        products: for each variable, how often a product, and nothing else, wants it in half.
         kept: the variables that an operation reads in float32. Rounded for other readers, they would be
             rounded for that operation too.
         summed: the variables that a residual sum reads in float32. It may read a rounded one if a product
@@ -57,14 +58,14 @@ class Demand:
     """
 
     reads: Callable[[Var], int]
-    uses: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
+    wanted: set[Var] = dataclasses.field(default_factory=set)
     products: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
     kept: set[Var] = dataclasses.field(default_factory=set)
     summed: set[Var] = dataclasses.field(default_factory=set)
 
     def of_var(self, var: Var) -> Wanted:
         """Returns how the variable `var` is wanted in half."""
-        if is_literal(var) or not self.uses[var] or self.keeps(var):
+        if is_literal(var) or var not in self.wanted or self.keeps(var):
             return Wanted.NO
         if self.products[var] >= self.reads(var):
             return Wanted.BY_PRODUCTS_ONLY
@@ -91,10 +92,10 @@ class Demand:
         if not is_literal(var):
             self.summed.add(var)
 
-    def add(self, var: Var, wanted: Wanted, times: int = 1) -> None:
-        """Notes that one reader wants `var`, as if it read it `times`."""
+    def add(self, var: Var, wanted: Wanted) -> None:
+        """Notes that one reader wants `var`."""
         if wanted and not is_literal(var) and is_float32(var):
-            self.uses[var] += times
+            self.wanted.add(var)
             self.products[var] += wanted >= Wanted.WITH_OTHERS
 
 
@@ -108,6 +109,7 @@ class Facts:
         anatomy: its anatomy.
         around: the part of the program around it.
         courses: the course of each operation.
+        marks: the mark of each variable.
         intermediate: the variables that the backward pass reads on; empty without a `reduce_dtype`.
         demand: what it wants in half.
     """
@@ -117,6 +119,7 @@ class Facts:
     anatomy: Anatomy
     around: Around
     courses: tuple[Course, ...]
+    marks: Marks
     intermediate: frozenset[Var]
     demand: Demand
 
@@ -138,27 +141,27 @@ class DemandPass:
         self._gradients = WeightGradients(lambda jaxpr: self._ops(jaxpr)[0])
 
     def facts(
-        self, jaxpr: Jaxpr, wanted: tuple[Wanted, ...], full: tuple[bool, ...], around: Around
+        self, jaxpr: Jaxpr, wanted: tuple[Wanted, ...], inputs: tuple[Mark, ...], around: Around
     ) -> Facts:
         """Returns the facts about a jaxpr, closed or open.
 
         Args:
             jaxpr: the jaxpr.
             wanted: for each output, whether it is wanted in half.
-            full: for each constant and input, whether it is an argument whose products a rule keeps in
-                float32.
+            inputs: the mark of each constant and input.
             around: the part of the program around it.
         """
         inside = open_jaxpr(jaxpr)
-        key = (id(inside), wanted, full, around)
+        key = (id(inside), wanted, inputs, around)
         if key not in self._facts:
             ops, anatomy = self._ops(inside)
             intermediate: frozenset[Var] = frozenset()
             if self._rules.reduce_dtype is not None:
                 intermediate = self._gradients.intermediate(inside, around.intermediate, around.backward)
             steps = courses(ops, around, self._rules, self._scopes)
-            facts = Facts(inside, ops, anatomy, around, steps, intermediate, Demand(anatomy.reads))
-            self._go_backwards(facts, wanted, self._follow(facts, full) if any(full) else {})
+            marks = find_marks(inside, inputs, ops, steps)
+            facts = Facts(inside, ops, anatomy, around, steps, marks, intermediate, Demand(anatomy.reads))
+            self._go_backwards(facts, wanted)
             self._facts[key] = facts
         return self._facts[key]
 
@@ -181,7 +184,7 @@ class DemandPass:
             self._read[id(inside)] = ops, find_anatomy(inside, ops)
         return self._read[id(inside)]
 
-    def _go_backwards(self, facts: Facts, wanted: Sequence[Wanted], full: Mapping[Var, bool]) -> None:
+    def _go_backwards(self, facts: Facts, wanted: Sequence[Wanted]) -> None:
         """Adds to the demand what each operation wants, from the last operation to the first."""
         demand, anatomy = facts.demand, facts.anatomy
         for var, want in zip(facts.inside.outvars, wanted):
@@ -201,27 +204,34 @@ class DemandPass:
                 for source in anatomy.sources[out]:
                     demand.add(source, Wanted.INDIRECTLY)
             if course.category is Category.CALL:
-                self._add_call(op, facts, full)
+                self._add_call(op, facts)
                 continue
-            takes_half = course.is_half_product and not any(full.get(var) for var in op.variables)
-            wants = _wants(op, course, takes_half, result, self._rules.dtype)
+            takes_half, gives_half = self._halves(op, course, facts)
+            wants = _wants(op, course, takes_half, gives_half, result, self._rules.dtype)
             for var in op.equation.invars:
                 demand.add(var, wants)
             is_absorbed = index in absorbed and (
                 ends or anatomy.read_only_by(op.equation.outvars[0], absorbed)
             )
-            if not is_absorbed and _reads_in_float32(op, course, takes_half, demand):
+            if not is_absorbed and _reads_in_float32(op, course, takes_half, gives_half, demand):
                 for var in op.equation.invars:
                     demand.sum(var) if op.is_residual_sum else demand.keep(var)
 
-    def _add_call(self, op: Op, facts: Facts, full: Mapping[Var, bool]) -> None:
+    def _halves(self, op: Op, course: Course, facts: Facts) -> tuple[bool, bool]:
+        """Returns whether an operation is a product of half operands, and whether it may give half."""
+        operands = [mark_of(var, facts.marks) for var in op.equation.invars]
+        takes_half = course.is_half_product and Mark.FULL not in operands
+        infers = course.category is Category.INFER and not course.reason
+        firm = any(facts.marks[var] >= Mark.ARGUMENT for var in op.equation.outvars)
+        return takes_half, takes_half or (infers and not firm)
+
+    def _add_call(self, op: Op, facts: Facts) -> None:
         """Notes the operands that a call wants in half, and those that it keeps in float32."""
         demand, invars = facts.demand, op.equation.invars
         results = [demand.of_var(var) for var in op.equation.outvars]
         wants: dict[int, list[Wanted]] = collections.defaultdict(list)
-        times: collections.Counter[int] = collections.Counter()
         for inner in op.inner:
-            inside = self._facts_inside(op, inner, facts, results, full)
+            inside = self._facts_inside(op, inner, facts, results)
             for index, role, var in zip(inner.operands, inner.roles, inside.inside.invars):
                 if role is Role.CARRY or var in inside.demand.kept:
                     demand.keep(invars[index])
@@ -229,32 +239,16 @@ class DemandPass:
                     demand.sum(invars[index])
                 if role is not Role.CARRY and (want := inside.demand.of_var(var)):
                     wants[index].append(want)
-                    times[index] += 2 if role is Role.CONSTANT else 1
         for index, inner_wants in wants.items():
-            demand.add(invars[index], min(inner_wants), times[index])
+            demand.add(invars[index], min(inner_wants))
 
-    def _facts_inside(
-        self, op: Op, inner: Inner, facts: Facts, results: Sequence[Wanted], full: Mapping[Var, bool]
-    ) -> Facts:
+    def _facts_inside(self, op: Op, inner: Inner, facts: Facts, results: Sequence[Wanted]) -> Facts:
         operands = [op.equation.invars[index] for index in inner.operands]
-        inputs = [
-            role is not Role.CARRY and not is_literal(var) and full.get(var, False)
-            for var, role in zip(operands, inner.roles)
-        ]
-        flags = (*(False for _ in constants(inner.jaxpr)), *inputs)
-        return self.facts(inner.jaxpr, wanted_inside(inner, results), flags, self.around(op, inner, facts))
-
-    def _follow(self, facts: Facts, full: tuple[bool, ...]) -> dict[Var, bool]:
-        """Returns the variables that are arguments in `full`, at most moved."""
-        inside = facts.inside
-        marks = dict(zip((*inside.constvars, *inside.invars), full, strict=True))
-        for op, course in zip(facts.ops, facts.courses):
-            if course.category is Category.MOVE or op.is_cast:
-                operands, outvars = op.equation.invars, op.equation.outvars
-                for index, out in enumerate(outvars):
-                    var = operands[index if len(outvars) == len(operands) else 0]
-                    marks[out] = not is_literal(var) and is_float32(out) and marks.get(var, False)
-        return marks
+        inputs = (
+            *(Mark.UNKNOWN for _ in constants(inner.jaxpr)),
+            *(entering(mark_of(var, facts.marks), role, var) for var, role in zip(operands, inner.roles)),
+        )
+        return self.facts(inner.jaxpr, wanted_inside(inner, results), inputs, self.around(op, inner, facts))
 
 
 def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:
@@ -265,12 +259,9 @@ def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]
     )
 
 
-def _infers(course: Course) -> bool:
-    """Whether an operation computes in the widest type of its operands, whatever that is."""
-    return course.category is Category.INFER and not course.reason
-
-
-def _wants(op: Op, course: Course, takes_half: bool, result: Wanted, half: np.dtype) -> Wanted:
+def _wants(
+    op: Op, course: Course, takes_half: bool, gives_half: bool, result: Wanted, half: np.dtype
+) -> Wanted:
     """Returns how an operation wants its operands, whose results are wanted as `result`."""
     if takes_half:
         return Wanted.BY_PRODUCTS_ONLY
@@ -280,14 +271,14 @@ def _wants(op: Op, course: Course, takes_half: bool, result: Wanted, half: np.dt
         return result
     if course.category is Category.INFER and op.traits.saturates:
         return Wanted.INDIRECTLY
-    return min(result, Wanted.INDIRECTLY) if _infers(course) else Wanted.NO
+    return min(result, Wanted.INDIRECTLY) if gives_half else Wanted.NO
 
 
-def _reads_in_float32(op: Op, course: Course, takes_half: bool, demand: Demand) -> bool:
+def _reads_in_float32(op: Op, course: Course, takes_half: bool, gives_half: bool, demand: Demand) -> bool:
     """Whether an operation computes a float32 value from its operands, which should then not be rounded."""
     if takes_half or (course.category is Category.INFER and op.traits.saturates):
         return False
     keeps = any(map(demand.keeps, op.equation.outvars))
     if course.category is Category.MOVE or op.traits.selects or op.is_cast:
         return keeps
-    return (keeps or not _infers(course)) and any(map(is_float32, op.equation.outvars))
+    return (keeps or not gives_half) and any(map(is_float32, op.equation.outvars))

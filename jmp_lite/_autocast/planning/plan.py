@@ -87,8 +87,11 @@ class PassOn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather:
-    """Gathers a value from all devices in half; the gradients that come back are summed in float32."""
+class MoveBoth:
+    """Moves a value in float32 and in half, so that readers in half read what was cast before the move.
+
+    A gathering between devices sends half the bytes, and sums the gradients that come back in float32.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +147,7 @@ class Call:
 
 
 Action = (
-    Bind | StoreHalf | PassOn | Gather | Activation | Skip | Call
+    Bind | StoreHalf | PassOn | MoveBoth | Activation | Skip | Call
 )  # WideGradient, WideResult and HalfGradient are kinds of Bind.
 
 

@@ -38,6 +38,7 @@ from .decide import (
     in_float32,
 )
 from .demand import DemandPass, Facts, Wanted, wanted_inside
+from .marks import Mark
 from .op import Around, Course, Op
 from .plan import Activation, Bind, Call, Decision, Plan, Skip, Take
 from .rules import Rules
@@ -95,8 +96,7 @@ class Planner:
         states = (*map(self.constant, constants(jaxpr)), *inputs)
         key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), around)
         if key not in self._plans:
-            full = tuple(state.full for state in states)
-            facts = self._demand_pass.facts(jaxpr, tuple(wanted), full, around)
+            facts = self._demand_pass.facts(jaxpr, tuple(wanted), tuple(map(_mark_of, states)), around)
             self._plans[key] = self._make(jaxpr, states, facts)
         return self._plans[key]
 
@@ -138,7 +138,8 @@ class Planner:
             case _ if op.name == "outer_product":
                 return decide_outer(op, operands, self.rules, wanted)
             case Category.MOVE:
-                return decide_move(op, operands, bool(facts.demand.uses[op.equation.outvars[0]]))
+                is_wanted = op.equation.outvars[0] in facts.demand.wanted
+                return decide_move(op, operands, is_wanted, facts.around.is_backward(op))
         return decide_infer(op, operands, wanted, half)
 
     # Calls: operations that run jaxprs.
@@ -173,6 +174,14 @@ class Planner:
             action = Call(handler, decide_inside(op, operands, plans, states), recompute)
         reason = "decided inside, operation by operation"
         return Decision(op, Category.CALL, action, states, reason, changed, tuple(plans))
+
+
+def _mark_of(state: State) -> Mark:
+    """Returns what a state says to the backward pass."""
+    if state.full:
+        return Mark.FULL
+    marks = {Kind.LITERAL: Mark.CONSTANT, Kind.OPEN: Mark.ARGUMENT, Kind.FIRM: Mark.FIRM}
+    return Mark.CONSTANT if state.constant else marks.get(state.kind, Mark.UNKNOWN)
 
 
 _PART = "part of a function of half values, computed in float32"

@@ -50,17 +50,17 @@ def find_promotions(jaxpr: Jaxpr, names: Sequence[str]) -> dict[int, str]:
         names: for each input, the path of the argument; empty for none.
     """
     inside = open_jaxpr(jaxpr)
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     origins = {
         var: _Origin(f"{name or 'an argument'} is float32")
         for var, name in zip(inside.invars, names, strict=True)
         if is_float32(var)
     }
-    _follow(inside, origins, found)
-    return found
+    _follow(inside, origins, reasons)
+    return reasons
 
 
-def _follow(inside: Jaxpr, origins: dict[Var, _Origin], found: dict[int, str]) -> None:
+def _follow(inside: Jaxpr, origins: dict[Var, _Origin], reasons: dict[int, str]) -> None:
     for var in inside.constvars:
         if is_float32(var):
             origins.setdefault(var, _Origin(f"a constant {describe(var.aval)} is float32"))
@@ -68,18 +68,18 @@ def _follow(inside: Jaxpr, origins: dict[Var, _Origin], found: dict[int, str]) -
         taken = [origins.get(var) for var in equation.invars if not is_literal(var)]
         if traits_of(equation.primitive.name).category is Category.CALL:
             for inner in inner_jaxprs(equation):
-                _follow_call(equation, inner, origins, found)
+                _follow_call(equation, inner, origins, reasons)
             continue
-        origin = _origin_of_result(equation, [each for each in taken if each])
+        origin = _origin_of_result(equation, list(filter(None, taken)))
         if origin and traits_of(equation.primitive.name).category is Category.ALLOW:
-            found[id(equation)] = f"float32 since {origin.text}"
+            reasons[id(equation)] = f"float32 since {origin.text}"
         for var in equation.outvars:
             if origin and is_float32(var):
                 origins[var] = origin
 
 
 def _follow_call(
-    equation: Equation, inner: Inner, origins: dict[Var, _Origin], found: dict[int, str]
+    equation: Equation, inner: Inner, origins: dict[Var, _Origin], reasons: dict[int, str]
 ) -> None:
     inside = open_jaxpr(inner.jaxpr)
     known: dict[Var, _Origin] = {}
@@ -87,7 +87,7 @@ def _follow_call(
         outer = equation.invars[index]
         if not is_literal(outer) and outer in origins:
             known[var] = origins[outer]
-    _follow(inside, known, found)
+    _follow(inside, known, reasons)
     for var, index in zip(inside.outvars, inner.results):
         if index is not None and not is_literal(var) and var in known:
             origins[equation.outvars[index]] = known[var]
@@ -100,11 +100,11 @@ def _origin_of_result(equation: Equation, taken: Sequence[_Origin]) -> _Origin |
         if not is_literal(source) and source.aval.dtype in (jnp.float16, jnp.bfloat16):
             return _Origin(f"the program casts to float32, {_line(equation)}", widened=True)
         return taken[0] if taken else None
-    promoted = next((each for each in taken if each.promoted), None)
+    promoted = next((origin for origin in taken if origin.promoted), None)
     if promoted or not taken:
         return promoted
-    widened = [each for each in taken if each.widened]
-    own = [each for each in taken if not each.widened]
+    widened = [origin for origin in taken if origin.widened]
+    own = [origin for origin in taken if not origin.widened]
     if widened and own:
         return _Origin(f"{own[0].text}, {_line(equation)}", promoted=True)
     return (widened or own)[0]
@@ -113,8 +113,8 @@ def _origin_of_result(equation: Equation, taken: Sequence[_Origin]) -> _Origin |
 def _line(equation: Equation) -> str:
     """Returns the source line of an equation, with its code where the file can be read."""
     line = source_line(equation)
-    found = re.match(r"(.*?):(\d+)", line)
-    code = linecache.getline(found[1], int(found[2])).strip() if found else ""
+    match = re.match(r"(.*?):(\d+)", line)
+    code = linecache.getline(match[1], int(match[2])).strip() if match else ""
     return f"{line}: {code}" if code else line
 
 
@@ -128,16 +128,16 @@ def advise_shapes(equation: Equation, arguments: Sequence[str]) -> str:
         equation: a product or a convolution.
         arguments: the paths of the arguments among its operands.
     """
-    of = f" ({', '.join(arguments)})" if arguments else ""
+    names = f" ({', '.join(arguments)})" if arguments else ""
     texts = []
     sizes = dict(_sizes(equation))
     thin = [name for name in ("M", "N") if sizes.get(name, 8) < 8]
     if thin:
-        which = " and ".join(f"{name} = {sizes[name]}" for name in thin)
-        texts.append(f"{which}: too thin for Tensor Cores{of}")
+        thin_sizes = " and ".join(f"{name} = {sizes[name]}" for name in thin)
+        texts.append(f"{thin_sizes}: too thin for Tensor Cores{names}")
     for name, size in sizes.items():
         if name not in thin and size % 8:
-            texts.append(f"{name} = {size}: pad it to {-(-size // 8) * 8}{of}")
+            texts.append(f"{name} = {size}: pad it to {-(-size // 8) * 8}{names}")
     return "; ".join(texts)
 
 

@@ -79,18 +79,6 @@ class Report(Shown):
         """Returns the products and convolutions that are not in half: what Tensor Cores could run."""
         return tuple(o for o in self.operations if o.is_product and not o.in_half)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, ready for `json.dumps`; the jaxprs as text."""
-        return {
-            "dtype": self.dtype.name,
-            "summary": self.summary(),
-            "casts": self.casts,
-            "tensor_core_share": self.tensor_core_share,
-            "operations": [dataclasses.asdict(operation) for operation in self.operations],
-            "before": str(self.before),
-            "after": str(self.after),
-        }
-
     def table(self) -> str:
         """Returns every operation as text: its list, dtypes, reason, scope and source line."""
         return "\n".join(map(str, self.operations))

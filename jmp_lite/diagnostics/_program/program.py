@@ -119,15 +119,6 @@ class Program:
         total = sum(count for count, _ in flops)
         return sum(count for count, half in flops if half) / total if total else 1.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the program as plain data for `json.dump`."""
-        data = dataclasses.asdict(self)
-        for product, row in zip(self.products, data["products"]):
-            row["operands"], row["result"] = list(map(str, product.operands)), str(product.result)
-        for collective, row in zip(self.collectives, data["collectives"]):
-            row["arrays"] = list(map(str, collective.arrays))
-        return data | {"tensor_core_share": self.tensor_core_share}
-
     def __str__(self) -> str:
         """Returns a table of the products, then the totals."""
         return "\n".join(_lines(self))

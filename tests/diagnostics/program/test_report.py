@@ -1,6 +1,5 @@
 """What `read_program` says of collectives; its text and its errors."""
 
-import json
 import math
 
 import jax
@@ -139,23 +138,6 @@ def test_on_a_cpu_the_report_does_not_speak_of_tensor_cores():
     text = str(read_program(jax.jit(jnp.dot).lower(x, x).compile()))
     assert "on cpu: a CPU computes half precision by way of float32" in text
     assert "Tensor Cores" not in text
-
-
-@pytest.mark.parametrize("name", ["products", "collectives", "loops"])
-def test_to_dict_is_json_and_complete(name):
-    found = h100(name)
-    data = json.loads(json.dumps(found.to_dict()))
-    assert set(data) == {*(field for field in vars(found)), "tensor_core_share"}
-    assert data["tensor_core_share"] == found.tensor_core_share
-    assert data["bytes_moved"] == found.bytes_moved
-    assert data["host_syncs"] == list(found.host_syncs)
-    for product, entry in zip(found.products, data["products"], strict=True):
-        assert set(entry) == set(vars(product))
-        assert entry["operands"] == [str(array) for array in product.operands]
-        assert (entry["result"], entry["flops"]) == (str(product.result), product.flops)
-    for collective, entry in zip(found.collectives, data["collectives"], strict=True):
-        assert set(entry) == set(vars(collective))
-        assert entry["arrays"] == [str(array) for array in collective.arrays]
 
 
 # Errors.

@@ -1,0 +1,89 @@
+"""Marks: which values surely stay float32, whatever products want.
+
+The backward pass asks with them whether an operation could give a half result at all. A mark says less than a
+state, and is found before anything is decided. Where a mark is not sure it says so.
+"""
+
+import enum
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from ..._jaxpr.primitives import Category
+from ..._jaxpr.read import Jaxpr, Role, Var, is_float32, is_literal
+from .op import Course, Op
+
+
+class Mark(enum.IntEnum):
+    """What is known of a value. An operation in the widest type gives the largest mark of its operands."""
+
+    CONSTANT = 0  # Made of literals alone.
+    UNKNOWN = 1  # It may be in half, or take the type of other operands.
+    ARGUMENT = 2  # An argument, or made of arguments: float32, until it is broadcast or looked up.
+    FIRM = 3  # Computed in float32.
+    FULL = 4  # An argument, at most moved, and a rule keeps the products of it in float32.
+
+
+Marks = dict[Var, Mark]
+
+
+def mark_of(var: Var, marks: Marks) -> Mark:
+    """Returns the mark of a variable or literal."""
+    return Mark.CONSTANT if is_literal(var) else marks[var]
+
+
+def find_marks(inside: Jaxpr, inputs: Sequence[Mark], ops: Sequence[Op], courses: Sequence[Course]) -> Marks:
+    """Returns the marks of all variables of an open jaxpr, from those of its constants and inputs."""
+    marks = dict(zip((*inside.constvars, *inside.invars), inputs, strict=True))
+    for op, course in zip(ops, courses):
+        operands = [mark_of(var, marks) for var in op.equation.invars]
+        for index, out in enumerate(op.equation.outvars):
+            marks[out] = _mark_of_result(op, course, operands, index)
+    return marks
+
+
+def entering(mark: Mark, role: Role, var: Var) -> Mark:
+    """The mark of an operand inside the jaxpr that takes it: the carry of a loop keeps its dtype."""
+    if role is not Role.CARRY:
+        return mark
+    return Mark.FIRM if is_float32(var) else Mark.UNKNOWN
+
+
+def _mark_of_result(op: Op, course: Course, operands: list[Mark], index: int) -> Mark:
+    out = op.equation.outvars[index]
+    if course.category is Category.CALL:
+        carries = (
+            carry for inner in op.inner for at, carry in zip(inner.results, inner.carries) if at == index
+        )
+        return Mark.FIRM if is_float32(out) and any(carries) else Mark.UNKNOWN
+    if all(mark is Mark.CONSTANT for mark in operands) and not op.equation.effects:
+        return Mark.CONSTANT
+    if not is_float32(out):
+        return Mark.UNKNOWN
+    if op.is_cast:
+        (source,) = op.equation.invars
+        if is_float32(source):
+            return operands[0]
+        return Mark.FIRM if jnp.issubdtype(source.aval.dtype, jnp.floating) else Mark.UNKNOWN
+    if course.category is Category.MOVE:
+        position = index if len(op.equation.outvars) == len(operands) else 0
+        grown = op.name == "broadcast_in_dim" and _grows(op.equation.invars[0], out)
+        freed = operands[position] is Mark.ARGUMENT and (grown or op.name == "gather")
+        return Mark.UNKNOWN if freed else operands[position]
+    if course.is_half_product and Mark.FULL not in operands:
+        return Mark.UNKNOWN
+    if course.category is Category.INFER and not course.reason:
+        widest = [_after_broadcast(op, var, mark) for var, mark in zip(op.equation.invars, operands)]
+        return min(max(widest), Mark.FIRM)
+    return Mark.FIRM
+
+
+def _after_broadcast(op: Op, var: Var, mark: Mark) -> Mark:
+    freed = mark is Mark.ARGUMENT and op.traits.broadcasts and _grows(var, op.equation.outvars[0])
+    return Mark.UNKNOWN if freed or not is_float32(var) else mark
+
+
+def _grows(var: Var, out: Var) -> bool:
+    """Whether a value is broadcast. A symbolic size can be compared only with `==` and `!=`."""
+    return math.prod(var.aval.shape) != math.prod(out.aval.shape)
