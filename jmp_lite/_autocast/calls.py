@@ -52,7 +52,8 @@ def _is_kept(primitive: Any, *operands: Any, **params: Any) -> bool:
     name, traits = primitive.name, traits_of(primitive.name)
     if name == "convert_element_type":
         return params["new_dtype"] != jnp.float32
-    if name in ("broadcast_in_dim", "split"):  # Moves that can be done again. The whole is one array.
+    # Roundings, and moves, that can be done again. The whole of a split value is one array.
+    if name in ("reduce_precision", "broadcast_in_dim", "split"):
         return False
     wide = any(operand.dtype == jnp.float32 for operand in operands)
     return not (wide and traits.pointwise and not traits.compares)

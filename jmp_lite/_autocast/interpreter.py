@@ -28,7 +28,6 @@ from .planning.plan import (
     PassOn,
     Plan,
     Skip,
-    StoreHalf,
     Take,
     WideGradient,
     WideResult,
@@ -121,8 +120,6 @@ class Interpreter:
                     return self._half_gradient(equation, action, operands)
                 case Bind():
                     return self._bind(equation, action, operands)
-                case StoreHalf():
-                    return self._store_half(equation, action, operands)
                 case Call():
                     return self._handlers[action.handler](self, equation, action, operands)
                 case MoveBoth():
@@ -155,14 +152,6 @@ class Interpreter:
         halves = [value.to(self.half) for value in operands]
         half_product = _product(equation, action.params | {"preferred_element_type": self.half})
         return [Value(product_with_half_gradients(_product(equation, {}), half_product, wide, halves))]
-
-    def _store_half(self, equation: Equation, action: StoreHalf, operands: list[Value]) -> list[Value]:
-        """Computes in float32 and stores in half."""
-        wide = [
-            cast(value.native, jnp.float32) if widen else value.native
-            for value, widen in zip(operands, action.widen)
-        ]
-        return list(map(Value, self._narrowed(bind(equation, wide), action.narrow)))
 
     def _narrowed(self, arrays: Sequence[Array], narrow: Sequence[bool]) -> Sequence[Array]:
         if not any(narrow):
@@ -200,7 +189,13 @@ class Interpreter:
         """Returns the array of a value, in the dtype in which an operation or a call takes it."""
         if take is Take.AS_IS:
             return value.native
-        return value.to(self.half if take is Take.HALF else jnp.float32)
+        array = value.to(self.half if take is Take.HALF else jnp.float32)
+        if take is Take.ROUNDED:
+            # With the exponents of float32: with fewer, XLA would make zeros of subnormal numbers. `reuse`
+            # leads the gradient around the rounding.
+            digits = int(jnp.finfo(self.half).nmant)
+            array = reuse(array, lax.reduce_precision(array, 8, digits))
+        return array
 
     def take_all(self, values: Sequence[Value], takes: Sequence[Take]) -> list[Array]:
         """Returns the arrays of some values, as `take` does."""

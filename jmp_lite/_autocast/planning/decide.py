@@ -19,7 +19,6 @@ from .plan import (
     MoveBoth,
     PassOn,
     Plan,
-    StoreHalf,
     Take,
     WideGradient,
     WideResult,
@@ -238,9 +237,10 @@ def _in_half(op: Op, operands: Sequence[State]) -> tuple[Take, ...]:
 
 
 def _store_half(op: Op, operands: Sequence[State], reason: str) -> Decision:
+    """Computes in float32 and stores the result in half."""
     results = _halves(op)
-    in_half = lambda states: tuple(state.is_half for state in states)
-    action = StoreHalf(in_half(operands), in_half(results))
+    takes = _in_full(operands).operands
+    action = Bind(takes, narrow=tuple(state.is_half for state in results))
     return Decision(op, Category.INFER, action, results, reason, changed=True)
 
 

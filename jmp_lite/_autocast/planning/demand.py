@@ -21,6 +21,7 @@ from ..._jaxpr.read import (
     Var,
     call_scope,
     constants,
+    holds,
     is_float32,
     is_literal,
     open_jaxpr,
@@ -171,10 +172,11 @@ class DemandPass:
         scope = call_scope(scope, op.equation)
         scope = self._scopes.that_matters(f"{scope}/{inner.scope}" if inner.scope else scope)
         backward = facts.around.is_backward(op)
-        if self._rules.reduce_dtype is None:
-            return Around(scope, backward)
-        results = [var in facts.intermediate for var in op.equation.outvars]
-        return Around(scope, backward, self._gradients.outputs(inner, results, backward))
+        intermediate: tuple[bool, ...] = ()
+        if self._rules.reduce_dtype is not None:
+            results = [var in facts.intermediate for var in op.equation.outvars]
+            intermediate = self._gradients.outputs(inner, results, backward)
+        return Around(scope, backward, intermediate, facts.around.recomputed or recomputes(op))
 
     def _ops(self, jaxpr: Jaxpr) -> tuple[tuple[Op, ...], Anatomy]:
         inside = open_jaxpr(jaxpr)
@@ -249,6 +251,14 @@ class DemandPass:
             *(entering(mark_of(var, facts.marks), role, var) for var, role in zip(operands, inner.roles)),
         )
         return self.facts(inner.jaxpr, wanted_inside(inner, results), inputs, self.around(op, inner, facts))
+
+
+def recomputes(op: Op) -> bool:
+    """Whether the backward pass of a loop computes float32 values again, in place of keeping them.
+
+    With a `remat2` the program says itself what the loop keeps.
+    """
+    return op.name == "scan" and not op.equation.effects and not holds(op.inner[0].jaxpr, "remat2")
 
 
 def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:

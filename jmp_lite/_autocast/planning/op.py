@@ -104,11 +104,13 @@ class Around:
         scope: the scopes around the jaxpr.
         backward: whether it runs in a backward pass.
         intermediate: for each output, whether the backward pass reads it on; empty without a `reduce_dtype`.
+        recomputed: whether it is a part of a loop whose backward pass computes it again from half values.
     """
 
     scope: str = ""
     backward: bool = False
     intermediate: tuple[bool, ...] = ()
+    recomputed: bool = False
 
     def is_backward(self, op: Op) -> bool:
         """Whether an operation of the jaxpr is a part of a backward pass."""

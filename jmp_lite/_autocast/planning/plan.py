@@ -20,6 +20,7 @@ class Take(enum.Enum):
 
     AS_IS = "as it was computed"
     FLOAT32 = "float32"
+    ROUNDED = "cast up from half, and rounded to half once more"
     HALF = "half"
     BROADCAST = "broadcast in float32 to the shape of the result, then cast to half"
     BOTH = "float32, and the same value in half as a further operand"
@@ -39,7 +40,7 @@ class Bind:
     Attributes:
         operands: how it takes each operand.
         params: the parameters that change.
-        narrow: for each result, whether it is cast to half; empty for no cast.
+        narrow: for each result, whether it is cast to half and stored so; empty for no cast.
     """
 
     operands: tuple[Take, ...]
@@ -66,19 +67,6 @@ class WideResult(Bind):
 @dataclasses.dataclass(frozen=True)
 class HalfGradient(Bind):
     """Runs an outer product in float32, and the products of its derivatives on half operands."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StoreHalf:
-    """Runs the operation in float32 and stores the result in half.
-
-    Attributes:
-        widen: for each operand, whether it is cast from half to float32.
-        narrow: for each result, whether it is cast to half.
-    """
-
-    widen: tuple[bool, ...]
-    narrow: tuple[bool, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +135,30 @@ class Call:
 
 
 Action = (
-    Bind | StoreHalf | PassOn | MoveBoth | Activation | Skip | Call
+    Bind | PassOn | MoveBoth | Activation | Skip | Call
 )  # WideGradient, WideResult and HalfGradient are kinds of Bind.
+
+
+def rounded(action: Action) -> Action:
+    """Returns an action of an operation whose half operands are computed again in a backward pass.
+
+    By default XLA may leave out a cast down and up again, so that the forward pass reads a value that was
+    never rounded. The backward pass reads the rounded value that the loop has kept. A softmax that is
+    computed of both is no softmax. XLA leaves out no `reduce_precision`.
+    """
+
+    def round_all(takes: tuple[Take, ...]) -> tuple[Take, ...]:
+        return tuple(Take.ROUNDED if take is Take.FLOAT32 else take for take in takes)
+
+    if isinstance(action, Bind):
+        return dataclasses.replace(action, operands=round_all(action.operands))
+    if isinstance(action, Call):
+        inner = (
+            dataclasses.replace(inside, enter=round_all(inside.enter), leave=round_all(inside.leave))
+            for inside in action.inner
+        )
+        return dataclasses.replace(action, inner=tuple(inner))
+    return action
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,7 +22,6 @@ from ..._jaxpr.read import (
     Var,
     configured_precisions,
     constants,
-    holds,
     is_float32,
     is_literal,
     open_jaxpr,
@@ -37,10 +36,10 @@ from .decide import (
     decide_product,
     in_float32,
 )
-from .demand import DemandPass, Facts, Wanted, wanted_inside
+from .demand import DemandPass, Facts, Wanted, recomputes, wanted_inside
 from .marks import Mark
 from .op import Around, Course, Op
-from .plan import Activation, Bind, Call, Decision, Plan, Skip, Take
+from .plan import Activation, Bind, Call, Decision, Plan, Skip, Take, rounded
 from .rules import Rules
 from .scopes import Scopes
 from .states import FIRM, HALF, OTHER, Kind, State, entering, join, leaving
@@ -116,6 +115,10 @@ class Planner:
         ends = [index for index, decision in enumerate(decisions) if isinstance(decision.action, Activation)]
         for index in inner_members(facts.ops, facts.anatomy, ends):
             decisions[index] = dataclasses.replace(decisions[index], action=Skip(), reason=_PART)
+        if facts.around.recomputed:
+            decisions = [
+                dataclasses.replace(decision, action=rounded(decision.action)) for decision in decisions
+            ]
         results = tuple(map(state_of, inside.outvars))
         changed = any(decision.changed for decision in decisions)
         return Plan(jaxpr, facts.around, states, tuple(decisions), results, facts.demand, changed)
@@ -162,8 +165,6 @@ class Planner:
         changed = any(plan.changed for plan in plans) or any(state.is_half for state in (*operands, *states))
         action = Bind((Take.AS_IS,) * len(operands))
         if changed:
-            # With a `remat2` the program says itself what the loop keeps for the backward pass.
-            recompute = is_scan and not op.equation.effects and not holds(plans[0].jaxpr, "remat2")
             handler = op.name
             if handler == "custom_jvp_call" and (
                 any(state.reduced for state in operands) or is_reverse_only(op.equation)
@@ -171,7 +172,7 @@ class Planner:
                 # JAX transposes the products of a `custom_jvp` itself; a backward rule gives them their
                 # dtype.
                 handler = "custom_vjp_call"
-            action = Call(handler, decide_inside(op, operands, plans, states), recompute)
+            action = Call(handler, decide_inside(op, operands, plans, states), recomputes(op))
         reason = "decided inside, operation by operation"
         return Decision(op, Category.CALL, action, states, reason, changed, tuple(plans))
 
