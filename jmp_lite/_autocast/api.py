@@ -95,8 +95,8 @@ def autocast(
         fun: any function that JAX can trace: a loss, a model's apply, a whole train step. Its arguments
             and outputs may hold anything; only `jax.Array`s are traced. Without `fun`, autocast returns a
             decorator.
-        dtype: `jnp.bfloat16` or `jnp.float16`, or one of their names. With float32 the function runs as it
-            is, so that the precision of a program can be one flag.
+        dtype: `jnp.bfloat16` or `jnp.float16`, or one of their names. With float32 the function runs as
+            `full_precision` runs it, so that the precision of a program can be one flag.
         allow, deny, infer: primitives to put on a list, by name (`"tanh"`, as `jax.make_jaxpr` prints it)
             or as the primitive itself (`jax.lax.tanh_p`). `"-tanh"` takes one off its list, after which it
             keeps the dtypes with which it was traced.
@@ -177,7 +177,7 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         if settings.dtype == jnp.float32:
-            return fun(*args, **kwargs)
+            return full_precision(fun)(*args, **kwargs)
         traced, planner, plan = prepare(fun, settings, args, kwargs)
         planner.scopes.check()
         return traced.outputs(run(planner, plan, traced.arrays))
@@ -238,10 +238,10 @@ def prepare(
 ) -> tuple[Arguments, Planner, Plan]:
     """Traces a call of `fun` and plans it. `planner.scopes.check` says whether each rule selects something.
 
-    For a report all arguments get names, and objects of `report_kinds` are traced beside `jax.Array`s.
+    For a report all arguments get names, and objects of `report_kinds` are traced beside arrays.
     """
     named = bool(report_kinds or rules.scopes) or rules.reduce_dtype is not None
-    traced = arguments.trace(fun, args, kwargs, named, (jax.Array, *report_kinds))
+    traced = arguments.trace(fun, args, kwargs, named, report_kinds)
     planner = Planner(rules)
     states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
     return traced, planner, planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))

@@ -40,6 +40,10 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         # Nothing differentiates the body of a scan alone, so the barriers of prevent_cse are not needed.
         bodies = [jax.checkpoint(bodies[0], policy=_is_kept, prevent_cse=False)]
     results, _ = CALLS[action.handler](equation, bodies, arrays)
+    if action.handler == "custom_linear_solve":
+        # An iterative solver stops at once at a right side with inf, and gives zeros: the overflow would be
+        # lost, and no step skipped. Zero times inf is NaN.
+        results = [x + 0 * right for x, right in zip(results, arrays[-len(results) :], strict=True)]
     return list(map(Value, results))
 
 

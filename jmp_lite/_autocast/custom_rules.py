@@ -39,7 +39,8 @@ def custom_vjp(
     """Runs a function with forward and backward rules of the user's own."""
     rule = TracedRule(interpreter, equation, action, operands)
     fun = jax.custom_vjp(rule.primal)
-    fun.defvjp(rule.forward, rule.backward, symbolic_zeros=equation.params["symbolic_zeros"])
+    # Of a result that nothing differentiates, JAX refuses a cotangent of zeros under `jax.vmap`.
+    fun.defvjp(rule.forward, rule.backward, symbolic_zeros=True)
     return list(map(Value, fun(*rule.given)))
 
 
@@ -58,9 +59,9 @@ class _Saved:
     """The static part of the residuals of a forward rule.
 
     Attributes:
-        structure: how to build the pullback.
+        structure: how to build the pushforward of a `custom_vjp`: tangents to tangents.
         states: the states of the residuals.
-        moving: for each operand, whether the pullback gives a gradient of it.
+        moving: for each operand, whether the rule gives a gradient of it.
     """
 
     structure: Any
@@ -136,16 +137,15 @@ class TracedRule:
 
     def forward(self, *given: Any) -> tuple[list[Array], Any]:
         """The forward rule of a `custom_vjp`: the results, and a pytree of the residuals."""
-        arrays, moving = given, self._moving
+        arrays, moving = [primal.value for primal in given], self._moving
         if self._equation.params["symbolic_zeros"]:
-            arrays = [primal.value for primal in given]
             moving = self._perturbed(primal.perturbed for primal in given)
         structures: list[Any] = []
 
         def trace(arrays: list[Array], _: list[Array]) -> tuple[list[Array], list[Array]]:
             of_moving, moved = self._of_moving(arrays, moving)
-            results, pullback = jax.vjp(of_moving, *moved)
-            leaves, structure = jax.tree.flatten(pullback)
+            results, pushforward = jax.linearize(of_moving, *moved)
+            leaves, structure = jax.tree.flatten(pushforward)
             structures.append(structure)
             return results, leaves
 
@@ -156,17 +156,25 @@ class TracedRule:
 
     def backward(self, saved: Any, cotangents: list[Any]) -> tuple[Array | None, ...]:
         """The backward rule of a `custom_vjp`."""
-        outvars, moving = self._equation.outvars, saved.func.moving
-        arriving = [
-            (_filled(cotangent), _state_of_tangent(cotangent, var))
-            for cotangent, var in zip(cotangents, outvars)
-            if _is_differentiable(var)
+        moving = saved.func.moving
+        is_given = [
+            _is_differentiable(var) and not isinstance(cotangent, SymbolicZero)
+            for cotangent, var in zip(cotangents, self._equation.outvars)
         ]
+        arriving = [
+            (cotangent, _state_of_tangent(cotangent, var))
+            for cotangent, var, given in zip(cotangents, self._equation.outvars, is_given)
+            if given
+        ]
+        operands = [var.aval for var, moves in zip(self._equation.invars, moving) if moves]
 
         def pullback(leaves: list[Array], arriving: list[Array]) -> list[Array]:
-            given = iter(arriving)
-            full = [next(given) if _is_differentiable(var) else _zero(var) for var in outvars]
-            return list(jax.tree.unflatten(saved.func.structure, leaves)(full))
+            pushforward = jax.tree.unflatten(saved.func.structure, leaves)
+
+            def to_given(*tangents: Array) -> list[Array]:
+                return [change for change, given in zip(pushforward(*tangents), is_given) if given]
+
+            return list(jax.linear_transpose(to_given, *operands)(arriving))
 
         residuals = list(zip(saved.args, saved.func.states, strict=True))
         states = [state for state, moves in zip(self._inside.plan.inputs, moving) if moves]
@@ -259,12 +267,6 @@ def _state_of_tangent(array: Array, var: Var) -> State:
     if not is_float32(var):
         return OTHER
     return FIRM if array.dtype == jnp.float32 else HALF
-
-
-def _filled(cotangent: Any) -> Array:
-    """Returns a cotangent as an array: the backward rule is traced without symbolic zeros."""
-    of: Any = cotangent
-    return jnp.zeros(of.shape, of.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _is_differentiable(var: Var) -> bool:

@@ -1,11 +1,12 @@
 """The arguments of a call: how they become arrays for a jaxpr, and what the arrays are called.
 
-The arguments and outputs of a function may hold anything. Only `jax.Array`s are traced; everything else
-reaches the function as it is, as in a plain call. An object that a call may change, such as an NNX module, is
-split into arrays by the adapter of its library.
+The arguments and outputs of a function may hold anything. Only `jax.Array`s and NumPy arrays of floating
+numbers are traced; everything else reaches the function as it is, as in a plain call. An object that a call
+may change, such as an NNX module, is split into arrays by the adapter of its library.
 """
 
 import dataclasses
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -13,8 +14,11 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .._paths import argument_names
+from .bind import is_traced
 from .read import Array, Jaxpr
 
 # For each library whose objects a call may change, the adapter that splits them. This is a table of names: no
@@ -49,7 +53,7 @@ def trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     with_names: bool,
-    kinds: tuple[type, ...] = (jax.Array,),
+    kinds: tuple[type, ...] = (),
 ) -> Arguments:
     """Traces a call of `fun`.
 
@@ -57,7 +61,7 @@ def trace(
         fun: the function.
         args, kwargs: its arguments.
         with_names: whether the paths of the arrays are needed; they take time to make.
-        kinds: the types of the arguments that are traced as arrays.
+        kinds: further types of arguments that are traced as arrays.
     """
     adapter = _adapter((args, kwargs))
     finish = None
@@ -65,7 +69,8 @@ def trace(
         fun, args, finish = adapter.split_objects(fun, args, kwargs)
         kwargs = {}
     call = _Call(fun, args, kwargs, kinds)
-    closed = jax.make_jaxpr(call.flat)(*call.arrays)
+    # JAX's errors of tracing name the function that was wrapped.
+    closed = jax.make_jaxpr(functools.wraps(fun)(lambda *arrays: call.flat(*arrays)))(*call.arrays)
     names = [""] * len(call.leaves)
     if with_names:
         names = argument_names(fun, args, kwargs)
@@ -96,7 +101,9 @@ class _Call:
     ) -> None:
         self._fun = fun
         self.leaves, self._structure = jax.tree.flatten((args, kwargs))
-        self.indexes = [index for index, leaf in enumerate(self.leaves) if isinstance(leaf, kinds)]
+        self.indexes = [
+            index for index, leaf in enumerate(self.leaves) if _is_array(leaf) or isinstance(leaf, kinds)
+        ]
         self._output_leaves: list[Any] = []
         self._output_structure: Any = None
 
@@ -111,6 +118,8 @@ class _Call:
             leaves[index] = array
         args, kwargs = jax.tree.unflatten(self._structure, leaves)
         outputs, self._output_structure = jax.tree.flatten(self._fun(*args, **kwargs))
+        for leaf in outputs:
+            _check_output(self._fun, leaf)
         # The arrays go out through the trace; kept here they would leak from it.
         self._output_leaves = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in outputs]
         return [output for output in outputs if isinstance(output, jax.Array)]
@@ -120,6 +129,31 @@ class _Call:
         given = iter(results)
         leaves = [next(given) if leaf is _ARRAY else leaf for leaf in self._output_leaves]
         return jax.tree.unflatten(self._output_structure, leaves)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether an argument is traced. An index of a tracer works on a tracer alone, not on a NumPy array.
+
+    NumPy's integers and booleans stay: they may be sizes, or choose what the function does.
+    """
+    is_numpy = isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return is_numpy or isinstance(leaf, jax.Array)
+
+
+def _check_output(fun: Callable[..., Any], leaf: Any) -> None:
+    """Raises a TypeError if an output is an object that holds arrays, and that JAX does not look into.
+
+    The arrays are tracers, and dead as soon as the function has been traced.
+    """
+    if isinstance(leaf, jax.Array) or callable(leaf):
+        return
+    held = jax.tree.leaves(dict(getattr(leaf, "__dict__", ())))
+    if any(isinstance(value, jax.Array) and is_traced(value) for value in held):
+        kind, name = type(leaf).__name__, getattr(fun, "__name__", repr(fun))
+        raise TypeError(
+            f"autocast: the output of {name} has a {kind}, which holds arrays and is no pytree: JAX would "
+            f"lose them. Return the arrays, or register the class: jax.tree_util.register_dataclass({kind})."
+        )
 
 
 def _adapter(tree: Any) -> ModuleType | None:

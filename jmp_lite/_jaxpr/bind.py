@@ -46,8 +46,12 @@ def _may_be_remembered(equation: Equation) -> bool:
 
 def _transformed(operands: Sequence[Array]) -> bool:
     """Whether a transform such as `jax.grad` may follow what happens to one of the operands."""
-    inside = _class_in_jaxprs()
-    return any(type(x) is not inside and isinstance(x, jax.Array) for x in operands)
+    return any(isinstance(x, jax.Array) and not is_traced(x) for x in operands)
+
+
+def is_traced(x: Array) -> bool:
+    """Whether a value stands for an array of a jaxpr that is being traced."""
+    return type(x) is _class_in_jaxprs()
 
 
 @functools.cache
@@ -98,7 +102,13 @@ def is_reverse_only(equation: Equation) -> bool:
 
 def cast(x: Array, dtype: Any) -> Array:
     """Returns `x` in `dtype`. Where a derivative is taken, JAX remembers it, as in `bind`."""
-    return _inlined_cast(x, dtype) if _transformed([x]) else lax.convert_element_type(x, dtype)
+    run = _inlined_cast if _transformed([x]) else lax.convert_element_type
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+        return run(x, dtype)
+    # The value comes from the inside of `jax.sharding.auto_axes`, or goes there.
+    with jax.sharding.use_abstract_mesh(mesh):
+        return run(x, dtype)
 
 
 _inlined_cast = jax.jit(lax.convert_element_type, static_argnums=1, inline=INLINE)

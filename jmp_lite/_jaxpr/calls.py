@@ -170,8 +170,11 @@ def scan(
         return (results[:carried], total), (results[carried:], side)
 
     start = list(arrays[first : first + carried]), {} if accumulator is None else accumulator.start
-    params = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
-    (carry, total), (slices, side) = lax.scan(step, start, list(arrays[first + carried :]), **params)
+    slices = list(arrays[first + carried :])
+    params = {name: equation.params[name] for name in ("reverse", "unroll")}
+    # A symbolic length, of `jax.export`, is known by the slices alone.
+    params["length"] = None if slices else equation.params["length"]
+    (carry, total), (slices, side) = lax.scan(step, start, slices, **params)
     return [*carry, *slices], side if accumulator is None else accumulator.side(total)
 
 

@@ -153,7 +153,7 @@ sqrt                         infer      pointwise
 is_finite                    infer
 
 # Other operations that run in the widest type of their operands. An `outer_product` is a `dot_general` that
-# sums nothing.
+# sums nothing; an `elementwise_product` is one in which at most one operand has axes of its own.
 concatenate                  infer      passes
 pad                          infer      passes
 stack                        infer
@@ -172,6 +172,7 @@ eq_to                        infer
 lt_to                        infer
 le_to                        infer
 outer_product                infer
+elementwise_product          infer      scales
 
 # Moves within a device.
 reshape                      move       whole passes

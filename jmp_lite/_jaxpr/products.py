@@ -28,12 +28,12 @@ Product = Callable[[Array, Array], Array]
 def product_with_half_gradients(
     product: Product, half_product: Product, wide: Sequence[Array], halves: Sequence[Array]
 ) -> Array:
-    """Runs a product in float32, and the products of its derivatives in half.
+    """Runs a product that gives float32, and the products of its derivatives in half.
 
     Args:
         product: the product.
         half_product: the same product of half operands, which gives half.
-        wide: its operands in float32.
+        wide: the operands of the product, in float32 or in half.
         halves: the same values in half. Only the derivatives read them.
     """
 
@@ -43,14 +43,15 @@ def product_with_half_gradients(
         return product(*wide)
 
     def rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
-        wide, (left, right) = primals
+        _, (left, right) = primals
         left_tangent, right_tangent = tangents[0]
         terms = []
         if not isinstance(left_tangent, SymbolicZero):
             terms.append(half_product(cast(left_tangent, left.dtype), right))
         if not isinstance(right_tangent, SymbolicZero):
             terms.append(half_product(left, cast(right_tangent, left.dtype)))
-        return run(*primals), cast(sum(terms), wide[0].dtype)
+        result = run(*primals)
+        return result, cast(sum(terms), result.dtype)
 
     run.defjvp(rule, symbolic_zeros=True)
     return run(tuple(wide), tuple(halves))

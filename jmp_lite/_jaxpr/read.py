@@ -142,6 +142,15 @@ def holds(jaxpr: Jaxpr, name: str) -> bool:
     )
 
 
+def holds_complex(jaxpr: Jaxpr) -> bool:
+    """Whether an operation of a jaxpr, or of a jaxpr inside it, gives complex numbers."""
+    return any(
+        any(jnp.issubdtype(getattr(var.aval, "dtype", None), jnp.complexfloating) for var in equation.outvars)
+        or any(map(holds_complex, jaxprs_in_params(equation.params)))
+        for equation in equations(jaxpr)
+    )
+
+
 def is_literal(var: Var) -> bool:
     """Whether an operand is a constant written into the equation."""
     return isinstance(var, Literal)
@@ -161,8 +170,8 @@ def _kind_of_product(equation: Equation) -> str:
     """Returns the name in the table of a `dot_general`, by its axes that are longer than 1.
 
     A product sums over some axes, and each operand has some axes of its own. The gradients of a product have
-    the same three groups of axes in other places. So with one group or none the product and its gradients
-    are all inner products.
+    the same three groups of axes in other places. With one group or none no Tensor Core runs it: it is an
+    inner product, or with no sum an element-wise product.
     """
     contracted, batch = equation.params["dimension_numbers"]
     shapes = [var.aval.shape for var in equation.invars]
@@ -173,7 +182,7 @@ def _kind_of_product(equation: Equation) -> str:
     ]
     # A symbolic size can be compared only with `==` and `!=`.
     if sum(size != 1 for size in (summed, *own)) < 2:
-        return "inner_product"
+        return "elementwise_product" if summed == 1 else "inner_product"
     return "outer_product" if summed == 1 else "dot_general"
 
 

@@ -80,7 +80,9 @@ def test_float32_is_the_identity():
     same = jmp.autocast(fun, "float32", deny=["tanh"], rules={"nowhere": "float32"})
     assert text(same, X) == text(fun, X)
     np.testing.assert_array_equal(same(X), fun(X))
-    assert products(jmp.autocast(same), X) == [("bfloat16", "bfloat16")] * 2  # It decides nothing.
+    assert products(jmp.autocast(same), X) == [("float32", "float32")] * 2  # As full_precision does.
+    inside = jmp.autocast(lambda x: same(x) @ x, "bfloat16")
+    assert products(inside, X) == [("float32", "float32")] * 2 + [("bfloat16", "bfloat16")]
 
 
 def test_methods_partials_jitted_functions_and_callable_objects_are_functions():

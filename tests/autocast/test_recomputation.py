@@ -46,7 +46,10 @@ def errors(grad, reference, seeds=16):
     """The median relative error of a gradient."""
     relative = []
     for seed in range(seeds):
-        w, x = jax.random.normal(jax.random.key(seed), (8, 8)) * 0.35, jax.random.normal(jax.random.key(100 + seed), (4, 8))
+        w, x = (
+            jax.random.normal(jax.random.key(seed), (8, 8)) * 0.35,
+            jax.random.normal(jax.random.key(100 + seed), (4, 8)),
+        )
         expected = reference(w, x)
         relative.append(jnp.linalg.norm(grad(w, x) - expected) / jnp.linalg.norm(expected))
     return float(np.median(relative))

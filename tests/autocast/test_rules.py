@@ -112,7 +112,7 @@ def test_an_option_that_cannot_be_meant_is_an_error_at_once(options, error, mess
 
 
 @pytest.mark.parametrize(
-    "options", [{"rules": {"head": "no dtype"}}, {"rules": {"head": None}}, {"allow": None}, {"rules": 3}]
+    "options", [{"rules": {"head": "no dtype"}}, {"rules": {"head": None}}, {"allow": 3}, {"rules": 3}]
 )
 def test_options_of_a_wrong_type_are_errors_at_once(options):
     with pytest.raises((TypeError, ValueError)):

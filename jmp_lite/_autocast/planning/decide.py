@@ -69,9 +69,10 @@ _GIVES_FLOAT32 = ("dot_general",)
 
 
 def decide_outer(op: Op, operands: Sequence[State], rules: Rules, wanted: Wanted) -> Decision:
-    """An outer product runs as an element-wise operation does. Its gradients are products of half operands.
+    """A product without a sum runs as an element-wise operation does.
 
-    Positions times frequencies are an outer product, which half would make wrong.
+    The gradients of an outer product are products of half operands. Positions times frequencies are an outer
+    product, which half would make wrong.
 
     Args:
         op: the operation, outside of a backward pass.
@@ -86,7 +87,8 @@ def decide_outer(op: Op, operands: Sequence[State], rules: Rules, wanted: Wanted
     if decision.takes_half:
         return dataclasses.replace(decision, action=Bind(_in_half(op, operands), params))
     is_constant = all(state.constant for state in operands)
-    gives_products = rules.category_of("dot_general") is Category.ALLOW and not is_constant
+    gives_products = rules.category_of("dot_general") is Category.ALLOW and op.name == "outer_product"
+    gives_products &= not is_constant
     if not gives_products or any(state.reduced for state in operands):
         return decision
     action = HalfGradient(_in_full(operands).operands, params)

@@ -22,6 +22,7 @@ from ..._jaxpr.read import (
     call_scope,
     constants,
     holds,
+    holds_complex,
     is_float32,
     is_literal,
     open_jaxpr,
@@ -256,9 +257,11 @@ class DemandPass:
 def recomputes(op: Op) -> bool:
     """Whether the backward pass of a loop computes float32 values again, in place of keeping them.
 
-    With a `remat2` the program says itself what the loop keeps.
+    With a `remat2` the program says itself what the loop keeps. JAX cannot keep complex numbers by a policy.
     """
-    return op.name == "scan" and not op.equation.effects and not holds(op.inner[0].jaxpr, "remat2")
+    if op.name != "scan" or op.equation.effects:
+        return False
+    return not holds(op.inner[0].jaxpr, "remat2") and not holds_complex(op.inner[0].jaxpr)
 
 
 def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:

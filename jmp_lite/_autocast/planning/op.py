@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..._jaxpr.primitives import Category, Traits, traits_of
 from ..._jaxpr.read import (
@@ -117,6 +118,16 @@ class Around:
         return (self.backward or op.is_transposed) and not op.is_recomputed
 
 
+def widens(equation: Equation, half: np.dtype) -> bool:
+    """Whether a product of the program's own half operands gives float32."""
+    params = equation.params
+    return (
+        equation.primitive.name == "dot_general"
+        and params.get("preferred_element_type") == jnp.float32
+        and all(var.aval.dtype == half for var in equation.invars)
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Course:
     """How an operation runs, as far as this does not depend on its operands.
@@ -153,10 +164,11 @@ def _course(op: Op, around: Around, rules: Rules, scopes: Scopes) -> Course:
     match op.category:
         case Category.ALLOW:
             return Course(op.category, _why_not_half(op.equation, rules))
-        case Category.INFER if op.name == "outer_product":
-            # In a backward pass it is the gradient of a product, and runs as the others do.
+        case Category.INFER if op.name in ("outer_product", "elementwise_product"):
+            # In a backward pass an outer product is the gradient of a product, and runs as the others do.
             reason = _why_not_half(op.equation, rules)
-            is_product = not reason and around.is_backward(op) and _halves_products(rules)
+            is_gradient = op.name == "outer_product" and around.is_backward(op)
+            is_product = not reason and is_gradient and _halves_products(rules)
             return Course(Category.ALLOW if is_product else op.category, reason)
         case Category.DENY:
             return Course(op.category, f"{op.name} is on the deny list")

@@ -66,7 +66,7 @@ class WideResult(Bind):
 
 @dataclasses.dataclass(frozen=True)
 class HalfGradient(Bind):
-    """Runs an outer product in float32, and the products of its derivatives on half operands."""
+    """Runs a product that gives float32, and the products of its derivatives on half operands."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,8 @@ from .decide import (
 )
 from .demand import DemandPass, Facts, Wanted, recomputes, wanted_inside
 from .marks import Mark
-from .op import Around, Course, Op
-from .plan import Activation, Bind, Call, Decision, Plan, Skip, Take, rounded
+from .op import Around, Course, Op, widens
+from .plan import Activation, Bind, Call, Decision, HalfGradient, Plan, Skip, Take, rounded
 from .rules import Rules
 from .scopes import Scopes
 from .states import FIRM, HALF, OTHER, Kind, State, entering, join, leaving
@@ -130,7 +130,12 @@ class Planner:
         if course.category is Category.CALL:
             return self._decide_call(op, operands, facts)
         if course.reason:
-            return in_float32(op, operands, course)
+            decision = in_float32(op, operands, course)
+            if course.category is Category.ALLOW and widens(op.equation, half):
+                # JAX would multiply the float32 cotangent with half operands, on no Tensor Core.
+                action = HalfGradient((Take.AS_IS,) * len(operands))
+                decision = dataclasses.replace(decision, action=action, changed=True)
+            return decision
         if op.is_cast:
             return decide_cast(op, operands[0])
         is_constant = all(state.constant for state in operands)
@@ -138,7 +143,7 @@ class Planner:
             case Category.ALLOW if not (op.name == "outer_product" and is_constant):
                 reduces = self.rules.reduce_dtype is not None and facts.makes_weight_gradient(op)
                 return decide_product(op, operands, self.rules, reduces)
-            case _ if op.name == "outer_product":
+            case _ if op.name in ("outer_product", "elementwise_product"):
                 return decide_outer(op, operands, self.rules, wanted)
             case Category.MOVE:
                 is_wanted = op.equation.outvars[0] in facts.demand.wanted
@@ -163,6 +168,7 @@ class Planner:
                     results[index] = join(results[index], state) if index in results else state
         states = tuple(results[index] for index in range(len(op.equation.outvars)))
         changed = any(plan.changed for plan in plans) or any(state.is_half for state in (*operands, *states))
+        changed |= op.name == "custom_linear_solve"  # Its handler brings an overflow to the check.
         action = Bind((Take.AS_IS,) * len(operands))
         if changed:
             handler = op.name

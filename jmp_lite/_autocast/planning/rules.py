@@ -5,6 +5,7 @@ import difflib
 import functools
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.ad_checkpoint
@@ -16,10 +17,10 @@ from ..._dtypes import DTypeLike, parse_dtype, parse_reduce_dtype
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from ..._paths import matches
 
-Operations = Iterable[str | Primitive]
+Operations = Iterable[str | Primitive] | None
 """Primitives, by name (`"exp"`) or as the primitive (`jax.lax.exp_p`); `"-exp"` takes one off its list."""
 
-ScopeRules = Mapping[str, DTypeLike] | Iterable[tuple[str, DTypeLike]]
+ScopeRules = Mapping[str, DTypeLike] | Iterable[tuple[str, DTypeLike]] | None
 """Exceptions by scope: patterns over scopes and argument paths, each with a dtype."""
 
 
@@ -117,10 +118,17 @@ def _check(category: Category, name: str) -> None:
         )
 
 
-def _entries(option: str, entries: Operations) -> Operations:
+def _entries(option: str, entries: Operations) -> Iterable[str | Primitive]:
     if isinstance(entries, (str, Primitive)):
         raise TypeError(f"{option}= is a list of operations. Got {entries!r}; write {option}=[{entries!r}].")
-    return entries
+    return _listed(option, "a list of operations, such as ['tanh']", entries)
+
+
+def _listed(option: str, allowed: str, entries: Any) -> Iterable[Any]:
+    """Returns the entries of an option, none for None."""
+    if entries is not None and not isinstance(entries, Iterable):
+        raise TypeError(f"{option}= is {allowed}. Got {entries!r}.")
+    return () if entries is None else entries
 
 
 def _primitive_name(option: str, entry: str | Primitive) -> tuple[str, bool]:
@@ -161,7 +169,8 @@ def _known_names() -> frozenset[str]:
 
 
 def _scopes(half: np.dtype, rules: ScopeRules) -> tuple[tuple[str, bool], ...]:
-    pairs = rules.items() if isinstance(rules, Mapping) else rules
+    allowed = "a mapping of patterns over scopes to dtypes, as in {'decoder/head': 'float32'}"
+    pairs = rules.items() if isinstance(rules, Mapping) else _listed("rules", allowed, rules)
     scopes = []
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):

@@ -43,7 +43,7 @@ class Operation:
         arguments: the paths of the arguments that it takes, as they are or cast, reshaped, looked up.
         source: the line that made it, as `file.py:12:4 (function)`.
         times: how often it runs in one call; the iterations of a `while` loop are not known and count as one.
-        flops: floating point operations in one call of the function.
+        flops: floating point operations in one call of the function; a symbolic size counts as 1.
         in_half: whether it takes half operands, made by autocast or by the program.
         advice: the sizes of a half precision product that Tensor Cores run slowly, and what to pad them to.
 
@@ -115,7 +115,7 @@ def operations_of(
             path = call_scope(path, equation)
             for inner, inner_plan in zip(op.inner, decision.inner):
                 looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
-                runs = equation.params.get("length", 1) if looped else 1
+                runs = _known(equation.params.get("length", 1)) if looped else 1
                 entering = [taken[index] for index in inner.operands]
                 yield from operations_of(inner_plan, half, path, times * runs, entering, promotions)
         elif _is_floating(equation):
@@ -178,18 +178,27 @@ def _flops(equation: Equation) -> int:
     """Floating point operations: two for each multiply and add of a product, else one an element."""
     name, params = equation.primitive.name, equation.params
     if name == "conv_general_dilated":
-        kernel, out = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
+        kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
         features = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2 * math.prod(out) * math.prod(kernel) // features
     if name in ("dot_general", "ragged_dot_general"):
         numbers = params.get("dimension_numbers")
         if numbers is None:
             numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        left = equation.invars[0].aval.shape
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in numbers[0][0])
-    sizes = [math.prod(getattr(var.aval, "shape", ())) for var in (*equation.invars, *equation.outvars)]
+        left = _shape(equation.invars[0])
+        return 2 * math.prod(_shape(equation.outvars[0])) * math.prod(left[axis] for axis in numbers[0][0])
+    sizes = [math.prod(_shape(var)) for var in (*equation.invars, *equation.outvars)]
     return (
         0
         if traits_of(name).category is Category.MOVE or name == "convert_element_type"
         else max(sizes, default=0)
     )
+
+
+def _shape(var: Var) -> tuple[int, ...]:
+    return tuple(map(_known, getattr(var.aval, "shape", ())))
+
+
+def _known(size: Any) -> int:
+    """Returns a size, 1 for a symbolic one: `jax.export` knows it only when the program runs."""
+    return size if isinstance(size, int) else 1

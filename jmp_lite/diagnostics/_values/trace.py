@@ -137,7 +137,7 @@ def trace(caller: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
         gradients[:] = [name.removesuffix("/value") for name in floating]
         return (value[0] if call.has_aux else value), list(floating.values())
 
-    kinds = (jax.Array, np.ndarray)
+    kinds = (np.ndarray,)
     traced = arguments.trace(step, args, {**kwargs, _SCALE: jnp.float32(1)}, True, kinds)
     fixed = constants(traced.jaxpr)
     names = (*("" for _ in fixed), *traced.names)
