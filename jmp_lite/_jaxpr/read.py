@@ -145,7 +145,7 @@ def holds(jaxpr: Jaxpr, name: str) -> bool:
 def holds_complex(jaxpr: Jaxpr) -> bool:
     """Whether an operation of a jaxpr, or of a jaxpr inside it, gives complex numbers."""
     return any(
-        any(jnp.issubdtype(getattr(var.aval, "dtype", None), jnp.complexfloating) for var in equation.outvars)
+        any(jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.complexfloating) for var in equation.outvars)
         or any(map(holds_complex, jaxprs_in_params(equation.params)))
         for equation in equations(jaxpr)
     )

@@ -376,3 +376,16 @@ def test_gradients_are_reduced_in_float32_on_request_by_products_of_half_operand
     assert reduced["f16"] == 2 * table  # `attend` is no Dense layer.
     assert reduced["f32"] == pytest.approx(4 * total, rel=0.01)
     assert program.tensor_core_share == 1
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_loop_reads_rounded_values_in_the_program_too(half):
+    """XLA leaves out casts down and up again, but no `reduce_precision`: the softmax reads what is stored."""
+
+    def loss(w, x):
+        attend = lambda c: jax.nn.softmax((c @ w) @ c.T) @ c
+        return jnp.sum(jax.lax.scan(lambda c, t: (attend(c + t), None), x @ w, jnp.stack([x, x]))[0])
+
+    w, x = jnp.ones((64, 64)), jnp.ones((32, 64))
+    count = lambda fun: compile_for_gpu(jax.jit(fun), w, x).as_text().count("reduce-precision(")
+    assert count(jax.grad(jmp.autocast(loss, half))) > count(jax.grad(loss)) == 0
