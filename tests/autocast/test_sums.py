@@ -8,7 +8,7 @@ from jax import lax
 
 import jmp_lite as jmp
 from tests.support.jaxprs import products
-from tests.support.small_programs import HALVES, PARAMS, V, W, X, eps
+from tests.support.small_programs import HALVES, PARAMS, B, V, W, X, eps
 
 MANY = 40_960
 
@@ -142,3 +142,29 @@ def test_the_backward_pass_saves_half_activations(half):
     saved = [leaf for leaf in saved if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert saved
     assert {leaf.dtype.name for leaf in saved} == {half}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("start", ["argument", "moved", "computed", "carried"])
+def test_a_residual_stream_without_norms_stays_float32(start, half):
+    """Only products and sums read it, so nothing but its own begin tells that it is float32."""
+    layers = jnp.stack([W, W * 0.5, W * 0.25])
+
+    def stream(x):
+        for w in layers:
+            x = x + (jnp.tanh(x @ w) @ w + B)
+        return x @ W
+
+    programs = {
+        "argument": lambda x: stream(x),
+        "moved": lambda x: stream(x.T.reshape(4, 8)),
+        "computed": lambda x: stream(jnp.exp(x)),
+        "carried": lambda x: lax.scan(lambda c, _: (stream(c), None), x, length=1)[0],
+    }
+    report = jmp.explain(programs[start], half)(X)
+    sums = [operation for operation in report.operations if operation.name == "add"]
+    assert len(sums) == 6
+    assert not any(operation.in_half for operation in sums)
+    # A stream that begins with a product is half, as with casts by hand.
+    from_product = jmp.explain(lambda x: stream(x @ W), half)(X)
+    assert all(o.in_half for o in from_product.operations if o.name == "add")
