@@ -9,11 +9,13 @@ import numpy as np
 import optax
 
 from .._dtypes import DTypeLike, parse_dtype
-from .._paths import as_patterns, matches, named_leaves, nearest_paths, path_name
+from .._paths import as_patterns, leaf_names, matches, named_leaves, nearest_paths, path_name
 from .._tree import at_least_float32, cast_leaf, has_dtype, is_half
 from .half_params import master_states
 from .rounding import AxisName, first_key, key_of_shard, next_key, round_leaf
-from .wrapper import RESUME, as_transform, check_init, check_update, update_inner
+from .wrapper import RESUME, as_transform, check_init, check_update, differentiated, update_inner
+
+_FEW = 1024  # Elements.
 
 
 class CastStateState(NamedTuple):
@@ -42,9 +44,10 @@ def cast_state(
     """Keeps an optimizer's floating state in bfloat16: it is widened for the update and rounded back.
 
     AdamW's two moments need 4 bytes a parameter, not 8. The scalars of the state stay as they are, such as a
-    learning rate or a loss scale. So does every array that `init` makes from the values of the parameters: a
-    copy of them, or the point where the run started. Such an optimizer reads the distance of the parameters
-    from the copy, which bfloat16 would round away (`optax.contrib.mechanize`, `prodigy`, `schedule_free`).
+    learning rate or a loss scale, and so do vectors of a few numbers that belong to no parameter
+    (`optax.contrib.muon`). So does every array that `init` makes from the values of the parameters: a copy of
+    them, or the point where the run started. Such an optimizer reads the distance of the parameters from the
+    copy, which bfloat16 would round away (`optax.contrib.mechanize`, `prodigy`, `schedule_free`).
 
     With rounding to nearest, Adam's second moment does not decay: 0.999 of a bfloat16 number, rounded, is
     the number. `stochastic_rounding=True` rounds by `stochastic_round`, so that the mean decays.
@@ -96,11 +99,10 @@ def cast_state(
         )
     key = 0 if key is None else key
 
-    def rests(path: tuple[Any, ...], leaf: Any, is_copy: bool) -> bool:
+    def rests(path: tuple[Any, ...], may_rest: bool) -> bool:
         """Whether a leaf of the state rests in `target`."""
-        if target == jnp.float32 or is_copy or not _is_floating_array(leaf):
-            return False
-        return not any(matches(pattern, path_name(path)) for pattern in patterns)
+        kept = any(matches(pattern, path_name(path)) for pattern in patterns)
+        return may_rest and target != jnp.float32 and not kept
 
     def init(params: Any) -> Any:
         check_init(made_by, params)
@@ -111,15 +113,15 @@ def cast_state(
                 "Put cast_state inside: jmp.with_master_weights(jmp.cast_state(optax.adamw(3e-4)))."
             )
         _check_patterns_match(patterns, state)
-        _, are_copies = _read_init(transform.init, params)
-        cast = lambda path, leaf, is_copy: cast_leaf(leaf, target) if rests(path, leaf, is_copy) else leaf
-        cast_inner = jax.tree_util.tree_map_with_path(cast, state, are_copies)
+        _, may_rest = _read_init(transform.init, params)
+        cast = lambda path, leaf, may_rest: cast_leaf(leaf, target) if rests(path, may_rest) else leaf
+        cast_inner = jax.tree_util.tree_map_with_path(cast, state, may_rest)
         return CastStateState(cast_inner, first_key(made_by, key) if stochastic_rounding else None)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, CastStateState, state, params)
-        shapes, are_copies = _read_init(transform.init, updates if params is None else params)
-        resting = jax.tree_util.tree_map_with_path(rests, shapes, are_copies)
+        shapes, may_rest = _read_init(transform.init, updates if params is None else params)
+        resting = jax.tree_util.tree_map_with_path(rests, may_rest)
         _check_settings(state, shapes, resting, target, stochastic_rounding)
         widen = lambda leaf, rest: leaf.astype(jnp.float32) if rest else leaf
         wide = jax.tree.map(widen, state.inner_state, resting)
@@ -139,18 +141,33 @@ def cast_state(
 
 
 def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
-    """Returns the shapes of the state that `init` makes, and for each leaf whether it is made from `params`.
+    """Returns the shapes of the state that `init` makes, and for each leaf whether it may rest in half.
 
-    Values could not tell: a bias of zeros equals its moment, and inside `jit` there are no values.
+    Floating arrays may, unless they are made from the values of the parameters. The jaxpr tells that. Values
+    could not: a bias of zeros equals its moment, and inside `jit` there are no values. A few numbers that
+    belong to no parameter may not, such as the coefficients of `optax.contrib.muon`: they save no memory.
     """
-    traced, shapes = jax.make_jaxpr(init, return_shape=True)(at_least_float32(params))
+    params = at_least_float32(params)
+    traced, shapes = jax.make_jaxpr(init, return_shape=True)(params)
     jaxpr = traced.jaxpr
     from_params = set(map(id, jaxpr.invars))
     for equation in jaxpr.eqns:
         if any(id(operand) in from_params for operand in equation.invars):
             from_params.update(map(id, equation.outvars))
-    are_copies = [id(result) in from_params for result in jaxpr.outvars]
-    return shapes, jax.tree.unflatten(jax.tree.structure(shapes), are_copies)
+    names = set(leaf_names(differentiated(params)))
+    may_rest = [
+        _is_floating_array(leaf)
+        and id(result) not in from_params
+        and (leaf.size > _FEW or _belongs_to_parameter(path, names))
+        for (path, leaf), result in zip(named_leaves(shapes), jaxpr.outvars, strict=True)
+    ]
+    return shapes, jax.tree.unflatten(jax.tree.structure(shapes), may_rest)
+
+
+def _belongs_to_parameter(path: str, names: set[str]) -> bool:
+    """Whether the path of an array ends with the name of a parameter, such as `mu/head/kernel`."""
+    keys = path.split("/")
+    return any("/".join(keys[start:]) in names for start in range(len(keys) + 1))
 
 
 def _check_settings(
