@@ -226,7 +226,7 @@ def _update_in_float32(
         The updates of `params`, the new parameters before they are rounded, and the new state of `transform`.
     """
     changes, inner_state = update_inner(
-        made_by, transform, at_least_float32(grads), inner_state, full, extra_args
+        made_by, transform, at_least_float32(grads), inner_state, full, extra_args, needs_all=True
     )
     new = optax.apply_updates(full, changes)
     leaves, structure = jax.tree.flatten(params)

@@ -67,34 +67,41 @@ def update_inner(
     state: Any,
     params: Any,
     extra_args: dict[str, Any],
+    *,
     names: tuple[str, ...] = (),
+    needs_all: bool = False,
 ) -> tuple[Any, Any]:
     """Calls the `update` of the wrapped transform, and names what does not fit.
-
-    The check comes after the call: the gradients of `optax.contrib.dpsgd` have an axis more than the
-    parameters.
 
     Args:
         made_by: the name of the wrapper.
         transform: the wrapped transform.
         grads, state, params, extra_args: what its `update` gets.
         names: the paths of the parameters, if the wrapper knows them.
+        needs_all: whether the wrapper needs an update of each parameter.
 
     Raises:
         ValueError: the gradients are not those of the parameters, or the state is that of another transform.
     """
-    try:
-        updates, new_state = transform.update(grads, state, params, **extra_args)
-    except Exception as error:
-        if "jmp.resume" not in str(error) and (cause := _cause(transform, grads, state, params, names)):
-            raise ValueError(f"{made_by}: {cause}") from error
-        raise
-    # Broadcasting hides a gradient of another shape: the state, or the updates, take that shape.
-    fits = _shapes(new_state) == _shapes(state)
-    fits = fits and (params is None or _same_shapes(_shapes(updates), _shapes(differentiated(params))))
-    if not fits and (cause := _cause(transform, grads, state, params, names)):
-        raise ValueError(f"{made_by}: {cause}")
-    return updates, new_state
+    given, known = _shapes(grads), {} if params is None else _shapes(differentiated(params))
+    # Broadcasting would hide the error. The gradients of `optax.contrib.dpsgd` have a first axis more.
+    error = _wrong_shape(known, {n: s for n, s in given.items() if s[1:] != known.get(n)})
+    if error is None:
+        try:
+            updates, new_state = transform.update(grads, state, params, **extra_args)
+        except Exception as caught:
+            error = _cause(transform, given, known, state, params, names)
+            if error is None or "jmp.resume" in str(caught):
+                raise
+            raise ValueError(f"{made_by}: {error}") from caught
+        made = _shapes(updates)
+        fits = _shapes(new_state) == _shapes(state) and (params is None or made.items() <= known.items())
+        if fits and not (needs_all and len(made) < len(known)):
+            return updates, new_state
+        error = _cause(transform, given, known, state, params, names)
+        if error is None:  # The updates of `optax.lookahead` are for two trees of parameters.
+            return updates, new_state
+    raise ValueError(f"{made_by}: {error}")
 
 
 def differentiated(params: Any) -> Any:
@@ -102,45 +109,47 @@ def differentiated(params: Any) -> Any:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
+def _wrong_shape(known: dict[str, Any], given: dict[str, Any]) -> str | None:
+    """Returns what to say of the first of the gradients `given` that has another shape than its parameter."""
+    for name, shape in given.items():
+        if name in known and known[name] != shape:
+            return (
+                f"The gradient {name!r} has the shape {shape}, and its parameter has {known[name]}. "
+                "Give the gradients of these parameters."
+            )
+    return None
+
+
 def _cause(
     transform: optax.GradientTransformationExtraArgs,
-    grads: Any,
+    given: dict[str, Any],
+    known: dict[str, Any],
     state: Any,
     params: Any,
     names: tuple[str, ...],
 ) -> str | None:
-    """Returns why the update failed, if the gradients or the state do not fit the parameters."""
-    shapes = _shapes(grads)
+    """Returns why an update failed, if the gradients or the state do not fit the parameters.
+
+    Args:
+        transform, state, params, names: as in `update_inner`.
+        given, known: the shapes of the gradients and of the parameters by their paths.
+    """
+    names = tuple(known) or names
+    if missing := [name for name in names if name not in given]:
+        return f"The gradients lack the parameters {missing[:4]}. Give a gradient for each parameter."
+    if names and (unknown := [name for name in given if name not in names]):
+        return f"The gradients have leaves that are no parameters: {unknown[:4]}."
     if params is None:
         # An array of the state belongs to the gradient whose name ends its name: mu/head/kernel.
-        known = {
-            name: shape
-            for name in shapes
-            for path, shape in _shapes(state).items()
-            if shape and path.endswith(f"/{name}")
-        }
-    else:
-        known = _shapes(differentiated(params))
-        names = tuple(known)
-    if missing := [name for name in names if name not in shapes]:
-        return f"The gradients lack the parameters {missing[:4]}. Give a gradient for each parameter."
-    if names and (unknown := [name for name in shapes if name not in names]):
-        return f"The gradients have leaves that are no parameters: {unknown[:4]}."
-    for name, shape in known.items():
-        if shapes[name] != shape:
-            return (
-                f"The gradient {name!r} has the shape {shapes[name]}, and its parameter has {shape}. "
-                "Give the gradients of these parameters."
-            )
+        arrays = [(path, shape) for path, shape in _shapes(state).items() if shape]
+        known = {name: shape for name in given for path, shape in arrays if path.endswith(f"/{name}")}
+    if error := _wrong_shape(known, given):
+        return error
     if params is not None:
         expected = jax.tree.structure(jax.eval_shape(transform.init, params))
         if expected != jax.tree.structure(state):
             return f"The optimizer state is that of another optimizer or of other settings. {RESUME}"
     return None
-
-
-def _same_shapes(some: dict[str, Any], others: dict[str, Any]) -> bool:
-    return all(others.get(name, shape) == shape for name, shape in some.items())
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -227,7 +227,7 @@ class _Skipping:
         grads, flags, finite, norm = self._check(at_least_float32(updates), extra_args.get("loss_scale"))
         flags = _in_order(flags, paths, names)
         new_updates, new_inner = update_inner(
-            self.made_by, self.inner, grads, state.inner_state, params, extra_args, names
+            self.made_by, self.inner, grads, state.inner_state, params, extra_args, names=names
         )
         new_state = SkipNonfiniteState(
             inner_state=_select_state(finite, new_inner, state.inner_state),
