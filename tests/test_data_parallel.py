@@ -259,6 +259,8 @@ def two_checkpoints(tmp_path_factory):
     return script, folder
 
 
+# Orbax leaves the event loop of a failed read behind.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("spoil", [empty_all, remove_arrays, remove_tree_metadata])
 def test_the_run_falls_back_to_the_checkpoint_before_and_says_so(two_checkpoints, spoil, tmp_path, capfd):
     script, folder = two_checkpoints
@@ -281,6 +283,7 @@ def test_the_run_falls_back_to_the_checkpoint_before_and_says_so(two_checkpoints
     assert [row["step"] for row in again.history] == list(range(13, 17))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_readable_checkpoint_ends_the_program_and_deletes_none(two_checkpoints, tmp_path):
     script, folder = two_checkpoints
     broken = tmp_path / "broken"

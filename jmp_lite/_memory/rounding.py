@@ -209,16 +209,30 @@ def key_of_shard(key: RoundingKey | None, axis_name: AxisName, x: jax.Array) -> 
     """Returns the key for this device's part of `x`, or this member's, along the named axes.
 
     An array that `shard_map` knows to be the same along an axis keeps the key that all devices have.
+
+    Raises:
+        ValueError: there is no such axis.
     """
     if key is None or axis_name is None:
         return key
     word = jnp.asarray(key.word)
     for axis in (axis_name,) if isinstance(axis_name, str) else axis_name:
-        index = lax.axis_index(axis)
-        # Without `check_vma` the index, as all else, has no axes along which it varies.
-        if axis in jax.typeof(x).vma or not jax.typeof(index).vma:
+        try:
+            index = lax.axis_index(axis)
+        except NameError as error:
+            raise ValueError(
+                f"Stochastic rounding: axis_name={axis!r} is no axis of a jax.shard_map or jax.vmap around "
+                "the update. Under jit leave axis_name out: devices round apart there."
+            ) from error
+        # With `check_vma=False` no type has an axis along which its values vary, that of the index included.
+        if axis in _varying_axes(x) or axis not in _varying_axes(index):
             word = _hash(word + (index.astype(jnp.uint32) + np.uint32(1)) * np.uint32(_GOLDEN))
     return RoundingKey(word, key.step)
+
+
+def _varying_axes(x: jax.Array) -> frozenset[str]:
+    """Returns the axes of `shard_map` along which the values of `x` may vary."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def random_bits(key: RoundingKey, leaf: int, shape: tuple[int, ...]) -> jax.Array:

@@ -161,19 +161,16 @@ def _needs_transform(error: Exception, args: tuple[Any, ...], argnums: Any) -> s
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     chosen = [args[number] for number in numbers if -len(args) <= number < len(args)]
     others = [(name, leaf) for name, leaf in named_leaves(chosen) if not is_inexact(leaf)]
-    # An NNX module whose leaves are all floating may still change its state, such as batch statistics.
-    if not (isinstance(error, TypeError) and others) and type(error).__name__ != "TraceContextError":
+    if not (isinstance(error, TypeError) and others):
         return None
     modules = jax.tree.leaves(chosen, is_leaf=lambda node: _library(node) is not None)
     libraries = [library for library in map(_library, modules) if library is not None]
     lines = [_TRANSFORMS[library] for library in libraries[:1]] or list(_TRANSFORMS.values())
-    given = ""
-    if others:
-        name, leaf = others[0]
-        kind = leaf.dtype.name if hasattr(leaf, "dtype") else type(leaf).__name__
-        given = f" Got a leaf of {kind}, {name.partition('/')[2] or name!r}."
+    name, leaf = others[0]
+    kind = leaf.dtype.name if hasattr(leaf, "dtype") else type(leaf).__name__
     return (
-        f"the differentiated argument has what jax.value_and_grad cannot differentiate.{given} "
+        "the differentiated argument has what jax.value_and_grad cannot differentiate. "
+        f"Got a leaf of {kind}, {name.partition('/')[2] or name!r}. "
         f"Give {' or '.join(lines)}, or differentiate a tree of floating arrays."
     )
 
