@@ -184,6 +184,7 @@ def restore_newest(checkpoints: ocp.CheckpointManager, target: Any) -> tuple[int
             another model.
     """
     unreadable: list[int] = []
+    last = None
     for step in sorted(checkpoints.all_steps(), reverse=True):
         try:
             state, error = checkpoints.restore(step, args=ocp.args.StandardRestore(target)), None
@@ -199,7 +200,7 @@ def restore_newest(checkpoints: ocp.CheckpointManager, target: Any) -> tuple[int
         if jax.process_index() == 0:
             print(f"The checkpoint of step {step} cannot be read ({reason[:200]}).", flush=True)
         last = error or RuntimeError(f"No process may go on: {reason}.")
-    if unreadable:
+    if last is not None:
         raise last
     return None
 

@@ -6,7 +6,7 @@ taken off both, and the values below them are matched by name.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -111,23 +111,24 @@ class _Carrying:
         )
 
     def pairs(self, path: str, below: dict[str, Any], new: Any, old: Any) -> dict[str, Any]:
-        """Returns for each child of `new` that has arrays the part of `old` that belongs to it."""
+        """Returns the part of `old` for each child of `new`, None for one without arrays."""
         wanted, given = _filled(below), _filled(_fields(old) or {})
+        empty = dict.fromkeys(below.keys() - wanted.keys())
         if wanted.keys() == given.keys():
-            return given
+            return empty | given
         # Transforms without state, such as a clip, may come and go. The places in a masked tree may not.
         is_chain = type(new) is tuple and not any(isinstance(n, optax.MaskedNode) for n in below.values())
         are_numbered = all(name.isdigit() for name in given)
         if is_chain and given and are_numbered and len(wanted) == len(given):
-            return dict(zip(wanted, given.values(), strict=True))
+            return empty | dict(zip(wanted, given.values(), strict=True))
         # One level more on one side, such as that of a chain.
         if is_chain and len(wanted) == 1 and _is_one_level_more(wanted, given):
-            return dict.fromkeys(wanted, old)
+            return empty | dict.fromkeys(wanted, old)
         if len(given) == 1 and (are_numbered or "inner_state" in given) and _is_one_level_more(given, wanted):
             return self.pairs(path, below, new, *given.values())
         self.missing += [join(path, name) for name in wanted if name not in given]
         self.unknown += [join(path, name) for name in given if name not in wanted]
-        return {name: given[name] for name in wanted.keys() & given.keys()}
+        return empty | {name: given[name] for name in wanted.keys() & given.keys()}
 
     def leaf(self, path: str, new: Any, old: Any) -> Any:
         """Returns the value of `old` with the dtype of `new`, on its devices."""
@@ -155,16 +156,15 @@ class _Carrying:
             return lambda inner: MasterWeightsState(self.masters(new.masters), inner)
         if isinstance(new, SkipNonfiniteState):
             return lambda inner: replace_leaves(new, inner_state=inner, **self.skipping(new))
-        old = self.same(new, "key")
+        old = self.same(new, lambda fields: bool(jax.tree.leaves(fields.get("key"))))
         key = new.key if old is None else self.node("key", new.key, old["key"])
         return lambda inner: new._replace(inner_state=inner, key=key)
 
-    def same(self, new: Any, field: str) -> dict[str, Any] | None:
-        """Returns the old state that has the place of `new` among the wrappers with values in `field`."""
-        has_values = lambda fields: bool(jax.tree.leaves(fields.get(field)))
-        news, olds = (list(filter(has_values, ws)) for ws in (self.new_wrappers, self.old_wrappers))
-        places = [index for index, fields in enumerate(news) if fields.get(field) is getattr(new, field)]
-        return olds[places[0]] if places and len(news) == len(olds) else None
+    def same(self, new: Any, is_kind: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+        """Returns the old state that stands where `new` stands among the wrappers of one kind."""
+        news, olds = (list(filter(is_kind, ws)) for ws in (self.new_wrappers, self.old_wrappers))
+        indices = [index for index, fields in enumerate(news) if fields["inner_state"] is new.inner_state]
+        return olds[indices[0]] if indices and len(news) == len(olds) else None
 
     def masters(self, new: Any) -> Any:
         """Returns the masters `new` with the values of all old masters, by the paths of the parameters."""
@@ -181,9 +181,9 @@ class _Carrying:
 
     def skipping(self, new: SkipNonfiniteState) -> dict[str, Any]:
         """Returns the values of the fields of `new`, but for the inner state."""
-        old = self.same(new, "counts")
+        old = self.same(new, _skips)
         if old is None:
-            if any("counts" in fields for fields in self.old_wrappers):
+            if any(map(_skips, self.old_wrappers)):
                 self.others.append("it has another number of with_loss_scale and skip_nonfinite than tx")
             return {}
         values = {"loss_scale": self.loss_scale(new.loss_scale, old.get("loss_scale"))}
@@ -259,11 +259,12 @@ def _named(tree: Any) -> dict[str, Any]:
 
 def _is_ours(fields: dict[str, Any]) -> bool:
     """Whether fields are those of a wrapper's state."""
-    names = set(fields)
-    return names >= {"inner_state", "leaf_finite", "counts"} or names in (
-        {"inner_state", "masters"},
-        {"inner_state", "key"},
-    )
+    return _skips(fields) or set(fields) in ({"inner_state", "masters"}, {"inner_state", "key"})
+
+
+def _skips(fields: dict[str, Any]) -> bool:
+    """Whether fields are those of a `SkipNonfiniteState`, which may be of an older version."""
+    return fields.keys() >= {"inner_state", "loss_scale"}
 
 
 def _fields(node: Any) -> dict[str, Any] | None:

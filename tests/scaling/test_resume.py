@@ -1,5 +1,6 @@
 """`resume`: the settings and dtypes of the script, the values of an old optimizer state."""
 
+import functools
 import pickle
 
 import jax
@@ -13,7 +14,7 @@ import jmp_lite as jmp
 from tests.support.steps import bits, make_grads, make_params, make_step, run, spoil
 
 BF16 = jnp.dtype("bfloat16")
-PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "layers": [jnp.zeros(4), jnp.full(4, 0.3)]}
+PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "layers": [jnp.zeros(4), jnp.full(4, 0.3, jnp.float32)]}
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 10)
 ADAM = optax.adamw(SCHEDULE)
 SCALE = jmp.DynamicLossScale(2.0**10, period=2, hysteresis=1)
@@ -25,8 +26,9 @@ def grads(step):
 
 def train(tx, steps=3, params=PARAMS, state=None):
     state = tx.init(params) if state is None else state
-    for step in range(steps):
-        params, state = make_step(tx)(params, state, grads(step))
+    step = make_step(tx)
+    for index in range(steps):
+        params, state = step(params, state, grads(index))
     return params, state
 
 
@@ -57,6 +59,18 @@ WRAPPED = {
         jmp.with_stochastic_rounding(jmp.cast_state(tx, stochastic_rounding=True)), jmp.NoOpLossScale()
     ),
 }
+
+
+@functools.cache
+def trained(wrapped):
+    """An optimizer of `WRAPPED`, its jitted step, and parameters and a state after three steps."""
+    tx = WRAPPED[wrapped](ADAM)
+    step, params, state = make_step(tx), PARAMS, tx.init(PARAMS)
+    for index in range(3):
+        params, state = step(params, state, grads(index))
+    return tx, step, params, state
+
+
 ORBAX = pytest.mark.filterwarnings("ignore::UserWarning:orbax", "ignore::DeprecationWarning:orbax")
 pytestmark = [ORBAX, pytest.mark.filterwarnings("ignore:.*sharding info not provided.*")]
 
@@ -64,11 +78,29 @@ pytestmark = [ORBAX, pytest.mark.filterwarnings("ignore:.*sharding info not prov
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("wrapped", WRAPPED)
 def test_the_same_settings_give_the_same_bits(form, wrapped, tmp_path):
-    tx = WRAPPED[wrapped](ADAM)
+    tx, _, params, state = trained(wrapped)
+    resumed = jmp.resume(tx, params, FORMS[form](state, tmp_path))
+    assert jax.tree.structure(resumed) == jax.tree.structure(state)
+    assert bits(resumed) == bits(state)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip(1.0), jmp.with_loss_scale(optax.sgd(0.1), SCALE)),
+        optax.chain(jmp.skip_nonfinite(optax.sgd(0.1)), optax.trace(0.9)),
+        optax.chain(jmp.with_stochastic_rounding(optax.sgd(0.1))),
+        jmp.with_loss_scale(optax.masked(jmp.with_stochastic_rounding(optax.sgd(0.1)), True), SCALE),
+        jmp.with_loss_scale(optax.set_to_zero()),
+    ],
+)
+def test_wrappers_of_transforms_without_state_keep_their_own_values(tx, form, tmp_path):
     _, state = train(tx)
     resumed = jmp.resume(tx, PARAMS, FORMS[form](state, tmp_path))
     assert jax.tree.structure(resumed) == jax.tree.structure(state)
     assert bits(resumed) == bits(state)
+    assert bits(state) != bits(tx.init(PARAMS))
 
 
 def moments(state):
@@ -77,13 +109,13 @@ def moments(state):
     return adam
 
 
-@pytest.mark.cases(fast=20)
-@pytest.mark.parametrize("form", ["live", "flax", "orbax"])
-@pytest.mark.parametrize("after", WRAPPED)
+@pytest.mark.cases(fast=49)
 @pytest.mark.parametrize("before", WRAPPED)
+@pytest.mark.parametrize("after", WRAPPED)
+@pytest.mark.parametrize("form", ["live", "flax", "orbax"])
 def test_other_wrappers_give_their_dtypes_to_the_old_values(before, after, form, tmp_path):
-    old_tx, tx = WRAPPED[before](ADAM), WRAPPED[after](ADAM)
-    params, old = train(old_tx)
+    params, old = trained(before)[2:]
+    tx, step, _, _ = trained(after)
     resumed = jmp.resume(tx, params, FORMS[form](old, tmp_path))
     fresh = tx.init(params)
     assert jax.tree.structure(resumed) == jax.tree.structure(fresh)
@@ -97,8 +129,8 @@ def test_other_wrappers_give_their_dtypes_to_the_old_values(before, after, form,
             jax.tree.leaves(getattr(ours, name)), jax.tree.leaves(getattr(theirs, name)), strict=True
         ):
             np.testing.assert_array_equal(value, expected.astype(value.dtype))
-    make_step(tx)(params, resumed, grads(3))
-    train(tx, state=resumed)  # Nothing of the old state is missing.
+    step(params, resumed, grads(3))  # Nothing is missing.
+    assert step._cache_size() == 1
 
 
 def test_half_of_an_optimizer_may_have_wrappers_of_its_own():
@@ -145,6 +177,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_goes_on_under_a_loss_scale_and_in_bfloat16_and_back(name, tmp_path):
     plain = OPTIMIZERS[name]
@@ -189,6 +222,16 @@ def test_masters_of_parts_become_masters_of_the_whole():
     assert bits(jmp.master_params(jmp.resume(whole, params, old), params)) == bits(
         jmp.master_params(old, params)
     )
+
+
+def test_a_state_of_an_older_version_gives_what_it_has():
+    _, state = train(WRAPPED["scale"](ADAM))
+    saved = serialization.to_state_dict(state)
+    older = {name: saved[name] for name in ("inner_state", "loss_scale")} | {"skipped_steps": np.int32(3)}
+    resumed = jmp.resume(WRAPPED["scale"](ADAM), PARAMS, older)
+    assert bits(resumed.inner_state) == bits(state.inner_state)
+    assert bits(resumed.loss_scale) == bits(state.loss_scale)
+    assert jmp.metrics(resumed)["skipped_steps"] == 0
 
 
 # Settings
