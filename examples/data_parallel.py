@@ -190,7 +190,7 @@ def restore_newest(checkpoints: ocp.CheckpointManager, target: Any) -> tuple[int
             state, error = checkpoints.restore(step, args=ocp.args.StandardRestore(target)), None
         except Exception as caught:
             state, error = None, caught
-        # A file may be unreadable to one process alone. All processes go on from the same step.
+        # All processes go on from the same step. If one process alone cannot read it, Orbax may end them all.
         if multihost_utils.process_allgather(np.array(error is None)).all():
             for broken in unreadable:
                 checkpoints.delete(broken)  # A step that is there is not saved again.
