@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import FAMILIES
@@ -171,6 +173,38 @@ def open_checkpoints(options: argparse.Namespace) -> ocp.CheckpointManager | Non
     return ocp.CheckpointManager(options.checkpoint.absolute(), options=settings)
 
 
+def restore_newest(checkpoints: ocp.CheckpointManager, target: Any) -> tuple[int, Any] | None:
+    """Restores the newest checkpoint that can be read, and deletes those after it, which cannot.
+
+    Returns:
+        Its step and its state; None if there is no checkpoint.
+
+    Raises:
+        Exception: there are checkpoints and none can be read. Then nothing is deleted: they may be those of
+            another model.
+    """
+    unreadable: list[int] = []
+    last = None
+    for step in sorted(checkpoints.all_steps(), reverse=True):
+        try:
+            state, error = checkpoints.restore(step, args=ocp.args.StandardRestore(target)), None
+        except Exception as caught:
+            state, error = None, caught
+        # All processes go on from the same step. If one process alone cannot read it, Orbax may end them all.
+        if multihost_utils.process_allgather(np.array(error is None)).all():
+            for broken in unreadable:
+                checkpoints.delete(broken)  # A step that is there is not saved again.
+            return step, state
+        unreadable.append(step)
+        reason = "another process could not read it" if error is None else f"{type(error).__name__}: {error}"
+        if jax.process_index() == 0:
+            print(f"The checkpoint of step {step} cannot be read ({reason[:200]}).", flush=True)
+        last = error or RuntimeError(f"No process may go on: {reason}.")
+    if last is not None:
+        raise last
+    return None
+
+
 def train(workload: Workload, options: argparse.Namespace) -> Run:
     """Trains on batches 1, 2, ... with all devices of all processes."""
     devices = jax.device_count()
@@ -186,13 +220,11 @@ def train(workload: Workload, options: argparse.Namespace) -> Run:
         print(describe_collectives(read_program(train_step)), flush=True)
 
     checkpoints = open_checkpoints(options)
-    start = (checkpoints and checkpoints.latest_step()) or 0
-    if checkpoints is not None and start:
-        state = checkpoints.restore(start, args=ocp.args.StandardRestore(training.state))
-        if first:
-            print(f"Goes on from step {start}.", flush=True)
-    else:
+    start, state = (checkpoints and restore_newest(checkpoints, training.state)) or (0, None)
+    if state is None:
         state = training.init()
+    elif first:
+        print(f"Goes on from step {start}.", flush=True)
     params, statistics, opt_state = state
 
     history: list[dict[str, float]] = []

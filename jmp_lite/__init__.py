@@ -6,6 +6,7 @@ True gradients: `value_and_grad`, `grad`; `scale_layer`, a loss scale for one la
 Master weights: `with_master_weights`, `master_params`, `set_master_params`.
 Half precision at rest: `cast_state`, `with_stochastic_rounding`, `stochastic_round`.
 Optimizers: `with_loss_scale`, or `skip_nonfinite` and `unscale`; their state is a `SkipNonfiniteState`.
+An old optimizer state under other settings: `resume`.
 What the optimizer says: `get_loss_scale`, `grads_finite`, `metrics`, `raise_if_stuck`.
 Policies: `Policy`, `Rule`, `get_policy`, `half_dtype`, `cast_to_half`, `cast_to_full`, `cast_params`.
 Trees: `all_finite`, `select_tree`.
@@ -42,6 +43,7 @@ from ._scaling.loss_scale import StaticLossScale as StaticLossScale
 from ._scaling.optimizer import skip_nonfinite as skip_nonfinite
 from ._scaling.optimizer import unscale as unscale
 from ._scaling.optimizer import with_loss_scale as with_loss_scale
+from ._scaling.resume import resume as resume
 from ._scaling.state import SkipNonfiniteState as SkipNonfiniteState
 from ._scaling.state import get_loss_scale as get_loss_scale
 from ._scaling.state import grads_finite as grads_finite
@@ -79,6 +81,7 @@ __all__ = [
     "master_params",
     "metrics",
     "raise_if_stuck",
+    "resume",
     "scale_layer",
     "select_tree",
     "set_master_params",

@@ -107,11 +107,13 @@ def as_patterns(patterns: str | Iterable[str], takes: str) -> tuple[str, ...]:
         takes: what the option takes: the beginning of the message.
 
     Raises:
-        TypeError: one is no string, or has neither a name nor a wildcard.
+        TypeError: `patterns` is neither; one is no string, or has neither a name nor a wildcard.
 
     >>> as_patterns("nu/**/head", "keep_float32 takes patterns")
     ('nu/**/head',)
     """
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{takes}. Got {patterns!r}.")
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in given:
         if not isinstance(pattern, str) or not pattern.strip(" /"):

@@ -285,7 +285,10 @@ def _as_rule(rule: Any) -> Rule:
 def _read_dtypes(text: str) -> list[np.dtype]:
     """Returns the dtypes of parameters, compute and output that a string without rules describes."""
     if "=" not in text:
-        return [parse_dtype(text)] * 3
+        try:
+            return [parse_dtype(text)] * 3
+        except ValueError as error:
+            raise ValueError(f"{error} Or one of the policies {list(_PRESETS)}.") from None
     given: dict[int, np.dtype] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))

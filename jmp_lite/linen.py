@@ -7,9 +7,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
+
+try:
+    import flax.linen as nn
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("jmp_lite.linen needs Flax: pip install 'jmp_lite[flax]'.") from error
 
 from ._dtypes import DTypeLike, parse_reduce_dtype
 from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model

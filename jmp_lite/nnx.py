@@ -8,7 +8,11 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from flax import nnx
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("jmp_lite.nnx needs Flax: pip install 'jmp_lite[flax]'.") from error
 
 from ._dtypes import DTypeLike, parse_reduce_dtype
 from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model

@@ -154,6 +154,19 @@ def test_a_checkpoint_of_eight_devices_goes_on_with_two_devices_of_one_process(r
     np.testing.assert_allclose(*losses, rtol=jnp.finfo(jnp.float16).eps)
 
 
+def test_two_processes_fall_back_to_the_same_checkpoint(runs):
+    folder, _ = runs
+    shutil.copytree(folder / "whole", folder / "broken")
+    newest = max(int(path.name) for path in (folder / "broken").iterdir() if path.name.isdigit())
+    empty_all(folder / "broken" / str(newest))
+    first, second = map(finish, start_by_slurm(folder, "broken", "--devices", "4"))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr
+    assert f"The checkpoint of step {newest} cannot be read (" in first.stdout
+    assert f"Goes on from step {newest - SAVE_EVERY}." in first.stdout
+    broken, whole = ([each["digest"] for each in results(folder, name)] for name in ("broken", "whole"))
+    assert broken == whole
+
+
 # In which dtype the sums over devices run.
 
 
@@ -229,3 +242,67 @@ def test_256_devices_gather_half_weights_and_scatter_half_gradients():
     assert moved(found, "all-reduce")["f32"] == 4 * (small + 1)  # What is not split.
     assert moved(found, "all-reduce")["pred"] < 64  # Whether the gradients are finite, once.
     assert {each.kind for each in found.collectives} == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+# A checkpoint that cannot be read.
+
+
+def empty_all(path):
+    for file in path.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+
+
+def remove_arrays(path):
+    for file in [*path.rglob("d/*"), *path.rglob("manifest.ocdbt")]:
+        file.unlink()
+
+
+def remove_tree_metadata(path):
+    for file in path.rglob("_METADATA"):
+        file.write_text("{")
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    """The script, and a folder with the checkpoints of steps 4 and 8."""
+    script = load_script("data_parallel")
+    folder = tmp_path_factory.mktemp("two") / "run"
+    script.main(["neumf", "--steps", "8", "--save-every", "4", "--checkpoint", str(folder)])
+    return script, folder
+
+
+# Orbax leaves the event loop of a failed read behind.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("spoil", [empty_all, remove_arrays, remove_tree_metadata])
+def test_the_run_falls_back_to_the_checkpoint_before_and_says_so(two_checkpoints, spoil, tmp_path, capfd):
+    script, folder = two_checkpoints
+    options = ["neumf", "--steps", "12", "--save-every", "4", "--checkpoint"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    shutil.copytree(folder, whole)
+    shutil.copytree(folder, broken)
+    spoil(broken / "8")
+    expected = script.main([*options, str(whole)])
+    capfd.readouterr()
+    run = script.main([*options, str(broken)])
+    out = capfd.readouterr().out
+    assert "The checkpoint of step 8 cannot be read (" in out
+    assert "Goes on from step 4." in out
+    assert [row["step"] for row in run.history] == list(range(5, 13))
+    assert run.history[4:] == expected.history
+    for ours, theirs in zip(jax.tree.leaves(run.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    again = script.main([*options[:2], "16", *options[3:], str(broken)])  # The new steps 8 and 12 are whole.
+    assert [row["step"] for row in again.history] == list(range(13, 17))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_no_readable_checkpoint_ends_the_program_and_deletes_none(two_checkpoints, tmp_path):
+    script, folder = two_checkpoints
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    for step in ("4", "8"):
+        empty_all(broken / step)
+    with pytest.raises(Exception):  # noqa: B017, PT011 Orbax's own.
+        script.main(["neumf", "--steps", "12", "--checkpoint", str(broken)])
+    assert {path.name for path in broken.iterdir()} >= {"4", "8"}

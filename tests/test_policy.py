@@ -288,3 +288,14 @@ def test_with_output_dtype_changes_the_output_alone_and_keeps_rules():
     assert dtypes_of(changed) == (F32, F16, BF16)
     assert changed.rules == policy.rules
     assert policy.output_dtype == F16
+
+
+@pytest.mark.parametrize("name", ["mixed_float8", "O4", "fp8-mixed"])
+def test_an_unknown_preset_lists_the_presets(name):
+    with pytest.raises(
+        ValueError, match=rf"Unknown dtype '{name}'.*Or one of the policies \['O0', .*'bf16-mixed'\]"
+    ):
+        jmp.get_policy(name)
+    with pytest.raises(ValueError, match="Unknown dtype 'float8'") as error:
+        jmp.get_policy("c=float8")
+    assert "O1" not in str(error.value)

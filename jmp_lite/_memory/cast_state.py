@@ -1,6 +1,6 @@
 """An optimizer whose moments rest in bfloat16."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,11 +9,13 @@ import numpy as np
 import optax
 
 from .._dtypes import DTypeLike, parse_dtype
-from .._paths import as_patterns, matches, named_leaves, nearest_paths, path_name
+from .._paths import as_patterns, leaf_names, matches, named_leaves, nearest_paths, path_name
 from .._tree import at_least_float32, cast_leaf, has_dtype, is_half
 from .half_params import master_states
-from .rounding import first_key, next_key, round_leaf
-from .wrapper import as_transform, check_update
+from .rounding import AxisName, first_key, key_of_shard, next_key, round_leaf
+from .wrapper import RESUME, as_transform, check_init, check_update, differentiated, update_inner
+
+_FEW = 1024  # Elements.
 
 
 class CastStateState(NamedTuple):
@@ -36,12 +38,16 @@ def cast_state(
     *,
     keep_float32: str | Iterable[str] = (),
     stochastic_rounding: bool = False,
-    key: int | jax.Array = 0,
+    key: int | jax.Array | None = None,
+    axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps an optimizer's floating state in bfloat16: it is widened for the update and rounded back.
 
     AdamW's two moments need 4 bytes a parameter, not 8. The scalars of the state stay as they are, such as a
-    learning rate or a loss scale.
+    learning rate or a loss scale, and so do vectors of a few numbers that belong to no parameter
+    (`optax.contrib.muon`). So does every array that `init` makes from the values of the parameters: a copy of
+    them, or the point where the run started. Such an optimizer reads the distance of the parameters from the
+    copy, which bfloat16 would round away (`optax.contrib.mechanize`, `prodigy`, `schedule_free`).
 
     With rounding to nearest, Adam's second moment does not decay: 0.999 of a bfloat16 number, rounded, is
     the number. `stochastic_rounding=True` rounds by `stochastic_round`, so that the mean decays.
@@ -59,15 +65,19 @@ def cast_state(
         stochastic_rounding: whether to round stochastically.
         key: an integer or a PRNG key for stochastic rounding. The same key gives the same run. The state
             holds the key of the next step. A step that `with_loss_scale` skips leaves the key as it was.
+            None is 0.
+        axis_name: under `shard_map` or `vmap`, as in `with_stochastic_rounding`.
 
     Returns:
         A transform. `inner` gets float32 gradients, and its state in float32.
 
     Raises:
-        ValueError: `dtype` is another dtype; from `init`, a pattern of `keep_float32` matches nothing, or
-            `inner` holds master weights.
+        ValueError: `dtype` is another dtype, or `key` was given without `stochastic_rounding`; from `init`, a
+            pattern of `keep_float32` matches no array, or `inner` holds master weights; from `update`, the
+            state is that of other settings, or a gradient has another shape than its parameter.
         TypeError: `inner` is no optax transform, `dtype` is no dtype, `key` is no key, or `keep_float32` has
-            something that is no string; from `update`, the state is not that of this transform.
+            something that is no string; from `init`, the parameters are shapes; from `update`, the state is
+            not that of this transform.
 
     >>> tx = cast_state(optax.adam(1e-3), "bfloat16", keep_float32="nu")
     >>> state = tx.init({"w": jnp.ones(2)}).inner_state[0]
@@ -83,13 +93,19 @@ def cast_state(
         keep_float32, 'cast_state: keep_float32 takes patterns such as "nu" or "nu/**/head"'
     )
 
-    def rests(path: tuple[Any, ...], leaf: Any) -> bool:
+    if key is not None and not stochastic_rounding:
+        raise ValueError(
+            f"{made_by}: key= is for stochastic_rounding=True, which was not given. Got {key!r}."
+        )
+    key = 0 if key is None else key
+
+    def rests(path: tuple[Any, ...], may_rest: bool) -> bool:
         """Whether a leaf of the state rests in `target`."""
-        if target == jnp.float32 or not _is_floating_array(leaf):
-            return False
-        return not any(matches(pattern, path_name(path)) for pattern in patterns)
+        kept = any(matches(pattern, path_name(path)) for pattern in patterns)
+        return may_rest and target != jnp.float32 and not kept
 
     def init(params: Any) -> Any:
+        check_init(made_by, params)
         state = transform.init(at_least_float32(params))
         if master_states(state):
             raise ValueError(
@@ -97,25 +113,95 @@ def cast_state(
                 "Put cast_state inside: jmp.with_master_weights(jmp.cast_state(optax.adamw(3e-4)))."
             )
         _check_patterns_match(patterns, state)
-        cast = lambda path, leaf: cast_leaf(leaf, target) if rests(path, leaf) else leaf
-        cast_inner = jax.tree_util.tree_map_with_path(cast, state)
+        _, may_rest = _read_init(transform.init, params)
+        cast = lambda path, leaf, may_rest: cast_leaf(leaf, target) if rests(path, may_rest) else leaf
+        cast_inner = jax.tree_util.tree_map_with_path(cast, state, may_rest)
         return CastStateState(cast_inner, first_key(made_by, key) if stochastic_rounding else None)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, CastStateState, state, params)
-        widen = lambda path, leaf: leaf.astype(jnp.float32) if rests(path, leaf) and is_half(leaf) else leaf
-        wide = jax.tree_util.tree_map_with_path(widen, state.inner_state)
-        updates, new = transform.update(at_least_float32(updates), wide, params, **extra_args)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(new)
+        shapes, may_rest = _read_init(transform.init, updates if params is None else params)
+        resting = jax.tree_util.tree_map_with_path(rests, may_rest)
+        _check_settings(state, shapes, resting, target, stochastic_rounding)
+        widen = lambda leaf, rest: leaf.astype(jnp.float32) if rest else leaf
+        wide = jax.tree.map(widen, state.inner_state, resting)
+        updates, new = update_inner(made_by, transform, at_least_float32(updates), wide, params, extra_args)
+        leaves, structure = jax.tree.flatten(new)
         # `round_leaf` gives numbers that `target` holds, so that the cast after it is exact.
         narrowed = [
-            round_leaf(leaf, target, state.key, index).astype(target) if rests(path, leaf) else leaf
-            for index, (path, leaf) in enumerate(leaves)
+            round_leaf(leaf, target, key_of_shard(state.key, axis_name, leaf), index).astype(target)
+            if rest
+            else leaf
+            for index, (leaf, rest) in enumerate(zip(leaves, structure.flatten_up_to(resting), strict=True))
         ]
         new_key = None if state.key is None else next_key(state.key)
         return updates, CastStateState(structure.unflatten(narrowed), new_key)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
+    """Returns the shapes of the state that `init` makes, and for each leaf whether it may rest in half.
+
+    Floating arrays may, unless they are made from the values of the parameters. The jaxpr tells that. Values
+    could not: a bias of zeros equals its moment, and inside `jit` there are no values. A few numbers that
+    belong to no parameter may not, such as the coefficients of `optax.contrib.muon`: they save no memory.
+    """
+    params = at_least_float32(params)
+    traced, shapes = jax.make_jaxpr(init, return_shape=True)(params)
+    jaxpr = traced.jaxpr
+    from_params = set(map(id, jaxpr.invars))
+    for equation in jaxpr.eqns:
+        if any(id(operand) in from_params for operand in equation.invars):
+            from_params.update(map(id, equation.outvars))
+    names = set(leaf_names(differentiated(params)))
+    may_rest = [
+        _is_floating_array(leaf)
+        and id(result) not in from_params
+        and (leaf.size > _FEW or _belongs_to_parameter(path, names))
+        for (path, leaf), result in zip(named_leaves(shapes), jaxpr.outvars, strict=True)
+    ]
+    return shapes, jax.tree.unflatten(jax.tree.structure(shapes), may_rest)
+
+
+def _belongs_to_parameter(path: str, names: set[str]) -> bool:
+    """Whether the path of an array ends with the name of a parameter, such as `mu/head/kernel`."""
+    keys = path.split("/")
+    return any("/".join(keys[start:]) in names for start in range(len(keys) + 1))
+
+
+def _check_settings(
+    state: CastStateState, shapes: Any, resting: Any, target: np.dtype, stochastic_rounding: bool
+) -> None:
+    """Raises a ValueError if `state` was made with other settings of `cast_state`.
+
+    Args:
+        state: what `update` was given.
+        shapes: the state that the wrapped transform makes.
+        resting: a tree like `shapes`: whether a leaf rests in `target`.
+        target, stochastic_rounding: the settings.
+    """
+    made, asked = ("with" if flag else "without" for flag in (state.key is not None, stochastic_rounding))
+    if made != asked:
+        raise ValueError(
+            f"cast_state: this optimizer is {asked} stochastic_rounding=True. Got a state that was made "
+            f"{made} it. {RESUME}"
+        )
+    if jax.tree.structure(state.inner_state) != jax.tree.structure(shapes):
+        raise ValueError(
+            "cast_state: the state does not belong to these gradients and this optimizer. Give a gradient "
+            f"for each parameter. {RESUME}"
+        )
+    leaves = named_leaves(state.inner_state)
+    for (name, leaf), shape, rest in zip(
+        leaves, jax.tree.leaves(shapes), jax.tree.leaves(resting), strict=True
+    ):
+        if is_half(leaf) != (rest or is_half(shape)):
+            dtype = target if rest else shape.dtype
+            raise ValueError(
+                f"cast_state: the array {name!r} of the state rests in {dtype.name} under these settings. "
+                f"Got {leaf.dtype.name}. {RESUME}"
+            )
 
 
 def _is_floating_array(leaf: Any) -> bool:

@@ -1,5 +1,6 @@
 """Parameters that rest in half precision and still learn: from float32 masters, or by stochastic rounding."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,8 +9,17 @@ import optax
 
 from .._paths import path_name
 from .._tree import at_least_float32, is_half
-from .rounding import RoundingKey, first_key, next_key, round_leaf, round_to, update_to
-from .wrapper import as_transform, check_update
+from .rounding import (
+    AxisName,
+    RoundingKey,
+    first_key,
+    key_of_shard,
+    next_key,
+    round_leaf,
+    round_to,
+    update_to,
+)
+from .wrapper import RESUME, as_transform, check_init, check_update, update_inner
 
 
 class MasterWeightsState(NamedTuple):
@@ -54,8 +64,10 @@ def with_master_weights(
         by at most 2**-24 of the old value, as in float32, and the optimizer goes on from the parameter.
 
     Raises:
-        TypeError: `inner` is no optax transform; from `update`, the state is not that of this transform.
-        ValueError: from `update`, there are no parameters, or one has another dtype than in `init`.
+        TypeError: `inner` is no optax transform; from `init`, the parameters are shapes; from `update`, the
+            state is not that of this transform.
+        ValueError: from `init`, `inner` rounds half parameters too; from `update`, there are no parameters,
+            or one has another dtype than in `init`, or a gradient has another shape than its parameter.
 
     >>> params = jnp.ones((), jnp.float16)
     >>> tx = with_master_weights(optax.sgd(1.0))
@@ -72,14 +84,15 @@ def with_master_weights(
     transform = as_transform(made_by, inner)
 
     def init(params: Any) -> Any:
+        inner_state = _init_in_float32(made_by, transform, params)
         masters = jax.tree.map(lambda p: p.astype(jnp.float32) if is_half(p) else optax.MaskedNode(), params)
-        return MasterWeightsState(masters, transform.init(at_least_float32(params)))
+        return MasterWeightsState(masters, inner_state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, MasterWeightsState, state, params, needs_params=True)
         full = full_params(params, state.masters)
         updates, new, inner_state = _update_in_float32(
-            transform, updates, state.inner_state, params, full, extra_args
+            made_by, transform, updates, state.inner_state, params, full, extra_args
         )
         masters = jax.tree.map(lambda p, master: master if is_half(p) else optax.MaskedNode(), params, new)
         return updates, MasterWeightsState(masters, inner_state)
@@ -102,7 +115,10 @@ class StochasticRoundingState(NamedTuple):
 
 
 def with_stochastic_rounding(
-    inner: optax.GradientTransformation | optax.MultiSteps, *, key: int | jax.Array = 0
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    key: int | jax.Array = 0,
+    axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rounds the new parameters of half precision stochastically, so that they learn without masters.
 
@@ -121,6 +137,10 @@ def with_stochastic_rounding(
         inner: an optax transform, or an `optax.MultiSteps`.
         key: an integer or a PRNG key. The same key gives the same run. The state holds the key of the next
             step. A step that `with_loss_scale` skips leaves the key as it was.
+        axis_name: under `shard_map`, the axis name or names over which parameters are sharded; under `vmap`,
+            the axis of an ensemble. Without it all shards and members have the same bits, so that equal
+            numbers are rounded alike. Replicated parameters keep the same bits: `shard_map` tells them apart,
+            unless `check_vma=False`. Not needed under `jit`.
 
     Returns:
         A transform, whose `update` needs the parameters. Its updates of half parameters are float32:
@@ -128,9 +148,10 @@ def with_stochastic_rounding(
         `stochastic_round`. Parameters of float32 and float64 are not rounded.
 
     Raises:
-        TypeError: `inner` is no optax transform, or `key` is no key; from `update`, the state is not that of
-            this transform.
-        ValueError: from `update`, there are no parameters.
+        TypeError: `inner` is no optax transform, or `key` is no key; from `init`, the parameters are shapes;
+            from `update`, the state is not that of this transform.
+        ValueError: from `init`, `inner` rounds half parameters too; from `update`, there are no parameters,
+            or a gradient has another shape than its parameter.
 
     >>> params = jnp.ones(4000, jnp.bfloat16)
     >>> tx = with_stochastic_rounding(optax.sgd(1.0))
@@ -145,44 +166,74 @@ def with_stochastic_rounding(
     transform = as_transform(made_by, inner)
 
     def init(params: Any) -> Any:
-        return StochasticRoundingState(transform.init(at_least_float32(params)), first_key(made_by, key))
+        return StochasticRoundingState(_init_in_float32(made_by, transform, params), first_key(made_by, key))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, StochasticRoundingState, state, params, needs_params=True)
+        key_of = lambda param: key_of_shard(state.key, axis_name, param)
         updates, _, inner_state = _update_in_float32(
-            transform, updates, state.inner_state, params, at_least_float32(params), extra_args, state.key
+            made_by,
+            transform,
+            updates,
+            state.inner_state,
+            params,
+            at_least_float32(params),
+            extra_args,
+            key_of,
         )
         return updates, StochasticRoundingState(inner_state, next_key(state.key))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _init_in_float32(made_by: str, transform: optax.GradientTransformationExtraArgs, params: Any) -> Any:
+    """Returns the state of the wrapped transform, made for float32 parameters.
+
+    Raises:
+        TypeError: the parameters are shapes.
+        ValueError: the wrapped transform rounds half parameters, of which it would see none.
+    """
+    check_init(made_by, params)
+    state = transform.init(at_least_float32(params))
+    rounds = lambda node: isinstance(node, (MasterWeightsState, StochasticRoundingState))
+    if any(map(rounds, jax.tree.leaves(state, is_leaf=rounds))):
+        raise ValueError(
+            f"{made_by}(inner): inner holds with_master_weights or with_stochastic_rounding. It would see "
+            "float32 parameters, and so do nothing. Use one of the two."
+        )
+    return state
+
+
 def _update_in_float32(
+    made_by: str,
     transform: optax.GradientTransformationExtraArgs,
     grads: Any,
     inner_state: Any,
     params: Any,
     full: Any,
     extra_args: dict[str, Any],
-    key: RoundingKey | None = None,
+    key_of: Callable[[jax.Array], RoundingKey | None] = lambda _: None,
 ) -> tuple[Any, Any, Any]:
     """Runs the wrapped transform as in a float32 program, and rounds the new half parameters.
 
     Args:
+        made_by: the name of the wrapper, for errors.
         transform, grads, inner_state, extra_args: the wrapped transform, and what its `update` gets.
         params, full: the parameters as they rest, and the same parameters in float32.
-        key: rounds stochastically; None rounds to nearest.
+        key_of: gives the key of a parameter, to round stochastically; or None, to round to nearest.
 
     Returns:
         The updates of `params`, the new parameters before they are rounded, and the new state of `transform`.
     """
-    changes, inner_state = transform.update(at_least_float32(grads), inner_state, full, **extra_args)
+    changes, inner_state = update_inner(
+        made_by, transform, at_least_float32(grads), inner_state, full, extra_args, needs_all=True
+    )
     new = optax.apply_updates(full, changes)
     leaves, structure = jax.tree.flatten(params)
     updates = structure.flatten_up_to(changes)
     for index, (param, new_param) in enumerate(zip(leaves, structure.flatten_up_to(new), strict=True)):
         if is_half(param):
-            updates[index] = update_to(param, round_leaf(new_param, param.dtype, key, index))
+            updates[index] = update_to(param, round_leaf(new_param, param.dtype, key_of(param), index))
     return structure.unflatten(updates), new, inner_state
 
 
@@ -201,7 +252,7 @@ def full_params(params: Any, masters: Any) -> Any:
                 f"with_master_weights: the parameter {path_name(path)!r} is in {now}, "
                 f"{jnp.result_type(param)}, and was in {before} when the optimizer was initialised. "
                 "optax.apply_updates keeps the dtypes of the parameters. "
-                "After a change of dtypes make a new state with tx.init(params)."
+                f"After a change of dtypes: {RESUME}"
             )
         if not has_master:
             return param

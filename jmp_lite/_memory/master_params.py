@@ -91,13 +91,13 @@ def set_master_params(opt_state: Any, params: Any, values: Any) -> tuple[Any, An
         if not has_dtype(old, jnp.floating):
             return value
         value = jnp.asarray(value)
-        return _like(old, round_to(value, old.dtype) if is_half(old) else value)
+        return like(old, round_to(value, old.dtype) if is_half(old) else value)
 
     def with_values(state: Any) -> Any:
         if not is_master_state(state):
             return state
         new = jax.tree_util.tree_map_with_path(
-            lambda path, old: _like(old, by_path[path_name(path)]), state.masters
+            lambda path, old: like(old, by_path[path_name(path)]), state.masters
         )
         return MasterWeightsState(new, state.inner_state)
 
@@ -105,13 +105,20 @@ def set_master_params(opt_state: Any, params: Any, values: Any) -> tuple[Any, An
     return jax.tree.map(param, params, values), new_state
 
 
-def _like(old: Any, value: Any) -> jax.Array:
-    """Returns `value` with the dtype of `old`, on its devices."""
-    value = jnp.asarray(value).astype(old.dtype)
-    # A traced or NumPy array has no sharding. An array that is not committed to a device stays uncommitted:
-    # `jax.device_put` commits, and a jitted step would compile again.
-    sharding = getattr(old, "sharding", None)
-    return jax.device_put(value, sharding) if sharding is not None and old.committed else value
+def like(old: Any, value: Any) -> jax.Array:
+    """Returns a copy of `value` with the dtype of `old`, on its devices."""
+    if _is_committed(value) and len(value.sharding.device_set) == 1 and not _is_committed(old):
+        # The old array goes with arrays on any devices. One that Orbax put on a device would not.
+        value = np.asarray(value)
+    value = jnp.array(value, old.dtype, copy=True)
+    # An array that is not committed to a device stays uncommitted: `jax.device_put` commits, and a jitted
+    # step would compile again.
+    return jax.device_put(value, old.sharding) if _is_committed(old) else value
+
+
+def _is_committed(array: Any) -> bool:
+    """Whether an array is bound to its devices. A traced or NumPy array has no sharding."""
+    return getattr(array, "sharding", None) is not None and array.committed
 
 
 def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:

@@ -11,6 +11,7 @@ memory.
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from .._tree import has_dtype
 
 _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _EXPONENT = np.uint32(0x7F800000)  # Of a float32: 8 bits above the 23 bits of the mantissa.
+AxisName = str | Sequence[str] | None
 _GOLDEN = 0x9E3779B9  # 2**32 divided by the golden ratio: its multiples lie far apart.
 
 
@@ -48,7 +50,7 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
 
     Raises:
         ValueError: `dtype` is another dtype.
-        TypeError: `x` is not floating, `dtype` is no dtype, or `key` is no key.
+        TypeError: `x` is no array or is not floating, `dtype` is no dtype, or `key` is no key.
 
     >>> x = jnp.full(4000, 1 + 2**-9)  # A quarter of the way from 1 to 1 + 2**-7.
     >>> rounded = stochastic_round(x, "bfloat16", jax.random.key(0))
@@ -62,6 +64,11 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
     if target.name not in _NARROW:
         raise ValueError(
             f"{made_by}: dtype is one of {', '.join(_NARROW)}. Got {target.name}. float32 needs no rounding."
+        )
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic, int, float)):
+        raise TypeError(
+            f"{made_by} rounds one array. Got x of type {type(x).__name__}. Round each array of a tree with "
+            "a key of its own, from jax.random.split."
         )
     x = jnp.asarray(x)
     if not has_dtype(x, jnp.floating):
@@ -194,7 +201,38 @@ def rounding_key(made_by: str, key: Any) -> RoundingKey:
 
 def next_key(key: RoundingKey) -> RoundingKey:
     """Returns the key of the step after that of `key`."""
-    return RoundingKey(key.word, key.step + np.uint32(1))
+    # A state from `flax.serialization` holds NumPy scalars, which warn where they wrap around.
+    return RoundingKey(key.word, jnp.asarray(key.step) + np.uint32(1))
+
+
+def key_of_shard(key: RoundingKey | None, axis_name: AxisName, x: jax.Array) -> RoundingKey | None:
+    """Returns the key for this device's part of `x`, or this member's, along the named axes.
+
+    An array that `shard_map` knows to be the same along an axis keeps the key that all devices have.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+    if key is None or axis_name is None:
+        return key
+    word = jnp.asarray(key.word)
+    for axis in (axis_name,) if isinstance(axis_name, str) else axis_name:
+        try:
+            index = lax.axis_index(axis)
+        except NameError as error:
+            raise ValueError(
+                f"Stochastic rounding: axis_name={axis!r} is no axis of a jax.shard_map or jax.vmap around "
+                "the update. Under jit leave axis_name out: devices round apart there."
+            ) from error
+        # With `check_vma=False` no type has an axis along which its values vary, that of the index included.
+        if axis in _varying_axes(x) or axis not in _varying_axes(index):
+            word = _hash(word + (index.astype(jnp.uint32) + np.uint32(1)) * np.uint32(_GOLDEN))
+    return RoundingKey(word, key.step)
+
+
+def _varying_axes(x: jax.Array) -> frozenset[str]:
+    """Returns the axes of `shard_map` along which the values of `x` may vary."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def random_bits(key: RoundingKey, leaf: int, shape: tuple[int, ...]) -> jax.Array:
@@ -213,8 +251,8 @@ def random_bits(key: RoundingKey, leaf: int, shape: tuple[int, ...]) -> jax.Arra
     index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         index = index * np.uint32(size % 2**32) + lax.broadcasted_iota(jnp.uint32, shape, axis)
-    first = _hash(key.word ^ np.uint32(leaf * _GOLDEN % 2**32))
-    second = _hash(key.step + first)
+    first = _hash(jnp.asarray(key.word) ^ np.uint32(leaf * _GOLDEN % 2**32))
+    second = _hash(jnp.asarray(key.step) + first)
     return _hash(_hash(index + first) ^ second)
 
 

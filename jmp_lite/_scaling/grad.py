@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._paths import named_leaves
 from .._tree import at_least_float32
+from .finite import is_inexact
 from .loss_scale import LossScale, is_loss_scale
 
 
@@ -37,7 +39,8 @@ def value_and_grad(
         complex stay).
 
     Raises:
-        TypeError: the loss is no floating scalar, or `loss_scale` is not a loss scale.
+        TypeError: `fun` is no function, or `loss_scale` is not a loss scale; from the result, the loss is no
+            floating scalar, or the model needs a `transform`.
 
     >>> from jmp_lite import DynamicLossScale
     >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
@@ -46,9 +49,26 @@ def value_and_grad(
 
     Guide: docs/loss-scaling.md.
     """
+    return _true_value_and_grad("value_and_grad", fun, loss_scale, argnums, has_aux, transform)
+
+
+def _true_value_and_grad(
+    made_by: str,
+    fun: Callable[..., Any],
+    loss_scale: LossScale,
+    argnums: Any,
+    has_aux: bool,
+    transform: Callable[..., Callable[..., Any]],
+) -> Callable[..., tuple[Any, Any]]:
+    """`value_and_grad` for the public function `made_by`, which errors name."""
+    if not callable(fun):
+        raise TypeError(
+            f"{made_by}(fun, loss_scale)(params, ...): fun is a function that returns the loss. "
+            f"Got {type(fun).__name__}. Give the function itself, not what it returned."
+        )
     if not is_loss_scale(loss_scale):
         raise TypeError(
-            "value_and_grad(fun, loss_scale): expected a loss scale such as jmp.get_loss_scale(opt_state) or "
+            f"{made_by}(fun, loss_scale): expected a loss scale such as jmp.get_loss_scale(opt_state) or "
             "jmp.DynamicLossScale(), or jmp.NoOpLossScale() for no scale. "
             f"Got {'a class' if isinstance(loss_scale, type) else type(loss_scale).__name__}."
         )
@@ -65,11 +85,18 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def true_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        value, grads = scaled_value_and_grad(*args, **kwargs)
+        try:
+            value, grads = scaled_value_and_grad(*args, **kwargs)
+        except Exception as error:
+            if transform is jax.value_and_grad and (cause := _needs_transform(error, args, argnums)):
+                raise TypeError(f"{made_by}: {cause}") from error
+            raise
         if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], _LossAndAux)):
+            is_grad = made_by == "grad"
             raise TypeError(
-                "transform should return what jax.value_and_grad returns, ((value, aux), gradients), as "
-                "flax.nnx.value_and_grad and equinox.filter_value_and_grad do. For gradients alone: jmp.grad."
+                f"{made_by}: transform should return what jax.value_and_grad returns, ((value, aux), "
+                "gradients), as flax.nnx.value_and_grad and equinox.filter_value_and_grad do. "
+                f"{'jmp.grad takes one of these too' if is_grad else 'For gradients alone: jmp.grad'}."
             )
         loss, aux = value[1]
         grads = at_least_float32(loss_scale.unscale(grads))
@@ -95,7 +122,7 @@ def grad(
         A function of the arguments of `fun` that gives `grads`, or `(grads, aux)` with `has_aux`.
 
     Raises:
-        TypeError: the loss is no floating scalar, or `loss_scale` is not a loss scale.
+        TypeError: as in `value_and_grad`.
 
     >>> from jmp_lite import StaticLossScale
     >>> grad(lambda w: w**2, StaticLossScale(1024.0))(jnp.float32(3))
@@ -103,7 +130,7 @@ def grad(
 
     Guide: docs/loss-scaling.md.
     """
-    both = value_and_grad(fun, loss_scale, argnums, has_aux, transform)
+    both = _true_value_and_grad("grad", fun, loss_scale, argnums, has_aux, transform)
 
     @functools.wraps(fun)
     def true_grad(*args: Any, **kwargs: Any) -> Any:
@@ -118,6 +145,34 @@ class _LossAndAux(NamedTuple):
 
     loss: Any
     aux: Any
+
+
+_TRANSFORMS = {"flax": "transform=nnx.value_and_grad", "equinox": "transform=eqx.filter_value_and_grad"}
+
+
+def _library(node: Any) -> str | None:
+    """Returns the library of whose modules `node` is one: one that has its own `value_and_grad`."""
+    libraries = (base.__module__.split(".")[0] for base in type(node).__mro__ if base.__name__ == "Module")
+    return next((library for library in libraries if library in _TRANSFORMS), None)
+
+
+def _needs_transform(error: Exception, args: tuple[Any, ...], argnums: Any) -> str | None:
+    """Returns what to do if JAX cannot differentiate an argument, such as a model that holds functions."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    chosen = [args[number] for number in numbers if -len(args) <= number < len(args)]
+    others = [(name, leaf) for name, leaf in named_leaves(chosen) if not is_inexact(leaf)]
+    if not (isinstance(error, TypeError) and others):
+        return None
+    modules = jax.tree.leaves(chosen, is_leaf=lambda node: _library(node) is not None)
+    libraries = [library for library in map(_library, modules) if library is not None]
+    lines = [_TRANSFORMS[library] for library in libraries[:1]] or list(_TRANSFORMS.values())
+    name, leaf = others[0]
+    kind = leaf.dtype.name if hasattr(leaf, "dtype") else type(leaf).__name__
+    return (
+        "the differentiated argument has what jax.value_and_grad cannot differentiate. "
+        f"Got a leaf of {kind}, {name.partition('/')[2] or name!r}. "
+        f"Give {' or '.join(lines)}, or differentiate a tree of floating arrays."
+    )
 
 
 def _split(output: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -9,11 +9,18 @@ import jax.numpy as jnp
 import optax
 
 from .._memory.half_params import init_for_masters
-from .._memory.wrapper import as_transform, check_update
+from .._memory.wrapper import RESUME, as_transform, check_init, check_update, differentiated, update_inner
 from .._paths import leaf_names
 from .._tree import at_least_float32, has_dtype, select_tree, unwrap
 from .finite import agree, leaves_finite
-from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
+from .loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    describe_settings,
+    is_loss_scale,
+    same_settings,
+)
 from .norm import clip, squared_norms
 from .scalars import number
 from .state import LeafNames, SkipNonfiniteState, count
@@ -81,7 +88,9 @@ def skip_nonfinite(
     The check comes before everything else, since a clip turns inf into a number. A skipped step
     leaves the parameters and the state of `inner` bit for bit as they were: moments, counts,
     schedules, weight decay. A step that is not finite is never applied, however many came in a row;
-    `raise_if_stuck` tells the host. Nothing branches: `inner` is called as it is, its results are
+    `raise_if_stuck` tells the host. This holds for what is inside. A transform that is chained after this one
+    gets updates of minus zero on a skipped step, and acts on them: weight decay moves the parameters. Put it
+    inside, or select: docs/loss-scaling.md. Nothing branches: `inner` is called as it is, its results are
     selected, and donated buffers stay in place. The check reads the gradients: an infinite update
     that `inner` makes of finite gradients is applied.
 
@@ -93,8 +102,8 @@ def skip_nonfinite(
             `optax.clip_by_global_norm`. The norm is then the check, so that gradients are read once for
             both, and `metrics` reports the norm. Finite gradients above 1.8e19 have squares that float32
             cannot hold: their norm is inf, and the step is skipped. With `loss_scale=` given to `update`
-            the norm is that of the unscaled gradients. Around `optax.MultiSteps` it clips each
-            micro-batch.
+            the norm is that of the unscaled gradients. It is an error around `optax.MultiSteps`, where it
+            would clip each micro-batch: put `optax.clip_by_global_norm` into the `MultiSteps`.
         axis_name: under `shard_map` or `pmap`, the axis name or names over which all devices agree to
             skip. Not needed under `jit`, nor for gradients that were summed over the axis before.
         name: tells two optimizers in one tree apart, as `grads_finite(opt_state, name)`.
@@ -104,9 +113,10 @@ def skip_nonfinite(
         hold, such as batch statistics, use `select_tree(grads_finite(opt_state), new, old)`.
 
     Raises:
-        ValueError, TypeError: `inner` is no optax transform, or `clip_norm` no number above 0; from `update`,
-            the state is not that of this transform, a gradient belongs to no parameter, or `loss_scale=` was
-            given and no `unscale()` inside divides by it.
+        ValueError, TypeError: `inner` is no optax transform, `clip_norm` is no number above 0, or `inner`
+            holds `optax.MultiSteps` and `clip_norm` was given; from `init`, the parameters are shapes; from
+            `update`, the state is not that of this transform and its settings, a gradient belongs to no
+            parameter or has another shape, or `loss_scale=` was given and no `unscale()` divides by it.
 
     >>> from jmp_lite import metrics
     >>> tx = skip_nonfinite(optax.sgd(1.0))
@@ -131,7 +141,8 @@ def with_loss_scale(
     """`skip_nonfinite` with a loss scale in its state, adjusted after every step.
 
     The gradients given to `update` are true ones, from `jmp.value_and_grad` with the scale that
-    `get_loss_scale(opt_state)` returns.
+    `get_loss_scale(opt_state)` returns. Transforms that are chained after this one run on skipped steps too:
+    put weight decay, schedules and clips inside.
 
     Args:
         inner: as in `skip_nonfinite`.
@@ -176,16 +187,24 @@ class _Skipping:
         if clip_norm is not None and not 0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm should be above 0 and finite. Got {clip_norm}.")
         inner = as_transform(self.made_by, self.inner)
+        if clip_norm is not None and isinstance(self.inner, optax.MultiSteps):
+            raise self._clips_micro_batches()
         settings = dataclasses.replace(self, inner=inner, clip_norm=clip_norm)
         update: Any = settings.update  # With types of its own, which optax's protocol does not have.
         return optax.GradientTransformationExtraArgs(settings.init, update)
 
     def init(self, params: Any) -> Any:
         """Returns the state for `params`."""
-        differentiated = params.fast if isinstance(params, optax.LookaheadParams) else params
-        names = leaf_names(unwrap(differentiated))
+        check_init(self.made_by, params)
+        names = leaf_names(unwrap(differentiated(params)))
+        inner_state = init_for_masters(self.inner, params)
+        accumulates = lambda node: isinstance(node, optax.MultiStepsState)
+        if self.clip_norm is not None and any(
+            map(accumulates, jax.tree.leaves(inner_state, is_leaf=accumulates))
+        ):
+            raise self._clips_micro_batches()
         return SkipNonfiniteState(
-            inner_state=init_for_masters(self.inner, params),
+            inner_state=inner_state,
             # A copy: a donated state must not take the caller's scale, or that of another state, along.
             loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self.loss_scale),
             leaf_finite=jnp.ones(len(names), jnp.bool_),
@@ -207,12 +226,9 @@ class _Skipping:
             names = paths
         grads, flags, finite, norm = self._check(at_least_float32(updates), extra_args.get("loss_scale"))
         flags = _in_order(flags, paths, names)
-        try:
-            new_updates, new_inner = self.inner.update(grads, state.inner_state, params, **extra_args)
-        except (TypeError, ValueError) as error:
-            if missing := [name for name in names if name not in paths]:
-                raise ValueError(f"The gradients lack the parameters {missing[:4]}: {error}") from error
-            raise
+        new_updates, new_inner = update_inner(
+            self.made_by, self.inner, grads, state.inner_state, params, extra_args, names=names
+        )
         new_state = SkipNonfiniteState(
             inner_state=_select_state(finite, new_inner, state.inner_state),
             loss_scale=None if self.loss_scale is None else state.loss_scale.adjust(finite),
@@ -226,16 +242,32 @@ class _Skipping:
 
     def _check_state(self, state: Any, params: Any) -> None:
         """Raises an error if `state` is not that of this transform."""
-        advice = (
-            " To go on from a state of the plain optimizer: "
-            "opt_state = dataclasses.replace(tx.init(params), inner_state=old_state)."
-        )
-        check_update(self.made_by, SkipNonfiniteState, state, params, advice=advice)
+        check_update(self.made_by, SkipNonfiniteState, state, params)
         if (state.loss_scale is None) != (self.loss_scale is None):
             other = "skip_nonfinite" if state.loss_scale is None else "with_loss_scale"
+            raise ValueError(f"{self.made_by}: update was given a state of {other}. {RESUME}")
+        if not same_settings(state.loss_scale, self.loss_scale):
             raise ValueError(
-                f"{self.made_by}: update was given a state of {other}. Make it anew with init(params)."
+                f"{self.made_by}: this optimizer has the loss scale {describe_settings(self.loss_scale)}. "
+                f"Got a state of {describe_settings(state.loss_scale)}. {RESUME}"
             )
+        if (state.grad_norm is None) != (self.clip_norm is None):
+            made, asked = (
+                "without clip_norm" if norm is None else "with clip_norm"
+                for norm in (state.grad_norm, self.clip_norm)
+            )
+            raise ValueError(
+                f"{self.made_by}: this optimizer is {asked}. Got a state that was made {made}. {RESUME}"
+            )
+
+    def _clips_micro_batches(self) -> ValueError:
+        """Returns the error of a clip around an accumulation, which is another algorithm than one inside."""
+        return ValueError(
+            f"{self.made_by}: clip_norm={self.clip_norm:g} around optax.MultiSteps would clip each "
+            "micro-batch. Leave clip_norm out, and clip the accumulated gradients: "
+            f"optax.MultiSteps(optax.chain(optax.clip_by_global_norm({self.clip_norm:g}), "
+            "optax.adamw(3e-4)), every_k_schedule=4)."
+        )
 
     def _check_loss_scale(self, state: SkipNonfiniteState, extra_args: dict[str, Any]) -> None:
         """Raises a TypeError if `update` was given a loss scale that the transform does not use."""

@@ -15,16 +15,20 @@ from . import serialization
 class LeafNames:
     """The paths of the parameters, in the order of `jax.tree.leaves`. They are part of a state's structure.
 
-    All are equal, so that two states have one structure if their arrays have: `optax.tree_map_params`
-    compares a state with the state of a placeholder, whose parameters have no names.
+    Names are equal by value: `jax.jit` reuses a program for equal structures, and would give the state of one
+    model the names of another. No names equal all names: `optax.tree_map_params` compares a state with the
+    state of a placeholder, whose parameters have no names.
     """
 
     paths: tuple[str, ...]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LeafNames)
+        if not isinstance(other, LeafNames):
+            return False
+        return self.paths is other.paths or self.paths == other.paths or not (self.paths and other.paths)
 
     def __hash__(self) -> int:
+        # The hash of a tuple reads all names, and every call of a jitted step asks for it.
         return hash(LeafNames)
 
 

@@ -1,5 +1,8 @@
 """`linen.with_policy`: every kind of layer against float32, in training and evaluation."""
 
+import subprocess
+import sys
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -117,3 +120,11 @@ def test_a_recurrent_carry_stays_float32(policy):
     ]
     dtypes = [{v.aval.dtype.name for v in eqn.outvars if v.aval.shape == carry[0].shape} for eqn in scans]
     assert {"float32"} in dtypes
+
+
+@pytest.mark.parametrize("module", ["linen", "nnx"])
+def test_without_flax_the_import_names_the_extra(module):
+    script = f"import sys; sys.modules['flax'] = None; import jmp_lite; import jmp_lite.{module}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert f"jmp_lite.{module} needs Flax: pip install 'jmp_lite[flax]'." in done.stderr
+    assert "ModuleNotFoundError" in done.stderr

@@ -1,6 +1,5 @@
 """Float32 master weights for parameters that rest in half precision."""
 
-import dataclasses
 import functools
 
 import jax
@@ -314,7 +313,7 @@ def test_misuse_is_named():
     with pytest.raises(TypeError, match=r"Got dict\. The state comes before the parameters"):
         tx.update(grads, params, state)
     with pytest.raises(
-        ValueError, match=r"'w' is in float32, float32, .* was in half precision .* make a new state"
+        ValueError, match=r"'w' is in float32, float32, .* was in half precision .* jmp\.resume\(tx"
     ):
         tx.update(grads, state, {**params, "w": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"'norm' is in half precision, float16, .* was in float32"):
@@ -327,7 +326,6 @@ def test_the_state_of_a_plain_optimizer_goes_on_under_master_weights():
     plain = optax.adam(1e-3)
     params = make_params(jnp.bfloat16)
     old = plain.init(wide(params))
-    state = jmp.with_master_weights(plain).init(params)._replace(inner_state=old)
-    assert isinstance(state, MasterWeightsState)
-    scaled = jmp.with_loss_scale(jmp.with_master_weights(plain)).init(params)
-    assert dataclasses.replace(scaled, inner_state=state).inner_state.inner_state is old
+    scaled = jmp.resume(jmp.with_loss_scale(jmp.with_master_weights(plain)), params, old)
+    assert isinstance(scaled.inner_state, MasterWeightsState)
+    assert bits(scaled.inner_state.inner_state) == bits(old)

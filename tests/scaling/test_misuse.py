@@ -47,7 +47,9 @@ def test_parameters_and_state_in_the_wrong_order(wrap):
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_the_state_of_another_transform(wrap):
     state = optax.adam(1e-3).init(PARAMS)
-    with pytest.raises(TypeError, match=r"that its init\(params\) returned\. Got tuple\. To go on from"):
+    with pytest.raises(
+        TypeError, match=r"that its init\(params\) returned\. Got tuple\. To go on .*jmp\.resume"
+    ):
         wrap(optax.adam(1e-3)).update(PARAMS, state, PARAMS)
     other = {jmp.with_loss_scale: jmp.skip_nonfinite, jmp.skip_nonfinite: jmp.with_loss_scale}[wrap]
     with pytest.raises(ValueError, match=rf"{wrap.__name__}: update was given a state of {other.__name__}"):
@@ -61,7 +63,7 @@ def test_a_plain_state_continues_as_the_message_says():
         updates, old = plain.update(make_grads(step), old, params)
         params = optax.apply_updates(params, updates)
     tx = jmp.with_loss_scale(plain)
-    state = dataclasses.replace(tx.init(params), inner_state=old)
+    state = jmp.resume(tx, params, old)
     ours, state = tx.update(make_grads(3), state, params)
     theirs, _ = plain.update(make_grads(3), old, params)
     assert bits(ours) == bits(theirs)
@@ -78,7 +80,7 @@ def test_a_gradient_that_is_missing(wrap):
 @pytest.mark.parametrize("number", [0.0, -1.0, np.inf, np.nan])
 @pytest.mark.parametrize("scale", [jmp.StaticLossScale, jmp.DynamicLossScale])
 def test_an_invalid_scale_that_is_traced_skips_every_step_and_is_named(scale, number):
-    tx = jmp.with_loss_scale(optax.sgd(1.0))
+    tx = jmp.with_loss_scale(optax.sgd(1.0), scale(1.0))
 
     @jax.jit
     def step(number):
@@ -241,3 +243,65 @@ def test_multi_steps_count_micro_batches_as_the_documentation_says():
     tx = jmp.with_loss_scale(optax.MultiSteps(optax.sgd(1.0), 4), jmp.DynamicLossScale(8.0, period=4))
     _, state = run(tx, [make_grads(step) for step in range(4)])
     assert float(jmp.get_loss_scale(state).loss_scale) == 16.0
+
+
+# A model that jax.value_and_grad cannot differentiate
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear, self.norm = nnx.Linear(3, 2, rngs=rngs), nnx.BatchNorm(2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+MLP = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+MODELS = {
+    "equinox": (lambda: MLP, lambda m, x: jnp.sum(jax.vmap(m)(x)), eqx.filter_value_and_grad),
+    "nnx": (Normed, lambda m, x: jnp.sum(m(x) ** 2), nnx.value_and_grad),
+    "in a dict": (lambda: {"m": MLP}, lambda m, x: jnp.sum(jax.vmap(m["m"])(x)), eqx.filter_value_and_grad),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda fun: fun, lambda fun: jmp.autocast(fun, "float16")])
+@pytest.mark.parametrize("made_by", [jmp.value_and_grad, jmp.grad])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_without_transform_gets_the_line(name, made_by, wrap):
+    build, fun, transform = MODELS[name]
+    library = {"nnx": "nnx"}.get(name, "eqx.filter")
+    line = rf"transform={library}[._]value_and_grad, or differentiate a tree"
+    with pytest.raises(TypeError, match=rf"{made_by.__name__}: .* Got a leaf of \w+, '.*'\. Give {line}"):
+        made_by(wrap(fun), jmp.StaticLossScale(8.0))(build(), jnp.ones((4, 3)))
+    swapped = lambda x, model: fun(model, x)
+    with pytest.raises(TypeError, match=line):
+        made_by(wrap(swapped), jmp.StaticLossScale(8.0), argnums=(0, 1))(jnp.ones((4, 3)), build())
+    made_by(wrap(fun), jmp.StaticLossScale(8.0), transform=transform)(build(), jnp.ones((4, 3)))
+
+
+def test_other_trees_name_both_lines_and_the_leaf():
+    with pytest.raises(TypeError, match=r"Got a leaf of int32, 'n'\. Give transform=nnx.* or transform=eqx"):
+        jmp.value_and_grad(lambda p: jnp.sum(p["w"]), jmp.StaticLossScale(8.0))(
+            {**PARAMS, "n": jnp.arange(2)}
+        )
+    with pytest.raises(ZeroDivisionError):  # An error of the loss itself comes through.
+        jmp.value_and_grad(lambda p: 1 / 0, jmp.StaticLossScale(8.0))(PARAMS)
+    with pytest.raises(TypeError, match="The loss should be a floating scalar"):
+        jmp.value_and_grad(lambda p: p["w"], jmp.StaticLossScale(8.0))(PARAMS)
+
+
+@pytest.mark.parametrize("made_by", [jmp.value_and_grad, jmp.grad])
+def test_a_loss_that_was_called_is_named_at_once(made_by):
+    with pytest.raises(TypeError, match=rf"{made_by.__name__}\(fun, .* Got \w+\. Give the function itself"):
+        made_by(loss_fn(PARAMS, jnp.ones(3)), jmp.StaticLossScale(8.0))
+    with pytest.raises(TypeError, match=rf"{made_by.__name__}\(fun, loss_scale\): expected a loss scale"):
+        made_by(loss_fn, 8.0)
+
+
+def test_grad_does_not_send_to_grad():
+    with pytest.raises(TypeError, match=r"^grad: .*jmp\.grad takes one of these too"):
+        jmp.grad(loss_fn, jmp.StaticLossScale(2), transform=nnx.grad)(PARAMS, jnp.ones(3))
+    with pytest.raises(TypeError, match=r"^value_and_grad: .*For gradients alone: jmp\.grad"):
+        jmp.value_and_grad(loss_fn, jmp.StaticLossScale(2), transform=nnx.grad)(PARAMS, jnp.ones(3))

@@ -1,6 +1,7 @@
 """`clip_norm`: one pass over the gradients clips them, checks them and reports their norm."""
 
 import functools
+import re
 
 import hypothesis
 import jax
@@ -158,14 +159,41 @@ def test_a_threaded_scale_clips_the_unscaled_gradients():
     np.testing.assert_allclose(state.grad_norm, optax.tree.norm(grads), rtol=16 * EPS)
 
 
-def test_multi_steps_inside_has_each_micro_batch_clipped():
-    tx = jmp.skip_nonfinite(optax.MultiSteps(optax.sgd(1.0), 2), clip_norm=1.0)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda steps: steps,
+        lambda steps: steps.gradient_transformation(),
+        lambda steps: optax.chain(optax.identity(), steps.gradient_transformation()),
+        lambda steps: optax.masked(steps.gradient_transformation(), True),
+        jmp.with_master_weights,
+        lambda steps: jmp.with_stochastic_rounding(jmp.cast_state(steps)),
+    ],
+)
+@pytest.mark.parametrize("made_by", [jmp.with_loss_scale, jmp.skip_nonfinite])
+def test_a_clip_around_an_accumulation_is_an_error_with_the_line_that_clips_what_is_accumulated(
+    made_by, wrap
+):
     params = jnp.zeros(4)
-    state = tx.init(params)
-    for size in (2.0, 0.25):
-        updates, state = tx.update(jnp.full(4, size), state, params)
+    with pytest.raises(
+        ValueError, match=r"around optax\.MultiSteps .*each micro-batch\. (?P<line>.*)"
+    ) as error:
+        made_by(wrap(optax.MultiSteps(optax.sgd(1.0), 2)), clip_norm=0.5).init(params)
+    (line,) = re.findall(r"optax\.MultiSteps\(.*every_k_schedule=4\)", str(error.value))
+    steps = eval(line.replace("=4", "=2").replace("adamw(3e-4)", "sgd(1.0)"))
+    tx = made_by(wrap(steps))
+    state, update = tx.init(params), jax.jit(tx.update)
+    for size in (2.0, -1.75):
+        updates, state = update(jnp.full(4, size), state, params)
         params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(params, -(0.5 + 0.25) / 2, rtol=4 * EPS)
+    # The mean of the two is 0.125 in each of four elements, of norm 0.25, below the limit.
+    np.testing.assert_allclose(params, -0.125, rtol=4 * EPS)
+
+
+def test_the_line_of_the_construction_comes_without_init():
+    with pytest.raises(ValueError, match="Leave clip_norm out, and clip the accumulated gradients"):
+        jmp.with_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2), clip_norm=1.0)
+    jmp.with_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2)).init(jnp.zeros(4))
 
 
 def test_the_gradients_are_read_once_for_the_norm_and_the_check():

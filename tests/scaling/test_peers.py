@@ -1,7 +1,7 @@
 """What the peers get wrong, each shown by running the peer, next to the number that is right here.
 
-Versions: jmp 0.0.4, Flax 0.12, optax 0.2.8, Keras 3.15. A test that fails here says that a peer has
-been mended: take its line out of the README's table.
+Versions: jmp 0.0.4, Flax 0.12, optax 0.2.8, Keras 3.15, mpx 0.1.8. A test that fails here says that a peer
+has been mended: take its line out of the table of docs/differences.md.
 """
 
 import warnings
@@ -341,3 +341,25 @@ def test_keras_scales_a_float16_loss_to_inf(keras):
     before = float(optimizer.scale_loss(jnp.float16(1)))
     assert before == np.inf  # Until it is built, when the scale becomes a float32.
     assert float(jmp_lite.DynamicLossScale(2.0**16).scale(jnp.float16(1))) == 65536.0
+
+
+# mpx
+
+
+@pytest.mark.parametrize("which", ["filter_grad", "filter_value_and_grad"])
+def test_mpx_unscales_with_the_scale_of_the_next_step(which):
+    mpx = pytest.importorskip("mpx")
+    fun, w = (lambda w: w * jnp.asarray(3, w.dtype)), jnp.float32(2)
+    theirs = mpx.DynamicLossScaling(jnp.float32(8), jnp.float32(1), period=2)
+    ours = jmp_lite.DynamicLossScale(8.0, period=2)
+    their_gradients, our_gradients = [], []
+    for _ in range(4):
+        result = getattr(mpx, which)(fun, theirs)(w)
+        theirs, gradient = result[-3], result[-1]
+        their_gradients.append(float(gradient))
+        gradient = jmp_lite.grad(fun, ours)(w)
+        ours = ours.adjust(jmp_lite.all_finite(gradient))
+        our_gradients.append(float(gradient))
+    assert their_gradients == [3.0, 1.5, 3.0, 1.5]
+    assert our_gradients == [3.0] * 4
+    assert float(theirs.loss_scaling) == float(ours.loss_scale) == 32.0

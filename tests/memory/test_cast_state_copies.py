@@ -1,0 +1,213 @@
+"""`cast_state` keeps copies of parameters in float32, and the optimizers of optax learn as in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import jmp_lite as jmp
+from tests.support.steps import bits
+
+PARAMS = {"w": jax.random.normal(jax.random.key(2), (16, 8)), "b": jnp.zeros(8), "one": jnp.ones(8)}
+COPIES = {
+    "mechanize": (contrib.mechanize(optax.adam(1e-2)), {"x0"}),
+    "mechanize of sgd": (contrib.mechanize(optax.sgd(1e-2)), {"x0"}),
+    "prodigy": (contrib.prodigy(), {"params0"}),
+    "dog": (contrib.dog(1.0), {"init_params"}),
+    "dowg": (contrib.dowg(1.0), {"init_params"}),
+    "madgrad": (contrib.madgrad(0.1), {"x0"}),
+    "cocob": (contrib.cocob(), {"init_particles"}),
+    "schedule_free_adamw": (contrib.schedule_free_adamw(0.1), {"z"}),
+    "schedule_free_sgd": (contrib.schedule_free_sgd(0.1), {"z"}),
+    "sam": (contrib.sam(optax.adam(1e-2), optax.sgd(1e-2)), {"cache"}),
+    "multi_steps": (optax.MultiSteps(contrib.prodigy(), 2), {"params0"}),
+    "adam": (optax.adam(1e-2), set()),
+}
+
+
+@pytest.mark.parametrize("inside", [lambda f: f, jax.jit, lambda f: lambda p: jax.eval_shape(f, p)])
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_parameters_rest_in_float32_and_moments_do_not(name, inside):
+    """Also those of a bias of zeros, which equals its moment; inside `jit` there are no values to compare."""
+    tx, copies = COPIES[name]
+    state = inside(jmp.cast_state(tx, stochastic_rounding=True).init)(PARAMS)
+    kept, cast = set(), set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.inner_state):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and path[-1] == jax.tree_util.DictKey("b"):
+            (kept if leaf.dtype == jnp.float32 else cast).add(path[-2].name)
+    assert kept == copies
+    assert bool(cast) == (name not in ("dog", "dowg", "schedule_free_sgd", "mechanize of sgd"))
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, jmp.with_stochastic_rounding, jmp.with_master_weights])
+def test_copies_of_half_parameters_are_float32(wrap):
+    halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    tx = jmp.with_loss_scale(wrap(jmp.cast_state(contrib.prodigy())))
+    state = tx.init(halves)
+    _, state = tx.update(halves, state, halves)
+    is_prodigy = lambda node: isinstance(node, contrib.ProdigyState)
+    (prodigy,) = [n for n in jax.tree.leaves(state, is_leaf=is_prodigy) if is_prodigy(n)]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(prodigy.params0)} == {"float32"}
+
+
+def test_a_few_numbers_that_belong_to_no_parameter_stay_float32_and_a_flat_moment_does_not():
+    muon = jmp.cast_state(contrib.muon(1e-3)).init(PARAMS)
+    is_muon = lambda node: isinstance(node, contrib.MuonState)
+    (state,) = [n for n in jax.tree.leaves(muon, is_leaf=is_muon) if is_muon(n)]
+    assert (state.ns_coeffs.dtype, state.mu["w"].dtype) == (jnp.float32, jnp.bfloat16)
+    flat = jmp.cast_state(optax.flatten(optax.adam(1e-3))).init({"a": jnp.ones((40, 40))})
+    assert flat.inner_state[0].mu.dtype == jnp.bfloat16
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    lookahead = jmp.cast_state(optax.lookahead(optax.adam(1e-3), 5, 0.5)).init(params)
+    assert lookahead.inner_state.fast_state[0].mu["w"].dtype == jnp.bfloat16
+
+
+MATRIX = jax.random.normal(jax.random.key(0), (64, 16))
+TARGET = jax.random.normal(jax.random.key(1), (16,)) * 3
+START = {"w": jax.random.normal(jax.random.key(2), (16,)) * 3}
+
+
+def curve(tx, steps):
+    """The losses of least squares whose start is far from the solution."""
+
+    def step(carry, _):
+        params, state = carry
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((MATRIX @ (p["w"] - TARGET)) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=steps)[1])
+    return np.asarray(run((START, tx.init(START))))
+
+
+@pytest.mark.parametrize("settings", [{}, {"stochastic_rounding": True}], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ["mechanize of sgd", "prodigy", "dog", "cocob"])
+def test_optimizers_that_measure_a_distance_learn_as_fast_as_in_float32(name, settings):
+    tx = COPIES[name][0]
+    steps_to = lambda losses: int(np.argmax(losses < 1.0))
+    full, half = (
+        curve(jmp.cast_state(tx, d, **s), 300) for d, s in (("float32", {}), ("bfloat16", settings))
+    )
+    assert 10 < steps_to(full) < 280
+    assert abs(steps_to(half) - steps_to(full)) <= 0.05 * steps_to(full) + 1
+
+
+# All of optax on real scans
+
+LEARNING = {
+    **{
+        name: (getattr(optax, name)(1e-3), 1.05)
+        for name in ("adam", "amsgrad", "nadam", "yogi", "adan", "adamw")
+    },
+    "adafactor": (optax.adafactor(1e-2), 1.05),
+    "adabelief": (optax.adabelief(1e-3), 1.05),
+    "adadelta": (optax.adadelta(1.0), 1.05),
+    "adagrad": (optax.adagrad(1e-2), 1.05),
+    "adamax": (optax.adamax(1e-3), 1.05),
+    "fromage": (optax.fromage(0.01), 1.05),
+    "lamb": (optax.lamb(1e-2), 1.25),
+    "lars": (optax.lars(0.5), 1.05),
+    "lion": (optax.lion(3e-4), 1.05),
+    "novograd": (optax.novograd(1e-2), 1.05),
+    "radam": (optax.radam(1e-3), 1.05),
+    "rmsprop": (optax.rmsprop(1e-3), 1.05),
+    "sgd": (optax.sgd(0.05, momentum=0.9), 1.05),
+    "sm3": (optax.sm3(0.02), 1.05),
+    "multi_steps": (optax.MultiSteps(optax.adam(1e-3), 2), 1.05),
+    "acprop": (contrib.acprop(1e-5), 1.05),
+    "ademamix": (contrib.ademamix(1e-3), 1.05),
+    "adopt": (contrib.adopt(1e-3), 1.05),
+    "cocob": (contrib.cocob(), 1.1),
+    # Its guess of the learning rate follows the rounding: six orders of the data give 0.02 to 0.07.
+    "dadapt_adamw": (contrib.dadapt_adamw(), 3.0),
+    "dog": (contrib.dog(1.0), 1.05),
+    "dowg": (contrib.dowg(1.0), 1.05),
+    "galore": (contrib.galore(1e-3, rank=4), 1.05),
+    "madgrad": (contrib.madgrad(1e-3), 1.05),
+    "mechanize": (contrib.mechanize(optax.adam(1e-3)), 1.05),
+    "momo": (contrib.momo(0.1), 1.05),
+    "momo_adam": (contrib.momo_adam(1e-2), 1.05),
+    "muon": (contrib.muon(1e-3), 1.05),
+    "normalize": (optax.chain(contrib.normalize(), optax.sgd(0.02)), 1.05),
+    "prodigy": (contrib.prodigy(), 1.5),  # 0.014 to 0.023 in float32.
+    "reduce_on_plateau": (optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau()), 1.05),
+    "sam": (contrib.sam(optax.adam(1e-3), optax.chain(contrib.normalize(), optax.sgd(0.01))), 1.05),
+    "schedule_free_adamw": (contrib.schedule_free_adamw(1e-3), 1.05),
+    "schedule_free_sgd": (contrib.schedule_free_sgd(0.1), 1.05),
+    "simplified_ademamix": (contrib.simplified_ademamix(1e-4), 1.05),
+    "sophia": (
+        contrib.sophia(
+            1e-3, hessian_diagonal_fn=contrib.hutchinson_estimator_diag_hessian(jax.random.key(0))
+        ),
+        1.1,
+    ),
+    "split_real_and_imaginary": (contrib.split_real_and_imaginary(optax.adam(1e-3)), 1.05),
+}
+NOT_OPTIMIZERS = {
+    *(
+        "differentially_private_aggregate",
+        "dpsgd",
+    ),  # Gradients of each example: tests/memory/test_wrapper.py.
+    *("hutchinson_estimator_diag_hessian", "schedule_free", "schedule_free_eval_params"),
+}
+
+
+def test_all_optimizers_of_contrib_are_tried():
+    public = {n for n in dir(contrib) if n[0] != "_" and n.islower() and not n.startswith("scale_by")}
+    assert public - NOT_OPTIMIZERS <= set(LEARNING)
+
+
+def digits_loss(params, x, y):
+    logits = jax.nn.relu(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def digits_run(tx, name, steps=300):
+    """The loss over all digits after a run."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    x, y = jnp.asarray(digits.data / 16, jnp.float32), jnp.asarray(digits.target)
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {
+        "w1": jax.random.normal(keys[0], (64, 32)) / 8,
+        "b1": jnp.zeros(32),
+        "w2": jax.random.normal(keys[1], (32, 10)) * 0.18,
+        "b2": jnp.zeros(10),
+    }
+
+    def step(index, carry):
+        params, state = carry
+        rows = (jnp.arange(128) + index * 128) % 1664
+        loss = lambda params: digits_loss(params, x[rows], y[rows])
+        value, grads = jax.value_and_grad(loss)(params)
+        extra = {"value": value} if name.startswith(("momo", "reduce")) else {}
+        extra |= {"obj_fn": loss} if name == "sophia" else {}
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    run = jax.jit(lambda carry: jax.lax.fori_loop(0, steps, step, carry))
+    params, state = run((params, tx.init(params)))
+    if name.startswith("schedule_free"):
+        params = contrib.schedule_free_eval_params(state.inner_state, params)
+    return float(digits_loss(params, x, y))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEARNING)
+def test_an_optimizer_ends_beside_float32(name):
+    tx, factor = LEARNING[name]
+    full = digits_run(jmp.cast_state(tx, "float32"), name)
+    half = digits_run(jmp.cast_state(tx, stochastic_rounding=True), name)
+    if name not in ("galore", "muon", "dowg", "acprop"):
+        assert full < 2.0  # It was 2.5, and learned.
+    assert full / factor < half < full * factor
+
+
+def test_float32_is_the_optimizer_itself():
+    for tx, _ in COPIES.values():
+        plain = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+        state = jmp.cast_state(tx, "float32").init(PARAMS)
+        assert bits(state.inner_state) == bits(plain.init(PARAMS))

@@ -1,0 +1,228 @@
+"""What all wrappers of an optimizer check: gradients, arrays and states; and the names of leaves."""
+
+import pickle
+import timeit
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+
+import jmp_lite as jmp
+from jmp_lite._scaling.state import LeafNames
+from tests.support.steps import bits
+
+PARAMS = {"head": {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}, "gain": jnp.ones(())}
+HALVES = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+WRAPPERS = {
+    "with_loss_scale": jmp.with_loss_scale,
+    "skip_nonfinite": jmp.skip_nonfinite,
+    "with_master_weights": jmp.with_master_weights,
+    "cast_state": lambda tx: jmp.cast_state(tx, stochastic_rounding=True),
+    "with_stochastic_rounding": jmp.with_stochastic_rounding,
+    "nested": lambda tx: jmp.with_loss_scale(jmp.with_stochastic_rounding(jmp.cast_state(tx))),
+    "masters": lambda tx: jmp.with_loss_scale(jmp.with_master_weights(jmp.cast_state(tx))),
+}
+OPTIMIZERS = {
+    "adam": optax.adam(1e-3),
+    "sgd": optax.sgd(1e-3),
+    "chain": optax.chain(optax.clip(1.0), optax.adamw(optax.constant_schedule(1e-3))),
+    "multi_steps": optax.MultiSteps(optax.lion(1e-3), 2),
+    "prodigy": optax.contrib.prodigy(),
+}
+
+
+def updater(tx, jit):
+    return jax.jit(tx.update) if jit else tx.update
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("shape", [(4, 3), (3,), (1, 2, 3), (2,)])
+def test_a_gradient_of_another_shape_is_named(shape, wrap, optimizer, jit):
+    tx = WRAPPERS[wrap](OPTIMIZERS[optimizer])
+    state = tx.init(HALVES)
+    grads = {**PARAMS, "head": {**PARAMS["head"], "w": jnp.ones(shape)}}
+    shapes = f"has the shape {shape}, and its parameter has (2, 3)".replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ValueError, match=rf"The gradient 'head/w' {shapes}"):
+        updater(tx, jit)(grads, state, HALVES)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_gradient_that_is_missing_or_unknown_is_named(wrap, optimizer, jit):
+    tx = WRAPPERS[wrap](OPTIMIZERS[optimizer])
+    state = tx.init(HALVES)
+    if optimizer == "sgd" and wrap in ("with_loss_scale", "skip_nonfinite", "cast_state"):
+        pytest.skip("optax.sgd has no state, and takes a part of the gradients.")
+    missing = {**PARAMS, "head": {"w": PARAMS["head"]["w"]}}
+    with pytest.raises(ValueError, match=r"The gradients lack the parameters \['head/b'\]"):
+        updater(tx, jit)(missing, state, HALVES)
+    unknown = {**PARAMS, "tail": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"The gradients have leaves that .*: \['tail'\]"):
+        updater(tx, jit)(unknown, state, HALVES)
+    with pytest.raises(ValueError, match=r"The gradients lack the parameters \['head/b'\]"):
+        updater(tx, jit)({**missing, "head": {**missing["head"], "b": None}}, state, HALVES)
+
+
+@pytest.mark.parametrize("wrap", [jmp.with_loss_scale, jmp.cast_state, jmp.skip_nonfinite])
+def test_without_parameters_the_state_tells_the_shape(wrap):
+    tx = wrap(optax.adam(1e-3))
+    grads = {**PARAMS, "head": {**PARAMS["head"], "w": jnp.ones((1, 2, 3))}}
+    with pytest.raises(
+        ValueError, match=r"'head/w' has the shape \(1, 2, 3\), and its parameter has \(2, 3\)"
+    ):
+        tx.update(grads, tx.init(PARAMS))
+    with pytest.raises(ValueError, match=r"lack the parameters|Give a gradient for each parameter"):
+        tx.update({"gain": jnp.ones(())}, tx.init(PARAMS))
+
+
+def test_errors_of_the_optimizer_itself_come_through():
+    def update(updates, state, params=None):
+        raise KeyError("mine")
+
+    inner = optax.GradientTransformation(lambda params: (), update)
+    for wrap in WRAPPERS.values():
+        tx = wrap(inner)
+        with pytest.raises(KeyError, match="mine"):
+            tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_gradients_of_each_example_have_an_axis_more():
+    private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0))
+    grads = jax.tree.map(lambda p: jnp.stack([p, -2 * p]) / 8, PARAMS)
+    expected, _ = private.update(grads, private.init(PARAMS))
+    tx = jmp.skip_nonfinite(jmp.cast_state(private))
+    updates, _ = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
+    for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_init_of_shapes_names_eval_shape(wrap):
+    shapes = jax.eval_shape(lambda: HALVES)
+    tx = WRAPPERS[wrap](optax.adam(1e-3))
+    with pytest.raises(
+        TypeError, match=r"init takes arrays\. Got jax\.ShapeDtypeStruct\..*jax\.eval_shape\(tx"
+    ):
+        tx.init(shapes)
+    assert jax.tree.structure(jax.eval_shape(tx.init, shapes)) == jax.tree.structure(tx.init(HALVES))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda tx: jmp.with_stochastic_rounding(jmp.with_master_weights(tx)),
+        lambda tx: jmp.with_master_weights(jmp.with_stochastic_rounding(tx)),
+        lambda tx: jmp.with_master_weights(jmp.with_master_weights(tx)),
+        lambda tx: jmp.with_master_weights(optax.chain(jmp.with_stochastic_rounding(tx))),
+        lambda tx: jmp.with_loss_scale(
+            jmp.with_master_weights(optax.masked(jmp.with_stochastic_rounding(tx), True))
+        ),
+    ],
+)
+@pytest.mark.parametrize("params", [PARAMS, HALVES])
+def test_two_wrappers_for_half_parameters_are_an_error(build, params):
+    with pytest.raises(ValueError, match=r"It would see float32 parameters, .* Use one of the two\."):
+        build(optax.adam(1e-3)).init(params)
+
+
+def test_parts_of_a_model_may_have_different_wrappers():
+    labels = {"head": {"w": "a", "b": "b"}, "gain": "b"}
+    parts = {
+        "a": jmp.with_master_weights(optax.adam(1e-3)),
+        "b": jmp.with_stochastic_rounding(optax.sgd(1e-3)),
+    }
+    tx = jmp.with_loss_scale(optax.multi_transform(parts, labels))
+    jax.jit(tx.update)(PARAMS, tx.init(HALVES), HALVES)
+
+
+# Messages
+
+
+@pytest.mark.parametrize("patterns", [True, 3, None])
+def test_patterns_are_strings(patterns):
+    with pytest.raises(TypeError, match=rf"keep_float32 takes patterns such as .* Got {patterns}"):
+        jmp.cast_state(optax.adam(1e-3), keep_float32=patterns)
+
+
+@pytest.mark.parametrize("x", [PARAMS, [1.0, 2.0], None, "x"])
+def test_stochastic_round_takes_one_array(x):
+    with pytest.raises(
+        TypeError, match=rf"rounds one array\. Got x of type {type(x).__name__}\..*each array"
+    ):
+        jmp.stochastic_round(x, "bfloat16", jax.random.key(0))
+    assert jmp.stochastic_round(np.float32(1), "bfloat16", jax.random.key(0)) == 1
+
+
+@pytest.mark.parametrize("key", [0, 3, jax.random.key(0)])
+def test_a_key_without_rounding_is_an_error(key):
+    with pytest.raises(ValueError, match=r"key= is for stochastic_rounding=True, .* Got"):
+        jmp.cast_state(optax.adam(1e-3), key=key)
+
+
+@pytest.mark.parametrize(
+    "build", [WRAPPERS["cast_state"], WRAPPERS["with_stochastic_rounding"], WRAPPERS["nested"]]
+)
+@pytest.mark.parametrize(
+    "save",
+    [lambda s: serialization.from_bytes(s, serialization.to_bytes(s)), lambda s: jax.tree.map(np.asarray, s)],
+)
+def test_an_eager_update_of_a_restored_state_does_not_warn(build, save):
+    tx = build(optax.adam(1e-3))
+    state = save(tx.init(HALVES))
+    state = jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf.dtype.type(leaf), state)  # NumPy scalars.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            updates, state = tx.update(PARAMS, state, HALVES)
+    fresh = tx.init(HALVES)
+    for _ in range(3):
+        expected, fresh = tx.update(PARAMS, fresh, HALVES)
+    assert bits(updates) == bits(expected)
+
+
+# Names of leaves
+
+
+COPY = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
+
+
+@pytest.mark.parametrize("wrap", [jmp.with_loss_scale, jmp.skip_nonfinite])
+@pytest.mark.parametrize("inner", [optax.sgd(1.0), optax.sgd(1.0, momentum=0.9)])
+def test_a_jitted_function_of_two_states_keeps_the_names_of_each(wrap, inner):
+    tx = wrap(inner)
+    models = [{name: jnp.ones(3)} for name in ("generator", "critic")]
+    for params in models + models[::-1]:
+        state = COPY(tx.init(params))
+        assert state.leaf_names.paths == tuple(params)
+        _, state = tx.update(jax.tree.map(lambda p: p * jnp.nan, params), state, params)
+        with pytest.raises(FloatingPointError, match="the only parameter"):
+            jmp.raise_if_stuck(state, 1)
+    one, other = (tx.init(params) for params in models)
+    assert jax.tree.structure(one) != jax.tree.structure(other)
+    assert jax.tree.structure(one) == jax.tree.structure(tx.init(models[0]))
+    assert jax.tree.structure(pickle.loads(pickle.dumps(one))) == jax.tree.structure(one)
+
+
+def test_names_of_the_second_model_are_those_of_the_message():
+    tx = jmp.with_loss_scale(optax.sgd(1.0))
+    for params in ({"a": jnp.ones(2), "b": jnp.ones(2)}, {"c": jnp.ones(2), "d": jnp.ones(2)}):
+        state = COPY(tx.init(params))
+        last = list(params)[-1]
+        _, state = tx.update({**params, last: params[last] * jnp.inf}, state, params)
+        with pytest.raises(FloatingPointError, match=f"1 of 2 parameters: {last}"):
+            jmp.raise_if_stuck(state, 1)
+
+
+def test_hashing_names_reads_none_of_them():
+    names = LeafNames(tuple(f"layers/{index}/kernel" for index in range(100_000)))
+    assert hash(names) == hash(LeafNames(()))
+    assert min(timeit.repeat(lambda: hash(names), number=100, repeat=5)) < 1e-3  # 100 tuples would be 50 ms.
+    assert names == LeafNames(())  # The placeholder of `optax.tree_map_params`.
+    assert names != LeafNames(names.paths[:-1])

@@ -1,0 +1,426 @@
+"""`resume`: the settings and dtypes of the script, the values of an old optimizer state."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, serialization
+
+import jmp_lite as jmp
+from tests.support.steps import bits, make_grads, make_params, make_step, run, spoil
+
+BF16 = jnp.dtype("bfloat16")
+PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "layers": [jnp.zeros(4), jnp.full(4, 0.3, jnp.float32)]}
+SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 10)
+ADAM = optax.adamw(SCHEDULE)
+SCALE = jmp.DynamicLossScale(2.0**10, period=2, hysteresis=1)
+
+
+def grads(step):
+    return jax.tree.map(lambda p: jnp.cos(step + 3 * p) / 4, PARAMS)
+
+
+def train(tx, steps=3, params=PARAMS, state=None):
+    state = tx.init(params) if state is None else state
+    step = make_step(tx)
+    for index in range(steps):
+        params, state = step(params, state, grads(index))
+    return params, state
+
+
+def orbax(state, path):
+    import orbax.checkpoint
+
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path / "state")
+
+
+FORMS = {
+    "live": lambda state, path: state,
+    "numpy": lambda state, path: jax.tree.map(np.asarray, state),
+    "pickled": lambda state, path: pickle.loads(pickle.dumps(state)),
+    "flax": lambda state, path: serialization.msgpack_restore(serialization.to_bytes(state)),
+    "orbax": orbax,
+}
+WRAPPED = {
+    "plain": lambda tx: tx,
+    "scale": lambda tx: jmp.with_loss_scale(tx, SCALE, clip_norm=1.0),
+    "skip": jmp.skip_nonfinite,
+    "cast": lambda tx: jmp.with_loss_scale(jmp.cast_state(tx)),
+    "stochastic": lambda tx: jmp.cast_state(tx, stochastic_rounding=True, key=3),
+    "masters": lambda tx: jmp.with_loss_scale(jmp.with_master_weights(jmp.cast_state(tx, keep_float32="nu"))),
+    "rounding": lambda tx: jmp.with_loss_scale(
+        jmp.with_stochastic_rounding(jmp.cast_state(tx, stochastic_rounding=True)), jmp.NoOpLossScale()
+    ),
+}
+
+
+@functools.cache
+def trained(wrapped):
+    """An optimizer of `WRAPPED`, its jitted step, and parameters and a state after three steps."""
+    tx = WRAPPED[wrapped](ADAM)
+    step, params, state = make_step(tx), PARAMS, tx.init(PARAMS)
+    for index in range(3):
+        params, state = step(params, state, grads(index))
+    return tx, step, params, state
+
+
+ORBAX = pytest.mark.filterwarnings("ignore::UserWarning:orbax", "ignore::DeprecationWarning:orbax")
+pytestmark = [ORBAX, pytest.mark.filterwarnings("ignore:.*sharding info not provided.*")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_the_same_settings_give_the_same_bits(form, wrapped, tmp_path):
+    tx, _, params, state = trained(wrapped)
+    resumed = jmp.resume(tx, params, FORMS[form](state, tmp_path))
+    assert jax.tree.structure(resumed) == jax.tree.structure(state)
+    assert bits(resumed) == bits(state)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip(1.0), jmp.with_loss_scale(optax.sgd(0.1), SCALE)),
+        optax.chain(jmp.skip_nonfinite(optax.sgd(0.1)), optax.trace(0.9)),
+        optax.chain(jmp.with_stochastic_rounding(optax.sgd(0.1))),
+        jmp.with_loss_scale(optax.masked(jmp.with_stochastic_rounding(optax.sgd(0.1)), True), SCALE),
+        jmp.with_loss_scale(optax.set_to_zero()),
+    ],
+)
+def test_wrappers_of_transforms_without_state_keep_their_own_values(tx, form, tmp_path):
+    _, state = train(tx)
+    resumed = jmp.resume(tx, PARAMS, FORMS[form](state, tmp_path))
+    assert jax.tree.structure(resumed) == jax.tree.structure(state)
+    assert bits(resumed) == bits(state)
+    assert bits(state) != bits(tx.init(PARAMS))
+
+
+def moments(state):
+    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
+    (adam,) = [node for node in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(node)]
+    return adam
+
+
+@pytest.mark.cases(fast=49)
+@pytest.mark.parametrize("before", WRAPPED)
+@pytest.mark.parametrize("after", WRAPPED)
+@pytest.mark.parametrize("form", ["live", "flax", "orbax"])
+def test_other_wrappers_give_their_dtypes_to_the_old_values(before, after, form, tmp_path):
+    params, old = trained(before)[2:]
+    tx, step, _, _ = trained(after)
+    resumed = jmp.resume(tx, params, FORMS[form](old, tmp_path))
+    fresh = tx.init(params)
+    assert jax.tree.structure(resumed) == jax.tree.structure(fresh)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), resumed) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), fresh
+    )
+    theirs, ours = moments(old), moments(resumed)
+    assert int(ours.count) == 3
+    for name in ("mu", "nu"):
+        for value, expected in zip(
+            jax.tree.leaves(getattr(ours, name)), jax.tree.leaves(getattr(theirs, name)), strict=True
+        ):
+            np.testing.assert_array_equal(value, expected.astype(value.dtype))
+    step(params, resumed, grads(3))  # Nothing is missing.
+    assert step._cache_size() == 1
+
+
+def test_half_of_an_optimizer_may_have_wrappers_of_its_own():
+    labels = {"w": "a", "layers": ["b", "b"]}
+    plain = optax.multi_transform({"a": ADAM, "b": optax.sgd(0.1, momentum=0.9)}, labels)
+    tx = jmp.with_loss_scale(
+        optax.multi_transform(
+            {"a": jmp.cast_state(ADAM), "b": jmp.with_stochastic_rounding(optax.sgd(0.1, momentum=0.9))},
+            labels,
+        )
+    )
+    _, old = train(plain)
+    resumed = jmp.resume(tx, PARAMS, old)
+    assert moments(resumed).mu["w"].dtype == BF16
+    back = jmp.resume(plain, PARAMS, resumed)
+    assert jax.tree.structure(back) == jax.tree.structure(old)
+    assert bits(back.inner_states["b"]) == bits(old.inner_states["b"])
+    train(tx, state=resumed)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transforms_without_state_may_come_and_go(form, tmp_path):
+    threaded = jmp.skip_nonfinite(optax.chain(jmp.unscale(), ADAM))
+    old = threaded.init(PARAMS)
+    _, old = threaded.update(grads(0), old, PARAMS, loss_scale=jmp.NoOpLossScale())
+    tx = jmp.with_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.clip(1.0), ADAM))
+    resumed = jmp.resume(tx, PARAMS, FORMS[form](old, tmp_path))
+    assert bits(moments(resumed)) == bits(moments(old))
+    back = jmp.resume(ADAM, PARAMS, FORMS[form](resumed, tmp_path / "back"))
+    assert bits(moments(back)) == bits(moments(old))
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2),
+    "masked": optax.masked(ADAM, {"w": True, "layers": [False, True]}),
+    "hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE),
+    "chain": optax.chain(optax.clip(1.0), optax.add_noise(0.1, 0.5, jax.random.key(0)), ADAM),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+    "prodigy": optax.contrib.prodigy(),
+    "mechanize": optax.contrib.mechanize(optax.adam(1e-2)),
+    "adafactor": optax.adafactor(1e-2),
+    "lion": optax.lion(1e-3),
+}
+
+
+@pytest.mark.cases(fast=2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_goes_on_under_a_loss_scale_and_in_bfloat16_and_back(name, tmp_path):
+    plain = OPTIMIZERS[name]
+    as_transform = plain.gradient_transformation() if isinstance(plain, optax.MultiSteps) else plain
+    params, old = train(as_transform)
+    tx = jmp.with_loss_scale(jmp.cast_state(plain, stochastic_rounding=True))
+    resumed = jmp.resume(tx, params, old)
+    train(tx, state=resumed, params=params)
+    full = jmp.with_loss_scale(jmp.cast_state(plain, "float32"))
+    back = jmp.resume(plain, params, jmp.resume(full, params, old))
+    assert bits(back) == bits(old)
+    for form in ("flax", "orbax"):
+        if name != "chain":  # Neither saves a typed PRNG key alone.
+            again = jmp.resume(full, params, FORMS[form](old, tmp_path))
+            assert bits(again.inner_state.inner_state) == bits(old)
+
+
+def test_masters_come_from_the_old_state_or_from_the_parameters():
+    halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    tx = jmp.with_loss_scale(jmp.with_master_weights(ADAM))
+    params, old = train(tx, params=halves)
+    again = jmp.with_master_weights(jmp.cast_state(ADAM))
+    assert bits(jmp.master_params(jmp.resume(again, params, old), params)) == bits(
+        jmp.master_params(old, params)
+    )
+    _, plain = train(ADAM)
+    fresh = jmp.resume(tx, params, plain)
+    assert bits(fresh.inner_state.masters) == bits(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+
+def test_masters_of_parts_become_masters_of_the_whole():
+    halves = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    labels = {"w": "a", "layers": ["b", "b"]}
+    parts = optax.multi_transform(
+        {"a": jmp.with_master_weights(optax.adam(1e-3)), "b": jmp.with_master_weights(optax.sgd(1e-3))},
+        labels,
+    )
+    params, old = train(parts, params=halves)
+    whole = jmp.with_master_weights(
+        optax.multi_transform({"a": optax.adam(1e-3), "b": optax.sgd(1e-3)}, labels)
+    )
+    assert bits(jmp.master_params(jmp.resume(whole, params, old), params)) == bits(
+        jmp.master_params(old, params)
+    )
+
+
+def test_a_state_of_an_older_version_gives_what_it_has():
+    _, state = train(WRAPPED["scale"](ADAM))
+    saved = serialization.to_state_dict(state)
+    older = {name: saved[name] for name in ("inner_state", "loss_scale")} | {"skipped_steps": np.int32(3)}
+    resumed = jmp.resume(WRAPPED["scale"](ADAM), PARAMS, older)
+    assert bits(resumed.inner_state) == bits(state.inner_state)
+    assert bits(resumed.loss_scale) == bits(state.loss_scale)
+    assert jmp.metrics(resumed)["skipped_steps"] == 0
+
+
+# Settings
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_settings_of_a_dynamic_scale_are_those_of_the_script(form, tmp_path):
+    old_tx = jmp.with_loss_scale(ADAM, jmp.DynamicLossScale(8.0, period=100, hysteresis=3))
+    _, old = run(old_tx, [spoil(make_grads(0)), make_grads(1)])
+    script = jmp.DynamicLossScale(64.0, period=2, hysteresis=1)
+    tx = jmp.with_loss_scale(ADAM, script, name="main")
+    state = jmp.resume(tx, make_params(), FORMS[form](old, tmp_path))
+    scale = jmp.get_loss_scale(state, "main")
+    assert (scale.period, scale.hysteresis) == (2, 1)
+    assert [float(x) for x in (scale.loss_scale, scale.counter, scale.hysteresis_left)] == [8.0, 1.0, 1.0]
+    assert jmp.metrics(state)["skipped_steps"] == 1
+    _, state = make_step(tx)(make_params(), state, make_grads(2))
+    assert float(jmp.get_loss_scale(state).loss_scale) == 16.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (jmp.StaticLossScale(8.0), jmp.StaticLossScale(16.0), 16.0),
+        (jmp.DynamicLossScale(8.0), jmp.StaticLossScale(16.0), 16.0),
+        (jmp.StaticLossScale(8.0), jmp.DynamicLossScale(16.0), 8.0),
+        (jmp.NoOpLossScale(), jmp.DynamicLossScale(16.0), 16.0),
+        (jmp.DynamicLossScale(8.0), jmp.NoOpLossScale(), 1.0),
+        (jmp.DynamicLossScale(2.0**20), jmp.DynamicLossScale(16.0, max_loss_scale=2.0**16), 16.0),
+        (jmp.DynamicLossScale(2.0), jmp.DynamicLossScale(16.0, min_loss_scale=4.0), 16.0),
+        (jmp.DynamicLossScale(0.5), jmp.DynamicLossScale(0.25), 0.5),
+    ],
+)
+@pytest.mark.parametrize("form", ["live", "flax", "orbax"])
+def test_the_number_of_a_dynamic_scale_is_a_value_and_that_of_a_static_one_a_setting(
+    before, after, expected, form, tmp_path
+):
+    _, old = train(jmp.with_loss_scale(ADAM, before), steps=1)
+    state = jmp.resume(jmp.with_loss_scale(ADAM, after), PARAMS, FORMS[form](old, tmp_path))
+    scale = jmp.get_loss_scale(state)
+    assert type(scale) is type(after)
+    assert float(scale.loss_scale) == expected
+
+
+def test_a_rounding_key_goes_on_and_a_new_one_is_the_scripts():
+    _, old = train(jmp.cast_state(ADAM, stochastic_rounding=True, key=7))
+    same = jmp.resume(jmp.with_loss_scale(jmp.cast_state(ADAM, stochastic_rounding=True)), PARAMS, old)
+    assert bits(same.inner_state.key) == bits(old.key)
+    both = jmp.with_stochastic_rounding(jmp.cast_state(ADAM, stochastic_rounding=True))
+    assert bits(jmp.resume(both, PARAMS, old).key) == bits(both.init(PARAMS).key)
+
+
+def test_resumed_moments_decay_again():
+    """The second moment of a state in bfloat16 stays as it is under rounding to nearest."""
+    _, old = train(jmp.cast_state(optax.scale_by_adam()), steps=1, params=PARAMS)
+    tx = jmp.cast_state(optax.scale_by_adam(), keep_float32="nu")
+    state = jmp.resume(tx, PARAMS, old)
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    _, after = tx.update(zeros, state, PARAMS)
+    before = np.asarray(state.inner_state.nu["w"])
+    np.testing.assert_allclose(after.inner_state.nu["w"], before * np.float32(0.999), rtol=1e-6)
+
+
+def test_an_nnx_optimizer_goes_on():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jmp.with_loss_scale(ADAM), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    tx = jmp.with_loss_scale(jmp.cast_state(ADAM), SCALE)
+    state = jmp.resume(tx, nnx.state(model, nnx.Param), optimizer.opt_state)
+    resumed = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    nnx.update(resumed.opt_state, nnx.state(state))
+    assert int(resumed.opt_state.inner_state.inner_state[0].count[...]) == 1
+    assert float(jmp.get_loss_scale(resumed).loss_scale) == 2.0**15
+    resumed.update(model, grads)
+
+
+# Arrays
+
+
+def test_arrays_are_copies_on_the_devices_of_the_parameters():
+    tx = jmp.with_loss_scale(ADAM)
+    _, old = train(tx)
+    resumed = jmp.resume(tx, PARAMS, old)
+    jax.block_until_ready(
+        jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)(resumed)
+    )
+    assert np.isfinite(np.asarray(moments(old).mu["w"])).all()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    params = {**PARAMS, "w": jax.device_put(PARAMS["w"], sharding)}
+    on_one = jax.device_put(old, jax.devices()[0])
+    state = jmp.resume(tx, params, on_one)
+    assert moments(state).mu["w"].sharding == sharding
+    make_step(tx)(params, state, grads(3))  # Arrays that are committed to one device would not go with these.
+
+
+def test_it_works_inside_jit_and_vmap():
+    tx = jmp.with_loss_scale(jmp.cast_state(ADAM), SCALE)
+    _, old = train(ADAM)
+    inside = jax.jit(lambda params, old: jmp.resume(tx, params, old))(PARAMS, old)
+    assert bits(inside) == bits(jmp.resume(tx, PARAMS, old))
+    stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+    members = jax.vmap(lambda params, old: jmp.resume(tx, params, old))(stack(PARAMS), stack(old))
+    assert bits(jax.tree.map(lambda x: x[1], members)) == bits(inside)
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("tx", "old", "says"),
+    [
+        (
+            ADAM,
+            optax.sgd(0.1, momentum=0.9),
+            "it lacks '2', '0/count', '0/mu', '0/nu'; tx does not know its '0/trace'",
+        ),
+        (optax.sgd(0.1, momentum=0.9), ADAM, "it lacks '0/trace'"),
+        (ADAM, optax.adamw(1e-3), r"it lacks '2'"),
+        (optax.adamw(1e-3), ADAM, r"tx does not know its '2'"),
+        (optax.adamw(1e-3), optax.MultiSteps(optax.adamw(1e-3), 2), r"tx does not know its .*'0/acc_grads'"),
+        (optax.adafactor(1e-3), optax.adam(1e-3), "it lacks .*'0/v_row'"),
+    ],
+)
+@pytest.mark.parametrize("form", ["live", "flax", "orbax"])
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: jmp.with_loss_scale(jmp.cast_state(tx))])
+def test_another_optimizer_is_named(tx, old, says, form, wrap, tmp_path):
+    state = FORMS[form](wrap(old).init(PARAMS), tmp_path)
+    with pytest.raises(ValueError, match=rf"do not fit the optimizer.*{says}"):
+        jmp.resume(wrap(tx), PARAMS, state)
+
+
+def test_other_parameters_are_named():
+    old = ADAM.init(PARAMS)
+    with pytest.raises(ValueError, match=r"'0/mu/w' has the shape \(3, 4\) there and \(5,\) in tx"):
+        jmp.resume(ADAM, {**PARAMS, "w": jnp.ones(5)}, old)
+    with pytest.raises(ValueError, match=r"it lacks '0/mu/v', '0/nu/v'; tx does not know its '0/mu/w'"):
+        jmp.resume(ADAM, {"v": PARAMS["w"], "layers": PARAMS["layers"]}, old)
+    with pytest.raises(ValueError, match=r"'0/count' is float32 there and int32 in tx"):
+        jmp.resume(ADAM, PARAMS, (old[0]._replace(count=jnp.float32(3)), *old[1:]))
+    with pytest.raises(TypeError, match="wraps an optax transform such as"):
+        jmp.resume(3, PARAMS, old)
+    with pytest.raises(ValueError, match="it lacks '0', '2'"):
+        jmp.resume(ADAM, PARAMS, None)
+
+
+def test_a_masked_tuple_does_not_take_the_moments_of_its_neighbour():
+    params = (jnp.ones(2), jnp.ones(2))
+    old = optax.masked(ADAM, (True, False)).init(params)
+    with pytest.raises(ValueError, match="it lacks"):
+        jmp.resume(optax.masked(ADAM, (False, True)), params, old)
+
+
+# A live state of other settings
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (jmp.with_loss_scale(ADAM, SCALE), jmp.with_loss_scale(ADAM), r"hysteresis=1"),
+        (jmp.with_loss_scale(ADAM, jmp.StaticLossScale(8.0)), jmp.with_loss_scale(ADAM), "StaticLossScale"),
+        (jmp.with_loss_scale(ADAM), jmp.with_loss_scale(ADAM, jmp.NoOpLossScale()), "DynamicLossScale"),
+        (jmp.with_loss_scale(ADAM), jmp.with_loss_scale(ADAM, clip_norm=1.0), "without clip_norm"),
+        (jmp.skip_nonfinite(ADAM, clip_norm=1.0), jmp.skip_nonfinite(ADAM), "with clip_norm"),
+        (jmp.skip_nonfinite(ADAM), jmp.with_loss_scale(ADAM), "a state of skip_nonfinite"),
+        (ADAM, jmp.with_loss_scale(ADAM), "Got tuple"),
+        (ADAM, jmp.cast_state(ADAM), "Got tuple"),
+        (ADAM, jmp.with_master_weights(ADAM), "Got tuple"),
+        (jmp.with_loss_scale(ADAM), jmp.with_loss_scale(jmp.cast_state(ADAM)), "Got tuple"),
+        (jmp.with_loss_scale(jmp.cast_state(ADAM)), jmp.with_loss_scale(ADAM), "of another optimizer"),
+        (
+            jmp.with_loss_scale(jmp.cast_state(optax.adam(1e-3))),
+            jmp.with_loss_scale(optax.adam(1e-3)),
+            "of another optimizer",
+        ),
+        (jmp.cast_state(ADAM), jmp.cast_state(ADAM, keep_float32="nu"), r"'0/nu/.*float32.*Got bfloat16"),
+        (jmp.cast_state(ADAM, keep_float32="nu"), jmp.cast_state(ADAM), r"'0/nu/.*bfloat16.*Got float32"),
+        (jmp.cast_state(ADAM, "float32"), jmp.cast_state(ADAM), r"'0/mu/.*bfloat16.*Got float32"),
+        (jmp.cast_state(ADAM), jmp.cast_state(ADAM, stochastic_rounding=True), "made without it"),
+        (jmp.cast_state(ADAM, stochastic_rounding=True), jmp.cast_state(ADAM), "made with it"),
+        (jmp.cast_state(optax.lion(1e-3)), jmp.cast_state(ADAM), "does not belong"),
+    ],
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_live_state_of_other_settings_is_named_with_resume(before, after, says, jit):
+    state = before.init(PARAMS)
+    update = jax.jit(after.update) if jit else after.update
+    with pytest.raises((ValueError, TypeError), match=rf"(?s){says}.*jmp\.resume\(tx, params, opt_state\)"):
+        update(grads(0), state, PARAMS)
+    if says != "does not belong":
+        update(grads(0), jmp.resume(after, PARAMS, state), PARAMS)
