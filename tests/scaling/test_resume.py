@@ -75,6 +75,7 @@ ORBAX = pytest.mark.filterwarnings("ignore::UserWarning:orbax", "ignore::Depreca
 pytestmark = [ORBAX, pytest.mark.filterwarnings("ignore:.*sharding info not provided.*")]
 
 
+@pytest.mark.cases(fast=10)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("wrapped", WRAPPED)
 def test_the_same_settings_give_the_same_bits(form, wrapped, tmp_path):
@@ -84,6 +85,7 @@ def test_the_same_settings_give_the_same_bits(form, wrapped, tmp_path):
     assert bits(resumed) == bits(state)
 
 
+@pytest.mark.cases(fast=6)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "tx",
@@ -109,6 +111,7 @@ def moments(state):
     return adam
 
 
+@pytest.mark.cases(fast=10)
 @pytest.mark.cases(fast=49)
 @pytest.mark.parametrize("before", WRAPPED)
 @pytest.mark.parametrize("after", WRAPPED)
@@ -252,6 +255,7 @@ def test_the_settings_of_a_dynamic_scale_are_those_of_the_script(form, tmp_path)
     assert float(jmp.get_loss_scale(state).loss_scale) == 16.0
 
 
+@pytest.mark.cases(fast=8)
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -342,6 +346,7 @@ def test_it_works_inside_jit_and_vmap():
 # What does not fit
 
 
+@pytest.mark.cases(fast=9)
 @pytest.mark.parametrize(
     ("tx", "old", "says"),
     [
