@@ -27,7 +27,6 @@ from ..._jaxpr.read import (
     is_literal,
     open_jaxpr,
 )
-from ..._paths import join
 from .activations import Anatomy, find_anatomy
 from .gradients import WeightGradients
 from .marks import Mark, Marks, entering, find_marks, mark_of
@@ -169,8 +168,7 @@ class DemandPass:
 
     def around(self, op: Op, inner: Inner, facts: Facts) -> Around:
         """Returns the part of the program around a jaxpr of a call."""
-        scope = join(facts.around.scope, op.scope) if op.scope else facts.around.scope
-        scope = call_scope(scope, op.equation)
+        scope = call_scope(facts.around.scope_of(op), op.equation)
         scope = self._scopes.that_matters(f"{scope}/{inner.scope}" if inner.scope else scope)
         backward = facts.around.is_backward(op)
         intermediate: tuple[bool, ...] = ()

@@ -113,6 +113,10 @@ class Around:
     intermediate: tuple[bool, ...] = ()
     recomputed: bool = False
 
+    def scope_of(self, op: Op) -> str:
+        """Returns all scopes around an operation of the jaxpr."""
+        return join(self.scope, op.scope) if op.scope else self.scope
+
     def is_backward(self, op: Op) -> bool:
         """Whether an operation of the jaxpr is a part of a backward pass."""
         return (self.backward or op.is_transposed) and not op.is_recomputed
@@ -154,8 +158,7 @@ def courses(ops: Sequence[Op], around: Around, rules: Rules, scopes: Scopes) -> 
 def _course(op: Op, around: Around, rules: Rules, scopes: Scopes) -> Course:
     if op.category is Category.CALL:
         return Course(Category.CALL)
-    path = join(around.scope, op.scope) if op.scope else around.scope
-    if reason := scopes.why_as_traced(path):
+    if reason := scopes.why_as_traced(around.scope_of(op)):
         return Course(Category.AS_TRACED, reason)
     if op.is_cast:
         return Course(Category.AS_TRACED)

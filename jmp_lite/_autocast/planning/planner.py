@@ -17,6 +17,7 @@ import numpy as np
 from ..._jaxpr.bind import is_reverse_only
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import (
+    AUTOCAST_SCOPE,
     Array,
     Jaxpr,
     Var,
@@ -168,7 +169,8 @@ class Planner:
                     results[index] = join(results[index], state) if index in results else state
         states = tuple(results[index] for index in range(len(op.equation.outvars)))
         changed = any(plan.changed for plan in plans) or any(state.is_half for state in (*operands, *states))
-        changed |= op.name == "custom_linear_solve"  # Its handler brings an overflow to the check.
+        if op.name == "custom_linear_solve" and AUTOCAST_SCOPE not in facts.around.scope_of(op):
+            changed = True  # Its handler brings an overflow to the check. Another autocast has done so.
         action = Bind((Take.AS_IS,) * len(operands))
         if changed:
             handler = op.name
