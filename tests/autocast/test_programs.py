@@ -271,3 +271,18 @@ def test_an_overflow_that_enters_a_linear_solver_reaches_the_check(solver, order
     assert_close(grad(jnp.eye(16), 2.0**-16), jax.grad(loss)(jnp.eye(16), 2.0**-16), "float16", factor=16)
     # Forwards: the right side is beyond float16.
     assert not jnp.isfinite(jmp.autocast(loss, "float16")(jnp.eye(16) * 1e4, 1.0))
+
+
+# Models with a dtype of their own.
+
+
+def test_the_summary_tells_the_half_of_the_program_from_that_of_autocast():
+    """Gemma of Flax's examples casts to bfloat16 by itself. autocast to float16 leaves that as it is."""
+
+    def layer(w, x):
+        return jnp.sum((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32))
+
+    summary = jmp.explain(jmp.autocast(layer, "float16"))(W, X).summary()
+    assert summary.startswith("0 of 5 operations in float16, 2 in the program's own bfloat16, 0 casts, ")
+    summary = jmp.explain(jmp.autocast(layer, "bfloat16"))(W, X).summary()
+    assert summary.startswith("2 of 5 operations in bfloat16, 0 casts, ")

@@ -58,10 +58,14 @@ class Report(Shown):
                 f"{len(self.operations):,} operations, all as the program has them: {half:,} of "
                 f"{len(products):,} products in half"
             )
-        half = sum(operation.in_half for operation in self.operations)
+        in_half = [operation for operation in self.operations if operation.in_half]
+        # The program's own casts may be to the other half precision dtype, which autocast keeps.
+        half = sum(any(text.startswith(f"{self.dtype.name}[") for text in o.inputs) for o in in_half)
+        other = "bfloat16" if self.dtype == jnp.float16 else "float16"
+        by_hand = f"{len(in_half) - half:,} in the program's own {other}, " if half < len(in_half) else ""
         return (
-            f"{half:,} of {len(self.operations):,} operations in {self.dtype.name}, {self.casts:,} casts, "
-            f"{self.tensor_core_share:.1%} of FLOPs on Tensor Cores"
+            f"{half:,} of {len(self.operations):,} operations in {self.dtype.name}, {by_hand}"
+            f"{self.casts:,} casts, {self.tensor_core_share:.1%} of FLOPs on Tensor Cores"
         )
 
     def by_module(self, depth: int | None = None) -> dict[str, tuple[Operation, ...]]:
