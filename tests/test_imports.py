@@ -52,7 +52,7 @@ ROOMS = {
 FILES = {
     "_memory": "rounding wrapper half_params master_params cast_state",
     "_scaling": "finite norm serialization scalars loss_scale grad layer state stuck optimizer resume",
-    "_jaxpr": "primitives read bind arguments replay calls products",
+    "_jaxpr": "primitives read inner bind arguments replay calls products",
     "_autocast.planning": "rules scopes op activations gradients marks demand states plan decide planner",
     "_autocast": "interpreter custom_rules calls api",
     "_autocast.report": "advice operations explain",

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxpr.calls import CALLS
+from .._jaxpr.inner import Role
 from .._jaxpr.primitives import traits_of
-from .._jaxpr.read import Equation, Role
+from .._jaxpr.read import Equation
 from .custom_rules import custom_jvp, custom_vjp, custom_vmap
 from .interpreter import Handler, Interpreter, Value
 from .planning.plan import Call, Take
@@ -40,11 +41,20 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         # Nothing differentiates the body of a scan alone, so the barriers of prevent_cse are not needed.
         bodies = [jax.checkpoint(bodies[0], policy=_is_kept, prevent_cse=False)]
     results, _ = CALLS[action.handler](equation, bodies, arrays)
-    if action.handler == "custom_linear_solve":
-        # An iterative solver stops at once at a right side with inf, and gives zeros: the overflow would be
-        # lost, and no step skipped. Zero times inf is NaN.
-        results = [x + 0 * right for x, right in zip(results, arrays[-len(results) :], strict=True)]
     return list(map(Value, results))
+
+
+def _linear_solve(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> list[Value]:
+    """Brings an overflow of the right side to the check.
+
+    An iterative solver stops at once at a right side with inf, and gives zeros: the overflow would be lost,
+    and no step skipped. Zero times inf is NaN.
+    """
+    results = _call(interpreter, equation, action, operands)
+    right = operands[-len(results) :]
+    return [Value(x.native + 0 * b.native) for x, b in zip(results, right, strict=True)]
 
 
 def _is_kept(primitive: Any, *operands: Any, **params: Any) -> bool:
@@ -67,6 +77,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(CALLS, _call),
     "closed_call": _inline,
     "custom_jvp_call": custom_jvp,
+    "custom_linear_solve": _linear_solve,
     "custom_vjp_call": custom_vjp,
     "custom_vmap_call": custom_vmap,
     "eval_jaxpr": _inline,

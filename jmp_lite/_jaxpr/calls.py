@@ -6,7 +6,7 @@ those of the tap are its records. The constants of a loop are no arguments of it
 them, so that a cast of a constant stands in front of the loop.
 
 To teach the library a new operation that runs jaxprs, add its row to the table in `primitives`, its operands
-to `read.inner_jaxprs`, and a function here. autocast takes it from `CALLS`; the tap has a handler each in
+to `inner.inner_jaxprs`, and a function here. autocast takes it from `CALLS`; the tap has a handler each in
 `diagnostics/_values/calls.py`.
 """
 
@@ -19,16 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from .bind import bind
-from .read import (
-    Array,
-    Equation,
-    Jaxpr,
-    constants,
-    inner_jaxprs,
-    is_differentiated,
-    open_jaxpr,
-    without_constants,
-)
+from .inner import inner_jaxprs
+from .read import Array, Equation, Jaxpr, constants, is_differentiated, open_jaxpr, without_constants
 
 Side: TypeAlias = dict[Any, Array]
 """The side outputs of a body."""
@@ -226,4 +218,4 @@ CALLS: dict[str, Callable[..., Outputs]] = {
     "while": while_loop,
 }
 """For each operation the function that runs it. Arguments: the equation, a body for each of its jaxprs in the
-order of `read.inner_jaxprs`, and an array for each of its operands."""
+order of `inner.inner_jaxprs`, and an array for each of its operands."""

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from jmp_lite._jaxpr import bind, read
+from jmp_lite._jaxpr.inner import Role, inner_jaxprs
 from jmp_lite._jaxpr.primitives import PRIMITIVES, Category
-from jmp_lite._jaxpr.read import Role
 from tests.support.jaxprs import equations
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
@@ -108,7 +108,7 @@ def test_a_call_has_the_parameters_that_autocast_reads(name):
 def test_the_jaxprs_of_a_call_are_found_and_fit_its_operands(name):
     equation = call(name)
     assert equation is not None
-    found = read.inner_jaxprs(equation)
+    found = inner_jaxprs(equation)
     assert len(found) == {"cond": 2, "while": 2, "custom_linear_solve": 4}.get(name, 1)
     assert len(found) == len(list(jaxprs_in_params(equation.params)))
     for inner in found:
@@ -126,7 +126,7 @@ def test_the_jaxprs_of_a_call_are_found_and_fit_its_operands(name):
 
 
 def test_the_operands_of_a_scan_are_constants_carry_and_slices():
-    (body,) = read.inner_jaxprs(call("scan"))
+    (body,) = inner_jaxprs(call("scan"))
     assert body.roles == (Role.CONSTANT, Role.CARRY, Role.CARRY, Role.ELEMENT)
     assert body.carries == (True, True, False, False)
     assert body.results == (0, 1, 2, 3)
@@ -134,14 +134,14 @@ def test_the_operands_of_a_scan_are_constants_carry_and_slices():
     if "num_consts" in params:  # As JAX 0.10 writes it.
         assert (params["num_consts"], params["num_carry"]) == (1, 2)
     empty = find("scan", lambda x: lax.scan(lambda c, _: (c * 2, None), x, length=2), X)
-    assert read.inner_jaxprs(empty)[0].roles == (Role.CARRY,)
+    assert inner_jaxprs(empty)[0].roles == (Role.CARRY,)
     draw = lambda k: lax.scan(lambda c, k: (c + 1, jax.random.normal(k)), 0, k)
     keys = find("scan", draw, jax.random.split(jax.random.key(0), 3))
-    assert read.inner_jaxprs(keys)[0].roles == (Role.CARRY, Role.ELEMENT)
+    assert inner_jaxprs(keys)[0].roles == (Role.CARRY, Role.ELEMENT)
 
 
 def test_the_operands_of_a_while_loop_are_both_constants_and_the_carry():
-    condition, body = read.inner_jaxprs(call("while"))
+    condition, body = inner_jaxprs(call("while"))
     assert condition.roles == (Role.CONSTANT, Role.CARRY, Role.CARRY)
     assert body.roles == (Role.CONSTANT, Role.CARRY, Role.CARRY)
     assert (condition.operands, body.operands) == ((0, 2, 3), (1, 2, 3))
@@ -151,7 +151,7 @@ def test_the_operands_of_a_while_loop_are_both_constants_and_the_carry():
 def test_the_first_operand_of_a_cond_is_the_index_of_the_branch():
     equation = call("cond")
     assert equation.invars[0].aval.dtype == jnp.int32
-    assert [inner.operands[0] for inner in read.inner_jaxprs(equation)] == [1, 1]
+    assert [inner.operands[0] for inner in inner_jaxprs(equation)] == [1, 1]
 
 
 def test_the_parameters_of_a_jit_have_one_entry_for_each_operand():

@@ -7,8 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..._jaxpr.inner import Role
 from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import Role, Var, is_float32
+from ..._jaxpr.read import Var, is_float32
 from .demand import Wanted
 from .op import Course, Op
 from .plan import (
@@ -35,6 +36,26 @@ def in_float32(op: Op, operands: Sequence[State], course: Course) -> Decision:
     changed = any(state.is_half for state in operands)
     results = _results(op, operands, state)
     return Decision(op, course.category, _in_full(operands), results, course.reason, changed)
+
+
+def decide_kept(op: Op, operands: Sequence[State], course: Course, half: np.dtype) -> Decision:
+    """An operation whose course has a reason keeps the dtypes of the program, or takes float32."""
+    decision = in_float32(op, operands, course)
+    if course.category is not Category.ALLOW or not _widens(op, half):
+        return decision
+    # JAX would multiply the float32 cotangent with half operands, on no Tensor Core.
+    action = HalfGradient((Take.AS_IS,) * len(operands))
+    return dataclasses.replace(decision, action=action, changed=True)
+
+
+def _widens(op: Op, half: np.dtype) -> bool:
+    """Whether a product of the program's own half operands gives float32."""
+    equation = op.equation
+    return (
+        equation.primitive.name == "dot_general"
+        and equation.params.get("preferred_element_type") == jnp.float32
+        and all(var.aval.dtype == half for var in equation.invars)
+    )
 
 
 def decide_product(op: Op, operands: Sequence[State], rules: Rules, makes_weight_gradient: bool) -> Decision:
@@ -145,8 +166,7 @@ def decide_move(op: Op, operands: Sequence[State], wanted: bool, backward: bool)
         backward: whether it is a part of a backward pass.
     """
     outvars = op.equation.outvars
-    paired = len(outvars) == len(operands)
-    results = tuple(moved(op, operands[index if paired else 0], out) for index, out in enumerate(outvars))
+    results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
     narrow = tuple(state.is_half for state in results)
     action = Bind((Take.AS_IS,) * len(operands))
     if op.traits.spreads and any(narrow):

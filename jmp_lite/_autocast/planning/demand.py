@@ -13,16 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import (
-    Inner,
     Jaxpr,
-    Role,
     Var,
     call_scope,
     constants,
-    holds,
-    holds_complex,
     is_float32,
     is_literal,
     open_jaxpr,
@@ -175,7 +172,7 @@ class DemandPass:
         if self._rules.reduce_dtype is not None:
             results = [var in facts.intermediate for var in op.equation.outvars]
             intermediate = self._gradients.outputs(inner, results, backward)
-        return Around(scope, backward, intermediate, facts.around.recomputed or recomputes(op))
+        return Around(scope, backward, intermediate, facts.around.recomputed or op.recomputes)
 
     def _ops(self, jaxpr: Jaxpr) -> tuple[tuple[Op, ...], Anatomy]:
         inside = open_jaxpr(jaxpr)
@@ -250,16 +247,6 @@ class DemandPass:
             *(entering(mark_of(var, facts.marks), role, var) for var, role in zip(operands, inner.roles)),
         )
         return self.facts(inner.jaxpr, wanted_inside(inner, results), inputs, self.around(op, inner, facts))
-
-
-def recomputes(op: Op) -> bool:
-    """Whether the backward pass of a loop computes float32 values again, in place of keeping them.
-
-    With a `remat2` the program says itself what the loop keeps. JAX cannot keep complex numbers by a policy.
-    """
-    if op.name != "scan" or op.equation.effects:
-        return False
-    return not holds(op.inner[0].jaxpr, "remat2") and not holds_complex(op.inner[0].jaxpr)
 
 
 def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:

@@ -9,8 +9,9 @@ too.
 import math
 from collections.abc import Callable, Sequence
 
+from ..._jaxpr.inner import Inner
 from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import Inner, Jaxpr, Var, is_literal, open_jaxpr
+from ..._jaxpr.read import Jaxpr, Var, is_literal, open_jaxpr
 from .op import Op
 
 

@@ -5,13 +5,13 @@ state, and is found before anything is decided. Where a mark is not sure it says
 """
 
 import enum
-import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from ..._jaxpr.inner import Role
 from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import Jaxpr, Role, Var, is_float32, is_literal
+from ..._jaxpr.read import Jaxpr, Var, is_float32, is_literal
 from .op import Course, Op
 
 
@@ -67,10 +67,8 @@ def _mark_of_result(op: Op, course: Course, operands: list[Mark], index: int) ->
             return operands[0]
         return Mark.FIRM if jnp.issubdtype(source.aval.dtype, jnp.floating) else Mark.UNKNOWN
     if course.category is Category.MOVE:
-        position = index if len(op.equation.outvars) == len(operands) else 0
-        grown = op.name == "broadcast_in_dim" and _grows(op.equation.invars[0], out)
-        freed = operands[position] is Mark.ARGUMENT and (grown or op.name == "gather")
-        return Mark.UNKNOWN if freed else operands[position]
+        mark = operands[op.moved_operand(index)]
+        return Mark.UNKNOWN if mark is Mark.ARGUMENT and op.frees(out) else mark
     if course.is_half_product and Mark.FULL not in operands:
         return Mark.UNKNOWN
     if course.category is Category.INFER and not course.reason:
@@ -80,10 +78,5 @@ def _mark_of_result(op: Op, course: Course, operands: list[Mark], index: int) ->
 
 
 def _after_broadcast(op: Op, var: Var, mark: Mark) -> Mark:
-    freed = mark is Mark.ARGUMENT and op.traits.broadcasts and _grows(var, op.equation.outvars[0])
+    freed = mark is Mark.ARGUMENT and op.broadcasts(var)
     return Mark.UNKNOWN if freed or not is_float32(var) else mark
-
-
-def _grows(var: Var, out: Var) -> bool:
-    """Whether a value is broadcast. A symbolic size can be compared only with `==` and `!=`."""
-    return math.prod(var.aval.shape) != math.prod(out.aval.shape)

@@ -1,20 +1,21 @@
 """What is known of an operation before anything is decided: read once for each equation, and passed on."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-import numpy as np
 
+from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.primitives import Category, Traits, traits_of
 from ..._jaxpr.read import (
     Equation,
-    Inner,
     Jaxpr,
     Var,
     equations,
     floating_operands,
-    inner_jaxprs,
+    holds,
+    holds_complex,
     is_float32,
     is_literal,
     is_recomputed,
@@ -42,6 +43,8 @@ class Op:
         inner: the jaxprs that it runs; empty for most operations.
         is_transposed: whether JAX made it for a backward pass.
         is_recomputed: whether it computes a part of the forward pass again.
+        recomputes: whether the backward pass of a loop computes float32 values again, in place of keeping
+            them.
     """
 
     equation: Equation
@@ -52,6 +55,7 @@ class Op:
     inner: tuple[Inner, ...]
     is_transposed: bool
     is_recomputed: bool
+    recomputes: bool
 
     @property
     def variables(self) -> list[Var]:
@@ -76,6 +80,27 @@ class Op:
         """Whether it is better left in float32, as a part of an activation function."""
         return self.category is Category.DENY or self.traits.category is Category.RANGE
 
+    def moved_operand(self, result: int) -> int:
+        """Returns the index of the operand from which a move takes its result at the index `result`."""
+        return result if len(self.equation.outvars) == len(self.equation.invars) else 0
+
+    def frees(self, out: Var) -> bool:
+        """Whether a move broadcasts an argument, or looks up its rows: it takes the type of others then."""
+        is_broadcast = self.name == "broadcast_in_dim" and grows(self.equation.invars[0], out)
+        return is_broadcast or self.name == "gather"
+
+    def broadcasts(self, var: Var) -> bool:
+        """Whether an element-wise operation broadcasts the operand `var`."""
+        return self.traits.broadcasts and grows(var, self.equation.outvars[0])
+
+
+def grows(var: Var, out: Var) -> bool:
+    """Whether a result has more elements than an operand.
+
+    A symbolic size has no order: `jax.export` can compare it only with `==` and `!=`.
+    """
+    return math.prod(var.aval.shape) != math.prod(out.aval.shape)
+
 
 def read_ops(jaxpr: Jaxpr, rules: Rules) -> tuple[Op, ...]:
     """Returns the operations of a jaxpr, closed or open."""
@@ -94,7 +119,16 @@ def _read_op(equation: Equation, rules: Rules) -> Op:
         inner_jaxprs(equation) if category is Category.CALL else (),
         is_transposed(equation),
         is_recomputed(equation),
+        _recomputes(equation),
     )
+
+
+def _recomputes(equation: Equation) -> bool:
+    # With a `remat2` the program itself says what the loop keeps. JAX keeps no complex numbers by a policy.
+    if equation.primitive.name != "scan" or equation.effects:
+        return False
+    body = equation.params["jaxpr"]
+    return not holds(body, "remat2") and not holds_complex(body)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,16 +154,6 @@ class Around:
     def is_backward(self, op: Op) -> bool:
         """Whether an operation of the jaxpr is a part of a backward pass."""
         return (self.backward or op.is_transposed) and not op.is_recomputed
-
-
-def widens(equation: Equation, half: np.dtype) -> bool:
-    """Whether a product of the program's own half operands gives float32."""
-    params = equation.params
-    return (
-        equation.primitive.name == "dot_general"
-        and params.get("preferred_element_type") == jnp.float32
-        and all(var.aval.dtype == half for var in equation.invars)
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

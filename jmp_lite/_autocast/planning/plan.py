@@ -8,8 +8,9 @@ import dataclasses
 import enum
 from typing import Any
 
+from ..._jaxpr.inner import Inner
 from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import Equation, Inner, Jaxpr, Var, constants, open_jaxpr
+from ..._jaxpr.read import Equation, Jaxpr, Var, constants, open_jaxpr
 from .demand import Demand
 from .op import Around, Op
 from .states import Kind, State

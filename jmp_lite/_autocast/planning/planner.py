@@ -32,15 +32,15 @@ from .decide import (
     decide_cast,
     decide_infer,
     decide_inside,
+    decide_kept,
     decide_move,
     decide_outer,
     decide_product,
-    in_float32,
 )
-from .demand import DemandPass, Facts, Wanted, recomputes, wanted_inside
+from .demand import DemandPass, Facts, Wanted, wanted_inside
 from .marks import Mark
-from .op import Around, Course, Op, widens
-from .plan import Activation, Bind, Call, Decision, HalfGradient, Plan, Skip, Take, rounded
+from .op import Around, Course, Op
+from .plan import Activation, Bind, Call, Decision, Plan, Skip, Take, rounded
 from .rules import Rules
 from .scopes import Scopes
 from .states import FIRM, HALF, OTHER, Kind, State, entering, join, leaving
@@ -108,11 +108,10 @@ class Planner:
         for op, course in zip(facts.ops, facts.courses):
             operands = [state_of(var) for var in op.equation.invars]
             wanted = facts.demand.of_results(op)
-            decision = self._decide(op, course, operands, wanted, facts)
+            decisions.append(self._decide(op, course, operands, wanted, facts))
             if wanted is Wanted.BY_PRODUCTS_ONLY and facts.anatomy.may_end(op):
-                decision = _activation(facts, [*decisions, decision], known) or decision
-            decisions.append(decision)
-            known.update(zip(op.equation.outvars, decision.results, strict=True))
+                decisions[-1] = _activation(facts, decisions, known) or decisions[-1]
+            known.update(zip(op.equation.outvars, decisions[-1].results, strict=True))
         ends = [index for index, decision in enumerate(decisions) if isinstance(decision.action, Activation)]
         for index in inner_members(facts.ops, facts.anatomy, ends):
             decisions[index] = dataclasses.replace(decisions[index], action=Skip(), reason=_PART)
@@ -131,12 +130,7 @@ class Planner:
         if course.category is Category.CALL:
             return self._decide_call(op, operands, facts)
         if course.reason:
-            decision = in_float32(op, operands, course)
-            if course.category is Category.ALLOW and widens(op.equation, half):
-                # JAX would multiply the float32 cotangent with half operands, on no Tensor Core.
-                action = HalfGradient((Take.AS_IS,) * len(operands))
-                decision = dataclasses.replace(decision, action=action, changed=True)
-            return decision
+            return decide_kept(op, operands, course, half)
         if op.is_cast:
             return decide_cast(op, operands[0])
         is_constant = all(state.constant for state in operands)
@@ -180,7 +174,7 @@ class Planner:
                 # JAX transposes the products of a `custom_jvp` itself; a backward rule gives them their
                 # dtype.
                 handler = "custom_vjp_call"
-            action = Call(handler, decide_inside(op, operands, plans, states), recomputes(op))
+            action = Call(handler, decide_inside(op, operands, plans, states), op.recomputes)
         reason = "decided inside, operation by operation"
         return Decision(op, Category.CALL, action, states, reason, changed, tuple(plans))
 

@@ -13,9 +13,9 @@ Only float32 values are ever changed. A state says what autocast knows of one va
 
 import dataclasses
 import enum
-import math
 
-from ..._jaxpr.read import Role, Var, is_float32
+from ..._jaxpr.inner import Role
+from ..._jaxpr.read import Var, is_float32
 from .op import Op
 
 
@@ -65,20 +65,15 @@ def moved(op: Op, state: State, out: Var) -> State:
     """The state of an operand after a move: a broadcast or looked-up argument becomes free."""
     if not is_float32(out) or state.kind != Kind.OPEN:
         return state
-    name, source = op.name, op.equation.invars[0].aval
-    grown = name == "broadcast_in_dim" and math.prod(out.aval.shape) != math.prod(source.shape)
-    freed = grown or (state.leaf and name == "gather")
+    freed = op.frees(out) and (state.leaf or op.name != "gather")
     # The gradient of a broadcast or looked-up argument is a sum of its own, in float32.
     return dataclasses.replace(state, kind=Kind.FREE, reduced=False) if freed else state
 
 
 def broadcast(op: Op, var: Var, state: State) -> State:
     """The state of an operand that an element-wise operation may broadcast along axes of size 1."""
-    if state.kind != Kind.OPEN or not op.traits.broadcasts:
-        return state
-    # A symbolic size has no order: `jax.export` can compare it only with `==` and `!=`.
-    grown = math.prod(var.aval.shape) != math.prod(op.equation.outvars[0].aval.shape)
-    return dataclasses.replace(state, kind=Kind.FREE) if grown else state
+    freed = state.kind == Kind.OPEN and op.broadcasts(var)
+    return dataclasses.replace(state, kind=Kind.FREE) if freed else state
 
 
 def may_be_rounded(op: Op, var: Var, state: State) -> bool:

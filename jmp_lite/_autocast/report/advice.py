@@ -11,15 +11,14 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
+from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import (
     Equation,
-    Inner,
     Jaxpr,
     Var,
     describe,
     equations,
-    inner_jaxprs,
     is_float32,
     is_literal,
     open_jaxpr,

@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..._jaxpr.inner import Role
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import (
     Equation,
-    Role,
     Var,
     call_scope,
     describe,

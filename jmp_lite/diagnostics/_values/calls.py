@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from ..._jaxpr import calls
-from ..._jaxpr.read import Array, Equation, Inner, inner_jaxprs
+from ..._jaxpr.inner import Inner, inner_jaxprs
+from ..._jaxpr.read import Array, Equation
 from .sites import Path, Where
 from .tap import STEPS, Handler, Probe, Records, Tap, TapValue, as_arrays
 
