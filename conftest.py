@@ -1,4 +1,4 @@
-"""Settings for JAX that must be there before it starts, and the mark `cases`.
+"""Settings for JAX that must be there before it starts, the names of the doctests, and the mark `cases`.
 
 JAX gets eight virtual CPU devices and a fast compiler.
 """
@@ -32,6 +32,20 @@ collect_ignore = ["tests/support/poisoned_training.py"]
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.register_profile("exhaustive", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def names_of_doctests(request: pytest.FixtureRequest) -> None:
+    """Examples in docstrings use these names without an import, as the API pages say."""
+    if isinstance(request.node, pytest.DoctestItem):
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        import jmp_lite
+
+        namespace = request.getfixturevalue("doctest_namespace")
+        namespace.update(jax=jax, jnp=jnp, optax=optax, jmp=jmp_lite)
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest selects by marks.

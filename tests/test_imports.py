@@ -51,7 +51,9 @@ ROOMS = {
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
     "_memory": "rounding wrapper half_params master_params cast_state",
-    "_scaling": "finite norm serialization scalars loss_scale grad layer state stuck optimizer resume",
+    "_scaling": (
+        "finite norm serialization scalars loss_scale grad layer state stuck skipping optimizer resume"
+    ),
     "_jaxpr": "primitives read inner bind arguments replay calls products",
     "_autocast.planning": "rules scopes op activations gradients marks demand states plan decide planner",
     "_autocast": "interpreter custom_rules calls api",

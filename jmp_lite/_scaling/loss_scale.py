@@ -58,29 +58,6 @@ def is_loss_scale(value: Any) -> bool:
     return isinstance(value, LossScale) and not isinstance(value, type)
 
 
-def same_settings(scale: Any, other: Any) -> bool:
-    """Whether two loss scales are of one class, and two dynamic ones have the same settings."""
-    if type(scale) is not type(other):
-        return False
-    # The settings are part of the structure. A scale of your own may change its structure.
-    return not isinstance(scale, DynamicLossScale) or jax.tree.structure(scale) == jax.tree.structure(other)
-
-
-def describe_settings(scale: Any) -> str:
-    """Returns the class of a loss scale, and the settings that are not the default, for an error.
-
-    >>> describe_settings(DynamicLossScale(period=100))
-    'DynamicLossScale(period=100)'
-    """
-    static = (
-        [f for f in dataclasses.fields(scale) if f.metadata.get("static")]
-        if isinstance(scale, DynamicLossScale)
-        else []
-    )
-    changed = [f"{f.name}={getattr(scale, f.name)}" for f in static if getattr(scale, f.name) != f.default]
-    return f"{type(scale).__name__}({', '.join(changed)})"
-
-
 @register_state
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale:

@@ -1,33 +1,12 @@
 """optax transforms that unscale gradients and skip the steps whose gradients are not finite."""
 
-import dataclasses
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
-from .._memory.half_params import init_for_masters
-from .._memory.wrapper import RESUME, as_transform, check_init, check_update, differentiated, update_inner
-from .._paths import leaf_names
-from .._tree import at_least_float32, has_dtype, select_tree, unwrap
-from .finite import agree, leaves_finite
-from .loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    describe_settings,
-    is_loss_scale,
-    same_settings,
-)
-from .norm import clip, squared_norms
-from .scalars import number
-from .state import LeafNames, SkipNonfiniteState, count
-
-
-class UnscaleState(NamedTuple):
-    """The state of `unscale`, which holds nothing: it shows that a chain divides by the loss scale."""
+from .._tree import at_least_float32
+from .loss_scale import DynamicLossScale, LossScale, is_loss_scale
+from .skipping import Skipping, UnscaleState
 
 
 def unscale() -> optax.GradientTransformationExtraArgs:
@@ -127,7 +106,7 @@ def skip_nonfinite(
 
     Guide: docs/loss-scaling.md.
     """
-    return _Skipping("skip_nonfinite", inner, None, clip_norm, axis_name, name).transform()
+    return Skipping("skip_nonfinite", inner, None, clip_norm, axis_name, name).transform()
 
 
 def with_loss_scale(
@@ -167,189 +146,4 @@ def with_loss_scale(
             "with_loss_scale(inner, loss_scale): expected a loss scale such as "
             f"jmp.DynamicLossScale(). Got {type(loss_scale).__name__}."
         )
-    return _Skipping("with_loss_scale", inner, loss_scale, clip_norm, axis_name, name).transform()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Skipping:
-    """The `init` and `update` of `skip_nonfinite` and `with_loss_scale`, and their settings."""
-
-    made_by: str
-    inner: Any
-    loss_scale: LossScale | None
-    clip_norm: float | None
-    axis_name: Any
-    name: str | None
-
-    def transform(self) -> optax.GradientTransformationExtraArgs:
-        """Returns the optax transform, having checked the settings."""
-        clip_norm = None if self.clip_norm is None else number("clip_norm", self.clip_norm)
-        if clip_norm is not None and not 0 < clip_norm < math.inf:
-            raise ValueError(f"clip_norm should be above 0 and finite. Got {clip_norm}.")
-        inner = as_transform(self.made_by, self.inner)
-        if clip_norm is not None and isinstance(self.inner, optax.MultiSteps):
-            raise self._clips_micro_batches()
-        settings = dataclasses.replace(self, inner=inner, clip_norm=clip_norm)
-        update: Any = settings.update  # With types of its own, which optax's protocol does not have.
-        return optax.GradientTransformationExtraArgs(settings.init, update)
-
-    def init(self, params: Any) -> Any:
-        """Returns the state for `params`."""
-        check_init(self.made_by, params)
-        names = leaf_names(unwrap(differentiated(params)))
-        inner_state = init_for_masters(self.inner, params)
-        accumulates = lambda node: isinstance(node, optax.MultiStepsState)
-        if self.clip_norm is not None and any(
-            map(accumulates, jax.tree.leaves(inner_state, is_leaf=accumulates))
-        ):
-            raise self._clips_micro_batches()
-        return SkipNonfiniteState(
-            inner_state=inner_state,
-            # A copy: a donated state must not take the caller's scale, or that of another state, along.
-            loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self.loss_scale),
-            leaf_finite=jnp.ones(len(names), jnp.bool_),
-            grad_norm=None if self.clip_norm is None else jnp.float32(0),
-            counts=jnp.zeros(3, jnp.int32),
-            leaf_names=LeafNames(names),
-            name=self.name,
-        )
-
-    def update(
-        self, updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, SkipNonfiniteState]:
-        """Returns the updates, all minus zero if the step is skipped, and the new state."""
-        self._check_state(state, params)
-        self._check_loss_scale(state, extra_args)
-        paths = leaf_names(unwrap(updates))
-        names = state.leaf_names.paths
-        if len(names) != state.leaf_finite.shape[-1]:  # `optax.tree_map_params` has lost the names.
-            names = paths
-        grads, flags, finite, norm = self._check(at_least_float32(updates), extra_args.get("loss_scale"))
-        flags = _in_order(flags, paths, names)
-        new_updates, new_inner = update_inner(
-            self.made_by, self.inner, grads, state.inner_state, params, extra_args, names=names
-        )
-        new_state = SkipNonfiniteState(
-            inner_state=_select_state(finite, new_inner, state.inner_state),
-            loss_scale=None if self.loss_scale is None else state.loss_scale.adjust(finite),
-            leaf_finite=flags,
-            grad_norm=norm,
-            counts=count(state.counts, finite),
-            leaf_names=LeafNames(names),
-            name=state.name,
-        )
-        return jax.tree.map(lambda update: _or_minus_zero(finite, update), new_updates), new_state
-
-    def _check_state(self, state: Any, params: Any) -> None:
-        """Raises an error if `state` is not that of this transform."""
-        check_update(self.made_by, SkipNonfiniteState, state, params)
-        if (state.loss_scale is None) != (self.loss_scale is None):
-            other = "skip_nonfinite" if state.loss_scale is None else "with_loss_scale"
-            raise ValueError(f"{self.made_by}: update was given a state of {other}. {RESUME}")
-        if not same_settings(state.loss_scale, self.loss_scale):
-            raise ValueError(
-                f"{self.made_by}: this optimizer has the loss scale {describe_settings(self.loss_scale)}. "
-                f"Got a state of {describe_settings(state.loss_scale)}. {RESUME}"
-            )
-        if (state.grad_norm is None) != (self.clip_norm is None):
-            made, asked = (
-                "without clip_norm" if norm is None else "with clip_norm"
-                for norm in (state.grad_norm, self.clip_norm)
-            )
-            raise ValueError(
-                f"{self.made_by}: this optimizer is {asked}. Got a state that was made {made}. {RESUME}"
-            )
-
-    def _clips_micro_batches(self) -> ValueError:
-        """Returns the error of a clip around an accumulation, which is another algorithm than one inside."""
-        return ValueError(
-            f"{self.made_by}: clip_norm={self.clip_norm:g} around optax.MultiSteps would clip each "
-            "micro-batch. Leave clip_norm out, and clip the accumulated gradients: "
-            f"optax.MultiSteps(optax.chain(optax.clip_by_global_norm({self.clip_norm:g}), "
-            "optax.adamw(3e-4)), every_k_schedule=4)."
-        )
-
-    def _check_loss_scale(self, state: SkipNonfiniteState, extra_args: dict[str, Any]) -> None:
-        """Raises a TypeError if `update` was given a loss scale that the transform does not use."""
-        if "loss_scale" not in extra_args:
-            return
-        if self.loss_scale is not None:
-            raise TypeError(
-                "update was given loss_scale=, but this optimizer holds its own. Leave it out and give "
-                "true gradients, from jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state)); or "
-                "thread the scale yourself with jmp.skip_nonfinite and jmp.unscale."
-            )
-        nodes = jax.tree.leaves(state.inner_state, is_leaf=lambda node: isinstance(node, UnscaleState))
-        divides = any(isinstance(node, UnscaleState) for node in nodes)
-        if not divides and not isinstance(extra_args["loss_scale"], NoOpLossScale):
-            raise TypeError(
-                "skip_nonfinite: update was given loss_scale=, but nothing divides the gradients by it. Put "
-                "jmp.unscale() first: jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.adamw(3e-4)))."
-            )
-
-    def _check(self, grads: Any, loss_scale: Any) -> tuple[Any, jax.Array, jax.Array, jax.Array | None]:
-        """Returns the gradients, clipped if asked; a flag for each leaf; whether all are finite; the norm."""
-        norm = None
-        if self.clip_norm is None:
-            flags = leaves_finite(grads)
-            finite = flags.all()
-        else:
-            squares = squared_norms(grads)
-            flags = jnp.isfinite(squares)
-            norm = jnp.sqrt(squares.sum())
-            if is_loss_scale(loss_scale):  # `unscale` inside divides the gradients later.
-                norm = norm / loss_scale.loss_scale
-            finite = jnp.isfinite(norm)
-            grads = clip(grads, norm, self.clip_norm)
-        if self.axis_name is not None:
-            # One collective for all flags. Devices wait for each other in every collective.
-            agreed = agree(jnp.append(flags, finite), self.axis_name)
-            flags, finite = agreed[:-1], agreed[-1]
-        return grads, flags, finite, norm
-
-
-def _or_minus_zero(finite: jax.Array, update: Any) -> Any:
-    """Returns an update where `finite`, and elsewhere one that changes no parameter."""
-    if not has_dtype(update, jnp.number):  # A key, float0 or boolean, which no parameter is added to.
-        return update
-    # Minus zero is the one number that leaves every parameter as it is: an update of 0.0 turns -0.0 into 0.0.
-    return select_tree(finite, update, -jnp.zeros_like(update))
-
-
-def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Returns the state `new` where `finite`, and elsewhere `old`, bit for bit."""
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise ValueError(
-            "The optimizer's update returned a state of another structure than it was given: "
-            f"{jax.tree.structure(new)}, not {jax.tree.structure(old)}."
-        )
-
-    def select(new: Any, old: Any) -> Any:
-        # Some optax states change their dtype on the first step, and `lax.select` takes arrays of one dtype.
-        # PRNG keys have extended dtypes, to which `jnp.asarray` does not cast.
-        if new is not old and not jnp.issubdtype(jnp.result_type(new), jax.dtypes.extended):
-            dtype = jnp.result_type(new, old)
-            new, old = jnp.asarray(new, dtype), jnp.asarray(old, dtype)
-        # A leaf that the optimizer hands on as it is needs no select, and its buffer stays.
-        return old if new is old else select_tree(finite, new, old)
-
-    return jax.tree.map(select, new, old)
-
-
-def _in_order(flags: jax.Array, paths: tuple[str, ...], names: tuple[str, ...]) -> jax.Array:
-    """Sorts the flags of the gradients at `paths` by `names`, the parameters that the optimizer knows.
-
-    A parameter without a gradient counts as finite.
-    """
-    if paths == names:
-        return flags
-    if unknown := sorted(set(paths) - set(names)):
-        raise ValueError(
-            f"The gradients have leaves that the optimizer was not initialised with: {unknown[:4]}. "
-            f"It knows {list(names[:4])}{'...' if len(names) > 4 else ''}."
-        )
-    by_name: dict[str, jax.Array] = {}
-    for path, flag in zip(paths, flags, strict=True):
-        # The two leaves of {"a": {"b": x}, "a/b": y} have one name.
-        by_name[path] = by_name[path] & flag if path in by_name else flag
-    return jnp.stack([by_name.get(name, jnp.asarray(True)) for name in names])
+    return Skipping("with_loss_scale", inner, loss_scale, clip_norm, axis_name, name).transform()

@@ -50,4 +50,16 @@ def row(product):
     )
 
 
+# A program of two modules.
+def two_modules(w, x):
+    with jax.named_scope("up"):
+        h = jax.nn.relu(x @ w["up"])
+    with jax.named_scope("down"):
+        return jnp.mean((h @ w["down"]) ** 2)
+
+
+TWO_WEIGHTS = {"up": jnp.ones((32, 64)), "down": jnp.ones((64, 16))}
+ROWS = jnp.ones((8, 32))
+
+
 LT = "__cublas$lt$matmul"

@@ -3,30 +3,19 @@
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from benchmarks.gpu.profiles import read_profile, seconds_by_module, table
 from jmp_lite.diagnostics import read_program, roofline
-
-
-def step(w, x):
-    with jax.named_scope("up"):
-        h = jax.nn.relu(x @ w["up"])
-    with jax.named_scope("down"):
-        return jnp.mean((h @ w["down"]) ** 2)
-
-
-W = {"up": jnp.ones((32, 64)), "down": jnp.ones((64, 16))}
-X = jnp.ones((8, 32))
+from tests.support.compiled_programs import ROWS, TWO_WEIGHTS, two_modules
 
 
 def test_a_profile_gives_the_seconds_of_the_programs_kernels_and_modules(tmp_path):
-    compiled = jax.jit(jax.grad(step)).lower(W, X).compile()
-    jax.block_until_ready(compiled(W, X))
+    compiled = jax.jit(jax.grad(two_modules)).lower(TWO_WEIGHTS, ROWS).compile()
+    jax.block_until_ready(compiled(TWO_WEIGHTS, ROWS))
     with jax.profiler.trace(tmp_path):
         for _ in range(4):
-            jax.block_until_ready(compiled(W, X))
+            jax.block_until_ready(compiled(TWO_WEIGHTS, ROWS))
     kernels = read_profile(tmp_path, runs=4)
     program = read_program(compiled)
     named = [launch for launch in program.launches if launch.name in kernels]

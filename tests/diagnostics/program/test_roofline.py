@@ -6,6 +6,7 @@ import pytest
 
 from jmp_lite.diagnostics import Launch, Program, read_program, roofline
 from jmp_lite.diagnostics._program.roofline import DEVICES, module_of
+from tests.support.compiled_programs import ROWS, TWO_WEIGHTS, two_modules
 
 
 def program(*launches):
@@ -114,19 +115,8 @@ def test_bad_options_are_errors(options, message):
         roofline(program(), **options)
 
 
-def step(w, x):
-    with jax.named_scope("up"):
-        h = jax.nn.relu(x @ w["up"])
-    with jax.named_scope("down"):
-        return jnp.mean((h @ w["down"]) ** 2)
-
-
-W = {"up": jnp.ones((32, 64)), "down": jnp.ones((64, 16))}
-X = jnp.ones((8, 32))
-
-
 def test_the_launches_of_a_program_add_up_to_it():
-    found = read_program(jax.jit(jax.grad(step)).lower(W, X).compile())
+    found = read_program(jax.jit(jax.grad(two_modules)).lower(TWO_WEIGHTS, ROWS).compile())
     assert sum(each.times for each in found.launches) == found.kernels > 4
     assert sum(each.times * each.bytes_moved for each in found.launches) == found.bytes_moved
     flops = sum(each.times * each.flops for each in found.launches)
