@@ -113,8 +113,10 @@ def print_report(size: Size, text: np.ndarray) -> None:
 def main(arguments: list[str] | None = None) -> dict[str, Run]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="default", help="of the network and the batches")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="steps of training of each arm")
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error("--steps must be at least 1.")
 
     size = SIZES[options.size]
     text, test = load_text()
@@ -125,4 +127,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped.") from None

@@ -272,9 +272,9 @@ def print_program(workload: Workload, options: argparse.Namespace) -> None:
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("--size", choices=["small", "full"], default="small")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("family", choices=FAMILIES, help="the model")
+    parser.add_argument("--size", choices=["small", "full"], default="small", help="of the model")
+    parser.add_argument("--steps", type=int, default=100, help="steps of training")
     parser.add_argument("--batch", type=int, help="examples in a step, of all devices together")
     parser.add_argument("--fsdp", action="store_true", help="split parameters and optimizer state, too")
     parser.add_argument("--reduce-dtype", choices=["float32"], help="of the sums of weight gradients")
@@ -294,6 +294,9 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if (options.process_id is None) != (options.coordinator is None):
         parser.error("--process-id and --coordinator go together.")
+    counts = (options.steps, options.save_every, options.log_every, options.processes)
+    if min(counts) < 1:
+        parser.error("--steps, --save-every, --log-every and --processes must be at least 1.")
     return options
 
 
@@ -307,4 +310,7 @@ def main(arguments: list[str] | None = None) -> Run | None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped.") from None

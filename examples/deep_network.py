@@ -111,10 +111,14 @@ def train(arm: str, seed: int, steps: int) -> tuple[np.ndarray, int]:
 def main(arguments: list[str] | None = None) -> dict[str, list[np.ndarray]]:
     """Trains all arms, prints a table and draws the losses. Returns the losses of each seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("deep_network.png"))
+    parser.add_argument("--steps", type=int, default=400, help="steps of training of each arm")
+    parser.add_argument("--seeds", type=int, default=3, help="how many times to train each arm")
+    parser.add_argument(
+        "--output", type=Path, default=Path("deep_network.png"), help="the picture of the losses"
+    )
     options = parser.parse_args(arguments)
+    if min(options.steps, options.seeds) < 1:
+        parser.error("--steps and --seeds must be at least 1.")
 
     found: dict[str, list[np.ndarray]] = {}
     few = max(1, options.steps // 10)
@@ -151,4 +155,7 @@ def draw(found: dict[str, list[np.ndarray]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped.") from None

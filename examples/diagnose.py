@@ -126,9 +126,11 @@ class Story:
 def main(arguments: list[str] | None = None) -> Story:
     """Runs the story, and prints it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="steps of each training run")
     parser.add_argument("--output", type=Path, default=Path("out"), help="the folder of the picture")
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error("--steps must be at least 1.")
     images, labels = load_digits(return_X_y=True)
     data = ((images / 16).reshape(-1, 8, 8).astype(np.float32), labels.astype(np.int32))
     # 1. All steps are skipped.
@@ -159,4 +161,7 @@ def main(arguments: list[str] | None = None) -> Story:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped.") from None

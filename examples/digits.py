@@ -172,29 +172,37 @@ def train_arm(arm: str, size: str, epochs: int, seeds: int, data: Any, progress:
     return runs
 
 
-def print_table(results: dict[str, list[Run]]) -> None:
-    print(f"{'':23}{'test accuracy':>17}{'loss':>9}{'skipped':>9}{'final scale':>13}", end="")
-    print(f"{'ms/step':>9}{'/float32':>9}{'activations':>13}")
+def table(results: dict[str, list[Run]], times: bool) -> str:
+    """Returns a line of numbers for each arm. `times` adds the milliseconds of a step."""
+    lines = [f"{'':23}{'test accuracy':>17}{'loss':>9}{'skipped':>9}{'final scale':>13}{'activations':>13}"]
+    lines[0] += f"{'ms/step':>9}{'/float32':>9}" * times
     baseline = min(run.milliseconds for run in results["float32"])
     for arm, runs in results.items():
         accuracies = [100 * run.accuracy for run in runs]
         spread = f"{np.mean(accuracies):.1f} ({min(accuracies):.1f}-{max(accuracies):.1f})"
         milliseconds = min(run.milliseconds for run in runs)
-        print(
+        lines.append(
             f"{arm:23}{spread:>17}{np.mean([run.test_loss for run in runs]):9.4f}"
             f"{np.mean([run.skipped_steps for run in runs]):9.1f}{runs[-1].scales[-1]:13,.0f}"
-            f"{milliseconds:9.1f}{milliseconds / baseline:9.2f}{runs[0].temporary_bytes / 2**20:9.1f} MiB"
+            f"{runs[0].temporary_bytes / 2**20:9.1f} MiB"
+            + f"{milliseconds:9.1f}{milliseconds / baseline:9.2f}"
+            * times
         )
-    print(
-        "\nAccuracy in percent of the test images, mean (lowest-highest) of the seeds; loss on the test "
-        "images.\nActivations: temporary memory of the compiled step. Device: "
-        f"{jax.devices()[0].device_kind}.\nOn a CPU, XLA computes half precision by way of float32, which "
-        "saves neither time nor memory:\nonly a GPU's Tensor Cores show the speed."
-    )
+    return "\n".join(lines)
+
+
+NOTE = """
+Accuracy in percent of the test images, mean (lowest-highest) of the seeds; loss on the test images.
+Activations: temporary memory of the compiled step. Device: {device}.
+On a CPU, XLA computes half precision by way of float32, which saves neither time nor memory:
+only a GPU's Tensor Cores show the speed."""
 
 
 def draw(results: dict[str, list[Run]], path: Path) -> None:
-    """Draws the loss curves and the loss scales: the median of the seeds, and their range."""
+    """Draws the loss curves and the loss scales: the median of the seeds, and their range.
+
+    The file holds the table too, as its description: the picture and the table of a page are of one run.
+    """
     steps = np.arange(1, len(results["float32"][0].losses) + 1)
     figure = Figure(figsize=(8, 7), layout="constrained")
     losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -227,16 +235,20 @@ def draw(results: dict[str, list[Run]], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Description": table(results, times=False)})
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[Run]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="default", help="of the network and the batches")
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=40, help="passes over the training images")
     parser.add_argument("--seeds", type=int, default=3, help="how many times to train each arm")
     parser.add_argument("--output", type=Path, default=Path("out/digits.png"), help="the picture")
     options = parser.parse_args(arguments)
+    if min(options.epochs, options.seeds) < 1:
+        parser.error("--epochs and --seeds must be at least 1.")
+    if options.output.suffix != ".png":
+        parser.error("--output must end in .png.")
 
     data = load_data()
     results: dict[str, list[Run]] = {}
@@ -245,11 +257,15 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Run]]:
         for arm in ARMS:
             progress.set_description(arm)
             results[arm] = train_arm(arm, options.size, options.epochs, options.seeds, data, progress)
-    print_table(results)
+    print(table(results, times=True))
+    print(NOTE.format(device=jax.devices()[0].device_kind))
     draw(results, options.output)
     print(f"Wrote {options.output}.")
     return results
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped.") from None

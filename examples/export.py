@@ -132,9 +132,11 @@ class Result:
 
 def main(arguments: list[str] | None = None) -> dict[str, Result]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=400, help="steps of training")
     parser.add_argument("--output", type=Path, default=Path("out/export"), help="a folder")
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error("--steps must be at least 1.")
     options.output.mkdir(parents=True, exist_ok=True)
 
     variables = train(options.steps)
@@ -165,4 +167,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Result]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped.") from None

@@ -238,11 +238,13 @@ def write(model: nnx.Module, prompt: np.ndarray, length: int = 200) -> str:
 def main(arguments: list[str] | None = None) -> dict[str, Run]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="default", help="of the network and the batches")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="steps of training of each arm")
     parser.add_argument("--checkpoint", type=Path, help="a folder to save to, and to go on from")
     parser.add_argument("--tensorboard", type=Path, help="a folder for the loss, the scale and skipped steps")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     options = parser.parse_args(arguments)
+    if min(options.steps, options.save_every) < 1:
+        parser.error("--steps and --save-every must be at least 1.")
 
     size = SIZES[options.size]
     text, test = load_text()
@@ -253,4 +255,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped.") from None

@@ -70,10 +70,12 @@ def train(workload: Workload, arm: str, steps: int) -> Run:
 def main(arguments: list[str] | None = None) -> dict[str, Run]:
     """Trains a model in every arm and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("--size", choices=["small", "full"], default="small")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("family", choices=FAMILIES, help="the model")
+    parser.add_argument("--size", choices=["small", "full"], default="small", help="of the model")
+    parser.add_argument("--steps", type=int, default=150, help="steps of training of each arm")
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error("--steps must be at least 1.")
 
     workload = getattr(FAMILIES[options.family], options.size)()
     runs = {}
@@ -93,4 +95,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped.") from None

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 from tqdm import tqdm
 
@@ -53,7 +54,7 @@ def test_digits_prints_its_table_and_draws_its_picture(tmp_path, capsys):
     digits.main(["--size", "small", "--epochs", "2", "--seeds", "1", "--output", str(picture)])
     rows = table_rows(capsys.readouterr().out, digits.ARMS)
     assert list(rows) == list(digits.ARMS)
-    for accuracy, spread, loss, skipped, _, milliseconds, ratio, activations, unit in rows.values():
+    for accuracy, spread, loss, skipped, _, activations, unit, milliseconds, ratio in rows.values():
         assert 0 < float(accuracy) < 100
         assert spread == f"({accuracy}-{accuracy})"
         assert 0 < float(loss) < 0.1
@@ -63,9 +64,65 @@ def test_digits_prints_its_table_and_draws_its_picture(tmp_path, capsys):
         assert float(activations) > 0.1
         assert unit == "MiB"
     assert [row[4] for row in rows.values()] == ["1", "1", "32,768", "1"]
-    assert rows["float32"][6] == "1.00"
+    assert rows["float32"][8] == "1.00"
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture.stat().st_size > 20_000
+    with Image.open(picture) as opened:  # The picture holds the table without the times.
+        held = table_rows(opened.info["Description"], digits.ARMS)
+    assert held == {arm: row[:7] for arm, row in rows.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("digits", ["--epochs", "0"], "--epochs and --seeds must be at least 1."),
+        ("digits", ["--output", "digits.txt"], "--output must end in .png."),
+        ("deep_network", ["--seeds", "-1"], "--steps and --seeds must be at least 1."),
+        ("language_model", ["--save-every", "0"], "--steps and --save-every must be at least 1."),
+        ("autocast", ["--steps", "0"], "--steps must be at least 1."),
+        ("diagnose", ["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+    ],
+)
+def test_a_wrong_option_of_an_example_ends_with_one_line(name, options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        globals()[name].main(options)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {message}")
+
+
+def run_example(name, *options):
+    return subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", *options], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_run_exported_explains_itself(tmp_path):
+    assert "in the order of jax.tree.leaves" in run_example("run_exported", "--help").stdout
+    missing = run_example("run_exported", tmp_path / "program.bin", tmp_path / "in.npz", tmp_path / "out.npz")
+    assert missing.stderr.splitlines()[-1].endswith(f"error: There is no file {tmp_path / 'program.bin'}.")
+
+
+def test_every_option_of_an_example_has_help():
+    names = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    assert len(names) >= 9
+    for name in names:
+        lines = run_example(name, "--help").stdout.splitlines()
+        for line, after in zip(lines, [*lines[1:], ""]):
+            if re.match(r"  (-\w, )?--?\w", line) and "[" not in line:
+                described = re.search(r"\S  +\S", line) or re.match(r" {10,}\S", after)
+                assert described, f"{name}: {line}"
+
+
+def test_ctrl_c_ends_an_example_with_one_line(tmp_path):
+    command = [sys.executable, EXAMPLES / "digits.py", "--output", tmp_path / "digits.png"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stderr is not None
+    first = started.stderr.read(10)  # The progress bar: the program is in its main function.
+    started.send_signal(signal.SIGINT)
+    _, rest = started.communicate(timeout=300)
+    assert "Traceback" not in first + rest
+    assert rest.splitlines()[-1] == "Stopped."
+    assert started.returncode == 1
 
 
 @pytest.mark.parametrize(

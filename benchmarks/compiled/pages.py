@@ -10,6 +10,8 @@ import pathlib
 import re
 import statistics
 
+from PIL import Image
+
 from benchmarks.compiled import loss_scale_cost, memory, predict
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -74,11 +76,17 @@ def precisions(family: str) -> str:
 
 
 def text(name: str) -> str:
-    """Returns what a command has printed: of `benchmarks.compiled.step`, of `examples/digits.py`."""
+    """Returns what `benchmarks.compiled.step` has printed."""
     return f"```text\n{(RESULTS / name).read_text()}```"
 
 
-TABLES = {"cost": cost, "models": models, "memory": memory_table, "text": text}
+def picture(name: str) -> str:
+    """Returns the table that a picture of the documentation holds as its description."""
+    with Image.open(ROOT / "docs" / name) as opened:
+        return f"```text\n{opened.info['Description']}\n```"
+
+
+TABLES = {"cost": cost, "models": models, "memory": memory_table, "text": text, "picture": picture}
 TABLES |= {"convergence": convergence, "precisions": precisions}
 
 
