@@ -10,6 +10,7 @@ import numpy as np
 
 from ._dtypes import DTypeLike, dtype_name, parse_dtype, scalar_type
 from ._paths import leaf_names, matches, nearest_paths, path_name
+from ._text import Shown, aligned
 from ._tree import cast_floating, cast_leaf
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Policy:
+class Policy(Shown):
     """The three dtypes of mixed precision, and the exceptions by parameter path.
 
     Two policies are equal if they say the same, however their dtypes were spelt. `str(policy)` is
@@ -194,6 +195,12 @@ class Policy:
             if any(matches(rule.pattern, name) for name in names):
                 return rule.policy
         return dataclasses.replace(self, rules=())
+
+    def _notebook_text(self) -> str:
+        """Returns a line for each dtype, by its whole name, and for each rule."""
+        dtypes = {"parameters": self.param_dtype, "compute": self.compute_dtype, "output": self.output_dtype}
+        rows = [(name, np.dtype(dtype).name) for name, dtype in dtypes.items()]
+        return "\n".join(aligned([*rows, *((rule.pattern, str(rule.policy)) for rule in self.rules)], left=2))
 
     def __repr__(self) -> str:
         """Returns the call of `get_policy` that makes the policy."""

@@ -1,18 +1,23 @@
 """How reports are written: tables, powers of two, and notebooks."""
 
+import dataclasses
 import html
 import math
 from collections.abc import Sequence
+from typing import Any
 
 
 class Shown:
-    """The base of a report: a notebook shows it as `print` shows it."""
+    """The base of what a notebook shows as text in a font of equal widths: a report as `print` shows it."""
 
     __slots__ = ()
 
+    def _notebook_text(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         # nbconvert's style gives a bare <pre> a proportional font, in which the columns do not line up.
-        return f'<pre style="font-family: monospace">{html.escape(str(self))}</pre>'
+        return f'<pre style="font-family: monospace">{html.escape(self._notebook_text())}</pre>'
 
 
 def aligned(rows: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
@@ -24,8 +29,29 @@ def aligned(rows: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     sides = "<" * left + ">" * (len(widths) - left)
     return [
-        "  ".join(f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths)) for row in rows
+        "  ".join(f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths)).rstrip()
+        for row in rows
     ]
+
+
+def fields_table(settings: Any) -> str:
+    """Returns a line for each field of a dataclass that is not None: its name, and its value.
+
+    >>> from jmp_lite import StaticLossScale
+    >>> fields_table(StaticLossScale(32768))
+    'loss_scale  32,768'
+    """
+    pairs = ((field.name, getattr(settings, field.name)) for field in dataclasses.fields(settings))
+    rows = [(name, _number(value)) for name, value in pairs if value is not None]
+    return "\n".join(aligned(rows)) or str(settings)
+
+
+def _number(value: Any) -> str:
+    """Returns a number with commas; a name, a vector or a tracer as it prints itself."""
+    try:
+        return f"{float(value):,g}"
+    except (TypeError, ValueError):  # jax.errors.ConcretizationTypeError is a TypeError.
+        return str(value)
 
 
 def power(scale: float) -> str:

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,24 @@ def test_the_tables_are_those_of_the_results():
         text = page.read_text()
         assert text.count("<!-- begin ") == text.count("<!-- end -->") >= 1
         assert pages.filled(text) == text
+
+
+def test_the_links_of_the_readme_hold_on_a_package_index():
+    """pyproject.toml has the substitutions that hatch-fancy-pypi-readme makes at build time."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    address = project["project"]["urls"]["Repository"]
+    text = (ROOT / "README.md").read_text()
+    for substitution in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(substitution["pattern"], substitution["replacement"], text)
+    links = re.findall(r"\]\((.*?)\)", text)
+    assert len(links) > 15
+    own = [link for link in links if link.startswith(address)]
+    assert all(link.startswith("https://") for link in links)
+    for link in own:
+        kind, path = link.removeprefix(f"{address}/").split("/main/")
+        assert kind == ("raw" if path.endswith(".png") else "blob")
+        assert (ROOT / path.split("#")[0]).is_file()
+    assert {link.split("/")[-1] for link in own} >= {"digits.png", "diagnosis.md", "CHANGELOG.md"}
 
 
 def test_the_readme_teaches_in_two_minutes():

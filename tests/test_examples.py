@@ -284,6 +284,9 @@ def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
     picture = tmp_path / "new folder" / "diagnosis.png"
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture.stat().st_size > 20_000
+    # README shows the first finding, with a path that is not of this machine.
+    shown = f"1. {worst}".replace(f"{EXAMPLES.parent}/", "")
+    assert f"```text\n{shown}\n```" in (EXAMPLES.parent / "README.md").read_text()
     out = capsys.readouterr().out
     assert all(finding.what in out for finding in (*story.first.findings, *story.second.findings))
 

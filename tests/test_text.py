@@ -3,6 +3,7 @@
 import dataclasses
 import html
 
+import jax
 import pytest
 
 import jmp_lite as jmp
@@ -12,7 +13,7 @@ from jmp_lite._text import Shown, aligned
 REPORTS = [
     jmp.Report,
     *(diagnostics.Diagnosis, diagnostics.NonfiniteReport, diagnostics.PrecisionReport),
-    diagnostics.RangeReport,
+    *(diagnostics.RangeReport, diagnostics.Program, diagnostics.Roofline),
 ]
 
 
@@ -32,3 +33,32 @@ def test_a_dataclass_with_slots_may_be_shown():
 
     assert not hasattr(Total(3), "__dict__")
     assert "Total(number=3)" in Total(3)._repr_html_()
+
+
+def notebook_text(value):
+    return html.unescape(value._repr_html_()).removeprefix('<pre style="font-family: monospace">')[
+        : -len("</pre>")
+    ]
+
+
+def test_a_notebook_shows_a_policy_as_a_short_table():
+    policy = jmp.get_policy("mixed_float16").with_rules({"**/BatchNorm*": "float32"})
+    lines = ["parameters     float32", "compute        float16", "output         float32"]
+    assert notebook_text(policy).splitlines() == [*lines, "**/BatchNorm*  p=full,c=full,o=full"]
+
+
+def test_a_notebook_shows_a_loss_scale_as_a_short_table():
+    lines = notebook_text(jmp.DynamicLossScale(2.0**15, period=500)).splitlines()
+    assert lines[:3] == [
+        "loss_scale             32,768",
+        "counter                     0",
+        "period                    500",
+    ]
+    assert not any("None" in line or "array" in line for line in lines)
+    assert notebook_text(jmp.StaticLossScale(8.0)) == "loss_scale  8"
+
+
+def test_a_traced_loss_scale_can_be_shown():
+    shown = []
+    jax.eval_shape(lambda scale: shown.append(notebook_text(jmp.StaticLossScale(scale))), 8.0)
+    assert "float32[]" in shown[0]

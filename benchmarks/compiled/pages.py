@@ -16,10 +16,7 @@ from benchmarks.compiled import loss_scale_cost, memory, predict
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (
-    ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "accuracy", "memory", "choosing")),
-)
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "accuracy", "memory", "choosing")]
 
 
 def cost(*cases: str) -> str:

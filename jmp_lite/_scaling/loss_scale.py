@@ -1,6 +1,6 @@
 """Loss scales: none, static and dynamic, as pure functional state.
 
-Half precision gradients below 2**-24 are zero (float16) and above 65504 are inf. Multiplying the
+Gradients up to 2**-25 are zero in float16, and gradients above 65504 are inf. Multiplying the
 loss by a scale moves the gradients into the range; dividing the gradients by the same scale makes
 them true again (Micikevicius et al., Mixed Precision Training, section 3.2).
 """
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._text import Shown, fields_table
 from .._tree import at_least_float32, has_dtype, register_state, replace_leaves, static_field
 from . import serialization
 from .scalars import LARGEST, SMALLEST, float32_scale, int32_count, number, whole_number
@@ -91,10 +92,13 @@ class NoOpLossScale:
         return self
 
 
-class _Scaling:
+class _Scaling(Shown):
     """`scale` and `unscale` by `self.loss_scale`, for the scales that have one."""
 
     loss_scale: Any
+
+    def _notebook_text(self) -> str:
+        return fields_table(self)
 
     def scale(self, tree: T) -> T:
         """Multiplies the floating and complex leaves of `tree` by the scale.

@@ -220,7 +220,7 @@ def _of_values(report: NonfiniteReport) -> Iterator[Finding]:
     cause = report.cause
     if cause is not None:
         what = str(cause).splitlines()[0]
-        yield Finding("not finite", f"{what}: {report.summary()}", cause.line, cause.advice)
+        yield Finding("not finite", what, cause.line, cause.advice)
 
 
 def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:

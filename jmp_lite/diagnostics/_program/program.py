@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ..._text import Shown
 from .hlo import Computation, HloArray, HloModule, Instruction, parse
 from .products import Product, operation_of, products_of
 from .traffic import bytes_of
@@ -77,7 +78,7 @@ class Launch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(Shown):
     """The program of one device.
 
     Attributes:

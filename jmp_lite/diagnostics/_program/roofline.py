@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..._jaxpr.read import plain_scope, visible_scope
+from ..._text import Shown
 from .program import Launch, Program
 
 PRECISIONS: tuple[str, ...] = ("float32", "tf32", "bfloat16", "float16")
@@ -81,7 +82,7 @@ class ModuleTime:
 
 
 @dataclasses.dataclass(frozen=True)
-class Roofline:
+class Roofline(Shown):
     """An estimate of a step's time, by module.
 
     Attributes:
