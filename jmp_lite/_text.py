@@ -16,8 +16,9 @@ class Shown:
         return str(self)
 
     def _repr_html_(self) -> str:
-        # nbconvert's style gives a bare <pre> a proportional font, in which the columns do not line up.
-        return f'<pre style="font-family: monospace">{html.escape(self._notebook_text())}</pre>'
+        # nbconvert's style gives a bare <pre> a proportional font and breaks lines: columns do not line up.
+        style = "font: 85% monospace; white-space: pre; overflow-x: auto"
+        return f'<pre style="{style}">{html.escape(self._notebook_text())}</pre>'
 
 
 def aligned(rows: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
@@ -39,7 +40,7 @@ def fields_table(settings: Any) -> str:
 
     >>> from jmp_lite import StaticLossScale
     >>> fields_table(StaticLossScale(32768))
-    'loss_scale  32,768'
+    'loss_scale  2**15'
     """
     pairs = ((field.name, getattr(settings, field.name)) for field in dataclasses.fields(settings))
     rows = [(name, _number(value)) for name, value in pairs if value is not None]
@@ -47,9 +48,9 @@ def fields_table(settings: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    """Returns a number with commas; a name, a vector or a tracer as it prints itself."""
+    """Returns a number in words; a name, a vector or a tracer as it prints itself."""
     try:
-        return f"{float(value):,g}"
+        return power(float(value)) if float(value) >= 16 else f"{float(value):g}"
     except (TypeError, ValueError):  # jax.errors.ConcretizationTypeError is a TypeError.
         return str(value)
 

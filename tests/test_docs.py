@@ -108,7 +108,8 @@ TOPICS = (
     *("accumulation", "DDP", "resume", "evaluate", "log", "clip gradients", "schedule", "several optimizers"),
     *("moving average", "export", "float32 and half", "freeze", "BatchNorm", "rematerialize"),
     *("scan over layers", "gradient penalty", "FSDP", "checkpoints", "custom kernel", "mix modules"),
-    *("inside the backward pass", "random keys", "dtype argument"),
+    *("inside the backward pass", "random keys", "dtype argument", "LoRA", "first skipped", "mean loss NaN"),
+    *("OOM", "Apple, AMD", "fp8"),
 )
 
 

@@ -1,0 +1,153 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Why is my run NaN?
+#
+# A model with attention, written by hand in float16, has two faults. The run
+# stops; the tools name both faults by line. The data are scikit-learn's scanned
+# digits, one row of pixels as one token. It runs on a CPU in about a minute.
+
+# %%
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import jmp_lite as jmp
+from jmp_lite import diagnostics
+
+images, labels = load_digits(return_X_y=True)
+images = jnp.asarray((images / 16).reshape(-1, 8, 8), jnp.float32)
+labels = jnp.asarray(labels, jnp.int32)
+
+shapes = {
+    "embed": (8, 32),
+    "query": (32, 32),
+    "key": (32, 32),
+    "head": (32, 10),
+}
+keys = jax.random.split(jax.random.key(0), len(shapes))
+params = {
+    name: jax.random.normal(key, shape) / np.sqrt(shape[0])
+    for key, (name, shape) in zip(keys, shapes.items())
+}
+
+
+# %%
+def make_loss(mask_value):
+    def loss_fn(params, images, labels):
+        half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
+        with jax.named_scope("embed"):
+            h = jnp.tanh(images.astype(jnp.float16) @ half["embed"])
+        with jax.named_scope("attention"):
+            keys = (h @ half["key"]).swapaxes(1, 2)
+            scores = (h @ half["query"]) @ keys / 32**0.5
+            filled = images.sum(-1)[:, None, :] > 0
+            # A row sees the rows above it. The first row sees nothing.
+            seen = jnp.tril(jnp.ones((8, 8), bool), -1) & filled
+            mask = jnp.where(seen, 0.0, mask_value).astype(jnp.float16)
+            h = h + jax.nn.softmax(scores + mask) @ h
+        with jax.named_scope("head"):
+            logits = (h @ half["head"]).astype(jnp.float32)
+        targets = jax.nn.one_hot(labels, 10)[:, None]
+        return jnp.mean((jax.nn.softmax(logits) - targets) ** 2) / 1e4
+
+    return loss_fn
+
+
+def train(loss_fn, loss_scale, steps=200):
+    tx = jmp.with_loss_scale(optax.adam(1e-2, eps=1e-12), loss_scale)
+    new_params, opt_state, losses = params, tx.init(params), []
+
+    @jax.jit
+    def train_step(params, opt_state, x, y):
+        scale = jmp.get_loss_scale(opt_state)
+        loss, grads = jmp.value_and_grad(loss_fn, scale)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    for step in range(steps):
+        chosen = np.random.default_rng(step).integers(0, 1797, 64)
+        new_params, opt_state, loss = train_step(
+            new_params, opt_state, images[chosen], labels[chosen]
+        )
+        losses.append(float(loss))
+        jmp.raise_if_stuck(opt_state)
+    return np.array(losses)
+
+
+# %% [markdown]
+# ## The run stops
+#
+# Each step has NaN in its gradients, so each step is skipped and the scale
+# falls. `raise_if_stuck` ends such a run, and names the parameters whose
+# gradients were not finite.
+
+# %%
+broken = make_loss(mask_value=-1e9)
+try:
+    train(broken, jmp.DynamicLossScale())
+except FloatingPointError as error:
+    print(error)
+
+# %% [markdown]
+# ## Which operation was the first?
+#
+# `find_nonfinite` runs the loss and its gradients once, and measures each
+# value.
+
+# %%
+diagnostics.find_nonfinite(broken, jmp.StaticLossScale(1.0))(
+    params, images[:64], labels[:64]
+)
+
+# %% [markdown]
+# -1e9 is beyond the range of float16, so the mask is -inf. The first row of an
+# image sees nothing: all its scores are -inf, and its softmax is NaN. The
+# report names the remedy.
+#
+# ## The run goes on, and does not learn
+
+# %%
+mended = make_loss(mask_value=float(jnp.finfo(jnp.float16).min) / 2)
+losses = train(mended, jmp.NoOpLossScale())
+start, end = losses[:10].mean(), losses[-10:].mean()
+print(f"the loss goes from {start:.3e} to {end:.3e}")
+
+# %% [markdown]
+# Nothing is inf, so no step is skipped, and no tool that looks for NaN says
+# anything. `profile_ranges` counts what float16 makes zero, and tries the loss
+# scales.
+
+# %%
+ranges = diagnostics.profile_ranges(mended, loss_scale=jmp.NoOpLossScale())(
+    params, images[:64], labels[:64]
+)
+ranges
+
+# %%
+ranges.dynamic_scale
+
+# %% [markdown]
+# `ranges.plot("ranges.png")` draws the histogram of the gradients and what
+# each scale loses of them. With this scale the model learns:
+
+# %%
+losses = train(mended, ranges.dynamic_scale)
+start, end = losses[:10].mean(), losses[-10:].mean()
+print(f"the loss goes from {start:.3e} to {end:.3e}")
+
+# %% [markdown]
+# `diagnostics.doctor` asks all of these questions at once:
+# [Diagnosis](../diagnosis.md).
