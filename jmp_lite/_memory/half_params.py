@@ -191,7 +191,7 @@ def _init_in_float32(made_by: str, transform: optax.GradientTransformationExtraA
 
     Raises:
         TypeError: the parameters are shapes.
-        ValueError: the wrapped transform rounds half parameters, of which it would see none.
+        ValueError: the wrapped transform rounds half parameters. It would see float32 masters instead.
     """
     check_init(made_by, params)
     state = transform.init(at_least_float32(params))

@@ -70,7 +70,7 @@ def test_a_harmless_mask_is_not_taken_for_the_cause():
 
 
 class Blocks(nn.Module):
-    """Blocks one of which gives gradients that are too large."""
+    """Blocks. One block gives gradients that are too large."""
 
     @nn.compact
     def __call__(self, x):
