@@ -380,7 +380,7 @@ def test_gradients_are_reduced_in_float32_on_request_by_products_of_half_operand
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_a_loop_reads_rounded_values_in_the_program_too(half):
-    """XLA removes a cast to half that is followed by a cast to float32. It does not remove `reduce_precision`.
+    """XLA removes a cast to half if a cast to float32 follows it. It does not remove `reduce_precision`.
 
     So the softmax reads the rounded values, which the backward pass reads too.
     """
