@@ -31,13 +31,12 @@ def master_params(opt_state: Any, params: Any) -> Any:
     Raises:
         ValueError: there is no state of `with_master_weights`, or one of other parameters.
 
-    >>> import optax
-    >>> from jmp_lite import with_master_weights
-    >>> params = {"w": jnp.ones((), jnp.float16)}
-    >>> tx = with_master_weights(optax.sgd(2**-12))
-    >>> updates, opt_state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
-    >>> master_params(opt_state, optax.apply_updates(params, updates))
-    {'w': Array(0.99975586, dtype=float32)}
+    Examples:
+        >>> params = {"w": jnp.ones((), jnp.float16)}
+        >>> tx = jmp.with_master_weights(optax.sgd(2**-12))
+        >>> updates, opt_state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
+        >>> jmp.master_params(opt_state, optax.apply_updates(params, updates))
+        {'w': Array(0.99975586, dtype=float32)}
 
     Guide: docs/memory.md.
     """
@@ -72,13 +71,12 @@ def set_master_params(opt_state: Any, params: Any, values: Any) -> tuple[Any, An
     Raises:
         ValueError: as in `master_params`; or `values` has other leaves or shapes than `params`.
 
-    >>> import optax
-    >>> from jmp_lite import with_master_weights
-    >>> params = {"w": jnp.zeros((), jnp.float16)}
-    >>> opt_state = with_master_weights(optax.sgd(1.0)).init(params)
-    >>> params, opt_state = set_master_params(opt_state, params, {"w": 0.1})
-    >>> params, opt_state.masters
-    ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
+    Examples:
+        >>> params = {"w": jnp.zeros((), jnp.float16)}
+        >>> opt_state = jmp.with_master_weights(optax.sgd(1.0)).init(params)
+        >>> params, opt_state = jmp.set_master_params(opt_state, params, {"w": 0.1})
+        >>> params, opt_state.masters
+        ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
 
     Guide: docs/memory.md.
     """

@@ -42,10 +42,10 @@ def value_and_grad(
         TypeError: `fun` is no function, or `loss_scale` is not a loss scale; from the result, the loss is no
             floating scalar, or the model needs a `transform`.
 
-    >>> from jmp_lite import DynamicLossScale
-    >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
-    >>> value_and_grad(loss_fn, DynamicLossScale(1024.0))(jnp.float16(2), jnp.float16(3))
-    (Array(6., dtype=float32), Array(3., dtype=float32))
+    Examples:
+        >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
+        >>> jmp.value_and_grad(loss_fn, jmp.DynamicLossScale(1024.0))(jnp.float16(2), jnp.float16(3))
+        (Array(6., dtype=float32), Array(3., dtype=float32))
 
     Guide: docs/loss-scaling.md.
     """
@@ -115,8 +115,11 @@ def grad(
     """Like `jax.grad`, with the loss scaled on the way back and the gradients unscaled.
 
     Args:
-        fun, loss_scale, argnums, has_aux, transform: as in `value_and_grad`; `transform` is still a
-            `value_and_grad`.
+        fun: as in `value_and_grad`.
+        loss_scale: the scale of this step.
+        argnums: as in `value_and_grad`.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        transform: as in `value_and_grad`: a function like `jax.value_and_grad`, and not like `jax.grad`.
 
     Returns:
         A function of the arguments of `fun` that gives `grads`, or `(grads, aux)` with `has_aux`.
@@ -124,9 +127,9 @@ def grad(
     Raises:
         TypeError: as in `value_and_grad`.
 
-    >>> from jmp_lite import StaticLossScale
-    >>> grad(lambda w: w**2, StaticLossScale(1024.0))(jnp.float32(3))
-    Array(6., dtype=float32)
+    Examples:
+        >>> jmp.grad(lambda w: w**2, jmp.StaticLossScale(1024.0))(jnp.float32(3))
+        Array(6., dtype=float32)
 
     Guide: docs/loss-scaling.md.
     """

@@ -24,7 +24,7 @@ def scale_layer(fun: F) -> F:
     divides the gradients of the arguments by that power of two in float32. So the half precision inside `fun`
     sees gradients in the middle of its range, however small or large they are outside. The scale comes from
     the gradient itself: there is no state, and no overflow by the scale. Both products are exact, but for
-    results below 2**-126. A gradient that holds inf or NaN is passed on as it is.
+    results below `2**-126`. A gradient that holds inf or NaN is passed on as it is.
 
     Put the half precision inside, and float32 between the layers:
 
@@ -48,11 +48,12 @@ def scale_layer(fun: F) -> F:
     Source: Zhao, Vogel and Ahmed 2019, Adaptive Loss Scaling for Mixed Precision Training, give each layer a
     scale. They estimate it from statistics of weights and gradients; here the largest element gives it.
 
-    >>> w, x = jnp.full((4, 4), 0.5), jnp.ones((2, 4))
-    >>> half = lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
-    >>> loss = lambda layer: lambda w: jnp.sum(layer(w, x)) * 2.0**-40
-    >>> print(jax.grad(loss(half))(w)[0, 0], jax.grad(loss(scale_layer(half)))(w)[0, 0] * 2.0**40)
-    0.0 2.0
+    Examples:
+        >>> w, x = jnp.full((4, 4), 0.5), jnp.ones((2, 4))
+        >>> half = lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+        >>> loss = lambda layer: lambda w: jnp.sum(layer(w, x)) * 2.0**-40
+        >>> print(jax.grad(loss(half))(w)[0, 0], jax.grad(loss(jmp.scale_layer(half)))(w)[0, 0] * 2.0**40)
+        0.0 2.0
 
     Guide: docs/loss-scaling.md.
     """

@@ -48,6 +48,11 @@ class SkipNonfiniteState:
         leaf_names: the paths of the parameters, in the order of `leaf_finite`.
         name: tells this optimizer from another in the same tree.
 
+    Examples:
+        >>> state = jmp.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)})
+        >>> state.leaf_names.paths, state.leaf_finite, state.counts
+        (('w',), Array([ True], dtype=bool), Array([0, 0, 0], dtype=int32))
+
     Guide: docs/loss-scaling.md.
     """
 
@@ -84,9 +89,10 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> Any:
     Raises:
         ValueError: there is none, or more than one to choose from.
 
-    >>> import optax, jmp_lite as jmp
-    >>> float(get_loss_scale(jmp.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))).loss_scale)
-    32768.0
+    Examples:
+        >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
+        >>> float(jmp.get_loss_scale(opt_state).loss_scale)
+        32768.0
 
     Guide: docs/loss-scaling.md.
     """
@@ -98,7 +104,8 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
     """Returns whether the last step's gradients were finite, and the step was taken.
 
     Args:
-        opt_state, name: as in `get_loss_scale`.
+        opt_state: as in `get_loss_scale`.
+        name: as in `get_loss_scale`.
 
     Returns:
         A boolean scalar, shape `()`; true before the first step. One for each member of a batched state.
@@ -106,9 +113,10 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
     Raises:
         ValueError: as in `get_loss_scale`.
 
-    >>> import optax, jmp_lite as jmp
-    >>> bool(grads_finite(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2))))
-    True
+    Examples:
+        >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
+        >>> bool(jmp.grads_finite(opt_state))
+        True
 
     Guide: docs/loss-scaling.md.
     """
@@ -119,7 +127,8 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
     """Returns what to log of `skip_nonfinite` or `with_loss_scale`; works inside `jit` and outside.
 
     Args:
-        opt_state, name: as in `get_loss_scale`.
+        opt_state: as in `get_loss_scale`.
+        name: as in `get_loss_scale`.
 
     Returns:
         Scalars, shape `()`, or one for each member of a batched state:
@@ -134,10 +143,10 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
     Raises:
         ValueError: as in `get_loss_scale`.
 
-    >>> import optax, jmp_lite as jmp
-    >>> opt_state = jmp.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
-    >>> {key: value.item() for key, value in jmp.metrics(opt_state).items()}
-    {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skipped_steps': 0}
+    Examples:
+        >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
+        >>> {key: value.item() for key, value in jmp.metrics(opt_state).items()}
+        {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skipped_steps': 0}
 
     Guide: docs/loss-scaling.md.
     """

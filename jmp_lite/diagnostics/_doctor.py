@@ -44,6 +44,11 @@ class Finding:
         where: the module and the line; empty for the whole step.
         advice: what to do, and what it brings.
 
+    Examples:
+        >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
+        >>> print(diagnosis.findings[0])  # doctest: +ELLIPSIS
+        [not finite] inf from log in near w, forward pass: The loss is -inf; ...
+
     Guide: docs/diagnosis.md.
     """
 
@@ -69,6 +74,11 @@ class Diagnosis(Shown):
         ranges: the report of `profile_ranges`; None if it was skipped.
         precision: the report of `compare_precision`; None if it was skipped.
         roofline: the estimate of `roofline`; None if it was skipped.
+
+    Examples:
+        >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
+        >>> diagnosis.nonfinite.cause.operation, diagnosis.skipped["roofline"]
+        ('log', 'No device was given.')
 
     Guide: docs/diagnosis.md.
     """
@@ -122,10 +132,16 @@ def doctor(
     `cpu`.
 
     Args:
-        fun, dtype, loss_scale, argnums, has_aux, transform: as in `profile_ranges`.
-        program: of `read_program`: your compiled step.
+        fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
+        dtype: as in `profile_ranges`.
+        loss_scale: as in `profile_ranges`.
+        argnums: as in `jmp_lite.value_and_grad`.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        transform: as in `jmp_lite.value_and_grad`.
+        program: the result of `read_program` for your compiled step.
         device: as in `roofline`; None for no estimate.
-        depth, tolerance: as in `compare_precision`.
+        depth: as in `compare_precision`.
+        tolerance: as in `compare_precision`.
 
     Returns:
         A function of the arguments of `fun` that returns a `Diagnosis`. Call it outside `jit`. It takes a
@@ -134,11 +150,12 @@ def doctor(
     Raises:
         TypeError, ValueError: as in the functions that it calls.
 
-    >>> w, x = {"a": jnp.ones((8, 4))}, jnp.ones((2, 8))
-    >>> diagnosis = doctor(lambda w, x: jnp.mean(x @ w["a"]) * 1e-9)(w, x)
-    >>> print(diagnosis.findings[0])  # doctest: +ELLIPSIS
-    [accuracy] 100.00% of the gradients that are not zero become zero in float16 at the loss scale 2**0.
-    ...
+    Examples:
+        >>> w, x = {"a": jnp.ones((8, 4))}, jnp.ones((2, 8))
+        >>> diagnosis = doctor(lambda w, x: jnp.mean(x @ w["a"]) * 1e-9)(w, x)
+        >>> print(diagnosis.findings[0])  # doctest: +ELLIPSIS
+        [accuracy] 100.00% of the gradients that are not zero become zero in float16 at the loss scale 2**0.
+        ...
 
     Guide: docs/diagnosis.md.
     """

@@ -30,9 +30,12 @@ class Report(Shown):
         before: the function's jaxpr as it was traced.
         after: the jaxpr that autocast runs instead.
 
-    >>> import jmp_lite as jmp
-    >>> jmp.explain(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
-    Report(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
+    Examples:
+        >>> report = jmp.explain(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
+        >>> report
+        Report(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
+        >>> report.tensor_core_share, report.in_float32(), [*report.by_module()]
+        (1.0, (), [''])
 
     Guide: docs/autocast.md.
     """
@@ -131,13 +134,13 @@ def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable
         TypeError: `fun` is no function, or a transform of a function that autocast returned.
         ValueError: autocast returned `fun`, which has a dtype of its own, and `dtype` is given as well.
 
-    >>> import jmp_lite as jmp
-    >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
-    >>> report = jmp.explain(jmp.autocast(lambda w, x: jnp.exp(x @ w)))(w, x)
-    >>> print(report.summary())
-    1 of 2 operations in bfloat16, 3 casts, 94.1% of FLOPs on Tensor Cores
-    >>> [(operation.name, operation.reason) for operation in report.operations]
-    [('dot_general', 'dot_general is on the allow list'), ('exp', 'exp is on the deny list')]
+    Examples:
+        >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
+        >>> report = jmp.explain(jmp.autocast(lambda w, x: jnp.exp(x @ w)))(w, x)
+        >>> print(report.summary())
+        1 of 2 operations in bfloat16, 3 casts, 94.1% of FLOPs on Tensor Cores
+        >>> [(operation.name, operation.reason) for operation in report.operations]
+        [('dot_general', 'dot_general is on the allow list'), ('exp', 'exp is on the deny list')]
 
     Guide: docs/autocast.md.
     """

@@ -56,7 +56,9 @@ def compare_precision(
         dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
         loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1.
-        argnums, has_aux, transform: as in `jmp_lite.value_and_grad`.
+        argnums: as in `jmp_lite.value_and_grad`.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        transform: as in `jmp_lite.value_and_grad`.
         depth: how many names of a path make a module, after those that all paths with the same first name
             share. An index, as in `blocks/0`, counts with the name before it.
         tolerance: the largest relative error that is allowed; by default 8 times the `eps` of the dtype.
@@ -75,10 +77,11 @@ def compare_precision(
     Source: the float16 debugging of ONNX Runtime, and the accuracy-driven tuning of Intel's Neural
     Compressor; both are for inference.
 
-    >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
-    >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
-    >>> report.modules[0].module, report.modules[0].own.loss, report.rules
-    ('w/b', inf, {'/w/b': 'float32'})
+    Examples:
+        >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
+        >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
+        >>> report.modules[0].module, report.modules[0].own.loss, report.rules
+        ('w/b', inf, {'/w/b': 'float32'})
 
     Guide: docs/diagnosis.md.
     """
