@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,14 @@ from .planning.planner import Planner
 from .planning.rules import Operations, Rules, ScopeRules, make_rules
 from .planning.states import FIRM
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 
 @overload
 def autocast(
-    fun: F,
+    fun: Callable[P, R],
     dtype: DTypeLike = ...,
     *,
     allow: Operations = ...,
@@ -38,7 +39,7 @@ def autocast(
     infer: Operations = ...,
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
-) -> F: ...
+) -> Callable[P, R]: ...
 
 
 @overload
@@ -51,7 +52,7 @@ def autocast(
     infer: Operations = ...,
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
-) -> Callable[[F], F]: ...
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def autocast(
@@ -260,7 +261,7 @@ def run(planner: Planner, plan: Plan, arrays: Sequence[Array]) -> list[Array]:
         return interpreter.take_all(values, [conversion(state, FIRM) for state in plan.results])
 
 
-def full_precision(fun: F) -> F:
+def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     """Returns `fun` kept out of any `autocast` around it: everything in it runs as it was written.
 
     Half operands that autocast made are cast up to float32 on the way in. An `autocast` inside it switches on
@@ -286,7 +287,7 @@ def full_precision(fun: F) -> F:
         with jax.named_scope(FULL_PRECISION_SCOPE):
             return fun(*args, **kwargs)
 
-    return full_precision_fun  # type: ignore[return-value]
+    return full_precision_fun
 
 
 def keep_float32(x: T) -> T:

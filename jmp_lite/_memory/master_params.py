@@ -1,6 +1,6 @@
 """Reading and writing the float32 master weights of any optimizer state: for checkpoints and evaluation."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,11 @@ from .._tree import cast_leaf, has_dtype, is_half, unwrap
 from .half_params import MasterWeightsState, full_params, is_master_state, master_states
 from .rounding import round_to
 
+S = TypeVar("S")
+T = TypeVar("T")
 
-def master_params(opt_state: Any, params: Any) -> Any:
+
+def master_params(opt_state: Any, params: T) -> T:
     """Returns the parameters in float32, as the optimizer has them, for checkpoints and evaluation.
 
     As Apex's `master_params(optimizer)`. The way back from a checkpoint is `set_master_params`.
@@ -54,7 +57,7 @@ def master_params(opt_state: Any, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(widen, params)
 
 
-def set_master_params(opt_state: Any, params: Any, values: Any) -> tuple[Any, Any]:
+def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
     """Puts float32 parameters, such as those of a checkpoint, into half parameters and their masters.
 
     Args:

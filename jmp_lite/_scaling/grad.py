@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,17 @@ from .._tree import at_least_float32
 from .finite import is_inexact
 from .loss_scale import LossScale, is_loss_scale
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     loss_scale: LossScale,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[P, tuple[R, Any]]:
     """Like `jax.value_and_grad`, with the loss scaled on the way back and the gradients unscaled.
 
     Args:
@@ -106,12 +109,12 @@ def _true_value_and_grad(
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     loss_scale: LossScale,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Like `jax.grad`, with the loss scaled on the way back and the gradients unscaled.
 
     Args:

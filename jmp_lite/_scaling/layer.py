@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,11 @@ from jax.custom_derivatives import SymbolicZero
 from .._paths import leaf_names
 from .._tree import KEEP_FLOAT32_NAME, at_least_float32, has_dtype, is_half
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def scale_layer(fun: F) -> F:
+def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
     """Returns a layer whose backward pass has a loss scale of its own.
 
     The forward pass is that of `fun`. The backward pass multiplies the gradient that arrives at the layer by
@@ -64,7 +65,7 @@ def scale_layer(fun: F) -> F:
     def layer(*args: Any, **kwargs: Any) -> Any:
         return _call(fun, args, kwargs)
 
-    return layer  # pyright: ignore[reportReturnType]
+    return layer
 
 
 def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 
 from .._tree import register_state, static_field, unwrap
 from . import serialization
+from .loss_scale import LossScale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ def count(counts: jax.Array, finite: jax.Array) -> jax.Array:
     return jnp.where(finite, taken, counts + 1)
 
 
-def get_loss_scale(opt_state: Any, name: str | None = None) -> Any:
+def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
     """Returns the loss scale that `with_loss_scale` holds.
 
     Args:
@@ -84,7 +85,7 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> Any:
         name: the name given to `with_loss_scale`, needed where the tree holds more than one.
 
     Returns:
-        The `LossScale`, to be used for this step's loss.
+        The scale for this step's loss.
 
     Raises:
         ValueError: there is none, or more than one to choose from.

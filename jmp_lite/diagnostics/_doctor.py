@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from ._ranges.profile import profile_ranges
 from ._ranges.report import RangeReport, keep
 from ._ranges.scales import TOLERANCE
 from ._values.trace import Call, scale_of, trace
+
+P = ParamSpec("P")
 
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""
@@ -110,7 +112,7 @@ class Diagnosis(Shown):
 
 
 def doctor(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
@@ -121,7 +123,7 @@ def doctor(
     device: str | None = "h100",
     depth: int = 1,
     tolerance: float | None = None,
-) -> Callable[..., Diagnosis]:
+) -> Callable[P, Diagnosis]:
     """Returns a function that runs all diagnostics on a loss function and prints its faults on one page.
 
     It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. Of a plain float32

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from ..._text import Shown, aligned
 from ..api import given_rules, prepare, run
 from .advice import find_promotions
 from .operations import Operation, operations_of
+
+P = ParamSpec("P")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -114,7 +116,7 @@ class Report(Shown):
         return "\n".join(lines)
 
 
-def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable[..., Report]:
+def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P, Report]:
     """Returns a function that tells what autocast does to each operation of `fun`, and why.
 
     It computes nothing; a `jax.ShapeDtypeStruct` may stand for an array. To see the backward pass too,

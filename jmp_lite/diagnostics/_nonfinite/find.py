@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,19 @@ from .extremes import Extremes
 from .flow import Flow, Origin
 from .report import Nonfinite, NonfiniteReport
 
+P = ParamSpec("P")
+
 LOWEST = -24
 """The smallest scale that is tried, as a power of two: a loss of 1 is then the least number of float16."""
 
 
 def find_nonfinite(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-) -> Callable[..., NonfiniteReport]:
+) -> Callable[P, NonfiniteReport]:
     """Returns a function that finds the operation at which a loss or its gradients begin to be not finite.
 
     It runs the loss and its backward pass as `jmp_lite.value_and_grad` does, as one compiled program that

@@ -6,7 +6,7 @@ import glob
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,13 @@ from .._values.trace import EVERY_CAST, Call, Program, scale_of, trace
 from .fewest import EXACT, Kept, fewest
 from .report import Difference, ModuleDifference, PrecisionReport
 
+P = ParamSpec("P")
+
 _MEASURES = ("gradients", "loss")
 
 
 def compare_precision(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
@@ -35,7 +37,7 @@ def compare_precision(
     depth: int = 1,
     tolerance: float | None = None,
     measure: str = "gradients",
-) -> Callable[..., PrecisionReport]:
+) -> Callable[P, PrecisionReport]:
     """Returns a function that measures the accuracy that each module costs in half, and finds rules for it.
 
     It runs the loss and its gradients in float32, under `autocast` with everything in half, and once for each

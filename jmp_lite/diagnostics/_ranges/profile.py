@@ -4,7 +4,7 @@ import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,17 @@ from .._values.trace import Call, Measured, Program, Tapped, scale_of, trace
 from .magnitudes import Histogram, pooled
 from .report import ModuleRange, RangeReport
 
+P = ParamSpec("P")
+
 
 def profile_ranges(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-) -> Callable[..., RangeReport]:
+) -> Callable[P, RangeReport]:
     """Returns a function that says how much a half dtype loses of a step, and which loss scale recovers it.
 
     It runs the loss and its backward pass once, as one compiled program, and counts the magnitudes of the
