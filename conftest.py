@@ -43,9 +43,11 @@ def names_of_doctests(request: pytest.FixtureRequest) -> None:
         import optax
 
         import jmp_lite
+        from jmp_lite import diagnostics
 
         namespace = request.getfixturevalue("doctest_namespace")
-        namespace.update(jax=jax, jnp=jnp, optax=optax, jmp=jmp_lite)
+        namespace.update((name, value) for name, value in vars(diagnostics).items() if name[0] != "_")
+        namespace.update(jax=jax, jnp=jnp, optax=optax, jmp=jmp_lite, jmp_lite=jmp_lite)
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest selects by marks.

@@ -32,13 +32,13 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
             Also: `max_flushed` is no share.
         TypeError: the values are not known: the call is under `jax.jit`.
 
-    >>> from jmp_lite import get_policy
-    >>> cast_params({"head": {"kernel": jnp.array([1.0, 7e4])}}, get_policy("float16"))
-    Traceback (most recent call last):
-    ...
-    ValueError: These parameters do not survive the cast:
-      head/kernel: 70000 is beyond 65504, the largest number of float16.
-    Keep them in float32: policy.with_rules({'head': 'float32'}).
+    Examples:
+        >>> jmp.cast_params({"head": {"kernel": jnp.array([1.0, 7e4])}}, jmp.get_policy("float16"))
+        Traceback (most recent call last):
+        ...
+        ValueError: These parameters do not survive the cast:
+          head/kernel: 70000 is beyond 65504, the largest number of float16.
+        Keep them in float32: policy.with_rules({'head': 'float32'}).
 
     Guide: docs/export.md.
     """

@@ -25,8 +25,9 @@ def half_dtype() -> Any:
     Returns:
         `jnp.bfloat16` on a TPU, which has no float16 arithmetic; `jnp.float16` elsewhere, as jmp does.
 
-    >>> half_dtype() is jnp.float16, float(half_dtype()(2**15))
-    (True, 32768.0)
+    Examples:
+        >>> jmp.half_dtype() is jnp.float16, float(jmp.half_dtype()(2**15))
+        (True, 32768.0)
 
     Guide: docs/policies.md.
     """
@@ -37,8 +38,9 @@ def half_dtype() -> Any:
 def scalar_type(dtype: np.dtype) -> Any:
     """Returns the type that `jax.numpy` has for `dtype`, such as `jnp.float16`: callable, and one object.
 
-    >>> scalar_type(np.dtype("float16")) is jnp.float16
-    True
+    Examples:
+        >>> scalar_type(np.dtype("float16")) is jnp.float16
+        True
     """
     return getattr(jnp, dtype.name)
 
@@ -54,8 +56,9 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
         ValueError: `spec` is a string that names no dtype.
         TypeError: `spec` is no floating dtype.
 
-    >>> parse_dtype("bf16")
-    dtype(bfloat16)
+    Examples:
+        >>> parse_dtype("bf16")
+        dtype(bfloat16)
     """
     if isinstance(spec, str):
         if spec == "half":
@@ -98,7 +101,8 @@ def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
 def dtype_name(dtype: np.dtype) -> str:
     """Returns the name that policies print for `dtype`; `parse_dtype` reads it back.
 
-    >>> dtype_name(np.dtype("float32"))
-    'full'
+    Examples:
+        >>> dtype_name(np.dtype("float32"))
+        'full'
     """
     return _NAMES[dtype][0] if dtype in _NAMES else dtype.name

@@ -17,8 +17,9 @@ import jax
 def path_name(key_path: tuple[Any, ...]) -> str:
     """Returns the name of a `jax.tree_util` key path.
 
-    >>> path_name((jax.tree_util.DictKey("head"), jax.tree_util.GetAttrKey("kernel")))
-    'head/kernel'
+    Examples:
+        >>> path_name((jax.tree_util.DictKey("head"), jax.tree_util.GetAttrKey("kernel")))
+        'head/kernel'
     """
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
@@ -26,8 +27,9 @@ def path_name(key_path: tuple[Any, ...]) -> str:
 def join(path: str, name: str) -> str:
     """Returns the name of `name` within the subtree `path`, which is empty at the root.
 
-    >>> join("head", "kernel"), join("", "kernel")
-    ('head/kernel', 'kernel')
+    Examples:
+        >>> join("head", "kernel"), join("", "kernel")
+        ('head/kernel', 'kernel')
     """
     return f"{path}/{name}" if path else name
 
@@ -35,8 +37,9 @@ def join(path: str, name: str) -> str:
 def leaf_names(tree: Any) -> tuple[str, ...]:
     """Returns the names of the leaves of `tree`, in the order of `jax.tree.leaves`.
 
-    >>> leaf_names({"head": {"bias": 0, "kernel": 1}})
-    ('head/bias', 'head/kernel')
+    Examples:
+        >>> leaf_names({"head": {"bias": 0, "kernel": 1}})
+        ('head/bias', 'head/kernel')
     """
     return tuple(name for name, _ in named_leaves(tree))
 
@@ -44,8 +47,9 @@ def leaf_names(tree: Any) -> tuple[str, ...]:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Returns the leaves of `tree` with their names, in the order of `jax.tree.leaves`.
 
-    >>> named_leaves({"head": {"bias": 0, "kernel": 1}})
-    [('head/bias', 0), ('head/kernel', 1)]
+    Examples:
+        >>> named_leaves({"head": {"bias": 0, "kernel": 1}})
+        [('head/bias', 0), ('head/kernel', 1)]
     """
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
@@ -58,8 +62,9 @@ def argument_names(
 ) -> tuple[str, ...]:
     """Returns the names of the leaves of a call's arguments, each from its parameter's name on.
 
-    >>> argument_names(lambda params, *batch: None, ({"w": 0}, 1), {})
-    ('params/w', '1')
+    Examples:
+        >>> argument_names(lambda params, *batch: None, ({"w": 0}, 1), {})
+        ('params/w', '1')
     """
     try:
         parameters = inspect.signature(fun).parameters.values()
@@ -80,8 +85,9 @@ def argument_names(
 def subtrees(name: str) -> Iterator[str]:
     """Yields the names of the subtrees that hold `name`, from the outermost to `name` itself.
 
-    >>> list(subtrees("head/kernel"))
-    ['head', 'head/kernel']
+    Examples:
+        >>> list(subtrees("head/kernel"))
+        ['head', 'head/kernel']
     """
     keys = name.split("/")
     for depth in range(1, len(keys) + 1):
@@ -91,8 +97,9 @@ def subtrees(name: str) -> Iterator[str]:
 def nearest_paths(pattern: str, names: Iterable[str]) -> str:
     """Returns the subtrees of the leaves `names` that look most like `pattern`, at most four, for an error.
 
-    >>> nearest_paths("haed", ["head/kernel", "body"])
-    "'head', 'head/kernel'"
+    Examples:
+        >>> nearest_paths("haed", ["head/kernel", "body"])
+        "'head', 'head/kernel'"
     """
     paths = list(dict.fromkeys(path for name in names for path in subtrees(name)))
     near = difflib.get_close_matches(pattern.strip("*/"), paths, n=4, cutoff=0.3) or paths[:4]
@@ -109,8 +116,9 @@ def as_patterns(patterns: str | Iterable[str], takes: str) -> tuple[str, ...]:
     Raises:
         TypeError: `patterns` is neither; one is no string, or has neither a name nor a wildcard.
 
-    >>> as_patterns("nu/**/head", "keep_float32 takes patterns")
-    ('nu/**/head',)
+    Examples:
+        >>> as_patterns("nu/**/head", "keep_float32 takes patterns")
+        ('nu/**/head',)
     """
     if not isinstance(patterns, Iterable):
         raise TypeError(f"{takes}. Got {patterns!r}.")
@@ -128,8 +136,9 @@ def matches(pattern: str, name: str) -> bool:
     whole subtree, so `head` means `head/**`. It may begin at any depth unless it starts with a
     slash, as in a `.gitignore` file. Case matters.
 
-    >>> matches("**/BatchNorm*", "stem/BatchNorm_0/scale"), matches("/BatchNorm*", "stem/BatchNorm_0")
-    (True, False)
+    Examples:
+        >>> matches("**/BatchNorm*", "stem/BatchNorm_0/scale"), matches("/BatchNorm*", "stem/BatchNorm_0")
+        (True, False)
     """
     anchored = pattern.startswith("/")
     keys = tuple(pattern.strip("/").split("/"))

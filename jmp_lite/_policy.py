@@ -30,8 +30,9 @@ class Rule:
     Raises:
         ValueError: the pattern is empty or holds `->` or `;`, or the policy has rules of its own.
 
-    >>> Rule("head", "float32").policy.compute_dtype is jnp.float32
-    True
+    Examples:
+        >>> jmp.Rule("head", "float32").policy.compute_dtype is jnp.float32
+        True
 
     Guide: docs/policies.md.
     """
@@ -78,11 +79,12 @@ class Policy(Shown):
     Raises:
         ValueError, TypeError: a dtype is unknown or not floating, or a rule is malformed.
 
-    >>> policy = Policy("float32", jnp.float16, np.float32)
-    >>> str(policy)
-    'p=full,c=f16,o=full'
-    >>> policy == get_policy("params=float32, compute=float16, output=float32")
-    True
+    Examples:
+        >>> policy = jmp.Policy("float32", jnp.float16, "float32")
+        >>> str(policy)
+        'p=full,c=f16,o=full'
+        >>> policy == jmp.get_policy("params=float32, compute=float16, output=float32")
+        True
 
     Guide: docs/policies.md.
     """
@@ -101,8 +103,9 @@ class Policy(Shown):
     def cast_to_param(self, x: T) -> T:
         """Casts the floating leaves of the tree `x` to the parameter dtype.
 
-        >>> get_policy("p=f16").cast_to_param(jnp.ones(2)).dtype
-        dtype('float16')
+        Examples:
+            >>> jmp.get_policy("p=f16").cast_to_param(jnp.ones(2)).dtype
+            dtype('float16')
         """
         return self._cast(x, "param_dtype")
 
@@ -116,26 +119,29 @@ class Policy(Shown):
         A rule that matches no leaf of `x` is no error here, since `x` may be a batch. Use
         `check_rules(params)` to find a misspelt rule.
 
-        >>> policy = get_policy("c=bf16").with_rules({"head": "float32"})
-        >>> params = {"body": jnp.ones(2), "head": jnp.ones(2)}
-        >>> jax.tree.map(lambda x: x.dtype.name, policy.cast_to_compute(params))
-        {'body': 'bfloat16', 'head': 'float32'}
+        Examples:
+            >>> policy = jmp.get_policy("c=bf16").with_rules({"head": "float32"})
+            >>> params = {"body": jnp.ones(2), "head": jnp.ones(2)}
+            >>> jax.tree.map(lambda x: x.dtype.name, policy.cast_to_compute(params))
+            {'body': 'bfloat16', 'head': 'float32'}
         """
         return self._cast(x, "compute_dtype")
 
     def cast_to_output(self, x: T) -> T:
         """Casts the floating leaves of the tree `x` to the output dtype.
 
-        >>> get_policy("c=f16,o=f32").cast_to_output(jnp.ones(2, jnp.float16)).dtype
-        dtype('float32')
+        Examples:
+            >>> jmp.get_policy("c=f16,o=f32").cast_to_output(jnp.ones(2, jnp.float16)).dtype
+            dtype('float32')
         """
         return self._cast(x, "output_dtype")
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """Returns the policy with another output dtype.
+        """Returns the policy with the output dtype `output_dtype`.
 
-        >>> str(get_policy("c=f16").with_output_dtype("float32"))
-        'p=full,c=f16,o=full'
+        Examples:
+            >>> str(jmp.get_policy("c=f16").with_output_dtype("float32"))
+            'p=full,c=f16,o=full'
         """
         return dataclasses.replace(self, output_dtype=parse_dtype(output_dtype))
 
@@ -145,17 +151,19 @@ class Policy(Shown):
         Args:
             rules: `Rule`s, or a mapping or pairs of pattern and policy, dtype or policy string.
 
-        >>> str(get_policy("half").with_rules({"**/BatchNorm*": "float32"}))
-        'p=f16,c=f16,o=f16; **/BatchNorm* -> p=full,c=full,o=full'
+        Examples:
+            >>> str(jmp.get_policy("half").with_rules({"**/BatchNorm*": "float32"}))
+            'p=f16,c=f16,o=f16; **/BatchNorm* -> p=full,c=full,o=full'
         """
         return dataclasses.replace(self, rules=[*_pairs(rules), *self.rules])
 
     def at(self, name: str) -> "Policy":
         """Returns the policy, without rules, of the leaf or subtree `name`.
 
-        >>> policy = get_policy("c=f16").with_rules({"head": "float32"})
-        >>> policy.at("head/kernel").compute_dtype is jnp.float32
-        True
+        Examples:
+            >>> policy = jmp.get_policy("c=f16").with_rules({"head": "float32"})
+            >>> policy.at("head/kernel").compute_dtype is jnp.float32
+            True
         """
         return self._at_any([name])
 
@@ -166,11 +174,12 @@ class Policy(Shown):
             ValueError: a rule that is not optional matches nothing; the message names the nearest
                 paths of the tree.
 
-        >>> policy = get_policy("c=f16").with_rules({"haed": "float32"})
-        >>> policy.check_rules({"head": {"kernel": jnp.ones(2)}})  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        ValueError: The rule 'haed -> ...' matches no parameter. Nearest: 'head', 'head/kernel'.
+        Examples:
+            >>> policy = jmp.get_policy("c=f16").with_rules({"haed": "float32"})
+            >>> policy.check_rules({"head": {"kernel": jnp.ones(2)}})  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            ...
+            ValueError: The rule 'haed -> ...' matches no parameter. Nearest: 'head', 'head/kernel'.
         """
         names = leaf_names(params)
         for rule in self.rules:
@@ -237,7 +246,8 @@ def get_policy(policy_name: str) -> Policy:
     """Returns the policy that a string describes.
 
     Args:
-        policy_name: one of
+        policy_name: one of these. Spaces are allowed anywhere between the words.
+
             - `"params=float32,compute=float16,output=float32"`, or short `"p=f32,c=f16,o=f32"`.
               The defaults: params is float32, compute is that of params, output is that of compute;
             - one dtype for all three: `"float32"`, `"half"`, `"bf16"`, `"fp16"`;
@@ -248,14 +258,14 @@ def get_policy(policy_name: str) -> Policy:
               `"bf16-mixed"`, all with float32 parameters and outputs;
             - any of these followed by rules: `"c=f16,o=f32; head -> float32; **/Norm* ?-> f32"`.
               `?->` marks a rule that may match nothing.
-            Spaces are allowed anywhere between the words.
 
     Raises:
         ValueError: a key or dtype is unknown, or a key is given twice.
         TypeError: `policy_name` is no string.
 
-    >>> str(get_policy("O1"))
-    'p=full,c=f16,o=full'
+    Examples:
+        >>> str(jmp.get_policy("O1"))
+        'p=full,c=f16,o=full'
 
     Guide: docs/policies.md.
     """

@@ -24,8 +24,9 @@ class Shown:
 def aligned(rows: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
     """Returns the lines of a table. The first `left` columns are aligned left, the others right.
 
-    >>> aligned([("name", "size"), ("w", "12")])
-    ['name  size', 'w       12']
+    Examples:
+        >>> aligned([("name", "size"), ("w", "12")])
+        ['name  size', 'w       12']
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     sides = "<" * left + ">" * (len(widths) - left)
@@ -58,8 +59,9 @@ def _number(value: Any) -> str:
 def power(scale: float) -> str:
     """Returns a loss scale in words: as a power of two if it is one.
 
-    >>> power(512.0), power(1000.0)
-    ('2**9', '1000')
+    Examples:
+        >>> power(512.0), power(1000.0)
+        ('2**9', '1000')
     """
     mantissa, exponent = math.frexp(scale)
     return f"2**{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"

@@ -55,8 +55,9 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     Raises:
         ValueError, TypeError: `dtype` is no floating dtype.
 
-    >>> jax.tree.map(lambda x: x.dtype.name, cast_floating({"w": jnp.ones(2), "n": jnp.arange(2)}, "f16"))
-    {'n': 'int32', 'w': 'float16'}
+    Examples:
+        >>> jax.tree.map(lambda x: x.dtype.name, cast_floating({"w": jnp.ones(2), "n": jnp.arange(2)}, "f16"))
+        {'n': 'int32', 'w': 'float16'}
     """
     target = parse_dtype(dtype)
     return jax.tree.map(lambda leaf: cast_leaf(leaf, target), tree)
@@ -65,8 +66,12 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
 def cast_to_full(tree: T) -> T:
     """Casts the floating leaves of `tree` to float32.
 
-    >>> cast_to_full(jnp.ones(2, jnp.float16)).dtype
-    dtype('float32')
+    Args:
+        tree: any pytree. Leaves that are not floating pass through.
+
+    Examples:
+        >>> jmp.cast_to_full(jnp.ones(2, jnp.float16)).dtype
+        dtype('float32')
 
     Guide: docs/policies.md.
     """
@@ -76,8 +81,12 @@ def cast_to_full(tree: T) -> T:
 def cast_to_half(tree: T) -> T:
     """Casts the floating leaves of `tree` to `half_dtype()`.
 
-    >>> cast_to_half(jnp.ones(2)).dtype == half_dtype()
-    True
+    Args:
+        tree: any pytree. Leaves that are not floating pass through.
+
+    Examples:
+        >>> jmp.cast_to_half(jnp.ones(2)).dtype == jmp.half_dtype()
+        True
 
     Guide: docs/policies.md.
     """
@@ -115,14 +124,16 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
     Args:
         pred: a boolean scalar, shape `()`.
-        a, b: trees of one structure, whose leaves agree in shape and dtype.
+        a: a tree of arrays.
+        b: a tree of the same structure, whose leaves have the shapes and dtypes of those of `a`.
 
     Raises:
         AssertionError: `pred` is not a boolean scalar (as in jmp).
         ValueError, TypeError: the trees differ in structure, or two leaves in shape or dtype.
 
-    >>> select_tree(jnp.bool_(False), {"x": jnp.float32(1)}, {"x": jnp.float32(2)})
-    {'x': Array(2., dtype=float32)}
+    Examples:
+        >>> jmp.select_tree(jnp.bool_(False), {"x": jnp.float32(1)}, {"x": jnp.float32(2)})
+        {'x': Array(2., dtype=float32)}
 
     Guide: docs/loss-scaling.md.
     """

@@ -75,12 +75,12 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
             parameter (the message names the nearest paths), or a rule names one parameter of a layer that
             computes in one dtype.
 
-    >>> import jax.numpy as jnp
-    >>> from jmp_lite import get_policy
-    >>> model = with_policy(nn.Dense(3), get_policy("params=float32,compute=bfloat16,output=float32"))
-    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
-    >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 2))).dtype
-    (dtype('float32'), dtype('float32'))
+    Examples:
+        >>> policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+        >>> model = jmp_lite.linen.with_policy(nn.Dense(3), policy)
+        >>> variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
+        >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 2))).dtype
+        (dtype('float32'), dtype('float32'))
 
     Guide: docs/flax.md.
     """
@@ -102,6 +102,11 @@ class WithPolicy(nn.Module):
         plain: the plain module.
         policy: the policy.
         reduce_dtype: the dtype in which devices sum weight gradients; None for the compute dtype.
+
+    Examples:
+        >>> model = jmp_lite.linen.with_policy(nn.Dense(3), jmp.get_policy("mixed_bfloat16"))
+        >>> model.policy, model.features
+        (get_policy('p=full,c=bf16,o=full'), 3)
 
     Guide: docs/flax.md.
     """

@@ -98,12 +98,12 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
             nearest paths); a rule names one parameter of a layer that computes in one dtype; or the model is
             under a policy already.
 
-    >>> import jax.numpy as jnp
-    >>> from jmp_lite import get_policy
-    >>> plain = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    >>> model = with_policy(plain, get_policy("params=float32,compute=bfloat16,output=float32"))
-    >>> model.kernel[...].dtype, model.dtype, model(jnp.ones((1, 2))).dtype
-    (dtype('float32'), dtype(bfloat16), dtype('float32'))
+    Examples:
+        >>> plain = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        >>> policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+        >>> model = jmp_lite.nnx.with_policy(plain, policy)
+        >>> model.kernel[...].dtype, model.dtype, model(jnp.ones((1, 2))).dtype
+        (dtype('float32'), dtype(bfloat16), dtype('float32'))
 
     Guide: docs/flax.md.
     """

@@ -219,12 +219,3 @@ def test_every_public_name_has_a_docstring(name, value):
     assert (inspect.getdoc(value) or "").strip()
     # That of the class itself, and not the one that `dataclass` makes of its signature.
     assert not value.__doc__.startswith(f"{name}(")
-
-
-# What is read, or implemented, and not called: a protocol and a state have no example of their own.
-WITHOUT_EXAMPLE = {"LossScale", "SkipNonfiniteState"}
-
-
-@pytest.mark.parametrize("name", sorted(set(PUBLIC) - WITHOUT_EXAMPLE))
-def test_every_public_name_has_an_example(name):
-    assert ">>>" in PUBLIC[name].__doc__

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,14 @@ from .planning.planner import Planner
 from .planning.rules import Operations, Rules, ScopeRules, make_rules
 from .planning.states import FIRM
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 
 @overload
 def autocast(
-    fun: F,
+    fun: Callable[P, R],
     dtype: DTypeLike = ...,
     *,
     allow: Operations = ...,
@@ -38,7 +39,7 @@ def autocast(
     infer: Operations = ...,
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
-) -> F: ...
+) -> Callable[P, R]: ...
 
 
 @overload
@@ -51,7 +52,7 @@ def autocast(
     infer: Operations = ...,
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
-) -> Callable[[F], F]: ...
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def autocast(
@@ -63,7 +64,7 @@ def autocast(
     infer: Operations = (),
     rules: ScopeRules = (),
     reduce_dtype: DTypeLike | None = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Returns `fun` with its matrix products and convolutions in half precision, the model unchanged.
 
     The returned function takes and returns what `fun` does, with the same structure and dtypes. autocast
@@ -97,9 +98,11 @@ def autocast(
             decorator.
         dtype: `jnp.bfloat16` or `jnp.float16`, or one of their names. With float32 the function runs as
             `full_precision` runs it, so that the precision of a program can be one flag.
-        allow, deny, infer: primitives to put on a list, by name (`"tanh"`, as `jax.make_jaxpr` prints it)
-            or as the primitive itself (`jax.lax.tanh_p`). `"-tanh"` takes one off its list, after which it
-            keeps the dtypes with which it was traced.
+        allow: operations to run on half operands. An operation is the name of a primitive (`"tanh"`, as
+            `jax.make_jaxpr` prints it) or the primitive itself (`jax.lax.tanh_p`). `"-tanh"` takes the
+            operation off the list. It then keeps the dtypes with which it was traced.
+        deny: operations to run in float32, given as in `allow`.
+        infer: operations to run in the widest type of their operands, given as in `allow`.
         rules: exceptions by scope, pairs or a mapping of pattern and dtype: `{"decoder/head": "float32"}`.
             A pattern selects `jax.named_scope`s, Flax Linen modules, names of jitted functions, and the path
             of an argument (the way to name an NNX or Equinox module), with all that lies within; `*` stands
@@ -119,26 +122,27 @@ def autocast(
     Raises:
         ValueError, TypeError: an option is malformed; on a call, a rule selects nothing.
 
+    Examples:
+        >>> def loss(w, x):
+        ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
+        >>> w, x = jnp.ones((4, 8)), jnp.ones((2, 4))
+        >>> jax.jit(jax.grad(jmp.autocast(loss, jnp.float16)))(w, x).dtype
+        dtype('float32')
+        >>> print(jmp.explain(jmp.autocast(loss, jnp.float16))(w, x).operations[0])  # doctest: +ELLIPSIS
+        allow     dot_general          float16[2,4] float16[4,8] -> float16[2,8]
+            dot_general is on the allow list; /; ...
+
+        As a decorator:
+
+        >>> @jmp.autocast(dtype="float16", deny=["tanh"])
+        ... def apply(w, x):
+        ...     return jnp.tanh(x @ w)
+        >>> apply(w, x).dtype
+        dtype('float32')
+
     Source: PyTorch's autocast (https://pytorch.org/docs/stable/amp.html), for its lists and its meaning.
+
     Guide: docs/autocast.md.
-
-    >>> import jmp_lite as jmp
-    >>> def loss(w, x):
-    ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
-    >>> w, x = jnp.ones((4, 8)), jnp.ones((2, 4))
-    >>> jax.jit(jax.grad(jmp.autocast(loss, jnp.float16)))(w, x).dtype
-    dtype('float32')
-    >>> print(jmp.explain(jmp.autocast(loss, jnp.float16))(w, x).operations[0])  # doctest: +ELLIPSIS
-    allow     dot_general          float16[2,4] float16[4,8] -> float16[2,8]
-        dot_general is on the allow list; /; ...
-
-    As a decorator:
-
-    >>> @jmp.autocast(dtype="float16", deny=["tanh"])
-    ... def apply(w, x):
-    ...     return jnp.tanh(x @ w)
-    >>> apply(w, x).dtype
-    dtype('float32')
     """
     settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype)
     return _Decorator(settings) if fun is None else _autocast(fun, settings)
@@ -257,7 +261,7 @@ def run(planner: Planner, plan: Plan, arrays: Sequence[Array]) -> list[Array]:
         return interpreter.take_all(values, [conversion(state, FIRM) for state in plan.results])
 
 
-def full_precision(fun: F) -> F:
+def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     """Returns `fun` kept out of any `autocast` around it: everything in it runs as it was written.
 
     Half operands that autocast made are cast up to float32 on the way in. An `autocast` inside it switches on
@@ -266,14 +270,14 @@ def full_precision(fun: F) -> F:
     Args:
         fun: any function that JAX can trace.
 
-    Source: torch's `autocast(enabled=False)`.
+    Examples:
+        >>> head = jmp.full_precision(lambda w, h: h @ w)
+        >>> x = jnp.ones((2, 2))
+        >>> report = jmp.explain(jmp.autocast(lambda x: head(x, x @ x)))(x)
+        >>> [operation.inputs[0] for operation in report.operations]
+        ['bfloat16[2,2]', 'float32[2,2]']
 
-    >>> import jmp_lite as jmp
-    >>> head = jmp.full_precision(lambda w, h: h @ w)
-    >>> x = jnp.ones((2, 2))
-    >>> report = jmp.explain(jmp.autocast(lambda x: head(x, x @ x)))(x)
-    >>> [operation.inputs[0] for operation in report.operations]
-    ['bfloat16[2,2]', 'float32[2,2]']
+    Source: torch's `autocast(enabled=False)`.
 
     Guide: docs/autocast.md.
     """
@@ -283,7 +287,7 @@ def full_precision(fun: F) -> F:
         with jax.named_scope(FULL_PRECISION_SCOPE):
             return fun(*args, **kwargs)
 
-    return full_precision_fun  # type: ignore[return-value]
+    return full_precision_fun
 
 
 def keep_float32(x: T) -> T:
@@ -295,11 +299,11 @@ def keep_float32(x: T) -> T:
     Args:
         x: a tree of arrays of any dtype.
 
-    >>> import jmp_lite as jmp
-    >>> fun = jmp.autocast(lambda x: jnp.tanh(jmp.keep_float32(x @ x)) @ x)
-    >>> report = jmp.explain(fun)(jnp.ones((2, 2)))
-    >>> [(operation.name, operation.inputs[0]) for operation in report.operations][1:3]
-    [('name', 'float32[2,2]'), ('tanh', 'float32[2,2]')]
+    Examples:
+        >>> fun = jmp.autocast(lambda x: jnp.tanh(jmp.keep_float32(x @ x)) @ x)
+        >>> report = jmp.explain(fun)(jnp.ones((2, 2)))
+        >>> [(operation.name, operation.inputs[0]) for operation in report.operations][1:3]
+        [('name', 'float32[2,2]'), ('tanh', 'float32[2,2]')]
 
     Guide: docs/autocast.md.
     """

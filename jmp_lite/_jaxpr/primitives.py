@@ -282,7 +282,8 @@ _UNKNOWN = Traits(Category.AS_TRACED)
 def traits_of(name: str) -> Traits:
     """Returns what the table says of the primitive `name`; one without a row stays as traced.
 
-    >>> traits_of("mul").scales, traits_of("an_operation_of_a_user").category
-    (True, <Category.AS_TRACED: 'as traced'>)
+    Examples:
+        >>> traits_of("mul").scales, traits_of("an_operation_of_a_user").category
+        (True, <Category.AS_TRACED: 'as traced'>)
     """
     return PRIMITIVES.get(name, _UNKNOWN)

@@ -185,8 +185,9 @@ def _is_in_stack(name: str, name_stack: Any) -> bool:
 def plain_scope(name_stack: str) -> str:
     """Returns a name stack without the transforms around its names.
 
-    >>> plain_scope("transpose(jvp(decoder))/head"), plain_scope("jvp()")
-    ('decoder/head', '')
+    Examples:
+        >>> plain_scope("transpose(jvp(decoder))/head"), plain_scope("jvp()")
+        ('decoder/head', '')
     """
     scopes = re.sub(r"\w+\(|\)", "", name_stack) if "(" in name_stack else name_stack
     return "/".join(name for name in scopes.split("/") if name)

@@ -42,8 +42,8 @@ def with_master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps a float32 master of every parameter that rests in half precision, and optimizes the masters.
 
-    A float16 parameter of 1 does not change by an update below 2**-11. Its master does, and the parameter is
-    the master rounded to nearest (Micikevicius et al., Mixed Precision Training, section 3.1; O2 of Apex,
+    An update below `2**-11` is lost in a float16 parameter of 1. The master keeps it. The parameter is the
+    master rounded to nearest (Micikevicius et al., Mixed Precision Training, section 3.1; O2 of Apex,
     `multi_precision=True` of MXNet). Parameters of float32 or float64 have no master.
 
     `inner` runs as in a float32 program: its state is made for the float32 parameters, and its `update` gets
@@ -60,8 +60,8 @@ def with_master_weights(
     Returns:
         A transform, whose `update` needs the parameters. Its updates of half parameters are float32:
         `optax.apply_updates(params, updates)` gives the masters, rounded. The sum is exact unless a parameter
-        shrinks in one step to less than 2**-13 of its old value (2**-16 in bfloat16). The sum is then off
-        by at most 2**-24 of the old value, as in float32, and the optimizer goes on from the parameter.
+        shrinks in one step to less than `2**-13` of its old value (`2**-16` in bfloat16). The sum is then off
+        by at most `2**-24` of the old value, as in float32, and the optimizer goes on from the parameter.
 
     Raises:
         TypeError: `inner` is no optax transform; from `init`, the parameters are shapes; from `update`, the
@@ -69,14 +69,15 @@ def with_master_weights(
         ValueError: from `init`, `inner` rounds half parameters too; from `update`, there are no parameters,
             or one has another dtype than in `init`, or a gradient has another shape than its parameter.
 
-    >>> params = jnp.ones((), jnp.float16)
-    >>> tx = with_master_weights(optax.sgd(1.0))
-    >>> state = tx.init(params)
-    >>> for _ in range(3):
-    ...     updates, state = tx.update(jnp.float32(2**-12), state, params)
-    ...     params = optax.apply_updates(params, updates)
-    >>> 1 - params, 1 - state.masters  # 3 * 2**-12, rounded to 2**-10; without masters it would be 0.
-    (Array(0.000977, dtype=float16), Array(0.00073242, dtype=float32))
+    Examples:
+        >>> params = jnp.ones((), jnp.float16)
+        >>> tx = jmp.with_master_weights(optax.sgd(1.0))
+        >>> state = tx.init(params)
+        >>> for _ in range(3):
+        ...     updates, state = tx.update(jnp.float32(2**-12), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> 1 - params, 1 - state.masters  # 3 * 2**-12, rounded to 2**-10; without masters it would be 0.
+        (Array(0.000977, dtype=float16), Array(0.00073242, dtype=float32))
 
     Guide: docs/memory.md.
     """
@@ -122,8 +123,8 @@ def with_stochastic_rounding(
 ) -> optax.GradientTransformationExtraArgs:
     """Rounds the new parameters of half precision stochastically, so that they learn without masters.
 
-    A bfloat16 parameter of 1 and an update of 2**-12: rounding to nearest never changes the parameter.
-    Stochastic rounding changes it by 2**-8 on the 16th step on average. A parameter needs 2 bytes where
+    A bfloat16 parameter of 1 and an update of `2**-12`: rounding to nearest never changes the parameter.
+    Stochastic rounding changes it by `2**-8` on the 16th step on average. A parameter needs 2 bytes where
     `with_master_weights` needs 6. It is noisier: docs/memory.md has the accuracy of both. (Zamirai et al.,
     Revisiting BFloat16 Training, 2020.)
 
@@ -153,12 +154,13 @@ def with_stochastic_rounding(
         ValueError: from `init`, `inner` rounds half parameters too; from `update`, there are no parameters,
             or a gradient has another shape than its parameter.
 
-    >>> params = jnp.ones(4000, jnp.bfloat16)
-    >>> tx = with_stochastic_rounding(optax.sgd(1.0))
-    >>> updates, state = tx.update(jnp.full(4000, 2**-12), tx.init(params), params)
-    >>> params = optax.apply_updates(params, updates)
-    >>> params.dtype.name, round(float(jnp.mean(params < 1)), 2)  # 1 / 16 of them.
-    ('bfloat16', 0.06)
+    Examples:
+        >>> params = jnp.ones(4000, jnp.bfloat16)
+        >>> tx = jmp.with_stochastic_rounding(optax.sgd(1.0))
+        >>> updates, state = tx.update(jnp.full(4000, 2**-12), tx.init(params), params)
+        >>> params = optax.apply_updates(params, updates)
+        >>> params.dtype.name, round(float(jnp.mean(params < 1)), 2)  # 1 / 16 of them.
+        ('bfloat16', 0.06)
 
     Guide: docs/memory.md.
     """

@@ -1,6 +1,6 @@
 """Reading and writing the float32 master weights of any optimizer state: for checkpoints and evaluation."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,11 @@ from .._tree import cast_leaf, has_dtype, is_half, unwrap
 from .half_params import MasterWeightsState, full_params, is_master_state, master_states
 from .rounding import round_to
 
+S = TypeVar("S")
+T = TypeVar("T")
 
-def master_params(opt_state: Any, params: Any) -> Any:
+
+def master_params(opt_state: Any, params: T) -> T:
     """Returns the parameters in float32, as the optimizer has them, for checkpoints and evaluation.
 
     As Apex's `master_params(optimizer)`. The way back from a checkpoint is `set_master_params`.
@@ -31,13 +34,12 @@ def master_params(opt_state: Any, params: Any) -> Any:
     Raises:
         ValueError: there is no state of `with_master_weights`, or one of other parameters.
 
-    >>> import optax
-    >>> from jmp_lite import with_master_weights
-    >>> params = {"w": jnp.ones((), jnp.float16)}
-    >>> tx = with_master_weights(optax.sgd(2**-12))
-    >>> updates, opt_state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
-    >>> master_params(opt_state, optax.apply_updates(params, updates))
-    {'w': Array(0.99975586, dtype=float32)}
+    Examples:
+        >>> params = {"w": jnp.ones((), jnp.float16)}
+        >>> tx = jmp.with_master_weights(optax.sgd(2**-12))
+        >>> updates, opt_state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
+        >>> jmp.master_params(opt_state, optax.apply_updates(params, updates))
+        {'w': Array(0.99975586, dtype=float32)}
 
     Guide: docs/memory.md.
     """
@@ -55,7 +57,7 @@ def master_params(opt_state: Any, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(widen, params)
 
 
-def set_master_params(opt_state: Any, params: Any, values: Any) -> tuple[Any, Any]:
+def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
     """Puts float32 parameters, such as those of a checkpoint, into half parameters and their masters.
 
     Args:
@@ -72,13 +74,12 @@ def set_master_params(opt_state: Any, params: Any, values: Any) -> tuple[Any, An
     Raises:
         ValueError: as in `master_params`; or `values` has other leaves or shapes than `params`.
 
-    >>> import optax
-    >>> from jmp_lite import with_master_weights
-    >>> params = {"w": jnp.zeros((), jnp.float16)}
-    >>> opt_state = with_master_weights(optax.sgd(1.0)).init(params)
-    >>> params, opt_state = set_master_params(opt_state, params, {"w": 0.1})
-    >>> params, opt_state.masters
-    ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
+    Examples:
+        >>> params = {"w": jnp.zeros((), jnp.float16)}
+        >>> opt_state = jmp.with_master_weights(optax.sgd(1.0)).init(params)
+        >>> params, opt_state = jmp.set_master_params(opt_state, params, {"w": 0.1})
+        >>> params, opt_state.masters
+        ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
 
     Guide: docs/memory.md.
     """

@@ -36,7 +36,7 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
     every update below half a unit in the last place (Gupta et al., Deep Learning with Limited Numerical
     Precision, ICML 2015; Croci et al., Stochastic rounding, 2022).
 
-    The probability is exact for bfloat16, and for other dtypes to 2**-24. A number that `dtype` holds stays
+    The probability is exact for bfloat16, and for other dtypes to `2**-24`. A number that `dtype` holds stays
     as it is, also zero, subnormal numbers, inf and NaN. Beyond the largest finite number of `dtype` the
     result is that of rounding to nearest: 65519 becomes 65504 in float16, and 65520 becomes inf.
 
@@ -52,10 +52,11 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
         ValueError: `dtype` is another dtype.
         TypeError: `x` is no array or is not floating, `dtype` is no dtype, or `key` is no key.
 
-    >>> x = jnp.full(4000, 1 + 2**-9)  # A quarter of the way from 1 to 1 + 2**-7.
-    >>> rounded = stochastic_round(x, "bfloat16", jax.random.key(0))
-    >>> jnp.unique(rounded).tolist(), round(float(jnp.mean(rounded > 1)), 1)
-    ([1.0, 1.0078125], 0.2)
+    Examples:
+        >>> x = jnp.full(4000, 1 + 2**-9)  # A quarter of the way from 1 to 1 + 2**-7.
+        >>> rounded = jmp.stochastic_round(x, "bfloat16", jax.random.key(0))
+        >>> jnp.unique(rounded).tolist(), round(float(jnp.mean(rounded > 1)), 1)
+        ([1.0, 1.0078125], 0.2)
 
     Guide: docs/memory.md.
     """

@@ -101,8 +101,9 @@ def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
     Returns:
         A boolean scalar, shape `()`. True for a tree without leaves.
 
-    >>> bool(all_finite({"a": jnp.ones(3), "b": jnp.array(jnp.inf)}))
-    False
+    Examples:
+        >>> bool(jmp.all_finite({"a": jnp.ones(3), "b": jnp.array(jnp.inf)}))
+        False
 
     Guide: docs/loss-scaling.md.
     """

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,17 @@ from .._tree import at_least_float32
 from .finite import is_inexact
 from .loss_scale import LossScale, is_loss_scale
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     loss_scale: LossScale,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[P, tuple[R, Any]]:
     """Like `jax.value_and_grad`, with the loss scaled on the way back and the gradients unscaled.
 
     Args:
@@ -42,10 +45,10 @@ def value_and_grad(
         TypeError: `fun` is no function, or `loss_scale` is not a loss scale; from the result, the loss is no
             floating scalar, or the model needs a `transform`.
 
-    >>> from jmp_lite import DynamicLossScale
-    >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
-    >>> value_and_grad(loss_fn, DynamicLossScale(1024.0))(jnp.float16(2), jnp.float16(3))
-    (Array(6., dtype=float32), Array(3., dtype=float32))
+    Examples:
+        >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
+        >>> jmp.value_and_grad(loss_fn, jmp.DynamicLossScale(1024.0))(jnp.float16(2), jnp.float16(3))
+        (Array(6., dtype=float32), Array(3., dtype=float32))
 
     Guide: docs/loss-scaling.md.
     """
@@ -106,17 +109,20 @@ def _true_value_and_grad(
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     loss_scale: LossScale,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Like `jax.grad`, with the loss scaled on the way back and the gradients unscaled.
 
     Args:
-        fun, loss_scale, argnums, has_aux, transform: as in `value_and_grad`; `transform` is still a
-            `value_and_grad`.
+        fun: as in `value_and_grad`.
+        loss_scale: the scale of this step.
+        argnums: as in `value_and_grad`.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        transform: as in `value_and_grad`: a function like `jax.value_and_grad`, and not like `jax.grad`.
 
     Returns:
         A function of the arguments of `fun` that gives `grads`, or `(grads, aux)` with `has_aux`.
@@ -124,9 +130,9 @@ def grad(
     Raises:
         TypeError: as in `value_and_grad`.
 
-    >>> from jmp_lite import StaticLossScale
-    >>> grad(lambda w: w**2, StaticLossScale(1024.0))(jnp.float32(3))
-    Array(6., dtype=float32)
+    Examples:
+        >>> jmp.grad(lambda w: w**2, jmp.StaticLossScale(1024.0))(jnp.float32(3))
+        Array(6., dtype=float32)
 
     Guide: docs/loss-scaling.md.
     """

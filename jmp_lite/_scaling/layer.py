@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,11 @@ from jax.custom_derivatives import SymbolicZero
 from .._paths import leaf_names
 from .._tree import KEEP_FLOAT32_NAME, at_least_float32, has_dtype, is_half
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def scale_layer(fun: F) -> F:
+def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
     """Returns a layer whose backward pass has a loss scale of its own.
 
     The forward pass is that of `fun`. The backward pass multiplies the gradient that arrives at the layer by
@@ -24,7 +25,7 @@ def scale_layer(fun: F) -> F:
     divides the gradients of the arguments by that power of two in float32. So the half precision inside `fun`
     sees gradients in the middle of its range, however small or large they are outside. The scale comes from
     the gradient itself: there is no state, and no overflow by the scale. Both products are exact, but for
-    results below 2**-126. A gradient that holds inf or NaN is passed on as it is.
+    results below `2**-126`. A gradient that holds inf or NaN is passed on as it is.
 
     Put the half precision inside, and float32 between the layers:
 
@@ -48,11 +49,12 @@ def scale_layer(fun: F) -> F:
     Source: Zhao, Vogel and Ahmed 2019, Adaptive Loss Scaling for Mixed Precision Training, give each layer a
     scale. They estimate it from statistics of weights and gradients; here the largest element gives it.
 
-    >>> w, x = jnp.full((4, 4), 0.5), jnp.ones((2, 4))
-    >>> half = lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
-    >>> loss = lambda layer: lambda w: jnp.sum(layer(w, x)) * 2.0**-40
-    >>> print(jax.grad(loss(half))(w)[0, 0], jax.grad(loss(scale_layer(half)))(w)[0, 0] * 2.0**40)
-    0.0 2.0
+    Examples:
+        >>> w, x = jnp.full((4, 4), 0.5), jnp.ones((2, 4))
+        >>> half = lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+        >>> loss = lambda layer: lambda w: jnp.sum(layer(w, x)) * 2.0**-40
+        >>> print(jax.grad(loss(half))(w)[0, 0], jax.grad(loss(jmp.scale_layer(half)))(w)[0, 0] * 2.0**40)
+        0.0 2.0
 
     Guide: docs/loss-scaling.md.
     """
@@ -63,7 +65,7 @@ def scale_layer(fun: F) -> F:
     def layer(*args: Any, **kwargs: Any) -> Any:
         return _call(fun, args, kwargs)
 
-    return layer  # pyright: ignore[reportReturnType]
+    return layer
 
 
 def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -33,6 +33,10 @@ class LossScale(Protocol):
     place. `scale` multiplies a loss, `unscale` divides gradients by the scale that scaled them, and
     `adjust` gives the scale of the next step.
 
+    Examples:
+        >>> isinstance(jmp.StaticLossScale(1024.0), jmp.LossScale)
+        True
+
     Guide: docs/loss-scaling.md.
     """
 
@@ -50,7 +54,7 @@ class LossScale(Protocol):
         ...
 
     def adjust(self, grads_finite: Any) -> Self:
-        """Returns the scale of the next step, given whether this step's gradients are finite."""
+        """Returns the scale of the next step. `grads_finite`: whether this step's gradients are finite."""
         ...
 
 
@@ -64,8 +68,9 @@ def is_loss_scale(value: Any) -> bool:
 class NoOpLossScale:
     """A scale of 1 that touches nothing: for float32 and bfloat16, whose range needs no scaling.
 
-    >>> NoOpLossScale().scale(jnp.float16(3)).dtype
-    dtype('float16')
+    Examples:
+        >>> jmp.NoOpLossScale().scale(jnp.float16(3)).dtype
+        dtype('float16')
 
     Guide: docs/loss-scaling.md.
     """
@@ -87,7 +92,7 @@ class NoOpLossScale:
         return tree
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
-        """Returns itself for any argument."""
+        """Returns itself for any `grads_finite`."""
         del grads_finite
         return self
 
@@ -156,9 +161,10 @@ class StaticLossScale(_Scaling):
     Raises:
         ValueError: the scale is no scalar, or is zero, negative, NaN or inf.
 
-    >>> scale = StaticLossScale(1024)
-    >>> scale.unscale(scale.scale(jnp.float16(3)))
-    Array(3., dtype=float32)
+    Examples:
+        >>> scale = jmp.StaticLossScale(1024)
+        >>> scale.unscale(scale.scale(jnp.float16(3)))
+        Array(3., dtype=float32)
 
     Guide: docs/loss-scaling.md.
     """
@@ -170,7 +176,7 @@ class StaticLossScale(_Scaling):
         object.__setattr__(self, "loss_scale", float32_scale("loss_scale", self.loss_scale))
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
-        """Returns itself for any argument: the scale is constant."""
+        """Returns itself for any `grads_finite`: the scale is constant."""
         del grads_finite
         return self
 
@@ -188,7 +194,7 @@ class DynamicLossScale(_Scaling):
         loss_scale: the factor, shape `()`, float32. Any real number is cast to float32.
         counter: the finite steps since the last growth or back-off, shape `()`, int32. A count above
             `period`, resumed from a run with a longer period, goes on modulo the period, as in jmp.
-        period: after how many finite steps in a row to grow, at most 2**31 - 1; 2000 as in jmp and torch.
+        period: after how many finite steps in a row to grow, at most `2**31 - 1`; 2000 as in jmp and torch.
         factor: by what to grow, 1 or above. With 1 the scale only falls.
         min_loss_scale: the least scale after a back-off. 0 stands for the smallest normal float32. A scale
             that starts below it, as jmp allows, stays where it is until it grows.
@@ -208,10 +214,11 @@ class DynamicLossScale(_Scaling):
         TypeError: a setting is traced; a scale or a setting is no number.
         UserWarning: a scale is an integer (as in jmp).
 
-    >>> scale = DynamicLossScale(1024.0, period=2)
-    >>> scale = scale.adjust(jnp.bool_(True)).adjust(jnp.bool_(True))
-    >>> float(scale.loss_scale), float(scale.adjust(jnp.bool_(False)).loss_scale)
-    (2048.0, 1024.0)
+    Examples:
+        >>> scale = jmp.DynamicLossScale(1024.0, period=2)
+        >>> scale = scale.adjust(jnp.bool_(True)).adjust(jnp.bool_(True))
+        >>> float(scale.loss_scale), float(scale.adjust(jnp.bool_(False)).loss_scale)
+        (2048.0, 1024.0)
 
     Guide: docs/loss-scaling.md.
     """
@@ -259,8 +266,9 @@ class DynamicLossScale(_Scaling):
         Raises:
             ValueError: `grads_finite` is not a boolean scalar.
 
-        >>> float(DynamicLossScale(8.0).adjust(jnp.bool_(False)).loss_scale)
-        4.0
+        Examples:
+            >>> float(jmp.DynamicLossScale(8.0).adjust(jnp.bool_(False)).loss_scale)
+            4.0
         """
         finite = _as_flag(grads_finite)
         scale = jnp.asarray(self.loss_scale)
@@ -281,8 +289,9 @@ class DynamicLossScale(_Scaling):
     def lowered(self, scale: Any) -> jax.Array:
         """Returns what `scale`, shape `()`, backs off to: never below the minimum, never above `scale`.
 
-        >>> float(DynamicLossScale().lowered(1024.0))
-        512.0
+        Examples:
+            >>> float(jmp.DynamicLossScale().lowered(1024.0))
+            512.0
         """
         scale = jnp.asarray(scale, jnp.float32)
         if self.backoff_factor is None:

@@ -18,6 +18,8 @@ def unscale() -> optax.GradientTransformationExtraArgs:
         tx = jmp.skip_nonfinite(tx)
         updates, opt_state = tx.update(scaled_grads, opt_state, params, loss_scale=loss_scale)
 
+    Gradients from `jmp.value_and_grad` and `jmp.grad` are divided already. `unscale` would divide twice.
+
     Returns:
         A transform whose `update` needs `loss_scale=`: the `LossScale` that scaled these gradients,
         before it is adjusted. The gradients come out as `LossScale.unscale` gives them, float32.
@@ -25,12 +27,10 @@ def unscale() -> optax.GradientTransformationExtraArgs:
     Raises:
         TypeError: from `update`, if `loss_scale=` was left out or is no loss scale.
 
-    Gradients from `jmp.value_and_grad` and `jmp.grad` are divided already; `unscale` would divide twice.
-
-    >>> from jmp_lite import StaticLossScale
-    >>> tx = unscale()
-    >>> tx.update(jnp.float16(8), tx.init(jnp.float16(0)), loss_scale=StaticLossScale(4))[0]
-    Array(2., dtype=float32)
+    Examples:
+        >>> tx = jmp.unscale()
+        >>> tx.update(jnp.float16(8), tx.init(jnp.float16(0)), loss_scale=jmp.StaticLossScale(4))[0]
+        Array(2., dtype=float32)
 
     Guide: docs/loss-scaling.md.
     """
@@ -97,12 +97,12 @@ def skip_nonfinite(
             `update`, the state is not that of this transform and its settings, a gradient belongs to no
             parameter or has another shape, or `loss_scale=` was given and no `unscale()` divides by it.
 
-    >>> from jmp_lite import metrics
-    >>> tx = skip_nonfinite(optax.sgd(1.0))
-    >>> params = jnp.float32(1)
-    >>> updates, opt_state = tx.update(jnp.float32(jnp.inf), tx.init(params), params)
-    >>> optax.apply_updates(params, updates), metrics(opt_state)["skipped_steps"]
-    (Array(1., dtype=float32), Array(1, dtype=int32))
+    Examples:
+        >>> tx = jmp.skip_nonfinite(optax.sgd(1.0))
+        >>> params = jnp.float32(1)
+        >>> updates, opt_state = tx.update(jnp.float32(jnp.inf), tx.init(params), params)
+        >>> optax.apply_updates(params, updates), jmp.metrics(opt_state)["skipped_steps"]
+        (Array(1., dtype=float32), Array(1, dtype=int32))
 
     Guide: docs/loss-scaling.md.
     """
@@ -117,8 +117,9 @@ def with_loss_scale(
     axis_name: Any = None,
     name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`skip_nonfinite` with a loss scale in its state, adjusted after every step.
+    """Holds a loss scale in the optimizer state, adjusts it after every step, and skips non-finite steps.
 
+    It skips steps as `skip_nonfinite` does.
     The gradients given to `update` are true ones, from `jmp.value_and_grad` with the scale that
     `get_loss_scale(opt_state)` returns. Transforms that are chained after this one run on skipped steps too:
     put weight decay, schedules and clips inside.
@@ -126,17 +127,23 @@ def with_loss_scale(
     Args:
         inner: as in `skip_nonfinite`.
         loss_scale: the scale to begin with; `DynamicLossScale()` if None.
-        clip_norm, axis_name, name: as in `skip_nonfinite`.
+        clip_norm: as in `skip_nonfinite`.
+        axis_name: as in `skip_nonfinite`.
+        name: as in `skip_nonfinite`.
+
+    Returns:
+        A transform. Its state is a `SkipNonfiniteState`.
 
     Raises:
         TypeError: `loss_scale` is no loss scale, or `update` was given one.
         ValueError: as in `skip_nonfinite`.
 
-    >>> tx = with_loss_scale(optax.sgd(1.0), DynamicLossScale(1024.0))
-    >>> _, opt_state = tx.update(jnp.float32(jnp.nan), tx.init(jnp.float32(1)))
-    >>> from jmp_lite import get_loss_scale
-    >>> float(get_loss_scale(opt_state).loss_scale)
-    512.0
+    Examples:
+        >>> tx = jmp.with_loss_scale(optax.adamw(3e-4))
+        >>> params = jnp.ones(2)
+        >>> updates, opt_state = tx.update(jnp.full(2, jnp.nan), tx.init(params), params)
+        >>> float(jmp.get_loss_scale(opt_state).loss_scale)
+        16384.0
 
     Guide: docs/loss-scaling.md.
     """

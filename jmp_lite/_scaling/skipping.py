@@ -219,8 +219,9 @@ def _same_settings(scale: Any, other: Any) -> bool:
 def _describe_settings(scale: Any) -> str:
     """Returns the class of a loss scale, and the settings that are not the default, for an error.
 
-    >>> _describe_settings(DynamicLossScale(period=100))
-    'DynamicLossScale(period=100)'
+    Examples:
+        >>> _describe_settings(jmp.DynamicLossScale(period=100))
+        'DynamicLossScale(period=100)'
     """
     static = (
         [f for f in dataclasses.fields(scale) if f.metadata.get("static")]

@@ -9,6 +9,7 @@ import numpy as np
 
 from .._tree import register_state, static_field, unwrap
 from . import serialization
+from .loss_scale import LossScale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,6 +49,11 @@ class SkipNonfiniteState:
         leaf_names: the paths of the parameters, in the order of `leaf_finite`.
         name: tells this optimizer from another in the same tree.
 
+    Examples:
+        >>> state = jmp.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)})
+        >>> state.leaf_names.paths, state.leaf_finite, state.counts
+        (('w',), Array([ True], dtype=bool), Array([0, 0, 0], dtype=int32))
+
     Guide: docs/loss-scaling.md.
     """
 
@@ -69,7 +75,7 @@ def count(counts: jax.Array, finite: jax.Array) -> jax.Array:
     return jnp.where(finite, taken, counts + 1)
 
 
-def get_loss_scale(opt_state: Any, name: str | None = None) -> Any:
+def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
     """Returns the loss scale that `with_loss_scale` holds.
 
     Args:
@@ -79,14 +85,15 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> Any:
         name: the name given to `with_loss_scale`, needed where the tree holds more than one.
 
     Returns:
-        The `LossScale`, to be used for this step's loss.
+        The scale for this step's loss.
 
     Raises:
         ValueError: there is none, or more than one to choose from.
 
-    >>> import optax, jmp_lite as jmp
-    >>> float(get_loss_scale(jmp.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))).loss_scale)
-    32768.0
+    Examples:
+        >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
+        >>> float(jmp.get_loss_scale(opt_state).loss_scale)
+        32768.0
 
     Guide: docs/loss-scaling.md.
     """
@@ -98,7 +105,8 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
     """Returns whether the last step's gradients were finite, and the step was taken.
 
     Args:
-        opt_state, name: as in `get_loss_scale`.
+        opt_state: as in `get_loss_scale`.
+        name: as in `get_loss_scale`.
 
     Returns:
         A boolean scalar, shape `()`; true before the first step. One for each member of a batched state.
@@ -106,9 +114,10 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
     Raises:
         ValueError: as in `get_loss_scale`.
 
-    >>> import optax, jmp_lite as jmp
-    >>> bool(grads_finite(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2))))
-    True
+    Examples:
+        >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
+        >>> bool(jmp.grads_finite(opt_state))
+        True
 
     Guide: docs/loss-scaling.md.
     """
@@ -119,7 +128,8 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
     """Returns what to log of `skip_nonfinite` or `with_loss_scale`; works inside `jit` and outside.
 
     Args:
-        opt_state, name: as in `get_loss_scale`.
+        opt_state: as in `get_loss_scale`.
+        name: as in `get_loss_scale`.
 
     Returns:
         Scalars, shape `()`, or one for each member of a batched state:
@@ -134,10 +144,10 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
     Raises:
         ValueError: as in `get_loss_scale`.
 
-    >>> import optax, jmp_lite as jmp
-    >>> opt_state = jmp.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
-    >>> {key: value.item() for key, value in jmp.metrics(opt_state).items()}
-    {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skipped_steps': 0}
+    Examples:
+        >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
+        >>> {key: value.item() for key, value in jmp.metrics(opt_state).items()}
+        {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skipped_steps': 0}
 
     Guide: docs/loss-scaling.md.
     """

@@ -26,14 +26,15 @@ def raise_if_stuck(
     """Raises on the host if too many steps were skipped.
 
     Call it outside `jit`, every few steps: it waits for the device. A dynamic scale that starts at
-    2**15 may rightly skip 15 steps before it has found its value, and one step in `period` from then on.
+    `2**15` may rightly skip 15 steps before it has found its value, and one step in `period` from then on.
 
     Args:
-        opt_state, name: as in `get_loss_scale`. Of a batched or replicated state each member is judged.
+        opt_state: as in `get_loss_scale`. Of a batched or replicated state each member is judged.
         max_consecutive_skips: how many skipped steps in a row are too many.
         max_skip_rate: the share of skipped steps, over the run so far, above which a run is stuck; 1 never
             is. It counts once `max_consecutive_skips` steps were skipped in all; and once as many steps were
             made if the last one was skipped and the dynamic scale is at its minimum, where it cannot help.
+        name: as in `get_loss_scale`.
 
     Raises:
         FloatingPointError: the run is stuck. The message says how many steps were skipped, names the loss
@@ -41,8 +42,15 @@ def raise_if_stuck(
         TypeError: `opt_state` is traced.
         ValueError: as in `get_loss_scale`, or a limit is out of range.
 
-    >>> import jax.numpy as jnp, optax, jmp_lite as jmp
-    >>> raise_if_stuck(jmp.skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2)))
+    Examples:
+        >>> tx = jmp.with_loss_scale(optax.adamw(3e-4))
+        >>> params = {"head": jnp.ones(2)}
+        >>> _, opt_state = tx.update({"head": jnp.full(2, jnp.nan)}, tx.init(params), params)
+        >>> jmp.raise_if_stuck(opt_state)  # One skipped step is no fault.
+        >>> jmp.raise_if_stuck(opt_state, max_consecutive_skips=1)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        FloatingPointError: The last 1 steps were skipped: inf or NaN in the gradients of ...
 
     Guide: docs/loss-scaling.md.
     """
@@ -98,11 +106,12 @@ def _member(values: Any, member: tuple[int, ...]) -> Any:
 def describe(finite: dict[str, bool], most: int = 6) -> str:
     """Returns by module which leaves are not finite: at most `most` modules by name.
 
-    >>> finite = {"a/bias": False, "a/kernel": False, "b/bias": False, "b/kernel": True}
-    >>> describe(finite)
-    '3 of 4 parameters, all but b/kernel'
-    >>> describe({**finite, "b/bias": True})
-    '2 of 4 parameters: a'
+    Examples:
+        >>> finite = {"a/bias": False, "a/kernel": False, "b/bias": False, "b/kernel": True}
+        >>> describe(finite)
+        '3 of 4 parameters, all but b/kernel'
+        >>> describe({**finite, "b/bias": True})
+        '2 of 4 parameters: a'
     """
     bad, good = ([name for name in finite if finite[name] is flag] for flag in (False, True))
     if not good:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from ._ranges.report import RangeReport, keep
 from ._ranges.scales import TOLERANCE
 from ._values.trace import Call, scale_of, trace
 
+P = ParamSpec("P")
+
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""
 
@@ -43,6 +45,11 @@ class Finding:
         what: the fault, in one sentence.
         where: the module and the line; empty for the whole step.
         advice: what to do, and what it brings.
+
+    Examples:
+        >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
+        >>> diagnosis.findings[0].what
+        'inf from log in near w, forward pass'
 
     Guide: docs/diagnosis.md.
     """
@@ -69,6 +76,11 @@ class Diagnosis(Shown):
         ranges: the report of `profile_ranges`; None if it was skipped.
         precision: the report of `compare_precision`; None if it was skipped.
         roofline: the estimate of `roofline`; None if it was skipped.
+
+    Examples:
+        >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
+        >>> diagnosis.nonfinite.cause.operation, diagnosis.skipped["roofline"]
+        ('log', 'No device was given.')
 
     Guide: docs/diagnosis.md.
     """
@@ -100,7 +112,7 @@ class Diagnosis(Shown):
 
 
 def doctor(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
@@ -111,7 +123,7 @@ def doctor(
     device: str | None = "h100",
     depth: int = 1,
     tolerance: float | None = None,
-) -> Callable[..., Diagnosis]:
+) -> Callable[P, Diagnosis]:
     """Returns a function that runs all diagnostics on a loss function and prints its faults on one page.
 
     It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. Of a plain float32
@@ -122,10 +134,16 @@ def doctor(
     `cpu`.
 
     Args:
-        fun, dtype, loss_scale, argnums, has_aux, transform: as in `profile_ranges`.
-        program: of `read_program`: your compiled step.
+        fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
+        dtype: as in `profile_ranges`.
+        loss_scale: as in `profile_ranges`.
+        argnums: as in `jmp_lite.value_and_grad`.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        transform: as in `jmp_lite.value_and_grad`.
+        program: the result of `read_program` for your compiled step.
         device: as in `roofline`; None for no estimate.
-        depth, tolerance: as in `compare_precision`.
+        depth: as in `compare_precision`.
+        tolerance: as in `compare_precision`.
 
     Returns:
         A function of the arguments of `fun` that returns a `Diagnosis`. Call it outside `jit`. It takes a
@@ -134,11 +152,12 @@ def doctor(
     Raises:
         TypeError, ValueError: as in the functions that it calls.
 
-    >>> w, x = {"a": jnp.ones((8, 4))}, jnp.ones((2, 8))
-    >>> diagnosis = doctor(lambda w, x: jnp.mean(x @ w["a"]) * 1e-9)(w, x)
-    >>> print(diagnosis.findings[0])  # doctest: +ELLIPSIS
-    [accuracy] 100.00% of the gradients that are not zero become zero in float16 at the loss scale 2**0.
-    ...
+    Examples:
+        >>> w, x = {"a": jnp.ones((8, 4))}, jnp.ones((2, 8))
+        >>> diagnosis = doctor(lambda w, x: jnp.mean(x @ w["a"]) * 1e-9)(w, x)
+        >>> print(diagnosis.findings[0])  # doctest: +ELLIPSIS
+        [accuracy] 100.00% of the gradients that are not zero become zero in float16 at the loss scale 2**0.
+        ...
 
     Guide: docs/diagnosis.md.
     """

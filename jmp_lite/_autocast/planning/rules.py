@@ -194,8 +194,9 @@ def _scopes(half: np.dtype, rules: ScopeRules) -> tuple[tuple[str, bool], ...]:
 def fits(value: float, half: np.dtype) -> bool:
     """Whether `half` holds the number `value`: it does not overflow, vanish or lose more than 2 %.
 
-    >>> [fits(value, np.dtype("float16")) for value in (0.1, -np.inf, 1e-8, 1e5)]
-    [True, True, False, False]
+    Examples:
+        >>> [fits(value, np.dtype("float16")) for value in (0.1, -np.inf, 1e-8, 1e5)]
+        [True, True, False, False]
     """
     value = float(value)
     if not np.isfinite(value):

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from ..api import given_rules, prepare, run
 from .advice import find_promotions
 from .operations import Operation, operations_of
 
+P = ParamSpec("P")
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report(Shown):
@@ -30,9 +32,12 @@ class Report(Shown):
         before: the function's jaxpr as it was traced.
         after: the jaxpr that autocast runs instead.
 
-    >>> import jmp_lite as jmp
-    >>> jmp.explain(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
-    Report(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
+    Examples:
+        >>> report = jmp.explain(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
+        >>> report
+        Report(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
+        >>> report.tensor_core_share, report.in_float32(), [*report.by_module()]
+        (1.0, (), [''])
 
     Guide: docs/autocast.md.
     """
@@ -111,7 +116,7 @@ class Report(Shown):
         return "\n".join(lines)
 
 
-def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable[..., Report]:
+def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P, Report]:
     """Returns a function that tells what autocast does to each operation of `fun`, and why.
 
     It computes nothing; a `jax.ShapeDtypeStruct` may stand for an array. To see the backward pass too,
@@ -131,13 +136,13 @@ def explain(fun: Callable[..., Any], dtype: DTypeLike | None = None) -> Callable
         TypeError: `fun` is no function, or a transform of a function that autocast returned.
         ValueError: autocast returned `fun`, which has a dtype of its own, and `dtype` is given as well.
 
-    >>> import jmp_lite as jmp
-    >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
-    >>> report = jmp.explain(jmp.autocast(lambda w, x: jnp.exp(x @ w)))(w, x)
-    >>> print(report.summary())
-    1 of 2 operations in bfloat16, 3 casts, 94.1% of FLOPs on Tensor Cores
-    >>> [(operation.name, operation.reason) for operation in report.operations]
-    [('dot_general', 'dot_general is on the allow list'), ('exp', 'exp is on the deny list')]
+    Examples:
+        >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
+        >>> report = jmp.explain(jmp.autocast(lambda w, x: jnp.exp(x @ w)))(w, x)
+        >>> print(report.summary())
+        1 of 2 operations in bfloat16, 3 casts, 94.1% of FLOPs on Tensor Cores
+        >>> [(operation.name, operation.reason) for operation in report.operations]
+        [('dot_general', 'dot_general is on the allow list'), ('exp', 'exp is on the deny list')]
 
     Guide: docs/autocast.md.
     """

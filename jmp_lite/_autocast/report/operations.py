@@ -47,10 +47,10 @@ class Operation:
         in_half: whether it takes half operands, made by autocast or by the program.
         advice: the sizes of a half precision product that Tensor Cores run slowly, and what to pad them to.
 
-    >>> import jmp_lite as jmp
-    >>> operation = jmp.explain(jnp.dot)(jnp.ones((2, 2)), jnp.ones((2, 2))).operations[0]
-    >>> operation.name, operation.inputs, operation.in_half, operation.flops
-    ('dot_general', ('bfloat16[2,2]', 'bfloat16[2,2]'), True, 16)
+    Examples:
+        >>> operation = jmp.explain(jnp.dot)(jnp.ones((2, 2)), jnp.ones((2, 2))).operations[0]
+        >>> operation.name, operation.inputs, operation.in_half, operation.flops
+        ('dot_general', ('bfloat16[2,2]', 'bfloat16[2,2]'), True, 16)
 
     Guide: docs/autocast.md.
     """

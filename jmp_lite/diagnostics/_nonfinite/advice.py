@@ -229,8 +229,9 @@ _RULES: tuple[Callable[[Case], str], ...] = (
 def largest(dtype: np.dtype) -> float:
     """Returns the largest finite number of a dtype.
 
-    >>> largest(np.dtype("float16"))
-    65504.0
+    Examples:
+        >>> largest(np.dtype("float16"))
+        65504.0
     """
     return float(jnp.finfo(dtype).max)
 

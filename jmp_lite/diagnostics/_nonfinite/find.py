@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,19 @@ from .extremes import Extremes
 from .flow import Flow, Origin
 from .report import Nonfinite, NonfiniteReport
 
+P = ParamSpec("P")
+
 LOWEST = -24
 """The smallest scale that is tried, as a power of two: a loss of 1 is then the least number of float16."""
 
 
 def find_nonfinite(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-) -> Callable[..., NonfiniteReport]:
+) -> Callable[P, NonfiniteReport]:
     """Returns a function that finds the operation at which a loss or its gradients begin to be not finite.
 
     It runs the loss and its backward pass as `jmp_lite.value_and_grad` does, as one compiled program that
@@ -42,7 +44,9 @@ def find_nonfinite(
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`: plain, with a model under a
             policy, or from `jmp_lite.autocast`. It is not changed.
         loss_scale: the scale of the step, such as `jmp.get_loss_scale(opt_state)`; a number; or None for 1.
-        argnums, has_aux, transform: as in `jmp_lite.value_and_grad`.
+        argnums: as in `jmp_lite.value_and_grad`.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        transform: as in `jmp_lite.value_and_grad`.
 
     Returns:
         A function of the arguments of `fun` that returns a `NonfiniteReport`. Call it outside `jit`. A NumPy
@@ -55,10 +59,11 @@ def find_nonfinite(
 
     Source: Hugging Face's `DebugUnderflowOverflow`, TensorFlow's `enable_check_numerics`, JAX's `checkify`.
 
-    >>> w, x = jnp.ones(4), jnp.arange(4.0)
-    >>> report = find_nonfinite(lambda w, x: jnp.sum(w / x))(w, x)
-    >>> report.first_inf.operation, report.first_inf.operand_ranges[1], report.loss
-    ('div', (0.0, 3.0), inf)
+    Examples:
+        >>> w, x = jnp.ones(4), jnp.arange(4.0)
+        >>> report = find_nonfinite(lambda w, x: jnp.sum(w / x))(w, x)
+        >>> report.first_inf.operation, report.first_inf.operand_ranges[1], report.loss
+        ('div', (0.0, 3.0), inf)
 
     Guide: docs/diagnosis.md.
     """

@@ -28,6 +28,11 @@ class Nonfinite:
         index: the index of the first such element of an argument or constant; None for an operation.
         advice: what to do.
 
+    Examples:
+        >>> report = find_nonfinite(lambda w, x: jnp.sum(w / x))(jnp.ones(4), jnp.arange(4.0))
+        >>> report.cause.what, report.cause.operation, report.cause.operand_ranges
+        ('inf', 'div', ((1.0, 1.0), (0.0, 3.0)))
+
     Guide: docs/diagnosis.md.
     """
 
@@ -96,6 +101,11 @@ class NonfiniteReport(Shown):
         parameters: how many gradients there are.
         fitting_scale: the largest power of two below the scale at which the loss and all gradients are
             finite. None if there is none, or if the first inf or NaN is not in the backward pass.
+
+    Examples:
+        >>> report = find_nonfinite(lambda w: jnp.sum(w["head"]) * 1e3, 2.0**120)({"head": jnp.ones(2)})
+        >>> report.is_finite, report.gradients, report.fitting_scale == 2.0**118
+        (False, ('head',), True)
 
     Guide: docs/diagnosis.md.
     """

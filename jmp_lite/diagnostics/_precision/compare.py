@@ -6,7 +6,7 @@ import glob
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,13 @@ from .._values.trace import EVERY_CAST, Call, Program, scale_of, trace
 from .fewest import EXACT, Kept, fewest
 from .report import Difference, ModuleDifference, PrecisionReport
 
+P = ParamSpec("P")
+
 _MEASURES = ("gradients", "loss")
 
 
 def compare_precision(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
@@ -35,7 +37,7 @@ def compare_precision(
     depth: int = 1,
     tolerance: float | None = None,
     measure: str = "gradients",
-) -> Callable[..., PrecisionReport]:
+) -> Callable[P, PrecisionReport]:
     """Returns a function that measures the accuracy that each module costs in half, and finds rules for it.
 
     It runs the loss and its gradients in float32, under `autocast` with everything in half, and once for each
@@ -56,7 +58,9 @@ def compare_precision(
         dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
         loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1.
-        argnums, has_aux, transform: as in `jmp_lite.value_and_grad`.
+        argnums: as in `jmp_lite.value_and_grad`.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        transform: as in `jmp_lite.value_and_grad`.
         depth: how many names of a path make a module, after those that all paths with the same first name
             share. An index, as in `blocks/0`, counts with the name before it.
         tolerance: the largest relative error that is allowed; by default 8 times the `eps` of the dtype.
@@ -75,10 +79,11 @@ def compare_precision(
     Source: the float16 debugging of ONNX Runtime, and the accuracy-driven tuning of Intel's Neural
     Compressor; both are for inference.
 
-    >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
-    >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
-    >>> report.modules[0].module, report.modules[0].own.loss, report.rules
-    ('w/b', inf, {'/w/b': 'float32'})
+    Examples:
+        >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
+        >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
+        >>> report.modules[0].module, report.modules[0].own.loss, report.rules
+        ('w/b', inf, {'/w/b': 'float32'})
 
     Guide: docs/diagnosis.md.
     """

@@ -19,6 +19,10 @@ class Difference:
             gradient is not finite.
         cosine: of the angle between all gradients and those in float32; NaN if a gradient is not finite.
 
+    Examples:
+        >>> print(Difference(loss=1e-4, gradients=2e-3, cosine=0.999998))
+        1.00e-04 in the loss, 2.00e-03 in the gradients, cosine 0.999998
+
     Guide: docs/diagnosis.md.
     """
 
@@ -38,6 +42,12 @@ class ModuleDifference:
         module: the scope, or the path of the argument that holds its parameters.
         own: the error if the products of this module alone are in half, and all others in float32.
         pattern: the pattern that selects it in `rules=` of `autocast`.
+
+    Examples:
+        >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
+        >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
+        >>> [(row.module, row.pattern, row.own.loss < 1e-3) for row in report.modules]
+        [('w/b', '/w/b', False), ('w/a', '/w/a', True)]
 
     Guide: docs/diagnosis.md.
     """
@@ -66,6 +76,12 @@ class PrecisionReport(Shown):
         with_rules: the error with these rules; None if there are none.
         is_exact: whether no smaller set of modules does as well. If not, no module of the set can be left
             out, but another set may be smaller.
+
+    Examples:
+        >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
+        >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
+        >>> report.is_close, report.half.loss, report.rules, report.with_rules.loss < 1e-3
+        (False, inf, {'/w/b': 'float32'}, True)
 
     Guide: docs/diagnosis.md.
     """

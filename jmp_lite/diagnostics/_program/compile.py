@@ -64,9 +64,25 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
         axes: names and sizes, such as `{"data": 8}`. The mesh has 1 to 8 devices, or a multiple of 8: eight
             on each host.
 
+    Returns:
+        A mesh with axes of the type `Auto`.
+
     Raises:
         ValueError: the device is not known, or the number of devices is another one.
         RuntimeError: the CUDA plugin of JAX is not installed.
+
+    Examples:
+        With the extra `[h100]` and `JAX_PLATFORMS=cpu`:
+
+        ```python
+        mesh = mesh_for("h100", {"data": 8})
+        whole, split = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("data"))
+        w = jax.ShapeDtypeStruct((512, 512), jnp.float16, sharding=whole)
+        x = jax.ShapeDtypeStruct((64, 512), jnp.float16, sharding=split)
+        gradient = jax.grad(lambda w, x: jnp.sum(x @ w, dtype=jnp.float32))
+        program = read_program(compile_for("h100", gradient, w, x, mesh=mesh))
+        assert program.collectives[0].kind == "all-reduce"
+        ```
 
     Guide: docs/diagnosis.md.
     """
@@ -110,7 +126,7 @@ def compile_for(
         args: its arguments: arrays or `jax.ShapeDtypeStruct`s. Only shapes, dtypes and, with a mesh,
             shardings are used. An argument without a shape and a dtype reaches `fun` unchanged.
         donate_argnums: as in `jax.jit`, for a function that is not jitted.
-        mesh: of `mesh_for`, to compile for more than one device. An argument without a sharding is
+        mesh: a mesh from `mesh_for`, to compile for more than one device. An argument without a sharding is
             replicated.
 
     Returns:
@@ -119,6 +135,17 @@ def compile_for(
     Raises:
         ValueError: as in `mesh_for`; or there is no array among the arguments, which carry the device.
         RuntimeError: the CUDA plugin of JAX is not installed.
+
+    Examples:
+        With the extra `[h100]` and `JAX_PLATFORMS=cpu`:
+
+        ```python
+        w = jax.ShapeDtypeStruct((512, 512), jnp.float16)
+        compiled = compile_for("h100", lambda w, x: jnp.tanh(x @ w), w, w)
+        (product,) = read_program(compiled).products
+        assert product.on_tensor_cores and product.arithmetic == "f16"
+        print(roofline(read_program(compiled), "h100"))
+        ```
 
     Guide: docs/diagnosis.md.
     """

@@ -31,6 +31,12 @@ class Product:
         times: how often it runs.
         operation: the scopes and the JAX operation from which XLA made it.
 
+    Examples:
+        >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
+        >>> product = program.products[0]
+        >>> product.kind, product.arithmetic, product.flops, product.on_tensor_cores
+        ('gemm', 'f32', 1024, False)
+
     Guide: docs/diagnosis.md.
     """
 

@@ -33,6 +33,13 @@ class Collective:
         times: how often it runs.
         operation: the scopes and the JAX operation from which XLA made it.
 
+    Examples:
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> x = jax.device_put(jnp.ones((64, 4)), jax.NamedSharding(mesh, jax.P("data")))
+        >>> program = read_program(jax.jit(lambda x: x.sum(0)).lower(x).compile())
+        >>> [(collective.kind, collective.dtypes, collective.size) for collective in program.collectives]
+        [('all-reduce', ('f32',), 16)]
+
     Guide: docs/diagnosis.md.
     """
 
@@ -61,9 +68,15 @@ class Launch:
         operation: the scopes and the JAX operation from which XLA made it.
         flops: floating point operations of its products in one run.
         bytes_moved: how many bytes one run reads and writes.
-        float32_bytes, half_bytes: how many of these bytes are of float32 arrays, and of half precision
-            arrays, that are neither arguments nor outputs of the program.
+        float32_bytes: how many of these bytes belong to float32 arrays. Arguments and outputs of the program
+            do not count.
+        half_bytes: how many of these bytes belong to half precision arrays, counted in the same way.
         times: how often it runs.
+
+    Examples:
+        >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
+        >>> [(launch.flops, launch.bytes_moved, launch.times) for launch in program.launches]
+        [(1024, 512, 1)]
 
     Guide: docs/diagnosis.md.
     """
@@ -79,7 +92,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Program(Shown):
-    """The program of one device.
+    """The program of one device. `print(program)` gives a table of the products, and the totals.
 
     Attributes:
         device: the kind of device for which it was compiled.
@@ -90,11 +103,17 @@ class Program(Shown):
             its condition and counter.
         bytes_moved: how many bytes the kernels and library calls read and write.
         temporary_bytes: memory beside arguments and outputs.
-        argument_bytes, output_bytes: memory of arguments and outputs.
+        argument_bytes: memory of arguments.
+        output_bytes: memory of outputs.
         aliased_bytes: memory of outputs that overwrite donated arguments.
         conditionals: how many conditionals it has. The figures above count both branches.
         host_syncs: why the host must wait for the device within a run: conditionals, loops whose length the
             device decides (counted as one iteration above), callbacks.
+
+    Examples:
+        >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
+        >>> program.argument_bytes, program.output_bytes, program.conditionals, program.host_syncs
+        (256, 256, 0, ())
 
     Guide: docs/diagnosis.md.
     """
@@ -139,11 +158,11 @@ def read_program(compiled: Any) -> Program:
     Raises:
         TypeError: `compiled` is no compiled program.
 
-    >>> import jax.numpy as jnp
-    >>> x = jnp.ones((8, 8), jnp.bfloat16)
-    >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
-    >>> [product.kind for product in program.products]
-    ['gemm']
+    Examples:
+        >>> x = jnp.ones((8, 8), jnp.bfloat16)
+        >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
+        >>> [(product.kind, product.flops) for product in program.products]
+        [('gemm', 1024)]
 
     Guide: docs/diagnosis.md.
     """

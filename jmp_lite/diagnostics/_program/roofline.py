@@ -64,6 +64,13 @@ class ModuleTime:
         seconds: the estimate for the program as it is compiled for each precision.
         fixed: the seconds in float16 of kernels that half precision makes no faster than TF32 does.
 
+    Examples:
+        >>> w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+        >>> compiled = jax.jit(lambda w, x: x @ w).lower(w, w).compile()
+        >>> module = roofline(read_program(compiled), "h100").modules[0]
+        >>> module.bound, round(module.intensity)
+        ('arithmetic', 683)
+
     Guide: docs/diagnosis.md.
     """
 
@@ -83,12 +90,19 @@ class ModuleTime:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline(Shown):
-    """An estimate of a step's time, by module.
+    """An estimate of a step's time, by module. `print(report)` gives a table.
 
     Attributes:
         device: the GPU.
         modules: the modules, those with most seconds in float16 first.
         seconds: the whole step, by precision.
+
+    Examples:
+        >>> w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+        >>> compiled = jax.jit(lambda w, x: x @ w).lower(w, w).compile()
+        >>> report = roofline(read_program(compiled), "h100")
+        >>> report.device.name, f"{1e3 * report.seconds['float16']:.2f} ms", report.fixed_modules
+        ('H100 SXM', '0.14 ms', ())
 
     Guide: docs/diagnosis.md.
     """
@@ -108,7 +122,7 @@ class Roofline(Shown):
         return sum(row.fixed for row in self.modules) / self.seconds["float16"]
 
     def speedup(self, precision: str = "float16", over: str = "tf32") -> float:
-        """Returns how many times as fast the step is at best in one precision as in another."""
+        """Returns how many times as fast the step is at best in `precision` as in the precision `over`."""
         return self.seconds[over] / self.seconds[precision]
 
     def __str__(self) -> str:
@@ -130,14 +144,24 @@ def roofline(
     theirs. So the times in half are what half precision brings at best.
 
     Args:
-        program: of `read_program`. For a GPU that the machine does not have, see `compile_for`. A program for
-            a CPU has other kernels than one for a GPU.
+        program: the result of `read_program`. For a GPU that the machine does not have, see `compile_for`. A
+            program for a CPU has other kernels than one for a GPU.
         device: `"v100"`, `"a100"`, `"h100"`, `"h200"` or `"b200"`.
         depth: how many names of a scope are one module.
         launch_seconds: the least time of a kernel.
 
+    Returns:
+        The estimate.
+
     Raises:
         ValueError: the device is not known, or `depth` or `launch_seconds` is out of range.
+
+    Examples:
+        >>> w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+        >>> compiled = jax.jit(lambda w, x: x @ w).lower(w, w).compile()
+        >>> report = roofline(read_program(compiled), "h100")
+        >>> round(report.speedup("float16", over="tf32"), 1)
+        2.0
 
     Guide: docs/diagnosis.md.
     """
@@ -160,8 +184,9 @@ def roofline(
 def module_of(operation: str, depth: int) -> str:
     """Returns the first names of a scope, without transforms and without the operation itself.
 
-    >>> module_of("transpose(jvp(GPT))/blocks_0/attention/dot_general", 2)
-    'GPT/blocks_0'
+    Examples:
+        >>> module_of("transpose(jvp(GPT))/blocks_0/attention/dot_general", 2)
+        'GPT/blocks_0'
     """
     # XLA joins the names of operations that it fuses by a semicolon.
     names = visible_scope(plain_scope(operation.partition(";")[0])).split("/")

@@ -40,6 +40,11 @@ class Fates:
         overflowed: finite, and inf in half.
         nonfinite: inf or NaN already.
 
+    Examples:
+        >>> fates = Fates(zeros=5, flushed=2, subnormal=0, normal=6, overflowed=0, nonfinite=0)
+        >>> fates.nonzero, fates.lost, fates.share(fates.normal)
+        (8, 0.25, 0.75)
+
     Guide: docs/diagnosis.md.
     """
 
@@ -56,7 +61,7 @@ class Fates:
         return self.flushed + self.subnormal + self.normal + self.overflowed
 
     def share(self, count: int) -> float:
-        """Returns a count as a share of the values that are finite and not zero, from 0 to 1."""
+        """Returns `count` as a share of the values that are finite and not zero, from 0 to 1."""
         return count / self.nonzero if self.nonzero else 0.0
 
     @property
@@ -72,8 +77,16 @@ class Magnitudes:
     Attributes:
         dtype: the half dtype for which the edges are counted.
         bins: how many values have each exponent, in four classes, shape `(277, 4)`, int64.
-        zeros, infs, nans: how many values are zero, inf and NaN.
-        smallest, largest: the least and the largest magnitude that is finite and not zero; 0 for none.
+        zeros: how many values are zero.
+        infs: how many values are inf or -inf.
+        nans: how many values are NaN.
+        smallest: the least magnitude that is finite and not zero; 0 for none.
+        largest: the largest magnitude that is finite; 0 for none.
+
+    Examples:
+        >>> report = profile_ranges(lambda w: jnp.sum(w * jnp.array([1.0, 2.0**-30])))(jnp.ones(2))
+        >>> report.pooled.histogram, report.pooled.fates(0).flushed, report.pooled.fates(15).flushed
+        ({-30: 1, 0: 1}, 1, 0)
 
     Guide: docs/diagnosis.md.
     """
@@ -93,12 +106,12 @@ class Magnitudes:
 
     @property
     def histogram(self) -> dict[int, int]:
-        """How many values have a magnitude from 2**e up to 2**(e + 1), by `e`; only those that occur."""
+        """How many values have a magnitude from `2**e` up to `2**(e + 1)`, by `e`; only those that occur."""
         counts = self.bins.sum(1)
         return {int(index) + LOWEST: int(counts[index]) for index in np.flatnonzero(counts)}
 
     def fates(self, exponent: int = 0) -> Fates:
-        """Returns how many values the half dtype keeps and loses, multiplied by 2**`exponent` before."""
+        """Returns how many values the half dtype keeps and loses at the scale `2**exponent`."""
         info = jnp.finfo(self.dtype)
         digits, least, most = int(info.nmant), int(info.minexp), int(info.maxexp) - 1
         exponents = np.arange(BINS)[:, None] + (LOWEST + exponent)
@@ -119,7 +132,7 @@ class Magnitudes:
         )
 
     def shifted(self, exponent: int) -> "Magnitudes":
-        """Returns the magnitudes of the values multiplied by 2**`exponent`, in the range of float32."""
+        """Returns the magnitudes of the values multiplied by `2**exponent`, in the range of float32."""
         bins = np.zeros_like(self.bins)
         for index in np.flatnonzero(self.bins.sum(1)):
             bins[min(max(index + exponent, 0), BINS - 1)] += self.bins[index]

@@ -4,7 +4,7 @@ import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,17 @@ from .._values.trace import Call, Measured, Program, Tapped, scale_of, trace
 from .magnitudes import Histogram, pooled
 from .report import ModuleRange, RangeReport
 
+P = ParamSpec("P")
+
 
 def profile_ranges(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-) -> Callable[..., RangeReport]:
+) -> Callable[P, RangeReport]:
     """Returns a function that says how much a half dtype loses of a step, and which loss scale recovers it.
 
     It runs the loss and its backward pass once, as one compiled program, and counts the magnitudes of the
@@ -49,7 +51,9 @@ def profile_ranges(
             dtype of that autocast, for any other float16 by default.
         loss_scale: the scale of the step: a loss scale, a number, or None for 1. It is rounded down to a
             power of two.
-        argnums, has_aux, transform: as in `jmp_lite.value_and_grad`.
+        argnums: as in `jmp_lite.value_and_grad`.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        transform: as in `jmp_lite.value_and_grad`.
 
     Returns:
         A function of the arguments of `fun` that returns a `RangeReport`. Call it outside `jit`.
@@ -62,10 +66,11 @@ def profile_ranges(
 
     Source: NVIDIA, Training with Mixed Precision, 2.3 (https://docs.nvidia.com/deeplearning/performance/).
 
-    >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
-    >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(w, x)
-    >>> report.pooled.fates(0).lost, report.static_scale, report.largest_safe_scale == 2.0**44
-    (1.0, 65536.0, True)
+    Examples:
+        >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
+        >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(w, x)
+        >>> report.pooled.fates(0).lost, report.static_scale, report.largest_safe_scale == 2.0**44
+        (1.0, 65536.0, True)
 
     Guide: docs/diagnosis.md.
     """

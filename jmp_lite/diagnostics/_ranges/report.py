@@ -27,6 +27,11 @@ class ModuleRange:
         magnitudes: their magnitudes. Of the backward pass they are those at a scale of 1.
         scale: the loss scale of the report as a power of two: its exponent in the backward pass, else 0.
 
+    Examples:
+        >>> report = profile_ranges(lambda w: jnp.sum(w["head"]) * 2.0**-30)({"head": jnp.ones(4)})
+        >>> [(row.name, row.direction, row.fates.lost) for row in report.gradients]
+        [('head', 'backward', 1.0)]
+
     Guide: docs/diagnosis.md.
     """
 
@@ -42,7 +47,7 @@ class ModuleRange:
 
     @property
     def histogram(self) -> dict[int, int]:
-        """How many values have a magnitude from 2**e up to 2**(e + 1) at the scale of the report, by `e`."""
+        """How many values have a magnitude from `2**e` to `2**(e + 1)` at the scale of the report, by `e`."""
         counts = self.magnitudes.histogram
         return {exponent + self.scale: count for exponent, count in counts.items()}
 
@@ -58,6 +63,13 @@ class RangeReport(Shown):
         gradients: the gradient of each parameter, by its path.
         too_large: the parameters that have values beyond the largest number of the dtype, with the largest
             magnitude.
+
+    Examples:
+        >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(jnp.ones((8, 4)), jnp.ones((2, 8)))
+        >>> report.static_scale, report.without_scale, report.rules
+        (65536.0, (), {})
+        >>> float(report.dynamic_scale.loss_scale) == report.largest_safe_scale == 2.0**44
+        True
 
     Guide: docs/diagnosis.md.
     """

@@ -23,13 +23,18 @@ class Scales:
     """What each loss scale does to the gradients.
 
     Attributes:
-        fates: for each power of two, from 2**-24 to 2**127, the fates of the gradients, by the exponent.
+        fates: for each power of two, from `2**-24` to `2**127`, the fates of the gradients, by the exponent.
         largest_safe: the exponent of the largest power of two at which the largest gradient times the scale
             is below the largest number of the dtype, 65504 in float16; None if there is none, or if no
             gradient is finite and not zero.
         suggested: the exponent of a static scale, with room for larger gradients: the smallest power of two
             from 1 to the largest safe one at which at most 0.1 % of the gradients more become zero than at
             the largest safe one, and at most 1 % more are subnormal.
+
+    Examples:
+        >>> report = profile_ranges(lambda w: jnp.sum(w * jnp.array([1.0, 2.0**-30])))(jnp.ones(2))
+        >>> report.scales.largest_safe, report.scales.suggested, report.scales.fates[6].flushed
+        (15, 6, 0)
 
     Guide: docs/diagnosis.md.
     """
@@ -59,8 +64,9 @@ def scales_for(gradients: Magnitudes) -> Scales:
 def largest_safe(largest: float, dtype: np.dtype) -> int | None:
     """Returns the exponent of the largest power of two whose product with `largest` fits into a dtype.
 
-    >>> largest_safe(1.0, np.dtype("float16")), largest_safe(65504.0, np.dtype("float16"))
-    (15, -1)
+    Examples:
+        >>> largest_safe(1.0, np.dtype("float16")), largest_safe(65504.0, np.dtype("float16"))
+        (15, -1)
     """
     if not largest:
         return None

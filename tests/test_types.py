@@ -1,0 +1,80 @@
+"""The types that an editor shows for the public functions. pyright checks this file in CI; pytest runs it."""
+
+# A comment that ignores no error is an error: so pyright must report each wrong call below.
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
+from typing import Any, assert_type
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import jmp_lite as jmp
+from jmp_lite import diagnostics, linen
+from jmp_lite import nnx as jmp_nnx
+
+Params = dict[str, jax.Array]
+PARAMS: Params = {"w": jnp.ones(())}
+X = jnp.ones(2)
+
+
+def loss_fn(params: Params, x: jax.Array) -> jax.Array:
+    return jnp.sum(params["w"] * x)
+
+
+def loss_and_aux(params: Params, x: jax.Array) -> tuple[jax.Array, Params]:
+    return loss_fn(params, x), params
+
+
+def test_the_loss_scale_of_a_state():
+    opt_state = jmp.with_loss_scale(optax.sgd(1.0)).init(PARAMS)
+    assert_type(jmp.get_loss_scale(opt_state), jmp.LossScale)
+    assert_type(jmp.get_loss_scale(opt_state).scale(X), jax.Array)
+    assert_type(jmp.get_loss_scale(opt_state).adjust(True), jmp.LossScale)
+
+
+def test_gradients():
+    scale = jmp.DynamicLossScale()
+    assert_type(jmp.value_and_grad(loss_fn, scale)(PARAMS, X), tuple[jax.Array, Any])
+    (loss, aux), _ = jmp.value_and_grad(loss_and_aux, scale, has_aux=True)(PARAMS, x=X)
+    assert_type(loss, jax.Array)
+    assert_type(aux, Params)
+    assert_type(jmp.grad(loss_fn, scale)(PARAMS, X), Any)
+
+
+def test_a_wrapped_function_keeps_its_arguments_and_its_result():
+    assert_type(jmp.autocast(loss_fn, jnp.float16)(PARAMS, x=X), jax.Array)
+    assert_type(jmp.autocast(dtype="float16")(loss_fn)(PARAMS, X), jax.Array)
+    assert_type(jmp.full_precision(loss_fn)(PARAMS, X), jax.Array)
+    assert_type(jmp.scale_layer(loss_and_aux)(PARAMS, X), tuple[jax.Array, Params])
+    assert_type(jmp.value_and_grad(jmp.autocast(loss_fn), jmp.NoOpLossScale())(PARAMS, X)[0], jax.Array)
+    assert_type(jmp.explain(loss_fn)(PARAMS, X), jmp.Report)
+    assert_type(diagnostics.find_nonfinite(loss_fn)(PARAMS, X), diagnostics.NonfiniteReport)
+    assert_type(diagnostics.profile_ranges(loss_fn)(PARAMS, X), diagnostics.RangeReport)
+
+
+def test_a_call_with_a_wrong_argument_is_an_error_of_pyright():
+    def wrong() -> None:
+        jmp.autocast(loss_fn)(PARAMS, y=X)  # pyright: ignore[reportCallIssue]
+        jmp.value_and_grad(loss_fn, jmp.NoOpLossScale())(PARAMS)  # pyright: ignore[reportCallIssue]
+
+    assert callable(wrong)
+
+
+def test_a_tree_keeps_its_type():
+    params = jmp.cast_to_half(PARAMS)
+    assert_type(params, Params)
+    assert_type(jmp.get_policy("half").cast_to_compute(PARAMS), Params)
+    assert_type(jmp.cast_params(PARAMS, jmp.get_policy("half")), Params)
+    assert_type(jmp.select_tree(True, PARAMS, PARAMS), Params)
+    state = jmp.with_master_weights(optax.sgd(1.0)).init(params)
+    assert_type(jmp.master_params(state, params), Params)
+    assert_type(jmp.set_master_params(state, params, PARAMS)[0], Params)
+
+
+def test_a_model_under_a_policy():
+    policy = jmp.get_policy("mixed_bfloat16")
+    assert_type(linen.with_policy(nn.Dense(2), policy), linen.WithPolicy)
+    assert_type(jmp_nnx.with_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), policy), nnx.Linear)
