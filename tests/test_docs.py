@@ -12,6 +12,7 @@ import jmp_lite
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "getting-started.md")
 BLOCKS = {page: re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) for page in PAGES}
 
 
@@ -65,6 +66,12 @@ def test_the_links_of_the_readme_hold_on_a_package_index():
         assert kind == ("raw" if path.endswith(".png") else "blob")
         assert (ROOT / path.split("#")[0]).is_file()
     assert {link.split("/")[-1] for link in own} >= {"digits.png", "diagnosis.md", "CHANGELOG.md"}
+
+
+def test_the_first_diff_of_the_readme_is_the_one_of_getting_started():
+    first = [re.search(r"```diff\n.*?```", page.read_text(), re.DOTALL)[0] for page in FIRST_PAGES]
+    assert first[0] == first[1]
+    assert first[0].count("\n+") == 4  # An import and three lines.
 
 
 def test_the_readme_teaches_in_two_minutes():
