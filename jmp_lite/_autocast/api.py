@@ -21,7 +21,7 @@ from .interpreter import Interpreter, Value
 from .planning.demand import Wanted
 from .planning.plan import Plan, conversion
 from .planning.planner import Planner
-from .planning.rules import Operations, Rules, ScopeRules, make_rules
+from .planning.rules import Operations, Patterns, Rules, ScopeRules, make_rules
 from .planning.states import FIRM
 
 P = ParamSpec("P")
@@ -39,6 +39,7 @@ def autocast(
     infer: Operations = ...,
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
+    float32_results: Patterns = ...,
 ) -> Callable[P, R]: ...
 
 
@@ -52,6 +53,7 @@ def autocast(
     infer: Operations = ...,
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
+    float32_results: Patterns = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -64,6 +66,7 @@ def autocast(
     infer: Operations = (),
     rules: ScopeRules = (),
     reduce_dtype: DTypeLike | None = None,
+    float32_results: Patterns = (),
 ) -> Callable[..., Any]:
     """Returns `fun` with its matrix products and convolutions in half precision, the model unchanged.
 
@@ -115,12 +118,16 @@ def autocast(
             convolutions: XLA widens the operands of a convolution that gives float32. With float32 there is
             no forward-mode derivative (`jax.jvp`), and a `jax.vmap` around the function makes a weight
             gradient for each example, so put it inside `fun`.
+        float32_results: a pattern or several, as in `rules`. The products (`dot_general`) that they select
+            take half operands and give float32: the Tensor Core sums in float32 anyway, and the result is
+            not rounded. Use it for logits. The products of their gradients take half operands and give half.
 
     Returns:
         A function with the signature of `fun`.
 
     Raises:
-        ValueError, TypeError: an option is malformed; on a call, a rule selects nothing.
+        ValueError, TypeError: an option is malformed. On a call: a rule selects nothing, or a pattern of
+            `float32_results` selects no product of half operands, or a convolution.
 
     Examples:
         >>> def loss(w, x):
@@ -144,7 +151,7 @@ def autocast(
 
     Guide: docs/autocast.md.
     """
-    settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype)
+    settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype, float32_results)
     return _Decorator(settings) if fun is None else _autocast(fun, settings)
 
 
@@ -244,7 +251,7 @@ def prepare(
 
     For a report all arguments get names, and objects of `report_kinds` are traced beside arrays.
     """
-    named = bool(report_kinds or rules.scopes) or rules.reduce_dtype is not None
+    named = bool(report_kinds or rules.scopes or rules.float32_results) or rules.reduce_dtype is not None
     traced = arguments.trace(fun, args, kwargs, named, report_kinds)
     planner = Planner(rules)
     states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]

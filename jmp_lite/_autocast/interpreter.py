@@ -145,13 +145,17 @@ class Interpreter:
     def _wide_gradient(self, equation: Equation, action: WideGradient, operands: list[Value]) -> list[Value]:
         halves = self._operands(equation, action, operands)
         wide = [value.to(jnp.float32) if is_wide else None for value, is_wide in zip(operands, action.wide)]
-        return [Value(product_with_wide_gradients(_product(equation, action.params), halves, wide))]
+        product, half_product = _product(equation, action.params), self._half_product(equation)
+        return [Value(product_with_wide_gradients(product, half_product, halves, wide))]
 
     def _half_gradient(self, equation: Equation, action: HalfGradient, operands: list[Value]) -> list[Value]:
         wide = self._operands(equation, action, operands)
         halves = [value.to(self.half) for value in operands]
-        half_product = _product(equation, action.params | {"preferred_element_type": self.half})
-        return [Value(product_with_half_gradients(_product(equation, {}), half_product, wide, halves))]
+        product, half_product = _product(equation, action.params), self._half_product(equation)
+        return [Value(product_with_half_gradients(product, half_product, wide, halves))]
+
+    def _half_product(self, equation: Equation) -> Callable[[Array, Array], Array]:
+        return _product(equation, {"preferred_element_type": self.half, "precision": None})
 
     def _narrowed(self, arrays: Sequence[Array], narrow: Sequence[bool]) -> Sequence[Array]:
         if not any(narrow):

@@ -44,4 +44,4 @@ def _dot_general(
     _, batch_axes = dimension_numbers
     if any(map(len, batch_axes)):  # A layer that has a weight for each member of the batch.
         return product(*halves)
-    return product_with_wide_gradients(product, halves, (None, weight))
+    return product_with_wide_gradients(product, product, halves, (None, weight))

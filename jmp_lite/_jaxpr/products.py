@@ -58,12 +58,13 @@ def product_with_half_gradients(
 
 
 def product_with_wide_gradients(
-    product: Product, halves: Sequence[Array], wide: Sequence[Array | None]
+    product: Product, half_product: Product, halves: Sequence[Array], wide: Sequence[Array | None]
 ) -> Array:
     """Runs a product of half operands, whose gradients have the dtype that each operand had before its cast.
 
     Args:
-        product: the product.
+        product: the product. It gives half or float32.
+        half_product: the same product, which gives half. The gradients are its transposes.
         halves: its operands in half.
         wide: for each operand, the same value in float32 or wider if its gradient is wanted in that dtype;
             None if its gradient is wanted in half.
@@ -75,7 +76,8 @@ def product_with_wide_gradients(
         return product(*halves), halves
 
     def backward(halves: tuple[Array, Array], cotangent: Array) -> tuple[Any, Any]:
-        gradients = [_gradient(product, index, halves, cotangent, dtypes[index]) for index in range(2)]
+        cotangent = cast(cotangent, halves[0].dtype)
+        gradients = [_gradient(half_product, index, halves, cotangent, dtypes[index]) for index in range(2)]
         # JAX drops the gradients that nobody asks for from a compiled program.
         of_halves = tuple(x if dtype is None else None for x, dtype in zip(gradients, dtypes))
         of_wide = tuple(None if dtype is None else x for x, dtype in zip(gradients, dtypes))

@@ -1,6 +1,5 @@
 """`reduce_dtype`: weight gradients that leave their half precision products in float32."""
 
-import collections
 import functools
 import re
 
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
-from tests.support.jaxprs import equations, text
+from tests.support.jaxprs import equations, product_kinds, text
 from tests.support.small_programs import STACK, B, V, W, X, layer
 
 wide = functools.partial(jmp.autocast, dtype="float16", reduce_dtype="float32")
@@ -27,14 +26,6 @@ def both_orders(loss, **options):
     autocast = functools.partial(jmp.autocast, dtype="float16", **options)
     argnums = (0, 1, 2, 3)
     return jax.grad(autocast(loss), argnums), autocast(jax.grad(loss, argnums))
-
-
-def products(fun, *args):
-    """How many products there are of each kind: the dtypes of the operands and of the result."""
-    dots = [each for each in equations(jax.make_jaxpr(fun)(*args)) if each.primitive.name == "dot_general"]
-    return collections.Counter(
-        tuple(var.aval.dtype.name for var in (*dot.invars[:2], *dot.outvars)) for dot in dots
-    )
 
 
 @jax.custom_vjp
@@ -109,11 +100,11 @@ def loss_of(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_products_that_make_weight_gradients_give_float32_in_both_orders(kind):
     loss, of_w = loss_of(kind), KINDS[kind][1]
-    inside, outside = (products(grad, X, V, W, B) for grad in both_orders(loss, reduce_dtype="float32"))
-    plain = sum(products(both_orders(loss)[1], X, V, W, B).values())
+    inside, outside = (product_kinds(grad, X, V, W, B) for grad in both_orders(loss, reduce_dtype="float32"))
+    plain = sum(product_kinds(both_orders(loss)[1], X, V, W, B).values())
     # `x` is an argument as well: its gradient, that of `v` twice, and those of `w`.
     assert inside == outside == {HALF: plain - 3 - of_w, WIDE: 3 + of_w}
-    half_inside, half_outside = (products(grad, X, V, W, B) for grad in both_orders(loss))
+    half_inside, half_outside = (product_kinds(grad, X, V, W, B) for grad in both_orders(loss))
     assert half_inside == half_outside == {HALF: plain}
 
 
@@ -141,10 +132,10 @@ def test_the_gradients_of_activations_and_of_constants_stay_in_half():
     """`W` is no argument, and the product of the second layer takes an activation."""
     loss = lambda v: jnp.sum(jnp.sin(jnp.tanh(X @ v) @ W))
     for grad in (jax.grad(wide(loss)), wide(jax.grad(loss))):
-        assert products(grad, V)[WIDE] == 1
+        assert product_kinds(grad, V)[WIDE] == 1
     gated = lambda v: jnp.sum(X @ (v * 2.0))  # A weight that is computed is no argument any more.
     for grad in (jax.grad(wide(gated)), wide(jax.grad(gated))):
-        assert WIDE not in products(grad, V)
+        assert WIDE not in product_kinds(grad, V)
 
 
 def test_the_weight_is_cast_once_and_the_forward_pass_is_the_same():
@@ -165,7 +156,7 @@ def test_an_outer_autocast_changes_only_the_operations_outside_the_inner():
     around = jmp.autocast(lambda w, x: fun(w, x @ w))
     expected = jax.grad(lambda w: jnp.sum(jnp.tanh(X @ w @ w) @ w.T))(W)
     assert_close(jax.grad(around)(W, X), expected, "bfloat16", factor=8)
-    found = products(jax.grad(around), W, X)
+    found = product_kinds(jax.grad(around), W, X)
     assert found[WIDE] >= 2
     assert found["bfloat16", "bfloat16", "bfloat16"] >= 2
 
@@ -175,7 +166,7 @@ def test_a_training_step_inside_autocast_reduces_in_float32():
         loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
         return w - 0.1 * grad / (1 + jnp.linalg.norm(grad)), loss
 
-    assert products(wide(step), W, X) == {HALF: 1, WIDE: 1}
+    assert product_kinds(wide(step), W, X) == {HALF: 1, WIDE: 1}
 
 
 @pytest.mark.slow
@@ -184,10 +175,10 @@ def test_linen_and_nnx_models_are_reduced_in_float32():
     params = model.init(jax.random.key(0), X)
     loss = lambda params: jnp.sum(jnp.sin(model.apply(params, X)))
     for grad in (jax.grad(wide(loss)), wide(jax.grad(loss))):
-        assert products(grad, params)[WIDE] == 2
+        assert product_kinds(grad, params)[WIDE] == 2
     graph, state = nnx.split(nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu))
     loss = lambda state: jnp.sum(wide(lambda model: model(X))(nnx.merge(graph, state)))
-    assert products(jax.grad(loss), state)[WIDE] == 1
+    assert product_kinds(jax.grad(loss), state)[WIDE] == 1
 
 
 def all_reduces(grad, params, x):

@@ -1,5 +1,6 @@
 """What a jaxpr says of dtypes: the products in it, and the values that are kept for the backward pass."""
 
+import collections
 import re
 from collections.abc import Iterator
 
@@ -42,6 +43,14 @@ def products(fun, *args, **kwargs) -> list[tuple[str, ...]]:
         for equation in equations(jaxpr)
         if equation.primitive.name in PRODUCTS and not sums_nothing(equation)
     ]
+
+
+def product_kinds(fun, *args) -> collections.Counter[tuple[str, ...]]:
+    """Returns the number of `dot_general`s of each kind: the dtypes of the operands and of the result."""
+    dots = [dot for dot in equations(jax.make_jaxpr(fun)(*args)) if dot.primitive.name == "dot_general"]
+    return collections.Counter(
+        tuple(var.aval.dtype.name for var in (*dot.invars[:2], *dot.outvars)) for dot in dots
+    )
 
 
 def primitives(fun, *args, **kwargs) -> list[str]:

@@ -83,6 +83,32 @@ def decide_product(op: Op, operands: Sequence[State], rules: Rules, makes_weight
     return Decision(op, Category.ALLOW, action, _halves(op), reason, changed=True)
 
 
+def with_float32_result(decision: Decision, pattern: str) -> Decision:
+    """Returns the decision about a product of half operands that gives float32.
+
+    The Tensor Core sums in float32, so the result is not rounded. The products of the derivatives take half
+    operands and give half, as they do for other products.
+
+    Raises:
+        ValueError: the operation cannot give float32 from half operands.
+    """
+    op, action = decision.op, decision.action
+    assert isinstance(action, Bind)
+    if op.equation.primitive.name not in _GIVES_FLOAT32:
+        raise ValueError(
+            f"float32_results='{pattern}' selects {op.name} in the scope '{op.scope}'. For a float32 result "
+            "XLA would run it on float32 operands. Write a narrower pattern, or rules={'...': 'float32'}."
+        )
+    params = {**action.params, "preferred_element_type": np.dtype(jnp.float32)}
+    if isinstance(action, WideGradient):
+        action = dataclasses.replace(action, params=params)
+    else:
+        action = HalfGradient(action.operands, params)
+    reason = f"{decision.reason}; float32_results='{pattern}' keeps its result"
+    results = tuple(FIRM if state.is_half else state for state in decision.results)
+    return dataclasses.replace(decision, action=action, results=results, reason=reason)
+
+
 _FULL_ARGUMENT = "a rule keeps one of its arguments in float32"
 # Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
 # would widen the operands.
@@ -104,15 +130,15 @@ def decide_outer(op: Op, operands: Sequence[State], rules: Rules, wanted: Wanted
     if any(state.full for state in operands):
         return in_float32(op, operands, Course(Category.INFER, _FULL_ARGUMENT))
     decision = decide_infer(op, operands, wanted, rules.dtype)
-    params = _half_params(op, rules.dtype)
     if decision.takes_half:
+        params = _half_params(op, rules.dtype)
         return dataclasses.replace(decision, action=Bind(_in_half(op, operands), params))
     is_constant = all(state.constant for state in operands)
     gives_products = rules.category_of("dot_general") is Category.ALLOW and op.name == "outer_product"
     gives_products &= not is_constant
     if not gives_products or any(state.reduced for state in operands):
         return decision
-    action = HalfGradient(_in_full(operands).operands, params)
+    action = HalfGradient(_in_full(operands).operands)
     # The result is in float32, also where `decide_infer` would store it in half.
     results = _results(op, operands, FIRM) if decision.gives_half else decision.results
     return dataclasses.replace(decision, action=action, results=results, changed=True)

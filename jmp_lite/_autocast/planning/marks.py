@@ -70,7 +70,7 @@ def _mark_of_result(op: Op, course: Course, operands: list[Mark], index: int) ->
     if course.category is Category.MOVE:
         mark = operands[op.moved_operand(index)]
         return Mark.UNKNOWN if mark is Mark.ARGUMENT and op.frees(out) else mark
-    if course.is_half_product and Mark.FULL not in operands:
+    if course.is_half_product and not course.float32_result and Mark.FULL not in operands:
         return Mark.UNKNOWN
     if course.category is Category.INFER and not course.reason:
         widest = [_after_broadcast(op, var, mark) for var, mark in zip(op.equation.invars, operands)]

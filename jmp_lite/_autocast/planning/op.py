@@ -167,10 +167,12 @@ class Course:
     Attributes:
         category: the category that decides.
         reason: why the operation keeps the dtypes of the program or float32; empty if it may run in half.
+        float32_result: the pattern of `float32_results` that selects the scope of a product; empty for none.
     """
 
     category: Category
     reason: str = ""
+    float32_result: str = ""
 
     @property
     def is_half_product(self) -> bool:
@@ -194,7 +196,9 @@ def _course(op: Op, around: Around, rules: Rules, scopes: Scopes) -> Course:
         return Course(Category.DENY, "keep_float32")
     match op.category:
         case Category.ALLOW:
-            return Course(op.category, _why_not_half(op.equation, rules))
+            # The products of a backward pass give half, as those of other products do.
+            pattern = "" if around.is_backward(op) else rules.float32_result_for(around.scope_of(op))
+            return Course(op.category, _why_not_half(op.equation, rules), pattern)
         case Category.INFER if op.name in ("outer_product", "elementwise_product"):
             # In a backward pass an outer product is the gradient of a product, and runs as the others do.
             reason = _why_not_half(op.equation, rules)

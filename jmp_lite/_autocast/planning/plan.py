@@ -67,7 +67,7 @@ class WideResult(Bind):
 
 @dataclasses.dataclass(frozen=True)
 class HalfGradient(Bind):
-    """Runs a product that gives float32, and the products of its derivatives on half operands."""
+    """Runs a product that gives float32. The products of its derivatives take half operands and give half."""
 
 
 @dataclasses.dataclass(frozen=True)

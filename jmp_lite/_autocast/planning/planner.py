@@ -36,6 +36,7 @@ from .decide import (
     decide_move,
     decide_outer,
     decide_product,
+    with_float32_result,
 )
 from .demand import DemandPass, Facts, Wanted, wanted_inside
 from .marks import Mark
@@ -63,7 +64,9 @@ class Planner:
             return dataclasses.replace(FIRM, full=True)
         if not value.ndim:
             return State(Kind.FREE, leaf=True)
-        return State(Kind.OPEN, leaf=True, reduced=bool(path) and self.rules.reduce_dtype is not None)
+        reduced = bool(path) and self.rules.reduce_dtype is not None
+        pattern = self.rules.float32_result_for(path) if path else ""
+        return State(Kind.OPEN, leaf=True, reduced=reduced, float32_result=pattern)
 
     def constant(self, value: Array) -> State:
         """Returns the state of a constant: a literal if its value is known, else as an argument."""
@@ -137,13 +140,28 @@ class Planner:
         match course.category:
             case Category.ALLOW if not (op.name == "outer_product" and is_constant):
                 reduces = self.rules.reduce_dtype is not None and facts.makes_weight_gradient(op)
-                return decide_product(op, operands, self.rules, reduces)
+                decision = decide_product(op, operands, self.rules, reduces)
+                if pattern := self._float32_result(decision, course, operands, facts):
+                    decision = with_float32_result(decision, pattern)
+                return decision
             case _ if op.name in ("outer_product", "elementwise_product"):
                 return decide_outer(op, operands, self.rules, wanted)
             case Category.MOVE:
                 is_wanted = op.equation.outvars[0] in facts.demand.wanted
                 return decide_move(op, operands, is_wanted, facts.around.is_backward(op))
         return decide_infer(op, operands, wanted, half)
+
+    def _float32_result(
+        self, decision: Decision, course: Course, operands: Sequence[State], facts: Facts
+    ) -> str:
+        """Returns the pattern of `float32_results` that selects a product of half operands, if any."""
+        if not self.rules.float32_results or not decision.takes_half or facts.around.is_backward(decision.op):
+            return ""
+        by_argument = (state.float32_result for state in operands if state.float32_result)
+        pattern = course.float32_result or next(by_argument, "")
+        if pattern:
+            self.scopes.select_float32_result(pattern)
+        return pattern
 
     # Calls: operations that run jaxprs.
 

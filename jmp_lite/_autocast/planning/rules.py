@@ -23,6 +23,9 @@ Operations = Iterable[str | Primitive] | None
 ScopeRules = Mapping[str, DTypeLike] | Iterable[tuple[str, DTypeLike]] | None
 """Exceptions by scope: patterns over scopes and argument paths, each with a dtype."""
 
+Patterns = str | Iterable[str] | None
+"""A pattern over scopes and argument paths, or several."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -36,6 +39,7 @@ class Rules:
         reduce_dtype: float32 if the products that make weight gradients give float32; else None.
         precisions: the precisions that `jax_default_matmul_precision` gives to products. The program did not
             ask for them.
+        float32_results: patterns over scopes and argument paths: their products give float32 results.
     """
 
     dtype: np.dtype
@@ -43,6 +47,7 @@ class Rules:
     scopes: tuple[tuple[str, bool], ...]
     reduce_dtype: np.dtype | None = None
     precisions: frozenset[str] = frozenset()
+    float32_results: tuple[str, ...] = ()
 
     def category_of(self, name: str) -> Category:
         """Returns the category of the primitive called `name`."""
@@ -52,6 +57,10 @@ class Rules:
         """Returns the first rule that selects the scope or argument `path`, and whether it keeps float32."""
         return next((scope for scope in self.scopes if matches(scope[0], path)), None)
 
+    def float32_result_for(self, path: str) -> str:
+        """Returns the first pattern of `float32_results` that selects a scope or argument, or nothing."""
+        return next((pattern for pattern in self.float32_results if matches(pattern, path)), "")
+
 
 def make_rules(
     dtype: DTypeLike,
@@ -60,6 +69,7 @@ def make_rules(
     infer: Operations = (),
     rules: ScopeRules = (),
     reduce_dtype: DTypeLike | None = None,
+    float32_results: Patterns = (),
 ) -> Rules:
     """Reads the options of `autocast`; see there.
 
@@ -78,7 +88,13 @@ def make_rules(
         if category is Category.RANGE:
             categories[name] = Category.DENY if half == jnp.float16 else Category.INFER
     options = {Category.ALLOW: allow, Category.DENY: deny, Category.INFER: infer}
-    return Rules(half, MappingProxyType(_changed(categories, options)), _scopes(half, rules), reduced)
+    return Rules(
+        half,
+        MappingProxyType(_changed(categories, options)),
+        _scopes(half, rules),
+        reduced,
+        float32_results=_patterns(float32_results),
+    )
 
 
 def _changed(categories: dict[str, Category], options: dict[Category, Operations]) -> dict[str, Category]:
@@ -189,6 +205,18 @@ def _scopes(half: np.dtype, rules: ScopeRules) -> tuple[tuple[str, bool], ...]:
             )
         scopes.append((pattern, dtype == jnp.float32))
     return tuple(scopes)
+
+
+def _patterns(float32_results: Patterns) -> tuple[str, ...]:
+    entries = [float32_results] if isinstance(float32_results, str) else float32_results
+    patterns = tuple(_listed("float32_results", "a pattern over scopes, or several", entries))
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern.strip("/ "):
+            raise TypeError(
+                "float32_results= takes patterns over scopes and arguments, such as '**/head'. Got "
+                f"{pattern!r}."
+            )
+    return tuple(pattern.strip() for pattern in patterns)
 
 
 def fits(value: float, half: np.dtype) -> bool:

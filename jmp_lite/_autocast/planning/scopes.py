@@ -14,6 +14,7 @@ class Scopes:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._used: set[str] = set()
+        self._used_by_results: set[str] = set()
         self._seen: set[str] = set()
         self._reasons: dict[str, str | None] = {}
 
@@ -23,7 +24,7 @@ class Scopes:
         Without rules it is the mark of a scope that autocast leaves as it is, or empty. So a function that is
         called in many scopes is planned once.
         """
-        if self._rules.scopes:
+        if self._rules.scopes or self._rules.float32_results:
             return scope
         marks = (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE)
         return next((mark for mark in marks if mark in scope), "")
@@ -57,6 +58,10 @@ class Scopes:
         self._used.add(pattern)
         return pattern if keeps_float32 else None
 
+    def select_float32_result(self, pattern: str) -> None:
+        """Notes that a pattern of `float32_results` has selected a product of half operands."""
+        self._used_by_results.add(pattern)
+
     def check(self) -> None:
         """Raises a ValueError if a pattern has selected nothing, as a misspelt pattern does."""
         for pattern, _ in self._rules.scopes:
@@ -66,4 +71,11 @@ class Scopes:
                 raise ValueError(
                     f"The rule for '{pattern}' selects nothing: no named scope, Flax module, jitted function "
                     f"or argument that the function uses has that name.{hint} `explain` lists the scopes."
+                )
+        for pattern in self._rules.float32_results:
+            if pattern not in self._used_by_results:
+                raise ValueError(
+                    f"float32_results='{pattern}' selects no product of half operands: no scope or argument "
+                    "has that name, or its products are in float32. `explain` lists the scopes and the "
+                    "products."
                 )

@@ -41,6 +41,8 @@ class State:
         constant: the value is computed from literals alone.
         full: the value is an argument, at most moved. A rule keeps its products in float32.
         reduced: the value is an argument, at most moved. The product that makes its gradient gives float32.
+        float32_result: the value is an argument, at most moved, and this pattern of `float32_results` selects
+            it: products of it give float32. Empty for none.
     """
 
     kind: Kind
@@ -49,6 +51,7 @@ class State:
     constant: bool = False
     full: bool = False
     reduced: bool = False
+    float32_result: str = ""
 
     @property
     def is_half(self) -> bool:
@@ -108,4 +111,5 @@ def join(first: State, second: State) -> State:
     if Kind.HALF in (first.kind, second.kind):
         return FIRM
     kind = max(first.kind, second.kind, Kind.FREE)
-    return State(kind, full=first.full or second.full)
+    float32_result = first.float32_result or second.float32_result
+    return State(kind, full=first.full or second.full, float32_result=float32_result)

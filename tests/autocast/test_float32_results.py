@@ -1,0 +1,180 @@
+"""`float32_results`: products of half operands whose results stay float32, such as logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jmp_lite as jmp
+from tests.support.jaxprs import product_kinds
+
+
+def network(params, x):
+    with jax.named_scope("body"):
+        hidden = jax.nn.relu(x @ params["body"])
+    with jax.named_scope("head"):
+        return hidden @ params["head"]
+
+
+def loss_fn(params, x, y):
+    return optax.softmax_cross_entropy_with_integer_labels(network(params, x), y).mean()
+
+
+keys = jax.random.split(jax.random.key(0), 3)
+PARAMS = {"body": jax.random.normal(keys[0], (16, 32)), "head": 2 * jax.random.normal(keys[1], (32, 64))}
+X, Y = jax.random.normal(keys[2], (8, 16)), jnp.arange(8)
+
+
+def kinds(half):
+    return (half, half, half), (half, half, "float32")
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("pattern", ["**/head", "head", "params/head", ["head"]])
+def test_in_both_orders_only_the_selected_product_gives_float32(half, pattern):
+    autocast = functools.partial(jmp.autocast, dtype=half, float32_results=pattern)
+    narrow, wide = kinds(half)
+    assert product_kinds(autocast(loss_fn), PARAMS, X, Y) == {narrow: 1, wide: 1}
+    for grads in (jax.grad(autocast(loss_fn)), autocast(jax.grad(loss_fn))):
+        counts = product_kinds(grads, PARAMS, X, Y)
+        assert counts[wide] == 1
+        assert set(counts) == {narrow, wide}
+
+
+def test_the_gradients_are_those_of_the_plain_autocast_to_the_rounding_of_half():
+    exact = jax.grad(loss_fn)(PARAMS, X, Y)
+    orders = [
+        jax.grad(jmp.autocast(loss_fn, "bfloat16", float32_results="head"))(PARAMS, X, Y),
+        jmp.autocast(jax.grad(loss_fn), "bfloat16", float32_results="head")(PARAMS, X, Y),
+    ]
+    for name in exact:
+        np.testing.assert_array_equal(orders[0][name], orders[1][name])
+        error = np.linalg.norm(orders[0][name] - exact[name]) / np.linalg.norm(exact[name])
+        assert 0 < error < 4 * jnp.finfo(jnp.bfloat16).eps
+
+
+def test_large_logits_lose_nothing_but_the_rounding_of_the_operands():
+    """Of the same operands in half, the log probabilities are exact to float32."""
+    half = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
+    hidden, head = half(jax.random.normal(keys[0], (64, 32))), half(3 * jax.random.normal(keys[1], (32, 128)))
+
+    def log_probabilities(hidden, head):
+        with jax.named_scope("head"):
+            return jax.nn.log_softmax(hidden @ head)
+
+    expected = np.asarray(jax.nn.log_softmax(np.float64(hidden) @ np.float64(head)))
+    error = lambda **options: np.abs(
+        jmp.autocast(log_probabilities, "bfloat16", **options)(hidden, head) - expected
+    ).max()
+    assert np.abs(expected).max() > 50
+    assert error() > 0.1
+    assert error(float32_results="head") < 1e-4
+
+
+def test_inside_loops_rematerialization_and_jit():
+    stack = jax.random.normal(keys[0], (3, 16, 16)) / 4
+
+    def body(h, w):
+        with jax.named_scope("wide"):
+            return jax.nn.softmax(h @ w), None
+
+    for step in (body, jax.checkpoint(body), jax.jit(body)):
+        fun = lambda stack, x: jnp.sum(lax.scan(step, x, stack)[0] ** 2)  # noqa: B023
+        narrow, wide = kinds("float16")
+        grads = jax.grad(jmp.autocast(fun, "float16", float32_results="wide"))
+        around = jmp.autocast(jax.grad(fun), "float16", float32_results="wide")
+        for gradient in (grads, around):
+            counts = product_kinds(gradient, stack, X)
+            assert set(counts) == {narrow, wide}
+        # A rematerialized forward pass runs the product again.
+        np.testing.assert_allclose(grads(stack, X), jax.grad(fun)(stack, X), atol=2e-3)
+        np.testing.assert_allclose(grads(stack, X), around(stack, X), atol=2e-4)
+
+
+def test_the_path_of_an_argument_names_the_layer_of_an_nnx_model():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.body, self.head = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.body(x))
+
+    model = Model(nnx.Rngs(0))
+    apply = lambda model, x: model(x)
+    report = jmp.explain(jmp.autocast(apply, "float16", float32_results="head"))(model, X)
+    results = [row.outputs[0] for row in report.operations if row.name == "dot_general"]
+    assert results == ["float16[8,32]", "float32[8,8]"]
+
+
+def test_explain_says_which_pattern_kept_the_result():
+    report = jmp.explain(jmp.autocast(loss_fn, "float16", float32_results="head"))(PARAMS, X, Y)
+    reasons = [row.reason for row in report.operations if row.name == "dot_general"]
+    assert ["float32_results='head'" in reason for reason in reasons] == [False, True]
+    assert all(row.in_half for row in report.operations if row.name == "dot_general")
+
+
+def test_with_reduce_dtype_the_weight_gradient_is_float32_too():
+    fun = jmp.autocast(loss_fn, "float16", reduce_dtype="float32", float32_results="head")
+    grads = jax.grad(fun)(PARAMS, X, Y)
+    exact = jax.grad(loss_fn)(PARAMS, X, Y)
+    for name in exact:
+        assert np.linalg.norm(grads[name] - exact[name]) < 2e-3 * np.linalg.norm(exact[name])
+    counts = product_kinds(lambda params: jax.vjp(lambda params: fun(params, X, Y), params)[0], PARAMS)
+    narrow, wide = kinds("float16")
+    assert counts == {narrow: 1, wide: 1}
+
+
+def test_a_residual_stream_reads_the_float32_result():
+    """The result is float32, so the sum after it is float32 and has not lost the digits of the product."""
+    w = jnp.full((256, 4), 1.0)
+    x = jnp.ones((1, 256)) * (1 + 2.0**-7)
+    fun = lambda w, x: x @ w
+    assert jmp.autocast(fun, "bfloat16", float32_results="w")(w, x)[0, 0] == 258.0
+    assert jmp.autocast(fun, "bfloat16")(w, x)[0, 0] != 257.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"float32_results": "hed"}, "float32_results='hed' selects no product of half operands"),
+        ({"float32_results": "head", "rules": {"head": "float32"}}, "selects no product of half operands"),
+        ({"float32_results": ["head", "**/heads"]}, r"float32_results='\*\*/heads' selects no product"),
+    ],
+)
+def test_a_pattern_that_selects_no_product_is_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        jmp.autocast(loss_fn, "float16", **options)(PARAMS, X, Y)
+
+
+@pytest.mark.parametrize("value", [3, "", " / ", ["head", 3]])
+def test_what_is_no_pattern_is_an_error(value):
+    with pytest.raises(TypeError, match="float32_results="):
+        jmp.autocast(loss_fn, "float16", float32_results=value)
+
+
+def test_a_convolution_is_an_error_since_xla_would_widen_its_operands():
+    def fun(kernel, x):
+        with jax.named_scope("stem"):
+            return lax.conv(x, kernel, (1, 1), "SAME")
+
+    with pytest.raises(
+        ValueError, match=r"selects conv_general_dilated in the scope 'stem'.*narrower pattern"
+    ):
+        jmp.autocast(fun, "float16", float32_results="stem")(jnp.ones((2, 2, 3, 3)), jnp.ones((1, 2, 4, 4)))
+
+
+def test_it_changes_no_other_product_and_an_autocast_to_float32_ignores_it():
+    plain, wide = (
+        jmp.explain(jmp.autocast(network, "float16", **options))(PARAMS, X).operations
+        for options in ({}, {"float32_results": "head"})
+    )
+    changed = [row.scope for row, other in zip(plain, wide, strict=True) if row.outputs != other.outputs]
+    assert changed == ["head"]
+    assert set(product_kinds(jmp.autocast(loss_fn, "float32", float32_results="head"), PARAMS, X, Y)) == {
+        ("float32",) * 3
+    }
