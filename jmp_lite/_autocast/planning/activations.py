@@ -1,10 +1,10 @@
 """Finds the activation functions in a jaxpr: functions of one or two values, element by element.
 
-A GELU is seven operations. One of them is a power, which runs in float32 and takes all later ones along.
-Differentiated one by one, the operations would keep four float32 arrays for the backward pass. Taken together
-they are one function of one value: autocast computes it in float32, keeps only the half operand, and computes
-the rest again in the backward pass. It does so where the operands are in half and only products read the
-result, which they take in half in any case.
+A GELU is seven operations. One of them is a power. It runs in float32, and so do all later operations. If JAX
+differentiated the operations one by one, they would keep four float32 arrays for the backward pass. Together
+the operations are one function of one value. autocast computes this function in float32, keeps only the half
+operand, and computes the function again in the backward pass. It does so if the operands are in half and only
+products read the result: products take half operands in any case.
 """
 
 import collections
@@ -17,13 +17,14 @@ from .op import Op
 
 @dataclasses.dataclass(frozen=True)
 class Anatomy:
-    """Facts about an open jaxpr that hold whatever is decided about it.
+    """The readers of each variable of an open jaxpr, and its activation functions. No decision changes them.
 
     Attributes:
-        sources: for each variable that is a function of one or two others, element by element, those others.
+        sources: the one or two operands of each variable that is a function of them, element by element.
         members: for each such variable, the indexes of the operations that compute it.
-        ends: the variables among them whose computation has a part that is better left in float32.
-        consumers: for each variable, the indexes of the operations that read it, once for each time.
+        ends: the variables among them with an operation that should stay in float32.
+        consumers: for each variable, the indexes of the operations that read it. An operation that reads the
+            variable twice is there twice.
         outputs: how often each variable is an output.
     """
 
@@ -34,7 +35,7 @@ class Anatomy:
     outputs: collections.Counter[Var]
 
     def reads(self, var: Var) -> int:
-        """Returns how often `var` is read or given out."""
+        """Returns how often an operation reads `var` or the jaxpr returns it."""
         return len(self.consumers[var]) + self.outputs[var]
 
     def read_only_by(self, var: Var, indexes: Set[int]) -> bool:
@@ -42,7 +43,7 @@ class Anatomy:
         return not self.outputs[var] and all(reader in indexes for reader in self.consumers[var])
 
     def may_end(self, op: Op) -> bool:
-        """Whether an operation gives the result of a function with a part that is better left in float32."""
+        """Whether an operation ends an activation function, a part of which should stay in float32."""
         return op.equation.outvars[0] in self.ends and is_float32(op.equation.outvars[0])
 
 

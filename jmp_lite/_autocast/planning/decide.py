@@ -1,4 +1,4 @@
-"""Decides about one operation: in which precision it runs, and why. One function for each category."""
+"""Decides in which precision one operation runs, and why. There is one function for each category."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from .states import FIRM, HALF, OTHER, Kind, State, broadcast, may_be_rounded, m
 
 
 def in_float32(op: Op, operands: Sequence[State], course: Course) -> Decision:
-    """Float32 operands, and results that insist on float32 unless they are made of literals alone."""
+    """Runs an operation in float32. Its results stay float32 unless they are computed from literals alone."""
     constant = all(state.constant for state in operands) and not op.equation.effects
     state = State(Kind.FREE, constant=True) if constant else FIRM
     changed = any(state.is_half for state in operands)
@@ -39,7 +39,7 @@ def in_float32(op: Op, operands: Sequence[State], course: Course) -> Decision:
 
 
 def decide_kept(op: Op, operands: Sequence[State], course: Course, half: np.dtype) -> Decision:
-    """An operation whose course has a reason keeps the dtypes of the program, or takes float32."""
+    """Decides about an operation whose course has a reason: it runs as in the program, or in float32."""
     decision = in_float32(op, operands, course)
     if course.category is not Category.ALLOW or not _widens(op, half):
         return decision
@@ -59,13 +59,13 @@ def _widens(op: Op, half: np.dtype) -> bool:
 
 
 def decide_product(op: Op, operands: Sequence[State], rules: Rules, makes_weight_gradient: bool) -> Decision:
-    """An operation of the allow list takes half operands, unless a rule keeps an operand in float32.
+    """Decides about an operation of the allow list: half operands, unless a rule keeps one in float32.
 
     Args:
         op: the operation.
         operands: the states of its operands.
         rules: what autocast does.
-        makes_weight_gradient: whether it makes a weight gradient, which leaves it in float32.
+        makes_weight_gradient: whether the product makes a weight gradient. Its result is then float32.
     """
     if any(state.full for state in operands):
         return in_float32(op, operands, Course(Category.ALLOW, _FULL_ARGUMENT))
@@ -90,10 +90,10 @@ _GIVES_FLOAT32 = ("dot_general",)
 
 
 def decide_outer(op: Op, operands: Sequence[State], rules: Rules, wanted: Wanted) -> Decision:
-    """A product without a sum runs as an element-wise operation does.
+    """Decides about a product without a sum, which runs as an element-wise operation does.
 
-    The gradients of an outer product are products of half operands. Positions times frequencies are an outer
-    product, which half would make wrong.
+    The gradients of an outer product are products of half operands. The outer product itself may need
+    float32, such as the product of positions and frequencies.
 
     Args:
         op: the operation, outside of a backward pass.
@@ -125,7 +125,7 @@ def _half_params(op: Op, half: np.dtype) -> dict[str, Any]:
 
 
 def decide_infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) -> Decision:
-    """The widest type of the operands that insist on one; half only if the result is wanted in half."""
+    """Decides about an element-wise operation: the widest type of its operands; half only if wanted."""
     float32 = [
         (var, broadcast(op, var, state))
         for var, state in zip(op.equation.invars, operands)
@@ -157,13 +157,13 @@ def decide_infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dty
 
 
 def decide_move(op: Op, operands: Sequence[State], wanted: bool, backward: bool) -> Decision:
-    """Each operand keeps its type.
+    """Decides about an operation that moves data: each operand keeps its type.
 
     Args:
         op: the operation.
         operands: the states of its operands.
         wanted: whether any operation wants the first result in half.
-        backward: whether it is a part of a backward pass.
+        backward: whether the operation is a part of a backward pass.
     """
     outvars = op.equation.outvars
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
@@ -191,7 +191,7 @@ def _moves_both(op: Op, operand: State, wanted: bool, backward: bool) -> bool:
 
 
 def decide_cast(op: Op, operand: State) -> Decision:
-    """autocast obeys a cast of the program; a cast from float32 to float32 does nothing."""
+    """Decides about a cast of the program. autocast obeys it. A cast from float32 to float32 does nothing."""
     (source,), (target,) = op.equation.invars, op.equation.outvars
     action = Bind((Take.AS_IS,))
     if is_float32(source) and is_float32(target):
@@ -215,8 +215,8 @@ def decide_inside(
 ) -> tuple[Inside, ...]:
     """Returns how a call runs its jaxprs.
 
-    The constant of a loop that the body wants in half is given in both dtypes: it is cast once, outside the
-    loop.
+    If the body of a loop wants a constant in half, the loop gets the constant in both dtypes. So the constant
+    is cast once, outside the loop.
     """
 
     def enter(index: int, role: Role, state: State, is_wanted: bool) -> Take:
@@ -243,7 +243,7 @@ def _in_full(operands: Sequence[State]) -> Bind:
 
 
 def _in_half(op: Op, operands: Sequence[State]) -> tuple[Take, ...]:
-    """Returns how an operation takes its operands in half; it may broadcast some of them.
+    """Returns how an operation takes its operands in half. It may broadcast some of them.
 
     The gradient of a broadcast operand is a sum, so the operand is broadcast in float32 and cast after.
     """
@@ -271,10 +271,11 @@ def _fits(state: State, half: np.dtype) -> bool:
 
 
 def _halves(op: Op) -> tuple[State, ...]:
+    """Returns the states of the results of an operation that runs in half."""
     return tuple(HALF if is_float32(var) else OTHER for var in op.equation.outvars)
 
 
 def _results(op: Op, operands: Sequence[State], state: State) -> tuple[State, ...]:
-    """Returns `state` for each float32 result, and for each other result that it is never changed."""
+    """Returns `state` for each float32 result. Results of other dtypes are never changed."""
     other = State(Kind.OTHER, constant=all(state.constant for state in operands))
     return tuple(state if is_float32(var) else other for var in op.equation.outvars)

@@ -1,8 +1,8 @@
-"""Asks, backwards through a jaxpr, which values are wanted in half: the first of the planner's two passes.
+"""The first of the planner's two passes: it goes backwards, and finds the values that are wanted in half.
 
-A value is wanted in half if a product takes it, directly or through operations that would pass it on, and if
-no operation reads it in float32: that operation should not read a rounded value. The pass knows the
-operations, their courses and marks, and no state of a value.
+A value is wanted in half if two conditions hold. A product takes the value, directly or through operations
+that pass it on. No operation reads the value in float32, since that operation would read a rounded value. The
+pass uses the operations, their courses and their marks. It does not know the states of the values.
 """
 
 import collections
@@ -33,12 +33,12 @@ from .scopes import Scopes
 
 
 class Wanted(enum.IntEnum):
-    """How a value is wanted in half."""
+    """How much the readers of a value want the value in half."""
 
     NO = 0
-    INDIRECTLY = 1  # By an operation that passes it on to a product, perhaps with other readers.
-    WITH_OTHERS = 2  # By a product, which would round it, and by other readers that may read it rounded.
-    BY_PRODUCTS_ONLY = 3  # Each reader is a product and would round it.
+    INDIRECTLY = 1  # An operation passes the value on to a product. There may be other readers.
+    WITH_OTHERS = 2  # A product takes the value and rounds it. Other readers may read the rounded value.
+    BY_PRODUCTS_ONLY = 3  # All readers are products, which round the value.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Demand:
     Attributes:
         reads: how often each variable is read.
         wanted: the variables that some operation wants in half.
-        products: for each variable, how often a product, and nothing else, wants it in half.
-        kept: the variables that an operation reads in float32. Rounded for other readers, they would be
-            rounded for that operation too.
-        summed: the variables that a residual sum reads in float32. It may read a rounded one if a product
-            reads it too, which casts by hand would round for both.
+        products: for each variable, how many readers take it in half as a product does.
+        kept: the variables that an operation reads in float32. If other readers rounded such a variable, that
+            operation would read the rounded value too.
+        summed: the variables that a residual sum reads in float32. If a product reads such a variable too,
+            the sum may read it rounded: casts written by hand would round it for both.
     """
 
     reads: Callable[[Var], int]
@@ -70,7 +70,7 @@ class Demand:
         return Wanted.WITH_OTHERS if self.products[var] else Wanted.INDIRECTLY
 
     def of_results(self, op: Op) -> Wanted:
-        """Returns how the results of an operation are wanted: as the result that is wanted most."""
+        """Returns how the results of an operation are wanted: the largest answer among them."""
         outvars = op.equation.outvars
         if len(outvars) == 1:
             return self.of_var(outvars[0])
@@ -99,17 +99,19 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Facts:
-    """What is known of a jaxpr at one point of the program, before the states of its inputs are.
+    """The result of the backward pass for a jaxpr at one point of the program.
+
+    It does not depend on the states of the inputs.
 
     Attributes:
         inside: the open jaxpr.
-        ops: its operations.
-        anatomy: its anatomy.
-        around: the part of the program around it.
+        ops: the operations of the jaxpr.
+        anatomy: the anatomy of the jaxpr.
+        around: the part of the program around the jaxpr.
         courses: the course of each operation.
         marks: the mark of each variable.
-        intermediate: the variables that the backward pass reads on; empty without a `reduce_dtype`.
-        demand: what it wants in half.
+        intermediate: the intermediate variables (`gradients`); empty without a `reduce_dtype`.
+        demand: the variables that the jaxpr wants in half.
     """
 
     inside: Jaxpr
@@ -122,14 +124,14 @@ class Facts:
     demand: Demand
 
     def makes_weight_gradient(self, op: Op) -> bool:
-        """Whether a product makes the gradient of an argument; only with a `reduce_dtype`."""
+        """Whether a product makes the gradient of an argument. Without a `reduce_dtype` no product does."""
         outvars = op.equation.outvars
         is_last = self.intermediate.isdisjoint(outvars) and any(map(self.anatomy.reads, outvars))
         return is_last and self.around.is_backward(op)
 
 
 class DemandPass:
-    """Goes backwards through jaxprs, through each one once for each way in which it is used."""
+    """Goes backwards through jaxprs: once through a jaxpr for each set of inputs and wanted outputs."""
 
     def __init__(self, rules: Rules, scopes: Scopes) -> None:
         self._rules, self._scopes = rules, scopes
@@ -145,7 +147,7 @@ class DemandPass:
 
         Args:
             jaxpr: the jaxpr.
-            wanted: for each output, whether it is wanted in half.
+            wanted: for each output, how it is wanted in half.
             inputs: the mark of each constant and input.
             around: the part of the program around it.
         """
@@ -216,7 +218,7 @@ class DemandPass:
                     demand.sum(var) if op.is_residual_sum else demand.keep(var)
 
     def _halves(self, op: Op, course: Course, facts: Facts) -> tuple[bool, bool]:
-        """Returns whether an operation is a product of half operands, and whether it may give half."""
+        """Returns two flags: the operation takes half operands as a product; its result may be in half."""
         operands = [mark_of(var, facts.marks) for var in op.equation.invars]
         takes_half = course.is_half_product and Mark.FULL not in operands
         infers = course.category is Category.INFER and not course.reason
@@ -250,7 +252,10 @@ class DemandPass:
 
 
 def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:
-    """Returns for each output of an inner jaxpr whether it is wanted in half; a carry keeps its dtype."""
+    """Returns for each output of an inner jaxpr how it is wanted in half.
+
+    An output that is the carry of a loop is not wanted in half: a carry keeps its dtype.
+    """
     return tuple(
         Wanted.NO if index is None or carry else results[index]
         for index, carry in zip(inner.results, inner.carries)
@@ -260,7 +265,7 @@ def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]
 def _wants(
     op: Op, course: Course, takes_half: bool, gives_half: bool, result: Wanted, half: np.dtype
 ) -> Wanted:
-    """Returns how an operation wants its operands, whose results are wanted as `result`."""
+    """Returns how an operation wants its operands in half. Its results are wanted as `result`."""
     if takes_half:
         return Wanted.BY_PRODUCTS_ONLY
     if op.is_cast:
@@ -273,7 +278,7 @@ def _wants(
 
 
 def _reads_in_float32(op: Op, course: Course, takes_half: bool, gives_half: bool, demand: Demand) -> bool:
-    """Whether an operation computes a float32 value from its operands, which should then not be rounded."""
+    """Whether an operation computes a float32 value. Its operands should then not be rounded."""
     if takes_half or (course.category is Category.INFER and op.traits.saturates):
         return False
     keeps = any(map(demand.keeps, op.equation.outvars))

@@ -1,9 +1,10 @@
 """Finds the products that make weight gradients in the jaxpr of a backward pass, for `reduce_dtype`.
 
-Further products and functions of the backward pass read the cotangent of an activation: it is intermediate.
-Nothing does so with the gradient of an argument: from the product that makes it, only moves and sums lead out
-of the backward pass. So these products are found without the forward pass, and in loops and recomputed layers
-too.
+A variable is intermediate if the backward pass computes something of it: if an operation other than a move or
+a sum reads it. The cotangent of an activation is intermediate. The gradient of an argument is not: only moves
+and sums lead from its product to the end of the backward pass. So the products that make weight gradients are
+those whose results are not intermediate. The search does not need the forward pass. It also works in loops
+and recomputed layers.
 """
 
 import math
@@ -16,9 +17,9 @@ from .op import Op
 
 
 class WeightGradients:
-    """Says which variables are intermediate in the backward pass: it does more than move and add them.
+    """Finds the intermediate variables of jaxprs.
 
-    It remembers each answer, since loops and nested calls ask again.
+    It keeps each answer, since loops and nested calls ask again.
     """
 
     def __init__(self, ops_of: Callable[[Jaxpr], Sequence[Op]]) -> None:
@@ -31,7 +32,7 @@ class WeightGradients:
 
         Args:
             jaxpr: the jaxpr, closed or open.
-            outputs: for each output, whether it is intermediate.
+            outputs: one flag for each output: whether the output is intermediate.
             backward: whether the whole jaxpr is a part of a backward pass.
         """
         inside = open_jaxpr(jaxpr)
@@ -50,13 +51,13 @@ class WeightGradients:
         return self._known[key]
 
     def outputs(self, inner: Inner, results: Sequence[bool], backward: bool) -> tuple[bool, ...]:
-        """Returns for each output of a jaxpr in a call whether it is intermediate.
+        """Returns one flag for each output of a jaxpr in a call: whether the output is intermediate.
 
-        The carry of a loop is if the next iteration does more than move it and add to it.
+        The carry of a loop is also intermediate if it is an intermediate input of the next iteration.
 
         Args:
             inner: the jaxpr in the call.
-            results: for each result of the call, whether it is intermediate.
+            results: one flag for each result of the call: whether the result is intermediate.
             backward: whether the call is a part of a backward pass.
         """
         inputs = open_jaxpr(inner.jaxpr).invars[inner.constants :]
@@ -72,7 +73,7 @@ class WeightGradients:
             outputs = wider
 
     def _operands(self, op: Op, results: Sequence[bool], backward: bool) -> list[bool]:
-        """Returns for each operand of an operation whether it is intermediate."""
+        """Returns one flag for each operand: whether this operation makes the operand intermediate."""
         if op.category is not Category.CALL:
             # Operations outside the backward pass, such as an optimizer's, read finished gradients.
             return [backward and (any(results) or not _passes(op))] * len(op.equation.invars)
@@ -85,7 +86,7 @@ class WeightGradients:
 
 
 def _passes(op: Op) -> bool:
-    """Whether the gradient of an argument may leave the backward pass through an operation."""
+    """Whether an operation only moves or adds: its operand may be the gradient of an argument."""
     if op.name in ("broadcast_in_dim", "reduce_sum"):  # The gradient of a broadcast weight is a float32 sum.
         sizes = {math.prod(var.aval.shape) for var in (op.equation.invars[0], op.equation.outvars[0])}
         return len(sizes) == 1

@@ -1,7 +1,8 @@
-"""Marks: which values surely stay float32, whatever products want.
+"""Marks: a first estimate of the dtype of each value.
 
-The backward pass asks with them whether an operation could give a half result at all. A mark says less than a
-state, and is found before anything is decided. Where a mark is not sure it says so.
+The planner finds the marks before it decides anything. A mark says which values stay float32 in any case. The
+backward pass (`demand`) uses the marks: it asks whether an operation can give a half result. A mark says less
+than a state. `UNKNOWN` is the mark of a value that may be in half.
 """
 
 import enum
@@ -16,13 +17,13 @@ from .op import Course, Op
 
 
 class Mark(enum.IntEnum):
-    """What is known of a value. An operation in the widest type gives the largest mark of its operands."""
+    """The mark of a value. The result of an element-wise operation has the largest mark of the operands."""
 
-    CONSTANT = 0  # Made of literals alone.
-    UNKNOWN = 1  # It may be in half, or take the type of other operands.
-    ARGUMENT = 2  # An argument, or made of arguments: float32, until it is broadcast or looked up.
-    FIRM = 3  # Computed in float32.
-    FULL = 4  # An argument, at most moved, and a rule keeps the products of it in float32.
+    CONSTANT = 0  # The value is computed from literals alone.
+    UNKNOWN = 1  # The value may be in half, or take the type of other operands.
+    ARGUMENT = 2  # The value is computed from arguments. It is float32 until it is broadcast or looked up.
+    FIRM = 3  # The value is computed in float32.
+    FULL = 4  # The value is an argument, at most moved. A rule keeps its products in float32.
 
 
 Marks = dict[Var, Mark]
@@ -44,7 +45,7 @@ def find_marks(inside: Jaxpr, inputs: Sequence[Mark], ops: Sequence[Op], courses
 
 
 def entering(mark: Mark, role: Role, var: Var) -> Mark:
-    """The mark of an operand inside the jaxpr that takes it: the carry of a loop keeps its dtype."""
+    """Returns the mark of an operand inside the jaxpr that takes it. The carry of a loop keeps its dtype."""
     if role is not Role.CARRY:
         return mark
     return Mark.FIRM if is_float32(var) else Mark.UNKNOWN

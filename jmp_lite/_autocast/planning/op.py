@@ -1,4 +1,7 @@
-"""What is known of an operation before anything is decided: read once for each equation, and passed on."""
+"""Reads each equation of a jaxpr once, and keeps what the planner needs of it: the class `Op`.
+
+All later files of the planner take an `Op` in place of an equation. No decision changes it.
+"""
 
 import dataclasses
 import math
@@ -36,15 +39,15 @@ class Op:
 
     Attributes:
         equation: the equation.
-        name: its name in the table of primitives.
-        traits: what the table says of it.
-        category: its category after the user's options.
-        scope: the named scopes around it, without those around its jaxpr.
-        inner: the jaxprs that it runs; empty for most operations.
-        is_transposed: whether JAX made it for a backward pass.
-        is_recomputed: whether it computes a part of the forward pass again.
-        recomputes: whether the backward pass of a loop computes float32 values again, in place of keeping
-            them.
+        name: the name of the operation in the table of primitives.
+        traits: the row of the table.
+        category: the category of the operation after the user's options.
+        scope: the named scopes around the operation, without those around its jaxpr.
+        inner: the jaxprs that the operation runs; empty for most operations.
+        is_transposed: whether JAX made the operation for a backward pass.
+        is_recomputed: whether the operation computes a part of the forward pass again.
+        recomputes: whether the operation is a loop whose backward pass computes float32 values again. Other
+            loops keep these values.
     """
 
     equation: Equation
@@ -59,17 +62,17 @@ class Op:
 
     @property
     def variables(self) -> list[Var]:
-        """Its operands without the literals."""
+        """The operands without the literals."""
         return [var for var in self.equation.invars if not is_literal(var)]
 
     @property
     def is_cast(self) -> bool:
-        """Whether it is a cast of the program."""
+        """Whether the operation casts."""
         return self.name == "convert_element_type"
 
     @property
     def is_residual_sum(self) -> bool:
-        """Whether it is the sum of two values of the same shape."""
+        """Whether the operation adds two values of the same shape."""
         if self.name != "add":
             return False
         shape = self.equation.outvars[0].aval.shape
@@ -77,15 +80,15 @@ class Op:
 
     @property
     def stays_float32(self) -> bool:
-        """Whether it is better left in float32, as a part of an activation function."""
+        """Whether the operation should stay in float32 as a part of an activation function."""
         return self.category is Category.DENY or self.traits.category is Category.RANGE
 
     def moved_operand(self, result: int) -> int:
-        """Returns the index of the operand from which a move takes its result at the index `result`."""
+        """Returns the index of the operand that a move gives as its result at the index `result`."""
         return result if len(self.equation.outvars) == len(self.equation.invars) else 0
 
     def frees(self, out: Var) -> bool:
-        """Whether a move broadcasts an argument, or looks up its rows: it takes the type of others then."""
+        """Whether a move broadcasts its operand or looks up rows. The result is then free (`states`)."""
         is_broadcast = self.name == "broadcast_in_dim" and grows(self.equation.invars[0], out)
         return is_broadcast or self.name == "gather"
 
@@ -133,13 +136,14 @@ def _recomputes(equation: Equation) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """The part of a program around a jaxpr, as far as it decides anything.
+    """What the planner needs to know of the program around a jaxpr.
 
     Attributes:
         scope: the scopes around the jaxpr.
-        backward: whether it runs in a backward pass.
-        intermediate: for each output, whether the backward pass reads it on; empty without a `reduce_dtype`.
-        recomputed: whether it is a part of a loop whose backward pass computes it again from half values.
+        backward: whether the jaxpr runs in a backward pass.
+        intermediate: one flag for each output: whether the output is intermediate (`gradients`). Empty
+            without a `reduce_dtype`.
+        recomputed: whether the jaxpr is in a loop whose backward pass computes it again from half values.
     """
 
     scope: str = ""
@@ -158,7 +162,7 @@ class Around:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Course:
-    """How an operation runs, as far as this does not depend on its operands.
+    """How an operation runs, before the planner knows the states of its operands.
 
     Attributes:
         category: the category that decides.
@@ -170,7 +174,7 @@ class Course:
 
     @property
     def is_half_product(self) -> bool:
-        """Whether it is a product of half operands, unless a rule keeps an operand in float32."""
+        """Whether the operation is a product that takes half operands, unless a rule keeps one in float32."""
         return self.category is Category.ALLOW and not self.reason
 
 

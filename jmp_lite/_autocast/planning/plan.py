@@ -1,7 +1,7 @@
-"""What a plan consists of: plain data.
+"""The parts of a plan, as plain data.
 
-The planner decides about each equation once, and writes an action: all that the interpreter needs to run the
-equation. The interpreter carries the actions out and decides nothing.
+The planner decides about each equation once, and writes an action. An action is all that the interpreter
+needs to run the equation. The interpreter carries the actions out and decides nothing.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Bind:
     Attributes:
         operands: how it takes each operand.
         params: the parameters that change.
-        narrow: for each result, whether it is cast to half and stored so; empty for no cast.
+        narrow: one flag for each result: whether the result is stored in half. Empty if no result is.
     """
 
     operands: tuple[Take, ...]
@@ -51,10 +51,10 @@ class Bind:
 
 @dataclasses.dataclass(frozen=True)
 class WideGradient(Bind):
-    """Runs a product of half operands whose weight gradients leave their own products in float32.
+    """Runs a product of half operands. The products that make its weight gradients give float32.
 
     Attributes:
-        wide: for each operand, whether its gradient is such a weight gradient.
+        wide: one flag for each operand: whether its gradient is such a weight gradient.
     """
 
     wide: tuple[bool, ...] = ()
@@ -62,7 +62,7 @@ class WideGradient(Bind):
 
 @dataclasses.dataclass(frozen=True)
 class WideResult(Bind):
-    """Runs a product of half operands that makes a weight gradient, which leaves it in float32."""
+    """Runs a product of half operands that makes a weight gradient. The result is float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +107,9 @@ class Inside:
 
     Attributes:
         inner: the jaxpr, and which operands it takes.
-        plan: its plan.
-        enter: how it takes each of its operands.
-        leave: how the call takes each of its results.
+        plan: the plan of the jaxpr.
+        enter: how the jaxpr takes each operand.
+        leave: how the call takes each result of the jaxpr.
     """
 
     inner: Inner
@@ -123,11 +123,11 @@ class Call:
     """Runs an operation that runs jaxprs, each by its plan.
 
     Attributes:
-        handler: the name of its handler in `calls.HANDLERS`: that of the primitive, or of another one that
-            runs it too.
+        handler: the name of the handler in `calls.HANDLERS`. It is the name of the primitive, or of another
+            primitive whose handler runs the operation too.
         inner: how each jaxpr runs, in the order of `Op.inner`.
-        recompute: whether the backward pass of a loop computes element-wise float32 operations again, to
-            keep the half values that they are computed from.
+        recompute: whether the backward pass of a loop computes element-wise float32 operations again. The
+            loop then keeps only their half operands.
     """
 
     handler: str
@@ -141,11 +141,11 @@ Action = (
 
 
 def rounded(action: Action) -> Action:
-    """Returns an action of an operation whose half operands are computed again in a backward pass.
+    """Returns an action with half operands rounded once more, for a loop that a backward pass computes again.
 
-    By default XLA may leave out a cast down and up again, so that the forward pass reads a value that was
-    never rounded. The backward pass reads the rounded value that the loop has kept. A softmax that is
-    computed of both is no softmax. XLA leaves out no `reduce_precision`.
+    By default XLA may leave out a cast down and up again. The forward pass then reads a value that was never
+    rounded, and the backward pass reads the rounded value that the loop has kept. A softmax that is computed
+    from both is no softmax. XLA never leaves out a `reduce_precision`.
     """
 
     def round_all(takes: tuple[Take, ...]) -> tuple[Take, ...]:
@@ -173,7 +173,7 @@ class Decision:
         results: the state of each result.
         reason: why, in words.
         changed: whether anything differs from the program as it was traced.
-        inner: the plans of the jaxprs inside it.
+        inner: the plans of the jaxprs inside the operation.
     """
 
     op: Op
@@ -202,11 +202,11 @@ class Plan:
 
     Attributes:
         jaxpr: the jaxpr, closed or open.
-        around: the part of the program around it.
-        states: the states of its constants and inputs.
+        around: the part of the program around the jaxpr.
+        states: the states of the constants and inputs.
         decisions: one for each equation.
         results: the state of each output.
-        demand: what it wants in half.
+        demand: the variables that the jaxpr wants in half.
         changed: whether any decision differs from the program as it was traced.
     """
 
@@ -220,7 +220,7 @@ class Plan:
 
     @property
     def is_wanted(self) -> tuple[bool, ...]:
-        """For each input, whether a product wants it in half."""
+        """One flag for each input: whether a product wants the input in half."""
         return tuple(self.demand.products[var] > 0 for var in open_jaxpr(self.jaxpr).invars)
 
     @property

@@ -1,9 +1,9 @@
-"""Plans a jaxpr before anything is computed: in which precision every operation runs, and why.
+"""Plans a jaxpr before anything is computed: the precision in which every operation runs, and the reason.
 
-A plan is made in two passes. The first goes backwards and asks of every value whether a product wants it in
-half, and whether an operation reads it in float32 (`demand`). The second goes forwards and decides, by the
-category of each operation and the states of its operands (`decide`). Each jaxpr is planned once for each set
-of inputs.
+A plan is made in two passes. The first pass goes backwards (`demand`). It asks two questions about each
+value: does a product want the value in half, and does an operation read the value in float32? The second pass
+goes forwards and decides (`decide`), by the category of each operation and the states of its operands. Each
+jaxpr is planned once for each set of inputs.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from .states import FIRM, HALF, OTHER, Kind, State, entering, join, leaving
 
 
 class Planner:
-    """Makes plans by a set of rules, each once; one planner serves one call of an autocast function."""
+    """Makes each plan once, by a set of rules. One planner serves one call of an autocast function."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = dataclasses.replace(rules, precisions=configured_precisions())
@@ -56,7 +56,7 @@ class Planner:
         self._demand_pass = DemandPass(self.rules, self.scopes)
 
     def argument(self, value: Array, path: str) -> State:
-        """Returns the state of an argument called `path`, or of a constant, which has no path."""
+        """Returns the state of the argument at `path`. A constant has an empty path."""
         if getattr(value, "dtype", None) != jnp.float32:
             return OTHER
         if self.scopes.rule_for(path):
@@ -66,7 +66,7 @@ class Planner:
         return State(Kind.OPEN, leaf=True, reduced=bool(path) and self.rules.reduce_dtype is not None)
 
     def constant(self, value: Array) -> State:
-        """Returns the state of a constant: a number that is known, or like an argument."""
+        """Returns the state of a constant: a literal if its value is known, else as an argument."""
         number = _number(value) if getattr(value, "dtype", None) == jnp.float32 else None
         if number is not None:
             return State(Kind.LITERAL, number, constant=True)
@@ -90,7 +90,7 @@ class Planner:
         Args:
             jaxpr: the jaxpr, closed or open.
             inputs: the state of each input.
-            wanted: for each output, whether it is wanted in half.
+            wanted: for each output, how it is wanted in half.
             around: the part of the program around the jaxpr.
         """
         states = (*map(self.constant, constants(jaxpr)), *inputs)
@@ -180,7 +180,7 @@ class Planner:
 
 
 def _mark_of(state: State) -> Mark:
-    """Returns what a state says to the backward pass."""
+    """Returns the mark of a value in the given state, for the backward pass."""
     if state.full:
         return Mark.FULL
     marks = {Kind.LITERAL: Mark.CONSTANT, Kind.OPEN: Mark.ARGUMENT, Kind.FIRM: Mark.FIRM}
@@ -191,7 +191,7 @@ _PART = "part of a function of half values, computed in float32"
 
 
 def _activation(facts: Facts, decisions: Sequence[Decision], known: dict[Var, State]) -> Decision | None:
-    """Returns the last decision as one to compute an activation function, if the rest allows it."""
+    """Returns a decision to compute the last operation as an activation function; None if it is none."""
     last, anatomy = decisions[-1], facts.anatomy
     (out,) = last.op.equation.outvars
     members = [decisions[index] for index in sorted(anatomy.members[out])]

@@ -1,4 +1,4 @@
-"""What the options of `autocast` mean: the list of every operation, and the exceptions by scope."""
+"""Reads the options of `autocast`: the category of every operation, and the exceptions by scope."""
 
 import dataclasses
 import difflib
@@ -26,16 +26,16 @@ ScopeRules = Mapping[str, DTypeLike] | Iterable[tuple[str, DTypeLike]] | None
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What one autocast does.
+    """The options of one autocast, after all checks.
 
     Attributes:
         dtype: float16 or bfloat16; float32 for an autocast that changes nothing.
         categories: the category of each primitive that the table or the user names.
-        scopes: pairs of a pattern over scopes and argument paths, and whether it keeps float32 there; the
-            first pattern that matches wins.
+        scopes: pairs of a pattern over scopes and argument paths, and a flag: whether autocast keeps float32
+            there. The first pattern that matches wins.
         reduce_dtype: float32 if the products that make weight gradients give float32; else None.
-        precisions: the precisions of products that are no wish of the program: `jax_default_matmul_precision`
-            gives them.
+        precisions: the precisions that `jax_default_matmul_precision` gives to products. The program did not
+            ask for them.
     """
 
     dtype: np.dtype

@@ -1,4 +1,4 @@
-"""The scopes in which autocast keeps out: `full_precision`, another autocast, the user's rules."""
+"""The scopes that autocast leaves as they are: `full_precision`, another autocast, the user's rules."""
 
 import difflib
 
@@ -9,7 +9,7 @@ from .rules import Rules
 
 
 class Scopes:
-    """The scopes and arguments that one call of an autocast function has, and what the rules say of them."""
+    """The rules for the scopes and arguments of one call of an autocast function."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -18,9 +18,10 @@ class Scopes:
         self._reasons: dict[str, str | None] = {}
 
     def that_matters(self, scope: str) -> str:
-        """Returns the part of a scope that may decide anything: without rules, whether autocast keeps out.
+        """Returns the part of a scope on which decisions depend.
 
-        So a function that is called in many scopes is planned once.
+        Without rules it is the mark of a scope that autocast leaves as it is, or empty. So a function that is
+        called in many scopes is planned once.
         """
         if self._rules.scopes:
             return scope
@@ -28,7 +29,7 @@ class Scopes:
         return next((mark for mark in marks if mark in scope), "")
 
     def why_as_traced(self, path: str) -> str | None:
-        """Returns why everything in the scope `path` stays as it was traced; None if it does not."""
+        """Returns why the scope `path` stays as it was traced. None if autocast changes it."""
         if path not in self._reasons:
             reason = None
             if AUTOCAST_SCOPE in path:
@@ -57,7 +58,7 @@ class Scopes:
         return pattern if keeps_float32 else None
 
     def check(self) -> None:
-        """Raises a ValueError if a pattern has selected nothing: a part of the model would stay as it is."""
+        """Raises a ValueError if a pattern has selected nothing, as a misspelt pattern does."""
         for pattern, _ in self._rules.scopes:
             if pattern not in self._used:
                 near = difflib.get_close_matches(pattern, self._seen, n=3, cutoff=0.3)

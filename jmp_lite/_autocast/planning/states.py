@@ -1,14 +1,14 @@
-"""What autocast knows of a value: plain data, and how each kind of operation changes it.
+"""States: what autocast knows of a value. The functions say how an operation changes a state.
 
-Only float32 values are ever changed. A state says what autocast knows of one value:
+Only float32 values are ever changed. The kinds of values are:
 
-- a literal is a number; the number decides whether half can hold it;
-- a free value takes the type of the operands that it meets: a broadcast bias, scale or mask, a looked-up
-  embedding, a value that is made of literals alone;
-- an open value is an argument of the function, or made of arguments: float32, until it is broadcast or looked
-  up;
-- a firm value was computed in float32, because an operation or the user demands it;
-- a half value was computed in half.
+- A literal is a number. The number decides whether half can hold it.
+- A free value takes the type of the other operands: a broadcast bias, scale or mask, a looked-up embedding, a
+  value that is computed from literals alone.
+- An open value is an argument of the function, or is computed from arguments. It is float32 until it is
+  broadcast or looked up.
+- A firm value was computed in float32, because an operation or the user demands it.
+- A half value was computed in half.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from .op import Op
 
 
 class Kind(enum.IntEnum):
-    """The kind of a value, in the order of precedence: the last kind decides. See above."""
+    """The kind of a value. Among several operands the largest kind decides."""
 
     OTHER = 0  # Not float32: integers, keys, float64, half values of the user's own. Never changed.
     LITERAL = 1
@@ -37,10 +37,10 @@ class State:
     Attributes:
         kind: see `Kind`.
         number: the value of a literal.
-        leaf: the value is an argument, at most moved, or holds only 0 and 1: half may round it.
-        constant: the value is made of literals alone.
-        full: the value is an argument, at most moved, and a rule keeps the products of it in float32.
-        reduced: the value is an argument, at most moved, and its gradient leaves its product in float32.
+        leaf: the value is an argument, at most moved, or holds only 0 and 1. It may be rounded to half.
+        constant: the value is computed from literals alone.
+        full: the value is an argument, at most moved. A rule keeps its products in float32.
+        reduced: the value is an argument, at most moved. The product that makes its gradient gives float32.
     """
 
     kind: Kind
@@ -62,7 +62,7 @@ HALF = State(Kind.HALF)
 
 
 def moved(op: Op, state: State, out: Var) -> State:
-    """The state of an operand after a move: a broadcast or looked-up argument becomes free."""
+    """Returns the state of an operand after a move. A broadcast or looked-up argument becomes free."""
     if not is_float32(out) or state.kind != Kind.OPEN:
         return state
     freed = op.frees(out) and (state.leaf or op.name != "gather")
@@ -71,13 +71,13 @@ def moved(op: Op, state: State, out: Var) -> State:
 
 
 def broadcast(op: Op, var: Var, state: State) -> State:
-    """The state of an operand that an element-wise operation may broadcast along axes of size 1."""
+    """Returns the state of an operand that an element-wise operation may broadcast along axes of size 1."""
     freed = state.kind == Kind.OPEN and op.broadcasts(var)
     return dataclasses.replace(state, kind=Kind.FREE) if freed else state
 
 
 def may_be_rounded(op: Op, var: Var, state: State) -> bool:
-    """Whether an operand may be taken in half: a half value, a literal, or a parameter that is added.
+    """Whether an operation may take an operand in half: a half value, a literal, or a parameter that it adds.
 
     A factor may leave the range of half where the product does not.
     """
@@ -85,7 +85,7 @@ def may_be_rounded(op: Op, var: Var, state: State) -> bool:
 
 
 def entering(state: State, role: Role) -> State:
-    """The state of an operand inside the jaxpr that takes it."""
+    """Returns the state of an operand inside the jaxpr that takes it."""
     if role is not Role.CARRY:
         return state
     # A value that changes from one iteration to the next is no constant.
@@ -93,14 +93,14 @@ def entering(state: State, role: Role) -> State:
 
 
 def leaving(state: State, carry: bool, wanted: bool) -> State:
-    """The state of a result outside its loop: a carry keeps its dtype, a slice leaves in half if wanted."""
+    """Returns the state of a result outside its loop. A carry keeps its dtype; a slice may be in half."""
     if state.kind == Kind.OTHER:
         return state
     return FIRM if carry else HALF if wanted and state.kind == Kind.FIRM else state
 
 
 def join(first: State, second: State) -> State:
-    """The state of a result that may come from either of two branches: the widest."""
+    """Returns the state of a result that comes from one of two branches: the wider one."""
     if first == second:
         return first
     if Kind.OTHER in (first.kind, second.kind):

@@ -77,12 +77,12 @@ class Operation:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a convolution or a product that Tensor Cores could run: no inner product."""
+        """Whether Tensor Cores could run the operation: a convolution or a product, but no inner product."""
         return traits_of(self.name).category is Category.ALLOW and self.category in ("allow", "as traced")
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Whether it is such a product, of half operands."""
+        """Whether Tensor Cores run the operation: `is_product` holds, and its operands are in half."""
         return self.in_half and self.is_product
 
     def __str__(self) -> str:
