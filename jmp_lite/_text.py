@@ -39,9 +39,9 @@ def aligned(rows: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
 def fields_table(settings: Any) -> str:
     """Returns a line for each field of a dataclass that is not None: its name, and its value.
 
-    >>> from jmp_lite import StaticLossScale
-    >>> fields_table(StaticLossScale(32768))
-    'loss_scale  2**15'
+    Examples:
+        >>> fields_table(jmp.StaticLossScale(32768))
+        'loss_scale  2**15'
     """
     pairs = ((field.name, getattr(settings, field.name)) for field in dataclasses.fields(settings))
     rows = [(name, _number(value)) for name, value in pairs if value is not None]

@@ -151,13 +151,12 @@ def unwrap(tree: Any) -> Any:
     return jax.tree.map(lambda v: v.get_value() if is_variable(v) else v, tree, is_leaf=is_variable)
 
 
-def static_field(**kwargs: Any) -> Any:
-    """A dataclass field that is part of the tree's structure instead of a leaf."""
-    return dataclasses.field(metadata={"static": True}, **kwargs)
+STATIC = {"static": True}
+"""The metadata of a dataclass field that is part of the tree's structure instead of a leaf."""
 
 
 def register_state(cls: C) -> C:
-    """Registers a frozen dataclass as a pytree: every field a child, `static_field`s structure.
+    """Registers a frozen dataclass as a pytree: every field a child, a `STATIC` field structure.
 
     The flattening is derived from the fields, so none can be forgotten. `jax.tree_util`'s own
     `register_dataclass` rebuilds through `__init__`, whose checks would then turn down the trees

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite
-from jmp_lite._tree import cast_floating, register_state, replace_leaves, static_field
+from jmp_lite._tree import STATIC, cast_floating, register_state, replace_leaves
 
 FLOATING = ["float16", "bfloat16", "float32", "float8_e4m3fn"]
 
@@ -243,9 +243,9 @@ def test_no_branch_is_taken():
 @dataclasses.dataclass(frozen=True)
 class State:
     count: Any
-    period: int = static_field()
+    period: int = dataclasses.field(metadata=STATIC)
     moments: Any = None
-    name: str = static_field(default="a")
+    name: str = dataclasses.field(default="a", metadata=STATIC)
 
     def __post_init__(self):
         if not hasattr(self.count, "dtype"):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._text import Shown, fields_table
-from .._tree import at_least_float32, has_dtype, register_state, replace_leaves, static_field
+from .._tree import STATIC, at_least_float32, has_dtype, register_state, replace_leaves
 from . import serialization
 from .scalars import LARGEST, SMALLEST, float32_scale, int32_count, number, whole_number
 
@@ -200,7 +200,8 @@ class DynamicLossScale(_Scaling):
             that starts below it, as jmp allows, stays where it is until it grows.
         backoff_factor: by what to multiply on a non-finite step, between 0 and 1. None is `1 / factor`,
             and 0.5 for a factor of 1.
-        max_loss_scale: the largest scale after a growth. A growth beyond it is left out.
+        max_loss_scale: the largest scale after a growth. A growth beyond it is left out. By default
+            it is the largest float32.
         hysteresis: how many non-finite steps to tolerate before backing off. 0 is off. Megatron-LM
             and DeepSpeed count the step that backs off as well: their 2 is 1 here.
         hysteresis_refill: when the tolerance is full again: "growth", when the scale grows, or
@@ -225,14 +226,14 @@ class DynamicLossScale(_Scaling):
 
     loss_scale: Any = 2.0**15
     counter: Any = 0
-    period: int = static_field(default=2000)
-    factor: float = static_field(default=2)
-    min_loss_scale: float = static_field(default=1.0)
+    period: int = dataclasses.field(default=2000, metadata=STATIC)
+    factor: float = dataclasses.field(default=2, metadata=STATIC)
+    min_loss_scale: float = dataclasses.field(default=1.0, metadata=STATIC)
     _: dataclasses.KW_ONLY
-    backoff_factor: float | None = static_field(default=None)
-    max_loss_scale: float = static_field(default=LARGEST)
-    hysteresis: int = static_field(default=0)
-    hysteresis_refill: Literal["growth", "finite"] = static_field(default="growth")
+    backoff_factor: float | None = dataclasses.field(default=None, metadata=STATIC)
+    max_loss_scale: float = dataclasses.field(default=LARGEST, metadata=STATIC)
+    hysteresis: int = dataclasses.field(default=0, metadata=STATIC)
+    hysteresis_refill: Literal["growth", "finite"] = dataclasses.field(default="growth", metadata=STATIC)
     hysteresis_left: Any = None
 
     def __post_init__(self) -> None:

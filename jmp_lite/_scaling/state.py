@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree import register_state, static_field, unwrap
+from .._tree import STATIC, register_state, unwrap
 from . import serialization
 from .loss_scale import LossScale
 
@@ -62,8 +62,8 @@ class SkipNonfiniteState:
     leaf_finite: Any
     grad_norm: Any
     counts: Any
-    leaf_names: LeafNames = static_field()  # noqa: RUF009
-    name: str | None = static_field()
+    leaf_names: LeafNames = dataclasses.field(metadata=STATIC)
+    name: str | None = dataclasses.field(metadata=STATIC)
 
     def __post_init__(self) -> None:
         serialization.register(type(self))
