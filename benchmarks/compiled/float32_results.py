@@ -2,8 +2,8 @@
 
     python -m benchmarks.compiled.float32_results
 
-The head of a language model: 8,192 tokens, 1,024 channels, 32,768 words; the loss and both gradients. The bytes
-and products are those of the program that XLA compiles for an H100. The errors of the log probabilities are
+The head of a language model: 8,192 tokens, 1,024 channels, 32,768 words; the loss and both gradients. The
+bytes and products are those of the program that XLA compiles for an H100. The errors of the log probabilities are
 computed here, on 256 tokens: logits of a standard deviation of 16, beside float64.
 """
 
@@ -76,9 +76,7 @@ def table(rows: dict[str, Row]) -> str:
         products = {product.arithmetic for product in row.program.products}
         kinds = f"{len(row.program.products)} {', '.join(sorted(products))}"
         held = row.program.temporary_bytes / 1e6
-        lines.append(
-            f"{arm:27}{kinds:>16}{row.program.bytes_moved / 1e9:10.2f}{held:9,.0f}{row.error:16.1e}"
-        )
+        lines.append(f"{arm:27}{kinds:>16}{row.program.bytes_moved / 1e9:10.2f}{held:9,.0f}{row.error:16.1e}")
     return "\n".join(lines)
 
 

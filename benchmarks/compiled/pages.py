@@ -16,7 +16,9 @@ from benchmarks.compiled import loss_scale_cost, memory, predict
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "accuracy", "memory", "choosing")]
+PAGES = [
+    ROOT / "docs" / f"{name}.md" for name in ("performance", "accuracy", "autocast", "memory", "choosing")
+]
 
 
 def cost(*cases: str) -> str:
@@ -73,7 +75,7 @@ def precisions(family: str) -> str:
 
 
 def text(name: str) -> str:
-    """Returns what `benchmarks.compiled.step` has printed."""
+    """Returns what a command has printed, such as `benchmarks.compiled.step`."""
     return f"```text\n{(RESULTS / name).read_text()}```"
 
 

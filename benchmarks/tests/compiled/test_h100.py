@@ -25,9 +25,10 @@ from tests.support.jaxprs import equations
 if importlib.util.find_spec("jax_cuda13_plugin") is None:
     pytest.skip('needs pip install -e ".[h100]"', allow_module_level=True)
 
-from benchmarks.compiled import loss_scale_cost
+from benchmarks.compiled import float32_results, loss_scale_cost
 from benchmarks.compiled.gpt import gpt, gpt_loss
 from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
+from benchmarks.compiled.pages import RESULTS
 from benchmarks.compiled.step import moved, training_step
 from benchmarks.device import HAS_GPU
 from examples.models import bert, gpt2, seq2seq
@@ -392,3 +393,20 @@ def test_a_loop_reads_rounded_values_in_the_program_too(half):
     w, x = jnp.ones((64, 64)), jnp.ones((32, 64))
     count = lambda fun: compile_for_gpu(jax.jit(fun), w, x).as_text().count("reduce-precision(")
     assert count(jax.grad(jmp.autocast(loss, half))) > count(jax.grad(loss)) == 0
+
+
+def test_float32_logits_of_half_operands_cost_the_bytes_of_wider_logits_and_no_kernel():
+    """docs/autocast.md has the table. The logits are written once and read three times, 2 bytes wider."""
+    half, wide = (float32_results.measure(arm) for arm in list(float32_results.ARMS)[:2])
+    logits = float32_results.TOKENS * float32_results.WORDS
+    assert {(product.arithmetic, product.on_tensor_cores) for product in wide.program.products} == {
+        ("bf16", True)
+    }
+    assert len(wide.program.products) == len(half.program.products) == 3
+    assert wide.program.kernels == half.program.kernels
+    assert wide.program.bytes_moved - half.program.bytes_moved == pytest.approx(8 * logits, rel=0.01)
+    assert wide.error < 1e-4 < 0.1 < half.error
+    page = (RESULTS / "h100-pretended" / "float32_results.txt").read_text()
+    assert all(
+        line in page for line in float32_results.table({'float32_results="head"': wide}).splitlines()[1:]
+    )
