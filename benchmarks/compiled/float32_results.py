@@ -3,8 +3,8 @@
     python -m benchmarks.compiled.float32_results
 
 The head of a language model: 8,192 tokens, 1,024 channels, 32,768 words; the loss and both gradients. The
-bytes and products are those of the program that XLA compiles for an H100. The errors of the log probabilities are
-computed here, on 256 tokens: logits of a standard deviation of 16, beside float64.
+bytes and products are those of the program that XLA compiles for an H100. The errors of the log probabilities
+are computed here, on 256 tokens: logits of a standard deviation of 16, beside float64.
 """
 
 import dataclasses
