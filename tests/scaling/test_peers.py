@@ -343,6 +343,38 @@ def test_keras_scales_a_float16_loss_to_inf(keras):
     assert float(jmp_lite.DynamicLossScale(2.0**16).scale(jnp.float16(1))) == 65536.0
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_keras_fit_leaves_nan_in_moving_statistics(keras):
+    """`fit` skips the update of the weights, and not that of the statistics. `predict` stays NaN."""
+    from examples import keras_model
+
+    def build():
+        norm = keras.layers.BatchNormalization(dtype="mixed_float16")
+        return keras.Sequential([keras.Input((3,)), norm, keras.layers.Dense(2, dtype="mixed_float16")])
+
+    x, y = np.ones((8, 3), np.float32), np.zeros(8, np.int32)
+    x[0, 0] = np.inf
+    theirs, ours = build(), build()
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    theirs.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    theirs.fit(x, y, epochs=1, verbose=0)
+    assert float(optimizer.dynamic_scale.value) == 2.0**14
+    assert all(np.isfinite(variable.value).all() for variable in theirs.trainable_variables)
+    assert not any(np.isfinite(variable.value).all() for variable in theirs.non_trainable_variables)
+    theirs.fit(np.ones_like(x), y, epochs=3, verbose=0)
+    assert np.isnan(theirs.predict(np.ones_like(x), verbose=0)).all()
+
+    tx = jmp_lite.with_loss_scale(optax.sgd(0.1))
+    trainable = keras_model.values_of(ours.trainable_variables)
+    others = keras_model.values_of(ours.non_trainable_variables)
+    before = jax.device_get(others)
+    step = keras_model.make_train_step(ours, tx, "float16")
+    _, others, opt_state, _ = step(trainable, others, tx.init(trainable), x, y)
+    assert not jmp_lite.grads_finite(opt_state)
+    np.testing.assert_array_equal(np.concatenate(others), np.concatenate(before))
+
+
 # mpx
 
 
