@@ -1,0 +1,269 @@
+"""Assertions about precision for a user's own tests, in the manner of chex.
+
+`assert_precision`: the dtype of every product of a function, by scope.
+`assert_tensor_cores`: the share of a compiled program that Tensor Cores run.
+`assert_skips_nonfinite`: that a train step leaves its state alone where a batch holds inf or NaN.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+try:
+    import chex
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("jmp_lite.testing needs chex: pip install 'jmp_lite[testing]'.") from error
+
+from ._autocast.report.explain import explain
+from ._autocast.report.operations import Operation
+from ._dtypes import DTypeLike, parse_dtype
+from ._paths import argument_names, as_patterns, matches, path_name
+from ._scaling.loss_scale import LossScale, is_loss_scale
+from ._scaling.state import SkipNonfiniteState
+from .diagnostics._program.program import Program, read_program
+
+
+def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -> Callable[..., None]:
+    """Returns a function that asserts in which dtype every product of `fun` runs.
+
+    It traces `fun` and computes nothing. It reads the products as they run: of functions of `autocast`, of
+    models under a policy, of casts by hand, and of the gradients of all these.
+
+    Args:
+        fun: any function that JAX can trace: a loss, `jax.grad(autocast(loss_fn))`, a train step.
+        dtypes: a dtype for each pattern over scopes and argument paths, as in the `rules` of `autocast`. The
+            first pattern that matches a product decides. The dtype of a product is that of its operands.
+
+    Returns:
+        A function of the arguments of `fun` that returns nothing. A `jax.ShapeDtypeStruct` may stand for an
+        array.
+
+    Raises:
+        AssertionError: on a call, a product runs in another dtype, or no pattern matches it, or a pattern
+            decides about no product. The message lists each product with its dtypes, scope, line and reason.
+        ValueError, TypeError: `dtypes` is no mapping of patterns to dtypes, or is empty.
+
+    Examples:
+        >>> from jmp_lite.testing import assert_precision
+        >>> def loss(w, x):
+        ...     with jax.named_scope("head"):
+        ...         return jnp.mean(x @ w)
+        >>> half_loss = jmp.autocast(loss, jnp.bfloat16)
+        >>> w, x = jnp.ones((4, 8)), jnp.ones((2, 4))
+        >>> assert_precision(jax.grad(half_loss), {"**/head": "bfloat16"})(w, x)
+
+    Guide: docs/testing.md.
+    """
+    if not isinstance(dtypes, Mapping) or not dtypes:
+        raise TypeError(
+            "assert_precision(fun, dtypes) takes a mapping of patterns to dtypes, such as "
+            f"{{'**/router': 'float32', '**': 'bfloat16'}}. Got {dtypes!r}."
+        )
+    wanted = {pattern: parse_dtype(dtype).name for pattern, dtype in dtypes.items()}
+
+    def assert_fun(*args: Any, **kwargs: Any) -> None:
+        products = [row for row in _report(fun, args, kwargs) if row.is_product]
+        wrong, used = [], set()
+        for product in products:
+            pattern = next((pattern for pattern in wanted if _selects(pattern, product)), None)
+            used.add(pattern)
+            dtype = _dtype_of(product)
+            if pattern is None:
+                wrong.append(f"{dtype}; no pattern matches it: {_described(product)}")
+            elif dtype != wanted[pattern]:
+                wrong.append(f"{dtype}, not the {wanted[pattern]} of '{pattern}': {_described(product)}")
+        scopes = ", ".join(sorted({product.module or "/" for product in products})) or "none"
+        unused = [f"the pattern '{pattern}' decides about no product." for pattern in wanted if pattern not in used]
+        if unused:
+            unused.append(f"The modules with products are: {scopes}.")
+        if wrong or unused:
+            summary = f"{len(wrong)} of {len(products)} products are not as asserted"
+            _fail("assert_precision", summary, [*wrong, *unused])
+
+    return assert_fun
+
+
+def _report(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Operation]:
+    """Returns the operations of `fun` as they run, under the names of its arguments."""
+
+    def as_it_runs(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    # `explain` names arguments by the signature. With the attributes of `fun` it would explain its autocast.
+    as_it_runs.__wrapped__ = fun  # type: ignore[attr-defined]
+    return explain(as_it_runs, "float32")(*args, **kwargs).operations
+
+
+def _selects(pattern: str, product: Operation) -> bool:
+    return any(matches(pattern, path) for path in (product.scope, *product.arguments))
+
+
+def _dtype_of(product: Operation) -> str:
+    """Returns the dtype of the operands, or both where they differ."""
+    return " x ".join(dict.fromkeys(operand.split("[")[0] for operand in product.inputs[:2]))
+
+
+def _described(product: Operation) -> str:
+    operands = f"{' '.join(product.inputs)} -> {' '.join(product.outputs)}"
+    return f"{product.name} {operands}\n    in {product.module or '/'}, {product.source}\n    {product.reason}"
+
+
+def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
+    """Asserts that Tensor Cores run most of the products of a compiled program, in 16 bits or less.
+
+    Args:
+        compiled: a compiled step, `jax.jit(step).lower(...).compile()` on an NVIDIA GPU, or
+            `diagnostics.compile_for("h100", step, ...)` anywhere; or its `Program`.
+        share: the smallest share of the FLOPs of all products, from 0 to 1.
+
+    Raises:
+        AssertionError: the share is smaller. The message lists the products that Tensor Cores do not run, or
+            run in TF32, those with most FLOPs first. A program without products fails, too.
+        ValueError: the program is not one for an NVIDIA GPU, or `share` is not in 0 to 1.
+
+    Examples:
+        ```python
+        from jmp_lite.diagnostics import compile_for
+        from jmp_lite.testing import assert_tensor_cores
+
+        x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+        step = jax.jit(jmp.autocast(lambda x: jnp.tanh(x @ x), jnp.float16))
+        assert_tensor_cores(compile_for("h100", step, x))
+        ```
+
+    Guide: docs/testing.md.
+    """
+    program = compiled if isinstance(compiled, Program) else read_program(compiled)
+    if not 0 < share <= 1:
+        raise ValueError(f"assert_tensor_cores: share is above 0 and at most 1. Got {share!r}.")
+    if "cpu" in program.device.lower() or "tpu" in program.device.lower():
+        raise ValueError(
+            f"assert_tensor_cores takes a program for an NVIDIA GPU. Got one for {program.device}. "
+            "jmp_lite.diagnostics.compile_for('h100', step, *args) compiles one on any machine."
+        )
+    if not program.products:
+        _fail("assert_tensor_cores", "the program has no products", [])
+    if program.tensor_core_share < share:
+        others = [
+            product
+            for product in program.products
+            if not product.on_tensor_cores or product.arithmetic.startswith("tf32")
+        ]
+        others.sort(key=lambda product: -product.flops * product.times)
+        total = sum(product.flops * product.times for product in program.products)
+        lines = [
+            f"{product.flops * product.times / total:.1%} of the FLOPs: {product.kind} in {product.arithmetic}, "
+            f"{' '.join(map(str, product.operands))}, {product.operation}"
+            for product in others
+        ]
+        summary = f"{program.tensor_core_share:.1%} of the FLOPs are on Tensor Cores in half, not {share:.1%}"
+        _fail("assert_tensor_cores", summary, lines)
+
+
+def assert_skips_nonfinite(
+    train_step: Callable[..., Any], state: Any, *batch: Any, ignore: str | Iterable[str] = ()
+) -> None:
+    """Asserts that a train step skips a batch with inf or NaN, and goes on after it.
+
+    It runs the step on the batch until a step is taken, then on the batch with all floating values inf, then
+    with all NaN, then on the batch again. Copies are given to the step, so it may donate its state.
+
+    - After inf and after NaN every leaf of the state is what it was, bit for bit, but for loss scales and the
+      counters of `with_loss_scale`.
+    - The loss scale is what its `adjust` makes of a step that is not finite: a dynamic scale falls.
+    - A clean step afterwards moves a leaf outside of the optimizer: the parameters.
+    - The step is not compiled again, if it is a function of `jax.jit`.
+
+    Args:
+        train_step: called as `train_step(state, *batch)`. It returns the new state, or a tuple that begins with
+            it. The structure, shapes and dtypes of a state do not change.
+        state: any pytree that holds the state of `with_loss_scale` or a loss scale: a tuple of parameters and
+            optimizer state, a `TrainState`, the state of a split NNX module.
+        batch: the other arguments; some of them are floating.
+        ignore: patterns over the paths of the state, for leaves that may move on a skipped step: a step count,
+            a random key.
+
+    Raises:
+        AssertionError: one of these does not hold. The message names the leaves that moved, such as batch
+            statistics, a moving average, or a step count outside of the optimizer.
+        TypeError: the result does not begin with a state, or the batch has no floating values.
+
+    Examples:
+        >>> from jmp_lite.testing import assert_skips_nonfinite
+        >>> tx = jmp.with_loss_scale(optax.sgd(0.1))
+        >>> @jax.jit
+        ... def train_step(state, x):
+        ...     params, opt_state = state
+        ...     loss_fn = lambda params, x: jnp.mean((x @ params) ** 2)
+        ...     loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, x)
+        ...     updates, opt_state = tx.update(grads, opt_state, params)
+        ...     return (optax.apply_updates(params, updates), opt_state), loss
+        >>> params = jnp.ones((4, 2))
+        >>> assert_skips_nonfinite(train_step, (params, tx.init(params)), jnp.ones((8, 4)))
+
+    Guide: docs/testing.md.
+    """
+    patterns = as_patterns(ignore, "assert_skips_nonfinite: ignore=")
+    if not _scales(state):
+        _fail("assert_skips_nonfinite", "the state holds no loss scale and no state of with_loss_scale", [])
+    if not any(map(_is_floating, jax.tree.leaves(batch))):
+        raise TypeError(
+            "assert_skips_nonfinite puts inf into the floating values of the batch, and this batch has none. "
+            "Give the step one, such as the weights of the examples in the loss."
+        )
+    state = _step_until_taken(train_step, state, batch)
+    state = _step(train_step, state, batch)
+    programs = _compiled_programs(train_step)
+    for value in (np.inf, np.nan):
+        bad = jax.tree.map(lambda leaf: jnp.full_like(leaf, value) if _is_floating(leaf) else leaf, batch)  # noqa: B023
+        after = _step(train_step, state, bad)
+        _assert_skipped(state, after, value, patterns)
+        state = after
+    after = _step_until_taken(train_step, state, batch)
+    moved = _moved(_leaves(state, with_optimizer=False), _leaves(after, with_optimizer=False))
+    if not moved:
+        _fail("assert_skips_nonfinite", "a clean step after the skipped steps moves no parameter", [])
+    if _compiled_programs(train_step) != programs:
+        _fail("assert_skips_nonfinite", "a step after inf or NaN was compiled again", [])
+
+
+def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
+    """Returns the new state, of copies, since the step may donate its arguments."""
+    result = train_step(*jax.tree.map(_copy, (state, *batch)))
+    structure = jax.tree.structure(state)
+    if jax.tree.structure(result) != structure:
+        if not isinstance(result, tuple) or not result or jax.tree.structure(result[0]) != structure:
+            raise TypeError(
+                "assert_skips_nonfinite: train_step(state, *batch) returns the new state, or a tuple that begins "
+                f"with it, of the structure of the state. The state is {structure}, and the result is "
+                f"{jax.tree.structure(result)}. A step that changes NNX modules in place needs nnx.split and "
+                "nnx.merge around it."
+            )
+        result = result[0]
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, result)
+    return result
+
+
+def _step_until_taken(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
+    """Returns the state after the first step that is taken: a large loss scale skips the first ones."""
+    for _ in range(64):
+        after = _step(train_step, state, batch)
+        skipped = [new.grads_finite for new in map(_flag, _held(after)) if new is not None]
+        if all(skipped):
+            return after
+        state = after
+    _fail("assert_skips_nonfinite", "64 steps in a row on the clean batch were skipped", [])
+    raise AssertionError
+
+
+def _assert_skipped(before: Any, after: Any, value: float, patterns: Sequence[str]) -> None:
+    ...
+
+
+def _fail(assertion: str, summary: str, lines: Sequence[str]) -> None:
+    """Raises an AssertionError with a message of chex's form."""
+    listed = "".join(f"\n- {line}" for line in lines)
+    raise AssertionError(f"[jmp_lite] Assertion {assertion} failed: {summary}.{listed}")
