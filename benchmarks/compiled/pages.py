@@ -11,12 +11,16 @@ import re
 import statistics
 
 from benchmarks.compiled import loss_scale_cost, memory, predict
+from benchmarks.ported import page as ported
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "accuracy", "memory", "choosing")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("performance", "accuracy", "memory", "choosing", "ported-programs")
+    ),
 )
 
 
@@ -80,6 +84,7 @@ def text(name: str) -> str:
 
 TABLES = {"cost": cost, "models": models, "memory": memory_table, "text": text}
 TABLES |= {"convergence": convergence, "precisions": precisions}
+TABLES |= {"ported": ported.table, "ported-diffs": ported.sections, "ported-versions": ported.versions}
 
 
 def filled(text: str) -> str:
