@@ -19,8 +19,8 @@ EDITS = (
 
 
 def small(*edits, **fields):
-    port = Port("Small", "someone/small", "0" * 40, "train.py", edits or EDITS, size="tiny")
-    return dataclasses.replace(port, **fields)
+    plain = Port("Small", "someone/small", "0" * 40, "train.py", edits or EDITS, size="tiny")
+    return dataclasses.replace(plain, **fields)
 
 
 def test_an_edit_replaces_its_fragment():

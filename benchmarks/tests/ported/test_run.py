@@ -1,6 +1,7 @@
 """A port that is run: the recorder, and the command from end to end."""
 
 import dataclasses
+import functools
 import subprocess
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jmp_lite as jmp
 from benchmarks.ported import __main__ as command
@@ -24,7 +26,7 @@ def loss_fn(params, x):
 
 
 def make_step(tx):
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))  # The recorder must copy what the step deletes.
     def step(params, opt_state, x):
         loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, x)
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -74,6 +76,34 @@ def test_a_step_without_a_scale_gets_no_bad_step():
         recorder(jnp.eye(3))
     assert recorder.summary()["bad_step_left_params"] is None
     assert (recorder.share, recorder.skipped) == (0, 0)
+
+
+def test_a_step_that_changes_its_arguments():
+    model = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+    tx = jmp.with_loss_scale(optax.sgd(0.01), jmp.DynamicLossScale(2.0**20, period=1000))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        scale = jmp.get_loss_scale(optimizer)
+        grad_fn = jmp.value_and_grad(
+            jmp.autocast(lambda model, x: jnp.mean((model(x) - 9) ** 2), jnp.float16),
+            scale,
+            transform=nnx.value_and_grad,
+        )
+        loss, grads = grad_fn(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    params = lambda args: nnx.state(args[0], nnx.Param)
+    recorder = Recorder(
+        step, loss=lambda loss: loss, params=params, new_params=lambda args, result: params(args)
+    )
+    for _ in range(record.BAD_CALL + 2):
+        recorder(model, optimizer, X)
+    assert recorder.bad_step_left_params is True
+    assert recorder.skipped == int(jmp.metrics(optimizer)["skipped_steps"]) > 0
+    assert recorder.losses[-1] < recorder.losses[0]
 
 
 def test_the_time_of_the_first_call_is_without_that_of_a_step():
