@@ -30,10 +30,10 @@ def blob(repository: str, revision: str, file: str) -> str:
     return f"https://github.com/{repository}/blob/{revision}/{file}"
 
 
-def span(losses: list[float]) -> str:
-    """Returns the first loss and the mean of the last ten, as text."""
-    ends = losses[0], statistics.mean(losses[-10:])
-    return " → ".join(f"{value:.0f}" if abs(value) >= 10 else f"{value:.3f}" for value in ends)
+def losses(values: list[float]) -> str:
+    """Returns the mean of some losses, or returns, as text."""
+    mean = statistics.mean(values)
+    return f"{mean:.0f}" if mean >= 10 else f"{mean:.3f}"
 
 
 def row(name: str) -> str:
@@ -44,13 +44,14 @@ def row(name: str) -> str:
     cells = (
         f"[{port.title}](#{name.replace('_', '-')})",
         f"+{measured['added']}/-{measured['removed']}",
-        span(full["losses"]),
-        span(half["losses"]),
+        "; ".join(f"{lines.library}: {lines.count}" for lines in program(name).OTHERS),
+        losses(full["losses"][:1]),
+        losses(full["losses"][-10:]),
+        losses(half["losses"][-10:]),
         f"{half['share']:.1%}",
         str(half["skipped"]),
         tried,
         f"{half['first_call_seconds'] / full['first_call_seconds']:.1f}",
-        "; ".join(f"{lines.library}: {lines.count}" for lines in program(name).OTHERS),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -63,8 +64,8 @@ def table() -> str:
         "each. No model was changed."
     )
     head = (
-        "| program | lines | loss in float32 | loss in float16 | products in half | skipped | an inf "
-        "| first call | another library |\n| --- | --- | --- | --- | ---: | ---: | --- | ---: | --- |"
+        "| program | lines | another library | first loss | float32 | float16 | in half | skipped | an inf "
+        "| first call |\n| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |"
     )
     return "\n".join([summary, "", head, *map(row, NAMES)])
 

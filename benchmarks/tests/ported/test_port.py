@@ -73,13 +73,13 @@ def test_a_clone_at_another_revision_is_an_error(clone):
 def test_a_notebook_is_the_script_of_its_code_cells(tmp_path):
     cells = [
         {"cell_type": "markdown", "source": ["# Title"]},
-        {"cell_type": "code", "source": ["x = 1\n", "y = 2"]},
+        {"cell_type": "code", "source": ["x = 1\n", "y = 2  # raise"]},
         {"cell_type": "code", "source": ["z = x + y + w"]},
         {"cell_type": "code", "source": ["raise ValueError"]},
     ]
     (tmp_path / "book.ipynb").write_text(json.dumps({"cells": cells}))
     script = port.original(small(file="book.ipynb"), tmp_path)
-    assert script == f"x = 1\ny = 2{CELL}z = x + y + w{CELL}raise ValueError\n"
+    assert script == f"x = 1\ny = 2  # raise{CELL}z = x + y + w{CELL}raise ValueError\n"
     (tmp_path / "book.py").write_text(script)
     names = port.cells(str(tmp_path / "book.py"), "", "raise", {"w": 4})
     assert (names["x"], names["z"]) == (1, 7)
