@@ -13,12 +13,12 @@ import statistics
 from PIL import Image
 
 from benchmarks.compiled import loss_scale_cost, memory, predict
+from benchmarks.ported import page as ported
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [
-    ROOT / "docs" / f"{name}.md" for name in ("performance", "accuracy", "autocast", "memory", "choosing")
-]
+NAMES = ("performance", "accuracy", "autocast", "memory", "choosing", "ported-programs")
+PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 
 
 def cost(*cases: str) -> str:
@@ -87,6 +87,7 @@ def picture(name: str) -> str:
 
 TABLES = {"cost": cost, "models": models, "memory": memory_table, "text": text, "picture": picture}
 TABLES |= {"convergence": convergence, "precisions": precisions}
+TABLES |= {"ported": ported.table, "ported-diffs": ported.sections, "ported-versions": ported.versions}
 
 
 def filled(text: str) -> str:

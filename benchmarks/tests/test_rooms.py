@@ -10,7 +10,7 @@ import pytest
 import benchmarks
 
 ROOT = pathlib.Path(benchmarks.__file__).parent
-BELOW = {"arms": set(), "compiled": {"arms"}, "timed": {"arms"}}
+BELOW = {"arms": set(), "ported": set(), "compiled": {"arms", "ported"}, "timed": {"arms"}}
 BELOW["gpu"] = set(BELOW)
 
 
