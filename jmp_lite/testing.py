@@ -5,7 +5,8 @@
 `assert_skips_nonfinite`: that a train step leaves its state alone where a batch holds inf or NaN.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +21,10 @@ except ModuleNotFoundError as error:
 from ._autocast.report.explain import explain
 from ._autocast.report.operations import Operation
 from ._dtypes import DTypeLike, parse_dtype
-from ._paths import argument_names, as_patterns, matches, path_name
+from ._paths import as_patterns, join, matches, path_name
 from ._scaling.loss_scale import LossScale, is_loss_scale
 from ._scaling.state import SkipNonfiniteState
+from ._text import power
 from .diagnostics._program.program import Program, read_program
 
 
@@ -76,12 +78,14 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
             elif dtype != wanted[pattern]:
                 wrong.append(f"{dtype}, not the {wanted[pattern]} of '{pattern}': {_described(product)}")
         scopes = ", ".join(sorted({product.module or "/" for product in products})) or "none"
-        unused = [f"the pattern '{pattern}' decides about no product." for pattern in wanted if pattern not in used]
+        unused = [
+            f"the pattern '{pattern}' decides about no product." for pattern in wanted if pattern not in used
+        ]
         if unused:
             unused.append(f"The modules with products are: {scopes}.")
         if wrong or unused:
             summary = f"{len(wrong)} of {len(products)} products are not as asserted"
-            _fail("assert_precision", summary, [*wrong, *unused])
+            raise _failure("assert_precision", summary, [*wrong, *unused])
 
     return assert_fun
 
@@ -108,7 +112,9 @@ def _dtype_of(product: Operation) -> str:
 
 def _described(product: Operation) -> str:
     operands = f"{' '.join(product.inputs)} -> {' '.join(product.outputs)}"
-    return f"{product.name} {operands}\n    in {product.module or '/'}, {product.source}\n    {product.reason}"
+    return (
+        f"{product.name} {operands}\n    in {product.module or '/'}, {product.source}\n    {product.reason}"
+    )
 
 
 def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
@@ -145,7 +151,7 @@ def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
             "jmp_lite.diagnostics.compile_for('h100', step, *args) compiles one on any machine."
         )
     if not program.products:
-        _fail("assert_tensor_cores", "the program has no products", [])
+        raise _failure("assert_tensor_cores", "the program has no products")
     if program.tensor_core_share < share:
         others = [
             product
@@ -155,12 +161,12 @@ def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
         others.sort(key=lambda product: -product.flops * product.times)
         total = sum(product.flops * product.times for product in program.products)
         lines = [
-            f"{product.flops * product.times / total:.1%} of the FLOPs: {product.kind} in {product.arithmetic}, "
-            f"{' '.join(map(str, product.operands))}, {product.operation}"
+            f"{product.flops * product.times / total:.1%} of the FLOPs: {product.kind} in "
+            f"{product.arithmetic}, {' '.join(map(str, product.operands))}, {product.operation}"
             for product in others
         ]
         summary = f"{program.tensor_core_share:.1%} of the FLOPs are on Tensor Cores in half, not {share:.1%}"
-        _fail("assert_tensor_cores", summary, lines)
+        raise _failure("assert_tensor_cores", summary, lines)
 
 
 def assert_skips_nonfinite(
@@ -174,17 +180,18 @@ def assert_skips_nonfinite(
     - After inf and after NaN every leaf of the state is what it was, bit for bit, but for loss scales and the
       counters of `with_loss_scale`.
     - The loss scale is what its `adjust` makes of a step that is not finite: a dynamic scale falls.
-    - A clean step afterwards moves a leaf outside of the optimizer: the parameters.
+    - A clean step afterwards moves a floating leaf outside of the optimizer: the parameters. A large loss
+      scale may skip the first ones.
     - The step is not compiled again, if it is a function of `jax.jit`.
 
     Args:
-        train_step: called as `train_step(state, *batch)`. It returns the new state, or a tuple that begins with
-            it. The structure, shapes and dtypes of a state do not change.
+        train_step: called as `train_step(state, *batch)`. It returns the new state, or a tuple that begins
+            with it. The structure, shapes and dtypes of a state do not change.
         state: any pytree that holds the state of `with_loss_scale` or a loss scale: a tuple of parameters and
             optimizer state, a `TrainState`, the state of a split NNX module.
         batch: the other arguments; some of them are floating.
-        ignore: patterns over the paths of the state, for leaves that may move on a skipped step: a step count,
-            a random key.
+        ignore: patterns over the paths of the state, for leaves that may move on a skipped step: a step
+            count, a random key.
 
     Raises:
         AssertionError: one of these does not hold. The message names the leaves that moved, such as batch
@@ -206,28 +213,37 @@ def assert_skips_nonfinite(
 
     Guide: docs/testing.md.
     """
-    patterns = as_patterns(ignore, "assert_skips_nonfinite: ignore=")
+    ignored = as_patterns(
+        ignore, "assert_skips_nonfinite: ignore= takes patterns over the paths of the state"
+    )
     if not _scales(state):
-        _fail("assert_skips_nonfinite", "the state holds no loss scale and no state of with_loss_scale", [])
+        raise _failure("assert_skips_nonfinite", "the state holds no loss scale")
     if not any(map(_is_floating, jax.tree.leaves(batch))):
         raise TypeError(
             "assert_skips_nonfinite puts inf into the floating values of the batch, and this batch has none. "
             "Give the step one, such as the weights of the examples in the loss."
         )
-    state = _step_until_taken(train_step, state, batch)
-    state = _step(train_step, state, batch)
+    state = jax.tree.map(_as_array, state)
+    # The second step takes what the step itself returned: JAX may compile again for it.
+    state = _step(train_step, _step_until_taken(train_step, state, batch), batch)
     programs = _compiled_programs(train_step)
     for value in (np.inf, np.nan):
-        bad = jax.tree.map(lambda leaf: jnp.full_like(leaf, value) if _is_floating(leaf) else leaf, batch)  # noqa: B023
-        after = _step(train_step, state, bad)
-        _assert_skipped(state, after, value, patterns)
+        spoil = functools.partial(_filled, value=value)
+        after = _step(train_step, state, jax.tree.map(spoil, batch))
+        _check_skipped(state, after, value, ignored)
         state = after
-    after = _step_until_taken(train_step, state, batch)
-    moved = _moved(_leaves(state, with_optimizer=False), _leaves(after, with_optimizer=False))
-    if not moved:
-        _fail("assert_skips_nonfinite", "a clean step after the skipped steps moves no parameter", [])
+    _step_until_taken(train_step, state, batch)
     if _compiled_programs(train_step) != programs:
-        _fail("assert_skips_nonfinite", "a step after inf or NaN was compiled again", [])
+        raise _failure("assert_skips_nonfinite", "a step was compiled again after inf or NaN")
+
+
+def _as_array(leaf: Any) -> Any:
+    """Returns an array of a number: the step count of Flax's `TrainState` begins as the number 0."""
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def _filled(leaf: Any, value: float) -> Any:
+    return jnp.full_like(leaf, value) if _is_floating(leaf) else leaf
 
 
 def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
@@ -237,8 +253,8 @@ def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) ->
     if jax.tree.structure(result) != structure:
         if not isinstance(result, tuple) or not result or jax.tree.structure(result[0]) != structure:
             raise TypeError(
-                "assert_skips_nonfinite: train_step(state, *batch) returns the new state, or a tuple that begins "
-                f"with it, of the structure of the state. The state is {structure}, and the result is "
+                "assert_skips_nonfinite: train_step(state, *batch) returns the new state, or a tuple that "
+                f"begins with it, of the structure of the state. The state is {structure}, and the result is "
                 f"{jax.tree.structure(result)}. A step that changes NNX modules in place needs nnx.split and "
                 "nnx.merge around it."
             )
@@ -248,22 +264,106 @@ def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) ->
 
 
 def _step_until_taken(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
-    """Returns the state after the first step that is taken: a large loss scale skips the first ones."""
-    for _ in range(64):
-        after = _step(train_step, state, batch)
-        skipped = [new.grads_finite for new in map(_flag, _held(after)) if new is not None]
-        if all(skipped):
-            return after
-        state = after
-    _fail("assert_skips_nonfinite", "64 steps in a row on the clean batch were skipped", [])
-    raise AssertionError
+    """Returns the state after the first step that moves the parameters.
+
+    A large loss scale skips the first steps, and an optimizer that accumulates waits.
+    """
+    for _ in range(_MOST_STEPS):
+        before, state = state, _step(train_step, state, batch)
+        moved = _moved(before, state, in_optimizer=False)
+        if not _skipped(before, state) and any(map(_is_floating, moved.values())):
+            return state
+    summary = f"{_MOST_STEPS} steps on the clean batch move no floating leaf outside of the optimizer"
+    raise _failure("assert_skips_nonfinite", summary)
 
 
-def _assert_skipped(before: Any, after: Any, value: float, patterns: Sequence[str]) -> None:
-    ...
+def _skipped(before: Any, after: Any) -> bool:
+    """Whether a step was skipped, as the optimizer says; without one, as the loss scale says."""
+    flags = [bool(jnp.all(node.leaf_finite)) for node in _nodes(after) if _is_optimizer(node)]
+    if flags:
+        return not all(flags)
+    return any(float(new.loss_scale) < float(old.loss_scale) for old, new in _pairs(before, after))
 
 
-def _fail(assertion: str, summary: str, lines: Sequence[str]) -> None:
-    """Raises an AssertionError with a message of chex's form."""
+def _check_skipped(before: Any, after: Any, value: float, ignored: Sequence[str]) -> None:
+    """Raises an AssertionError if a leaf has moved, or if a loss scale is not what `adjust` makes of it."""
+    is_ignored = lambda name: any(matches(pattern, name) for pattern in ignored)
+    moved = [name for name in _moved(before, after) if not is_ignored(name)]
+    if moved:
+        summary = f"{len(moved)} leaves of the state moved on a batch of {value}"
+        if not _skipped(before, after):
+            hint = "The step was not skipped: the gradients that the optimizer saw were finite."
+        else:
+            select = "jmp.select_tree(jmp.grads_finite(opt_state), new, old)"
+            hint = f"Write {select} for them, or name them in ignore=."
+        raise _failure("assert_skips_nonfinite", summary, [*moved, hint])
+    wrong = [
+        f"it is {power(float(new.loss_scale))}, and was {power(float(old.loss_scale))}"
+        for old, new in _pairs(before, after)
+        if not np.array_equal(old.adjust(False).loss_scale, new.loss_scale)
+    ]
+    if wrong:
+        raise _failure("assert_skips_nonfinite", f"the loss scale did not fall on a batch of {value}", wrong)
+
+
+_MOST_STEPS = 64  # A scale of 2**64 falls to 1.
+
+
+def _is_optimizer(node: Any) -> bool:
+    return isinstance(node, SkipNonfiniteState)
+
+
+def _nodes(state: Any) -> list[Any]:
+    """Returns the optimizer states, the loss scales outside of them, and all other leaves."""
+    return jax.tree.leaves(state, is_leaf=lambda node: _is_optimizer(node) or is_loss_scale(node))
+
+
+def _scales(state: Any) -> list[LossScale]:
+    return list(filter(is_loss_scale, jax.tree.leaves(state, is_leaf=is_loss_scale)))
+
+
+def _pairs(before: Any, after: Any) -> list[tuple[LossScale, LossScale]]:
+    return list(zip(_scales(before), _scales(after), strict=True))
+
+
+def _moved(before: Any, after: Any, in_optimizer: bool = True) -> dict[str, Any]:
+    """Returns the leaves that differ in a bit, by path, without loss scales and counters."""
+    pairs = zip(_leaves(before, in_optimizer), _leaves(after, in_optimizer), strict=True)
+    return {name: old for (name, old), (_, new) in pairs if _bits(old) != _bits(new)}
+
+
+def _leaves(state: Any, in_optimizer: bool, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    is_node = lambda node: _is_optimizer(node) or is_loss_scale(node)
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_node):
+        name = join(prefix, path_name(path))
+        if _is_optimizer(node):
+            if in_optimizer:
+                yield from _leaves(node.inner_state, in_optimizer, join(name, "inner_state"))
+        elif not is_loss_scale(node):
+            yield name, node
+
+
+def _bits(leaf: Any) -> bytes:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf  # A batch may hold arrays of NumPy.
+
+
+def _is_floating(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def _compiled_programs(step: Callable[..., Any]) -> int | None:
+    """Returns how many programs a function of `jax.jit` has compiled; None for any other function."""
+    size = getattr(step, "_cache_size", None)
+    return None if size is None else size()
+
+
+def _failure(assertion: str, summary: str, lines: Sequence[str] = ()) -> AssertionError:
+    """Returns an error with a message of the form of chex."""
     listed = "".join(f"\n- {line}" for line in lines)
-    raise AssertionError(f"[jmp_lite] Assertion {assertion} failed: {summary}.{listed}")
+    return AssertionError(f"[jmp_lite] Assertion {assertion} failed: {summary}.{listed}")

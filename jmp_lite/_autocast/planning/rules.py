@@ -15,7 +15,7 @@ from jax.extend.core import Primitive, primitives
 
 from ..._dtypes import DTypeLike, parse_dtype, parse_reduce_dtype
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
-from ..._paths import matches
+from ..._paths import as_patterns, matches
 
 Operations = Iterable[str | Primitive] | None
 """Primitives, by name (`"exp"`) or as the primitive (`jax.lax.exp_p`); `"-exp"` takes one off its list."""
@@ -93,7 +93,10 @@ def make_rules(
         MappingProxyType(_changed(categories, options)),
         _scopes(half, rules),
         reduced,
-        float32_results=_patterns(float32_results),
+        float32_results=as_patterns(
+            () if float32_results is None else float32_results,
+            "float32_results= takes patterns over scopes and arguments, such as '**/head'",
+        ),
     )
 
 
@@ -205,18 +208,6 @@ def _scopes(half: np.dtype, rules: ScopeRules) -> tuple[tuple[str, bool], ...]:
             )
         scopes.append((pattern, dtype == jnp.float32))
     return tuple(scopes)
-
-
-def _patterns(float32_results: Patterns) -> tuple[str, ...]:
-    entries = [float32_results] if isinstance(float32_results, str) else float32_results
-    patterns = tuple(_listed("float32_results", "a pattern over scopes, or several", entries))
-    for pattern in patterns:
-        if not isinstance(pattern, str) or not pattern.strip("/ "):
-            raise TypeError(
-                "float32_results= takes patterns over scopes and arguments, such as '**/head'. Got "
-                f"{pattern!r}."
-            )
-    return tuple(pattern.strip() for pattern in patterns)
 
 
 def fits(value: float, half: np.dtype) -> bool:

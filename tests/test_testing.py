@@ -1,0 +1,335 @@
+"""`jmp_lite.testing`: each assertion passes, and fails with a message that names what is wrong."""
+
+import dataclasses
+import functools
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import train_state
+
+import jmp_lite as jmp
+import jmp_lite.linen
+from jmp_lite.testing import assert_precision, assert_skips_nonfinite, assert_tensor_cores
+from tests.support.compiled_programs import compiled, h100
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(16, name="body")(x))
+        weights = jax.nn.softmax(nn.Dense(4, name="router")(x))
+        return nn.Dense(8, name="head")(x) * weights.sum()
+
+
+network, x = Network(), jnp.ones((4, 8))
+variables = network.init(jax.random.key(0), x)
+
+
+def loss_fn(variables, x):
+    return jnp.mean(network.apply(variables, x) ** 2)
+
+
+ROUTED = {"**/router": "float32", "**": "bfloat16"}
+routed = jmp.autocast(loss_fn, "bfloat16", rules={"router": "float32"})
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        routed,
+        jax.jit(routed),
+        jax.grad(routed),
+        jax.jit(jax.value_and_grad(routed)),
+        jmp.autocast(jax.grad(loss_fn), "bfloat16", rules={"router": "float32"}),
+    ],
+)
+def test_the_products_of_autocast_and_of_its_gradients_run_as_asserted(fun):
+    assert_precision(fun, ROUTED)(variables, x)
+    with pytest.raises(AssertionError, match="float32, not the bfloat16 of"):
+        assert_precision(fun, {"**": "bfloat16"})(variables, x)
+
+
+def test_a_model_under_a_policy_and_casts_by_hand():
+    policy = jmp.get_policy("c=bfloat16,o=float32").with_rules({"router": "float32"})
+    model = jmp_lite.linen.with_policy(network, policy)
+    assert_precision(jax.grad(lambda variables: jnp.sum(model.apply(variables, x))), ROUTED)(variables)
+
+    def by_hand(w, x):
+        return jnp.sum(x.astype(jnp.float16) @ w.astype(jnp.float16))
+
+    w = jnp.ones((8, 8))
+    assert_precision(jax.grad(by_hand), {"**": "float16"})(w, x)
+    assert_precision(by_hand, {"w": "float16"})(w, x)
+
+
+def test_the_first_pattern_that_matches_decides():
+    assert_precision(routed, {"router": "float32", "Network": "bfloat16"})(variables, x)
+    with pytest.raises(AssertionError, match="the pattern 'router' decides about no product"):
+        assert_precision(routed, {"Network": "bfloat16", "router": "float32"})(variables, x)
+
+
+def test_the_message_names_dtype_scope_line_and_reason():
+    table = jnp.ones(8)
+
+    def promoted(w, x):
+        with jax.named_scope("attention"):
+            return (x.astype(jnp.bfloat16) * table) @ w.astype(jnp.bfloat16)
+
+    with pytest.raises(AssertionError) as error:
+        assert_precision(promoted, {"**": "bfloat16"})(jnp.ones((8, 8)), x)
+    message = str(error.value)
+    assert message.startswith(
+        "[jmp_lite] Assertion assert_precision failed: 1 of 1 products are not as asserted."
+    )
+    # The newest JAX multiplies the two dtypes as they are. Before, it cast the weight up.
+    assert re.search(
+        r"float32( x bfloat16)?, not the bfloat16 of '\*\*': dot_general float32\[4,8\]", message
+    )
+    assert "in attention, " in message
+    assert "test_testing.py:" in message
+    assert "a constant float32[8] is float32" in message
+
+
+def test_a_product_of_two_dtypes_is_in_neither():
+    fun = lambda w, x: jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type="float32")
+    with pytest.raises(AssertionError, match="float32 x bfloat16, not the bfloat16"):
+        assert_precision(fun, {"**": "bfloat16"})(jnp.ones((8, 8), jnp.bfloat16), x)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        ({"**/rooter": "float32", "**": "bfloat16"}, r"the pattern '\*\*/rooter' decides about no product"),
+        ({"body": "bfloat16"}, "no pattern matches it"),
+        (
+            {"**/rooter": "float32"},
+            "The modules with products are: Network/body, Network/head, Network/router",
+        ),
+    ],
+)
+def test_a_pattern_without_a_product_and_a_product_without_a_pattern_fail(dtypes, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_precision(routed, dtypes)(variables, x)
+
+
+def test_a_function_without_products_fails():
+    with pytest.raises(AssertionError, match="The modules with products are: none"):
+        assert_precision(jnp.tanh, {"**": "bfloat16"})(x)
+
+
+@pytest.mark.parametrize("dtypes", [{}, "bfloat16", [("**", "bfloat16")]])
+def test_what_is_no_mapping_is_an_error(dtypes):
+    with pytest.raises(TypeError, match="takes a mapping of patterns to dtypes"):
+        assert_precision(routed, dtypes)
+
+
+# assert_skips_nonfinite
+
+
+def make_step(tx, params=None, select=True):
+    """A step with batch statistics and a moving average, as a tuple of four."""
+    loss_fn = jmp.autocast(lambda params, x: jnp.mean((x @ params["w"]) ** 2), "float16")
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state, x):
+        params, opt_state, mean, average = state
+        loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        new = 0.9 * mean + 0.1 * x.mean(0), optax.incremental_update(params, average, 0.1)
+        if select:
+            new = jmp.select_tree(jmp.grads_finite(opt_state), new, (mean, average))
+        return (params, opt_state, *new), loss
+
+    params = {"w": jnp.full((8, 4), 0.1)}
+    return train_step, (params, tx.init(params), jnp.zeros(8), jax.tree.map(jnp.copy, params))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        jmp.with_loss_scale(optax.adamw(0.1)),
+        jmp.with_loss_scale(optax.adamw(0.1), jmp.StaticLossScale(128.0)),
+        jmp.with_loss_scale(optax.adamw(0.1), jmp.DynamicLossScale(2.0**60)),  # Skips its first steps.
+        jmp.with_loss_scale(optax.MultiSteps(optax.adamw(0.1), 3)),
+        jmp.with_loss_scale(optax.adamw(0.1), jmp.DynamicLossScale(hysteresis=1)),
+    ],
+)
+def test_a_step_that_selects_its_other_state_passes(tx):
+    train_step, state = make_step(tx)
+    assert_skips_nonfinite(train_step, state, x)
+    assert float(state[0]["w"][0, 0]) == np.float32(0.1)  # The step was given copies.
+
+
+def test_it_names_the_statistics_and_the_average_that_moved():
+    tx = jmp.with_loss_scale(optax.adamw(0.1))
+    train_step, state = make_step(tx, select=False)
+    with pytest.raises(AssertionError) as error:
+        assert_skips_nonfinite(train_step, state, x)
+    message = str(error.value)
+    assert "assert_skips_nonfinite failed: 2 leaves of the state moved on a batch of inf" in message
+    assert "\n- 2\n- 3/w\n- Write jmp.select_tree(" in message
+    assert_skips_nonfinite(train_step, state, x, ignore=["2", "3"])
+
+
+def test_it_names_the_parameters_that_a_plain_optimizer_moves():
+    tx = jmp.with_loss_scale(optax.sgd(0.1))
+    outside = optax.chain(tx, optax.add_decayed_weights(0.1))  # Runs on skipped steps too.
+    train_step, state = make_step(outside)
+    with pytest.raises(AssertionError, match=r"1 leaves of the state moved(.|\n)*- 0/w\n"):
+        assert_skips_nonfinite(train_step, state, x)
+
+
+def test_a_step_count_outside_of_the_optimizer_is_named_and_may_be_ignored():
+    tx = jmp.with_loss_scale(optax.adamw(0.1))
+    state = train_state.TrainState.create(apply_fn=network.apply, params=variables["params"], tx=tx)
+
+    @jax.jit
+    def train_step(state, x):
+        fun = jmp.autocast(lambda params, x: loss_fn({"params": params}, x), "float16")
+        _, grads = jmp.value_and_grad(fun, jmp.get_loss_scale(state))(state.params, x)
+        return state.apply_gradients(grads=grads)
+
+    with pytest.raises(AssertionError, match="\n- step\n"):
+        assert_skips_nonfinite(train_step, state, x)
+    assert_skips_nonfinite(train_step, state, x, ignore="step")
+
+
+def threaded(adjust):
+    """A step with the loss scale in its own hands, as in jmp, and a random key."""
+
+    def train_step(state, x):
+        params, scale, key = state
+        _, grads = jmp.value_and_grad(lambda params, x: jnp.mean((x @ params) ** 2), scale)(params, x)
+        finite = jmp.all_finite(grads)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return jmp.select_tree(finite, new, params), adjust(scale, finite), key
+
+    return train_step
+
+
+def test_a_loss_scale_in_the_hands_of_the_step():
+    state = (jnp.ones((8, 2)), jmp.DynamicLossScale(2.0**10), jax.random.key(0))
+    assert_skips_nonfinite(threaded(lambda scale, finite: scale.adjust(finite)), state, x)
+    message = r"the loss scale did not fall on a batch of inf.\n- it is 2\*\*10, and was 2\*\*10"
+    with pytest.raises(AssertionError, match=message):
+        assert_skips_nonfinite(threaded(lambda scale, finite: scale), state, x)
+
+
+def test_parameters_that_never_move_fail():
+    tx = jmp.with_loss_scale(optax.set_to_zero())
+    train_step, state = make_step(tx)
+    copied = lambda state: jax.tree.map(jnp.copy, state)  # The step donates its state.
+    frozen = lambda state, x: ((*train_step(copied(state), x)[0][:2], *state[2:]), None)
+    with pytest.raises(AssertionError, match="move no floating leaf outside of the optimizer"):
+        assert_skips_nonfinite(frozen, state, x)
+
+
+def test_an_inf_that_reaches_no_gradient_fails_with_the_reason():
+    def train_step(state, x):
+        params, opt_state = state
+        tx = jmp.with_loss_scale(optax.sgd(0.1))
+        loss_fn = lambda params: jnp.mean(jnp.nan_to_num(x, posinf=1.0) @ params)
+        _, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = jnp.ones((8, 2))
+    state = params, jmp.with_loss_scale(optax.sgd(0.1)).init(params)
+    with pytest.raises(AssertionError, match="The step was not skipped: the gradients"):
+        assert_skips_nonfinite(train_step, state, x)
+
+
+def test_a_step_that_is_compiled_again_after_inf_fails():
+    tx = jmp.with_loss_scale(optax.sgd(0.1))
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def compiled(params, opt_state, skipped, x):
+        loss_fn = lambda params: jnp.mean(x @ params)
+        _, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def train_step(state, x):
+        return compiled(*state, int(jmp.metrics(state[1])["skipped_steps"]), x)
+
+    train_step._cache_size = compiled._cache_size
+    params = jnp.ones((8, 2))
+    with pytest.raises(AssertionError, match="compiled again after inf or NaN"):
+        assert_skips_nonfinite(train_step, (params, tx.init(params)), x)
+
+
+def test_a_state_whose_dtypes_change_fails_in_the_words_of_chex():
+    tx = jmp.with_loss_scale(optax.sgd(0.1))
+    train_step, state = make_step(tx)
+    drifts = lambda state, x: ((jax.tree.map(jnp.bfloat16, state[0]), *train_step(state, x)[0][1:]), None)
+    with pytest.raises(AssertionError, match=r"\[Chex\]"):
+        assert_skips_nonfinite(drifts, state, x)
+
+
+@pytest.mark.parametrize(
+    ("state", "batch", "error", "message"),
+    [
+        ({"w": jnp.ones(2)}, x, AssertionError, "the state holds no loss scale"),
+        (jmp.DynamicLossScale(), jnp.arange(3), TypeError, "this batch has none"),
+        (jmp.DynamicLossScale(), x, TypeError, "returns the new state, or a tuple that begins with it"),
+    ],
+)
+def test_what_it_cannot_examine_is_an_error(state, batch, error, message):
+    with pytest.raises(error, match=message):
+        assert_skips_nonfinite(lambda state, batch: batch.sum(), state, batch)
+
+
+def test_an_equinox_model_in_the_state():
+    tx = jmp.with_loss_scale(optax.sgd(0.1))
+    model = eqx.nn.MLP(8, 2, 4, 1, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_array)
+
+    @jax.jit
+    def train_step(state, x):
+        params, opt_state = state
+        loss_fn = lambda params: jnp.mean(jax.vmap(eqx.combine(params, static))(x) ** 2)
+        _, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    assert_skips_nonfinite(train_step, (params, tx.init(params)), x)
+
+
+# assert_tensor_cores
+
+
+def test_the_products_on_tensor_cores_are_counted_by_their_flops():
+    """A program of an H100 with products in float16, bfloat16, TF32 and float32."""
+    program = h100("products")
+    share = program.tensor_core_share
+    assert 0 < share < 1
+    assert_tensor_cores(program, share)
+    with pytest.raises(AssertionError) as error:
+        assert_tensor_cores(program)
+    summary, *lines = str(error.value).splitlines()
+    assert f"{share:.1%} of the FLOPs are on Tensor Cores in half, not 99.0%" in summary
+    shares = [float(re.match(r"- ([0-9.]+)% of the FLOPs: ", line)[1]) for line in lines]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(100 * (1 - share), abs=0.1 * len(shares))
+    assert any(" in tf32, " in line for line in lines)
+
+
+def test_a_program_for_a_cpu_is_an_error_and_one_without_products_fails():
+    with pytest.raises(ValueError, match=r"Got one for cpu. jmp_lite.diagnostics.compile_for\('h100'"):
+        assert_tensor_cores(compiled(lambda x: x @ x, x.T @ x))
+    empty = dataclasses.replace(h100("products"), products=())
+    with pytest.raises(AssertionError, match="the program has no products"):
+        assert_tensor_cores(empty)
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.1, 99])
+def test_a_share_outside_of_0_to_1_is_an_error(share):
+    with pytest.raises(ValueError, match="share is above 0 and at most 1"):
+        assert_tensor_cores(h100("products"), share)
