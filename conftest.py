@@ -43,10 +43,11 @@ def names_of_doctests(request: pytest.FixtureRequest) -> None:
         import optax
 
         import jmp_lite
-        from jmp_lite import diagnostics
+        from jmp_lite import diagnostics, testing
 
         namespace = request.getfixturevalue("doctest_namespace")
-        namespace.update((name, value) for name, value in vars(diagnostics).items() if name[0] != "_")
+        for module in (diagnostics, testing):
+            namespace.update((name, value) for name, value in vars(module).items() if name[0] != "_")
         namespace.update(jax=jax, jnp=jnp, optax=optax, jmp=jmp_lite, jmp_lite=jmp_lite)
 
 

@@ -37,7 +37,8 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
     Args:
         fun: any function that JAX can trace: a loss, `jax.grad(autocast(loss_fn))`, a train step.
         dtypes: a dtype for each pattern over scopes and argument paths, as in the `rules` of `autocast`. The
-            first pattern that matches a product decides. The dtype of a product is that of its operands.
+            first pattern that matches a product decides. The dtype of a product is that of its operands. The
+            product that makes the gradient of a weight does not take the weight: for gradients name scopes.
 
     Returns:
         A function of the arguments of `fun` that returns nothing. A `jax.ShapeDtypeStruct` may stand for an
@@ -49,7 +50,6 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
         ValueError, TypeError: `dtypes` is no mapping of patterns to dtypes, or is empty.
 
     Examples:
-        >>> from jmp_lite.testing import assert_precision
         >>> def loss(w, x):
         ...     with jax.named_scope("head"):
         ...         return jnp.mean(x @ w)
@@ -132,9 +132,6 @@ def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
 
     Examples:
         ```python
-        from jmp_lite.diagnostics import compile_for
-        from jmp_lite.testing import assert_tensor_cores
-
         x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
         step = jax.jit(jmp.autocast(lambda x: jnp.tanh(x @ x), jnp.float16))
         assert_tensor_cores(compile_for("h100", step, x))
@@ -199,7 +196,6 @@ def assert_skips_nonfinite(
         TypeError: the result does not begin with a state, or the batch has no floating values.
 
     Examples:
-        >>> from jmp_lite.testing import assert_skips_nonfinite
         >>> tx = jmp.with_loss_scale(optax.sgd(0.1))
         >>> @jax.jit
         ... def train_step(state, x):
@@ -290,7 +286,8 @@ def _check_skipped(before: Any, after: Any, value: float, ignored: Sequence[str]
     is_ignored = lambda name: any(matches(pattern, name) for pattern in ignored)
     moved = [name for name in _moved(before, after) if not is_ignored(name)]
     if moved:
-        summary = f"{len(moved)} leaves of the state moved on a batch of {value}"
+        leaves = "leaf" if len(moved) == 1 else "leaves"
+        summary = f"{len(moved)} {leaves} of the state moved on a batch of {value}"
         if not _skipped(before, after):
             hint = "The step was not skipped: the gradients that the optimizer saw were finite."
         else:

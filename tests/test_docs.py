@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import linecache
 import re
 import tomllib
 from pathlib import Path
@@ -37,6 +38,19 @@ def test_the_report_of_the_readme_is_the_one_that_its_example_prints():
     report = jmp_lite.explain(namespace["loss_fn"])(*arguments)
     assert f"```text\n{report.summary()}\n```" in (ROOT / "README.md").read_text()
     assert namespace["loss"].dtype == "float32"
+
+
+def test_the_failures_of_the_testing_page_are_those_that_its_assertions_print(capsys):
+    """Its assertion about Tensor Cores fails in `benchmarks/tests/compiled/test_docstrings.py`."""
+    page, namespace = ROOT / "docs/testing.md", {}
+    for block in BLOCKS[page]:
+        linecache.cache["loss.py"] = (len(block), None, block.splitlines(keepends=True), "loss.py")
+        exec(compile(block, "loss.py", "exec"), namespace)
+    namespace["test_the_router_alone_is_float32"]()
+    messages = capsys.readouterr().out.split("[jmp_lite] ")[1:]
+    assert len(messages) == 2
+    for message in messages:
+        assert f"```text\n[jmp_lite] {message}```" in page.read_text()
 
 
 def test_the_tables_are_those_of_the_results():
@@ -84,6 +98,7 @@ def test_the_readme_teaches_in_two_minutes():
         ("index", "jmp_lite"),
         ("linen", "jmp_lite.linen"),
         ("nnx", "jmp_lite.nnx"),
+        ("testing", "jmp_lite.testing"),
         ("diagnostics", "jmp_lite.diagnostics"),
     ],
 )
@@ -101,7 +116,7 @@ def test_the_api_pages_have_every_public_name_once(page, module):
         assert set(listed) == public
 
 
-@pytest.mark.parametrize("page", ["index", "linen", "nnx", "diagnostics"])
+@pytest.mark.parametrize("page", ["index", "linen", "nnx", "diagnostics", "testing"])
 def test_the_docstring_of_every_public_name_names_its_guide(page):
     listed = re.findall(r"^::: (.*)\.(\w+)$", (ROOT / f"docs/api/{page}.md").read_text(), re.MULTILINE)
     assert listed

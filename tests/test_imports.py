@@ -47,6 +47,7 @@ ROOMS = {
         *("_dtypes", "_text", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
         *("diagnostics._ranges", "diagnostics._precision", "diagnostics._program"),
     ),
+    "testing": ("_dtypes", "_paths", "_text", "_scaling", "_autocast.report", "diagnostics._program"),
 }
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
@@ -68,6 +69,7 @@ FILES = {
 }
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}, "_memory": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}
+THIRD_PARTY |= {"testing": {"jax", "numpy", "chex"}}
 STANDARD = set(sys.stdlib_module_names)
 
 

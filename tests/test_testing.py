@@ -182,7 +182,7 @@ def test_it_names_the_parameters_that_a_plain_optimizer_moves():
     tx = jmp.with_loss_scale(optax.sgd(0.1))
     outside = optax.chain(tx, optax.add_decayed_weights(0.1))  # Runs on skipped steps too.
     train_step, state = make_step(outside)
-    with pytest.raises(AssertionError, match=r"1 leaves of the state moved(.|\n)*- 0/w\n"):
+    with pytest.raises(AssertionError, match=r"1 leaf of the state moved(.|\n)*- 0/w\n"):
         assert_skips_nonfinite(train_step, state, x)
 
 
