@@ -239,7 +239,12 @@ def _as_array(leaf: Any) -> Any:
 
 
 def _filled(leaf: Any, value: float) -> Any:
-    return jnp.full_like(leaf, value) if _is_floating(leaf) else leaf
+    """Returns a leaf of the same kind: for JAX an array of NumPy and one of its own are two signatures."""
+    if not _is_floating(leaf):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return jnp.full_like(leaf, value)
+    return np.full_like(leaf, value) if isinstance(leaf, (np.ndarray, np.generic)) else type(leaf)(value)
 
 
 def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:

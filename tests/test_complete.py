@@ -15,6 +15,7 @@ import pytest
 
 import jmp_lite as jmp
 from examples import complete
+from jmp_lite.testing import assert_skips_nonfinite
 
 FLAX = pytest.mark.parametrize("flax", ["linen", "nnx"])
 
@@ -101,6 +102,13 @@ def test_a_skipped_micro_batch_leaves_every_bit(start, cause, waiting):
     assert jmp.metrics(after.opt_state)["skipped_steps"] == 1
     assert jmp.get_loss_scale(after.opt_state).loss_scale == before.opt_state.loss_scale.loss_scale / 2
     assert int(after.step) == int(before.step) + 1
+
+
+def test_inf_and_nan_move_nothing_but_the_step_count(start):
+    x, y = start.batches[0]
+    assert_skips_nonfinite(start.train_step, start.state(), x, y, ignore="step")
+    with pytest.raises(AssertionError, match="- step\n"):
+        assert_skips_nonfinite(start.train_step, start.state(), x, y)
 
 
 def test_the_average_and_the_parameters_wait_for_an_update(start):

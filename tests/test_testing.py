@@ -167,6 +167,13 @@ def test_a_step_that_selects_its_other_state_passes(tx):
     assert float(state[0]["w"][0, 0]) == np.float32(0.1)  # The step was given copies.
 
 
+@pytest.mark.parametrize("batch", [np.ones((4, 8), np.float32), 1.0, np.float32(1)])
+def test_a_batch_of_numpy_and_of_numbers(batch):
+    train_step, state = make_step(jmp.with_loss_scale(optax.adamw(0.1)))
+    jitted = jax.jit(lambda state, batch: train_step(state, jnp.ones((4, 8)) * batch))
+    assert_skips_nonfinite(jitted, state, batch)
+
+
 def test_it_names_the_statistics_and_the_average_that_moved():
     tx = jmp.with_loss_scale(optax.adamw(0.1))
     train_step, state = make_step(tx, select=False)
