@@ -148,7 +148,7 @@ def read_program(compiled: Any) -> Program:
     """Returns what a compiled step does.
 
     Args:
-        compiled: the result of `jax.jit(step).lower(*args).compile()`, for any device. `compile_for` compiles
+        compiled: the result of `jax.jit(step).lower(*args).compile()`, or of `nnx.jit`, for any device. `compile_for` compiles
             for a GPU that the machine does not have.
 
     Returns:
@@ -166,6 +166,7 @@ def read_program(compiled: Any) -> Program:
 
     Guide: docs/diagnosis.md.
     """
+    compiled = getattr(compiled, "compiled", compiled)  # `nnx.jit` wraps what `jax.jit` has compiled.
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
             f"read_program takes a compiled program. Got {type(compiled).__name__}. Write "

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import lax
 
+from jmp_lite.diagnostics import read_program
 from jmp_lite.diagnostics._program.program import _read
 from tests.support.compiled_programs import H100, LT, PROGRAMS, VERSIONS, entry, f32, h100, program, x
 
@@ -224,3 +226,15 @@ def test_memory_with_and_without_donation():
 def test_temporary_memory_is_the_memory_kept_between_kernels():
     found = program(lambda x: (x @ x) @ (x.T @ x.T), x((128, 128), f32))
     assert 2 * 128 * 128 * 4 <= found.temporary_bytes < 3 * 128 * 128 * 4 + 4096
+
+
+def test_a_step_of_nnx_jit_is_read_whole():
+    """Flax wraps the compiled program. Of `jax.jit(step)` the updates of the modules would be dead code."""
+
+    def step(model, x):
+        grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model), grads))
+
+    x = jnp.ones((4, 8))
+    compiled = nnx.jit(step).lower(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), x).compile()
+    assert [product.kind for product in read_program(compiled).products] == ["gemm", "gemm"]
