@@ -148,8 +148,8 @@ def read_program(compiled: Any) -> Program:
     """Returns what a compiled step does.
 
     Args:
-        compiled: the result of `jax.jit(step).lower(*args).compile()`, or of `nnx.jit`, for any device. `compile_for` compiles
-            for a GPU that the machine does not have.
+        compiled: the result of `jax.jit(step).lower(*args).compile()`, or of `nnx.jit`, for any device.
+            `compile_for` compiles for a GPU that the machine does not have.
 
     Returns:
         The products with their dtypes, kernels, bytes, memory, conditionals and collectives of one run on one
