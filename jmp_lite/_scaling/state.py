@@ -186,7 +186,8 @@ def _choose(states: list[SkipNonfiniteState], name: str | None, wrapper: str) ->
         raise ValueError(
             f"No optimizer wrapped in {wrapper} was found in this state. Wrap yours, for example "
             "tx = jmp.with_loss_scale(optax.adamw(3e-4)), and give the state that tx.init returned. For "
-            "float32 or bfloat16 without a scale: jmp.with_loss_scale(tx, jmp.NoOpLossScale()). A checkpoint "
+            "float32 or bfloat16 without a scale: jmp.with_loss_scale(tx, jmp.NoOpLossScale()). The state of "
+            "a plain optimizer, from an older checkpoint: jmp.resume(tx, params, old_state). A checkpoint "
             "that was restored as plain dicts: restore it with a target, tx.init(params)."
         )
     if not named:

@@ -166,4 +166,5 @@ def compile_for(
     # JAX compiles for the devices of the arguments' shardings. It needs no array on them.
     lowered = jitted.lower(*jax.tree.map(on_device, args))
     # XLA chooses between Triton's kernels and cuBLAS by running both, and there is no GPU to run them on.
-    return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    return getattr(compiled, "compiled", compiled)  # `nnx.jit` wraps what `jax.jit` has compiled.

@@ -169,8 +169,8 @@ def read_program(compiled: Any) -> Program:
     compiled = getattr(compiled, "compiled", compiled)  # `nnx.jit` wraps what `jax.jit` has compiled.
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
-            f"read_program takes a compiled program. Got {type(compiled).__name__}. Write "
-            "read_program(jax.jit(step).lower(*args).compile())."
+            f"read_program takes what the compile() of a jitted step returns. Got {type(compiled).__name__}. "
+            "Write read_program(step.lower(*args).compile()), where step is a function of jax.jit or nnx.jit."
         )
     return _read(compiled.as_text() or "", compiled.memory_analysis(), _device(compiled))
 

@@ -146,7 +146,7 @@ def test_on_a_cpu_the_report_does_not_speak_of_tensor_cores():
 def test_a_function_that_is_not_compiled_is_an_error_that_says_what_to_do():
     step = jax.jit(lambda x: x * 2)
     for wrong in (step, step.lower(x((8,), f32)), (lambda x: x)):
-        message = r"Got \w+. Write read_program\(jax.jit\(step\).lower\(\*args\).compile\(\)"
+        message = r"Got \w+. Write read_program\(step.lower\(\*args\).compile\(\)\)"
         with pytest.raises(TypeError, match=message):
             read_program(wrong)
 
