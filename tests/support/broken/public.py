@@ -83,7 +83,7 @@ def the_logarithm_of_a_box(w):
 @public((ONES, ZEROS), "div", "division by zero", step=True, source="google-deepmind/optax#1743")
 def gradients_over_their_norm(w, x):
     grads = jax.grad(lambda w: jnp.sum(w * x))(w)
-    grads = grads / optax.global_norm(grads)  # here
+    grads = grads / jnp.sqrt(jnp.sum(grads**2))  # here
     return w + 0.05 * grads
 
 
@@ -153,7 +153,7 @@ def a_step_of_adam_on_bfloat16_weights(w, x):
     source="Nerogar/OneTrainer#996",
 )
 def a_weight_decay_in_bfloat16(w, grads):
-    return w * BF16(1 - 1e-2 * 1e-2) - BF16(1e-4) * grads
+    return w - BF16(1e-2) * (grads + BF16(1e-2) * w)
 
 
 @public((ONES, ONES), "", "become zero in float16", finite=True, source="engichang1467/Open-Rig3R#35")

@@ -22,6 +22,7 @@ class Run:
         iterations: the loops around the operation, and the number of the iteration in each.
         index: the index of the first bad element of an argument.
         source: the public issue of which it is a small version.
+        file: the library that has the faulty line, where it is not in `fun`.
     """
 
     fun: Callable[..., Any]
@@ -35,6 +36,7 @@ class Run:
     iterations: tuple[tuple[str, int], ...] = ()
     index: tuple[int, ...] | None = None
     source: str = ""
+    file: str = ""
 
     @property
     def name(self) -> str:
@@ -43,7 +45,9 @@ class Run:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The lines of the fault, as `file.py:12:`; none for an argument."""
+        """The lines of the fault, as `file.py:12:`; none for an argument, and for one by name alone."""
+        if self.file:
+            return (self.file,)
         lines, first = inspect.getsourcelines(self.fun)
         file = str(inspect.getsourcefile(self.fun)).rpartition("/")[2]
         return tuple(f"{file}:{first + n}:" for n, line in enumerate(lines) if line.endswith("# here\n"))

@@ -22,10 +22,15 @@ def _loss(params, x):
     return jnp.mean((params["w"].astype(jnp.float32) * x) ** 2)
 
 
-@step((PARAMS, ADAM.init(PARAMS), ONES), "div", "1e-08 is 0 in float16; the smallest is 6e-08")
+@step(
+    (PARAMS, ADAM.init(PARAMS), ONES),
+    "div",
+    "1e-08 is 0 in float16; the smallest is 6e-08",
+    file="optax/_src/transform.py",
+)
 def the_epsilon_of_adam_in_float16(params, state, x):
     grads = jax.grad(_loss)(params, x)
-    updates, state = ADAM.update(grads, state, params)  # here
+    updates, state = ADAM.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 
