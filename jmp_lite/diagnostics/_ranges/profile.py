@@ -103,7 +103,7 @@ def profile_ranges(
                 for name, record in zip(program.gradients, measured.results[1:])
             ),
             _too_large(program, rules.dtype),
-            _overflows(program, modules, 2.0**exponent),
+            _overflows(program, modules, 2.0**exponent) if plan is None else (),
         )
 
     return profile
