@@ -1,5 +1,7 @@
 """`find_nonfinite` names the operation at which a loss or its gradients begin to be not finite."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jax import lax
 
 import jmp_lite as jmp
 from jmp_lite import linen
-from jmp_lite.diagnostics import find_nonfinite, profile_ranges
+from jmp_lite.diagnostics import compare_precision, doctor, find_nonfinite, profile_ranges
 from jmp_lite.diagnostics._nonfinite.extremes import Extremes
 from tests.support.causes import cause_of, half, w, x
 from tests.support.policies import F16
@@ -194,6 +196,38 @@ def test_the_report():
         report.loss = 0.0
     fine = find_nonfinite(lambda w, x: jnp.sum(w * 0))(w, x)
     assert str(fine) == "The loss, 0, and all 1 gradients are finite; the loss scale is 2**0."
+
+
+def test_the_head_says_where_the_parameter_stands():
+    head = lambda fun: str(find_nonfinite(fun)(w, x).cause).splitlines()[0]
+    assert head(lambda w, x: jnp.sum(jnp.log(w * 0))) == "inf from log after w, forward pass"
+    assert head(lambda w, x: jnp.sum(w / 0.0)) == "inf from div near w, forward pass"
+    with jax.named_scope("head"):
+        assert head(lambda w, x: jnp.sum(jnp.log(w * 0))) == "inf from log in head, after w, forward pass"
+
+
+def test_a_derivative_that_only_the_backward_pass_reads():
+    cause = find_nonfinite(lambda w, x: jnp.sum(jnp.sqrt(w * 0)))(w, x).cause
+    assert cause.direction == "derivative"
+    assert str(cause).startswith("inf from div after w, a derivative that the forward pass computes and stores")
+    both = find_nonfinite(lambda w, x: jnp.sum(0.5 / jnp.sqrt(w * 0)))(w, x).cause
+    assert both.direction == "forward"
+
+
+@pytest.mark.parametrize("diagnosis", [find_nonfinite, profile_ranges, compare_precision, doctor])
+def test_an_old_call_is_answered_by_the_right_line(diagnosis):
+    dtype = () if diagnosis is find_nonfinite else ("float16",)
+    line = "loss_fn, loss_scale=..." if diagnosis is find_nonfinite else "loss_fn, dtype, loss_scale=..."
+    name = diagnosis.__name__
+    with pytest.raises(TypeError, match=re.escape(f"{name}({line}). Got StaticLossScale without a name.")):
+        diagnosis(lambda w: w.sum(), *dtype, jmp.StaticLossScale(2.0))
+
+
+def test_a_step_has_its_own_scale_and_dtypes():
+    with pytest.raises(ValueError, match=r"Leave loss_scale out.*Got loss_scale=2.0"):
+        find_nonfinite(lambda w: w, transform=None, loss_scale=2.0)
+    with pytest.raises(ValueError, match=r"Leave dtype and loss_scale out.*Got 'float16' and None"):
+        doctor(lambda w: w, "float16", transform=None)
 
 
 def test_errors_say_what_was_given():
