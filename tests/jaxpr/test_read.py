@@ -205,7 +205,9 @@ def test_the_backward_rule_of_a_custom_vjp_can_be_wrapped():
 
     params = read.bind_params(equation.primitive, read.params_with_backward_rule(equation, around))
     bound = lambda x, w: equation.primitive.bind(x, w, **params)[0].sum()
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, jax.grad(bound)(X, W), jax.grad(lambda x, w: (x @ w).sum())(X, W)))
+    assert jax.tree.all(
+        jax.tree.map(jnp.array_equal, jax.grad(bound)(X, W), jax.grad(lambda x, w: (x @ w).sum())(X, W))
+    )
     assert shapes == [[X.shape, W.shape, (4, 8)]]  # The residuals, then the cotangent.
 
 

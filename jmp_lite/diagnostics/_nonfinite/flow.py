@@ -253,6 +253,7 @@ class Flow:
         carried = self._measured.carried
         return _reached(path, lambda path: filter(None, (*self._sites[path].sources, carried.get(path))))
 
+    @functools.cache  # noqa: B019
     def _made_of(self, path: Path) -> set[Path]:
         """Returns the sites that were made from a value, in any iteration."""
         return _reached(path, lambda path: (*self._reading[path], *self._entries[path]))

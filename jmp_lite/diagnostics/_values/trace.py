@@ -72,23 +72,25 @@ class Program:
         jaxpr: takes the scale and the arrays, gives the outputs, and what else there is.
         arrays: the constants of the jaxpr and the arrays among the arguments.
         names: the path of each array among the arguments; empty for a constant.
-        scale: the index of the loss scale among the arrays; None for a step.
+        scale: the index of the loss scale among the arrays. A step takes it, and does not read it.
         outputs: the path of each output: of the loss, which is empty, and of each gradient; of each floating
             array among what a step returns.
         parameters: the names of the arguments that are differentiated, or that a step updates.
+        is_step: whether it is a step, whose outputs are no loss and no gradients.
     """
 
     jaxpr: Jaxpr
     arrays: tuple[Array, ...]
     names: tuple[str, ...]
-    scale: int | None
+    scale: int
     outputs: tuple[str, ...]
     parameters: tuple[str, ...]
+    is_step: bool
 
     @property
     def gradients(self) -> tuple[str, ...]:
         """The path of each gradient; none for a step."""
-        return () if self.scale is None else self.outputs[1:]
+        return () if self.is_step else self.outputs[1:]
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns the outputs: the loss and the gradients, or what a step returns."""
@@ -158,18 +160,14 @@ def trace(caller: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     if any(_is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
     outputs: list[str] = []
-    kinds = (np.ndarray,)
-    if call.transform is None:
-        traced = arguments.trace(_step(call.fun, outputs), args, kwargs, True, kinds)
-    else:
-        step = _scaled(call, call.transform, outputs)
-        traced = arguments.trace(step, args, {**kwargs, _SCALE: jnp.float32(1)}, True, kinds)
+    run = _step(call.fun, outputs) if call.transform is None else _scaled(call, call.transform, outputs)
+    traced = arguments.trace(run, args, {**kwargs, _SCALE: jnp.float32(1)}, True, (np.ndarray,))
     fixed = constants(traced.jaxpr)
     names = (*("" for _ in fixed), *traced.names)
     arrays = (*fixed, *traced.arrays)
-    jaxpr = without_constants(traced.jaxpr)
-    scale = None if call.transform is None else names.index(_SCALE)
-    return Program(jaxpr, arrays, names, scale, tuple(outputs), call.differentiated)
+    jaxpr, scale = without_constants(traced.jaxpr), names.index(_SCALE)
+    is_step = call.transform is None
+    return Program(jaxpr, arrays, names, scale, tuple(outputs), call.differentiated, is_step)
 
 
 def _scaled(call: Call, transform: Transform, outputs: list[str]) -> Callable[..., Any]:
@@ -192,6 +190,7 @@ def _step(fun: Callable[..., Any], outputs: list[str]) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def step(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(_SCALE)
         floating = _floating(fun(*args, **kwargs))
         outputs[:] = floating
         return list(floating.values())
@@ -219,7 +218,7 @@ class Measured:
         steps: for the body of each while loop, the numbers of the iterations that were kept.
         carried: as in `Tap`.
         checked: as in `Tap`.
-        is_step: whether the program is a step, whose outputs are no loss and no gradients.
+        is_step: as in `Program`.
         outputs: the site of each output of the program; None where nothing was measured.
         results: what was measured of each output.
     """
@@ -247,8 +246,7 @@ class Tapped:
     def __call__(self, scale: float) -> Measured:
         """Runs the program at a loss scale."""
         arrays = list(self._program.arrays)
-        if self._program.scale is not None:
-            arrays[self._program.scale] = jnp.float32(scale)
+        arrays[self._program.scale] = jnp.float32(scale)
         measured, results = jax.tree.map(np.asarray, self._run(arrays))
         records = dict(zip(self._order, measured, strict=True))
         return Measured(
@@ -257,7 +255,7 @@ class Tapped:
             {path[:-1]: record for path, record in records.items() if path[-1] == STEPS},
             self._tap.carried,
             self._tap.checked,
-            self._program.scale is None,
+            self._program.is_step,
             self._outputs,
             tuple(results),
         )

@@ -202,15 +202,17 @@ def test_the_head_says_where_the_parameter_stands():
     head = lambda fun: str(find_nonfinite(fun)(w, x).cause).splitlines()[0]
     assert head(lambda w, x: jnp.sum(jnp.log(w * 0))) == "inf from log after w, forward pass"
     assert head(lambda w, x: jnp.sum(w / 0.0)) == "inf from div near w, forward pass"
-    with jax.named_scope("head"):
-        assert head(lambda w, x: jnp.sum(jnp.log(w * 0))) == "inf from log in head, after w, forward pass"
+    scoped = jax.named_scope("head")(lambda w, x: jnp.sum(jnp.log(w * 0)))
+    assert head(scoped) == "inf from log in head, after w, forward pass"
 
 
 def test_a_derivative_that_only_the_backward_pass_reads():
     cause = find_nonfinite(lambda w, x: jnp.sum(jnp.sqrt(w * 0)))(w, x).cause
     assert cause.direction == "derivative"
-    assert str(cause).startswith("inf from div after w, a derivative that the forward pass computes and stores")
-    both = find_nonfinite(lambda w, x: jnp.sum(0.5 / jnp.sqrt(w * 0)))(w, x).cause
+    assert str(cause).startswith(
+        "inf from div after w, a derivative that the forward pass computes and stores"
+    )
+    both = find_nonfinite(lambda w, x: jnp.sum(jnp.exp(w * 0 + 100)))(w, x).cause  # Its own derivative.
     assert both.direction == "forward"
 
 
