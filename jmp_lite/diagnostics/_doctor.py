@@ -142,6 +142,7 @@ def doctor(
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `transform=None` a train
             step. It is not changed.
         dtype: as in `profile_ranges`.
+        positional: empty. What follows is given by its name.
         loss_scale: as in `profile_ranges`.
         argnums: as in `jmp_lite.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.

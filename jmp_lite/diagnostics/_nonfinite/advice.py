@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._text import power
+from .._values.sites import Path
 from .case import Case, largest, lost_number
 
 _LOGARITHMS = {
@@ -102,17 +103,23 @@ def _epsilon(case: Case) -> str:
     divisor = 1 if name in ("div", "rem") else 0
     if name not in _DIVISIONS | _LOGARITHMS.keys() or not case.has_zero(divisor):
         return ""
+    if case.origin.flushed is not None:
+        return _zero_in_half(f"{case.origin.flushed:.3g}", case.site.sources[divisor], case)
     guard = case.behind(divisor, ("add", "max"), 5)
     if guard is None or not any(guard.number(n) in ((0.0, 0.0), (-0.0, -0.0)) for n in range(2)):
         return ""
-    smallest = f"the smallest is {float(jnp.finfo(guard.dtype).smallest_subnormal):.0e}"
-    lost, dtype = lost_number(guard), guard.dtype.name
+    lost = lost_number(guard)
     if lost is None and (guard.operation == "max" or not guard.is_half):
         return ""  # A maximum with 0 is a ReLU.
-    number = "A small number such as 1e-08" if lost is None else f"{lost:g}"
+    return _zero_in_half("A small number such as 1e-08" if lost is None else f"{lost:g}", guard.path, case)
+
+
+def _zero_in_half(number: str, path: Path | None, case: Case) -> str:
+    dtype = case.site.dtype if path is None else case.sites[path].dtype
+    smallest = float(jnp.finfo(dtype).smallest_subnormal)
     return (
-        f"{number} is 0 in {dtype}; {smallest}. Use a larger number, or compute this part in float32: it "
-        "should keep the operand above 0."
+        f"{number} is 0 in {dtype.name}; the smallest is {smallest:.0e}. Use a larger number, or compute "
+        "this part in float32: it should keep the operand above 0."
     )
 
 
@@ -180,7 +187,8 @@ def _singular(case: Case) -> str:
             f"The derivative of x ** {exponent + 1:g} is infinite at 0. Add a small number to x: "
             f"(x + 1e-12) ** {exponent + 1:g} in float32."
         )
-    if case.behind(1 if name == "div" else 0, ("eigh", "svd", "eig")) is not None:
+    divisor = 1 if name == "div" else 0
+    if case.is_derivative and case.behind(divisor, ("eigh", "svd", "eig")) is not None:
         return (
             "The derivative of eigenvectors divides by the differences of the eigenvalues. It is infinite "
             "for equal eigenvalues. Take the eigenvalues alone, or add a diagonal of small distinct numbers."
@@ -290,9 +298,9 @@ _RULES: tuple[Callable[[Case], str], ...] = (
     _epsilon,
     _logarithm,
     _variance,
+    _singular,
     _root,
     _exponential,
-    _singular,
     _small_divisor,
     _division,
     _factorization,

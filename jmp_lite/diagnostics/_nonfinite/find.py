@@ -52,6 +52,7 @@ def find_nonfinite(
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`: plain, with a model under a
             policy, or from `jmp_lite.autocast`. With `transform=None` any function that returns a pytree. It
             is not changed.
+        positional: empty. What follows is given by its name.
         loss_scale: the scale of the step, such as `jmp.get_loss_scale(opt_state)`; a number; or None for 1.
         argnums: as in `jmp_lite.value_and_grad`; of a step, which arguments are the parameters.
         has_aux: whether `fun` returns `(loss, aux)`.

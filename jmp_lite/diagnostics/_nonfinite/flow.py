@@ -49,6 +49,7 @@ class Origin:
         end: the site that makes finite numbers of it which are wrong; None if it reaches the loss or a
             gradient, or does no harm.
         is_derivative: whether the forward pass computes it for the backward pass alone.
+        flushed: a number above 0 that a cast to half has made 0 on the way to an operand; None for none.
         moment: sorts origins as the program runs.
     """
 
@@ -60,6 +61,7 @@ class Origin:
     is_harmful: bool
     end: Site | None
     is_derivative: bool
+    flushed: float | None
     moment: tuple[int, ...]
 
 
@@ -125,6 +127,7 @@ class Flow:
             is_harmful or end is not None,
             end,
             self._is_derivative(site),
+            self._flushed(site, steps),
             self._moment(site, steps),
         )
 
@@ -142,6 +145,17 @@ class Flow:
                 if self._is_bad((path, steps)) and (path, steps) not in seen:
                     seen.add((path, steps))
                     todo.append((path, steps))
+        return None
+
+    def _flushed(self, site: Site, steps: Steps) -> float | None:
+        """Returns the smallest number above 0 that a cast right before a site makes 0; None for none."""
+        for path in site.sources:
+            cast = None if path is None else self._sites[path]
+            if cast is None or cast.operation != "convert_element_type" or cast.sources[0] is None:
+                continue
+            before, after = self._extent_at(cast.sources[0], steps), self._extent_at(cast.path, steps)
+            if before is not None and after is not None and before[0] > 0 >= after[0]:
+                return before[0]
         return None
 
     def _is_derivative(self, site: Site) -> bool:

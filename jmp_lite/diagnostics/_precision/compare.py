@@ -57,6 +57,7 @@ def compare_precision(
             are half by casts of its own, such as those of a policy, stay so in all runs.
         dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
+        positional: empty. What follows is given by its name.
         loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1.
         argnums: as in `jmp_lite.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.

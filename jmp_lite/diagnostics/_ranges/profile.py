@@ -53,6 +53,7 @@ def profile_ranges(
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
         dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
+        positional: empty. What follows is given by its name.
         loss_scale: the scale of the step: a loss scale, a number, or None for 1. It is rounded down to a
             power of two.
         argnums: as in `jmp_lite.value_and_grad`.

@@ -134,6 +134,26 @@ def test_a_bad_parameter_is_named():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fun", "advice"),
+    [
+        (lambda w: jnp.arccos(w + 1), "The derivative of acos is infinite at -1 and 1"),
+        (lambda w: jnp.arcsin(w - 1), "The derivative of asin is infinite at -1 and 1"),
+        (jnp.cbrt, "The derivative of cbrt is infinite at 0"),
+        (lambda w: jnp.linalg.inv(w), "The matrix is singular: a pivot is 0"),
+        (lambda w: jnp.linalg.svd(w + jnp.eye(4))[0][0], "infinite for equal eigenvalues"),
+        (
+            lambda w: w.astype(jnp.float16) / jnp.maximum(jnp.abs(w), 1e-12).astype(jnp.float16),
+            "1e-12 is 0 in float16",
+        ),
+    ],
+)
+def test_causes_behind_functions(fun, advice):
+    loss = lambda w, x: jnp.sum(fun(w * 0)).astype(jnp.float32)
+    assert advice in cause_of(loss, w, x).advice
+
+
+@pytest.mark.slow
 def test_a_square_beyond_float32():
     cause = cause_of(lambda w, x: jnp.sum((w * 1e20) ** 2), w, x)
     assert cause.operation == "integer_pow"
