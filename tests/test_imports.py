@@ -40,7 +40,9 @@ ROOMS = {
     "nnx": ("_dtypes", "_paths", "_tree", "_policy", "_flax"),
     "diagnostics._values": ("_paths", "_scaling", "_jaxpr", "_autocast.planning"),
     "diagnostics._nonfinite": ("_text", "_jaxpr", "diagnostics._values"),
-    "diagnostics._ranges": ("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values"),
+    "diagnostics._ranges": (
+        *("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
+    ),
     "diagnostics._precision": ("_dtypes", "_text", *AUTOCAST, "diagnostics._values"),
     "diagnostics._program": ("_text", "_jaxpr"),
     "diagnostics": (
@@ -61,8 +63,8 @@ FILES = {
     "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",
     "diagnostics._values": "sites tap calls trace",
-    "diagnostics._nonfinite": "extremes flow advice report find",
-    "diagnostics._ranges": "magnitudes scales picture report profile",
+    "diagnostics._nonfinite": "extremes flow case advice report rules find",
+    "diagnostics._ranges": "magnitudes scales picture report profile updates",
     "diagnostics._precision": "fewest report compare",
     "diagnostics._program": "hlo traffic products program compile roofline",
     "diagnostics": "_doctor",

@@ -25,7 +25,7 @@ SCALE = 2.0**15
 TOOLS: dict[str, Callable[[Any, Any], Any]] = {
     "gradient": lambda loss, params: jax.block_until_ready(jax.jit(jax.grad(loss))(params)),
     "find_nonfinite": lambda loss, params: diagnostics.find_nonfinite(
-        jmp.autocast(loss, jnp.float16), jmp.StaticLossScale(SCALE)
+        jmp.autocast(loss, jnp.float16), loss_scale=jmp.StaticLossScale(SCALE)
     )(params),
     "profile_ranges": lambda loss, params: diagnostics.profile_ranges(loss, jnp.float16)(params),
     "compare_precision": lambda loss, params: diagnostics.compare_precision(loss, jnp.float16)(params),

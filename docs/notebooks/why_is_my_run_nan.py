@@ -108,7 +108,7 @@ except FloatingPointError as error:
 # value.
 
 # %%
-diagnostics.find_nonfinite(broken, jmp.StaticLossScale(1.0))(
+diagnostics.find_nonfinite(broken, loss_scale=jmp.StaticLossScale(1.0))(
     params, images[:64], labels[:64]
 )
 

@@ -12,8 +12,8 @@ from .state import SkipNonfiniteState, find_state
 _ADVICE = (
     "At a small loss scale the cause is the model or the data: an inf or NaN in a batch, a learning rate too "
     "large, log or division of zero, or a value beyond 65504 in float16. To find the operation, give a batch "
-    "that is skipped to jmp_lite.diagnostics.find_nonfinite(loss_fn, loss_scale)(params, batch) and print "
-    "the report. More in docs/diagnosis.md, 'My run is NaN, or my steps are skipped'."
+    "that is skipped to jmp_lite.diagnostics.find_nonfinite(loss_fn, loss_scale=loss_scale)(params, batch) "
+    "and print the report. More in docs/diagnosis.md, 'My run is NaN, or my steps are skipped'."
 )
 
 

@@ -26,7 +26,8 @@ from ._program.roofline import Roofline, roofline
 from ._ranges.profile import profile_ranges
 from ._ranges.report import RangeReport, keep
 from ._ranges.scales import TOLERANCE
-from ._values.trace import Call, scale_of, trace
+from ._ranges.updates import run_step, updates_of, zero_gradients
+from ._values.trace import Call, Transform, only_by_name, scale_of, trace
 
 P = ParamSpec("P")
 
@@ -49,7 +50,7 @@ class Finding:
     Examples:
         >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
         >>> diagnosis.findings[0].what
-        'inf from log in near w, forward pass'
+        'inf from log near w, forward pass'
 
     Guide: docs/diagnosis.md.
     """
@@ -114,11 +115,11 @@ class Diagnosis(Shown):
 def doctor(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
+    *positional: Any,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-    *,
+    transform: Transform | None = jax.value_and_grad,
     program: Program | None = None,
     device: str | None = "h100",
     depth: int = 1,
@@ -133,13 +134,19 @@ def doctor(
     compiles the loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is
     `cpu`.
 
+    With `transform=None` it examines a whole train step as it is: `explain`, `find_nonfinite`, the arguments
+    whose update is lost in their dtype, and gradients that are all zero. `profile_ranges` and
+    `compare_precision` take a loss function.
+
     Args:
-        fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
+        fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `transform=None` a train
+            step. It is not changed.
         dtype: as in `profile_ranges`.
+        positional: empty. What follows is given by its name.
         loss_scale: as in `profile_ranges`.
         argnums: as in `jmp_lite.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
-        transform: as in `jmp_lite.value_and_grad`.
+        transform: as in `jmp_lite.value_and_grad`; None for a step.
         program: the result of `read_program` for your compiled step.
         device: as in `roofline`; None for no estimate.
         depth: as in `compare_precision`.
@@ -150,7 +157,7 @@ def doctor(
         minute or more: each part compiles programs of its own.
 
     Raises:
-        TypeError, ValueError: as in the functions that it calls.
+        TypeError, ValueError: as in the functions that it calls; a dtype or a scale is given for a step.
 
     Examples:
         >>> w, x = {"a": jnp.ones((8, 4))}, jnp.ones((2, 8))
@@ -168,10 +175,18 @@ def doctor(
             f"doctor: program should be what read_program returns. Got {type(program).__name__}; write "
             "program=read_program(jax.jit(step).lower(*args).compile())."
         )
+    only_by_name("doctor", "loss_fn, dtype", positional)
+    if transform is None:
+        if dtype is not None or loss_scale is not None:
+            raise ValueError(
+                "doctor: a step has its own dtypes and loss scale. Leave dtype and loss_scale out, or give "
+                f"the loss function without transform=None. Got {dtype!r} and {loss_scale!r}."
+            )
+        return _step_doctor(Call(fun, argnums, has_aux, None), program, device)
     scale = scale_of("doctor", loss_scale)
     given_rules("doctor", fun, dtype, jnp.float16)
     is_autocast = settings_of(fun) is not None
-    how = (argnums, has_aux, transform)
+    how: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun)
     def examine(*args: Any, **kwargs: Any) -> Diagnosis:
@@ -179,30 +194,68 @@ def doctor(
         own = not is_autocast and _has_half_products(explain(fun, "float32")(*args, **kwargs))
         running = fun if own or is_autocast else autocast(fun, jnp.float16 if dtype is None else dtype)
         operations = explain(running, "float32" if own else None)(*args, **kwargs)
-        nonfinite = find_nonfinite(running, scale, *how)(*args, **kwargs)
+        nonfinite = find_nonfinite(
+            running, loss_scale=scale, argnums=argnums, has_aux=has_aux, transform=transform
+        )(*args, **kwargs)
         skipped: dict[str, str] = {}
-        ranges = precision = estimate = None
+        ranges = precision = None
         if not (nonfinite.is_finite or (not own and _is_finite_in_float32(running, how, args, kwargs))):
             skipped["profile_ranges, compare_precision"] = "The loss or its gradients are not finite."
         else:
-            ranges = profile_ranges(running, dtype if own else None, scale, *how)(*args, **kwargs)
+            ranges = profile_ranges(running, dtype if own else None, loss_scale=scale, **how)(*args, **kwargs)
             if own:
                 skipped["compare_precision"] = _OWN
             else:
-                compare = compare_precision(running, None, scale, *how, depth=depth, tolerance=tolerance)
+                compare = compare_precision(
+                    running, None, loss_scale=scale, **how, depth=depth, tolerance=tolerance
+                )
                 precision = compare(*args, **kwargs)
-        if device is None:
-            skipped["roofline"] = "No device was given."
-        elif program is not None or _can_compile():
-            estimate = roofline(program or _compiled(Call(running, *how), args, kwargs), device)
-        else:
-            skipped["roofline"] = 'Give program=, or install "jmp_lite[h100]" and set JAX_PLATFORMS=cpu.'
+        estimate = _estimate(Call(running, **how), args, kwargs, program, device, skipped)
         findings = [*_of_values(nonfinite), *_of_ranges(ranges), *_of_precision(precision)]
         findings += [*_of_operations(operations), *_of_roofline(estimate)]
-        findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-        return Diagnosis(tuple(findings), skipped, operations, nonfinite, ranges, precision, estimate)
+        return Diagnosis(_worst_first(findings), skipped, operations, nonfinite, ranges, precision, estimate)
 
     return examine
+
+
+def _step_doctor(call: Call, program: Program | None, device: str | None) -> Callable[..., Diagnosis]:
+    """Returns the doctor of a train step."""
+
+    @functools.wraps(call.fun)
+    def examine(*args: Any, **kwargs: Any) -> Diagnosis:
+        args, kwargs = _with_jax_arrays((args, kwargs))
+        operations = explain(call.fun, "float32")(*args, **kwargs)
+        how: dict[str, Any] = {"argnums": call.argnums, "transform": None}
+        nonfinite = find_nonfinite(call.fun, **how)(*args, **kwargs)
+        skipped = {"profile_ranges, compare_precision": "They take the loss function, not the step."}
+        estimate = _estimate(call, args, kwargs, program, device, skipped)
+        findings = [*_of_values(nonfinite), *_of_step(call, args, kwargs)]
+        findings += [*_of_operations(operations), *_of_roofline(estimate)]
+        return Diagnosis(_worst_first(findings), skipped, operations, nonfinite, None, None, estimate)
+
+    return examine
+
+
+def _worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def _estimate(
+    call: Call,
+    args: Any,
+    kwargs: Any,
+    program: Program | None,
+    device: str | None,
+    skipped: dict[str, str],
+) -> Roofline | None:
+    """Returns the roofline of a call; writes the reason if there is none."""
+    if device is None:
+        skipped["roofline"] = "No device was given."
+        return None
+    if program is None and not _can_compile():
+        skipped["roofline"] = 'Give program=, or install "jmp_lite[h100]" and set JAX_PLATFORMS=cpu.'
+        return None
+    return roofline(program or _compiled(call, args, kwargs), device)
 
 
 def _with_jax_arrays(tree: Any) -> Any:
@@ -217,10 +270,10 @@ def _has_half_products(report: Report) -> bool:
     return any(operation.on_tensor_cores for operation in report.operations)
 
 
-def _is_finite_in_float32(running: Callable[..., Any], how: Any, args: Any, kwargs: Any) -> bool:
+def _is_finite_in_float32(running: Callable[..., Any], how: dict[str, Any], args: Any, kwargs: Any) -> bool:
     """Whether a function that autocast returned has a finite loss and finite gradients without it."""
     settings = settings_of(running)
-    return settings is not None and find_nonfinite(settings[0], None, *how)(*args, **kwargs).is_finite
+    return settings is not None and find_nonfinite(settings[0], **how)(*args, **kwargs).is_finite
 
 
 def _can_compile() -> bool:
@@ -240,6 +293,26 @@ def _of_values(report: NonfiniteReport) -> Iterator[Finding]:
     if cause is not None:
         what = str(cause).splitlines()[0]
         yield Finding("not finite", what, cause.line, cause.advice)
+
+
+def _of_step(call: Call, args: Any, kwargs: Any) -> Iterator[Finding]:
+    traced = trace("doctor", call, args, kwargs)
+    measured = run_step(traced)
+    all_zero, site = zero_gradients(measured)
+    if all_zero:
+        where = "" if site is None else f"The first zero is from {site.operation}, {site.array}, {site.line}"
+        yield Finding(
+            "accuracy", "The gradients are all zero.", where, "Scale the loss: jmp.with_loss_scale."
+        )
+    for update in updates_of(measured, traced):
+        dtype = update.dtype.name
+        if update.lost > TOLERANCE * update.updates and dtype in ("float16", "bfloat16"):
+            what = (
+                f"The update is lost in {dtype} for {update.lost / update.updates:.0%} of the elements of "
+                f"{update.argument} that have one."
+            )
+            advice = "Keep it in float32, as master weights, or round it stochastically: see docs/memory.md."
+            yield Finding("accuracy", what, update.line, advice)
 
 
 def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:

@@ -40,7 +40,7 @@ def test_the_message_names_the_call_that_finds_the_cause():
     from jmp_lite import diagnostics
 
     said = complaint(after([0]), 1)
-    call = "jmp_lite.diagnostics.find_nonfinite(loss_fn, loss_scale)(params, batch)"
+    call = "jmp_lite.diagnostics.find_nonfinite(loss_fn, loss_scale=loss_scale)(params, batch)"
     assert call in said
     assert "docs/diagnosis.md, 'My run is NaN, or my steps are skipped'" in said
     loss_fn = lambda params, batch: jnp.sum(jnp.log(params * batch))

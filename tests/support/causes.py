@@ -12,7 +12,7 @@ w = jnp.linspace(-0.5, 0.5, 16).reshape(4, 4)
 
 def cause_of(fun, *args, scale=None, **settings):
     """The cause, having checked that the loss or a gradient is not finite, as `value_and_grad` finds them."""
-    report = find_nonfinite(fun, scale, **settings)(*args)
+    report = find_nonfinite(fun, loss_scale=scale, **settings)(*args)
     used = jmp.NoOpLossScale() if scale is None else jmp.StaticLossScale(scale)
     value, grads = jmp.value_and_grad(fun, used, **settings)(*args)
     loss = value[0] if settings.get("has_aux") else value

@@ -1,4 +1,5 @@
 """Finds the operation at which a loss or its gradients begin to be not finite.
 
-Read `extremes` (the measurement), `flow` (where inf and NaN begin), `advice`, `report`, then `find`.
+Read `extremes` (the measurement), `flow` (where inf and NaN begin), `case`, `advice`, `report`,
+`rules` (lines of custom derivatives), then `find`.
 """

@@ -1,5 +1,6 @@
 """The probe of `find_nonfinite`: the smallest and the largest element of every value."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax import lax
 
 from ..._jaxpr.read import Array
 from .._values.sites import Site
+from .._values.tap import TapValue
 
 
 class Extremes:
@@ -21,8 +23,9 @@ class Extremes:
         del site, half
         return True
 
-    def measure(self, array: Array) -> Array:
+    def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
         """Returns the smallest and the largest element, shape `(2,)`, float32 or float64."""
+        del site, operands
         if jnp.iscomplexobj(array):
             array = jnp.stack([array.real, array.imag])
         if array.dtype.itemsize == 1:  # The formats of 8 bits differ in their inf and NaN: float32 has both.

@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._jaxpr import arguments
 from ..._jaxpr.read import Array
 from .._values.sites import Site
-from .._values.trace import Call, Measured, Program, Tapped, scale_of, trace
-from .advice import Case, advise
+from .._values.trace import Call, Measured, Program, Tapped, Transform, only_by_name, scale_of, trace
+from .advice import advise
+from .case import Case
 from .extremes import Extremes
 from .flow import Flow, Origin
 from .report import Nonfinite, NonfiniteReport
+from .rules import Lines, lines_of_rules, own_line
 
 P = ParamSpec("P")
 
@@ -26,10 +29,11 @@ LOWEST = -24
 
 def find_nonfinite(
     fun: Callable[P, Any],
+    *positional: Any,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+    transform: Transform | None = jax.value_and_grad,
 ) -> Callable[P, NonfiniteReport]:
     """Returns a function that finds the operation at which a loss or its gradients begin to be not finite.
 
@@ -37,25 +41,31 @@ def find_nonfinite(
     measures the smallest and the largest element of every floating value, inside jit, loops, branches,
     rematerialization and shards too. Only these numbers come back. An inf or NaN does harm if it reaches the
     loss or a gradient through values that are all not finite; a mask of -inf that a softmax reads does not.
+    An inf that half arithmetic makes does harm too if finite numbers that are wrong are made of it.
 
     If it begins in the backward pass, the program runs at smaller scales too, to find one that fits.
 
+    With `transform=None` it runs any function as it is, such as a whole train step. Then the inf or NaN does
+    harm that reaches what the function returns, or that the step tests before it leaves its update out.
+
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`: plain, with a model under a
-            policy, or from `jmp_lite.autocast`. It is not changed.
+            policy, or from `jmp_lite.autocast`. With `transform=None` any function that returns a pytree. It
+            is not changed.
+        positional: empty. What follows is given by its name.
         loss_scale: the scale of the step, such as `jmp.get_loss_scale(opt_state)`; a number; or None for 1.
-        argnums: as in `jmp_lite.value_and_grad`.
+        argnums: as in `jmp_lite.value_and_grad`; of a step, which arguments are the parameters.
         has_aux: whether `fun` returns `(loss, aux)`.
-        transform: as in `jmp_lite.value_and_grad`.
+        transform: as in `jmp_lite.value_and_grad`; None for a step.
 
     Returns:
         A function of the arguments of `fun` that returns a `NonfiniteReport`. Call it outside `jit`. A NumPy
         array among the arguments is traced, as `jax.jit` does.
 
     Raises:
-        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale; an
-            argument is traced.
-        ValueError: the scale is not above 0 and finite.
+        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale, or
+            is not given by its name; an argument is traced.
+        ValueError: the scale is not above 0 and finite; a scale is given for a step.
 
     Source: Hugging Face's `DebugUnderflowOverflow`, TensorFlow's `enable_check_numerics`, JAX's `checkify`.
 
@@ -64,27 +74,53 @@ def find_nonfinite(
         >>> report = find_nonfinite(lambda w, x: jnp.sum(w / x))(w, x)
         >>> report.first_inf.operation, report.first_inf.operand_ranges[1], report.loss
         ('div', (0.0, 3.0), inf)
+        >>> step = lambda w, g: w - 0.1 * g / jnp.sqrt(jnp.sum(g * g))
+        >>> print(find_nonfinite(step, transform=None)(w, jnp.zeros(4)).summary())
+        1 of 1 results of the step are not finite (the only one).
 
     Guide: docs/diagnosis.md.
     """
     if not callable(fun):
         raise TypeError(f"find_nonfinite takes a loss function first. Got {fun!r}.")
+    only_by_name("find_nonfinite", "loss_fn", positional)
     scale = scale_of("find_nonfinite", loss_scale)
     call = Call(fun, argnums, has_aux, transform)
+    if transform is None and loss_scale is not None:
+        raise ValueError(
+            "find_nonfinite: a step scales its loss itself. Leave loss_scale out, or give the loss function "
+            f"without transform=None. Got loss_scale={loss_scale!r}."
+        )
 
     @functools.wraps(fun)
     def find(*args: Any, **kwargs: Any) -> NonfiniteReport:
-        program = trace("find_nonfinite", call, args, kwargs)
-        tapped = Tapped(program, Extremes())
-        measured = tapped(scale)
-        origins = Flow(measured).origins()
-        harmful = [origin for origin in origins if origin.is_harmful]
-        fitting = None
-        if harmful and harmful[0].site.is_scaled:
-            fitting = _fitting_scale(tapped, scale)
-        return _report(_Reader(program, measured, scale, fitting), origins)
+        lines = functools.partial(_lines_of_rules, call, args, kwargs)
+        return examine(trace("find_nonfinite", call, args, kwargs), scale, lines)
 
     return find
+
+
+def _lines_of_rules(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lines:
+    return lines_of_rules(arguments.trace(call.fun, args, kwargs, False, (np.ndarray,)).jaxpr)
+
+
+def examine(program: Program, scale: float, lines: Callable[[], Lines] = dict) -> NonfiniteReport:
+    """Runs a program at a loss scale, and returns where its values begin to be not finite.
+
+    Args:
+        program: a loss and its gradients, or a step.
+        scale: the loss scale.
+        lines: gives the lines of backward rules. It is called if an inf or NaN begins in the backward pass.
+    """
+    tapped = Tapped(program, Extremes())
+    measured = tapped(scale)
+    origins = Flow(measured).origins()
+    harmful = [origin for origin in origins if origin.is_harmful]
+    fitting = None
+    if harmful and harmful[0].site.is_scaled:
+        fitting = _fitting_scale(tapped, scale)
+    is_backward = any(origin.site.direction == "backward" for origin in origins)
+    rules = lines() if is_backward and not measured.is_step else {}
+    return _report(_Reader(program, measured, scale, fitting, rules), origins)
 
 
 def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
@@ -111,18 +147,21 @@ class _Reader:
         measured: the smallest and the largest element of each value.
         scale: the loss scale.
         fitting: a smaller scale at which the gradients are finite; None if there is none.
+        rules: the lines of backward rules.
     """
 
     program: Program
     measured: Measured
     scale: float
     fitting: float | None
+    rules: Lines
 
     def read(self, origin: Origin) -> Nonfinite:
         """Returns what there is to say of an origin."""
         site = origin.site
         argument = site.argument or site.near
-        case = Case(origin, self.measured.sites, self.program.parameters, self.scale, self.fitting)
+        scale = None if self.measured.is_step else self.scale
+        case = Case(origin, self.measured.sites, self.program.parameters, scale, self.fitting)
         return Nonfinite(
             "NaN" if origin.is_nan else "inf",
             site.operation,
@@ -132,12 +171,18 @@ class _Reader:
             origin.operands,
             site.module,
             argument,
-            site.line,
-            site.direction,
+            bool(site.argument),
+            own_line(site, self.rules) if site.direction == "backward" else site.line,
+            self._direction(origin),
             tuple((loop.kind, number) for loop, number in zip(site.loops, origin.iterations)),
+            "" if origin.end is None else f"{origin.end.operation}, {origin.end.line}".rstrip(", "),
             self._index(site, origin.is_nan),
             advise(case),
         )
+
+    def _direction(self, origin: Origin) -> str:
+        direction = "derivative" if origin.is_derivative else origin.site.direction
+        return "" if direction == "forward" and self.measured.is_step else direction
 
     def _index(self, site: Site, is_nan: bool) -> tuple[int, ...] | None:
         """Returns the index of the first element of an input that is not finite."""
@@ -158,16 +203,19 @@ def _report(reader: _Reader, origins: Sequence[Origin]) -> NonfiniteReport:
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
     read = lambda origin: None if origin is None else reader.read(origin)
-    measured, gradients = reader.measured, reader.program.gradients
-    loss, *extremes = measured.results
+    measured, is_step = reader.measured, reader.measured.is_step
+    # The first output of a loss function is the loss.
+    outputs = list(zip(reader.program.outputs, measured.results))[0 if is_step else 1 :]
     return NonfiniteReport(
         read(first_inf),
         read(first_nan),
         tuple(reader.read(origin) for origin in harmful if origin not in (first_inf, first_nan)),
         tuple(reader.read(origin) for origin in origins if not origin.is_harmful),
-        float(loss[0]),
+        None if is_step else float(measured.results[0][0]),
         reader.scale,
-        tuple(name for name, ends in zip(gradients, extremes) if not np.isfinite(ends).all()),
-        len(gradients),
+        tuple(
+            name for name, ends in outputs if np.isnan(ends).any() or -np.inf == ends[0] or ends[1] == np.inf
+        ),
+        len(outputs),
         reader.fitting,
     )

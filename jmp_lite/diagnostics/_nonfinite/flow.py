@@ -1,23 +1,37 @@
-"""Where values that are not finite come from, and whether they reach the loss or a gradient.
+"""Where values that are not finite come from, and whether they do harm.
 
 An instance is a site in one iteration of each loop around it. An instance that is not finite is an origin if
-its operands are finite. An origin does harm if a chain of instances that are not finite leads from it to the
-loss or to a gradient. A mask of -inf that a softmax reads is on no such chain, since the softmax gives finite
-values.
+its operands are finite. An origin does harm in two ways:
+
+- A chain of instances that are not finite leads from it to the loss or to a gradient.
+- It is an inf that half arithmetic makes of finite numbers, and a chain leads from it to an operation that
+  makes finite numbers of it which are wrong. `rsqrt` of an overflow is 0, and no number would be.
+
+A mask of -inf that a softmax reads does no harm: `exp` of -inf is 0, as is `exp` of a large negative number.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from .._values.sites import Path, Site
+from ..._jaxpr.primitives import Category, traits_of
+from .._values.sites import Kind, Path, Site
 from .._values.trace import Measured
 
 Steps = tuple[int, ...]
 Instance = tuple[Path, Steps]
 """A site, and the index of the iteration in each loop around it."""
+
+# Their results for inf are those for the large number that inf stands for.
+_LIMITS = frozenset({"exp", "exp2", "expm1", "atan", "atan2", "erf", "erfc", "argmax", "argmin"})
+# Each shard takes the operands of all shards.
+_COLLECTIVES = frozenset(
+    {"psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_to_all", "reduce_scatter"}
+    | {"all_gather", "all_gather_invariant"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +45,11 @@ class Origin:
             are finite.
         extent: the smallest and the largest element.
         operands: the same of each operand of the site; None where it is not known.
-        is_harmful: whether it reaches the loss or a gradient.
+        is_harmful: whether it reaches the loss or a gradient, or ends in finite numbers that are wrong.
+        end: the site that makes finite numbers of it which are wrong; None if it reaches the loss or a
+            gradient, or does no harm.
+        is_derivative: whether the forward pass computes it for the backward pass alone.
+        flushed: a number above 0 that a cast to half has made 0 on the way to an operand; None for none.
         moment: sorts origins as the program runs.
     """
 
@@ -41,6 +59,9 @@ class Origin:
     extent: tuple[float, float]
     operands: tuple[tuple[float, float] | None, ...]
     is_harmful: bool
+    end: Site | None
+    is_derivative: bool
+    flushed: float | None
     moment: tuple[int, ...]
 
 
@@ -73,6 +94,8 @@ class Flow:
     def _harmful(self) -> set[Instance]:
         """Returns the instances that are not finite and from which an output that is not finite was made."""
         outputs = {self._measured.outputs[index] for index in self.bad_outputs()}
+        # A step that tests its gradients leaves them out. A loss that tests a value guards against it.
+        outputs |= self._measured.checked if self._measured.is_step else set()
         todo = [instance for path in outputs if path is not None for instance in self._bad_instances(path)]
         seen = set(todo)
         while todo:
@@ -94,15 +117,68 @@ class Flow:
     def _origin(self, instance: Instance, is_harmful: bool) -> Origin:
         path, steps = instance
         site = self._sites[path]
+        end = None if is_harmful else self._end(instance)
         return Origin(
             site,
             self._iterations(site, steps),
             self._is_nan(instance),
             self._extent(path, steps),
             tuple(None if source is None else self._extent_at(source, steps) for source in site.sources),
-            is_harmful,
+            is_harmful or end is not None,
+            end,
+            self._is_derivative(site),
+            self._flushed(site, steps),
             self._moment(site, steps),
         )
+
+    def _end(self, instance: Instance) -> Site | None:
+        """Returns the first site that makes wrong finite numbers of an inf of half arithmetic, if any."""
+        origin = self._sites[instance[0]]
+        is_written = {"inf", "-inf"} & set(origin.operands)
+        if not origin.is_half or origin.kind is not Kind.OPERATION or is_written or self._is_nan(instance):
+            return None
+        todo, seen = [instance], {instance}
+        while todo:
+            for path, steps in self._readers(todo.pop()):
+                if self._is_finite(path, steps) and not _reads_inf_right(self._sites[path]):
+                    return self._sites[path]
+                if self._is_bad((path, steps)) and (path, steps) not in seen:
+                    seen.add((path, steps))
+                    todo.append((path, steps))
+        return None
+
+    def _flushed(self, site: Site, steps: Steps) -> float | None:
+        """Returns the smallest number above 0 that a cast right before a site makes 0; None for none."""
+        for path in site.sources:
+            cast = None if path is None else self._sites[path]
+            if cast is None or cast.operation != "convert_element_type" or cast.sources[0] is None:
+                continue
+            before, after = self._extent_at(cast.sources[0], steps), self._extent_at(cast.path, steps)
+            if before is not None and after is not None and before[0] > 0 >= after[0]:
+                return before[0]
+        return None
+
+    def _is_derivative(self, site: Site) -> bool:
+        """Whether only the backward pass reads a value of the forward pass, such as 0.5 / sqrt(x)."""
+        loss = None if self._measured.is_step else self._measured.outputs[0]
+        if site.direction != "forward" or loss is None or site.path in self._sources_of(loss):
+            return False
+        return any(self._sites[path].is_scaled for path in self._made_of(site.path))
+
+    def _readers(self, instance: Instance) -> Iterator[Instance]:
+        """Yields the instances that were made from an instance."""
+        path, steps = instance
+        for reader in self._reading[path]:
+            depth = len(self._sites[reader].loops)
+            if depth <= len(steps):
+                yield reader, steps[:depth]
+            else:
+                inside = np.ndindex(self._records[reader].shape[len(steps) : depth])
+                yield from ((reader, (*steps, *more)) for more in inside)
+        for entry in self._entries[path]:
+            following = self._step(self._sites[entry], steps, 1)
+            if following is not None:
+                yield entry, following
 
     def _operands(self, instance: Instance) -> Iterator[Instance]:
         """Yields the instances from which an instance was made."""
@@ -120,20 +196,33 @@ class Flow:
                 continue
             depth = len(self._sites[source].loops)
             if depth <= len(steps):
-                yield source, steps[:depth]
+                yield from self._of_shards(source, steps[:depth], site)
             else:  # What leaves a loop comes from any of its iterations.
                 bad = self._bad_instances(source)
                 yield from (instance for instance in bad if instance[1][: len(steps)] == steps)
 
+    def _of_shards(self, source: Path, steps: Steps, site: Site) -> Iterator[Instance]:
+        """Yields an operand of a site: of all shards if the site is an operation between shards."""
+        shards = [depth for depth, loop in enumerate(site.loops[: len(steps)]) if loop.kind == "shard_map"]
+        if site.operation not in _COLLECTIVES or not shards:
+            yield source, steps
+            return
+        depth = shards[-1]
+        for shard in range(site.loops[depth].length):
+            yield source, (*steps[:depth], shard, *steps[depth + 1 :])
+
     def _before(self, site: Site, steps: Steps) -> Steps | None:
         """Returns the iteration before an iteration of the innermost loop; None for the first iteration."""
-        # A carry enters the first iteration from outside, and each other from the iteration before.
+        # A carry enters the first iteration from outside, and each other from the iteration before. Of a
+        # while loop only some iterations are kept: the one before in the records stands for the one before.
+        is_first = site.loops[-1].kind == "while" and not self._iterations(site, steps)[-1]
+        return None if is_first else self._step(site, steps, -1)
+
+    def _step(self, site: Site, steps: Steps, by: int) -> Steps | None:
+        """Returns the iteration of the innermost loop after `by` iterations; None if there is none."""
         loop, (*around, step) = site.loops[-1], steps
-        if loop.kind == "while":
-            # Only some iterations are kept. The one before in the records stands for the one before it.
-            return (*around, step - 1) if step and self._iterations(site, steps)[-1] else None
-        before = step + 1 if loop.reverse else step - 1
-        return (*around, before) if 0 <= before < loop.length else None
+        moved = step - by if loop.reverse else step + by
+        return (*around, moved) if 0 <= moved < loop.length else None
 
     def _iterations(self, site: Site, steps: Steps) -> Steps:
         """Returns the numbers of iterations, from the indexes of those that are kept."""
@@ -152,7 +241,36 @@ class Flow:
             start = end
         return (*moment, *site.path[start:])
 
-    # The records. The caches live as long as a `Flow`, which is one report.
+    # The graph and the records. The caches live as long as a `Flow`, which is one report.
+
+    @functools.cached_property
+    def _reading(self) -> dict[Path, list[Path]]:
+        """For each site the sites that take its value as an operand."""
+        reading: dict[Path, list[Path]] = collections.defaultdict(list)
+        for path, site in self._sites.items():
+            for source in filter(None, site.sources):
+                reading[source].append(path)
+        return reading
+
+    @functools.cached_property
+    def _entries(self) -> dict[Path, list[Path]]:
+        """For each site the carries of loops that its value becomes in the next iteration."""
+        entries: dict[Path, list[Path]] = collections.defaultdict(list)
+        for entry, source in self._measured.carried.items():
+            if source is not None:
+                entries[source].append(entry)
+        return entries
+
+    @functools.cache  # noqa: B019
+    def _sources_of(self, path: Path) -> set[Path]:
+        """Returns the sites from which a value was made, in any iteration."""
+        carried = self._measured.carried
+        return _reached(path, lambda path: filter(None, (*self._sites[path].sources, carried.get(path))))
+
+    @functools.cache  # noqa: B019
+    def _made_of(self, path: Path) -> set[Path]:
+        """Returns the sites that were made from a value, in any iteration."""
+        return _reached(path, lambda path: (*self._reading[path], *self._entries[path]))
 
     @functools.cache  # noqa: B019
     def _bad(self, path: Path) -> np.ndarray:
@@ -169,6 +287,11 @@ class Flow:
     def _bad_instances(self, path: Path) -> list[Instance]:
         return [(path, tuple(map(int, steps))) for steps in np.argwhere(self._bad(path))]
 
+    def _is_finite(self, path: Path, steps: Steps) -> bool:
+        """Whether an instance has elements, and all are finite. A branch that is not taken has none."""
+        low, high = self._extent(path, steps)
+        return -np.inf < low <= high < np.inf
+
     def _is_bad(self, instance: Instance) -> bool:
         path, steps = instance
         return bool(self._bad(path)[steps])
@@ -184,3 +307,20 @@ class Flow:
     def _extent_at(self, source: Path, steps: Steps) -> tuple[float, float] | None:
         depth = len(self._sites[source].loops)
         return self._extent(source, steps[:depth]) if depth <= len(steps) else None
+
+
+def _reached(path: Path, onwards: Callable[[Path], Iterable[Path]]) -> set[Path]:
+    """Returns the paths that can be reached from a path, itself included."""
+    seen, todo = {path}, [path]
+    while todo:
+        new = set(onwards(todo.pop())) - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def _reads_inf_right(site: Site) -> bool:
+    """Whether the result of a site for inf is that for the large number which inf stands for."""
+    traits = traits_of(site.operation)
+    is_move = site.kind is not Kind.OPERATION or traits.category is Category.MOVE or traits.passes
+    return is_move or traits.selects or traits.saturates or site.operation in _LIMITS

@@ -19,12 +19,16 @@ class Nonfinite:
         operand_ranges: the same for each operand as `range`; None for integers and numbers.
         module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
         argument: the path of the argument itself, or of the argument that the operation takes. If it takes
-            none, the path of the last argument on the way to it. Empty if there is none.
+            none, the path of the last parameter on the way to it. Empty if there is none.
+        is_operand: whether the operation takes the argument. If not the argument is only on the way.
         line: the line of the program that made it, as `file.py:12:4 (function)`.
-        direction: `forward`, `backward`, or `recomputed`, a part of the forward pass that runs once more in
-            the backward pass.
+        direction: `forward`; `derivative`, if the forward pass computes and stores it for the backward pass
+            alone; `backward`; or `recomputed`, a part of the forward pass that runs once more in the backward
+            pass. Empty for the parts of a step that are not in a backward pass.
         iterations: for each loop around it, outermost first, its kind and the number of the iteration, from
             0. The slice of a scan, also if the scan runs backwards; the shard of a `shard_map`.
+        end: the operation that makes finite numbers of it which are wrong, and its line; empty if it reaches
+            an output.
         index: the index of the first such element of an argument or constant; None for an operation.
         advice: what to do.
 
@@ -44,34 +48,48 @@ class Nonfinite:
     operand_ranges: tuple[tuple[float, float] | None, ...]
     module: str
     argument: str
+    is_operand: bool
     line: str
     direction: str
     iterations: tuple[tuple[str, int], ...]
+    end: str
     index: tuple[int, ...] | None
     advice: str
 
     def __str__(self) -> str:
-        module = self.module or (f"near {self.argument}" if self.argument else "")
         if self.operation in ("argument", "constant"):
             name = f"{self.operation} {self.argument}".strip()
             at = f"first at {list(self.index)}" if self.index is not None else ""
             lines = [f"{self.what} in the {name}, {self.result}, {at}".rstrip(", ")]
         else:
-            loops = "".join(f", {_loop(kind)} {number}" for kind, number in self.iterations)
-            where = f" in {module}" if module else ""
-            where += f", {self.argument}" if self.module and self.argument else ""
-            lines = [f"{self.what} from {self.operation}{where}, {self.direction} pass{loops}"]
+            lines = [self._head()]
             lines += [
                 f"    takes {text}{_range(extent)}"
                 for text, extent in zip(self.operands, self.operand_ranges)
             ]
             lines += [f"    gives {self.result}{_range(self.range)}"]
             lines += [f"    {self.line}"] if self.line else []
+            lines += [f"    ends in {self.end}, whose result is finite, and wrong"] if self.end else []
         return "\n".join([*lines, *([f"    {self.advice}"] if self.advice else [])])
 
+    def _head(self) -> str:
+        """Returns the operation and where it is, in one line."""
+        module = f" in {self.module}" if self.module else ""
+        argument = f" {'near' if self.is_operand else 'after'} {self.argument}" if self.argument else ""
+        comma = "," if module and argument else ""
+        loops = [_LOOPS.get(kind, f"iteration {{}} of the {kind}").format(n) for kind, n in self.iterations]
+        parts = [f"{self.what} from {self.operation}{module}{comma}{argument}", _PASSES[self.direction]]
+        return ", ".join(filter(None, [*parts, *loops]))
 
-def _loop(kind: str) -> str:
-    return {"shard_map": "shard"}.get(kind, f"iteration of the {kind}")
+
+_LOOPS = {"shard_map": "shard {}"}
+_PASSES = {
+    "": "",
+    "forward": "forward pass",
+    "derivative": "a derivative that the forward pass computes and stores",
+    "backward": "backward pass",
+    "recomputed": "recomputed in the backward pass",
+}
 
 
 def _range(extent: tuple[float, float] | None) -> str:
@@ -87,23 +105,29 @@ def _range(extent: tuple[float, float] | None) -> str:
 class NonfiniteReport(Shown):
     """Where a loss or its gradients begin to be not finite. `str(report)` says it on one page.
 
+    An inf or NaN does harm if it reaches the loss or a gradient. An inf that half arithmetic makes of finite
+    numbers does harm too if finite numbers that are wrong are made of it: `rsqrt` of it is 0. Of a step, what
+    it returns stands for the loss and the gradients, and so does a value that it tests for inf and NaN.
+
     Attributes:
-        first_inf: the first operation of finite operands that gives an inf which reaches the loss or a
-            gradient; None if there is none.
-        first_nan: the first operation of operands without a NaN that gives a NaN which reaches the loss or a
-            gradient; None if there is none.
-        others: the further operations at which an inf or NaN begins that reaches the loss or a gradient.
-        harmless: the operations at which an inf or NaN begins that reaches neither, such as a mask of -inf
-            that only a softmax reads.
-        loss: the loss.
+        first_inf: the first operation of finite operands that gives an inf which does harm; None if there
+            is none.
+        first_nan: the first operation of operands without a NaN that gives a NaN which does harm; None if
+            there is none.
+        others: the further operations at which an inf or NaN begins that does harm.
+        harmless: the operations at which an inf or NaN begins that does none, such as a mask of -inf that
+            only a softmax reads.
+        loss: the loss; None for a step.
         loss_scale: the scale at which it ran.
-        gradients: the paths of the gradients that are not finite.
-        parameters: how many gradients there are.
+        gradients: the paths of the gradients that are not finite; of a step, of what it returns.
+        parameters: how many gradients there are; of a step, how many floating arrays it returns.
         fitting_scale: the largest power of two below the scale at which the loss and all gradients are
             finite. None if there is none, or if the first inf or NaN is not in the backward pass.
 
     Examples:
-        >>> report = find_nonfinite(lambda w: jnp.sum(w["head"]) * 1e3, 2.0**120)({"head": jnp.ones(2)})
+        >>> report = find_nonfinite(lambda w: jnp.sum(w["head"]) * 1e3, loss_scale=2.0**120)(
+        ...     {"head": jnp.ones(2)}
+        ... )
         >>> report.is_finite, report.gradients, report.fitting_scale == 2.0**118
         (False, ('head',), True)
 
@@ -114,7 +138,7 @@ class NonfiniteReport(Shown):
     first_nan: Nonfinite | None
     others: tuple[Nonfinite, ...]
     harmless: tuple[Nonfinite, ...]
-    loss: float
+    loss: float | None
     loss_scale: float
     gradients: tuple[str, ...]
     parameters: int
@@ -122,8 +146,8 @@ class NonfiniteReport(Shown):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and all gradients are finite."""
-        return math.isfinite(self.loss) and not self.gradients
+        """Whether the loss and all gradients are finite; of a step, all that it returns."""
+        return (self.loss is None or math.isfinite(self.loss)) and not self.gradients
 
     @property
     def cause(self) -> Nonfinite | None:
@@ -137,18 +161,21 @@ class NonfiniteReport(Shown):
         return [origin for origin in order if origin is not None]
 
     def summary(self) -> str:
-        """Returns one line: the loss, the gradients, and the first cause."""
-        scale = f"the loss scale is {power(self.loss_scale)}"
-        if self.is_finite:
-            return f"The loss, {self.loss:.6g}, and all {self.parameters} gradients are finite; {scale}."
-        if not self.gradients:
-            return f"The loss is {self.loss:.6g}; all {self.parameters} gradients are finite; {scale}."
+        """Returns one line: the loss, the gradients, and the loss scale."""
+        inside = " A value inside of it is not finite." if self.is_finite and self.cause is not None else ""
         few = ", ".join(name or "the only one" for name in self.gradients[:4])
         more = f" and {len(self.gradients) - 4} more" if len(self.gradients) > 4 else ""
-        return (
-            f"The loss is {self.loss:.6g}; {len(self.gradients)} of {self.parameters} gradients are not "
-            f"finite ({few}{more}); {scale}."
-        )
+        bad = f"{len(self.gradients)} of {self.parameters} {{}} are not finite ({few}{more})"
+        if self.loss is None:
+            good = f"All {self.parameters} results of the step are finite"
+            return f"{bad.format('results of the step') if self.gradients else good}.{inside}"
+        scale = f"the loss scale is {power(self.loss_scale)}"
+        if self.is_finite:
+            return (
+                f"The loss, {self.loss:.6g}, and all {self.parameters} gradients are finite; {scale}.{inside}"
+            )
+        good = f"all {self.parameters} gradients are finite"
+        return f"The loss is {self.loss:.6g}; {bad.format('gradients') if self.gradients else good}; {scale}."
 
     def __repr__(self) -> str:
         cause = self.cause
@@ -159,10 +186,14 @@ class NonfiniteReport(Shown):
         for title, origin in zip(("It begins here:", "From there:"), self._first()):
             lines += ["", title, str(origin)]
         if self.others:
-            lines += ["", f"It begins in {len(self.others)} further places, such as:", str(self.others[0])]
+            lines += [
+                "",
+                f"It begins at {len(self.others)} further operations, such as:",
+                str(self.others[0]),
+            ]
         if self.harmless:
             heads = dict.fromkeys(str(origin).splitlines()[0] for origin in self.harmless)
-            lines += ["", "Harmless, since it reaches neither the loss nor a gradient:"]
+            lines += ["", "Harmless, since it reaches no result:"]
             lines += [f"    {head}" for head in list(heads)[:5]]
             lines += [f"    and {len(heads) - 5} more"] if len(heads) > 5 else []
         return "\n".join(lines)

@@ -17,7 +17,7 @@ from ..._autocast.planning.rules import Rules, make_rules
 from ..._autocast.report.operations import Operation, operations_of
 from ..._dtypes import DTypeLike
 from ..._jaxpr.read import Array
-from .._values.trace import EVERY_CAST, Call, Program, scale_of, trace
+from .._values.trace import EVERY_CAST, Call, Program, only_by_name, scale_of, trace
 from .fewest import EXACT, Kept, fewest
 from .report import Difference, ModuleDifference, PrecisionReport
 
@@ -29,11 +29,11 @@ _MEASURES = ("gradients", "loss")
 def compare_precision(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
+    *positional: Any,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-    *,
     depth: int = 1,
     tolerance: float | None = None,
     measure: str = "gradients",
@@ -57,6 +57,7 @@ def compare_precision(
             are half by casts of its own, such as those of a policy, stay so in all runs.
         dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
+        positional: empty. What follows is given by its name.
         loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1.
         argnums: as in `jmp_lite.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
@@ -89,6 +90,7 @@ def compare_precision(
     """
     if not callable(fun):
         raise TypeError(f"compare_precision takes a loss function first. Got {fun!r}.")
+    only_by_name("compare_precision", "loss_fn, dtype", positional)
     _check(depth, tolerance, measure)
     scale = scale_of("compare_precision", loss_scale)
     fun, rules = given_rules("compare_precision", fun, dtype, jnp.float16)

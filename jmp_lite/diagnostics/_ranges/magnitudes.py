@@ -9,6 +9,7 @@ to even, as IEEE 754 and the hardware have it.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax import lax
 
 from ..._jaxpr.read import Array
 from .._values.sites import Kind, Site
+from .._values.tap import TapValue
 
 LOWEST = -149
 """The exponent of the least float32."""
@@ -171,8 +173,9 @@ class Histogram:
         is_new = site.kind not in (Kind.ENTRY, Kind.LEAVE) and site.direction != "recomputed"
         return is_new and (half or site.is_half) and not site.array.endswith("[]")
 
-    def measure(self, array: Array) -> Array:
+    def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
         """Returns counts by exponent and class, and the bits of the extremes, shape `(1113,)`, uint32."""
+        del site, operands
         if jnp.iscomplexobj(array):
             array = jnp.stack([array.real, array.imag])
         # The bits are compared as integers. XLA's CPU backend takes a subnormal float32 for zero, also in

@@ -18,8 +18,10 @@ from ..._autocast.planning.planner import Planner
 from ..._autocast.planning.rules import Rules
 from ..._dtypes import DTypeLike
 from ..._jaxpr.read import Jaxpr, equations, open_jaxpr
+from .._nonfinite.find import examine
+from .._nonfinite.report import Nonfinite
 from .._values.sites import Path
-from .._values.trace import Call, Measured, Program, Tapped, scale_of, trace
+from .._values.trace import Call, Measured, Program, Tapped, Transform, only_by_name, scale_of, trace
 from .magnitudes import Histogram, pooled
 from .report import ModuleRange, RangeReport
 
@@ -29,10 +31,11 @@ P = ParamSpec("P")
 def profile_ranges(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
+    *positional: Any,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+    transform: Transform = jax.value_and_grad,
 ) -> Callable[P, RangeReport]:
     """Returns a function that says how much a half dtype loses of a step, and which loss scale recovers it.
 
@@ -42,13 +45,15 @@ def profile_ranges(
     A float32 function, or one that `jmp_lite.autocast` returned, runs in float32, so no value is lost yet. It
     counts the values that `autocast(fun, dtype)` makes in half, or gives to a product in half. If the program
     has half values of its own, such as a model under a policy, it counts these. A value that the program
-    casts is counted before the cast. A value that a product in half has flushed to zero counts as a zero. To
-    see all values, give the plain model.
+    casts is counted before the cast. A value that a product in half has flushed to zero counts as a zero. If
+    half values of the program are inf, it runs once more and names the operations that overflow and do harm,
+    as `find_nonfinite` does. To see all values, give the plain model.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
         dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
+        positional: empty. What follows is given by its name.
         loss_scale: the scale of the step: a loss scale, a number, or None for 1. It is rounded down to a
             power of two.
         argnums: as in `jmp_lite.value_and_grad`.
@@ -59,8 +64,8 @@ def profile_ranges(
         A function of the arguments of `fun` that returns a `RangeReport`. Call it outside `jit`.
 
     Raises:
-        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale; an
-            argument is traced.
+        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale, or
+            is not given by its name; an argument is traced.
         ValueError: `dtype` is no half dtype, or is given for a function of autocast; the scale is not above 0
             and finite; a rule of the autocast selects nothing.
 
@@ -76,6 +81,7 @@ def profile_ranges(
     """
     if not callable(fun):
         raise TypeError(f"profile_ranges takes a loss function first. Got {fun!r}.")
+    only_by_name("profile_ranges", "loss_fn, dtype", positional)
     exponent = math.frexp(scale_of("profile_ranges", loss_scale))[1] - 1
     fun, rules = given_rules("profile_ranges", fun, dtype, jnp.float16)
     if rules.dtype == jnp.float32:
@@ -88,15 +94,17 @@ def profile_ranges(
         plan = None if _has_half(program.jaxpr) else _plan(program, rules)
         probe = Histogram(rules.dtype)
         measured = Tapped(program, probe, plan)(2.0**exponent)
+        modules = _modules(measured, probe, exponent)
         return RangeReport(
             rules.dtype,
             2.0**exponent,
-            _modules(measured, probe, exponent),
+            modules,
             tuple(
                 ModuleRange(name, "backward", probe.read(record), exponent)
                 for name, record in zip(program.gradients, measured.results[1:])
             ),
             _too_large(program, rules.dtype),
+            _overflows(program, modules, 2.0**exponent) if plan is None else (),
         )
 
     return profile
@@ -137,6 +145,21 @@ def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[Modul
         scale = exponent if direction == "backward" else 0
         modules.append(ModuleRange(name, direction, together.shifted(-scale), scale))
     return tuple(modules)
+
+
+def _overflows(program: Program, modules: Sequence[ModuleRange], scale: float) -> tuple[Nonfinite, ...]:
+    """Returns the operations of the forward pass in half that give an inf which does harm."""
+    # Of a mask of -inf the counts do not tell. So the program runs once more, with another probe.
+    if not any(row.magnitudes.infs for row in modules):
+        return ()
+    report = examine(program, scale)
+    infs = (origin for origin in (report.first_inf, *report.others) if origin is not None)
+    is_half = lambda origin: origin.result.startswith(("float16", "bfloat16"))
+    return tuple(
+        origin
+        for origin in infs
+        if origin.what == "inf" and is_half(origin) and origin.direction in ("forward", "derivative")
+    )
 
 
 def _too_large(program: Program, dtype: np.dtype) -> dict[str, float]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..._scaling.loss_scale import DynamicLossScale
 from ..._text import Shown, aligned, power
+from .._nonfinite.report import Nonfinite
 from .magnitudes import Fates, Magnitudes, pooled
 from .picture import draw
 from .scales import TOLERANCE, Scales, scales_for
@@ -63,6 +64,8 @@ class RangeReport(Shown):
         gradients: the gradient of each parameter, by its path.
         too_large: the parameters that have values beyond the largest number of the dtype, with the largest
             magnitude.
+        overflows: the operations in half of the program itself that give an inf in the forward pass which
+            does harm; of a program in float32 there are none.
 
     Examples:
         >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(jnp.ones((8, 4)), jnp.ones((2, 8)))
@@ -79,6 +82,7 @@ class RangeReport(Shown):
     modules: tuple[ModuleRange, ...]
     gradients: tuple[ModuleRange, ...]
     too_large: dict[str, float]
+    overflows: tuple[Nonfinite, ...] = ()
 
     @cached_property
     def pooled(self) -> Magnitudes:
@@ -158,6 +162,12 @@ class RangeReport(Shown):
         if self.overflowing:
             rules = keep(self.overflowing)
             lines += ["", f"Values overflow in the forward pass, where no loss scale helps: rules={rules}"]
+        for overflow in self.overflows:
+            lines += [
+                "",
+                "A value of the program overflows in half, where no loss scale helps:",
+                str(overflow),
+            ]
         for name, largest in self.too_large.items():
             limit = float(jnp.finfo(self.dtype).max)
             lines += ["", f"The parameter {name} has {largest:.4g}, beyond {limit:g}: keep it in float32."]

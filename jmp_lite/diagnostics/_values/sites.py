@@ -101,6 +101,14 @@ class Site:
         is_class = "." in self.module.rpartition("/")[2]
         return holder if holder and (is_class or not self.module) else self.module
 
+    def number(self, operand: int) -> tuple[float, float] | None:
+        """Returns twice the number that is written into the program as an operand; None for another one."""
+        try:
+            number = float(self.operands[operand])
+        except (IndexError, ValueError):  # A dtype and shape, such as `float16[8]`.
+            return None
+        return number, number
+
     @property
     def is_half(self) -> bool:
         """Whether the value is in half precision in the program itself."""

@@ -44,8 +44,14 @@ class Probe(Protocol):
         """Whether to measure a floating value; `half` is whether autocast would make it in half."""
         ...
 
-    def measure(self, array: Array) -> Array:
-        """Returns what is measured of a value, as one array whose shape does not depend on the value."""
+    def measure(self, array: Array, site: Site | None = None, operands: "Sequence[TapValue]" = ()) -> Array:
+        """Returns what is measured of a value, as one array whose shape does not depend on the value.
+
+        Args:
+            array: the value.
+            site: its site; None for an output of the program.
+            operands: the operands of the operation that gave it.
+        """
         ...
 
     def empty(self, dtype: Any) -> Array:
@@ -96,6 +102,7 @@ class Tap:
         sites: every site that was met, by its path.
         carried: for the entry of each carry of a loop, the site of the result that becomes it in the next
             iteration.
+        checked: the sites of the values that the program itself tests for inf and NaN.
         records: what was measured so far in the jaxpr that runs.
     """
 
@@ -105,6 +112,7 @@ class Tap:
         self._handlers = handlers
         self.sites: dict[Path, Site] = {}
         self.carried: dict[Path, Path | None] = {}
+        self.checked: set[Path] = set()
         self.records: Records = {}
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[TapValue], where: Where) -> list[TapValue]:
@@ -158,6 +166,8 @@ class Tap:
         self, equation: Equation, where: Where, index: int, operands: list[TapValue]
     ) -> list[TapValue]:
         arrays = bind(equation, [value.array for value in operands])
+        if equation.primitive.name == "is_finite" and operands[0].source is not None:
+            self.checked.add(operands[0].source)
         is_cast = equation.primitive.name == "convert_element_type"
         # What was measured of the operand holds for the result, which has the same elements.
         is_move = traits_of(equation.primitive.name).whole
@@ -205,13 +215,16 @@ class Tap:
         """Measures a value at an equation if the probe wants it; returns the path of its site, or None."""
         if not is_floating(array):
             return None
-        return self._measure(make_site(path, kind, equation, where, operands, array), array, half)
+        site = make_site(path, kind, equation, where, operands, array)
+        return self._measure(site, array, half, operands)
 
-    def _measure(self, site: Site, array: Array, half: bool) -> Path | None:
+    def _measure(
+        self, site: Site, array: Array, half: bool, operands: Sequence[TapValue] = ()
+    ) -> Path | None:
         if not self.probe.wants(site, half):
             return None
         self.sites[site.path] = site
-        self.records[site.path] = self.probe.measure(array)
+        self.records[site.path] = self.probe.measure(array, site, operands)
         return site.path
 
     # What the handlers of calls need.

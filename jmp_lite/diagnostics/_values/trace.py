@@ -1,10 +1,13 @@
-"""What users give, a loss function and its arguments, as one program: the loss and its scaled gradients."""
+"""What users give, a loss function or a step and its arguments, as one program.
+
+The program of a loss function gives the loss and its scaled gradients, that of a step what the step returns.
+"""
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,23 +33,28 @@ slower.
 """
 
 
+Transform: TypeAlias = Callable[..., Callable[..., Any]]
+"""What makes the value and the gradients of a loss function, such as `jax.value_and_grad`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """How a loss function is differentiated: what `jmp_lite.value_and_grad` takes.
 
     Attributes:
-        fun: the loss function.
-        argnums, has_aux, transform: as in `jmp_lite.value_and_grad`.
+        fun: the loss function, or a step.
+        argnums, has_aux: as in `jmp_lite.value_and_grad`.
+        transform: as in `jmp_lite.value_and_grad`; None for a step, which runs as it is.
     """
 
     fun: Callable[..., Any]
     argnums: int | Sequence[int] | Any
     has_aux: bool
-    transform: Callable[..., Callable[..., Any]]
+    transform: Transform | None
 
     @property
     def differentiated(self) -> tuple[str, ...]:
-        """The names of the arguments that are differentiated: the parameters."""
+        """The names of the arguments that are differentiated, or that a step updates: the parameters."""
         argnums = self.argnums if isinstance(self.argnums, Sequence) else (self.argnums,)
         numbers = [getattr(each, "argnum", each) for each in argnums]  # `nnx.DiffState` has an attribute.
         try:
@@ -58,29 +66,56 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A loss function and its backward pass as one jaxpr without constants.
+    """A loss function and its backward pass, or a step, as one jaxpr without constants.
 
     Attributes:
-        jaxpr: takes the scale and the arrays, gives the loss, the gradients, and what else there is.
+        jaxpr: takes the scale and the arrays, gives the outputs, and what else there is.
         arrays: the constants of the jaxpr and the arrays among the arguments.
         names: the path of each array among the arguments; empty for a constant.
-        scale: the index of the loss scale among the arrays.
-        gradients: the path of each gradient, as the outputs of the jaxpr after the first.
-        parameters: the names of the arguments that are differentiated.
+        scale: the index of the loss scale among the arrays. A step takes it, and does not read it.
+        outputs: the path of each output: of the loss, which is empty, and of each gradient; of each floating
+            array among what a step returns.
+        parameters: the names of the arguments that are differentiated, or that a step updates.
+        is_step: whether it is a step, whose outputs are no loss and no gradients.
     """
 
     jaxpr: Jaxpr
     arrays: tuple[Array, ...]
     names: tuple[str, ...]
     scale: int
-    gradients: tuple[str, ...]
+    outputs: tuple[str, ...]
     parameters: tuple[str, ...]
+    is_step: bool
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The path of each gradient; none for a step."""
+        return () if self.is_step else self.outputs[1:]
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
-        """Returns the loss and the gradients."""
+        """Returns the outputs: the loss and the gradients, or what a step returns."""
         # A Jaxpr is a ClosedJaxpr since JAX 0.11.
         closed = self.jaxpr if hasattr(self.jaxpr, "jaxpr") else ClosedJaxpr(self.jaxpr, ())
-        return jaxpr_as_fun(closed)(*arrays)[: 1 + len(self.gradients)]
+        return jaxpr_as_fun(closed)(*arrays)[: len(self.outputs)]
+
+
+def only_by_name(caller: str, first: str, positional: tuple[Any, ...]) -> None:
+    """Checks that a diagnosis got its settings by their names.
+
+    Args:
+        caller: the diagnosis.
+        first: its positional arguments, as they are written in the error.
+        positional: what it got beside them without a name.
+
+    Raises:
+        TypeError: there is such a value.
+    """
+    if positional:
+        given = ", ".join(type(value).__name__ for value in positional)
+        raise TypeError(
+            f"{caller} takes loss_scale and all settings after it by their names: {caller}({first}, "
+            f"loss_scale=...). Got {given} without a name."
+        )
 
 
 def scale_of(caller: str, loss_scale: Any) -> float:
@@ -115,35 +150,62 @@ def _is_traced(leaf: Any) -> bool:
 
 
 def trace(caller: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    """Traces a loss function and its backward pass; the loss scale is an argument of the program.
+    """Traces a loss function and its backward pass, or a step.
+
+    The loss scale is an argument of the program.
 
     Raises:
         TypeError: an argument is traced.
     """
     if any(_is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
-    gradients: list[str] = []
+    outputs: list[str] = []
+    run = _step(call.fun, outputs) if call.transform is None else _scaled(call, call.transform, outputs)
+    traced = arguments.trace(run, args, {**kwargs, _SCALE: jnp.float32(1)}, True, (np.ndarray,))
+    fixed = constants(traced.jaxpr)
+    names = (*("" for _ in fixed), *traced.names)
+    arrays = (*fixed, *traced.arrays)
+    jaxpr, scale = without_constants(traced.jaxpr), names.index(_SCALE)
+    is_step = call.transform is None
+    return Program(jaxpr, arrays, names, scale, tuple(outputs), call.differentiated, is_step)
+
+
+def _scaled(call: Call, transform: Transform, outputs: list[str]) -> Callable[..., Any]:
+    """Returns a function that gives a loss and its gradients, and writes the paths of both into a list."""
 
     @functools.wraps(call.fun)
     def step(*args: Any, **kwargs: Any) -> Any:
         scale = StaticLossScale(kwargs.pop(_SCALE))
-        run = value_and_grad(call.fun, scale, call.argnums, call.has_aux, call.transform)
+        run = value_and_grad(call.fun, scale, call.argnums, call.has_aux, transform)
         value, grads = run(*args, **kwargs)
-        floating = {
-            name: leaf
-            for name, leaf in zip(leaf_names(grads), jax.tree.leaves(grads))
-            if jnp.issubdtype(leaf.dtype, jnp.inexact)
-        }
-        gradients[:] = [name.removesuffix("/value") for name in floating]
+        floating = _floating(grads)
+        outputs[:] = ["", *floating]
         return (value[0] if call.has_aux else value), list(floating.values())
 
-    kinds = (np.ndarray,)
-    traced = arguments.trace(step, args, {**kwargs, _SCALE: jnp.float32(1)}, True, kinds)
-    fixed = constants(traced.jaxpr)
-    names = (*("" for _ in fixed), *traced.names)
-    arrays = (*fixed, *traced.arrays)
-    jaxpr = without_constants(traced.jaxpr)
-    return Program(jaxpr, arrays, names, names.index(_SCALE), tuple(gradients), call.differentiated)
+    return step
+
+
+def _step(fun: Callable[..., Any], outputs: list[str]) -> Callable[..., Any]:
+    """Returns a function that gives the floating arrays that a step returns, and writes their paths."""
+
+    @functools.wraps(fun)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(_SCALE)
+        floating = _floating(fun(*args, **kwargs))
+        outputs[:] = floating
+        return list(floating.values())
+
+    return step
+
+
+def _floating(tree: Any) -> dict[str, Array]:
+    """Returns the floating arrays of a tree by their paths."""
+    leaves = zip(leaf_names(tree), jax.tree.leaves(tree))
+    return {
+        name.removesuffix("/value"): leaf
+        for name, leaf in leaves
+        if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.inexact)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,14 +217,18 @@ class Measured:
         records: what was measured at each site, with an axis for each loop around it.
         steps: for the body of each while loop, the numbers of the iterations that were kept.
         carried: as in `Tap`.
-        outputs: the site of the loss, and of each gradient; None where nothing was measured.
-        results: what was measured of the loss, and of each gradient.
+        checked: as in `Tap`.
+        is_step: as in `Program`.
+        outputs: the site of each output of the program; None where nothing was measured.
+        results: what was measured of each output.
     """
 
     sites: dict[Path, Site]
     records: dict[Path, np.ndarray]
     steps: dict[Path, np.ndarray]
     carried: dict[Path, Path | None]
+    checked: set[Path]
+    is_step: bool
     outputs: tuple[Path | None, ...]
     results: tuple[np.ndarray, ...]
 
@@ -181,13 +247,15 @@ class Tapped:
         """Runs the program at a loss scale."""
         arrays = list(self._program.arrays)
         arrays[self._program.scale] = jnp.float32(scale)
-        found, results = jax.tree.map(np.asarray, self._run(arrays))
-        records = dict(zip(self._order, found, strict=True))
+        measured, results = jax.tree.map(np.asarray, self._run(arrays))
+        records = dict(zip(self._order, measured, strict=True))
         return Measured(
             self._tap.sites,
             {path: record for path, record in records.items() if path[-1] != STEPS},
             {path[:-1]: record for path, record in records.items() if path[-1] == STEPS},
             self._tap.carried,
+            self._tap.checked,
+            self._program.is_step,
             self._outputs,
             tuple(results),
         )
@@ -195,7 +263,7 @@ class Tapped:
     def _measure(self, arrays: list[Array]) -> tuple[list[Array], list[Array]]:
         with self._tap.recording() as records:
             values = self._values(arrays)
-        outputs = values[: 1 + len(self._program.gradients)]
+        outputs = values[: len(self._program.outputs)]
         self._outputs = tuple(value.source for value in outputs)
         self._order = list(records)
         results = [self._tap.probe.measure(jnp.asarray(value.array)) for value in outputs]

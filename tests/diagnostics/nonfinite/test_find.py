@@ -1,5 +1,7 @@
 """`find_nonfinite` names the operation at which a loss or its gradients begin to be not finite."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jax import lax
 
 import jmp_lite as jmp
 from jmp_lite import linen
-from jmp_lite.diagnostics import find_nonfinite, profile_ranges
+from jmp_lite.diagnostics import compare_precision, doctor, find_nonfinite, profile_ranges
 from jmp_lite.diagnostics._nonfinite.extremes import Extremes
 from tests.support.causes import cause_of, half, w, x
 from tests.support.policies import F16
@@ -88,7 +90,7 @@ def test_an_overflow_in_the_backward_pass_of_one_block_and_the_scale_that_fits()
     params = model.init(jax.random.key(0), x)
     loss = lambda params, x: jnp.sum(model.apply(params, x) ** 2)
     scale = 2.0**17
-    report = find_nonfinite(loss, scale)(params, x)
+    report = find_nonfinite(loss, loss_scale=scale)(params, x)
     cause = report.cause
     assert cause is not None
     assert (cause.what, cause.direction) == ("inf", "backward")
@@ -101,7 +103,7 @@ def test_an_overflow_in_the_backward_pass_of_one_block_and_the_scale_that_fits()
     fitting = max(2.0**k for k in range(-24, 17) if finite(2.0**k))
     assert report.fitting_scale == fitting
     assert f"At a scale of 2**{int(np.log2(fitting))} it would fit" in cause.advice
-    assert find_nonfinite(loss, fitting)(params, x).is_finite
+    assert find_nonfinite(loss, loss_scale=fitting)(params, x).is_finite
 
 
 @pytest.mark.slow
@@ -128,36 +130,34 @@ def test_a_bad_parameter_is_named():
     assert "parameter params/head/kernel has NaN" in cause.advice
 
 
-# Other operations.
-
-CASES = {
-    "exp": (lambda w, x: jnp.sum(jnp.exp(x * 100)) * w.sum(), "exp", "Subtract the maximum"),
-    "division": (lambda w, x: jnp.sum(w / jnp.maximum(x, 0).T[:, :1]), "div", "division by zero"),
-    "log": (lambda w, x: jnp.sum(jnp.log(jax.nn.relu(x @ w))), "log", "log of 0"),
-    "reciprocal": (lambda w, x: jnp.sum(w) * jnp.sum(1 / (x - x[0, 0])), "div", "division by zero"),
-    "norm": (lambda w, x: jnp.linalg.norm(w * 0) + x.sum(), "div", "square root"),
-    "negative root": (lambda w, x: jnp.sum(jnp.sqrt(w)), "sqrt", "sqrt of -0.5"),
-    "rsqrt": (lambda w, x: jnp.sum(lax.rsqrt(w * 0)), "rsqrt", "epsilon of a normalization"),
-    "index": (lambda w, x: jnp.sum(jnp.take(w, jnp.array([0, 99]))), "gather", "out of bounds"),
-    "guard": (
-        lambda w, x: jnp.sum(jnp.where(w * 0 > 0, jnp.exp(x.sum()) / (w * 0), 1.0)),
-        None,
-        "divi",
-    ),
-    "square": (lambda w, x: jnp.sum((w * 1e20) ** 2), "integer_pow", "3.4e+38"),
-    "cholesky": (lambda w, x: jnp.sum(jnp.linalg.cholesky(-w @ w.T)), "cholesky", "positive definite"),
-}
+# Other operations. Most are in test_broken_runs.py.
 
 
-@pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("name", CASES)
-def test_operations_and_their_advice(name):
-    fun, operation, advice = CASES[name]
-    report = find_nonfinite(fun)(w, x)
-    assert not report.is_finite
-    assert operation is None or report.cause.operation == operation
-    assert advice in report.cause.advice
-    assert "test_find.py" in report.cause.line
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fun", "advice"),
+    [
+        (lambda w: jnp.arccos(w + 1), "The derivative of acos is infinite at -1 and 1"),
+        (lambda w: jnp.arcsin(w - 1), "The derivative of asin is infinite at -1 and 1"),
+        (jnp.cbrt, "The derivative of cbrt is infinite at 0"),
+        (lambda w: jnp.linalg.inv(w), "The matrix is singular: a pivot is 0"),
+        (lambda w: jnp.linalg.svd(w + jnp.eye(4))[0][0], "infinite for equal eigenvalues"),
+        (
+            lambda w: w.astype(jnp.float16) / jnp.maximum(jnp.abs(w), 1e-12).astype(jnp.float16),
+            "1e-12 is 0 in float16",
+        ),
+    ],
+)
+def test_causes_behind_functions(fun, advice):
+    loss = lambda w, x: jnp.sum(fun(w * 0)).astype(jnp.float32)
+    assert advice in cause_of(loss, w, x).advice
+
+
+@pytest.mark.slow
+def test_a_square_beyond_float32():
+    cause = cause_of(lambda w, x: jnp.sum((w * 1e20) ** 2), w, x)
+    assert cause.operation == "integer_pow"
+    assert "3.4e+38, where float32 ends: the program itself diverges" in cause.advice
 
 
 @pytest.mark.slow
@@ -218,14 +218,48 @@ def test_the_report():
     assert str(fine) == "The loss, 0, and all 1 gradients are finite; the loss scale is 2**0."
 
 
+def test_the_head_says_where_the_parameter_stands():
+    head = lambda fun: str(find_nonfinite(fun)(w, x).cause).splitlines()[0]
+    assert head(lambda w, x: jnp.sum(jnp.log(w * 0))) == "inf from log after w, forward pass"
+    assert head(lambda w, x: jnp.sum(w / 0.0)) == "inf from div near w, forward pass"
+    scoped = jax.named_scope("head")(lambda w, x: jnp.sum(jnp.log(w * 0)))
+    assert head(scoped) == "inf from log in head, after w, forward pass"
+
+
+def test_a_derivative_that_only_the_backward_pass_reads():
+    cause = find_nonfinite(lambda w, x: jnp.sum(jnp.sqrt(w * 0)))(w, x).cause
+    assert cause.direction == "derivative"
+    assert str(cause).startswith(
+        "inf from div after w, a derivative that the forward pass computes and stores"
+    )
+    both = find_nonfinite(lambda w, x: jnp.sum(jnp.exp(w * 0 + 100)))(w, x).cause  # Its own derivative.
+    assert both.direction == "forward"
+
+
+@pytest.mark.parametrize("diagnosis", [find_nonfinite, profile_ranges, compare_precision, doctor])
+def test_an_old_call_is_answered_by_the_right_line(diagnosis):
+    dtype = () if diagnosis is find_nonfinite else ("float16",)
+    line = "loss_fn, loss_scale=..." if diagnosis is find_nonfinite else "loss_fn, dtype, loss_scale=..."
+    name = diagnosis.__name__
+    with pytest.raises(TypeError, match=re.escape(f"{name}({line}). Got StaticLossScale without a name.")):
+        diagnosis(lambda w: w.sum(), *dtype, jmp.StaticLossScale(2.0))
+
+
+def test_a_step_has_its_own_scale_and_dtypes():
+    with pytest.raises(ValueError, match=r"Leave loss_scale out.*Got loss_scale=2.0"):
+        find_nonfinite(lambda w: w, transform=None, loss_scale=2.0)
+    with pytest.raises(ValueError, match=r"Leave dtype and loss_scale out.*Got 'float16' and None"):
+        doctor(lambda w: w, "float16", transform=None)
+
+
 def test_errors_say_what_was_given():
     loss = lambda w, x: jnp.sum(w)
     with pytest.raises(TypeError, match=r"takes a loss function first. Got 3"):
         find_nonfinite(3)
     with pytest.raises(TypeError, match=r"loss_scale should be None, a number, or a loss scale.*Got str"):
-        find_nonfinite(loss, "half")
+        find_nonfinite(loss, loss_scale="half")
     with pytest.raises(ValueError, match=r"above 0 and finite. Got 0"):
-        find_nonfinite(loss, 0.0)
+        find_nonfinite(loss, loss_scale=0.0)
     with pytest.raises(TypeError, match="Call it outside jit"):
         jax.jit(lambda w: find_nonfinite(loss)(w, x).loss)(w)
     with pytest.raises(TypeError, match="floating scalar"):

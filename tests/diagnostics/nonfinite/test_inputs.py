@@ -69,14 +69,14 @@ def test_has_aux_argnums_and_keywords():
 )
 def test_the_loss_scale_may_be_a_number_or_a_loss_scale(scale):
     fun = half(lambda w, x: jnp.sum((w * 100).astype(jnp.float32)) * 10)
-    assert find_nonfinite(fun, scale)(w, x).loss_scale == 1024
-    assert not find_nonfinite(fun, scale)(w, x).is_finite
+    assert find_nonfinite(fun, loss_scale=scale)(w, x).loss_scale == 1024
+    assert not find_nonfinite(fun, loss_scale=scale)(w, x).is_finite
     assert find_nonfinite(fun)(w, x).is_finite
 
 
 def test_the_scale_of_an_optimizer():
     opt_state = jmp.with_loss_scale(optax.sgd(1.0)).init(w)
-    report = find_nonfinite(lambda w, x: jnp.sum(x @ w), jmp.get_loss_scale(opt_state))(w, x)
+    report = find_nonfinite(lambda w, x: jnp.sum(x @ w), loss_scale=jmp.get_loss_scale(opt_state))(w, x)
     assert report.loss_scale == 2**15
     assert "2**15" in str(report)
 

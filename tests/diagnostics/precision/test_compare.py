@@ -171,7 +171,7 @@ def test_gradients_that_underflow_are_an_error_that_a_loss_scale_takes_away():
         return jnp.mean(jnp.sin(x @ params["a"]) @ params["b"]) * 1e-7
 
     params = {"a": jnp.full((16, 8), 0.1), "b": jnp.full((8, 4), 0.1)}
-    without, scaled = (compare_precision(loss, "float16", s)(params, X) for s in (None, 2.0**16))
+    without, scaled = (compare_precision(loss, "float16", loss_scale=s)(params, X) for s in (None, 2.0**16))
     assert without.half.gradients > 0.5
     assert without.rules
     assert scaled.half.gradients < 0.01

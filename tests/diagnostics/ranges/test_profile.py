@@ -66,7 +66,7 @@ def test_the_values_of_the_backward_pass_are_counted_by_hand():
 @pytest.mark.slow
 @pytest.mark.parametrize("exponent", [0, 5, 12])
 def test_the_loss_scale_shifts_the_backward_pass_alone(exponent):
-    one, scaled = (profile_ranges(mlp, "float16", 2.0**k)(PARAMS, x) for k in (0, exponent))
+    one, scaled = (profile_ranges(mlp, "float16", loss_scale=2.0**k)(PARAMS, x) for k in (0, exponent))
     for first, second in zip(one.modules, scaled.modules, strict=True):
         assert (first.name, first.direction) == (second.name, second.direction)
         assert first.magnitudes.histogram == second.magnitudes.histogram
@@ -182,7 +182,7 @@ def test_parameters_beyond_the_range_and_forward_overflow():
 def test_a_model_under_a_policy_is_counted_in_half():
     half = linen.with_policy(nn.Sequential([nn.Dense(16), jnp.tanh, nn.Dense(4)]), F16)
     variables = half.init(jax.random.key(0), x)
-    report = profile_ranges(lambda variables: jnp.mean(half.apply(variables, x) ** 2), None, 2.0**10)(
+    report = profile_ranges(lambda variables: jnp.mean(half.apply(variables, x) ** 2), loss_scale=2.0**10)(
         variables
     )
     assert {"forward", "backward"} == {each.direction for each in report.modules}
@@ -330,7 +330,7 @@ def test_a_sum_of_gradients_in_a_loop_is_a_gradient():
     def fun(w, x):
         return lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=4)[0].sum() * 1e-3
 
-    one, scaled = (profile_ranges(fun, "float16", 2.0**k)(w, x) for k in (0, 12))
+    one, scaled = (profile_ranges(fun, "float16", loss_scale=2.0**k)(w, x) for k in (0, 12))
     for first, second in zip(one.modules, scaled.modules, strict=True):
         assert first.magnitudes.histogram == second.magnitudes.histogram
     assert counts(scaled.gradients[0].magnitudes.fates()) == counts(one.gradients[0].magnitudes.fates())

@@ -120,7 +120,7 @@ def test_what_a_backward_rule_computes_again_is_no_gradient():
         return y
 
     layer.defvjp(lambda y: (y, y), lambda y, g: (g * (y.astype(jnp.float16) * 6e4 * 6).astype(jnp.float32),))
-    report = find_nonfinite(lambda w, x: jnp.sum(layer(w)), 2.0**4)(w, x)
+    report = find_nonfinite(lambda w, x: jnp.sum(layer(w)), loss_scale=2.0**4)(w, x)
     assert report.cause.direction == "backward"
     assert report.fitting_scale is None
     assert "at this scale" not in report.cause.advice

@@ -1,0 +1,130 @@
+"""What a whole train step loses: updates that are lost, and gradients that are all zero."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jaxpr.primitives import Category, traits_of
+from ..._jaxpr.read import Array
+from .._values.sites import Kind, Path, Site
+from .._values.tap import TapValue
+from .._values.trace import Measured, Program, Tapped
+
+_LARGEST, _UPDATES, _LOST = range(3)
+_COUNTS = 3
+"""The numbers in a record: the largest magnitude, how many updates are not zero, how many are lost."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """An addition that makes the new value of an argument of a step.
+
+    Attributes:
+        argument: the path of the argument, such as `params/w`.
+        dtype: its dtype.
+        line: the line of the addition.
+        updates: how many elements have an update that is not zero.
+        lost: how many of these elements are the same numbers after the update.
+    """
+
+    argument: str
+    dtype: np.dtype
+    line: str
+    updates: int
+    lost: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Additions:
+    """The probe: the largest magnitude of each value; what each addition to an argument changes of it.
+
+    Attributes:
+        dtypes: the dtype of each argument, by its path.
+    """
+
+    dtypes: Mapping[str, Any]
+    adds = False
+    operands = False
+
+    def wants(self, site: Site, half: bool) -> bool:
+        """Everything."""
+        del site, half
+        return True
+
+    def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
+        """Returns the largest magnitude, the updates and the lost updates, shape `(3,)`, float32."""
+        largest = jnp.max(jnp.abs(array), initial=0).astype(jnp.float32)
+        counts = [largest, jnp.float32(0), jnp.float32(0)]
+        if site is not None and _is_addition(site, array, operands):
+            dtype = self.dtypes[site.argument]
+            old, update = operands if operands[0].argument == site.argument else reversed(operands)
+            moves = jnp.asarray(update.array) != 0
+            stays = array.astype(dtype) == jnp.asarray(old.array).astype(dtype)
+            counts[1:] = [jnp.sum(moves).astype(jnp.float32), jnp.sum(moves & stays).astype(jnp.float32)]
+        return jnp.stack(counts)
+
+    def empty(self, dtype: Any) -> Array:
+        """Returns the record of no elements."""
+        del dtype
+        return jnp.zeros(_COUNTS, jnp.float32)
+
+    def join(self, first: Array, second: Array) -> Array:
+        """Never asked for: all iterations are kept."""
+        del second
+        return first
+
+    def alarm(self, record: Array) -> Array:
+        """Keeps no iteration on its own."""
+        return jnp.zeros(record.shape[:-1], bool)
+
+
+def _is_addition(site: Site, array: Array, operands: Sequence[TapValue]) -> bool:
+    is_sum = site.kind is Kind.OPERATION and site.operation in ("add", "sub", "add_any")
+    return is_sum and bool(site.argument) and all(jnp.shape(value.array) == array.shape for value in operands)
+
+
+def run_step(program: Program) -> Measured:
+    """Runs a step, and measures its additions."""
+    return Tapped(program, Additions({n: a.dtype for n, a in zip(program.names, program.arrays) if n}))(1.0)
+
+
+def updates_of(measured: Measured, program: Program) -> list[Update]:
+    """Returns the additions from which a step makes the new values of its arguments."""
+    dtypes = {name: array.dtype for name, array in zip(program.names, program.arrays)}
+    updates: dict[Path, Update] = {}
+    for output in measured.outputs:
+        path = output
+        while path is not None and path not in updates:
+            site, record = measured.sites[path], measured.records[path]
+            if record.ndim == 1 and record[_UPDATES]:
+                counts = int(record[_UPDATES]), int(record[_LOST])
+                updates[path] = Update(site.argument, dtypes[site.argument], site.line, *counts)
+            path = _before(site)
+    return list(updates.values())
+
+
+def _before(site: Site) -> Path | None:
+    """Returns the value that a site casts, moves or selects; None for another operation."""
+    moves = site.kind is not Kind.OPERATION or traits_of(site.operation).category is Category.MOVE
+    if moves or site.operation == "convert_element_type":
+        return next(iter(site.sources), None)
+    # `jnp.where(is_finite, new, old)`: the old value is the first case.
+    return site.sources[-1] if site.operation == "select_n" else None
+
+
+def zero_gradients(measured: Measured) -> tuple[bool, Site | None]:
+    """Returns whether all gradients of a step are zero, and the first operation that makes one zero."""
+    backward = {path for path, site in measured.sites.items() if site.direction == "backward"}
+    read = {source for path in backward for source in measured.sites[path].sources}
+    gradients = backward - read
+    is_zero = lambda path: not measured.records[path][..., _LARGEST].any()
+    if not gradients or not all(map(is_zero, gradients)):
+        return False, None
+    for path in sorted(backward):
+        sources = [source for source in measured.sites[path].sources if source is not None]
+        if is_zero(path) and sources and not any(map(is_zero, sources)):
+            return True, measured.sites[path]
+    return True, None

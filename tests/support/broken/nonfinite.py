@@ -1,0 +1,295 @@
+"""Losses whose value or gradients are not finite, one for each cause that docs/diagnosis.md names."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .run import Run, broken
+
+LOSSES: list[Run] = []
+loss = functools.partial(broken, LOSSES)
+
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+W = np.linspace(-0.5, 0.5, 16, dtype=np.float32).reshape(4, 4)
+ONES = np.ones(4, np.float32)
+ZEROS = np.zeros(4, np.float32)
+HALF = jnp.float16
+
+
+# Masks and softmax.
+
+
+@loss((W, X), "convert_element_type", "A mask of -1e+09 is -inf in float16")
+def a_mask_of_1e9_in_float16(w, x):
+    scores = ((x @ w) @ x.T).astype(HALF)
+    mask = jnp.where(jnp.tri(3, k=-1, dtype=bool), 0.0, -1e9)
+    scores = scores + mask.astype(HALF)  # here
+    return jnp.mean(jax.nn.softmax(scores).astype(jnp.float32) @ x)
+
+
+@loss((W, X), "add", "Two masks are added")
+def two_masks_of_the_least_number(w, x):
+    scores = ((x @ w) @ x.T).astype(HALF)
+    causal = jnp.where(jnp.tri(3, k=-1, dtype=bool), 0, jnp.finfo(HALF).min).astype(HALF)
+    padding = jnp.where(jnp.arange(3) < 0, 0, jnp.finfo(HALF).min).astype(HALF)
+    mask = causal + padding  # here
+    return jnp.mean(jax.nn.softmax(scores + mask).astype(jnp.float32) @ x)
+
+
+@loss((W, X), "select_n", "let no row be masked as a whole")
+def a_softmax_of_a_row_that_is_masked_as_a_whole(w, x):
+    scores = jnp.where(jnp.tri(3, k=-1, dtype=bool), (x @ w) @ x.T, -jnp.inf)  # here
+    return jnp.mean(jax.nn.softmax(scores) @ x)
+
+
+# Operations at the edge of where they are defined.
+
+
+@loss(100 * ONES, "exp", "Subtract the maximum")
+def an_exp_of_a_large_number(w):
+    return jnp.sum(jnp.exp(w))  # here
+
+
+@loss(100 * ONES, "exp", "jax.nn.logsumexp")
+def a_logsumexp_by_hand(w):
+    return jnp.log(jnp.sum(jnp.exp(w)))  # here
+
+
+@loss(ZEROS, "log", "log of 0")
+def a_log_of_zero(w):
+    return jnp.sum(jnp.log(w))  # here
+
+
+@loss((ONES, ZEROS), "div", "A division by zero")
+def a_division_by_zero(w, x):
+    return jnp.sum(w / x)  # here
+
+
+@loss((ONES, ZEROS), "div", "0 / 0")
+def counts_of_an_empty_batch(w, mask):
+    return jnp.sum(w * mask) / jnp.sum(mask)  # here
+
+
+@loss((ONES, 1e-39), "div", "multiplies by the reciprocal")
+def a_division_by_a_tiny_number(w, temperature):
+    return jnp.sum(jnp.tanh(1e-9 * w / temperature))  # here
+
+
+@loss(ZEROS, "div", "derivative of a square root")
+def the_gradient_of_a_root_at_zero(w):
+    return jnp.sum(jnp.sqrt(w))  # here
+
+
+@loss(ZEROS, "div", "derivative of a square root")
+def the_gradient_of_a_norm_at_zero(w):
+    return jnp.linalg.norm(w)  # here
+
+
+@loss(ZEROS, "pow", "derivative of x ** 0.5 is infinite at 0")
+def the_gradient_of_a_power_at_zero(w):
+    return jnp.sum(w**0.5)  # here
+
+
+@loss(ZEROS, "rsqrt", "1 / sqrt(0)")
+def an_rsqrt_of_zero(w):
+    return jnp.sum(lax.rsqrt(w))  # here
+
+
+@loss(-ONES, "sqrt", "sqrt of -1")
+def a_root_of_a_negative_number(w):
+    return jnp.sum(jnp.sqrt(w))  # here
+
+
+@loss((ZEROS, ZEROS), "div integer_pow mul", "derivative of atan2 at (0, 0)")
+def the_gradient_of_arctan2_at_the_origin(y, x):
+    return jnp.sum(jnp.arctan2(y, x))  # here
+
+
+@loss(np.float32([1000.1] * 7), "sqrt", "E[x^2] - E[x]^2")
+def a_variance_as_a_difference(w):
+    mean, square = jnp.mean(w), jnp.mean(w**2)
+    return jnp.sum((w - mean) / jnp.sqrt(square - mean**2))  # here
+
+
+@loss((ZEROS, ONES), "div integer_pow", "put a jnp.where around the divisor")
+def a_where_that_does_not_guard_the_gradient(w, x):
+    return jnp.sum(jnp.where(w > 0, x / w, 0.0))  # here
+
+
+@loss(W, "gather", "out of bounds")
+def an_index_out_of_bounds(w):
+    return jnp.sum(jnp.take(w, jnp.array([0, 99]), axis=0))  # here
+
+
+# Linear algebra.
+
+
+@loss((np.ones((3, 3), np.float32), np.ones(3, np.float32)), "div triangular_solve", "matrix is singular")
+def a_solve_with_a_singular_matrix(w, x):
+    return jnp.sum(jnp.linalg.solve(w, x))  # here
+
+
+@loss(np.ones((3, 3), np.float32), "cholesky", "not positive definite")
+def a_cholesky_of_a_singular_matrix(w):
+    return jnp.sum(jnp.linalg.cholesky(w - 2.0))  # here
+
+
+@loss(np.eye(3, dtype=np.float32), "div integer_pow reciprocal", "equal eigenvalues")
+def the_gradient_of_eigenvectors_of_equal_eigenvalues(w):
+    return jnp.sum(jnp.linalg.eigh(w)[1][:, 0])  # here
+
+
+# The range of float16.
+
+
+@loss(300 * ONES, "mul integer_pow square", "65504")
+def the_square_of_300_in_float16(w):
+    with jax.named_scope("wide"):
+        h = w.astype(HALF)
+        h = h * h  # here
+    return jnp.mean(h.astype(jnp.float32))
+
+
+@loss(30000 * ONES, "reduce_sum", "Compute the loss in float32")
+def a_loss_beyond_65504(w):
+    return jnp.sum(w.astype(HALF), dtype=HALF).astype(jnp.float32)  # here
+
+
+@loss((W, X), "convert_element_type", "At a scale of 2**14 it would fit", scale=2.0**16)
+def a_gradient_beyond_65504(w, x):
+    h = x.astype(HALF) @ w.astype(HALF)
+    return 3 * jnp.sum(h.astype(jnp.float32))  # here
+
+
+@loss((ZEROS, 1e-8), "div", "1e-08 is 0 in float16; the smallest is 6e-08")
+def an_epsilon_that_is_zero_in_float16(w, epsilon):
+    h = w.astype(HALF)
+    h = h / (jnp.abs(h) + epsilon)  # here
+    return jnp.sum(h.astype(jnp.float32))
+
+
+@loss(ZEROS, "rsqrt div", "1e-08 is 0 in float16; the smallest is 6e-08")
+def an_epsilon_of_a_layer_norm(w):
+    h = w.astype(HALF)
+    h = (h - h.mean()) * lax.rsqrt(h.var() + 1e-8)  # here
+    return jnp.sum(h.astype(jnp.float32))
+
+
+@loss(ZEROS, "div", "1e-08 is 0 in float16; the smallest is 6e-08")
+def an_epsilon_beside_a_root(w):
+    h = w.astype(HALF)
+    h = (h - h.mean()) / (lax.stop_gradient(h.std()) + 1e-8)  # here
+    return jnp.sum(h.astype(jnp.float32))
+
+
+# Arithmetic with inf, and bad inputs.
+
+
+@loss((ZEROS, np.float32(3e38) * ONES), "mul", "3.4e+38")
+def zero_times_inf(w, x):
+    return jnp.sum(w * (x * 10))  # here
+
+
+@loss((ONES, np.float32(3e38) * ONES), "mul", "3.4e+38")
+def inf_minus_inf(w, x):
+    big = w * x * 10  # here
+    return jnp.sum(big - big)
+
+
+BAD = np.tile(X, (5, 1, 1))
+BAD[3, 1, 2] = np.nan
+
+
+@loss((W, BAD), "argument", "Clean the data", index=(3, 1, 2))
+def a_nan_in_the_data(w, batches):
+    return jnp.mean((batches @ w) ** 2)
+
+
+BAD_W = W.copy()
+BAD_W[1, 2] = np.nan
+
+
+@loss((BAD_W, X), "argument", "An earlier update wrote it", index=(1, 2))
+def a_nan_in_a_parameter(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+# Inside of operations that run programs.
+
+STEPS = np.array([3, 2, 1, 0, 5], np.float32)
+
+
+@loss((ONES, STEPS), "log", "log of 0", iterations=(("scan", 3),))
+def in_a_scan(w, xs):
+    def body(carry, x):
+        return carry + jnp.sum(jnp.log(x * w)), None  # here
+
+    return lax.scan(body, 0.0, xs)[0]
+
+
+@loss((ONES, STEPS), "log", "log of 0", iterations=(("scan", 3),))
+def in_a_scan_with_remat(w, xs):
+    @jax.checkpoint
+    def body(carry, x):
+        return carry + jnp.sum(jnp.log(x * w)), None  # here
+
+    return lax.scan(body, 0.0, xs)[0]
+
+
+@loss((ONES, STEPS), "log", "log of 0", iterations=(("while", 3),))
+def in_a_while(w, xs):
+    def body(carry):
+        n, total = carry
+        return n + 1, total + jnp.sum(jnp.log(xs[n] * lax.stop_gradient(w)))  # here
+
+    return lax.stop_gradient(lax.while_loop(lambda c: c[0] < 5, body, (0, 0.0))[1]) + w.sum()
+
+
+@loss((ZEROS, 1.0), "log", "log of 0")
+def in_a_branch(w, x):
+    first = lambda w: jnp.sum(w)
+    second = lambda w: jnp.sum(jnp.log(w))  # here
+    return lax.cond(x > 2, first, second, w)
+
+
+@loss(ZEROS, "div", "divides by zero")
+def in_the_backward_rule_of_a_custom_vjp(w):
+    @jax.custom_vjp
+    def root(x):
+        return jnp.sqrt(x)
+
+    def backward(y, g):
+        return (g / (2 * y),)  # here
+
+    root.defvjp(lambda x: (jnp.sqrt(x), jnp.sqrt(x)), backward)
+    return jnp.sum(root(w))
+
+
+@loss(ZEROS, "div", "divides by zero")
+def in_the_rule_of_a_custom_jvp(w):
+    @jax.custom_jvp
+    def root(x):
+        return jnp.sqrt(x)
+
+    @root.defjvp
+    def rule(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return jnp.sqrt(x), t / (2 * jnp.sqrt(x))  # here
+
+    return jnp.sum(root(w))
+
+
+@loss((ONES, X), "log", "log of -2.909")
+def under_vmap(w, x):
+    return jnp.sum(jax.vmap(lambda row: jnp.log(row @ w))(x))  # here
+
+
+@loss((ONES, np.array([2, 1, 0, 3], np.float32)), "log", "log of 0", iterations=(("shard_map", 2),))
+def in_a_shard(w, x):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    logs = lambda x, w: jnp.log(x * w.sum())  # here
+    return jnp.sum(jax.shard_map(logs, mesh=mesh, in_specs=(spec("d"), spec()), out_specs=spec("d"))(x, w))
