@@ -60,7 +60,7 @@ def _written_inf(case: Case) -> str:
     number = "-inf" if "-inf" in case.site.operands else "inf"
     return (
         f"The program writes the number {number} in {case.dtype}; a number such as -1e9 is -inf "
-        "in float16. For a mask take jnp.finfo(x.dtype).min, and let no row be masked as a whole."
+        "in float16. For a mask write jnp.finfo(jnp.float16).min / 2, and let no row be masked as a whole."
     )
 
 
@@ -72,7 +72,7 @@ def _mask(case: Case) -> str:
         return ""
     return (
         f"A mask of {min(masks):.3g} is -inf in {case.dtype}, whose range ends at "
-        f"{-limit:g}. Use jnp.finfo(x.dtype).min for the mask."
+        f"{-limit:g}. Write jnp.finfo(jnp.{case.dtype}).min / 2, which leaves room for the scores."
     )
 
 
