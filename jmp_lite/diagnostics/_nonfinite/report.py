@@ -154,11 +154,21 @@ class NonfiniteReport(Shown):
         """The first inf or NaN that does harm; None if there is none."""
         return self._first()[0] if self._first() else None
 
+    @property
+    def _nan_from_inf(self) -> bool:
+        return self.first_nan is not None and self.first_nan.advice.startswith("An operand has inf")
+
     def _first(self) -> list[Nonfinite]:
-        """Returns the first inf and the first NaN. The NaN stands first if it does not come from an inf."""
-        from_inf = self.first_nan is not None and self.first_nan.advice.startswith("An operand has inf")
-        order = (self.first_inf, self.first_nan) if from_inf else (self.first_nan, self.first_inf)
-        return [origin for origin in order if origin is not None]
+        """Returns the first inf and the first NaN.
+
+        The inf stands first if the NaN comes from it, or if only the backward pass has the NaN: the log of 0
+        is -inf, and its derivative 0 / 0.
+        """
+        found = [origin for origin in (self.first_nan, self.first_inf) if origin is not None]
+        if len(found) < 2:
+            return found
+        is_later = found[0].direction in ("derivative", "backward") and found[1].direction == "forward"
+        return found[::-1] if self._nan_from_inf or is_later else found
 
     def summary(self) -> str:
         """Returns one line: the loss, the gradients, and the loss scale."""
@@ -183,7 +193,8 @@ class NonfiniteReport(Shown):
 
     def __str__(self) -> str:
         lines = [self.summary()]
-        for title, origin in zip(("It begins here:", "From there:"), self._first()):
+        titles = "It begins here:", "From there:" if self._nan_from_inf else "Beside it:"
+        for title, origin in zip(titles, self._first()):
             lines += ["", title, str(origin)]
         if self.others:
             lines += [

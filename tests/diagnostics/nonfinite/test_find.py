@@ -270,3 +270,16 @@ def test_a_while_loop_keeps_the_iterations_with_an_inf_of_either_sign_or_a_nan()
     inf, nan = np.inf, np.nan
     records = jnp.array([[-inf, 0.0], [0.0, inf], [nan, nan], [0.0, nan], [0.0, 1.0], [inf, -inf]])
     assert Extremes().alarm(records).tolist() == [True, True, True, True, False, False]
+
+
+def test_a_cause_in_the_forward_pass_stands_before_one_in_the_backward_pass():
+    """log(softmax(x)) is -inf; its derivative is 0 / 0, which does not come from that inf."""
+
+    def loss(w, x):
+        return -jnp.mean(jnp.log(jax.nn.softmax(500 * (x @ w)))[:, 0])
+
+    report = find_nonfinite(loss)(w, x)
+    assert report.cause.operation == "log"
+    assert "jax.nn.log_softmax" in report.cause.advice
+    assert (report.first_nan.operation, report.first_nan.direction) == ("div", "backward")
+    assert "\n\nBeside it:\nNaN from div" in str(report)
