@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from ..._text import Shown, aligned, power
+from .fewest import EXACT
 
 _NOISE = 1e-5  # What another order of float32 sums may change.
 
@@ -55,6 +56,7 @@ class ModuleDifference:
     module: str
     own: Difference
     pattern: str
+    lines: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -94,9 +96,14 @@ class PrecisionReport(Shown):
     rest: Difference
     measure: str
     tolerance: float
+    kept: tuple[str, ...] | None
     rules: dict[str, str] | None
     with_rules: Difference | None
-    is_exact: bool
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no smaller set of modules does as well. If not, no module of `kept` can be left out."""
+        return len(self.modules) <= EXACT
 
     @property
     def is_close(self) -> bool:
