@@ -59,10 +59,10 @@ FILES = {
     "_autocast": "interpreter custom_rules calls api",
     "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",
-    "diagnostics._values": "sites tap calls trace",
+    "diagnostics._values": "sites tap calls trace reference",
     "diagnostics._nonfinite": "extremes flow advice report find",
     "diagnostics._ranges": "magnitudes scales picture report profile",
-    "diagnostics._precision": "fewest report compare",
+    "diagnostics._precision": "modules flags fewest report compare",
     "diagnostics._program": "hlo traffic products program compile roofline",
     "diagnostics": "_doctor",
 }

@@ -18,7 +18,7 @@ from .._dtypes import DTypeLike
 from .._text import Shown, power
 from ._nonfinite.find import find_nonfinite
 from ._nonfinite.report import NonfiniteReport
-from ._precision.compare import compare_precision
+from ._precision.compare import compare_briefly
 from ._precision.report import PrecisionReport
 from ._program.compile import compile_for
 from ._program.program import Program, read_program
@@ -32,8 +32,6 @@ P = ParamSpec("P")
 
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""
-
-_OWN = "The function has half products of its own: give the plain model."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,23 +179,21 @@ def doctor(
         operations = explain(running, "float32" if own else None)(*args, **kwargs)
         nonfinite = find_nonfinite(running, scale, *how)(*args, **kwargs)
         skipped: dict[str, str] = {}
-        ranges = precision = estimate = None
-        if not (nonfinite.is_finite or (not own and _is_finite_in_float32(running, how, args, kwargs))):
+        ranges = estimate = None
+        precision = compare_briefly(Call(running, *how), scale, depth, tolerance, args, kwargs)
+        if precision is None:
             skipped["profile_ranges, compare_precision"] = "The loss or its gradients are not finite."
+        elif own and not nonfinite.is_finite:
+            skipped["profile_ranges"] = "The loss or its gradients are not finite."
         else:
             ranges = profile_ranges(running, dtype if own else None, scale, *how)(*args, **kwargs)
-            if own:
-                skipped["compare_precision"] = _OWN
-            else:
-                compare = compare_precision(running, None, scale, *how, depth=depth, tolerance=tolerance)
-                precision = compare(*args, **kwargs)
         if device is None:
             skipped["roofline"] = "No device was given."
         elif program is not None or _can_compile():
             estimate = roofline(program or _compiled(Call(running, *how), args, kwargs), device)
         else:
             skipped["roofline"] = 'Give program=, or install "jmp_lite[h100]" and set JAX_PLATFORMS=cpu.'
-        findings = [*_of_values(nonfinite), *_of_ranges(ranges), *_of_precision(precision)]
+        findings = [*_of_values(nonfinite), *_of_ranges(ranges, precision), *_of_precision(precision)]
         findings += [*_of_operations(operations), *_of_roofline(estimate)]
         findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
         return Diagnosis(tuple(findings), skipped, operations, nonfinite, ranges, precision, estimate)
@@ -215,12 +211,6 @@ def _with_jax_arrays(tree: Any) -> Any:
 
 def _has_half_products(report: Report) -> bool:
     return any(operation.on_tensor_cores for operation in report.operations)
-
-
-def _is_finite_in_float32(running: Callable[..., Any], how: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function that autocast returned has a finite loss and finite gradients without it."""
-    settings = settings_of(running)
-    return settings is not None and find_nonfinite(settings[0], None, *how)(*args, **kwargs).is_finite
 
 
 def _can_compile() -> bool:
@@ -242,13 +232,16 @@ def _of_values(report: NonfiniteReport) -> Iterator[Finding]:
         yield Finding("not finite", what, cause.line, cause.advice)
 
 
-def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:
+def _of_ranges(report: RangeReport | None, precision: PrecisionReport | None) -> Iterator[Finding]:
     if report is None:
         return
     dtype, scale = report.dtype.name, int(np.log2(report.loss_scale))
     if report.static_scale is None:
         what = "All gradients are zero, or none is finite."
         yield Finding("accuracy", what, "", "Try a loss scale, and the plain model.")
+        return
+    # Lost values are no fault if the gradients are right all the same.
+    if precision is not None and precision.is_close:
         return
     fates = report.pooled.fates(scale)
     if fates.lost > TOLERANCE and report.loss_scale < (report.largest_safe_scale or 0):
@@ -278,11 +271,13 @@ def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:
 
 
 def _of_precision(report: PrecisionReport | None) -> Iterator[Finding]:
-    if report is not None and report.modules and not report.is_close:
-        worst = ", ".join(f"{row.module} {row.own.gradients:.1e}" for row in report.modules[:4])
-        yield Finding(
-            "accuracy", report.summary(), f"Alone in half, of the gradients: {worst}", report.advice()
-        )
+    if report is not None and not report.is_close:
+        worst = [
+            f"{row.module} {getattr(row.own, report.measure):.1e} {' '.join(row.lines[:2])}".strip()
+            for row in report.modules[:4]
+        ]
+        where = f"Alone in half, of the {report.measure}: {', '.join(worst)}"
+        yield Finding("accuracy", report.summary(), where, report.advice())
 
 
 def _of_operations(report: Report) -> Iterator[Finding]:

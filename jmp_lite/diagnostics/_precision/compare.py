@@ -22,6 +22,8 @@ from .report import Difference, ModuleDifference, PrecisionReport
 P = ParamSpec("P")
 
 _MEASURES = ("gradients", "loss")
+LOSS_TOLERANCE = 0.1
+"""The error of a loss that `doctor` reports. A loss that is a small difference has a large relative error."""
 
 
 def compare_precision(
@@ -97,9 +99,14 @@ def compare_precision(
 
     @functools.wraps(fun)
     def compare(*args: Any, **kwargs: Any) -> PrecisionReport:
-        program = FlaggedProgram(call, rules, is_autocast, args, kwargs, depth)
-        allowed = 8 * float(jnp.finfo(program.dtype).eps) if tolerance is None else float(tolerance)
-        return _report(_Runs(program, scale), measure, allowed)
+        runs = Runs(FlaggedProgram(call, rules, is_autocast, args, kwargs, depth), scale)
+        if not runs.is_finite:
+            names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
+            raise ValueError(
+                f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
+                "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
+            )
+        return report_of(runs, measure, runs.tolerance if tolerance is None else float(tolerance))
 
     return compare
 
@@ -115,8 +122,16 @@ def _check(depth: int, tolerance: float | None, measure: str) -> None:
         raise ValueError(f"compare_precision: measure should be 'gradients' or 'loss'. Got {measure!r}.")
 
 
-class _Runs:
-    """The errors with some modules in float32; each set of modules is run once."""
+class Runs:
+    """The errors with some modules in float32; each set of modules is run once.
+
+    Attributes:
+        program: the program.
+        scale: the loss scale of the runs in half.
+        loss: the loss in float32.
+        bad: the gradients that are not finite in float32.
+        is_finite: whether the loss and all gradients are finite in float32.
+    """
 
     def __init__(self, program: FlaggedProgram, scale: float) -> None:
         self.program, self.scale = program, scale
@@ -124,13 +139,13 @@ class _Runs:
         self.loss = float(loss)
         self._sizes = [float(jnp.max(jnp.abs(gradient), initial=0)) for gradient in self._gradients]
         self._differences: dict[frozenset[Module], Difference] = {}
-        bad = [name for name, size in zip(program.gradients, self._sizes) if not math.isfinite(size)]
-        if bad or not math.isfinite(self.loss):
-            names = f"; these gradients are not finite: {', '.join(bad[:4])}" if bad else ""
-            raise ValueError(
-                f"compare_precision compares with float32, in which the loss is {self.loss:.6g}{names}. Find "
-                "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
-            )
+        self.bad = [name for name, size in zip(program.gradients, self._sizes) if not math.isfinite(size)]
+        self.is_finite = not self.bad and math.isfinite(self.loss)
+
+    @property
+    def tolerance(self) -> float:
+        """The error that is allowed if the user does not say."""
+        return 8 * float(jnp.finfo(self.program.dtype).eps)
 
     def keeping(self, modules: Iterable[Module]) -> Difference:
         """Returns the error with these modules in float32 and the others in half."""
@@ -197,23 +212,56 @@ def _error(difference: float, half: float, full: float) -> tuple[float, float]:
     return math.sqrt(difference / full), min(1.0, max(-1.0, cosine))
 
 
-def _report(runs: _Runs, measure: str, tolerance: float) -> PrecisionReport:
+def report_of(runs: Runs, measure: str, tolerance: float, always: bool = True) -> PrecisionReport:
+    """Runs each module alone in half, and searches the fewest modules to keep in float32.
+
+    Args:
+        runs: the runs of the program.
+        measure: which error is to be small.
+        tolerance: the error that is allowed.
+        always: whether to do so also where the error of all modules together is within the tolerance.
+    """
     program = runs.program
-    own = {module: runs.keeping(set(program.modules) - {module}) for module in program.modules}
+    error = lambda modules: getattr(runs.keeping(modules), measure)
+    named = program.modules if always or error(()) > tolerance else ()
+    own = {module: runs.keeping(set(program.modules) - {module}) for module in named}
     other = "loss" if measure == "gradients" else "gradients"
     size = lambda module: (getattr(own[module], measure), getattr(own[module], other))
-    order = sorted(program.modules, key=size, reverse=True)
-    kept = fewest(order, lambda modules: getattr(runs.keeping(modules), measure), tolerance)
+    order = sorted(named, key=size, reverse=True)
+    kept = fewest(order, error, tolerance)
     return PrecisionReport(
         program.dtype,
         runs.scale,
         runs.loss,
+        tuple(module.label for module in program.modules),
         tuple(ModuleDifference(module.label, own[module], module.pattern, module.lines) for module in order),
         runs.keeping(()),
-        runs.keeping(program.modules),
+        runs.keeping(named),
         measure,
         tolerance,
         None if kept is None else tuple(module.label for module in kept),
         None if kept is None else runs.rules(kept),
+        {module.label: module.remedy for module in kept or () if module.remedy},
         None if kept is None else runs.keeping(kept),
     )
+
+
+def compare_briefly(
+    call: Call, scale: float, depth: int, tolerance: float | None, args: Any, kwargs: Any
+) -> PrecisionReport | None:
+    """Returns the report for `doctor`: of the modules only if the gradients or the loss are wrong.
+
+    Returns:
+        The report; None if the loss or a gradient is not finite in float32 either.
+    """
+    is_autocast = settings_of(call.fun) is not None
+    fun, rules = given_rules("doctor", call.fun, None, jnp.float32)
+    program = FlaggedProgram(dataclasses.replace(call, fun=fun), rules, is_autocast, args, kwargs, depth)
+    runs = Runs(program, scale)
+    if not runs.is_finite:
+        return None
+    allowed, half = runs.tolerance if tolerance is None else tolerance, runs.keeping(())
+    # The gradients of a wrong loss may be right, as those of a sum that stops growing.
+    if half.gradients <= allowed and half.loss > (most := max(allowed, LOSS_TOLERANCE)):
+        return report_of(runs, "loss", most)
+    return report_of(runs, "gradients", allowed, always=False)

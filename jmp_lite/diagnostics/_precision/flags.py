@@ -78,9 +78,13 @@ class FlaggedProgram:
         pairs = list(zip(self.operations, before, strict=True))
         products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
         cast = cast_modules(products, parameters, depth)
-        cast = list(dict.fromkeys(cast))
         own = [number for number, operation in enumerate(before) if is_in_half(operation)]
         own_parts, owners = own_modules([before[number] for number in own], parameters, depth)
+        taken = {module.name for module in cast}
+        renamed = {name: f"{name} (its own casts)" for name in taken}
+        own_parts = [
+            dataclasses.replace(part, name=renamed.get(part.name, part.name)) for part in own_parts
+        ]
         modules = (*cast, *own_parts)
         rest = len(modules)
         marks = [{rest} if is_in_half(operation) else set[int]() for operation in self.operations]

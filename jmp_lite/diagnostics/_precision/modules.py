@@ -3,11 +3,13 @@
 import dataclasses
 import glob
 import itertools
+import pathlib
 from collections.abc import Sequence
 
 from ..._autocast.report.operations import Operation
 
 _HALVES = ("float16", "bfloat16")
+_PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are lines of this library.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,20 +17,23 @@ class Module:
     """A part of a program that can be in half or in float32.
 
     Attributes:
-        name: the scope, or the path of the argument that holds its parameters.
+        name: the scope, or the path of the argument that holds its parameters; empty for what has neither.
         pattern: the pattern that selects it in `rules=` of `autocast`; empty if the program itself makes its
             half values.
-        lines: the first lines that make half values, as `file.py:12:4 (function)`; empty with a pattern.
+        lines: the first lines of the user that make half values, as `file.py:12:4 (function)`; empty with a
+            pattern.
+        remedy: without a pattern, how to keep it in float32, in words.
     """
 
     name: str
     pattern: str
     lines: tuple[str, ...] = ()
+    remedy: str = ""
 
     @property
     def label(self) -> str:
         """The name in a report."""
-        return self.name if self.pattern else f"{self.name or '/'} (its own casts)"
+        return self.name or "/"
 
 
 def is_in_half(operation: Operation) -> bool:
@@ -39,7 +44,7 @@ def is_in_half(operation: Operation) -> bool:
 
 def cast_modules(products: Sequence[Operation], parameters: Sequence[str], depth: int) -> list[Module]:
     """Returns the modules of the products that autocast brings to half."""
-    names = _modules(_paths(products, parameters), depth)
+    names = dict.fromkeys(_modules(_paths(products, parameters), depth))
     return [Module(name, f"/{glob.escape(name)}") for name in names if name]
 
 
@@ -52,13 +57,31 @@ def own_modules(
         The modules, and for each operation the index of its module.
     """
     names = _modules(_paths(operations, parameters), depth)
-    distinct = list(dict.fromkeys(names))
-    lines: dict[str, dict[str, None]] = {name: {} for name in distinct}
+    has_policy = any(operation.source.startswith(_PACKAGE) for operation in operations)
+    members: dict[str, list[Operation]] = {name: [] for name in names}
     for name, operation in zip(names, operations):
-        if _makes_half(operation):
-            lines[name][operation.source] = None
-    modules = [Module(name, "", tuple(lines[name])[:4]) for name in distinct]
-    return modules, [distinct.index(name) for name in names]
+        members[name].append(operation)
+    modules = [_own_module(name, own, has_policy) for name, own in members.items()]
+    return modules, [[*members].index(name) for name in names]
+
+
+def _own_module(name: str, operations: Sequence[Operation], has_policy: bool) -> Module:
+    makers = [operation.source for operation in operations if _makes_half(operation)]
+    users = lambda lines: tuple(dict.fromkeys(line for line in lines if not _is_of_library(line)))[:4]
+    lines = users(makers) or users(operation.source for operation in operations)
+    parts = name.split("/")[1:]
+    path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)
+    if users(makers):
+        remedy = f"compute in float32 what these lines cast to half: {', '.join(lines)}"
+    elif has_policy and path:
+        remedy = f"policy.with_rules({{{path!r}: 'float32'}})"
+    else:
+        remedy = f"give {name or 'these operations'} float32 operands, or dtype=jnp.float32"
+    return Module(name, "", lines, remedy)
+
+
+def _is_of_library(line: str) -> bool:
+    return line.startswith((_PACKAGE, "<unknown>")) or "site-packages" in line
 
 
 def _makes_half(operation: Operation) -> bool:
