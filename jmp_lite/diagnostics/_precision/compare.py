@@ -22,8 +22,8 @@ from .report import Difference, ModuleDifference, PrecisionReport
 P = ParamSpec("P")
 
 _MEASURES = ("gradients", "loss")
-LOSS_TOLERANCE = 0.1
-"""The error of a loss that `doctor` reports. A loss that is a small difference has a large relative error."""
+HARM = 0.1
+"""The error that `doctor` reports. The gradients of a sound model with ReLUs may be wrong by some percent."""
 
 
 def compare_precision(
@@ -106,7 +106,8 @@ def compare_precision(
                 f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
                 "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
             )
-        return report_of(runs, measure, runs.tolerance if tolerance is None else float(tolerance))
+        allowed = 8 * float(jnp.finfo(runs.program.dtype).eps) if tolerance is None else float(tolerance)
+        return report_of(runs, measure, allowed)
 
     return compare
 
@@ -141,11 +142,6 @@ class Runs:
         self._differences: dict[frozenset[Module], Difference] = {}
         self.bad = [name for name, size in zip(program.gradients, self._sizes) if not math.isfinite(size)]
         self.is_finite = not self.bad and math.isfinite(self.loss)
-
-    @property
-    def tolerance(self) -> float:
-        """The error that is allowed if the user does not say."""
-        return 8 * float(jnp.finfo(self.program.dtype).eps)
 
     def keeping(self, modules: Iterable[Module]) -> Difference:
         """Returns the error with these modules in float32 and the others in half."""
@@ -260,8 +256,9 @@ def compare_briefly(
     runs = Runs(program, scale)
     if not runs.is_finite:
         return None
-    allowed, half = runs.tolerance if tolerance is None else tolerance, runs.keeping(())
-    # The gradients of a wrong loss may be right, as those of a sum that stops growing.
-    if half.gradients <= allowed and half.loss > (most := max(allowed, LOSS_TOLERANCE)):
-        return report_of(runs, "loss", most)
+    allowed, half = HARM if tolerance is None else tolerance, runs.keeping(())
+    # The gradients of a wrong loss may be right, as those of a sum that stops growing. A loss that is a small
+    # difference of large numbers has a large relative error.
+    if half.gradients <= allowed and half.loss > max(allowed, HARM):
+        return report_of(runs, "loss", max(allowed, HARM))
     return report_of(runs, "gradients", allowed, always=False)

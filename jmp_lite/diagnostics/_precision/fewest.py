@@ -1,5 +1,6 @@
 """The fewest modules to keep in float32: a search over sets of modules."""
 
+import bisect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -38,7 +39,8 @@ def fewest(
     is_enough = lambda kept: error(kept) <= tolerance
     if not is_enough(modules):
         return None
-    count = next(n for n in range(len(modules) + 1) if is_enough(modules[:n]))
+    # With each further module the error falls, by and large.
+    count = bisect.bisect_left(range(len(modules)), True, key=lambda n: is_enough(modules[:n]))
     kept = _reduced(tuple(modules[:count]), is_enough)
     if len(modules) > exact:
         return kept

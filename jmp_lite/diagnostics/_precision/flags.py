@@ -22,7 +22,7 @@ from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Array, Equation, Jaxpr, Var, equations, is_float32, marked, with_equations
 from .._values.reference import Flags, Reference, flags_in
 from .._values.trace import EVERY_CAST, Call, trace
-from .modules import Module, cast_modules, is_in_half, own_modules, scopes_for
+from .modules import Module, cast_modules, gives_half, is_in_half, own_modules, scopes_for
 
 
 class FlaggedProgram:
@@ -78,7 +78,7 @@ class FlaggedProgram:
         pairs = list(zip(self.operations, before, strict=True))
         products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
         cast = cast_modules(products, parameters, depth)
-        own = [number for number, operation in enumerate(before) if is_in_half(operation)]
+        own = [number for number, operation in enumerate(before) if gives_half(operation)]
         own_parts, owners = own_modules([before[number] for number in own], parameters, depth)
         taken = {module.name for module in cast}
         renamed = {name: f"{name} (its own casts)" for name in taken}
@@ -87,7 +87,10 @@ class FlaggedProgram:
         ]
         modules = (*cast, *own_parts)
         rest = len(modules)
-        marks = [{rest} if is_in_half(operation) else set[int]() for operation in self.operations]
+        # The readers of a half value round its gradients: a cast of the program to float32 needs no mark.
+        marks = [
+            {rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs
+        ]
         for number, module in enumerate(cast):
             rules = dataclasses.replace(
                 self.rules, scopes=(*scopes_for([module], cast), *self.rules.scopes)

@@ -38,8 +38,7 @@ class Module:
 
 def is_in_half(operation: Operation) -> bool:
     """Whether an operation takes or gives half values, or rounds to few digits."""
-    is_half = any(value.startswith(_HALVES) for value in (*operation.inputs, *operation.outputs))
-    return is_half or operation.name == "reduce_precision"
+    return gives_half(operation) or any(value.startswith(_HALVES) for value in operation.inputs)
 
 
 def cast_modules(products: Sequence[Operation], parameters: Sequence[str], depth: int) -> list[Module]:
@@ -84,9 +83,18 @@ def _is_of_library(line: str) -> bool:
     return line.startswith((_PACKAGE, "<unknown>")) or "site-packages" in line
 
 
+def gives_half(operation: Operation) -> bool:
+    """Whether an operation gives half values, or rounds to few digits."""
+    return any(value.startswith(_HALVES) for value in operation.outputs) or _rounds(operation)
+
+
 def _makes_half(operation: Operation) -> bool:
     """Whether an operation gives half values, of others."""
-    return is_in_half(operation) and not all(value.startswith(_HALVES) for value in operation.inputs)
+    return gives_half(operation) and not all(value.startswith(_HALVES) for value in operation.inputs)
+
+
+def _rounds(operation: Operation) -> bool:
+    return operation.name == "reduce_precision"
 
 
 def scopes_for(kept: Sequence[Module], modules: Sequence[Module]) -> tuple[tuple[str, bool], ...]:
