@@ -45,8 +45,8 @@ Array: TypeAlias = Any
 AUTOCAST_SCOPE = "jmp_lite.autocast"
 FULL_PRECISION_SCOPE = "jmp_lite.full_precision"
 SOLVER_SCOPE = "jmp_lite.solver"
-# A name of this kind, with the numbers of flags behind it, tells `compare_precision` which modules an equation
-# belongs to, also where JAX has made the equation of its derivative.
+# Such a name, with the numbers of flags, tells `compare_precision` the modules of an equation. The equations
+# that JAX makes of its derivative have it as well.
 _MARK = re.compile(r"/?jmp_lite\.flags((?:\.\d+)+)")
 
 

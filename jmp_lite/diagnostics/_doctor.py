@@ -126,7 +126,7 @@ def doctor(
 
     It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. Of a plain float32
     function it examines `autocast(fun, dtype)`. A function with half values of its own, such as a model under
-    a policy, is examined as it is. If the loss or a gradient is not finite in float32 either, the parts
+    a policy, is examined as it is, and compared with itself in float32. If the loss or a gradient is not finite in float32 either, the parts
     that would compare with float32 are skipped. With a program it calls `roofline` too. Without one it
     compiles the loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is
     `cpu`.
@@ -141,7 +141,8 @@ def doctor(
         program: the result of `read_program` for your compiled step.
         device: as in `roofline`; None for no estimate.
         depth: as in `compare_precision`.
-        tolerance: as in `compare_precision`.
+        tolerance: the error that is no fault, as in `compare_precision`; by default 0.1. Within it, counts of
+            small gradients are no fault either.
 
     Returns:
         A function of the arguments of `fun` that returns a `Diagnosis`. Call it outside `jit`. It takes a

@@ -38,25 +38,29 @@ def compare_precision(
     tolerance: float | None = None,
     measure: str = "gradients",
 ) -> Callable[P, PrecisionReport]:
-    """Returns a function that measures the accuracy that each module costs in half, and finds rules for it.
+    """Returns a function that measures the accuracy that each module costs in half, and finds remedies.
 
-    It runs the loss and its gradients in float32, under `autocast` with everything in half, and once for each
-    module with that module alone in half. A module is a scope with products in half. If the scopes tell no
-    modules apart (NNX, Equinox, plain functions), a module is the argument that holds the parameters.
-    `rules=` of `autocast` selects both.
+    It runs the loss and its gradients in float32, with all modules in half, and once for each module with
+    that module alone in half. A function with half products of its own, such as a model under a policy or
+    layers with a half `dtype`, is compared with itself in float32. Any other function runs as `autocast`
+    would run it, together with its own half values if it has some. A module is a scope with half values. If
+    the scopes tell no modules apart (NNX, Equinox, plain functions), a module is the argument that holds the
+    parameters. `rules=` of `autocast` selects both.
 
-    If the error is above the tolerance, it searches the fewest modules to keep in float32. With up to 6
-    modules it tries all sets, 64 runs at most. With more modules it adds the module with the largest error
-    until the error is small enough, and then leaves out each module that is not needed.
+    If the error is above the tolerance, it searches the fewest modules to keep in float32. It adds the module
+    with the largest error until the error is small enough, and then leaves out each module that is not
+    needed. With up to 10 modules it tries all smaller sets too, 1,024 runs at most.
 
-    Each run is a program of its own, which is compiled. The gradients in float32 stay on the device; only
-    sums come back. On a GPU products in float32 run at the highest precision, not in TF32.
+    All runs are runs of one program, which is compiled once. It holds half values as float32 numbers, and a
+    flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. The
+    gradients in float32 stay on the device; only sums come back. On a GPU products in float32 run at the
+    highest precision, not in TF32.
 
     Args:
-        fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed. Products that
-            are half by casts of its own, such as those of a policy, stay so in all runs.
+        fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
         dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
-            dtype of that autocast, for any other float16 by default.
+            dtype of that autocast, for any other float16 by default. A function with half products of its own
+            keeps its dtypes.
         loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1.
         argnums: as in `jmp_lite.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.

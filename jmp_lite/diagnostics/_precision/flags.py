@@ -82,19 +82,13 @@ class FlaggedProgram:
         own_parts, owners = own_modules([before[number] for number in own], parameters, depth)
         taken = {module.name for module in cast}
         renamed = {name: f"{name} (its own casts)" for name in taken}
-        own_parts = [
-            dataclasses.replace(part, name=renamed.get(part.name, part.name)) for part in own_parts
-        ]
+        own_parts = [dataclasses.replace(part, name=renamed.get(part.name, part.name)) for part in own_parts]
         modules = (*cast, *own_parts)
         rest = len(modules)
         # The readers of a half value round its gradients: a cast of the program to float32 needs no mark.
-        marks = [
-            {rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs
-        ]
+        marks = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
         for number, module in enumerate(cast):
-            rules = dataclasses.replace(
-                self.rules, scopes=(*scopes_for([module], cast), *self.rules.scopes)
-            )
+            rules = dataclasses.replace(self.rules, scopes=(*scopes_for([module], cast), *self.rules.scopes))
             for mark, operation, kept in zip(marks, self.operations, _operations(traced, rules), strict=True):
                 if mark and (operation.inputs, operation.outputs) != (kept.inputs, kept.outputs):
                     mark.add(number)

@@ -101,7 +101,9 @@ def scopes_for(kept: Sequence[Module], modules: Sequence[Module]) -> tuple[tuple
     """Returns rules that keep some modules in float32, and the others in half, also those within them."""
     scopes = []
     selected = [module for module in modules if module.pattern]
-    for module in sorted(selected, key=lambda module: -module.name.count("/")):  # The first that matches wins.
+    for module in sorted(
+        selected, key=lambda module: -module.name.count("/")
+    ):  # The first that matches wins.
         outer = [other for other in selected if module.name.startswith(f"{other.name}/")]
         around = max(outer, key=lambda other: len(other.name), default=None)
         if (module in kept) != (around in kept):

@@ -1,10 +1,9 @@
-"""The reference in float32: runs a jaxpr with all its half values in float32, and rounds those that are asked.
+"""The reference in float32: runs a jaxpr with all its half values in float32, and rounds some of them.
 
-A half value of the program is a float32 array here. `marked` of `_jaxpr.read` has written into an equation
-which flags it belongs to. Where all of these flags are on, the equation takes and gives rounded numbers, as in
-the program. Where one is off, the equation computes in float32, and a cast to half does nothing. So one
-compiled program gives the loss and the gradients of the program itself, those in float32, and those with any
-part of the program in float32.
+A half value of the program is a float32 array here. `marked` of `_jaxpr.read` has written into each equation
+the flags that it belongs to. Where all of these flags are on, the equation gives what it gives in the
+program. Where one of them is off, it computes in float32, and a cast to half does nothing. So one compiled
+program gives the loss and the gradients as they are, in float32, and with any modules in float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from ..._jaxpr.bind import bind
 from ..._jaxpr.calls import CALLS, Outputs
@@ -32,9 +30,9 @@ _FLOAT32 = np.dtype(np.float32)
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 _OF_BITS = "bitcast_convert_type"  # Its result depends on the bits of a number.
 # The program of a loss and its gradients is differentiated already: these calls are parts of the program.
-_INLINE = frozenset(
-    "closed_call composite custom_jvp_call custom_linear_solve custom_vjp_call custom_vmap_call eval_jaxpr "
-    "jit".split()
+_INLINE = (
+    *("closed_call", "composite", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call"),
+    *("custom_vmap_call", "eval_jaxpr", "jit"),
 )
 
 
@@ -54,7 +52,7 @@ class Reference:
     """Runs jaxprs in float32."""
 
     def __init__(self, is_on: Mapping[Flags, Array]) -> None:
-        """Makes a reference. `is_on` has a boolean scalar for each set of flags in the jaxprs: whether all are on."""
+        """Makes a reference. `is_on` says for each set of flags in the jaxprs whether all of them are on."""
         self._is_on = is_on
 
     def run(self, jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
@@ -120,12 +118,12 @@ class Reference:
             return list(map(Value, bind(equation, arrays)))
         if name in _PRODUCTS:
             return self._product(equation, operands, flags)
-        if name not in PRIMITIVES and name != "convert_element_type" or name == _OF_BITS:
+        if name == _OF_BITS or not (name in PRIMITIVES or name == "convert_element_type"):
             return list(map(_exact, _in_half(equation, arrays)))
-        rounded = [value.rounded for value in operands]
-        if name == "add_any" and None not in rounded:
+        rounded = [value.rounded for value in operands if value.rounded is not None]
+        if name == "add_any" and len(rounded) == len(operands):
             # It sums the gradients of a value: they are in half if all readers of the value are.
-            flags = frozenset().union(*rounded)
+            flags = frozenset[int]().union(*rounded)
         results = bind(equation, arrays, **self._wide_params(equation))
         if flags in self._is_on:
             halves = map(_widened, _in_half(equation, arrays))
@@ -148,7 +146,7 @@ class Reference:
         return self._choose(flags, _widened(lax.convert_element_type(array, var.aval.dtype)), array)
 
     def _choose(self, flags: Flags | None, on: Array, off: Array) -> Array:
-        return jnp.where(self._is_on[flags], on, off) if flags in self._is_on else off
+        return off if flags is None or flags not in self._is_on else jnp.where(self._is_on[flags], on, off)
 
     def _wide_params(self, equation: Equation) -> dict[str, Any]:
         """Returns the parameters that change where the operands or results are in float32."""
@@ -175,7 +173,12 @@ def is_half(var: Var) -> bool:
 def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
     """Returns each set of flags that equations of a jaxpr belong to."""
     marks = {mark for equation in equations(jaxpr) if (mark := mark_of(equation)) is not None}
-    parts = (part for equation in equations(jaxpr) if traits_of(equation.primitive.name).category is Category.CALL for part in inner_jaxprs(equation))
+    parts = (
+        part
+        for equation in equations(jaxpr)
+        if traits_of(equation.primitive.name).category is Category.CALL
+        for part in inner_jaxprs(equation)
+    )
     return marks.union(*(flags_in(part.jaxpr) for part in parts))
 
 
@@ -192,7 +195,7 @@ def _exact(array: Array) -> Value:
     return Value(_widened(array), frozenset())
 
 
-def _literal(var: Literal) -> Value:
+def _literal(var: Var) -> Value:
     return _exact(np.asarray(var.val, var.aval.dtype) if is_half(var) else var.val)
 
 

@@ -10,7 +10,6 @@ import optax
 import pytest
 from flax import nnx
 
-import jmp_lite as jmp
 from jmp_lite.diagnostics import compare_precision
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.

@@ -1,4 +1,4 @@
-"""`compare_precision` and `doctor` on functions with half values of their own: they are compared with float32."""
+"""`compare_precision` and `doctor` on functions with half values of their own."""
 
 import flax.linen as nn
 import jax

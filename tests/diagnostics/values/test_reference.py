@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 
 from jmp_lite._jaxpr.read import equations, marked, with_equations
 from jmp_lite.diagnostics._values.reference import Reference, is_half
@@ -37,10 +38,9 @@ def run(jaxpr, args, is_on=None):
 
 
 def dtypes_in(jaxpr):
-    inner = jax.extend.core.jaxprs_in_params
     for equation in equations(jaxpr):
         yield from (var for var in equation.outvars)
-        for part in inner(equation.params):
+        for part in jaxprs_in_params(equation.params):
             yield from dtypes_in(part)
 
 
@@ -63,7 +63,9 @@ def test_every_call_runs_in_float32_or_as_the_program_has_it(name):
 
 
 def test_a_linear_solve_runs_its_solver():
-    product = lambda x, w: lax.custom_linear_solve(lambda v: w @ v, x[0], lambda _, b: jnp.sin(b), symmetric=True)
+    product = lambda x, w: lax.custom_linear_solve(
+        lambda v: w @ v, x[0], lambda _, b: jnp.sin(b), symmetric=True
+    )
     jaxpr = jax.make_jaxpr(half(product))(X, W)
     assert_equal(run(jaxpr, (X, W)), jnp.sin(X[0]), rtol=1e-6)
 
@@ -77,7 +79,7 @@ def test_a_linear_solve_runs_its_solver():
         lambda x: lax.reduce_window(x, jnp.float16(-jnp.inf), lax.max, (2, 2), (1, 1), "VALID"),
         lambda x: jnp.sort(jnp.cumsum(x, axis=0), axis=0) + lax.iota(jnp.float16, 8),
         lambda x: jnp.where(x > 0, x, jnp.exp(x)).astype(jnp.bfloat16),
-        lambda x: lax.conv_general_dilated(x[None, :, None], x[None, :2, None], (1, 1), "SAME", dimension_numbers=("NHCW", "OHIW", "NHCW")),
+        lambda x: lax.conv(x[None, None], x[None, None, :2], (1, 1), "SAME"),
         lambda x: lax.reduce_precision(x.astype(jnp.float32), 5, 10),
         lambda x: lax.dot_general(x, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32),
     ],
@@ -93,7 +95,9 @@ def test_operations_run_in_float32_or_in_half(fun):
 
 
 def test_values_of_the_bits_stay():
-    bits = lambda x: lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16) + jnp.uint16(1), jnp.float16)
+    bits = lambda x: lax.bitcast_convert_type(
+        lax.bitcast_convert_type(x, jnp.uint16) + jnp.uint16(1), jnp.float16
+    )
     closed = jax.make_jaxpr(half(bits))(X)
     np.testing.assert_array_equal(run(closed, (X,))[0], half(bits)(X))
 
