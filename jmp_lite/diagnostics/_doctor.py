@@ -126,10 +126,10 @@ def doctor(
 
     It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. Of a plain float32
     function it examines `autocast(fun, dtype)`. A function with half values of its own, such as a model under
-    a policy, is examined as it is, and compared with itself in float32. If the loss or a gradient is not finite in float32 either, the parts
-    that would compare with float32 are skipped. With a program it calls `roofline` too. Without one it
-    compiles the loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is
-    `cpu`.
+    a policy, is examined as it is, and compared with itself in float32. If the loss or a gradient is not
+    finite in float32 either, the parts that would compare with float32 are skipped. With a program it calls
+    `roofline` too. Without one it compiles the loss and its gradients for an H100 if the extra `[h100]` is
+    installed and `JAX_PLATFORMS` is `cpu`.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.

@@ -254,6 +254,7 @@ def compare_briefly(
     Returns:
         The report; None if the loss or a gradient is not finite in float32 either.
     """
+    _check(depth, tolerance, "gradients")
     is_autocast = settings_of(call.fun) is not None
     fun, rules = given_rules("doctor", call.fun, None, jnp.float32)
     program = FlaggedProgram(dataclasses.replace(call, fun=fun), rules, is_autocast, args, kwargs, depth)

@@ -80,9 +80,12 @@ class FlaggedProgram:
         cast = cast_modules(products, parameters, depth)
         own = [number for number, operation in enumerate(before) if gives_half(operation)]
         own_parts, owners = own_modules([before[number] for number in own], parameters, depth)
-        taken = {module.name for module in cast}
-        renamed = {name: f"{name} (its own casts)" for name in taken}
-        own_parts = [dataclasses.replace(part, name=renamed.get(part.name, part.name)) for part in own_parts]
+        # autocast and the program itself may bring values of one module to half.
+        both = {module.name for module in cast} & {part.name for part in own_parts}
+        own_parts = [
+            dataclasses.replace(part, name=f"{part.name} (its own casts)") if part.name in both else part
+            for part in own_parts
+        ]
         modules = (*cast, *own_parts)
         rest = len(modules)
         # The readers of a half value round its gradients: a cast of the program to float32 needs no mark.

@@ -85,7 +85,8 @@ def _is_of_library(line: str) -> bool:
 
 def gives_half(operation: Operation) -> bool:
     """Whether an operation gives half values, or rounds to few digits."""
-    return any(value.startswith(_HALVES) for value in operation.outputs) or _rounds(operation)
+    is_half = any(value.startswith(_HALVES) for value in operation.outputs)
+    return is_half or operation.name == "reduce_precision"
 
 
 def _makes_half(operation: Operation) -> bool:
@@ -93,17 +94,12 @@ def _makes_half(operation: Operation) -> bool:
     return gives_half(operation) and not all(value.startswith(_HALVES) for value in operation.inputs)
 
 
-def _rounds(operation: Operation) -> bool:
-    return operation.name == "reduce_precision"
-
-
 def scopes_for(kept: Sequence[Module], modules: Sequence[Module]) -> tuple[tuple[str, bool], ...]:
     """Returns rules that keep some modules in float32, and the others in half, also those within them."""
     scopes = []
     selected = [module for module in modules if module.pattern]
-    for module in sorted(
-        selected, key=lambda module: -module.name.count("/")
-    ):  # The first that matches wins.
+    # Of the patterns that match, the first one wins: that of the innermost module.
+    for module in sorted(selected, key=lambda module: -module.name.count("/")):
         outer = [other for other in selected if module.name.startswith(f"{other.name}/")]
         around = max(outer, key=lambda other: len(other.name), default=None)
         if (module in kept) != (around in kept):
