@@ -62,10 +62,10 @@ FILES = {
     "_autocast": "interpreter custom_rules calls api",
     "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",
-    "diagnostics._values": "sites tap calls trace",
+    "diagnostics._values": "sites tap calls trace reference",
     "diagnostics._nonfinite": "extremes flow case advice report rules find",
     "diagnostics._ranges": "magnitudes scales picture report profile updates",
-    "diagnostics._precision": "fewest report compare",
+    "diagnostics._precision": "modules flags fewest report compare",
     "diagnostics._program": "hlo traffic products program compile roofline",
     "diagnostics": "_doctor",
 }

@@ -253,17 +253,24 @@ def prepare(
     """
     named = bool(report_kinds or rules.scopes or rules.float32_results) or rules.reduce_dtype is not None
     traced = arguments.trace(fun, args, kwargs, named, report_kinds)
+    return traced, *make_plan(traced, rules)
+
+
+def make_plan(traced: Arguments, rules: Rules) -> tuple[Planner, Plan]:
+    """Plans a call of a function that was traced."""
     planner = Planner(rules)
     states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
-    return traced, planner, planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))
+    return planner, planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))
 
 
-def run(planner: Planner, plan: Plan, arrays: Sequence[Array]) -> list[Array]:
+def run(
+    planner: Planner, plan: Plan, arrays: Sequence[Array], kind: type[Interpreter] = Interpreter
+) -> list[Array]:
     """Runs a plan of `planner` on arrays; returns the outputs of its jaxpr in the dtypes of the program."""
     with jax.named_scope(AUTOCAST_SCOPE):
         if not plan.changed:
             return jaxpr_as_fun(plan.jaxpr)(*arrays)
-        interpreter = Interpreter(planner, HANDLERS)
+        interpreter = kind(planner, HANDLERS)
         values = interpreter.run(plan, list(map(Value, arrays)))
         return interpreter.take_all(values, [conversion(state, FIRM) for state in plan.results])
 

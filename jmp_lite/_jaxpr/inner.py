@@ -2,6 +2,8 @@
 
 import dataclasses
 import enum
+from collections.abc import Sequence
+from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
@@ -63,6 +65,20 @@ def inner_jaxprs(equation: Equation) -> tuple[Inner, ...]:
     # The closed jaxpr, with its constants, where the parameter holds one.
     closed = [value for value in params.values() if open_jaxpr(value) is jaxpr]
     return (_called(closed[0] if closed else jaxpr, first_operand=0),)
+
+
+def with_inner_jaxprs(equation: Equation, jaxprs: Sequence[Jaxpr]) -> Equation:
+    """Returns an equation around other jaxprs, in the order of `inner_jaxprs`."""
+    pairs = zip(inner_jaxprs(equation), jaxprs, strict=True)
+    replaced = {id(open_jaxpr(inner.jaxpr)): jaxpr for inner, jaxpr in pairs}
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            parts = map(changed, value)
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return replaced.get(id(open_jaxpr(value)), value)
+
+    return equation.replace(params={name: changed(value) for name, value in equation.params.items()})
 
 
 def _called(jaxpr: Jaxpr, first_operand: int) -> Inner:

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, TypeAlias
 
 import jax
@@ -46,6 +46,9 @@ Array: TypeAlias = Any
 AUTOCAST_SCOPE = "jmp_lite.autocast"
 FULL_PRECISION_SCOPE = "jmp_lite.full_precision"
 SOLVER_SCOPE = "jmp_lite.solver"
+# Such a name, with the numbers of flags, tells `compare_precision` the modules of an equation. The equations
+# that JAX makes of its derivative have it as well.
+_MARK = re.compile(r"/?jmp_lite\.flags((?:\.\d+)+)")
 
 
 def equations(jaxpr: Jaxpr) -> Sequence[Equation]:
@@ -67,6 +70,12 @@ def without_constants(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a closed jaxpr as an open one that takes its constants as its first inputs."""
     inside = open_jaxpr(jaxpr)
     return inside.replace(constvars=(), invars=[*inside.constvars, *inside.invars])
+
+
+def with_equations(jaxpr: Jaxpr, equations: Sequence[Equation]) -> Jaxpr:
+    """Returns a jaxpr, closed or open, with other equations of the same variables."""
+    inside = open_jaxpr(jaxpr).replace(eqns=list(equations))
+    return inside if inside is jaxpr or not hasattr(jaxpr, "jaxpr") else jaxpr.replace(jaxpr=inside)
 
 
 _FLOAT32 = np.dtype(np.float32)  # Dtypes are compared faster with it than with `jnp.float32`.
@@ -175,7 +184,7 @@ def scope_of(equation: Equation, around: str = "") -> str:
 
 @functools.lru_cache(maxsize=4096)  # The operations of a layer share a few stacks.
 def _scope_of_stack(name_stack: Any) -> str:
-    return plain_scope(str(name_stack))
+    return plain_scope(_MARK.sub("", str(name_stack)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -207,6 +216,24 @@ def context_of(equation: Equation) -> Iterator[None]:
     stack = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=stack), equation.ctx.manager:
         yield
+
+
+def marked(equation: Equation, flags: Set[int]) -> Equation:
+    """Returns an equation with the numbers of flags in its name stack, where every transform keeps them."""
+    source = equation.source_info
+    name = ".".join(["jmp_lite.flags", *map(str, sorted(flags))])
+    return equation.replace(source_info=source.replace(name_stack=source.name_stack.extend(name)))
+
+
+def mark_of(equation: Equation) -> frozenset[int] | None:
+    """Returns the numbers that `marked` has written; None if it has written none."""
+    return _mark_in_stack(equation.source_info.name_stack)
+
+
+@functools.lru_cache(maxsize=4096)
+def _mark_in_stack(name_stack: Any) -> frozenset[int] | None:
+    marks = _MARK.findall(str(name_stack))
+    return frozenset(map(int, marks[-1][1:].split("."))) if marks else None
 
 
 def bind_params(primitive: Primitive, params: dict[str, Any]) -> dict[str, Any]:

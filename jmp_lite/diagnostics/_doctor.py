@@ -18,7 +18,7 @@ from .._dtypes import DTypeLike
 from .._text import Shown, power
 from ._nonfinite.find import find_nonfinite
 from ._nonfinite.report import NonfiniteReport
-from ._precision.compare import compare_precision
+from ._precision.compare import compare_briefly
 from ._precision.report import PrecisionReport
 from ._program.compile import compile_for
 from ._program.program import Program, read_program
@@ -33,8 +33,6 @@ P = ParamSpec("P")
 
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""
-
-_OWN = "The function has half products of its own: give the plain model."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +127,10 @@ def doctor(
 
     It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. Of a plain float32
     function it examines `autocast(fun, dtype)`. A function with half values of its own, such as a model under
-    a policy, is examined as it is. If the loss or a gradient is not finite in float32 either, the parts
-    that would compare with float32 are skipped. With a program it calls `roofline` too. Without one it
-    compiles the loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is
-    `cpu`.
+    a policy, is examined as it is, and compared with itself in float32. If the loss or a gradient is not
+    finite in float32 either, the parts that would compare with float32 are skipped. With a program it calls
+    `roofline` too. Without one it compiles the loss and its gradients for an H100 if the extra `[h100]` is
+    installed and `JAX_PLATFORMS` is `cpu`.
 
     With `transform=None` it examines a whole train step as it is: `explain`, `find_nonfinite`, the arguments
     whose update is lost in their dtype, and gradients that are all zero. `profile_ranges` and
@@ -150,7 +148,8 @@ def doctor(
         program: the result of `read_program` for your compiled step.
         device: as in `roofline`; None for no estimate.
         depth: as in `compare_precision`.
-        tolerance: as in `compare_precision`.
+        tolerance: the error that is no fault, as in `compare_precision`; by default 0.1. Within it, counts of
+            small gradients are no fault either.
 
     Returns:
         A function of the arguments of `fun` that returns a `Diagnosis`. Call it outside `jit`. It takes a
@@ -198,20 +197,17 @@ def doctor(
             running, loss_scale=scale, argnums=argnums, has_aux=has_aux, transform=transform
         )(*args, **kwargs)
         skipped: dict[str, str] = {}
-        ranges = precision = None
-        if not (nonfinite.is_finite or (not own and _is_finite_in_float32(running, how, args, kwargs))):
+        ranges = None
+        call = Call(running, **how)
+        precision = compare_briefly(call, scale, depth, tolerance, args, kwargs)
+        if precision is None:
             skipped["profile_ranges, compare_precision"] = "The loss or its gradients are not finite."
+        elif own and not nonfinite.is_finite:
+            skipped["profile_ranges"] = "The loss or its gradients are not finite."
         else:
             ranges = profile_ranges(running, dtype if own else None, loss_scale=scale, **how)(*args, **kwargs)
-            if own:
-                skipped["compare_precision"] = _OWN
-            else:
-                compare = compare_precision(
-                    running, None, loss_scale=scale, **how, depth=depth, tolerance=tolerance
-                )
-                precision = compare(*args, **kwargs)
-        estimate = _estimate(Call(running, **how), args, kwargs, program, device, skipped)
-        findings = [*_of_values(nonfinite), *_of_ranges(ranges), *_of_precision(precision)]
+        estimate = _estimate(call, args, kwargs, program, device, skipped)
+        findings = [*_of_values(nonfinite), *_of_ranges(ranges, precision), *_of_precision(precision)]
         findings += [*_of_operations(operations), *_of_roofline(estimate)]
         return Diagnosis(_worst_first(findings), skipped, operations, nonfinite, ranges, precision, estimate)
 
@@ -270,12 +266,6 @@ def _has_half_products(report: Report) -> bool:
     return any(operation.on_tensor_cores for operation in report.operations)
 
 
-def _is_finite_in_float32(running: Callable[..., Any], how: dict[str, Any], args: Any, kwargs: Any) -> bool:
-    """Whether a function that autocast returned has a finite loss and finite gradients without it."""
-    settings = settings_of(running)
-    return settings is not None and find_nonfinite(settings[0], **how)(*args, **kwargs).is_finite
-
-
 def _can_compile() -> bool:
     is_installed = importlib.util.find_spec("jax_cuda13_plugin") is not None
     config: Any = jax.config
@@ -315,13 +305,16 @@ def _of_step(call: Call, args: Any, kwargs: Any) -> Iterator[Finding]:
             yield Finding("accuracy", what, update.line, advice)
 
 
-def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:
+def _of_ranges(report: RangeReport | None, precision: PrecisionReport | None) -> Iterator[Finding]:
     if report is None:
         return
     dtype, scale = report.dtype.name, int(np.log2(report.loss_scale))
     if report.static_scale is None:
         what = "All gradients are zero, or none is finite."
         yield Finding("accuracy", what, "", "Try a loss scale, and the plain model.")
+        return
+    # Lost values are no fault if the gradients are right all the same.
+    if precision is not None and precision.is_close:
         return
     fates = report.pooled.fates(scale)
     if fates.lost > TOLERANCE and report.loss_scale < (report.largest_safe_scale or 0):
@@ -351,11 +344,13 @@ def _of_ranges(report: RangeReport | None) -> Iterator[Finding]:
 
 
 def _of_precision(report: PrecisionReport | None) -> Iterator[Finding]:
-    if report is not None and report.modules and not report.is_close:
-        worst = ", ".join(f"{row.module} {row.own.gradients:.1e}" for row in report.modules[:4])
-        yield Finding(
-            "accuracy", report.summary(), f"Alone in half, of the gradients: {worst}", report.advice()
-        )
+    if report is not None and not report.is_close:
+        worst = [
+            f"{row.module} {getattr(row.own, report.measure):.1e} {' '.join(row.lines[:2])}".strip()
+            for row in report.modules[:4]
+        ]
+        where = f"Alone in half, of the {report.measure}: {', '.join(worst)}"
+        yield Finding("accuracy", report.summary(), where, report.advice())
 
 
 def _of_operations(report: Report) -> Iterator[Finding]:

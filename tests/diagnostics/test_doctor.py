@@ -103,7 +103,8 @@ def test_a_product_that_a_constant_promotes_is_named():
     assert "a constant float32[16] is float32" in found.what
     assert found.severity == "speed"
     assert "test_doctor.py" in found.where
-    assert "half products of its own" in diagnosis.skipped["compare_precision"]
+    assert diagnosis.precision.names
+    assert diagnosis.precision.is_close
     assert diagnosis.ranges is not None
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from jmp_lite._jaxpr import bind, read
-from jmp_lite._jaxpr.inner import Role, inner_jaxprs
+from jmp_lite._jaxpr.inner import Role, inner_jaxprs, with_inner_jaxprs
 from jmp_lite._jaxpr.primitives import PRIMITIVES, Category
 from tests.support.jaxprs import equations
 
@@ -398,3 +398,29 @@ def test_literals_and_constants_are_told_from_variables():
     assert (len(opened.constvars), len(opened.invars)) == (0, 2)
     bits = find("random_bits", lambda k: jax.random.bits(k), jax.random.key(0))
     assert not read.is_float32(bits.invars[0])
+
+
+def test_a_mark_reaches_the_equations_of_the_derivative_and_is_no_scope():
+    def loss(x):
+        with jax.named_scope("layer"):
+            return jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ W))(x))
+
+    closed = jax.make_jaxpr(loss)(X)
+    with_marks = read.with_equations(closed, [read.marked(e, {2, 0}) for e in read.equations(closed)])
+    assert read.constants(with_marks) == read.constants(closed)
+    grad = jax.make_jaxpr(jax.grad(lambda x: jax.extend.core.jaxpr_as_fun(with_marks)(x)[0]))(X)
+    (remat,) = (e for e in read.equations(grad) if e.primitive.name == "remat2")
+    assert read.mark_of(remat) == {0, 2}
+    assert "flags" in str(remat.source_info.name_stack)
+    assert "flags" not in read.scope_of(remat)
+    assert all(read.mark_of(e) is None for e in read.equations(closed))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_takes_other_jaxprs_in_place_of_its_own(name):
+    equation = call(name)
+    double = lambda jaxpr: read.with_equations(jaxpr, [read.marked(e, {1}) for e in read.equations(jaxpr)])
+    changed = with_inner_jaxprs(equation, [double(inner.jaxpr) for inner in inner_jaxprs(equation)])
+    for inner, before in zip(inner_jaxprs(changed), inner_jaxprs(equation), strict=True):
+        assert (inner.operands, inner.roles, inner.results) == (before.operands, before.roles, before.results)
+        assert all(read.mark_of(e) == {1} for e in read.equations(inner.jaxpr))

@@ -118,7 +118,7 @@ def operations_of(
                 runs = _known(equation.params.get("length", 1)) if looped else 1
                 entering = [taken[index] for index in inner.operands]
                 yield from operations_of(inner_plan, half, path, times * runs, entering, promotions)
-        elif _is_floating(equation):
+        elif is_floating(equation):
             arguments = tuple(dict.fromkeys(filter(None, taken)))
             reason = promotions.get(id(equation), decision.reason)
             yield _operation(decision, reason, states, half, visible_scope(path), arguments, times)
@@ -167,7 +167,7 @@ def _taken_in_half(decision: Decision, var: Var, states: dict[Var, State]) -> bo
     return decision.takes_half
 
 
-def _is_floating(equation: Equation) -> bool:
+def is_floating(equation: Equation) -> bool:
     return any(
         jnp.issubdtype(getattr(var.aval, "dtype", np.int32), jnp.inexact)
         for var in (*equation.invars, *equation.outvars)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import glob
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec
@@ -12,18 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._autocast.api import given_rules, prepare, run
-from ..._autocast.planning.rules import Rules, make_rules
-from ..._autocast.report.operations import Operation, operations_of
+from ..._autocast.api import given_rules, settings_of
 from ..._dtypes import DTypeLike
 from ..._jaxpr.read import Array
-from .._values.trace import EVERY_CAST, Call, Program, only_by_name, scale_of, trace
-from .fewest import EXACT, Kept, fewest
+from .._values.trace import Call, only_by_name, scale_of
+from .fewest import fewest
+from .flags import FlaggedProgram
+from .modules import Module, scopes_for
 from .report import Difference, ModuleDifference, PrecisionReport
 
 P = ParamSpec("P")
 
 _MEASURES = ("gradients", "loss")
+HARM = 0.1
+"""The error that `doctor` reports. The gradients of a sound model with ReLUs may be wrong by some percent."""
 
 
 def compare_precision(
@@ -38,25 +38,29 @@ def compare_precision(
     tolerance: float | None = None,
     measure: str = "gradients",
 ) -> Callable[P, PrecisionReport]:
-    """Returns a function that measures the accuracy that each module costs in half, and finds rules for it.
+    """Returns a function that measures the accuracy that each module costs in half, and finds remedies.
 
-    It runs the loss and its gradients in float32, under `autocast` with everything in half, and once for each
-    module with that module alone in half. A module is a scope with products in half. If the scopes tell no
-    modules apart (NNX, Equinox, plain functions), a module is the argument that holds the parameters.
-    `rules=` of `autocast` selects both.
+    It runs the loss and its gradients in float32, with all modules in half, and once for each module with
+    that module alone in half. A function with half products of its own, such as a model under a policy or
+    layers with a half `dtype`, is compared with itself in float32. Any other function runs as `autocast`
+    would run it, together with its own half values if it has some. A module is a scope with half values. If
+    the scopes tell no modules apart (NNX, Equinox, plain functions), a module is the argument that holds the
+    parameters. `rules=` of `autocast` selects both.
 
-    If the error is above the tolerance, it searches the fewest modules to keep in float32. With up to 6
-    modules it tries all sets, 64 runs at most. With more modules it adds the module with the largest error
-    until the error is small enough, and then leaves out each module that is not needed.
+    If the error is above the tolerance, it searches the fewest modules to keep in float32. It adds the module
+    with the largest error until the error is small enough, and then leaves out each module that is not
+    needed. With up to 10 modules it tries all smaller sets too, 1,024 runs at most.
 
-    Each run is a program of its own, which is compiled. The gradients in float32 stay on the device; only
-    sums come back. On a GPU products in float32 run at the highest precision, not in TF32.
+    All runs are runs of one program, which is compiled once. It holds half values as float32 numbers, and a
+    flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. The
+    gradients in float32 stay on the device; only sums come back. On a GPU products in float32 run at the
+    highest precision, not in TF32.
 
     Args:
-        fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed. Products that
-            are half by casts of its own, such as those of a policy, stay so in all runs.
+        fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
         dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
-            dtype of that autocast, for any other float16 by default.
+            dtype of that autocast, for any other float16 by default. A function with half products of its own
+            keeps its dtypes.
         positional: empty. What follows is given by its name.
         loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1.
         argnums: as in `jmp_lite.value_and_grad`.
@@ -93,19 +97,23 @@ def compare_precision(
     only_by_name("compare_precision", "loss_fn, dtype", positional)
     _check(depth, tolerance, measure)
     scale = scale_of("compare_precision", loss_scale)
+    is_autocast = settings_of(fun) is not None
     fun, rules = given_rules("compare_precision", fun, dtype, jnp.float16)
     if rules.dtype == jnp.float32:
         raise ValueError("compare_precision compares float16 or bfloat16 with float32. Got float32.")
     call = Call(fun, argnums, has_aux, transform)
-    allowed = 8 * float(jnp.finfo(rules.dtype).eps) if tolerance is None else float(tolerance)
 
     @functools.wraps(fun)
     def compare(*args: Any, **kwargs: Any) -> PrecisionReport:
-        reference = _Reference(call, args, kwargs)
-        operations = _operations(fun, rules, args, kwargs)
-        products = _cast_products(fun, operations, args, kwargs)
-        modules = _modules(_paths(products, call.differentiated), depth)
-        return _report(_Runs(reference, rules, modules, scale), operations, measure, allowed)
+        runs = Runs(FlaggedProgram(call, rules, is_autocast, args, kwargs, depth), scale)
+        if not runs.is_finite:
+            names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
+            raise ValueError(
+                f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
+                "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
+            )
+        allowed = 8 * float(jnp.finfo(runs.program.dtype).eps) if tolerance is None else float(tolerance)
+        return report_of(runs, measure, allowed)
 
     return compare
 
@@ -121,151 +129,60 @@ def _check(depth: int, tolerance: float | None, measure: str) -> None:
         raise ValueError(f"compare_precision: measure should be 'gradients' or 'loss'. Got {measure!r}.")
 
 
-def _operations(
-    fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Operation, ...]:
-    traced, planner, plan = prepare(fun, rules, args, kwargs, (np.ndarray,))
-    planner.scopes.check()
-    return tuple(operations_of(plan, rules.dtype, "", 1, traced.names, {}))
+class Runs:
+    """The errors with some modules in float32; each set of modules is run once.
 
+    Attributes:
+        program: the program.
+        scale: the loss scale of the runs in half.
+        loss: the loss in float32.
+        bad: the gradients that are not finite in float32.
+        is_finite: whether the loss and all gradients are finite in float32.
+    """
 
-def _cast_products(
-    fun: Callable[..., Any],
-    operations: Sequence[Operation],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Operation, ...]:
-    """Returns the products that autocast brings to half, and not the program itself."""
-    plain = make_rules(jnp.float32)
-    traced, _, plan = prepare(fun, plain, args, kwargs, (np.ndarray,))
-    before = operations_of(plan, plain.dtype, "", 1, traced.names, {})
-    pairs = zip(operations, before, strict=True)
-    return tuple(now for now, own in pairs if now.on_tensor_cores and not own.in_half)
-
-
-def _paths(products: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
-    """Returns for each product the path of the module or of the argument that it belongs to."""
-    paths = [_path(product, parameters) for product in products]
-    if len(set(paths)) < 2:  # A jitted loss has one scope for all.
-        paths = [_argument(product, parameters) or product.scope for product in products]
-    return paths
-
-
-def _modules(product_paths: Sequence[str], depth: int) -> tuple[str, ...]:
-    """Returns the modules of the products at some paths, in the order of the program."""
-    paths = [path.split("/") for path in product_paths if path]
-    shared = {first: _shared([path for path in paths if path[0] == first]) for first, *_ in paths}
-    return tuple(dict.fromkeys("/".join(path[: _end(path, shared[path[0]], depth)]) for path in paths))
-
-
-def _path(operation: Operation, parameters: Sequence[str]) -> str:
-    """Returns the scope of an operation; the argument where the scope is that of a class or of an einsum."""
-    names = operation.scope.split("/")
-    if "->" in names[-1]:  # `jnp.einsum` names a scope by its equation, such as `bi,io->bo`.
-        names = names[:-1]
-    scope = "/".join(names)
-    is_class = "." in scope.rpartition("/")[2]  # All layers of Equinox share such a scope.
-    return (_argument(operation, parameters) if is_class or not scope else "") or scope or operation.scope
-
-
-def _argument(operation: Operation, parameters: Sequence[str]) -> str:
-    """Returns the path of the object that holds a parameter of an operation, or of a lone parameter."""
-    own = [argument for argument in operation.arguments if argument.split("/")[0] in parameters]
-    last = next(reversed(own or operation.arguments), "")
-    holder = last.rpartition("/")[0]
-    return holder if "/" in holder else last
-
-
-def _shared(paths: Sequence[list[str]]) -> int:
-    """Returns how many names some paths begin with in common."""
-    same = (len(set(names)) == 1 for names in zip(*paths))
-    return sum(itertools.takewhile(bool, same))
-
-
-def _end(path: list[str], shared: int, depth: int) -> int:
-    """Returns where a path is cut: after `depth` names, and the index after the last of them."""
-    count = 0
-    for position in range(shared, len(path)):
-        count += position == shared or not path[position].isdigit()
-        if count > depth:
-            return position
-    return len(path)
-
-
-def _scopes_for(kept: Kept, modules: Sequence[str]) -> tuple[tuple[str, bool], ...]:
-    """Returns rules that keep some modules in float32, and the others in half, also those within them."""
-    scopes = []
-    for module in sorted(modules, key=lambda name: -name.count("/")):  # The first that matches wins.
-        around = max((name for name in modules if module.startswith(f"{name}/")), key=len, default="")
-        if (module in kept) != (around in kept):
-            scopes.append((_pattern(module), module in kept))
-    return tuple(scopes)
-
-
-def _pattern(module: str) -> str:
-    return "/" + glob.escape(module)
-
-
-class _Reference:
-    """A loss and its gradients in float32."""
-
-    def __init__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call, self._args, self._kwargs = call, args, kwargs
-        program = self._trace(call)
-        loss, *self._gradients = _compiled(program, lambda outputs: outputs)(program.arrays)
+    def __init__(self, program: FlaggedProgram, scale: float) -> None:
+        self.program, self.scale = program, scale
+        loss, *self._gradients = program(None, 1.0)
         self.loss = float(loss)
         self._sizes = [float(jnp.max(jnp.abs(gradient), initial=0)) for gradient in self._gradients]
-        bad = [name for name, size in zip(program.gradients, self._sizes) if not math.isfinite(size)]
-        if bad or not math.isfinite(self.loss):
-            names = f"; these gradients are not finite: {', '.join(bad[:4])}" if bad else ""
-            raise ValueError(
-                f"compare_precision compares with float32, in which the loss is {self.loss:.6g}{names}. Find "
-                "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
-            )
+        self._differences: dict[frozenset[Module], Difference] = {}
+        self.bad = [name for name, size in zip(program.gradients, self._sizes) if not math.isfinite(size)]
+        self.is_finite = not self.bad and math.isfinite(self.loss)
 
-    def _trace(self, call: Call) -> Program:
-        # By default a GPU runs float32 products in TF32, whose error is that of float16.
-        with jax.default_matmul_precision("highest"):
-            return trace("compare_precision", call, self._args, self._kwargs)
+    def keeping(self, modules: Iterable[Module]) -> Difference:
+        """Returns the error with these modules in float32 and the others in half."""
+        kept = frozenset(modules)
+        if kept not in self._differences:
+            loss, *gradients = self.program(set(self.program.modules) - kept, self.scale)
+            units = [size or 1.0 for size in self._sizes]  # The squares of small gradients would be zero.
+            sums = _sums(gradients, self._gradients, units)
+            sums = np.square(units)[:, None] * np.asarray(sums, np.float64).reshape(-1, 3)
+            self._differences[kept] = _difference(float(loss), self.loss, sums)
+        return self._differences[kept]
 
-    def half(self, rules: Rules) -> Program:
-        """Returns the loss and its gradients as one jaxpr, under autocast with some rules."""
-
-        @functools.wraps(self._call.fun)
-        def half(*args: Any, **kwargs: Any) -> Any:
-            traced, planner, plan = prepare(self._call.fun, rules, args, kwargs, (np.ndarray,))
-            return traced.outputs(run(planner, plan, traced.arrays))
-
-        return self._trace(dataclasses.replace(self._call, fun=half))
-
-    def sums(self, program: Program, scale: float) -> tuple[float, np.ndarray]:
-        """Returns the loss of a program in half, and for each gradient three squares, float64.
-
-        They are the squares of three norms: the difference, the gradient in half, the gradient in float32.
-        """
-        arrays = list(program.arrays)
-        arrays[program.scale] = jnp.float32(scale)
-        units = [size or 1.0 for size in self._sizes]  # The squares of small gradients would be zero.
-        measure = lambda outputs, full: (outputs[0], list(map(_sums, outputs[1:], full, units)))
-        loss, sums = _compiled(program, measure)(arrays, self._gradients)
-        return float(loss), np.square(units)[:, None] * np.asarray(sums, np.float64).reshape(-1, 3)
+    def rules(self, kept: Sequence[Module]) -> dict[str, str]:
+        """Returns the rules for these modules and those of the function that still select something."""
+        rules, modules = self.program.rules, self.program.modules
+        rules = dataclasses.replace(rules, scopes=(*scopes_for(kept, modules), *rules.scopes))
+        operations = self.program.operations
+        paths = {path for operation in operations for path in (operation.scope, *operation.arguments)}
+        used = {match[0] for path in paths if path and (match := rules.pattern_for(path))}
+        # A pattern may occur twice: the first one counts.
+        dtypes = {
+            pattern: "float32" if full else rules.dtype.name for pattern, full in reversed(rules.scopes)
+        }
+        return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
-def _compiled(program: Program, read: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles the jaxpr of a loss and its gradients, and a function `read` of them.
+@jax.jit
+def _sums(half: list[Array], full: list[Array], units: list[float]) -> list[Array]:
+    """Returns for each gradient the squares of three norms, in units.
 
-    Returns:
-        A function of the arrays of the jaxpr, and of what `read` takes beside the outputs.
+    They are the norms of the difference, of the gradient in half, and of the gradient in float32.
     """
-    outputs: Any = lambda arrays, *others: read(program.run(arrays), *others)
-    return jax.jit(outputs, compiler_options=EVERY_CAST)
-
-
-def _sums(half: Array, full: Array, unit: float) -> Array:
-    """Returns the squares of three norms in units: the difference, the gradient in half and in float32."""
-    half, full = half / unit, full / unit
     square = lambda x: jnp.sum(jnp.real(x * jnp.conj(x)))
-    return jnp.stack([square(half - full), square(half), square(full)])
+    scaled = ((one / unit, other / unit) for one, other, unit in zip(half, full, units))
+    return [jnp.stack([square(one - other), square(one), square(other)]) for one, other in scaled]
 
 
 def _difference(half: float, full: float, sums: np.ndarray) -> Difference:
@@ -274,7 +191,7 @@ def _difference(half: float, full: float, sums: np.ndarray) -> Difference:
     Args:
         half: the loss in half.
         full: the loss in float32.
-        sums: for each gradient the three squares of `_Reference.sums`.
+        sums: for each gradient the squares of three norms, as in `_sums`.
     """
     distance = abs(half - full)
     loss_error = distance / abs(full) if full else distance
@@ -297,59 +214,58 @@ def _error(difference: float, half: float, full: float) -> tuple[float, float]:
     return math.sqrt(difference / full), min(1.0, max(-1.0, cosine))
 
 
-class _Runs:
-    """The errors with some modules in float32; each set of modules is run once."""
+def report_of(runs: Runs, measure: str, tolerance: float, always: bool = True) -> PrecisionReport:
+    """Runs each module alone in half, and searches the fewest modules to keep in float32.
 
-    def __init__(self, reference: _Reference, rules: Rules, modules: Sequence[str], scale: float) -> None:
-        self.reference, self.rules, self.modules, self.scale = reference, rules, modules, scale
-        self.differences: dict[Kept, Difference] = {}
-
-    def _rules(self, kept: Kept) -> Rules:
-        scopes = (*_scopes_for(kept, self.modules), *self.rules.scopes)
-        return dataclasses.replace(self.rules, scopes=scopes)
-
-    def keeping(self, modules: Iterable[str]) -> Difference:
-        """Returns the error with these modules in float32 and the others in half."""
-        kept = frozenset(modules)
-        if kept not in self.differences:
-            loss, sums = self.reference.sums(self.reference.half(self._rules(kept)), self.scale)
-            self.differences[kept] = _difference(loss, self.reference.loss, sums)
-        return self.differences[kept]
-
-    def pasted(self, modules: Iterable[str], operations: Iterable[Operation]) -> dict[str, str]:
-        """Returns the rules for these modules and those of the function that still select something."""
-        rules = self._rules(frozenset(modules))
-        paths = {path for operation in operations for path in (operation.scope, *operation.arguments)}
-        used = {match[0] for path in paths if path and (match := rules.pattern_for(path))}
-        # A pattern may occur twice: the first one counts.
-        dtypes = {
-            pattern: "float32" if full else rules.dtype.name for pattern, full in reversed(rules.scopes)
-        }
-        return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
-
-
-def _report(
-    runs: _Runs,
-    operations: Sequence[Operation],
-    measure: str,
-    tolerance: float,
-) -> PrecisionReport:
-    half, rest = runs.keeping(()), runs.keeping(runs.modules)
-    own = {name: runs.keeping(set(runs.modules) - {name}) for name in runs.modules}
+    Args:
+        runs: the runs of the program.
+        measure: which error is to be small.
+        tolerance: the error that is allowed.
+        always: whether to do so also where the error of all modules together is within the tolerance.
+    """
+    program = runs.program
+    error = lambda modules: getattr(runs.keeping(modules), measure)
+    named = program.modules if always or error(()) > tolerance else ()
+    own = {module: runs.keeping(set(program.modules) - {module}) for module in named}
     other = "loss" if measure == "gradients" else "gradients"
-    size = lambda name: (getattr(own[name], measure), getattr(own[name], other))
-    order = sorted(runs.modules, key=size, reverse=True)
-    kept = fewest(order, lambda modules: getattr(runs.keeping(modules), measure), tolerance)
+    size = lambda module: (getattr(own[module], measure), getattr(own[module], other))
+    order = sorted(named, key=size, reverse=True)
+    kept = fewest(order, error, tolerance)
     return PrecisionReport(
-        runs.rules.dtype,
+        program.dtype,
         runs.scale,
-        runs.reference.loss,
-        tuple(ModuleDifference(name, own[name], _pattern(name)) for name in order),
-        half,
-        rest,
+        runs.loss,
+        tuple(module.label for module in program.modules),
+        tuple(ModuleDifference(module.label, own[module], module.pattern, module.lines) for module in order),
+        runs.keeping(()),
+        runs.keeping(named),
         measure,
         tolerance,
-        None if kept is None else runs.pasted(kept, operations),
+        None if kept is None else tuple(module.label for module in kept),
+        None if kept is None else runs.rules(kept),
+        {module.label: module.remedy for module in kept or () if module.remedy},
         None if kept is None else runs.keeping(kept),
-        len(order) <= EXACT,
     )
+
+
+def compare_briefly(
+    call: Call, scale: float, depth: int, tolerance: float | None, args: Any, kwargs: Any
+) -> PrecisionReport | None:
+    """Returns the report for `doctor`: of the modules only if the gradients or the loss are wrong.
+
+    Returns:
+        The report; None if the loss or a gradient is not finite in float32 either.
+    """
+    _check(depth, tolerance, "gradients")
+    is_autocast = settings_of(call.fun) is not None
+    fun, rules = given_rules("doctor", call.fun, None, jnp.float32)
+    program = FlaggedProgram(dataclasses.replace(call, fun=fun), rules, is_autocast, args, kwargs, depth)
+    runs = Runs(program, scale)
+    if not runs.is_finite:
+        return None
+    allowed, half = HARM if tolerance is None else tolerance, runs.keeping(())
+    # The gradients of a wrong loss may be right, as those of a sum that stops growing. A loss that is a small
+    # difference of large numbers has a large relative error.
+    if half.gradients <= allowed and half.loss > max(allowed, HARM):
+        return report_of(runs, "loss", max(allowed, HARM))
+    return report_of(runs, "gradients", allowed, always=False)

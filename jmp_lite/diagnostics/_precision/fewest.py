@@ -1,27 +1,29 @@
 """The fewest modules to keep in float32: a search over sets of modules."""
 
+import bisect
 import itertools
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-Kept = frozenset[str]
-"""The modules that stay in float32."""
+M = TypeVar("M")
 
-EXACT = 6
-"""With so many modules at most, all sets are tried by size: 64 runs at most."""
+EXACT = 10
+"""With so many modules at most, all sets that are smaller than a set that is enough are tried."""
 
 
 def fewest(
-    modules: Sequence[str], error: Callable[[Kept], float], tolerance: float, exact: int = EXACT
-) -> tuple[str, ...] | None:
+    modules: Sequence[M], error: Callable[[Sequence[M]], float], tolerance: float, exact: int = EXACT
+) -> tuple[M, ...] | None:
     """Returns a small set of modules which, kept in float32, brings an error to a tolerance or below.
 
-    With up to `exact` modules no smaller set does. With more, modules are added, the first of `modules`
-    first, until the error is small enough. Then a module is left out again if the error stays small enough.
-    Then no module of the set can be left out, but another set may be smaller.
+    Modules are added, the first of `modules` first, until the error is small enough. Then a module is left
+    out again if the error stays small enough. With up to `exact` modules all smaller sets are tried too, so
+    that no smaller set does as well. With more, no module of the set can be left out, but another set may be
+    smaller.
 
     Args:
         modules: the modules, that with the largest error of its own first.
-        error: the error that is left if a set of modules stays in float32. It is called once for each set.
+        error: the error that is left if a set of modules stays in float32.
         tolerance: the error that is allowed.
         exact: up to how many modules all sets are tried.
 
@@ -34,18 +36,21 @@ def fewest(
         >>> fewest(list(costs), left, 5.0), fewest(list(costs), left, 20.0), fewest(list(costs), left, -1.0)
         (('head',), (), None)
     """
-    is_enough = lambda kept: error(frozenset(kept)) <= tolerance
+    is_enough = lambda kept: error(kept) <= tolerance
     if not is_enough(modules):
         return None
-    if len(modules) <= exact:
-        sizes = range(len(modules) + 1)
-        sets = itertools.chain.from_iterable(itertools.combinations(modules, size) for size in sizes)
-        return next(filter(is_enough, sets))
-    count = next(n for n in range(len(modules) + 1) if is_enough(modules[:n]))
-    return _reduced(tuple(modules[:count]), is_enough)
+    # With each further module the error falls, by and large.
+    count = bisect.bisect_left(range(len(modules)), True, key=lambda n: is_enough(modules[:n]))
+    kept = _reduced(tuple(modules[:count]), is_enough)
+    if len(modules) > exact:
+        return kept
+    smaller = itertools.chain.from_iterable(
+        itertools.combinations(modules, size) for size in range(len(kept))
+    )
+    return next(filter(is_enough, smaller), kept)
 
 
-def _reduced(kept: tuple[str, ...], is_enough: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
+def _reduced(kept: tuple[M, ...], is_enough: Callable[[Sequence[M]], bool]) -> tuple[M, ...]:
     """Leaves modules out, the last first, as long as the error stays small enough."""
     for module in reversed(kept):
         without = tuple(name for name in kept if name != module)

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from ..._text import Shown, aligned, power
+from .fewest import EXACT
 
 _NOISE = 1e-5  # What another order of float32 sums may change.
 
@@ -40,8 +41,10 @@ class ModuleDifference:
 
     Attributes:
         module: the scope, or the path of the argument that holds its parameters.
-        own: the error if the products of this module alone are in half, and all others in float32.
-        pattern: the pattern that selects it in `rules=` of `autocast`.
+        own: the error if this module alone is in half, and all others in float32.
+        pattern: the pattern that selects it in `rules=` of `autocast`. It is empty if the function itself
+            makes the half values: by casts, a policy, or the `dtype` of layers.
+        lines: then the first lines that make them, as `file.py:12:4 (function)`.
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
@@ -55,6 +58,7 @@ class ModuleDifference:
     module: str
     own: Difference
     pattern: str
+    lines: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -65,17 +69,20 @@ class PrecisionReport(Shown):
         dtype: the half dtype.
         loss_scale: the loss scale of the runs in half.
         loss: the loss in float32.
-        modules: the modules with products in half, that with the largest error first.
+        names: the modules that are in half, in the order of the program.
+        modules: what each of them costs, that with the largest error first. The report of `doctor` has none
+            if the error of all together is within the tolerance.
         half: the error with all of them in half.
         rest: the error with all of them in float32. It is 0, but for products that no rule selects.
         measure: `gradients` or `loss`: which error is to be small.
         tolerance: the largest error that is allowed.
-        rules: the fewest modules in float32 that bring the error to the tolerance or below, to paste as
-            `rules=` of `autocast`, with the rules that the function had before. None if all modules
-            together are not enough.
-        with_rules: the error with these rules; None if there are none.
-        is_exact: whether no smaller set of modules does as well. If not, no module of the set can be left
-            out, but another set may be smaller.
+        kept: the fewest modules in float32 that bring the error to the tolerance or below. None if all
+            modules together are not enough.
+        rules: those of them that autocast brings to half, to paste as `rules=` of `autocast`, with the rules
+            that the function had before; None as in `kept`.
+        remedies: for the others how to keep them in float32, in words.
+        with_rules: the error that is left if these modules are in float32: it was measured. None as in
+            `kept`.
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
@@ -89,14 +96,21 @@ class PrecisionReport(Shown):
     dtype: np.dtype
     loss_scale: float
     loss: float
+    names: tuple[str, ...]
     modules: tuple[ModuleDifference, ...]
     half: Difference
     rest: Difference
     measure: str
     tolerance: float
+    kept: tuple[str, ...] | None
     rules: dict[str, str] | None
+    remedies: dict[str, str]
     with_rules: Difference | None
-    is_exact: bool
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no smaller set of modules does as well. If not, no module of `kept` can be left out."""
+        return len(self.names) <= EXACT
 
     @property
     def is_close(self) -> bool:
@@ -105,11 +119,8 @@ class PrecisionReport(Shown):
 
     def summary(self) -> str:
         """Returns one line: the error of everything in half."""
-        if not self.modules:
-            return (
-                f"autocast brings no product of this function to {self.dtype.name}: no rule can change it. "
-                "Give the plain float32 model, not one under a policy or with casts of its own."
-            )
+        if not self.names:
+            return f"No value of this function is in {self.dtype.name}: autocast finds no product in it."
         return (
             f"In {self.dtype.name} at the loss scale {power(self.loss_scale)} the error is {self.half}. "
             f"The tolerance is {self.tolerance:.2g} for the {self.measure}."
@@ -117,17 +128,19 @@ class PrecisionReport(Shown):
 
     def advice(self) -> str:
         """Returns one line: the rules, or why there are none."""
-        if not self.modules:
+        if not self.names:
             return ""
-        if self.rules is None:
+        if self.is_close:
+            return "No rule is needed."
+        if self.kept is None:
             return (
                 f"No set of modules brings the error below the tolerance: with all of them in float32 it is "
                 f"{self.rest}."
             )
-        if self.is_close:
-            return "No rule is needed."
         least = "no smaller set of modules does" if self.is_exact else "none of these can be left out"
-        return f"Keep these in float32 ({least}): rules={self.rules}. Then the error is {self.with_rules}."
+        how = [f"rules={self.rules}"] if self.rules else []
+        how += [f"{name} ({remedy})" for name, remedy in self.remedies.items()]
+        return f"Keep these in float32 ({least}): {'; '.join(how)}. Then the error is {self.with_rules}."
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""
@@ -141,7 +154,7 @@ class PrecisionReport(Shown):
         return f"PrecisionReport({self.summary()})"
 
     def __str__(self) -> str:
-        if not self.modules:
+        if not self.names:
             return self.summary()
         lines = [self.summary(), "", *aligned(self.rows())]
         if max(self.rest.gradients, self.rest.loss) > _NOISE:

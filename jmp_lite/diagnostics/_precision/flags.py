@@ -1,0 +1,163 @@
+"""A loss and its gradients as one compiled program, which takes a flag for each module: float32 or half."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._autocast.api import make_plan, run
+from ..._autocast.interpreter import Interpreter, Value
+from ..._autocast.planning.rules import Rules, make_rules
+from ..._autocast.report.operations import Operation, is_floating, operations_of
+from ..._jaxpr import arguments
+from ..._jaxpr.arguments import Arguments
+from ..._jaxpr.bind import cast
+from ..._jaxpr.inner import inner_jaxprs, with_inner_jaxprs
+from ..._jaxpr.primitives import Category, traits_of
+from ..._jaxpr.read import Array, Equation, Jaxpr, Var, equations, is_float32, marked, with_equations
+from .._values.reference import Flags, Reference, flags_in
+from .._values.trace import EVERY_CAST, Call, trace
+from .modules import Module, cast_modules, gives_half, is_in_half, own_modules, scopes_for
+
+
+class FlaggedProgram:
+    """A loss and its gradients, with a flag for each module. It is compiled once.
+
+    Attributes:
+        rules: the rules by which autocast runs the function; those of float32 if it does not.
+        operations: the operations of the function.
+        modules: the modules that are in half.
+        dtype: the half dtype.
+        gradients: the path of each gradient.
+    """
+
+    def __init__(
+        self, call: Call, rules: Rules, is_autocast: bool, args: Any, kwargs: Any, depth: int
+    ) -> None:
+        """Traces and plans the function. A function with half products of its own runs as it is."""
+        # By default a GPU runs float32 products in TF32, whose error is that of float16.
+        with jax.default_matmul_precision("highest"):
+            traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
+            plain = make_rules(jnp.float32)
+            before = _operations(traced, plain)
+            has_products = any(operation.on_tensor_cores for operation in before)
+            self.rules = plain if has_products and not is_autocast else rules
+            self.operations = _operations(traced, self.rules, check=True)
+            self.modules, marks = self._marks(traced, before, call.differentiated, depth)
+            self._program = trace("compare_precision", self._marked(call, marks), args, kwargs)
+        self.dtype = _half_dtype(self.rules, before)
+        self.gradients = self._program.gradients
+        self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
+        self._run = jax.jit(self._outputs, compiler_options=EVERY_CAST)
+
+    def __call__(self, half: Set[Module] | None, scale: float) -> list[Array]:
+        """Returns the loss and the gradients with some modules in half; None for everything in float32."""
+        on = {index for index, module in enumerate(self.modules) if module in (half or ())}
+        on |= {len(self.modules)} if half is not None else set()
+        arrays = list(self._program.arrays)
+        arrays[self._program.scale] = jnp.float32(scale)
+        return self._run(arrays, np.array([flags <= on for flags in self._sets], bool))
+
+    def _outputs(self, arrays: Sequence[Array], is_on: Array) -> list[Array]:
+        flags = {flags: is_on[index] for index, flags in enumerate(self._sets)}
+        return Reference(flags).run(self._program.jaxpr, arrays)[: 1 + len(self.gradients)]
+
+    def _marks(
+        self, traced: Arguments, before: Sequence[Operation], parameters: Sequence[str], depth: int
+    ) -> tuple[tuple[Module, ...], list[Flags]]:
+        """Returns the modules, and for each operation the numbers of the modules that it belongs to.
+
+        An operation belongs to each module whose rule would take it out of half: a product to one, the
+        activation between two products to both. The last number stands for what no rule takes out.
+        """
+        pairs = list(zip(self.operations, before, strict=True))
+        products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
+        cast = cast_modules(products, parameters, depth)
+        own = [number for number, operation in enumerate(before) if gives_half(operation)]
+        own_parts, owners = own_modules([before[number] for number in own], parameters, depth)
+        # autocast and the program itself may bring values of one module to half.
+        both = {module.name for module in cast} & {part.name for part in own_parts}
+        own_parts = [
+            dataclasses.replace(part, name=f"{part.name} (its own casts)") if part.name in both else part
+            for part in own_parts
+        ]
+        modules = (*cast, *own_parts)
+        rest = len(modules)
+        # The readers of a half value round its gradients: a cast of the program to float32 needs no mark.
+        marks = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
+        for number, module in enumerate(cast):
+            rules = dataclasses.replace(self.rules, scopes=(*scopes_for([module], cast), *self.rules.scopes))
+            for mark, operation, kept in zip(marks, self.operations, _operations(traced, rules), strict=True):
+                if mark and (operation.inputs, operation.outputs) != (kept.inputs, kept.outputs):
+                    mark.add(number)
+        for number, owner in zip(own, owners, strict=True):
+            marks[number] = {len(cast) + owner, rest}
+        return modules, [frozenset(mark) for mark in marks]
+
+    def _marked(self, call: Call, marks: Sequence[Flags]) -> Call:
+        """Returns the call of the function as autocast runs it, with marked equations."""
+
+        @functools.wraps(call.fun)
+        def marked_fun(*args: Any, **kwargs: Any) -> Any:
+            traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
+            traced = dataclasses.replace(traced, jaxpr=_with_marks(traced.jaxpr, iter(marks)))
+            planner, plan = make_plan(traced, self.rules)
+            return traced.outputs(run(planner, plan, traced.arrays, _Interpreter))
+
+        return dataclasses.replace(call, fun=marked_fun)
+
+
+class _Interpreter(Interpreter):
+    """Writes the cast of a number into the program, where it can be switched off."""
+
+    def _literal(self, var: Var) -> Value:
+        return _Number(np.asarray(var.val, np.float32)) if is_float32(var) else super()._literal(var)
+
+
+class _Number(Value):
+    """A number that is written into the program."""
+
+    def copy(self) -> Value:
+        return self
+
+    def to(self, dtype: Any) -> Array:
+        # JAX computes the cast of a number while tracing, but not that of the result of an operation.
+        return self.native if dtype == jnp.float32 else cast(lax.optimization_barrier(self.native), dtype)
+
+
+def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[Operation]:
+    planner, plan = make_plan(traced, rules)
+    if check:
+        planner.scopes.check()
+    return list(operations_of(plan, rules.dtype, "", 1, traced.names, {}))
+
+
+def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:
+    """Returns the dtype of autocast; without it the dtype that the program has most often."""
+    if rules.dtype != jnp.float32:
+        return rules.dtype
+    values = [value for operation in before for value in (*operation.inputs, *operation.outputs)]
+    counts = {name: sum(value.startswith(name) for value in values) for name in ("float16", "bfloat16")}
+    return np.dtype(jnp.dtype(max(counts, key=lambda name: counts[name])))
+
+
+def _with_marks(jaxpr: Jaxpr, marks: Iterator[Flags]) -> Jaxpr:
+    """Returns a jaxpr with marked equations. `marks` has one for each operation that a report shows."""
+    return with_equations(jaxpr, [_with_mark(equation, marks) for equation in equations(jaxpr)])
+
+
+def _with_mark(equation: Equation, marks: Iterator[Flags]) -> Equation:
+    flags: Flags = frozenset()
+    if traits_of(equation.primitive.name).category is Category.CALL:
+        parts = [_with_marks(inner.jaxpr, marks) for inner in inner_jaxprs(equation)]
+        equation = with_inner_jaxprs(equation, parts)
+        # For the equations that JAX makes itself, such as those of the rule of a custom derivative.
+        flags = flags.union(*(flags for part in parts for flags in flags_in(part)))
+    elif is_floating(equation):
+        flags = next(marks)
+    return marked(equation, flags) if flags else equation

@@ -1,0 +1,156 @@
+"""The modules of a program: which operations are in half, and by which names users know them."""
+
+import dataclasses
+import glob
+import itertools
+import pathlib
+from collections.abc import Sequence
+
+from ..._autocast.report.operations import Operation
+
+_HALVES = ("float16", "bfloat16")
+_PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are lines of this library.
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A part of a program that can be in half or in float32.
+
+    Attributes:
+        name: the scope, or the path of the argument that holds its parameters; empty for what has neither.
+        pattern: the pattern that selects it in `rules=` of `autocast`; empty if the program itself makes its
+            half values.
+        lines: the first lines of the user that make half values, as `file.py:12:4 (function)`; empty with a
+            pattern.
+        remedy: without a pattern, how to keep it in float32, in words.
+    """
+
+    name: str
+    pattern: str
+    lines: tuple[str, ...] = ()
+    remedy: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name in a report."""
+        return self.name or "/"
+
+
+def is_in_half(operation: Operation) -> bool:
+    """Whether an operation takes or gives half values, or rounds to few digits."""
+    return gives_half(operation) or any(value.startswith(_HALVES) for value in operation.inputs)
+
+
+def cast_modules(products: Sequence[Operation], parameters: Sequence[str], depth: int) -> list[Module]:
+    """Returns the modules of the products that autocast brings to half."""
+    names = dict.fromkeys(_modules(_paths(products, parameters), depth))
+    return [Module(name, f"/{glob.escape(name)}") for name in names if name]
+
+
+def own_modules(
+    operations: Sequence[Operation], parameters: Sequence[str], depth: int
+) -> tuple[list[Module], list[int]]:
+    """Returns the modules of the operations that the program itself has in half.
+
+    Returns:
+        The modules, and for each operation the index of its module.
+    """
+    names = _modules(_paths(operations, parameters), depth)
+    has_policy = any(operation.source.startswith(_PACKAGE) for operation in operations)
+    members: dict[str, list[Operation]] = {name: [] for name in names}
+    for name, operation in zip(names, operations):
+        members[name].append(operation)
+    modules = [_own_module(name, own, has_policy) for name, own in members.items()]
+    return modules, [[*members].index(name) for name in names]
+
+
+def _own_module(name: str, operations: Sequence[Operation], has_policy: bool) -> Module:
+    makers = [operation.source for operation in operations if _makes_half(operation)]
+    users = lambda lines: tuple(dict.fromkeys(line for line in lines if not _is_of_library(line)))[:4]
+    lines = users(makers) or users(operation.source for operation in operations)
+    parts = name.split("/")[1:]
+    path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)
+    if users(makers):
+        remedy = f"compute in float32 what these lines cast to half: {', '.join(lines)}"
+    elif has_policy and path:
+        remedy = f"policy.with_rules({{{path!r}: 'float32'}})"
+    else:
+        remedy = f"give {name or 'these operations'} float32 operands, or dtype=jnp.float32"
+    return Module(name, "", lines, remedy)
+
+
+def _is_of_library(line: str) -> bool:
+    return line.startswith((_PACKAGE, "<unknown>")) or "site-packages" in line
+
+
+def gives_half(operation: Operation) -> bool:
+    """Whether an operation gives half values, or rounds to few digits."""
+    is_half = any(value.startswith(_HALVES) for value in operation.outputs)
+    return is_half or operation.name == "reduce_precision"
+
+
+def _makes_half(operation: Operation) -> bool:
+    """Whether an operation gives half values, of others."""
+    return gives_half(operation) and not all(value.startswith(_HALVES) for value in operation.inputs)
+
+
+def scopes_for(kept: Sequence[Module], modules: Sequence[Module]) -> tuple[tuple[str, bool], ...]:
+    """Returns rules that keep some modules in float32, and the others in half, also those within them."""
+    scopes = []
+    selected = [module for module in modules if module.pattern]
+    # Of the patterns that match, the first one wins: that of the innermost module.
+    for module in sorted(selected, key=lambda module: -module.name.count("/")):
+        outer = [other for other in selected if module.name.startswith(f"{other.name}/")]
+        around = max(outer, key=lambda other: len(other.name), default=None)
+        if (module in kept) != (around in kept):
+            scopes.append((module.pattern, module in kept))
+    return tuple(scopes)
+
+
+def _paths(operations: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
+    """Returns for each operation the path of the module or of the argument that it belongs to."""
+    paths = [_path(operation, parameters) for operation in operations]
+    if len(set(paths)) < 2:  # A jitted loss has one scope for all.
+        paths = [_argument(operation, parameters) or operation.scope for operation in operations]
+    return paths
+
+
+def _modules(operation_paths: Sequence[str], depth: int) -> list[str]:
+    """Returns the module of each path: its first names."""
+    paths = [path.split("/") for path in operation_paths]
+    shared = {first: _shared([path for path in paths if path[0] == first]) for first, *_ in paths}
+    return ["/".join(path[: _end(path, shared[path[0]], depth)]) for path in paths]
+
+
+def _path(operation: Operation, parameters: Sequence[str]) -> str:
+    """Returns the scope of an operation; the argument where the scope is that of a class or of an einsum."""
+    names = operation.scope.split("/")
+    if "->" in names[-1]:  # `jnp.einsum` names a scope by its equation, such as `bi,io->bo`.
+        names = names[:-1]
+    scope = "/".join(names)
+    is_class = "." in scope.rpartition("/")[2]  # All layers of Equinox share such a scope.
+    return (_argument(operation, parameters) if is_class or not scope else "") or scope or operation.scope
+
+
+def _argument(operation: Operation, parameters: Sequence[str]) -> str:
+    """Returns the path of the object that holds a parameter of an operation, or of a lone parameter."""
+    own = [argument for argument in operation.arguments if argument.split("/")[0] in parameters]
+    last = next(reversed(own or operation.arguments), "")
+    holder = last.rpartition("/")[0]
+    return holder if "/" in holder else last
+
+
+def _shared(paths: Sequence[list[str]]) -> int:
+    """Returns how many names some paths begin with in common."""
+    same = (len(set(names)) == 1 for names in zip(*paths))
+    return sum(itertools.takewhile(bool, same))
+
+
+def _end(path: list[str], shared: int, depth: int) -> int:
+    """Returns where a path is cut: after `depth` names, and the index after the last of them."""
+    count = 0
+    for position in range(shared, len(path)):
+        count += position == shared or not path[position].isdigit()
+        if count > depth:
+            return position
+    return len(path)

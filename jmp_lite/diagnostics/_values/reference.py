@@ -1,0 +1,222 @@
+"""The reference in float32: runs a jaxpr with all its half values in float32, and rounds some of them.
+
+A half value of the program is a float32 array here. `marked` of `_jaxpr.read` has written into each equation
+the flags that it belongs to. Where all of these flags are on, the equation gives what it gives in the
+program. Where one of them is off, it computes in float32, and a cast to half does nothing. So one compiled
+program gives the loss and the gradients as they are, in float32, and with any modules in float32.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._jaxpr.bind import bind
+from ..._jaxpr.calls import CALLS, Outputs
+from ..._jaxpr.inner import Inner, inner_jaxprs
+from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
+from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of, equations, mark_of, open_jaxpr
+from ..._jaxpr.replay import replay
+
+Flags = frozenset[int]
+"""The numbers of the flags that an equation belongs to."""
+
+_HALVES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
+_FLOAT32 = np.dtype(np.float32)
+# They run once, in float32, of rounded operands: Tensor Cores and XLA's CPU add up in float32 as well.
+_PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
+_OF_BITS = "bitcast_convert_type"  # Its result depends on the bits of a number.
+# The program of a loss and its gradients is differentiated already: these calls are parts of the program.
+_INLINE = (
+    *("closed_call", "composite", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call"),
+    *("custom_vmap_call", "eval_jaxpr", "jit"),
+)
+
+
+class Value(NamedTuple):
+    """A value of the program.
+
+    Attributes:
+        array: the value; float32 where the program has half.
+        rounded: the value is one of the half numbers where all these flags are on; None if that is not known.
+    """
+
+    array: Array
+    rounded: Flags | None = None
+
+
+class Reference:
+    """Runs jaxprs in float32."""
+
+    def __init__(self, is_on: Mapping[Flags, Array]) -> None:
+        """Makes a reference. `is_on` says for each set of flags in the jaxprs whether all of them are on."""
+        self._is_on = is_on
+
+    def run(self, jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
+        """Runs a jaxpr on arrays; returns its outputs, in float32 where the jaxpr gives half."""
+        return [value.array for value in self._run(jaxpr, [_exact(array) for array in arrays], None)]
+
+    def _run(self, jaxpr: Jaxpr, values: Sequence[Value], around: Flags | None) -> list[Value]:
+        """Runs a jaxpr inside a call, whose flags hold where an equation has none."""
+
+        def action(index: int, equation: Equation, read: Callable[[Var], Value]) -> Sequence[Value]:
+            del index
+            operands, flags = list(map(read, equation.invars)), mark_of(equation)
+            flags = around if flags is None else flags
+            name = equation.primitive.name
+            with context_of(equation):
+                if name in _INLINE:
+                    (inner,) = (part for part in inner_jaxprs(equation) if None not in part.results)
+                    return self._run(inner.jaxpr, [operands[number] for number in inner.operands], flags)
+                if name in CALLS:
+                    return self._call(equation, operands, flags)
+                if traits_of(name).category is Category.MOVE:
+                    return self._move(equation, operands)
+                return self._operation(equation, operands, flags)
+
+        return replay(jaxpr, [*map(_exact, constants(jaxpr)), *values], _literal, action)
+
+    def _call(self, equation: Equation, operands: list[Value], flags: Flags | None) -> list[Value]:
+        def body(inner: Inner) -> Callable[..., Outputs]:
+            fixed = [operands[number] for number in inner.operands[: inner.constants]]
+
+            def run(*arrays: Array) -> Outputs:
+                results = self._run(inner.jaxpr, [*fixed, *map(Value, arrays)], flags)
+                return [jnp.asarray(value.array) for value in results], {}
+
+            return run
+
+        bodies = [body(inner) for inner in inner_jaxprs(equation)]
+        arrays, _ = CALLS[equation.primitive.name](equation, bodies, [value.array for value in operands])
+        return list(map(Value, arrays))
+
+    def _move(self, equation: Equation, operands: list[Value]) -> list[Value]:
+        """A move rounds nothing."""
+        if equation.primitive.name == "optimization_barrier" and all(map(_is_number, operands)):
+            return operands
+        results = bind(equation, [value.array for value in operands], **self._wide_params(equation))
+        is_one_each = len(results) == len(operands)
+        return [
+            Value(array, operands[index if is_one_each else 0].rounded) for index, array in enumerate(results)
+        ]
+
+    def _operation(self, equation: Equation, operands: list[Value], flags: Flags | None) -> list[Value]:
+        """Runs an operation in half and in float32, and takes the result that the flags ask for.
+
+        In half, a sum may stop growing, and XLA multiplies by the rounded reciprocal of a divisor. So a
+        rounded float32 result would not be the same.
+        """
+        name, arrays = equation.primitive.name, [value.array for value in operands]
+        if name == "reduce_precision" and _rounds_to_half(equation):
+            return [Value(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
+        if name == "convert_element_type" and _is_number(operands[0]) and is_half(equation.outvars[0]):
+            return [Value(np.asarray(arrays[0], _FLOAT32))]  # Each operation that takes it rounds it.
+        if not any(map(is_half, (*equation.invars, *equation.outvars))):
+            return list(map(Value, bind(equation, arrays)))
+        if name in _PRODUCTS:
+            return self._product(equation, operands, flags)
+        if name == _OF_BITS or not (name in PRIMITIVES or name == "convert_element_type"):
+            return list(map(_exact, _in_half(equation, arrays)))
+        rounded = [value.rounded for value in operands if value.rounded is not None]
+        if name == "add_any" and len(rounded) == len(operands):
+            # It sums the gradients of a value: they are in half if all readers of the value are.
+            flags = frozenset[int]().union(*rounded)
+        results = bind(equation, arrays, **self._wide_params(equation))
+        if flags in self._is_on:
+            halves = map(_widened, _in_half(equation, arrays))
+            results = [self._choose(flags, half, array) for half, array in zip(halves, results)]
+        return [Value(array, flags) for array in results]
+
+    def _product(self, equation: Equation, operands: list[Value], flags: Flags | None) -> list[Value]:
+        taken = [
+            value.array if _is_rounded(value, flags) else self._rounded(value.array, var, flags)
+            for value, var in zip(operands, equation.invars)
+        ]
+        (result,) = bind(equation, taken, **self._wide_params(equation))
+        return [Value(self._rounded(result, equation.outvars[0], flags), flags)]
+
+    def _rounded(self, array: Array, var: Var, flags: Flags | None) -> Array:
+        """Rounds an array to the dtype of a half variable, where the flags are on."""
+        if not is_half(var) or flags not in self._is_on:
+            return array
+        # `lax.reduce_precision` would make zeros of the subnormal numbers of float16.
+        return self._choose(flags, _widened(lax.convert_element_type(array, var.aval.dtype)), array)
+
+    def _choose(self, flags: Flags | None, on: Array, off: Array) -> Array:
+        return off if flags is None or flags not in self._is_on else jnp.where(self._is_on[flags], on, off)
+
+    def _wide_params(self, equation: Equation) -> dict[str, Any]:
+        """Returns the parameters that change where the operands or results are in float32."""
+        changed: dict[str, Any] = {}
+        for name, value in equation.params.items():
+            if isinstance(value, np.dtype) and value in _HALVES:
+                changed[name] = _FLOAT32
+            elif hasattr(open_jaxpr(value), "eqns"):  # The sum of a `reduce`, of a scatter.
+                inside = open_jaxpr(value)
+                shapes = [jax.ShapeDtypeStruct(var.aval.shape, _wide_dtype(var)) for var in inside.invars]
+                wide = jax.make_jaxpr(lambda *arrays, value=value: self.run(value, arrays))(*shapes)
+                changed[name] = wide if hasattr(value, "consts") else open_jaxpr(wide)
+        if any(map(is_half, equation.invars)) and equation.params.get("precision", 0) != 0:
+            # The precision of a half product. A GPU would run float32 operands in TF32.
+            changed["precision"] = (lax.Precision.HIGHEST,) * 2
+        return changed
+
+
+def is_half(var: Var) -> bool:
+    """Whether a variable of a jaxpr, or an array, is in half precision."""
+    return getattr(getattr(var, "aval", var), "dtype", None) in _HALVES
+
+
+def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
+    """Returns each set of flags that equations of a jaxpr belong to."""
+    marks = {mark for equation in equations(jaxpr) if (mark := mark_of(equation)) is not None}
+    parts = (
+        part
+        for equation in equations(jaxpr)
+        if traits_of(equation.primitive.name).category is Category.CALL
+        for part in inner_jaxprs(equation)
+    )
+    return marks.union(*(flags_in(part.jaxpr) for part in parts))
+
+
+def _wide_dtype(var: Var) -> Any:
+    return _FLOAT32 if is_half(var) else var.aval.dtype
+
+
+def _widened(array: Array) -> Array:
+    return lax.convert_element_type(array, _FLOAT32) if is_half(array) else array
+
+
+def _exact(array: Array) -> Value:
+    """Returns an array of the program as a value: all its numbers are half numbers if it is in half."""
+    return Value(_widened(array), frozenset())
+
+
+def _literal(var: Var) -> Value:
+    return _exact(np.asarray(var.val, var.aval.dtype) if is_half(var) else var.val)
+
+
+def _is_number(value: Value) -> bool:
+    """Whether a value is written into the program, so that XLA knows it."""
+    return isinstance(value.array, (float, np.generic, np.ndarray)) and np.ndim(value.array) == 0
+
+
+def _is_rounded(value: Value, flags: Flags | None) -> bool:
+    """Whether a value is known to be rounded where all of some flags are on."""
+    return flags is not None and value.rounded is not None and value.rounded <= flags
+
+
+def _in_half(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
+    """Runs an operation as the program has it."""
+    halves = [
+        lax.convert_element_type(array, var.aval.dtype) if is_half(var) else array
+        for array, var in zip(arrays, equation.invars)
+    ]
+    return bind(equation, halves)
+
+
+def _rounds_to_half(equation: Equation) -> bool:
+    return equation.params["mantissa_bits"] in (jnp.finfo(half).nmant for half in _HALVES)

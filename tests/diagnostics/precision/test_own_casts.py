@@ -1,0 +1,141 @@
+"""`compare_precision` and `doctor` on functions with half values of their own."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_lite as jmp
+import jmp_lite.linen
+from jmp_lite.diagnostics import compare_precision, doctor
+
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
+
+X = jax.random.normal(jax.random.key(0), (8, 16))
+F16 = jmp.get_policy("params=float32,compute=float16,output=float32")
+HALF = jnp.float16
+
+
+def sum_of_ones(w):
+    with jax.named_scope("count"):
+        ones = (w * jnp.ones(10_000)).astype(HALF)
+        total, _ = lax.scan(lambda total, one: (total + one, None), HALF(0), ones)
+    return total.astype(jnp.float32) / 10_000
+
+
+def equal_rows(params):
+    table = params["table"].astype(HALF)
+    with jax.named_scope("embed"):
+        rows = table[jnp.zeros(20_000, jnp.int32)]
+    return jnp.sum(rows.astype(jnp.float32)) * 1e-4
+
+
+ROWS = {"table": jnp.ones((4, 2))}
+
+
+def test_a_sum_in_half_that_stops_growing_is_found():
+    assert float(sum_of_ones(jnp.float32(1))) == pytest.approx(0.2048)
+    report = compare_precision(sum_of_ones, measure="loss")(jnp.float32(1))
+    assert report.loss == pytest.approx(1.0)
+    assert report.half.loss == pytest.approx(0.7952)
+    assert report.modules[0].module == "count"
+    assert report.kept == ("count",)
+    assert report.rules == {}
+    assert report.with_rules.loss < 1e-6
+    diagnosis = doctor(sum_of_ones, device=None)(jnp.float32(1))
+    assert [finding.severity for finding in diagnosis.findings] == ["accuracy"]
+    assert "count 8.0e-01" in diagnosis.findings[0].where
+    assert "test_own_casts.py" in diagnosis.findings[0].where
+
+
+def test_gradients_that_are_summed_in_half_are_found():
+    np.testing.assert_allclose(jax.grad(equal_rows)(ROWS)["table"][0], 0.25, rtol=1e-3)
+    diagnosis = doctor(equal_rows, device=None)(ROWS)
+    (finding,) = diagnosis.findings
+    assert "8.75e-01 in the gradients" in finding.what
+    assert "embed" in finding.where
+    assert "lines cast to half: " in finding.advice
+    assert "test_own_casts.py" in finding.advice
+    assert diagnosis.precision.with_rules.gradients < 1e-3
+
+
+class Net(nn.Module):
+    """Two layers; the second one has large weights."""
+
+    dtype: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tanh(nn.Dense(16, name="stem", dtype=self.dtype)(x))
+        return nn.Dense(4, name="head", dtype=self.dtype)(x)
+
+
+NET = Net()
+PARAMS = NET.init(jax.random.key(0), X)
+BIG = jax.tree_util.tree_map_with_path(lambda path, x: x * 1e6 if path[1].key == "head" else x, PARAMS)
+
+
+def mean(y):
+    return jnp.mean((y.astype(jnp.float32) / 1e6) ** 2)
+
+
+def test_a_model_under_a_policy_gets_a_rule_of_its_policy():
+    model = jmp_lite.linen.with_policy(NET, F16)
+    loss = lambda params, x: mean(model.apply(params, x))
+    report = compare_precision(loss)(BIG, X)
+    assert report.half.loss == np.inf
+    assert "policy.with_rules({'head': 'float32'})" in report.advice()
+    assert report.rules == {}
+    fixed = jmp_lite.linen.with_policy(NET, F16.with_rules({"head": "float32"}))
+    assert np.isfinite(float(mean(fixed.apply(BIG, X))))
+
+
+def test_layers_with_a_dtype_of_their_own_are_told_apart():
+    model = Net(HALF)
+    report = compare_precision(lambda params, x: mean(model.apply(params, x)))(BIG, X)
+    assert report.dtype == HALF
+    assert {"Net/stem", "Net/head"} <= set(report.names)
+    assert np.isfinite(next(row.own.loss for row in report.modules if row.module == "Net/stem"))
+    assert next(row.own.loss for row in report.modules if row.module == "Net/head") == np.inf
+    assert "Net/head (give Net/head float32 operands, or dtype=jnp.float32)" in report.advice()
+
+
+def test_everything_in_half_is_the_program_itself():
+    model = Net(jnp.bfloat16)
+    square = lambda y: jnp.mean(y.astype(jnp.float32) ** 2)
+    loss = lambda params, x: square(model.apply(params, x))
+    report = compare_precision(loss, loss_scale=2.0**10)(PARAMS, X)
+    run = lambda f: jax.jit(jmp.value_and_grad(f, jmp.StaticLossScale(2.0**10)))(PARAMS, X)
+    (half, grads), (full, exact) = run(loss), run(lambda params, x: square(NET.apply(params, x)))
+    flat = lambda tree: np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+    error = np.linalg.norm(flat(grads) - flat(exact)) / np.linalg.norm(flat(exact))
+    assert report.loss == pytest.approx(float(full))
+    assert report.half.gradients == pytest.approx(error, rel=0.05)
+    assert report.half.loss == pytest.approx(abs(float(half - full)) / float(full), rel=0.05, abs=1e-5)
+    assert report.rest.gradients == report.rest.loss == 0
+
+
+def test_a_function_of_autocast_with_casts_of_its_own_has_both():
+    def loss(params, x):
+        with jax.named_scope("stem"):
+            hidden = jnp.tanh(x @ params["stem"]).astype(HALF)
+        with jax.named_scope("sums"):
+            hidden = lax.scan(lambda total, row: (total + row, None), jnp.zeros(16, HALF), hidden)[0]
+        with jax.named_scope("head"):
+            return jnp.mean(hidden.astype(jnp.float32)[None] @ params["head"])
+
+    params = {"stem": 0.1 * X.T @ X, "head": jnp.ones((16, 4))}
+    report = compare_precision(jmp.autocast(loss, HALF), tolerance=0.0)(params, X)
+    assert set(report.names) == {"stem", "head", "stem (its own casts)", "sums"}
+    assert set(report.rules) == {"/stem", "/head"}
+    assert set(report.remedies) >= {"sums"}
+    assert report.rest.gradients < 1e-6
+    assert all(bool(row.pattern) != bool(row.lines) for row in report.modules)
+
+
+def test_a_function_without_half_values_has_no_modules():
+    report = compare_precision(lambda w: jnp.sum(jnp.sin(w)))(X)
+    assert report.names == report.modules == ()
+    assert "No value of this function is in float16" in str(report)

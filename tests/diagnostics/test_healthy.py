@@ -1,0 +1,78 @@
+"""`doctor` is silent on healthy models, at a loss scale of 1 and of 2**10."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jmp_lite.diagnostics import doctor
+
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
+
+KEY = jax.random.key(0)
+LABELS = jnp.arange(16) % 8
+
+
+class Transformer(nn.Module):
+    """Two blocks with attention."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 32, name="embed")(tokens)
+        for block in range(2):
+            h = nn.LayerNorm(name=f"norm_{block}")(x)
+            x = x + nn.MultiHeadDotProductAttention(4, name=f"attention_{block}")(h, h)
+            h = nn.gelu(nn.Dense(64, name=f"up_{block}")(nn.LayerNorm(name=f"second_{block}")(x)))
+            x = x + nn.Dense(32, name=f"down_{block}")(h)
+        return nn.Dense(8, name="head")(x.mean(1))
+
+
+class Convolutions(nn.Module):
+    """Two convolutions with norms."""
+
+    @nn.compact
+    def __call__(self, x):
+        for layer in range(2):
+            x = nn.relu(nn.GroupNorm(4, name=f"norm_{layer}")(nn.Conv(16, (3, 3), name=f"conv_{layer}")(x)))
+        return nn.Dense(8, name="head")(x.mean((1, 2)))
+
+
+class Recurrent(nn.Module):
+    """An LSTM."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="head")(nn.RNN(nn.OptimizedLSTMCell(16), name="rnn")(x)[:, -1])
+
+
+class Gates(nn.Module):
+    """A gated layer (GLU)."""
+
+    @nn.compact
+    def __call__(self, x):
+        gate, value = nn.Dense(32, name="gate")(x), nn.Dense(32, name="value")(x)
+        return nn.Dense(8, name="out")(nn.sigmoid(gate) * value)
+
+
+MODELS = {
+    "transformer": (Transformer(), jax.random.randint(KEY, (16, 8), 0, 32)),
+    "cnn": (Convolutions(), jax.random.normal(KEY, (16, 8, 8, 8))),
+    "rnn": (Recurrent(), jax.random.normal(KEY, (16, 8, 16))),
+    "gates": (Gates(), jax.random.normal(KEY, (16, 16))),
+}
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**10])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_healthy_model_has_no_finding_of_its_values(name, dtype, scale):
+    model, x = MODELS[name]
+    params = model.init(KEY, x)
+
+    def loss(params, x):
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), LABELS).mean()
+
+    diagnosis = doctor(loss, dtype, scale, device=None)(params, x)
+    assert [str(finding) for finding in diagnosis.findings if finding.severity != "speed"] == []
+    assert diagnosis.precision.half.cosine > 0.999
