@@ -313,8 +313,8 @@ def _of_ranges(report: RangeReport | None, precision: PrecisionReport | None) ->
         what = "All gradients are zero, or none is finite."
         yield Finding("accuracy", what, "", "Try a loss scale, and the plain model.")
         return
-    # Lost values are no fault if the gradients are right all the same.
-    if precision is not None and precision.is_close:
+    # Lost values are no fault if the gradients are right all the same. A report of no module says nothing.
+    if precision is not None and precision.names and precision.is_close:
         return
     fates = report.pooled.fates(scale)
     if fates.lost > TOLERANCE and report.loss_scale < (report.largest_safe_scale or 0):

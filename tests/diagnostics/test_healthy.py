@@ -73,6 +73,6 @@ def test_a_healthy_model_has_no_finding_of_its_values(name, dtype, scale):
     def loss(params, x):
         return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), LABELS).mean()
 
-    diagnosis = doctor(loss, dtype, scale, device=None)(params, x)
+    diagnosis = doctor(loss, dtype, loss_scale=scale, device=None)(params, x)
     assert [str(finding) for finding in diagnosis.findings if finding.severity != "speed"] == []
     assert diagnosis.precision.half.cosine > 0.999

@@ -79,3 +79,15 @@ def test_doctor_names_what_a_step_loses(run):
         if f.severity == "accuracy"
     )
     assert run.says in finding.what.lower()
+
+
+# XLA's CPU backend adds this sum up in float32, so that its error is that of a number near 1e-5 in float16.
+RIGHT_ON_A_CPU = ("a_mean_of_small_numbers_in_float16",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run for run in FINITE_AND_WRONG if not run.step], ids=lambda run: run.name)
+def test_doctor_finds_what_is_finite_and_wrong(run):
+    diagnosis = doctor(run.fun, run.dtype, device=None)(*run.args)
+    found = [finding for finding in diagnosis.findings if finding.severity != "speed"]
+    assert bool(found) == (run.name not in RIGHT_ON_A_CPU)
