@@ -193,6 +193,19 @@ def test_it_names_the_parameters_that_a_plain_optimizer_moves():
         assert_skips_nonfinite(train_step, state, x)
 
 
+def test_it_names_what_a_step_changes_inside_of_the_optimizer_state():
+    tx = jmp.with_loss_scale(optax.adam(0.1))
+    train_step, state = make_step(tx)
+
+    def counts(state, x):
+        (params, opt_state, *others), _ = train_step(jax.tree.map(jnp.copy, state), x)
+        inner = jax.tree.map(lambda leaf: leaf + 1, opt_state.inner_state)
+        return (params, dataclasses.replace(opt_state, inner_state=inner), *others)
+
+    with pytest.raises(AssertionError, match="- 1/inner_state/0/count\n"):
+        assert_skips_nonfinite(counts, state, x)
+
+
 def test_a_step_count_outside_of_the_optimizer_is_named_and_may_be_ignored():
     tx = jmp.with_loss_scale(optax.adamw(0.1))
     state = train_state.TrainState.create(apply_fn=network.apply, params=variables["params"], tx=tx)
