@@ -83,6 +83,7 @@ def draw_plan(path: pathlib.Path) -> None:
 
 WIDTH, HEIGHT = 0.17, 0.42  # Of the box of a room.
 FLOORS = (
+    ("testing.py",),
     ("linen.py", "nnx.py", "diagnostics/"),
     ("_cast_params.py", "_flax/", "_autocast/", "_scaling/"),
     ("_policy.py", "_jaxpr/", "_memory/"),
@@ -96,7 +97,7 @@ def draw_rooms(path: pathlib.Path) -> None:
 
     An arrow to a room to which other arrows lead as well is left out.
     """
-    figure = Figure(figsize=(8, 5.4))
+    figure = Figure(figsize=(8, 6.4))
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
     centres = {
         room: ((index + 1) / (len(floor) + 1), len(FLOORS) - level)

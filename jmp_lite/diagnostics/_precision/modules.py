@@ -80,7 +80,7 @@ def _own_module(name: str, operations: Sequence[Operation], has_policy: bool) ->
 
 
 def _is_of_library(line: str) -> bool:
-    return line.startswith((_PACKAGE, "<unknown>")) or "site-packages" in line
+    return not line or line.startswith((_PACKAGE, "<unknown>")) or "site-packages" in line
 
 
 def gives_half(operation: Operation) -> bool:

@@ -91,3 +91,4 @@ def test_doctor_finds_what_is_finite_and_wrong(run):
     diagnosis = doctor(run.fun, run.dtype, device=None)(*run.args)
     found = [finding for finding in diagnosis.findings if finding.severity != "speed"]
     assert bool(found) == (run.name not in RIGHT_ON_A_CPU)
+    assert not any("half: )" in finding.advice or "  " in finding.where for finding in found)
