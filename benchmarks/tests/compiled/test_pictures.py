@@ -29,4 +29,4 @@ def test_the_rooms_are_those_of_the_package():
     there = {each.name + "/" * each.is_dir() for each in package.iterdir() if not each.name.startswith("__")}
     shown = {room for floor in pictures.FLOORS for room in floor}
     assert there - {"_version.py", "py.typed"} == shown
-    assert pictures.imported_rooms("_policy.py") == {"_dtypes.py", "_paths.py", "_tree.py"}
+    assert pictures.imported_rooms("_policy.py") == {"_dtypes.py", "_paths.py", "_text.py", "_tree.py"}
