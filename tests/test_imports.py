@@ -67,7 +67,7 @@ FILES = {
     "diagnostics._ranges": "magnitudes scales picture report profile updates",
     "diagnostics._precision": "modules flags fewest report compare",
     "diagnostics._program": "hlo traffic products program compile roofline",
-    "diagnostics": "_doctor",
+    "diagnostics": "_findings _doctor",
 }
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}, "_memory": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}

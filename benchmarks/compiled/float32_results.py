@@ -1,4 +1,4 @@
-"""What float32 logits cost on an H100, and what they bring: `autocast(..., float32_results="head")`.
+"""The cost of float32 logits on an H100, and their accuracy: `autocast(..., float32_results="head")`.
 
     python -m benchmarks.compiled.float32_results
 
@@ -38,7 +38,7 @@ def loss_fn(params: jax.Array, hidden: jax.Array, words: jax.Array) -> jax.Array
 
 @dataclasses.dataclass
 class Row:
-    """What is kept of one arm: its program, and the largest error of a log probability."""
+    """The result of one arm: its program, and the largest error of a log probability."""
 
     program: Program
     error: float

@@ -41,7 +41,7 @@ class Recorder:
     bad_step_left_params: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the step, and returns what it returns."""
+        """Calls the step. Returns the result of the step."""
         assert self.step is not None, "The program compiled no step of this name."
         if self.share is None:
             self.share = share_in_half(self.step, args, kwargs)

@@ -57,7 +57,7 @@ def restore_jax_names() -> None:
     import jax
     import jax.interpreters.xla
     import jax.numpy as jnp
-    from jax._src import core
+    from jax import core
 
     clip = jnp.clip
 

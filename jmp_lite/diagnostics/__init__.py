@@ -7,12 +7,13 @@ The rooms, in the reading order:
 - `_ranges`: `profile_ranges` counts the values that half precision loses, and suggests a loss scale.
 - `_precision`: `compare_precision` finds the modules that cost accuracy.
 - `_program`: `read_program` reads a compiled program, `roofline` estimates its time.
+- `_findings.py`: the faults of all reports, in one form.
 - `_doctor.py`: `doctor` runs all of them.
 """
 
 from ._doctor import Diagnosis as Diagnosis
-from ._doctor import Finding as Finding
 from ._doctor import doctor as doctor
+from ._findings import Finding as Finding
 from ._nonfinite.find import find_nonfinite as find_nonfinite
 from ._nonfinite.report import Nonfinite as Nonfinite
 from ._nonfinite.report import NonfiniteReport as NonfiniteReport

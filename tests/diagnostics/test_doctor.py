@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite.diagnostics import _doctor, doctor, read_program
+from jmp_lite.diagnostics import _doctor, _findings, doctor, read_program
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
@@ -51,7 +51,7 @@ FAULTY = {"stem": jnp.full((16, 15), 0.1), "head": jnp.full((15, 8), 1e6)}
 
 def test_the_findings_are_those_of_the_parts_worst_first():
     diagnosis = doctor(faulty, "float16")(FAULTY, np.asarray(X))
-    order = [_doctor.SEVERITIES.index(each) for each in severities(diagnosis)]
+    order = [_findings.SEVERITIES.index(each) for each in severities(diagnosis)]
     assert order == sorted(order)
     assert set(severities(diagnosis)) == {"not finite", "accuracy", "speed"}
     first = diagnosis.findings[0]

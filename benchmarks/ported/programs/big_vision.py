@@ -34,7 +34,7 @@ OTHERS = ()
 
 
 def run(steps: int) -> Recorder:
-    """Trains for some steps with the program's own main, and returns the step with what it kept."""
+    """Trains for some steps with the program's own main. Returns the recorded step."""
     stand_in("tensorflow", "big_vision.input_pipeline", "big_vision.evaluators.common")
     from big_vision import train
     from ml_collections import ConfigDict

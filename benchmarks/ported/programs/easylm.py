@@ -45,7 +45,7 @@ OTHERS = ()
 
 
 def run(steps: int) -> Recorder:
-    """Trains for some steps with the program's own main, and returns the step with what it kept."""
+    """Trains for some steps with the program's own main. Returns the recorded step."""
     stand_in("gcsfs", "wandb", "datasets")
     restore_jax_names()
     sys.argv = [  # ml_collections reads the flags from here.

@@ -61,7 +61,7 @@ OTHERS = (
 
 
 def run(steps: int) -> Recorder:
-    """Trains for some steps, and returns the step with what it kept."""
+    """Trains for some steps. Returns the recorded step."""
     stand_in("torch", "torchvision")
     names = cells("vision_transformer.py", "", "key = jr.PRNGKey(2003)")
     names |= {"embedding_dim": 64, "hidden_dim": 128, "num_heads": 4, "num_layers": 2}

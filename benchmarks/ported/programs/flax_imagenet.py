@@ -53,7 +53,7 @@ OTHERS = (
 
 
 def run(steps: int) -> Recorder:
-    """Trains for some steps, and returns the step with what it kept."""
+    """Trains for some steps. Returns the recorded step."""
     stand_in("tensorflow", "tensorflow_datasets", "clu", "input_pipeline")
     import ml_collections
     import models

@@ -32,7 +32,7 @@ OTHERS = ()
 
 
 def run(steps: int) -> Recorder:
-    """Trains for some steps, and returns the step with what it kept."""
+    """Trains for some steps. Returns the recorded step."""
     stand_in("tensorflow", "wandb", "tyro")
     import jax
     import optax

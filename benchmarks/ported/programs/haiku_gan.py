@@ -74,7 +74,7 @@ OTHERS = (
 
 
 def run(steps: int) -> Recorder:
-    """Trains for some steps, and returns the step with what it kept: the loss of the discriminator."""
+    """Trains for some steps. Returns the recorded step. The loss is the loss of the discriminator."""
     stand_in("seaborn", "tensorflow", "tensorflow_datasets", "matplotlib")
     import jax
 

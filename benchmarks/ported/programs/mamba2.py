@@ -35,7 +35,7 @@ OTHERS = ()
 
 
 def run(steps: int) -> Recorder:
-    """Trains for some steps, and returns the step with what it kept."""
+    """Trains for some steps. Returns the recorded step."""
     import mamba2_train
     from flax import nnx
 

@@ -39,7 +39,7 @@ OTHERS = ()
 
 
 def run(steps: int) -> Recorder:
-    """Trains for some updates of 16 minibatches, twice, and returns the program with what it kept.
+    """Trains twice for some updates of 16 minibatches. Returns the recorded program.
 
     Its loss is the mean return of the episodes that ended during an update, with the sign of a loss.
     """

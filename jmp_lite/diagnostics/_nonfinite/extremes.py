@@ -9,19 +9,11 @@ from jax import lax
 
 from ..._jaxpr.read import Array
 from .._values.sites import Site
-from .._values.tap import TapValue
+from .._values.tap import EveryValue, TapValue
 
 
-class Extremes:
+class Extremes(EveryValue):
     """The probe: the smallest and the largest element of every floating value; NaN if there is one."""
-
-    adds = False
-    operands = False
-
-    def wants(self, site: Site, half: bool) -> bool:
-        """Everything."""
-        del site, half
-        return True
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
         """Returns the smallest and the largest element, shape `(2,)`, float32 or float64."""
@@ -44,11 +36,6 @@ class Extremes:
     def empty(self, dtype: Any) -> Array:
         """Returns the record of no elements: inf and -inf."""
         return jnp.asarray([np.inf, -np.inf], _wide(dtype))
-
-    def join(self, first: Array, second: Array) -> Array:
-        """Never asked for: all iterations are kept."""
-        del second
-        return first
 
     def alarm(self, record: Array) -> Array:
         """Whether a value is not finite."""

@@ -10,7 +10,7 @@ import numpy as np
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Array
 from .._values.sites import Kind, Path, Site
-from .._values.tap import TapValue
+from .._values.tap import EveryValue, TapValue
 from .._values.trace import Measured, Program, Tapped
 
 _LARGEST, _UPDATES, _LOST = range(3)
@@ -38,7 +38,7 @@ class Update:
 
 
 @dataclasses.dataclass(frozen=True)
-class Additions:
+class Additions(EveryValue):
     """The probe: the largest magnitude of each value; what each addition to an argument changes of it.
 
     Attributes:
@@ -46,13 +46,6 @@ class Additions:
     """
 
     dtypes: Mapping[str, Any]
-    adds = False
-    operands = False
-
-    def wants(self, site: Site, half: bool) -> bool:
-        """Everything."""
-        del site, half
-        return True
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
         """Returns the largest magnitude, the updates and the lost updates, shape `(3,)`, float32."""
@@ -70,11 +63,6 @@ class Additions:
         """Returns the record of no elements."""
         del dtype
         return jnp.zeros(_COUNTS, jnp.float32)
-
-    def join(self, first: Array, second: Array) -> Array:
-        """Never asked for: all iterations are kept."""
-        del second
-        return first
 
     def alarm(self, record: Array) -> Array:
         """Keeps no iteration on its own."""

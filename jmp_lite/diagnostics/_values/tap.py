@@ -67,6 +67,23 @@ class Probe(Protocol):
         ...
 
 
+class EveryValue:
+    """The part of a probe that measures every floating value and keeps all iterations."""
+
+    adds = False
+    operands = False
+
+    def wants(self, site: Site, half: bool) -> bool:
+        """Everything."""
+        del site, half
+        return True
+
+    def join(self, first: Array, second: Array) -> Array:
+        """Never asked for: all iterations are kept."""
+        del second
+        return first
+
+
 class TapValue(NamedTuple):
     """A value of the program.
 
