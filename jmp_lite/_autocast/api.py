@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -191,10 +192,25 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
             return full_precision(fun)(*args, **kwargs)
         traced, planner, plan = prepare(fun, settings, args, kwargs)
         planner.scopes.check()
+        if plan.float8:
+            _warn_without_fp8()
         return traced.outputs(run(planner, plan, traced.arrays))
 
     autocast_fun._autocast = (autocast_fun, fun, settings)  # type: ignore[attr-defined]
     return autocast_fun
+
+
+def _warn_without_fp8() -> None:
+    device = jax.local_devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    is_nvidia = device.platform in ("gpu", "cuda") and capability[:1].isdigit()
+    if device.platform == "cpu" or (is_nvidia and float(capability) < 8.9):
+        warnings.warn(
+            f"autocast(..., 'float8') runs on {device.device_kind}, which has no fp8 arithmetic: its "
+            "products have the numbers of fp8 and are slower than in bfloat16. For speed use "
+            "autocast(..., 'bfloat16') here. Hopper (H100, H200), Ada (L4) and later GPUs multiply fp8.",
+            stacklevel=3,
+        )
 
 
 def settings_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Rules] | None:

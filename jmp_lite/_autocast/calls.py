@@ -32,7 +32,7 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         for index, role, take in zip(inside.inner.operands, inside.inner.roles, inside.enter):
             value, array = operands[index], interpreter.take(operands[index], take)
             if role is Role.CONSTANT:
-                casts = {interpreter.half: value.to(interpreter.half)} if take is Take.BOTH else None
+                casts = interpreter.casts_for_loop(value, inside.plan) if take is Take.BOTH else None
                 fixed.append(Value(array, casts, value.number))
             else:
                 arrays[index] = array

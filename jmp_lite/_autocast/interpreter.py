@@ -15,6 +15,7 @@ from jax import lax
 
 from .._jaxpr.bind import bind, cast, reuse
 from .._jaxpr.calls import Body, Outputs
+from .._jaxpr.float8 import FORWARD, Quantized, float8_product, quantize
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
 from .._jaxpr.read import Array, Equation, Var, constants, context_of, is_literal
 from .._jaxpr.replay import replay
@@ -22,6 +23,7 @@ from .planning.plan import (
     Activation,
     Bind,
     Call,
+    Float8,
     HalfGradient,
     Inside,
     MoveBoth,
@@ -42,13 +44,13 @@ class Value:
     Attributes:
         native: the array as it was computed.
         number: the value of a literal that is written into the program.
-        casts: casts of it that were made, by dtype.
+        casts: casts of it that were made, by dtype. Those to fp8 are `Quantized`.
     """
 
     __slots__ = ("casts", "native", "number")
 
     def __init__(
-        self, native: Array, casts: dict[Any, Array] | None = None, number: float | None = None
+        self, native: Array, casts: dict[Any, Any] | None = None, number: float | None = None
     ) -> None:
         self.native, self.number = native, number
         self.casts = {} if casts is None else casts
@@ -70,6 +72,12 @@ class Value:
             return self.casts[dtype]
         # The gradients of all readers of the cast meet in float32.
         return reuse(self.native, self.casts[dtype])
+
+    def in_float8(self, array: Array, dtype: np.dtype) -> Quantized:
+        """Returns `array`, this value in float32 or in half, in an fp8 dtype. The first answer is kept."""
+        if dtype not in self.casts:
+            self.casts[dtype] = quantize(array, dtype)
+        return self.casts[dtype]
 
 
 class Interpreter:
@@ -118,6 +126,8 @@ class Interpreter:
                     return [Value(wide_product(equation, halves, jnp.float32, **action.params))]
                 case HalfGradient():
                     return self._half_gradient(equation, action, operands)
+                case Float8():
+                    return self._float8(equation, action, operands)
                 case Bind():
                     return self._bind(equation, action, operands)
                 case Call():
@@ -127,6 +137,16 @@ class Interpreter:
                 case PassOn():
                     return operands
         raise AssertionError(f"unknown action {action}")
+
+    def casts_for_loop(self, value: Value, plan: Plan) -> dict[Any, Any]:
+        """Returns the casts of a loop's constant that the body may read. They stand in front of the loop.
+
+        XLA drops those that the body does not read.
+        """
+        casts: dict[Any, Any] = {self.half: value.to(self.half)}
+        if plan.float8 and value.native.ndim > 1:
+            casts[FORWARD] = value.in_float8(value.native, FORWARD)
+        return casts
 
     # The actions of operations.
 
@@ -153,6 +173,18 @@ class Interpreter:
         halves = [value.to(self.half) for value in operands]
         product, half_product = _product(equation, action.params), self._half_product(equation)
         return [Value(product_with_half_gradients(product, half_product, wide, halves))]
+
+    def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> list[Value]:
+        arrays = [
+            value.to(jnp.float32 if is_wide else self.half)
+            for value, is_wide in zip(operands, action.from_float32, strict=True)
+        ]
+        quantized = [
+            value.in_float8(array, dtype) for value, array, dtype in zip(operands, arrays, action.formats)
+        ]
+        dtype = action.params.get("preferred_element_type", self.half)
+        half_product = self._half_product(equation)
+        return [Value(float8_product(equation, half_product, arrays, quantized, dtype, action.gradients))]
 
     def _half_product(self, equation: Equation) -> Callable[[Array, Array], Array]:
         return _product(equation, {"preferred_element_type": self.half, "precision": None})

@@ -102,15 +102,35 @@ def _gradient(
         of_operand = lambda x: product(x, other) if index == 0 else product(other, x)
         return jax.linear_transpose(of_operand, operand)(cotangent)[0]
 
-    def action(index: int, equation: Equation, read: Callable[[Var], Array]) -> list[Array]:
-        del index
-        operands = [read(var) for var in equation.invars]
+    def run(equation: Equation, operands: Sequence[Array]) -> Array:
         if dtype is not None and equation.primitive.name == "dot_general":
-            return [wide_product(equation, operands, dtype)]
-        return bind(equation, operands)
+            return wide_product(equation, operands, dtype)
+        return bind(equation, operands)[0]
 
-    closed = jax.make_jaxpr(transposed)(other, cotangent)
-    return replay(closed, [*constants(closed), other, cotangent], literal, action)[0]
+    return replay_transpose(transposed, (other, cotangent), (other, cotangent), run)
+
+
+def replay_transpose(
+    transposed: Callable[..., Array],
+    arrays: Sequence[Array],
+    operands: Sequence[Any],
+    run: Callable[[Equation, Sequence[Any]], Any],
+) -> Any:
+    """Traces the transpose of a product, and runs each operation of the transpose by `run`.
+
+    Args:
+        transposed: a function of two arrays: the other operand, and the cotangent.
+        arrays: the two arrays. Only their types are read.
+        operands: the two values on which the operations run, of any kind.
+        run: takes an operation and its operands, and returns its result.
+    """
+
+    def action(index: int, equation: Equation, read: Callable[[Var], Any]) -> list[Any]:
+        del index
+        return [run(equation, [read(var) for var in equation.invars])]
+
+    closed = jax.make_jaxpr(transposed)(*arrays)
+    return replay(closed, [*constants(closed), *operands], literal, action)[0]
 
 
 def wide_product(equation: Equation, halves: Sequence[Array], dtype: Any, **params: Any) -> Array:

@@ -8,6 +8,8 @@ import dataclasses
 import enum
 from typing import Any
 
+import numpy as np
+
 from ..._jaxpr.inner import Inner
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Equation, Jaxpr, Var, constants, open_jaxpr
@@ -68,6 +70,21 @@ class WideResult(Bind):
 @dataclasses.dataclass(frozen=True)
 class HalfGradient(Bind):
     """Runs a product that gives float32. The products of its derivatives take half operands and give half."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8(Bind):
+    """Runs a product of two operands in fp8, and the products of its derivatives too.
+
+    Attributes:
+        formats: the fp8 dtype of each operand.
+        from_float32: one flag for each operand: whether it is cast to fp8 from float32, not from bfloat16.
+        gradients: for each operand, the dtype that the product of its gradient gives.
+    """
+
+    formats: tuple[np.dtype, ...] = ()
+    from_float32: tuple[bool, ...] = ()
+    gradients: tuple[np.dtype, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +154,7 @@ class Call:
 
 Action = (
     Bind | PassOn | MoveBoth | Activation | Skip | Call
-)  # WideGradient, WideResult and HalfGradient are kinds of Bind.
+)  # WideGradient, WideResult, HalfGradient and Float8 are kinds of Bind.
 
 
 def rounded(action: Action) -> Action:
@@ -208,6 +225,7 @@ class Plan:
         results: the state of each output.
         demand: the variables that the jaxpr wants in half.
         changed: whether any decision differs from the program as it was traced.
+        float8: whether a product runs in fp8.
     """
 
     jaxpr: Jaxpr
@@ -217,6 +235,7 @@ class Plan:
     results: tuple[State, ...]
     demand: Demand
     changed: bool
+    float8: bool
 
     @property
     def is_wanted(self) -> tuple[bool, ...]:

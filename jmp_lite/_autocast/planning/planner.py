@@ -39,10 +39,11 @@ from .decide import (
     with_float32_result,
 )
 from .demand import DemandPass, Facts, Wanted, wanted_inside
+from .float8 import NOT_FP8, in_float8, why_not_float8
 from .marks import Mark
 from .op import Around, Course, Op
-from .plan import Activation, Bind, Call, Decision, Plan, Skip, Take, rounded
-from .rules import Rules
+from .plan import Activation, Bind, Call, Decision, Float8, Plan, Skip, Take, rounded
+from .rules import FLOAT8, Rules
 from .scopes import Scopes
 from .states import FIRM, HALF, OTHER, Kind, State, entering, join, leaving
 
@@ -66,7 +67,8 @@ class Planner:
             return State(Kind.FREE, leaf=True)
         reduced = bool(path) and self.rules.reduce_dtype is not None
         pattern = self.rules.float32_result_for(path) if path else ""
-        return State(Kind.OPEN, leaf=True, reduced=reduced, float32_result=pattern)
+        float8_rule = self.scopes.float8_rule(path) if path else ("", "")
+        return State(Kind.OPEN, leaf=True, reduced=reduced, float32_result=pattern, float8_rule=float8_rule)
 
     def constant(self, value: Array) -> State:
         """Returns the state of a constant: a literal if its value is known, else as an argument."""
@@ -124,7 +126,11 @@ class Planner:
             ]
         results = tuple(map(state_of, inside.outvars))
         changed = any(decision.changed for decision in decisions)
-        return Plan(jaxpr, facts.around, states, tuple(decisions), results, facts.demand, changed)
+        float8 = any(
+            isinstance(decision.action, Float8) or any(plan.float8 for plan in decision.inner)
+            for decision in decisions
+        )
+        return Plan(jaxpr, facts.around, states, tuple(decisions), results, facts.demand, changed, float8)
 
     def _decide(
         self, op: Op, course: Course, operands: list[State], wanted: Wanted, facts: Facts
@@ -143,7 +149,7 @@ class Planner:
                 decision = decide_product(op, operands, self.rules, reduces)
                 if pattern := self._float32_result(decision, course, operands, facts):
                     decision = with_float32_result(decision, pattern)
-                return decision
+                return self._with_float8(decision, operands, facts) if self.rules.float8 else decision
             case _ if op.name in ("outer_product", "elementwise_product"):
                 return decide_outer(op, operands, self.rules, wanted)
             case Category.MOVE:
@@ -162,6 +168,21 @@ class Planner:
         if pattern:
             self.scopes.select_float32_result(pattern)
         return pattern
+
+    def _with_float8(self, decision: Decision, operands: Sequence[State], facts: Facts) -> Decision:
+        """Returns the decision about a product in fp8; if it stays in bfloat16, the decision says why."""
+        if not decision.takes_half:
+            return decision
+        by_scope = self.scopes.float8_rule(facts.around.scope_of(decision.op))
+        rules = filter(any, (by_scope, *(state.float8_rule for state in operands)))
+        pattern, dtype = min(rules, key=self.rules.scopes.index, default=("", ""))
+        if pattern and dtype != FLOAT8:
+            why_not = f"the rule for '{pattern}'"
+        else:
+            why_not = why_not_float8(decision.op.equation, forced=dtype == FLOAT8)
+        if why_not:
+            return dataclasses.replace(decision, reason=decision.reason + NOT_FP8 + why_not)
+        return in_float8(decision, operands, facts.around.is_backward(decision.op))
 
     # Calls: operations that run jaxprs.
 
@@ -187,7 +208,9 @@ class Planner:
         if changed:
             handler = op.name
             if handler == "custom_jvp_call" and (
-                any(state.reduced for state in operands) or is_reverse_only(op.equation)
+                any(state.reduced for state in operands)
+                or any(plan.float8 for plan in plans)
+                or is_reverse_only(op.equation)
             ):
                 # JAX transposes the products of a `custom_jvp` itself; a backward rule gives them their
                 # dtype.

@@ -27,6 +27,10 @@ Patterns = str | Iterable[str] | None
 """A pattern over scopes and argument paths, or several."""
 
 
+FLOAT8 = "float8"
+"""The name of the dtype with which autocast runs large products in fp8. It is no dtype: e4m3 and e5m2 are."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The options of one autocast, after all checks.
@@ -34,27 +38,30 @@ class Rules:
     Attributes:
         dtype: float16 or bfloat16; float32 for an autocast that changes nothing.
         categories: the category of each primitive that the table or the user names.
-        scopes: pairs of a pattern over scopes and argument paths, and a flag: whether autocast keeps float32
-            there. The first pattern that matches wins.
+        scopes: pairs of a pattern over scopes and argument paths, and the name of the dtype that the products
+            there take: "float32", the name of the half dtype, or "float8". The first pattern that matches
+            wins.
         reduce_dtype: float32 if the products that make weight gradients give float32; else None.
         precisions: the precisions that `jax_default_matmul_precision` gives to products. The program did not
             ask for them.
         float32_results: patterns over scopes and argument paths: their products give float32 results.
+        float8: whether large products run in fp8.
     """
 
     dtype: np.dtype
     categories: MappingProxyType[str, Category]
-    scopes: tuple[tuple[str, bool], ...]
+    scopes: tuple[tuple[str, str], ...]
     reduce_dtype: np.dtype | None = None
     precisions: frozenset[str] = frozenset()
     float32_results: tuple[str, ...] = ()
+    float8: bool = False
 
     def category_of(self, name: str) -> Category:
         """Returns the category of the primitive called `name`."""
         return self.categories.get(name, Category.AS_TRACED)
 
-    def pattern_for(self, path: str) -> tuple[str, bool] | None:
-        """Returns the first rule that selects the scope or argument `path`, and whether it keeps float32."""
+    def pattern_for(self, path: str) -> tuple[str, str] | None:
+        """Returns the first rule that selects the scope or argument `path`: the pattern and the dtype."""
         return next((scope for scope in self.scopes if matches(scope[0], path)), None)
 
     def float32_result_for(self, path: str) -> str:
@@ -76,11 +83,12 @@ def make_rules(
     Raises:
         TypeError, ValueError: an option is not one that autocast takes.
     """
-    half = parse_dtype(dtype)
+    float8 = isinstance(dtype, str) and dtype == FLOAT8
+    half = np.dtype(jnp.bfloat16) if float8 else parse_dtype(dtype)
     if half not in (jnp.float16, jnp.bfloat16, jnp.float32):
         raise ValueError(
-            "autocast computes in float16 or bfloat16, or in float32, which changes nothing. Got "
-            f"dtype={half.name}."
+            "autocast computes in float16 or bfloat16, in 'float8' (large products in fp8, all else in "
+            f"bfloat16), or in float32, which changes nothing. Got dtype={half.name}."
         )
     reduced = parse_reduce_dtype(reduce_dtype)
     categories = {name: traits.category for name, traits in PRIMITIVES.items()}
@@ -91,8 +99,9 @@ def make_rules(
     return Rules(
         half,
         MappingProxyType(_changed(categories, options)),
-        _scopes(half, rules),
+        _scopes(half, float8, rules),
         reduced,
+        float8=float8,
         float32_results=as_patterns(
             () if float32_results is None else float32_results,
             "float32_results= takes patterns over scopes and arguments, such as '**/head'",
@@ -187,7 +196,7 @@ def _known_names() -> frozenset[str]:
     return frozenset(public.union(PRIMITIVES))
 
 
-def _scopes(half: np.dtype, rules: ScopeRules) -> tuple[tuple[str, bool], ...]:
+def _scopes(half: np.dtype, float8: bool, rules: ScopeRules) -> tuple[tuple[str, str], ...]:
     allowed = "a mapping of patterns over scopes to dtypes, as in {'decoder/head': 'float32'}"
     pairs = rules.items() if isinstance(rules, Mapping) else _listed("rules", allowed, rules)
     scopes = []
@@ -197,16 +206,17 @@ def _scopes(half: np.dtype, rules: ScopeRules) -> tuple[tuple[str, bool], ...]:
                 "rules= maps patterns over scopes to dtypes, as in {'decoder/head': 'float32'}. Got "
                 f"{pair!r} as one of them."
             )
-        pattern, dtype = pair[0].strip(), parse_dtype(pair[1])
+        pattern, dtype = pair[0].strip(), pair[1]
+        name = FLOAT8 if isinstance(dtype, str) and dtype == FLOAT8 else parse_dtype(dtype).name
         if not pattern.strip("/"):
             raise ValueError("A pattern of rules= is empty. Write a scope such as 'decoder/head'.")
-        if dtype not in (jnp.float32, half):
+        if name not in ("float32", half.name) and not (float8 and name == FLOAT8):
             raise ValueError(
-                f"The rule for '{pattern}' gives {dtype.name}. It may give float32, or the dtype of the "
-                f"autocast ({half.name}) for an exception within a wider float32 rule. For another half "
-                "dtype wrap that part in an autocast of its own."
+                f"The rule for '{pattern}' gives {name}. It may give float32, or the dtype of the autocast "
+                f"({half.name}) for an exception within a wider rule. For another dtype wrap that part in an "
+                "autocast of its own."
             )
-        scopes.append((pattern, dtype == jnp.float32))
+        scopes.append((pattern, name))
     return tuple(scopes)
 
 

@@ -54,9 +54,13 @@ class Scopes:
         rule = self._rules.pattern_for(path)
         if rule is None:
             return None
-        pattern, keeps_float32 = rule
+        pattern, dtype = rule
         self._used.add(pattern)
-        return pattern if keeps_float32 else None
+        return pattern if dtype == "float32" else None
+
+    def float8_rule(self, path: str) -> tuple[str, str]:
+        """Returns the rule that selects the scope or argument `path`, and its dtype; empty for none."""
+        return self._rules.pattern_for(path) or ("", "")
 
     def select_float32_result(self, pattern: str) -> None:
         """Notes that a pattern of `float32_results` has selected a product of half operands."""

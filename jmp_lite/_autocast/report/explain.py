@@ -15,6 +15,7 @@ from ..._dtypes import DTypeLike
 from ..._jaxpr.read import Jaxpr, equations, open_jaxpr
 from ..._text import Shown, aligned
 from ..api import given_rules, prepare, run
+from ..planning.float8 import NOT_FP8
 from .advice import find_promotions
 from .operations import Operation, operations_of
 
@@ -63,13 +64,16 @@ class Report(Shown):
                 f"{len(self.operations):,} operations, all as the program has them: {half:,} of "
                 f"{len(products):,} products in half"
             )
-        in_half = [operation for operation in self.operations if operation.in_half]
+        in_fp8 = sum(operation.in_fp8 for operation in self.operations)
+        in_half = [operation for operation in self.operations if operation.in_half and not operation.in_fp8]
         # The program's own casts may be to the other half precision dtype, which autocast keeps.
         half = sum(any(text.startswith(f"{self.dtype.name}[") for text in o.inputs) for o in in_half)
         other = "bfloat16" if self.dtype == jnp.float16 else "float16"
         by_hand = f"{len(in_half) - half:,} in the program's own {other}, " if half < len(in_half) else ""
+        total = f"{len(self.operations):,} operations"
+        counts = f"{in_fp8:,} of {total} in fp8, {half:,}" if in_fp8 else f"{half:,} of {total}"
         return (
-            f"{half:,} of {len(self.operations):,} operations in {self.dtype.name}, {by_hand}"
+            f"{counts} in {self.dtype.name}, {by_hand}"
             f"{self.casts:,} casts, {self.tensor_core_share:.1%} of FLOPs on Tensor Cores"
         )
 
@@ -106,6 +110,12 @@ class Report(Shown):
         left = self.in_float32()
         if left:
             lines += ["", "Products that are not in half:", *map(str, left)]
+        not_fp8 = collections.Counter(
+            o.reason.rpartition(NOT_FP8)[2] for o in self.operations if NOT_FP8 in o.reason
+        )
+        if not_fp8:
+            lines += ["", "Products that are in bfloat16 and not in fp8:"]
+            lines += [f"    {count:,}: {reason}" for reason, count in not_fp8.items()]
         advice = collections.Counter(o.advice for o in self.operations if o.advice)
         if advice:
             lines += ["", "Products of sizes that Tensor Cores run slowly:"]

@@ -23,7 +23,7 @@ from ..._jaxpr.read import (
     visible_scope,
 )
 from ..._paths import join
-from ..planning.plan import Decision, Plan
+from ..planning.plan import Decision, Float8, Plan
 from ..planning.states import State
 from .advice import advise_shapes
 
@@ -45,6 +45,7 @@ class Operation:
         times: how often it runs in one call; the iterations of a `while` loop are not known and count as one.
         flops: floating point operations in one call of the function; a symbolic size counts as 1.
         in_half: whether it takes half operands, made by autocast or by the program.
+        in_fp8: whether autocast casts its operands to fp8. `in_half` holds too.
         advice: the sizes of a half precision product that Tensor Cores run slowly, and what to pad them to.
 
     Examples:
@@ -67,6 +68,7 @@ class Operation:
     flops: int
     in_half: bool
     advice: str = ""
+    in_fp8: bool = False
 
     @property
     def module(self) -> str:
@@ -136,9 +138,10 @@ def _operation(
     arguments: tuple[str, ...],
     times: int,
 ) -> Operation:
-    def described(var: Var, as_half: bool) -> str:
-        return describe(var.aval, half if as_half and is_float32(var) else None)
+    def described(var: Var, as_half: bool, dtype: np.dtype = half) -> str:
+        return describe(var.aval, dtype if as_half and is_float32(var) else None)
 
+    formats = decision.action.formats if isinstance(decision.action, Float8) else ()
     equation = decision.op.equation
     taken = [_taken_in_half(decision, var, states) for var in equation.invars]
     traced = {var.aval.dtype.name for var in floating_operands(equation)}
@@ -148,7 +151,7 @@ def _operation(
         equation.primitive.name,
         decision.category.value,
         reason,
-        tuple(map(described, equation.invars, taken)),
+        tuple(map(described, equation.invars, taken, formats or [half] * len(taken))),
         tuple(described(var, state.is_half) for var, state in zip(equation.outvars, decision.results)),
         scope,
         arguments,
@@ -157,6 +160,7 @@ def _operation(
         _flops(equation) * times,
         in_half,
         advise_shapes(equation, arguments) if in_half and is_product else "",
+        bool(formats),
     )
 
 

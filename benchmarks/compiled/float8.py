@@ -1,0 +1,164 @@
+"""One block of a transformer in bfloat16 and in fp8, forward and backward, compiled for an H100.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.compiled.float8 --width 2048 4096
+
+The block is that of GPT-2 and reads 8,192 tokens. Both arms are autocast. The table shows the kernels,
+the products in fp8, the bytes that the products and all other kernels move, and an estimate of the time.
+The estimate adds up:
+
+- each product at 70 % of the peak in bfloat16, and at 60 % of the peak in fp8;
+- the bytes of all other kernels at 85 % of the bandwidth of the memory;
+- two microseconds for each kernel.
+
+These shares are guesses: no GPU has run the programs. With `--flash` the two products of attention are
+left out, and the estimate has the time of a flash attention in place of them: 0.6 ms at width 2048, in
+proportion to the width.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jmp_lite as jmp
+from examples.models.attention import attention
+from examples.models.gpt2 import Block
+from jmp_lite.diagnostics import compile_for, mesh_for, read_program
+from jmp_lite.diagnostics._program.roofline import DEVICES
+
+TOKENS, LENGTH = 8192, 2048
+FP8_TIMES_BFLOAT16 = 2.0  # The ratio of their peaks on an H100: 1,978.9 and 989.4 TFLOPS.
+BFLOAT16_SHARE, FP8_SHARE, MEMORY_SHARE, LAUNCH_SECONDS = 0.70, 0.60, 0.85, 2e-6
+FLASH_SECONDS = 0.6e-3 / 2048  # Of one feature of the width.
+ARMS = ("bfloat16", "float8")
+
+
+def no_attention(query: jax.Array, key: jax.Array, value: jax.Array, is_causal: bool = False) -> jax.Array:
+    """Stands for a flash attention, whose time the estimate adds: reads its operands once."""
+    del is_causal
+    return query + key + value
+
+
+def block(
+    width: int, tokens: int = TOKENS, length: int = LENGTH, attend: Callable[..., jax.Array] = attention
+) -> tuple[Callable[..., jax.Array], Any]:
+    """Returns the loss of a block of a GPT-2, and the shapes of its parameters, inputs and weights.
+
+    The loss is the sum of the outputs, weighted at random, so that the cotangents are as random as in a deep
+    model. Heads have 128 features, those of widths below 4096 have 64.
+    """
+    model = Block(max(1, width // (128 if width >= 4096 else 64)), attend)
+    x = jax.ShapeDtypeStruct((max(1, tokens // length), min(tokens, length), width), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(params: Any, x: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.vdot(model.apply(params, x).astype(jnp.float32), weights)  # type: ignore[union-attr]
+
+    return loss, (params, x, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one program for an H100 costs.
+
+    Attributes:
+        kernels: kernels and library calls.
+        fp8: how many products run in fp8.
+        products: how many products it has.
+        product_bytes: the bytes that the products move.
+        other_bytes: the bytes that all other kernels move.
+        temporary_bytes: the memory beside arguments and outputs.
+        seconds: the estimate.
+    """
+
+    kernels: int
+    fp8: int
+    products: int
+    product_bytes: int
+    other_bytes: int
+    temporary_bytes: int
+    seconds: float
+
+
+def cost(compiled: Any, flash_seconds: float = 0.0) -> Cost:
+    """Returns the cost of a program that was compiled for an H100."""
+    program, h100 = read_program(compiled), DEVICES["h100"]
+    peak = h100.flops["bfloat16"]
+    seconds = flash_seconds + LAUNCH_SECONDS * program.kernels
+    fp8 = 0
+    for product in program.products:
+        in_fp8 = product.arithmetic.startswith("f8")
+        fp8 += in_fp8 * product.times
+        rate = peak * (FP8_SHARE * FP8_TIMES_BFLOAT16 if in_fp8 else BFLOAT16_SHARE)
+        seconds += product.flops * product.times / rate
+    moved = [(launch.bytes_moved * launch.times, launch.flops > 0) for launch in program.launches]
+    product_bytes = sum(size for size, is_product in moved if is_product)
+    other_bytes = sum(size for size, is_product in moved if not is_product)
+    seconds += other_bytes / (MEMORY_SHARE * h100.bandwidth)
+    count = sum(product.times for product in program.products)
+    return Cost(program.kernels, fp8, count, product_bytes, other_bytes, program.temporary_bytes, seconds)
+
+
+def compile_block(
+    arm: str, width: int, triton: bool = True, flash: bool = False, tokens: int = TOKENS, **options: Any
+) -> Any:
+    """Returns the program of a block and its gradients for an H100.
+
+    Args:
+        arm: `bfloat16` or `float8`.
+        width: the width of the block.
+        triton: whether XLA may write products as Triton's GEMMs, as it may by default.
+        flash: whether to leave out attention's products.
+        tokens: the number of tokens.
+        options: further options of `autocast`.
+    """
+    attend = no_attention if flash else attention
+    loss, arguments = block(width, tokens, min(tokens, LENGTH), attend)
+    step = jax.jit(jax.value_and_grad(jmp.autocast(loss, arm, **options), (0, 1)))
+    if not triton:
+        return compile_for("h100", step, *arguments)
+    here = jax.sharding.SingleDeviceSharding(mesh_for("h100", {"device": 1}).devices.item())
+    there = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
+    return step.lower(*there).compile()
+
+
+def measure(width: int, triton: bool, flash: bool, tokens: int = TOKENS, **options: Any) -> dict[str, Cost]:
+    """Returns the cost of each arm."""
+    seconds = FLASH_SECONDS * width if flash else 0.0
+    return {arm: cost(compile_block(arm, width, triton, flash, tokens, **options), seconds) for arm in ARMS}
+
+
+def main() -> None:
+    """Prints a table of both arms at some widths, and writes it as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, nargs="+", default=[2048, 4096])
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--flash", action="store_true")
+    parser.add_argument("--triton", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    rows = []
+    print("width  arm       kernels  fp8 products  MB in products  MB elsewhere  MB temporary   ms  times")
+    for width in options.width:
+        costs = measure(width, options.triton, options.flash, options.tokens)
+        for arm, row in costs.items():
+            times = costs["bfloat16"].seconds / row.seconds
+            rows.append({"width": width, "arm": arm, **dataclasses.asdict(row), "times": times})
+            print(
+                f"{width:5}  {arm:9} {row.kernels:7}  {row.fp8:4} of {row.products:3}  "
+                f"{row.product_bytes / 1e6:14,.0f}  {row.other_bytes / 1e6:12,.0f}  "
+                f"{row.temporary_bytes / 1e6:12,.0f}  {1e3 * row.seconds:6.3f}  {times:.2f}"
+            )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

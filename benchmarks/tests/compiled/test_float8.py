@@ -1,0 +1,59 @@
+"""The H100 program of a block of a transformer in fp8: products, kernels, bytes, collectives."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp_lite as jmp
+from benchmarks.compiled import float8
+from jmp_lite.diagnostics import compile_for, mesh_for, read_program
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:autocast.*'float8'")]
+
+
+# The last two are the estimate, and the bytes of all kernels that are no products, each beside bfloat16.
+@pytest.mark.cases(slow=2)
+@pytest.mark.parametrize(
+    ("width", "triton", "flash", "kernels", "times", "elsewhere"),
+    [
+        (4096, True, False, 96, 1.30, 1.21),
+        (2048, False, True, 98, 1.20, 1.43),
+        (4096, True, True, 82, 1.38, 1.40),
+        (2048, True, True, 82, 1.235, 1.40),
+        (2048, True, False, 96, 1.13, 1.15),
+        (4096, False, False, 115, 1.28, 1.24),
+    ],
+)
+def test_all_dense_products_of_a_block_run_in_fp8_and_gain(width, triton, flash, kernels, times, elsewhere):
+    costs = float8.measure(width, triton, flash)
+    bfloat16, fp8 = costs["bfloat16"], costs["float8"]
+    assert fp8.products == bfloat16.products == (12 if flash else 18)
+    assert (bfloat16.fp8, fp8.fp8) == (0, 12)
+    assert fp8.kernels <= kernels
+    assert fp8.product_bytes < 0.95 * bfloat16.product_bytes
+    assert fp8.other_bytes < elsewhere * bfloat16.other_bytes
+    assert fp8.temporary_bytes < 1.05 * bfloat16.temporary_bytes
+    assert bfloat16.seconds / fp8.seconds >= times
+
+
+@pytest.mark.parametrize("order", ["grad(autocast)", "autocast(grad)"])
+def test_under_fsdp_the_weights_cross_in_fp8(order):
+    mesh = mesh_for("h100", {"data": 8})
+    on = lambda shape, *axes: jax.ShapeDtypeStruct(
+        shape, jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(*axes))
+    )
+    params = {"in": on((2048, 8192), "data"), "out": on((8192, 2048), "data")}
+    x = on((16, 2048, 2048), "data")
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(jax.nn.gelu(x @ params["in"]) @ params["out"]))
+
+    if order == "grad(autocast)":
+        grads = jax.grad(jmp.autocast(loss, "float8"))
+    else:
+        grads = jmp.autocast(jax.grad(loss), "float8")
+    jitted = jax.jit(grads, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
+    program = read_program(compile_for("h100", jitted, params, x, mesh=mesh))
+    gathers = [c for c in program.collectives if c.kind == "all-gather" and c.size > 100_000]
+    assert {dtype for gather in gathers for dtype in gather.dtypes} == {"f8e4m3fn"}
+    assert sum(product.arithmetic.startswith("f8") for product in program.products) == 5

@@ -1,0 +1,201 @@
+"""Products of operands in fp8, with one scale for each tensor.
+
+The scale is a power of two, from the largest magnitude of the tensor itself ("current scaling"), so
+nothing is kept between steps. Activations and weights are in e4m3, which has three bits of mantissa.
+Cotangents are in e5m2, which has the exponents of float16. The dtypes and their uses are those of
+Micikevicius et al., FP8 formats for deep learning (2022), https://arxiv.org/abs/2209.05433.
+
+The operations are written such that XLA makes few kernels of them on a GPU:
+
+- XLA makes only unary operations the epilogue of a reduction. So the step of a tensor is its maximum,
+  divided by a constant and rounded to a power of two by `reduce_precision`: one small kernel.
+- The barrier of `quantize` makes XLA write a tensor once, in bfloat16, with the maxima of its parts in
+  the same kernel. Without the barrier XLA keeps the tensor in float32, or computes it twice.
+- Each product contracts the last axes of both operands, as cuBLAS wants them. XLA writes a transposed
+  operand in the kernel that casts it.
+- The steps multiply the result. With Triton's GEMMs, XLA would run a product of scaled operands in bfloat16.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .bind import bind, cast
+from .products import Product, replay_transpose
+from .read import Array, Equation
+
+FORWARD = np.dtype(jnp.float8_e4m3fn)
+BACKWARD = np.dtype(jnp.float8_e5m2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A tensor in fp8.
+
+    Attributes:
+        bits: the tensor, divided by its step, as uint8. `jax.checkpoint` rounds the floating values that
+            it keeps by a `reduce_precision`, which makes NaN of the numbers above 240 in e4m3.
+        step: a float32 scalar, a power of two.
+        dtype: the fp8 dtype.
+    """
+
+    bits: Array
+    step: Array
+    dtype: np.dtype
+
+    @property
+    def array(self) -> Array:
+        """The tensor, divided by its step."""
+        return lax.bitcast_convert_type(self.bits, self.dtype)
+
+
+jax.tree_util.register_dataclass(Quantized, ["bits", "step"], ["dtype"])
+
+
+def quantize(x: Array, dtype: np.dtype) -> Quantized:
+    """Returns `x`, of float32 or bfloat16, in an fp8 dtype. It is no function to differentiate.
+
+    The largest magnitude lies between 0.375 and 0.86 times the largest number of the dtype. If `x` holds
+    an inf or a NaN, so does every product of the result.
+    """
+    x = lax.stop_gradient(x)
+    step, x = lax.optimization_barrier((_step(x, dtype), x))
+    array = lax.convert_element_type(lax.convert_element_type(x, jnp.float32) / step, dtype)
+    return Quantized(lax.bitcast_convert_type(array, jnp.uint8), step, dtype)
+
+
+def _step(x: Array, dtype: np.dtype) -> Array:
+    # 448 = 1.75 * 2**8 in e4m3, 57344 = 1.75 * 2**15 in e5m2. The rounding moves the maximum by at most a
+    # half of the power of two, so `x / step` is at most 1.5 * 2**8, and 1.5 * 2**15.
+    exponent = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
+    sizes = lax.abs(x) * np.asarray(2.0**-exponent, x.dtype)
+    if dtype == BACKWARD and x.ndim > 1:
+        # The gradient of a bias is a sum over the same axes: XLA reads the cotangent once for both.
+        # Without the barrier XLA would make one reduction of the two.
+        sizes = lax.optimization_barrier(_largest(sizes, tuple(range(x.ndim - 1))))
+    largest = _largest(sizes, tuple(range(sizes.ndim)))
+    return lax.reduce_precision(lax.convert_element_type(largest, jnp.float32), 8, 0)
+
+
+def _largest(sizes: Array, axes: tuple[int, ...]) -> Array:
+    return lax.reduce(sizes, np.asarray(_SMALLEST_STEP, sizes.dtype), lax.max, axes)
+
+
+# The smallest normal number of float32. XLA may treat a smaller number as zero.
+_SMALLEST_STEP = 2.0**-126
+
+
+def multiply(
+    equation: Equation,
+    left: Quantized,
+    right: Quantized,
+    dtype: Any,
+    precision: Any = None,
+    swap: bool = False,
+) -> Array:
+    """Runs a `dot_general` without batch axes on operands in fp8.
+
+    Args:
+        equation: the product.
+        left: its first operand.
+        right: its second operand.
+        dtype: the dtype of the result.
+        precision: `lax.Precision.HIGHEST` for sums in float32; by default cuBLAS may sum with fewer bits.
+        swap: whether to run the product with its operands in the other order. The result is the same.
+    """
+    (left_sums, right_sums), _ = equation.params["dimension_numbers"]
+    a, b = _sums_last(left.array, left_sums), _sums_last(right.array, right_sums)
+    count = len(left_sums)
+    sums = tuple(range(a.ndim - count, a.ndim)), tuple(range(b.ndim - count, b.ndim))
+    free = a.ndim - count, b.ndim - count
+    if swap:
+        a, b, sums = b, a, sums[::-1]
+    params = {"preferred_element_type": np.dtype(dtype), "precision": precision}
+    (result,) = bind(equation, [a, b], dimension_numbers=(sums, ((), ())), **params)
+    # XLA folds one factor into the call of cuBLAS, not two. The product of the steps is zero if the
+    # largest numbers of both operands multiply to less than 2**-103 (1e-31).
+    result = result * lax.convert_element_type(left.step * right.step, dtype)
+    if swap:
+        result = lax.transpose(result, (*range(free[1], sum(free)), *range(free[1])))
+    return result
+
+
+def _sums_last(x: Array, axes: Sequence[int]) -> Array:
+    order = (*(axis for axis in range(x.ndim) if axis not in axes), *axes)
+    return x if order == tuple(range(x.ndim)) else lax.transpose(x, order)
+
+
+def float8_product(
+    equation: Equation,
+    half_product: Product,
+    operands: Sequence[Array],
+    quantized: Sequence[Quantized],
+    dtype: Any,
+    gradients: Sequence[Any],
+) -> Array:
+    """Runs a `dot_general` in fp8, and the products of its gradients.
+
+    Args:
+        equation: the product.
+        half_product: the same product of bfloat16 operands. The gradients are its transposes.
+        operands: its operands. Their gradients get their dtypes.
+        quantized: the same operands in e4m3.
+        dtype: the dtype of the result.
+        gradients: for each operand, the dtype that the product of its gradient gives.
+    """
+
+    @jax.custom_vjp
+    def run(operands: Any, quantized: Any) -> Array:
+        del operands
+        left, right = quantized
+        return multiply(equation, left, right, dtype)
+
+    def forward(operands: Any, quantized: Any) -> tuple[Array, Any]:
+        return run(operands, quantized), quantized
+
+    def backward(quantized: Any, cotangent: Array) -> tuple[Any, Any]:
+        half = cast(cotangent, jnp.bfloat16)
+        # A product of a backward pass has an operand in e5m2, and cuBLAS multiplies no two of them.
+        formats = [FORWARD if other.dtype == BACKWARD else BACKWARD for other in quantized[::-1]]
+        changes = {dtype: quantize(half, dtype) for dtype in formats}
+        arrays = (
+            _gradient(half_product, index, quantized, changes[formats[index]], gradients[index])
+            for index in range(2)
+        )
+        return tuple(cast(x, dtype) for x, dtype in zip(arrays, dtypes)), None
+
+    dtypes = [operand.dtype for operand in operands]
+    run.defvjp(forward, backward)
+    return run(tuple(operands), tuple(quantized))
+
+
+def _gradient(
+    product: Product, index: int, quantized: Sequence[Quantized], change: Quantized, dtype: Any
+) -> Array:
+    """Returns the gradient of the operand at `index`, by the transpose that JAX has for the product."""
+    operand = jax.typeof(quantized[index].bits).update(dtype=np.dtype(jnp.bfloat16))
+
+    def transposed(other: Array, cotangent: Array) -> Array:
+        other, cotangent = (lax.convert_element_type(x, jnp.bfloat16) for x in (other, cotangent))
+        of_operand = lambda x: product(x, other) if index == 0 else product(other, x)
+        return jax.linear_transpose(of_operand, operand)(cotangent)[0]
+
+    def run(equation: Equation, operands: Sequence[Any]) -> Any:
+        if equation.primitive.name == "dot_general":
+            left, right = operands
+            return multiply(equation, left, right, dtype, lax.Precision.HIGHEST, swap=index == 1)
+        if not isinstance(operands[0], Quantized):
+            return bind(equation, operands)[0]
+        if equation.primitive.name == "convert_element_type":
+            return operands[0]
+        (x,) = operands  # In a shard_map an operand may vary over fewer devices than the result does.
+        return dataclasses.replace(x, bits=bind(equation, [x.bits])[0])
+
+    other = quantized[1 - index]
+    return replay_transpose(transposed, (other.array, change.array), (other, change), run)
