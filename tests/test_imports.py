@@ -65,7 +65,7 @@ FILES = {
     "_flax": "products layers calls",
     "diagnostics._values": "sites tap calls trace reference",
     "diagnostics._nonfinite": "extremes flow case advice report rules find",
-    "diagnostics._ranges": "magnitudes scales picture report profile updates",
+    "diagnostics._ranges": "magnitudes float8 scales picture report profile updates",
     "diagnostics._precision": "modules flags fewest report compare",
     "diagnostics._program": "hlo traffic products program compile roofline",
     "diagnostics": "_findings _doctor",

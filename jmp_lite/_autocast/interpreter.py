@@ -175,10 +175,7 @@ class Interpreter:
         return [Value(product_with_half_gradients(product, half_product, wide, halves))]
 
     def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> list[Value]:
-        arrays = [
-            value.to(jnp.float32 if is_wide else self.half)
-            for value, is_wide in zip(operands, action.from_float32, strict=True)
-        ]
+        arrays = [value.to(source) for value, source in zip(operands, action.sources, strict=True)]
         quantized = [
             value.in_float8(array, dtype) for value, array, dtype in zip(operands, arrays, action.formats)
         ]

@@ -221,8 +221,12 @@ def context_of(equation: Equation) -> Iterator[None]:
 def marked(equation: Equation, flags: Set[int]) -> Equation:
     """Returns an equation with the numbers of flags in its name stack, where every transform keeps them."""
     source = equation.source_info
-    name = ".".join(["jmp_lite.flags", *map(str, sorted(flags))])
-    return equation.replace(source_info=source.replace(name_stack=source.name_stack.extend(name)))
+    return equation.replace(source_info=source.replace(name_stack=source.name_stack.extend(mark(flags))))
+
+
+def mark(flags: Set[int]) -> str:
+    """Returns the name of the scope that marks the operations inside it with the numbers of flags."""
+    return ".".join(["jmp_lite.flags", *map(str, sorted(flags))])
 
 
 def mark_of(equation: Equation) -> frozenset[int] | None:

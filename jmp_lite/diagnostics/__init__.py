@@ -31,6 +31,7 @@ from ._program.program import read_program as read_program
 from ._program.roofline import ModuleTime as ModuleTime
 from ._program.roofline import Roofline as Roofline
 from ._program.roofline import roofline as roofline
+from ._ranges.float8 import Float8Range as Float8Range
 from ._ranges.magnitudes import Fates as Fates
 from ._ranges.magnitudes import Magnitudes as Magnitudes
 from ._ranges.profile import profile_ranges as profile_ranges

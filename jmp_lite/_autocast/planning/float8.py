@@ -67,11 +67,11 @@ def in_float8(decision: Decision, operands: Sequence[State], backward: bool) -> 
     formats = (BACKWARD if backward else FORWARD, FORWARD)
     # XLA writes a float32 activation once, in bfloat16, for all its readers. A weight is in memory in
     # float32.
-    from_float32 = tuple(state.leaf for state in operands)
+    sources = tuple(np.dtype(jnp.float32 if state.leaf else jnp.bfloat16) for state in operands)
     wide = action.wide if isinstance(action, WideGradient) else (False, False)
     gradients = tuple(np.dtype(jnp.float32 if is_wide else jnp.bfloat16) for is_wide in wide)
     params = action.params
     if isinstance(action, WideResult):
         params = {**params, "preferred_element_type": np.dtype(jnp.float32)}
-    float8 = Float8(action.operands, params, (), formats, from_float32, gradients)
+    float8 = Float8(action.operands, params, (), formats, sources, gradients)
     return dataclasses.replace(decision, action=float8, reason=f"{decision.reason}; in fp8")

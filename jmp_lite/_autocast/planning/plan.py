@@ -78,12 +78,12 @@ class Float8(Bind):
 
     Attributes:
         formats: the fp8 dtype of each operand.
-        from_float32: one flag for each operand: whether it is cast to fp8 from float32, not from bfloat16.
+        sources: the dtype from which each operand is cast to fp8: float32 or bfloat16.
         gradients: for each operand, the dtype that the product of its gradient gives.
     """
 
     formats: tuple[np.dtype, ...] = ()
-    from_float32: tuple[bool, ...] = ()
+    sources: tuple[np.dtype, ...] = ()
     gradients: tuple[np.dtype, ...] = ()
 
 

@@ -22,6 +22,8 @@ from .report import Difference, ModuleDifference, PrecisionReport
 P = ParamSpec("P")
 
 _MEASURES = ("gradients", "loss")
+FLOAT8_TOLERANCE = 0.25
+"""The error of the gradients that fp8 may have: twice the `eps` of e4m3. That of a sound block is 0.12."""
 HARM = 0.1
 """The error that `doctor` reports. The gradients of a sound model with ReLUs may be wrong by some percent."""
 
@@ -58,9 +60,10 @@ def compare_precision(
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
-        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
-            dtype of that autocast, for any other float16 by default. A function with half products of its own
-            keeps its dtypes.
+        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. With `"float8"` a module is one with products
+            in fp8, and the runs without it have it in bfloat16. For a function that `autocast` returned
+            it is the dtype of that autocast, for any other float16 by default. A function with half
+            products of its own keeps its dtypes.
         positional: empty. What follows is given by its name.
         loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1.
         argnums: as in `jmp_lite.value_and_grad`.
@@ -68,7 +71,8 @@ def compare_precision(
         transform: as in `jmp_lite.value_and_grad`.
         depth: how many names of a path make a module, after those that all paths with the same first name
             share. An index, as in `blocks/0`, counts with the name before it.
-        tolerance: the largest relative error that is allowed; by default 8 times the `eps` of the dtype.
+        tolerance: the largest relative error that is allowed; by default 8 times the `eps` of the dtype, and
+            0.25 for `float8`.
         measure: which error the tolerance is for, `gradients` or `loss`.
 
     Returns:
@@ -113,6 +117,8 @@ def compare_precision(
                 "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
             )
         allowed = 8 * float(jnp.finfo(runs.program.dtype).eps) if tolerance is None else float(tolerance)
+        if rules.float8 and tolerance is None:
+            allowed = FLOAT8_TOLERANCE
         return report_of(runs, measure, allowed)
 
     return compare
@@ -163,14 +169,13 @@ class Runs:
     def rules(self, kept: Sequence[Module]) -> dict[str, str]:
         """Returns the rules for these modules and those of the function that still select something."""
         rules, modules = self.program.rules, self.program.modules
-        rules = dataclasses.replace(rules, scopes=(*scopes_for(kept, modules), *rules.scopes))
+        scopes = scopes_for(kept, modules, self.program.wide, self.program.narrow)
+        rules = dataclasses.replace(rules, scopes=(*scopes, *rules.scopes))
         operations = self.program.operations
         paths = {path for operation in operations for path in (operation.scope, *operation.arguments)}
         used = {match[0] for path in paths if path and (match := rules.pattern_for(path))}
         # A pattern may occur twice: the first one counts.
-        dtypes = {
-            pattern: "float32" if full else rules.dtype.name for pattern, full in reversed(rules.scopes)
-        }
+        dtypes = dict(reversed(rules.scopes))
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
@@ -232,7 +237,8 @@ def report_of(runs: Runs, measure: str, tolerance: float, always: bool = True) -
     order = sorted(named, key=size, reverse=True)
     kept = fewest(order, error, tolerance)
     return PrecisionReport(
-        program.dtype,
+        program.narrow,
+        program.wide,
         runs.scale,
         runs.loss,
         tuple(module.label for module in program.modules),
@@ -263,9 +269,10 @@ def compare_briefly(
     runs = Runs(program, scale)
     if not runs.is_finite:
         return None
-    allowed, half = HARM if tolerance is None else tolerance, runs.keeping(())
+    harm = FLOAT8_TOLERANCE if rules.float8 else HARM
+    allowed, half = harm if tolerance is None else tolerance, runs.keeping(())
     # The gradients of a wrong loss may be right, as those of a sum that stops growing. A loss that is a small
     # difference of large numbers has a large relative error.
-    if half.gradients <= allowed and half.loss > max(allowed, HARM):
-        return report_of(runs, "loss", max(allowed, HARM))
+    if half.gradients <= allowed and half.loss > max(allowed, harm):
+        return report_of(runs, "loss", max(allowed, harm))
     return report_of(runs, "gradients", allowed, always=False)

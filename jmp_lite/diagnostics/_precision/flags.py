@@ -12,15 +12,28 @@ from jax import lax
 
 from ..._autocast.api import make_plan, run
 from ..._autocast.interpreter import Interpreter, Value
-from ..._autocast.planning.rules import Rules, make_rules
+from ..._autocast.planning.plan import Float8
+from ..._autocast.planning.rules import FLOAT8, Rules, make_rules
 from ..._autocast.report.operations import Operation, is_floating, operations_of
 from ..._jaxpr import arguments
 from ..._jaxpr.arguments import Arguments
-from ..._jaxpr.bind import cast
+from ..._jaxpr.bind import bind, cast, reuse
+from ..._jaxpr.float8 import BACKWARD
 from ..._jaxpr.inner import inner_jaxprs, with_inner_jaxprs
 from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import Array, Equation, Jaxpr, Var, equations, is_float32, marked, with_equations
-from .._values.reference import Flags, Reference, flags_in
+from ..._jaxpr.read import (
+    Array,
+    Equation,
+    Jaxpr,
+    Var,
+    equations,
+    is_float32,
+    mark,
+    mark_of,
+    marked,
+    with_equations,
+)
+from .._values.reference import Flags, Reference, flags_in, in_float8
 from .._values.trace import EVERY_CAST, Call, trace
 from .modules import Module, cast_modules, gives_half, is_in_half, own_modules, scopes_for
 
@@ -33,6 +46,8 @@ class FlaggedProgram:
         operations: the operations of the function.
         modules: the modules that are in half.
         dtype: the half dtype.
+        narrow: the name of the dtype of the modules that are on: that of the half dtype, or `float8`.
+        wide: the name of the dtype of the modules that are off.
         gradients: the path of each gradient.
     """
 
@@ -48,9 +63,11 @@ class FlaggedProgram:
             has_products = any(operation.on_tensor_cores for operation in before)
             self.rules = plain if has_products and not is_autocast else rules
             self.operations = _operations(traced, self.rules, check=True)
+            self.wide = "bfloat16" if self.rules.float8 else "float32"
             self.modules, marks = self._marks(traced, before, call.differentiated, depth)
             self._program = trace("compare_precision", self._marked(call, marks), args, kwargs)
         self.dtype = _half_dtype(self.rules, before)
+        self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
         self.gradients = self._program.gradients
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
         self._run = jax.jit(self._outputs, compiler_options=EVERY_CAST)
@@ -77,6 +94,8 @@ class FlaggedProgram:
         """
         pairs = list(zip(self.operations, before, strict=True))
         products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
+        if self.rules.float8:
+            products = [product for product in products if product.in_fp8]
         cast = cast_modules(products, parameters, depth)
         own = [number for number, operation in enumerate(before) if gives_half(operation)]
         own_parts, owners = own_modules([before[number] for number in own], parameters, depth)
@@ -91,13 +110,17 @@ class FlaggedProgram:
         # The readers of a half value round its gradients: a cast of the program to float32 needs no mark.
         marks = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
         for number, module in enumerate(cast):
-            rules = dataclasses.replace(self.rules, scopes=(*scopes_for([module], cast), *self.rules.scopes))
-            for mark, operation, kept in zip(marks, self.operations, _operations(traced, rules), strict=True):
-                if mark and (operation.inputs, operation.outputs) != (kept.inputs, kept.outputs):
-                    mark.add(number)
+            narrow = FLOAT8 if self.rules.float8 else self.rules.dtype.name
+            scopes = scopes_for([module], cast, self.wide, narrow)
+            rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
+            for flags, operation, kept in zip(
+                marks, self.operations, _operations(traced, rules), strict=True
+            ):
+                if flags and (operation.inputs, operation.outputs) != (kept.inputs, kept.outputs):
+                    flags.add(number)
         for number, owner in zip(own, owners, strict=True):
             marks[number] = {len(cast) + owner, rest}
-        return modules, [frozenset(mark) for mark in marks]
+        return modules, [frozenset(flags) for flags in marks]
 
     def _marked(self, call: Call, marks: Sequence[Flags]) -> Call:
         """Returns the call of the function as autocast runs it, with marked equations."""
@@ -113,10 +136,34 @@ class FlaggedProgram:
 
 
 class _Interpreter(Interpreter):
-    """Writes the cast of a number into the program, where it can be switched off."""
+    """Writes the casts of numbers, and the rounding to fp8, into the program, where flags switch them off."""
+
+    def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> list[Value]:
+        """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
+        marks = mark_of(equation) or frozenset()
+        rest = max(marks, default=0)
+        arrays = [
+            reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
+            for value, dtype, source in zip(operands, action.formats, action.sources, strict=True)
+        ]
+        # The number of the modules is that of what no rule takes out: bfloat16 stays if fp8 is off.
+        with jax.named_scope(mark({rest})):
+            (result,) = bind(equation, arrays, **action.params)
+        return [Value(_with_float8_cotangent(result))]
 
     def _literal(self, var: Var) -> Value:
         return _Number(np.asarray(var.val, np.float32)) if is_float32(var) else super()._literal(var)
+
+
+@jax.custom_vjp
+def _with_float8_cotangent(x: Array) -> Array:
+    return x
+
+
+_with_float8_cotangent.defvjp(
+    lambda x: (x, None),
+    lambda _, cotangent: (cast(in_float8(cast(cotangent, jnp.bfloat16), BACKWARD), cotangent.dtype),),
+)
 
 
 class _Number(Value):

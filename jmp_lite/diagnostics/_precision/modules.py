@@ -94,8 +94,17 @@ def _makes_half(operation: Operation) -> bool:
     return gives_half(operation) and not all(value.startswith(_HALVES) for value in operation.inputs)
 
 
-def scopes_for(kept: Sequence[Module], modules: Sequence[Module]) -> tuple[tuple[str, bool], ...]:
-    """Returns rules that keep some modules in float32, and the others in half, also those within them."""
+def scopes_for(
+    kept: Sequence[Module], modules: Sequence[Module], wide: str, narrow: str
+) -> tuple[tuple[str, str], ...]:
+    """Returns rules that keep some modules in one dtype and the others in another, also those within them.
+
+    Args:
+        kept: the modules to keep.
+        modules: all modules.
+        wide: the name of the dtype of the modules in `kept`.
+        narrow: the name of the dtype of the others.
+    """
     scopes = []
     selected = [module for module in modules if module.pattern]
     # Of the patterns that match, the first one wins: that of the innermost module.
@@ -103,7 +112,7 @@ def scopes_for(kept: Sequence[Module], modules: Sequence[Module]) -> tuple[tuple
         outer = [other for other in selected if module.name.startswith(f"{other.name}/")]
         around = max(outer, key=lambda other: len(other.name), default=None)
         if (module in kept) != (around in kept):
-            scopes.append((module.pattern, module in kept))
+            scopes.append((module.pattern, wide if module in kept else narrow))
     return tuple(scopes)
 
 

@@ -2,12 +2,15 @@
 
 import dataclasses
 
-import numpy as np
-
+from ..._autocast.planning.rules import FLOAT8
 from ..._text import Shown, aligned, power
 from .fewest import EXACT
 
 _NOISE = 1e-5  # What another order of float32 sums may change.
+
+
+def _short(dtype: str) -> str:
+    return "fp8" if dtype == FLOAT8 else "half"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,8 @@ class ModuleDifference:
 
     Attributes:
         module: the scope, or the path of the argument that holds its parameters.
-        own: the error if this module alone is in half, and all others in float32.
+        own: the error if this module alone is in half, and all others in float32; for `float8` if it alone is
+            in fp8, and all others in bfloat16.
         pattern: the pattern that selects it in `rules=` of `autocast`. It is empty if the function itself
             makes the half values: by casts, a policy, or the `dtype` of layers.
         lines: then the first lines that make them, as `file.py:12:4 (function)`.
@@ -66,14 +70,16 @@ class PrecisionReport(Shown):
     """The accuracy that each module costs in half precision. `str(report)` says it on one page.
 
     Attributes:
-        dtype: the half dtype.
+        dtype: the name of the dtype that is compared with float32.
+        kept_dtype: the name of the dtype of the modules in `kept`: `float32`; for `float8` it is `bfloat16`.
         loss_scale: the loss scale of the runs in half.
         loss: the loss in float32.
         names: the modules that are in half, in the order of the program.
         modules: what each of them costs, that with the largest error first. The report of `doctor` has none
             if the error of all together is within the tolerance.
-        half: the error with all of them in half.
-        rest: the error with all of them in float32. It is 0, but for products that no rule selects.
+        half: the error with all of them in half; for `float8` in fp8.
+        rest: the error with all of them in the kept dtype. In float32 it is 0, but for products that no rule
+            selects.
         measure: `gradients` or `loss`: which error is to be small.
         tolerance: the largest error that is allowed.
         kept: the fewest modules in float32 that bring the error to the tolerance or below. None if all
@@ -93,7 +99,8 @@ class PrecisionReport(Shown):
     Guide: docs/diagnosis.md.
     """
 
-    dtype: np.dtype
+    dtype: str
+    kept_dtype: str
     loss_scale: float
     loss: float
     names: tuple[str, ...]
@@ -120,9 +127,9 @@ class PrecisionReport(Shown):
     def summary(self) -> str:
         """Returns one line: the error of everything in half."""
         if not self.names:
-            return f"No value of this function is in {self.dtype.name}: autocast finds no product in it."
+            return f"No value of this function is in {self.dtype}: autocast finds no product for it."
         return (
-            f"In {self.dtype.name} at the loss scale {power(self.loss_scale)} the error is {self.half}. "
+            f"In {self.dtype} at the loss scale {power(self.loss_scale)} the error is {self.half}. "
             f"The tolerance is {self.tolerance:.2g} for the {self.measure}."
         )
 
@@ -134,17 +141,20 @@ class PrecisionReport(Shown):
             return "No rule is needed."
         if self.kept is None:
             return (
-                f"No set of modules brings the error below the tolerance: with all of them in float32 it is "
-                f"{self.rest}."
+                f"No set of modules brings the error below the tolerance: with all of them in "
+                f"{self.kept_dtype} it is {self.rest}."
             )
         least = "no smaller set of modules does" if self.is_exact else "none of these can be left out"
         how = [f"rules={self.rules}"] if self.rules else []
         how += [f"{name} ({remedy})" for name, remedy in self.remedies.items()]
-        return f"Keep these in float32 ({least}): {'; '.join(how)}. Then the error is {self.with_rules}."
+        keep = f"Keep these in {self.kept_dtype} ({least}): {'; '.join(how)}."
+        return f"{keep} Then the error is {self.with_rules}."
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""
-        rows: list[tuple[str, ...]] = [("module alone in half", "loss", "gradients", "cosine")]
+        rows: list[tuple[str, ...]] = [
+            (f"module alone in {_short(self.dtype)}", "loss", "gradients", "cosine")
+        ]
         for row in self.modules:
             own = row.own
             rows.append((row.module, f"{own.loss:.2e}", f"{own.gradients:.2e}", f"{own.cosine:.6f}"))
@@ -157,6 +167,8 @@ class PrecisionReport(Shown):
         if not self.names:
             return self.summary()
         lines = [self.summary(), "", *aligned(self.rows())]
-        if max(self.rest.gradients, self.rest.loss) > _NOISE:
+        if self.dtype == FLOAT8:
+            lines += ["", f"With all modules in bfloat16 the error is {self.rest}."]
+        elif max(self.rest.gradients, self.rest.loss) > _NOISE:
             lines += ["", f"With all modules in float32 this is left, which no rule selects: {self.rest}."]
         return "\n".join([*lines, "", self.advice()])

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jaxpr.read import Array
+from ..._autocast.planning.plan import Decision
+from ..._jaxpr.read import Array, Equation
 from .._values.sites import Kind, Site
-from .._values.tap import TapValue
+from .._values.tap import TapValue, casts_down, takes_half
 
 LOWEST = -149
 """The exponent of the least float32."""
@@ -167,6 +168,10 @@ class Histogram:
     dtype: np.dtype
     adds = True
     operands = True
+
+    def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
+        """Those that are cast to half, or would be."""
+        return takes_half(decision) or casts_down(equation)
 
     def wants(self, site: Site, half: bool) -> bool:
         """Arrays that are in half or would be. What the backward pass computes again counts once."""

@@ -22,6 +22,7 @@ from .._nonfinite.find import examine
 from .._nonfinite.report import Nonfinite
 from .._values.sites import Path
 from .._values.trace import Call, Measured, Program, Tapped, Transform, only_by_name, scale_of, trace
+from .float8 import flushes
 from .magnitudes import Histogram, pooled
 from .report import ModuleRange, RangeReport
 
@@ -51,7 +52,8 @@ def profile_ranges(
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
-        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
+        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. With `"float8"` the report also says what fp8
+            flushes to zero of the operands of products. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
         positional: empty. What follows is given by its name.
         loss_scale: the scale of the step: a loss scale, a number, or None for 1. It is rounded down to a
@@ -105,6 +107,7 @@ def profile_ranges(
             ),
             _too_large(program, rules.dtype),
             _overflows(program, modules, 2.0**exponent) if plan is None else (),
+            flushes(program, plan, 2.0**exponent) if plan is not None and rules.float8 else (),
         )
 
     return profile

@@ -11,6 +11,7 @@ import numpy as np
 from ..._scaling.loss_scale import DynamicLossScale
 from ..._text import Shown, aligned, power
 from .._nonfinite.report import Nonfinite
+from .float8 import Float8Range
 from .magnitudes import Fates, Magnitudes, pooled
 from .picture import draw
 from .scales import TOLERANCE, Scales, scales_for
@@ -66,6 +67,8 @@ class RangeReport(Shown):
             magnitude.
         overflows: the operations in half of the program itself that give an inf in the forward pass which
             does harm; of a program in float32 there are none.
+        float8: what fp8 makes of the operands of products, by module and direction; empty if the dtype was
+            not `float8`, or no product runs in fp8.
 
     Examples:
         >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(jnp.ones((8, 4)), jnp.ones((2, 8)))
@@ -83,6 +86,7 @@ class RangeReport(Shown):
     gradients: tuple[ModuleRange, ...]
     too_large: dict[str, float]
     overflows: tuple[Nonfinite, ...] = ()
+    float8: tuple[Float8Range, ...] = ()
 
     @cached_property
     def pooled(self) -> Magnitudes:
@@ -133,6 +137,12 @@ class RangeReport(Shown):
         return keep(row for row in self.without_scale if row in self.modules)
 
     @property
+    def float8_rules(self) -> dict[str, str]:
+        """Rules that keep modules in bfloat16: those whose operands lose more than 1 % to zero in fp8."""
+        lost = (row for row in self.float8 if row.lost > TOLERANCE)
+        return {row.name: "bfloat16" for row in lost if row.name}
+
+    @property
     def overflowing(self) -> tuple[ModuleRange, ...]:
         """The modules with values that overflow in the forward pass, where no loss scale helps."""
         return tuple(row for row in self.modules if row.fates.overflowed and row.direction == "forward")
@@ -168,6 +178,15 @@ class RangeReport(Shown):
                 "A value of the program overflows in half, where no loss scale helps:",
                 str(overflow),
             ]
+        if self.float8:
+            lines += [
+                "",
+                "Operands of products in fp8. None overflows: each tensor has a scale of its own.",
+                "",
+            ]
+            lines += aligned(self.float8_rows(), left=3)
+            rules = self.float8_rules
+            lines += ["", f"Keep these in bfloat16: rules={rules}" if rules else "None loses more than 1 %."]
         for name, largest in self.too_large.items():
             limit = float(jnp.finfo(self.dtype).max)
             lines += ["", f"The parameter {name} has {largest:.4g}, beyond {limit:g}: keep it in float32."]
@@ -186,6 +205,18 @@ class RangeReport(Shown):
             shares = (f"{fates.share(count):.2%}" for count in counts)
             start = (module.name or "/", module.direction, f"{magnitudes.values:,}", f"{zeros:.1%}")
             rows.append((*start, *extremes, *shares))
+        return rows
+
+    def float8_rows(self) -> list[tuple[str, ...]]:
+        """Returns what fp8 makes of operands as a table of text, with a head."""
+        head = ("module", "direction", "dtype", "values", "zeros")
+        shares = ("flushed in e4m3", "in e5m2", "subnormal in e4m3", "in e5m2")
+        rows: list[tuple[str, ...]] = [(*head, *shares)]
+        for row in self.float8:
+            counts = (*row.flushed.values(), *row.subnormal.values())
+            zeros = row.zeros / row.values if row.values else 0.0
+            start = (row.name or "/", row.direction, row.dtype, f"{row.values:,}", f"{zeros:.1%}")
+            rows.append((*start, *(f"{row.share(count):.2%}" for count in counts)))
         return rows
 
     def plot(self, path: str | Path) -> None:

@@ -34,11 +34,15 @@ class Probe(Protocol):
 
     Attributes:
         adds: whether the measurements of the iterations of a loop are joined. If not they are all kept.
-        operands: whether operands are measured that autocast would cast to half, or the program casts.
+        operands: whether operands are measured, beside results.
     """
 
     adds: bool
     operands: bool
+
+    def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
+        """Whether to measure the operands of an operation; `decision` is that of autocast, if any."""
+        ...
 
     def wants(self, site: Site, half: bool) -> bool:
         """Whether to measure a floating value; `half` is whether autocast would make it in half."""
@@ -72,6 +76,11 @@ class EveryValue:
 
     adds = False
     operands = False
+
+    def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
+        """None."""
+        del decision, equation
+        return False
 
     def wants(self, site: Site, half: bool) -> bool:
         """Everything."""
@@ -131,6 +140,7 @@ class Tap:
         self.carried: dict[Path, Path | None] = {}
         self.checked: set[Path] = set()
         self.records: Records = {}
+        self._measured: dict[int, tuple[Array, Path | None]] = {}
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[TapValue], where: Where) -> list[TapValue]:
         """Runs the equations of a jaxpr, and measures.
@@ -187,7 +197,9 @@ class Tap:
             self.checked.add(operands[0].source)
         is_cast = equation.primitive.name == "convert_element_type"
         # What was measured of the operand holds for the result, which has the same elements.
+        # The bits of a value of fp8 lead back to the value.
         is_move = traits_of(equation.primitive.name).whole
+        is_move = is_move or equation.primitive.name == "bitcast_convert_type"
         if is_move or (is_cast and (self.probe.operands or _is_kept(operands[0].number, arrays[0]))):
             moved = [operand._replace(array=array) for operand, array in zip(operands, arrays)]
             if all(_is_known(value) for value in moved):
@@ -208,14 +220,17 @@ class Tap:
         self, equation: Equation, where: Where, index: int, operands: list[TapValue]
     ) -> list[TapValue]:
         """Measures the operands that are cast to half, or would be, if nothing has measured them yet."""
-        if not self.probe.operands or not (_takes_half(where.decision(index)) or _casts_down(equation)):
+        if not self.probe.operands or not self.probe.wants_operands(where.decision(index), equation):
             return operands
         measured = []
         for number, value in enumerate(operands):
             if value.source is None and getattr(value.array, "ndim", 0):
-                path = (*where.path, index, -1 - number)
-                source = self.at(path, Kind.OPERAND, equation, where, [value], value.array, half=True)
-                value = value._replace(source=source)
+                if id(value.array) not in self._measured:
+                    path = (*where.path, index, -1 - number)
+                    source = self.at(path, Kind.OPERAND, equation, where, [value], value.array, half=True)
+                    # Kept with its array: an `id` is of one object only as long as the object lives.
+                    self._measured[id(value.array)] = value.array, source
+                value = value._replace(source=self._measured[id(value.array)][1])
             measured.append(value)
         return measured
 
@@ -317,14 +332,16 @@ def _is_kept(number: float | None, array: Array) -> bool:
         return bool(np.isfinite(float(np.asarray(number, array.dtype))) == np.isfinite(number))
 
 
-def _casts_down(equation: Equation) -> bool:
+def casts_down(equation: Equation) -> bool:
+    """Whether the program casts to half."""
     if equation.primitive.name != "convert_element_type":
         return False
     taken, given = (var.aval.dtype for var in (*equation.invars, *equation.outvars))
     return given in (jnp.float16, jnp.bfloat16) and is_floating(equation.invars[0].aval) and taken != given
 
 
-def _takes_half(decision: Decision | None) -> bool:
+def takes_half(decision: Decision | None) -> bool:
+    """Whether autocast would cast an operand of an operation to half."""
     action = None if decision is None else decision.action
     return isinstance(action, Bind) and Take.HALF in action.operands
 

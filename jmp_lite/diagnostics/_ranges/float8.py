@@ -1,0 +1,141 @@
+"""Counts what fp8 flushes to zero of the operands of products, for `profile_ranges(fun, "float8")`.
+
+Each operand has a scale of its own, from its largest magnitude, so no value overflows. What is much
+smaller than the largest becomes zero.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..._autocast.planning.plan import Decision, Float8, Plan
+from ..._jaxpr.float8 import BACKWARD, FORWARD, quantize
+from ..._jaxpr.read import Array, Equation
+from .._values.sites import Kind, Site
+from .._values.tap import TapValue
+from .._values.trace import Program, Tapped
+
+_FORMATS = (FORWARD, BACKWARD)
+_COUNTS = 2 + 2 * len(_FORMATS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Range:
+    """What fp8 makes of the operands of the products of one module, in one direction.
+
+    Attributes:
+        name: the module, as in `ModuleRange`.
+        direction: `forward` for activations and weights, `backward` for cotangents.
+        dtype: the fp8 dtype that autocast takes: `float8_e4m3fn` forward, `float8_e5m2` backward.
+        values: how many values there are.
+        zeros: how many of them are zero.
+        flushed: how many of the others become zero, by the name of the fp8 dtype.
+        subnormal: how many keep fewer digits, by the name of the fp8 dtype.
+
+    Examples:
+        >>> fun = jmp.autocast(lambda w, x: jnp.sum(x @ w), "float8", rules={"**": "float8"})
+        >>> w, x = jnp.ones((32, 16)), jnp.ones((16, 32)).at[0].set(1e-6)
+        >>> (row, _) = profile_ranges(fun)(w, x).float8
+        >>> row.direction, row.dtype, row.values, row.flushed["float8_e4m3fn"], row.lost
+        ('forward', 'float8_e4m3fn', 1024, 32, 0.03125)
+
+    Guide: docs/fp8.md.
+    """
+
+    name: str
+    direction: str
+    dtype: str
+    values: int
+    zeros: int
+    flushed: dict[str, int]
+    subnormal: dict[str, int]
+
+    def share(self, count: int) -> float:
+        """Returns `count` as a share of the values that are not zero, from 0 to 1."""
+        nonzero = self.values - self.zeros
+        return count / nonzero if nonzero else 0.0
+
+    @property
+    def lost(self) -> float:
+        """The share of the values that become zero in the dtype that autocast takes."""
+        return self.share(self.flushed[self.dtype])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flushes:
+    """The probe: counts zeros, and for each fp8 dtype the values that become zero or subnormal."""
+
+    adds = True
+    operands = True
+
+    def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
+        """Those of products in fp8."""
+        del equation
+        return decision is not None and isinstance(decision.action, Float8)
+
+    def wants(self, site: Site, half: bool) -> bool:
+        """Of the backward pass the first operand, which is the cotangent: it has the others from forward."""
+        del half
+        is_cotangent = site.path[-1] == -1
+        return site.kind is Kind.OPERAND and (
+            site.direction == "forward" or (site.direction == "backward" and is_cotangent)
+        )
+
+    def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
+        """Returns the counts, shape `(6,)`, uint32."""
+        del site, operands
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return self.empty(array.dtype)
+        count = lambda flags: jnp.sum(flags, dtype=jnp.uint32)
+        is_zero = array == 0
+        counts = [jnp.uint32(array.size), count(is_zero)]
+        for dtype in _FORMATS:
+            sizes = jnp.abs(quantize(array, dtype).array.astype(jnp.float32))
+            tiny = float(jnp.finfo(dtype).tiny)
+            counts += [count((sizes == 0) & ~is_zero), count((sizes > 0) & (sizes < tiny))]
+        return jnp.stack(counts)
+
+    def empty(self, dtype: object) -> Array:
+        """Returns the record of no values."""
+        del dtype
+        return jnp.zeros(_COUNTS, jnp.uint32)
+
+    def join(self, first: Array, second: Array) -> Array:
+        """Returns the record of the values of both records."""
+        return first + second
+
+    def alarm(self, record: Array) -> Array:
+        """Keeps no iteration on its own."""
+        return jnp.zeros(record.shape[:-1], bool)
+
+
+def flushes(program: Program, plan: Plan, scale: float) -> tuple[Float8Range, ...]:
+    """Returns what fp8 makes of the operands of products, by module and direction.
+
+    Args:
+        program: a loss and its gradients.
+        plan: what autocast does with the program.
+        scale: the loss scale.
+    """
+    measured = Tapped(program, _Flushes(), plan)(scale)
+    groups: dict[tuple[str, str], np.ndarray] = collections.defaultdict(lambda: np.zeros(_COUNTS, np.int64))
+    for path in sorted(measured.records):
+        site = measured.sites[path]
+        record = measured.records[path].astype(np.int64).reshape(-1, _COUNTS).sum(0)
+        groups[site.place, site.direction] += record
+    names = [dtype.name for dtype in _FORMATS]
+    return tuple(
+        Float8Range(
+            name,
+            direction,
+            names[direction == "backward"],
+            int(counts[0]),
+            int(counts[1]),
+            dict(zip(names, map(int, counts[2::2]))),
+            dict(zip(names, map(int, counts[3::2]))),
+        )
+        for (name, direction), counts in groups.items()
+    )

@@ -1,0 +1,145 @@
+"""`profile_ranges` and `compare_precision` with "float8": what fp8 flushes to zero, what a module costs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_lite as jmp
+from jmp_lite._jaxpr.float8 import BACKWARD, FORWARD, quantize
+from jmp_lite.diagnostics import compare_precision, doctor, find_nonfinite, profile_ranges
+
+pytestmark = pytest.mark.filterwarnings("ignore:autocast.*'float8'")
+
+E4, E5 = "float8_e4m3fn", "float8_e5m2"
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def two_layers(params, x, weights=1.0):
+    with jax.named_scope("body"):
+        hidden = jnp.tanh(x @ params["body"])
+    with jax.named_scope("head"):
+        return jnp.sum(weights * (hidden @ params["head"]))
+
+
+PARAMS = {"body": normal(0, 64, 32) / 8, "head": normal(1, 32, 48) / 6}
+X = normal(2, 16, 64)
+float8 = lambda fun, **rules: jmp.autocast(fun, "float8", rules={**rules, "**": "float8"})
+
+
+def flushed(x, dtype):
+    return int(np.sum((np.asarray(quantize(x, dtype).array, np.float32) == 0) & (np.asarray(x) != 0)))
+
+
+# profile_ranges
+
+
+def test_the_counts_are_those_of_the_operands():
+    """Cotangents over 12 powers of ten, of which e5m2 holds about ten."""
+    weights = 10.0 ** jnp.linspace(-12, 0, 16 * 48).reshape(16, 48)
+    report = profile_ranges(float8(two_layers))(PARAMS, X, weights)
+    rows = {(row.name, row.direction): row for row in report.float8}
+    assert [*rows] == [("body", "forward"), ("head", "forward"), ("head", "backward"), ("body", "backward")]
+    head = rows["head", "backward"]
+    assert (head.dtype, head.values, head.zeros) == (E5, 16 * 48, 0)
+    assert head.flushed == {E4: flushed(weights, FORWARD), E5: flushed(weights, BACKWARD)}
+    assert 0.05 < head.lost == head.flushed[E5] / (16 * 48) < head.flushed[E4] / (16 * 48)
+    body = rows["body", "forward"]
+    assert (body.dtype, body.values) == (E4, 16 * 64 + 64 * 32)
+    assert body.flushed[E4] == flushed(X, FORWARD) + flushed(PARAMS["body"], FORWARD)
+    assert report.float8_rules == {"head": "bfloat16", "body": "bfloat16"}
+    assert "Keep these in bfloat16: rules={'head': 'bfloat16'" in str(report)
+
+
+def test_an_outlier_flushes_the_rest_of_its_tensor():
+    x = X.at[0, 0].set(1e5)
+    report = profile_ranges(float8(two_layers))(PARAMS, x)
+    assert report.float8_rules == {"body": "bfloat16"}
+    row = report.float8[0]
+    assert row.lost == row.flushed[E4] / row.values > 0.1
+    # With the module in bfloat16 its tensors are no operands in fp8.
+    names = {row.name for row in profile_ranges(float8(two_layers, body="bfloat16"))(PARAMS, x).float8}
+    assert names == {"head"}
+
+
+def test_zeros_are_no_losses():
+    row = profile_ranges(float8(two_layers))(PARAMS, X.at[:8].set(0.0)).float8[0]
+    assert row.zeros == 8 * 64
+    assert row.lost == 0
+
+
+def test_loops_are_summed_and_recomputed_layers_count_once():
+    def loss(w, x):
+        with jax.named_scope("body"):
+            step = jax.checkpoint(lambda carry, w: (jnp.tanh(carry @ w), None))
+            return jnp.sum(lax.scan(step, x, w)[0])
+
+    report = profile_ranges(float8(loss))(normal(0, 3, 32, 32), normal(1, 16, 32))
+    rows = {row.direction: row.values for row in report.float8}
+    assert rows == {"forward": 3 * (16 * 32 + 32 * 32), "backward": 3 * 16 * 32}
+
+
+def test_without_products_in_fp8_there_are_no_rows():
+    report = profile_ranges(two_layers, "float8")(PARAMS, X)  # The products are small.
+    assert report.float8 == ()
+    assert report.dtype == jnp.bfloat16
+    assert "fp8" not in str(report)
+    assert profile_ranges(two_layers, "bfloat16")(PARAMS, X).float8 == ()
+
+
+# compare_precision
+
+
+def direct_error(fun):
+    exact = jax.grad(two_layers)(PARAMS, X)
+    norm = lambda tree: np.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(tree)))
+    return norm(jax.tree.map(jnp.subtract, jax.grad(fun)(PARAMS, X), exact)) / norm(exact)
+
+
+def test_the_errors_are_those_of_the_functions_themselves():
+    report = compare_precision(float8(two_layers))(PARAMS, X)
+    assert report.half.gradients == pytest.approx(direct_error(float8(two_layers)), rel=1e-3)
+    assert report.rest.gradients == pytest.approx(direct_error(jmp.autocast(two_layers)), rel=1e-2)
+    own = {row.module: row.own.gradients for row in report.modules}
+    assert own == {
+        "body": pytest.approx(direct_error(float8(two_layers, head="bfloat16")), rel=1e-3),
+        "head": pytest.approx(direct_error(float8(two_layers, body="bfloat16")), rel=1e-3),
+    }
+    assert report.is_close
+    assert "module alone in fp8" in str(report)
+
+
+def test_the_rules_keep_the_worst_module_in_bfloat16():
+    error = direct_error(float8(two_layers, body="bfloat16"))
+    report = compare_precision(float8(two_layers), tolerance=1.01 * error)(PARAMS, X)
+    assert report.kept == ("body",)
+    assert report.rules == {"/body": "bfloat16", "**": "float8"}
+    assert report.advice().startswith("Keep these in bfloat16")
+    rules = jmp.autocast(two_layers, "float8", rules=report.rules)
+    assert direct_error(rules) == pytest.approx(report.with_rules.gradients, rel=1e-3)
+
+
+def test_with_no_product_in_fp8_there_is_nothing_to_compare():
+    report = compare_precision(two_layers, "float8")(PARAMS, X)
+    assert report.names == ()
+    assert report.summary() == "No value of this function is in float8: autocast finds no product for it."
+
+
+# The others
+
+
+def test_a_sound_model_in_fp8_is_no_finding():
+    report = doctor(float8(two_layers))(PARAMS, X)
+    assert not [finding for finding in report.findings if finding.severity != "speed"]
+
+
+def test_the_origin_of_an_inf_is_found_behind_the_bits_of_fp8():
+    report = find_nonfinite(float8(two_layers))(PARAMS, X.at[0, 3].set(jnp.inf))
+    assert "argument x has inf already" in str(report)
+    overflow = lambda params, x: two_layers(params, jnp.exp(100 * x))
+    report = find_nonfinite(float8(overflow))(PARAMS, X)
+    assert report.cause.operation == "exp"
