@@ -4,6 +4,7 @@
 `gpt`: the GPT-2 whose step is compiled, with half precision by four ways.
 `loss_scale_cost`: what a loss scale costs, beside the peers.
 `float32_results`: the cost and the accuracy of float32 logits of half operands.
+`float8`: the estimated time of a block of a transformer in fp8.
 `memory`: what master weights and optimizer state in half cost, for an H100.
 `step`: what a whole GPT step does, on one device or on many.
 `predict`: what the step of each model of `examples.models` does.

@@ -44,15 +44,20 @@ def no_attention(query: jax.Array, key: jax.Array, value: jax.Array, is_causal: 
     return query + key + value
 
 
+def block_model(width: int, attend: Callable[..., jax.Array] = attention) -> Block:
+    """Returns a block of a GPT-2. Heads have 128 features, those of widths below 4096 have 64."""
+    return Block(max(1, width // (128 if width >= 4096 else 64)), attend)
+
+
 def block(
     width: int, tokens: int = TOKENS, length: int = LENGTH, attend: Callable[..., jax.Array] = attention
 ) -> tuple[Callable[..., jax.Array], Any]:
     """Returns the loss of a block of a GPT-2, and the shapes of its parameters, inputs and weights.
 
     The loss is the sum of the outputs, weighted at random, so that the cotangents are as random as in a deep
-    model. Heads have 128 features, those of widths below 4096 have 64.
+    model.
     """
-    model = Block(max(1, width // (128 if width >= 4096 else 64)), attend)
+    model = block_model(width, attend)
     x = jax.ShapeDtypeStruct((max(1, tokens // length), min(tokens, length), width), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
 

@@ -5,9 +5,9 @@
 `machine`: reports the machine, and checks that JAX computes on the GPU.
 `compile_arm`: compiles one arm, and so fills the caches of compiled programs.
 `scale_time`: the time that a loss scale costs in the optimizer.
+`float8_time`: the time of a block of a transformer under autocast to float8.
 `profiles`: the measured times of kernels and modules.
 `profile_arm`: one profile of a step, read by module.
-`fp8`: a trial of autocast to fp8.
 `programs`: the programs of the GPU beside those that were compiled for an H100 that was not there.
 `queue`: runs pieces of work, each in a process of its own, until a deadline.
 `pieces`: the pieces, the most valuable first.

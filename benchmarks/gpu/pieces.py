@@ -26,7 +26,7 @@ OTHERS = ("bert-base", "seq2seq", "unet", "ssd", "neumf", "waveglow", "gpt2-medi
 # Families and arms of `benchmarks.timed.convergence`.
 CONVERGENCE = ("gpt2", "unet")
 CONVERGENCE_ARMS = ("float32", "bfloat16", "float16, scaled", "float16, unscaled")
-WIDTHS = (4096, 2048, 1024, 8192)  # Of the block in fp8: the width that decides first.
+WIDTHS = (4096, 2048, 1024, 8192)  # Of the block in float8: the width that decides first.
 EXAMPLES = ("language_model", "autocast", "digits")
 # XLA times kernels while it compiles. More than two compilations at once would disturb each other's times.
 SLOTS: dict[str, int] = dict.fromkeys(
@@ -78,7 +78,7 @@ class Pieces:
         for family in CONVERGENCE:
             yield from (self.convergence(family, arm) for arm in CONVERGENCE_ARMS)
         yield from map(self.example, EXAMPLES)
-        yield from map(self.fp8, WIDTHS)
+        yield from map(self.float8_time, WIDTHS)
         pretended = [self.pretended(family) for family in (*LEADERS, *OTHERS)]
         yield from pretended
         yield self.library(tuple(piece.name for piece in pretended))
@@ -195,11 +195,12 @@ class Pieces:
         packages = () if name == "digits" else ("tensorboardX",)  # The autocast example imports the other.
         return Piece(f"example {name}", (*command, *self.small(name)), 90, 300, packages=packages)
 
-    def fp8(self, width: int) -> Piece:
-        """Tries fp8 on one block of a transformer."""
-        path = f"fp8-{width}.json"
-        command = (MODULE, "benchmarks.gpu.fp8", "--width", str(width), "--json", f"{{work}}/{path}")
-        return Piece(f"fp8 at width {width}", (*command, *self.small("fp8")), 45, 200, writes=(path,))
+    def float8_time(self, width: int) -> Piece:
+        """Times one block of a transformer under autocast to float8."""
+        path = f"float8-{width}.json"
+        command = (MODULE, "benchmarks.gpu.float8_time", "--width", str(width), "--json", f"{{work}}/{path}")
+        name = f"float8 at width {width}"
+        return Piece(name, (*command, *self.small("float8_time")), 45, 200, writes=(path,))
 
     def library(self, needs: tuple[str, ...]) -> Piece:
         """Runs the library's tests in the time that is left, after the pieces that compile beside others."""
@@ -226,7 +227,7 @@ class _PretendedPieces(Pieces):
         "language_model": ("--size", "small", "--steps", "2"),
         "autocast": ("--size", "small", "--steps", "2"),
         "digits": ("--size", "small", "--epochs", "1", "--seeds", "1"),
-        "fp8": ("--width", "64", "--tokens", "128", "--steps", "2", "--blocks", "2"),
+        "float8_time": ("--width", "64", "--tokens", "128", "--steps", "2", "--blocks", "2", "--all"),
     }
 
     def small(self, what: str) -> tuple[str, ...]:

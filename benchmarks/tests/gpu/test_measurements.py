@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.arms.loss_scalers import SCALERS
-from benchmarks.gpu import compile_arm, fp8, machine, scale_time
+from benchmarks.gpu import compile_arm, float8_time, machine, scale_time
 
 
 def test_the_machine_is_checked_and_its_ceilings_are_measured(monkeypatch):
@@ -56,13 +56,29 @@ def test_products_are_counted_by_what_runs_them_and_those_without_a_name_are_see
     assert compile_arm.targets(program) == {"dot f16": 13, "cublas f16": 2, "without a name": 1}
 
 
-def test_fp8_is_compared_with_bfloat16_each_at_its_fastest():
+def test_float8_is_compared_with_bfloat16_each_at_its_fastest():
     arm = lambda *blocks: {"ms": blocks[1], "ms_blocks": list(blocks)}
     found = {
         "bfloat16, Triton's GEMMs off": arm(9.0, 10.0, 11.0),
         "bfloat16, Triton's GEMMs on": arm(6.0, 6.0, 6.0),
-        "fp8, Triton's GEMMs off": arm(5.0, 5.0, 4.0),
-        "fp8, Triton's GEMMs on": arm(7.0, 7.0, 7.0),
+        "float8, Triton's GEMMs off": arm(5.0, 5.0, 4.0),
+        "float8, Triton's GEMMs on": arm(7.0, 7.0, 7.0),
     }
-    assert fp8.compared(found) == {"times_bfloat16": pytest.approx(1.2)}
-    assert fp8.cosine({"a": jnp.array([3.0, 0.0])}, {"a": jnp.array([3.0, 4.0])}) == pytest.approx(0.6)
+    assert float8_time.compared(found) == {"times_bfloat16": pytest.approx(1.2)}
+    assert float8_time.cosine({"a": jnp.array([3.0, 0.0])}, {"a": jnp.array([3.0, 4.0])}) == pytest.approx(
+        0.6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:autocast.*'float8'")
+def test_a_small_block_is_in_fp8_only_if_a_rule_asks():
+    found, alone = (float8_time.measure(32, 32, 1, 2, rules) for rules in (float8_time.ALL_PRODUCTS, None))
+    assert list(found["arms"]) == [
+        f"{dtype}, Triton's GEMMs {state}" for dtype in ("bfloat16", "float8") for state in ("off", "on")
+    ]
+    for figures in found["arms"].values():
+        assert len(figures["ms_blocks"]) == 2
+        assert sum(figures["products"].values()) == 18
+    assert 0.97 < found["gradient_cosine"] < 0.9995
+    assert alone["gradient_cosine"] > 0.9999

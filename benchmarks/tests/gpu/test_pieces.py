@@ -22,7 +22,7 @@ def test_the_most_valuable_pieces_come_first():
         *("scale of the optimizer", "time gpt2-small scales"),
         *(f"time {family}" for family in pieces.OTHERS),
         *("tests of the GPU", "time gpt2-small attention", "largest batch", "profile"),
-        *("converge gpt2 float16, scaled", "example digits", "fp8 at width 4096", "tests of the library"),
+        *("converge gpt2 float16, scaled", "example digits", "float8 at width 4096", "tests of the library"),
     ]
     places = [place[name] for name in wanted]
     assert places == sorted(places)

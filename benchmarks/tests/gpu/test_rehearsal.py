@@ -15,7 +15,7 @@ import benchmarks
 
 ROOT = Path(benchmarks.__file__).parents[1]
 ONLY = ("compile neumf float16", "compile neumf float32", "time neumf", "example digits")
-ONLY += ("fp8 at width 1024",)
+ONLY += ("float8 at width 1024",)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_the_rehearsal_of_the_command(tree):
     assert pieces["time neumf"]["tries"] >= 2
     arms = found["files"]["results/cpu/neumf.json"]["arms"]
     assert arms["float32"]["times_reference"]
-    assert found["files"]["fp8-1024.json"]["gradient_cosine"] > 0.98
+    assert found["files"]["float8-1024.json"]["gradient_cosine"] > 0.98
     sizes = [path.stat().st_size for path in results.parent.iterdir()]
     assert len(sizes) <= 8
     assert max(sizes) < 16 * 2**20
