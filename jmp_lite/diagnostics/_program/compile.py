@@ -14,53 +14,14 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-# A GPU as XLA describes it: a GpuTargetConfigProto in text form.
-_H100 = """
-gpu_device_info {
-  name: "NVIDIA H100 80GB HBM3"
-  device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  memory_bandwidth: 3352320000000
-  device_memory_size: 84942979072
-  l2_cache_size: 52428800
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  device_address_bits: 64
-  ecc_enabled: true
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.28.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 28 }
-runtime_version { major: 13 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-
-_CONFIGS = {"h100": _H100}
+from .gpus import DESCRIPTIONS
 
 
 def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
     """Returns a mesh of GPUs that the machine does not have, for `compile_for`.
 
     Args:
-        device: `"h100"`, an H100 SXM with 80 GB.
+        device: `"t4"`, `"a100"` (SXM, 80 GB), `"l4"`, `"h100"` (SXM, 80 GB), `"h200"` or `"b200"`.
         axes: names and sizes, such as `{"data": 8}`. The mesh has 1 to 8 devices, or a multiple of 8: eight
             on each host.
 
@@ -86,8 +47,8 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
 
     Guide: docs/diagnosis.md.
     """
-    if device not in _CONFIGS:
-        raise ValueError(f"The device should be one of {', '.join(map(repr, _CONFIGS))}. Got {device!r}.")
+    if device not in DESCRIPTIONS:
+        raise ValueError(f"The device should be one of {', '.join(map(repr, DESCRIPTIONS))}. Got {device!r}.")
     count = math.prod(axes.values())
     if count < 1 or (count > 8 and count % 8):
         raise ValueError(f"A mesh has 1 to 8 devices, or a multiple of 8, eight a host. Got {count}.")
@@ -98,7 +59,7 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
     # XLA's form of a topology: groups of hosts, hosts of a group, devices of a host. XLA reads the properties
     # of the GPU from `target_config`, and does not ask the driver.
     topology: Any = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=_CONFIGS[device], topology=f"1x{hosts}x{devices}"
+        platform="cuda", topology_name="", target_config=DESCRIPTIONS[device], topology=f"1x{hosts}x{devices}"
     )
     shape = tuple(axes.values())
     # `Auto` lets XLA choose the shardings inside the program. `Explicit` would make them part of the types.
@@ -118,10 +79,10 @@ def compile_for(
 
     It needs the extra `[h100]`, which installs JAX's CUDA plugin without the CUDA libraries. Start Python
     with `JAX_PLATFORMS=cpu`: without that variable JAX looks for a driver, and fails. No product is
-    autotuned, so all products are those of cuBLAS.
+    autotuned, so all products are those of cuBLAS and cuDNN.
 
     Args:
-        device: `"h100"`, an H100 SXM with 80 GB.
+        device: `"t4"`, `"a100"` (SXM, 80 GB), `"l4"`, `"h100"` (SXM, 80 GB), `"h200"` or `"b200"`.
         fun: a function of pytrees of arrays, jitted (`jax.jit`) or not.
         args: its arguments: arrays or `jax.ShapeDtypeStruct`s. Only shapes, dtypes and, with a mesh,
             shardings are used. An argument without a shape and a dtype reaches `fun` unchanged.

@@ -4,12 +4,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from .hlo import Computation, HloArray, HloModule, Instruction
 
 _HALF = {"f16", "bf16"}
 _EIGHT_BIT = {"s8", "u8"}
+_NARROW_FLOATS = ("f8", "f4")  # The beginnings of f8e4m3fn, f8e5m2, f4e2m1fn, ...
 _NVIDIA = {"gpu", "cuda"}
+# `__cudnn$blockScaledDot`, the product of `jax.nn.scaled_dot_general` on a GPU that has one.
+_BLOCK_SCALED = "blockscaleddot"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +57,14 @@ class Product:
 
 
 def products_of(
-    instruction: Instruction, computation: Computation, module: HloModule, times: int, platform: str
+    instruction: Instruction, computation: Computation, module: HloModule, times: int, device: Any
 ) -> Iterator[Product]:
     """Yields the products that an instruction runs: the instruction itself, or those inside its kernel."""
     if instruction.operation == "fusion":
         for name in instruction.called("calls"):
             inner = module.computations[name]
             for inner_instruction in inner:
-                yield from products_of(inner_instruction, inner, module, times, platform)
+                yield from products_of(inner_instruction, inner, module, times, device)
     kind = _kind(instruction)
     operands = tuple(operand.arrays[0] for operand in computation.operands(instruction) if operand.arrays)
     # Further operands are a bias, a sum to add to, or scales: cuBLAS and cuDNN fuse them into the product.
@@ -68,8 +72,8 @@ def products_of(
     results = computation.results(instruction)
     if kind is None or not operands or not results:
         return
-    arithmetic, accumulation = _precision(instruction, operands, platform)
-    narrow = arithmetic.startswith((*_HALF, *_EIGHT_BIT, "f8", "tf32"))
+    arithmetic, accumulation = _precision(instruction, operands, device)
+    narrow = arithmetic.startswith((*_HALF, *_EIGHT_BIT, *_NARROW_FLOATS, "tf32"))
     yield Product(
         kind=kind,
         target=instruction.target or instruction.operation,
@@ -77,7 +81,7 @@ def products_of(
         result=results[0],
         arithmetic=arithmetic,
         accumulation=accumulation,
-        on_tensor_cores=platform in _NVIDIA and narrow,
+        on_tensor_cores=device.platform in _NVIDIA and narrow,
         flops=_flops(kind, instruction, operands, results[0]),
         times=times,
         operation=operation_of(instruction),
@@ -96,18 +100,18 @@ def _kind(instruction: Instruction) -> str | None:
         return "attention"
     if "conv" in target and target.startswith(("__cudnn", "__onednn")):
         return "convolution"
-    return "gemm" if "matmul" in target or "gemm" in target else None
+    return "gemm" if any(name in target for name in ("matmul", "gemm", _BLOCK_SCALED)) else None
 
 
-def _precision(instruction: Instruction, operands: tuple[HloArray, ...], platform: str) -> tuple[str, str]:
+def _precision(instruction: Instruction, operands: tuple[HloArray, ...], device: Any) -> tuple[str, str]:
     """Returns the dtype of the multiplication and the dtype of the sums."""
     bits = lambda array: HloArray(array.dtype, (8,)).size  # 8 elements have as many bytes as one has bits.
     widest = max(operands, key=bits).dtype
     if widest in _EIGHT_BIT:
         return widest, "s32"
-    if widest in _HALF or widest.startswith("f8"):
+    if widest in _HALF or widest.startswith(_NARROW_FLOATS):
         return widest, "f32"  # XLA asks cuBLAS and cuDNN for float32 sums of narrower products.
-    if widest != "f32" or platform not in _NVIDIA:
+    if widest != "f32" or device.platform not in _NVIDIA or not _has_tf32(device):
         return widest, widest
     # The precision stands in the settings of a call of cuBLAS, and in the attributes of a `dot`.
     settings = instruction.backend_config.items()
@@ -123,6 +127,12 @@ def _precision(instruction: Instruction, operands: tuple[HloArray, ...], platfor
     asked = asked or instruction.attribute(r"\boperand_precision=\{([\w,]+)").upper().split(",")
     # JAX's default precision allows TF32.
     return ("f32" if "HIGHEST" in asked else "tf32"), "f32"
+
+
+def _has_tf32(device: Any) -> bool:
+    """Whether a GPU has TF32, as those from the A100 on do; True if the GPU is not known."""
+    capability = re.match(r"\d+", getattr(device, "compute_capability", ""))
+    return not capability or int(capability[0]) >= 8
 
 
 def _flops(kind: str, instruction: Instruction, operands: tuple[HloArray, ...], result: HloArray) -> int:
@@ -160,6 +170,8 @@ def _summed_axes(instruction: Instruction) -> list[int] | None:
     # XLA moves the axes of a product into the settings of the call when it rewrites it for cuBLAS.
     config = instruction.backend_config.get("gemm_backend_config", {})
     axes = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions")
+    if _BLOCK_SCALED in instruction.target.lower():
+        return [-1]  # The call has no settings. XLA brings both operands to the form (batch, row, sum).
     if axes is None and instruction.target:
         return None  # A call of another library, such as oneDNN.
     if axes is None:

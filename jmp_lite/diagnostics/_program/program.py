@@ -188,7 +188,7 @@ def _read(text: str, memory: Any, device: Any) -> Program:
     products, collectives, launches, syncs = [], [], [], []
     conditionals = 0
     for instruction, computation, times in _executed(module, module.entry, 1):
-        own = list(products_of(instruction, computation, module, times, device.platform))
+        own = list(products_of(instruction, computation, module, times, device))
         products += own
         conditionals += instruction.opcode == "conditional"
         syncs += _syncs(instruction)

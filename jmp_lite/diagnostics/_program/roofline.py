@@ -8,47 +8,12 @@ of NVIDIA's Training With Mixed Precision.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from ..._jaxpr.read import plain_scope, visible_scope
 from ..._text import Shown
+from .gpus import DEVICES, PRECISIONS, Device
 from .program import Launch, Program
-
-PRECISIONS: tuple[str, ...] = ("float32", "tf32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """The peak rates of a GPU, without sparsity, from NVIDIA's data sheets.
-
-    Attributes:
-        name: the GPU.
-        flops: floating point operations a second of products, by precision.
-        bandwidth: bytes a second of the memory.
-    """
-
-    name: str
-    flops: Mapping[str, float]
-    bandwidth: float
-
-    def balance(self, precision: str) -> float:
-        """Returns the FLOPs a byte from which arithmetic is the limit, and not the memory."""
-        return self.flops[precision] / self.bandwidth
-
-
-def _device(name: str, teraflops: Sequence[float], gigabytes: float) -> Device:
-    rates = {precision: 1e12 * rate for precision, rate in zip(PRECISIONS, teraflops)}
-    return Device(name, rates, 1e9 * gigabytes)
-
-
-# TFLOPS and GB/s. A V100 has no TF32 and no bfloat16: their products run in float32.
-DEVICES = {
-    "v100": _device("V100 SXM2", (15.7, 15.7, 15.7, 125), 900),
-    "a100": _device("A100 SXM 80 GB", (19.5, 156, 312, 312), 2039),
-    "h100": _device("H100 SXM", (66.9, 494.7, 989.4, 989.4), 3352),
-    "h200": _device("H200 SXM", (66.9, 494.7, 989.4, 989.4), 4800),
-    "b200": _device("B200", (75, 1125, 2250, 2250), 8000),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +111,8 @@ def roofline(
     Args:
         program: the result of `read_program`. For a GPU that the machine does not have, see `compile_for`. A
             program for a CPU has other kernels than one for a GPU.
-        device: `"v100"`, `"a100"`, `"h100"`, `"h200"` or `"b200"`.
+        device: `"v100"`, `"t4"`, `"a100"`, `"l4"`, `"h100"`, `"h200"` or `"b200"`. The `device.source` of
+            the report names the data sheet of the GPU.
         depth: how many names of a scope are one module.
         launch_seconds: the least time of a kernel.
 
@@ -240,8 +206,8 @@ def _limits(launch: Launch, device: Device, precision: str, launch_seconds: floa
 def _lines(report: Roofline) -> Iterator[str]:
     device = report.device
     yield (
-        f"an estimate for {device.name}: {device.bandwidth / 1e12:.2f} TB/s; in float16 arithmetic is the "
-        f"limit from {device.balance('float16'):,.0f} FLOP a byte"
+        f"an estimate for {device.name}: {device.memory / 1e9:.0f} GB, {device.bandwidth / 1e12:.2f} TB/s; "
+        f"in float16 arithmetic is the limit from {device.balance('float16'):,.0f} FLOP a byte"
     )
     titles = "".join(f"{precision:>10}" for precision in PRECISIONS)
     yield f"{'module':32}{'GFLOP':>10}{'MB':>10}{'FLOP/B':>8}  {'bound by':12}{titles}  (milliseconds)"

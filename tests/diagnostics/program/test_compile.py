@@ -1,6 +1,6 @@
 """Compiling for a GPU that the machine does not have: the errors.
 
-benchmarks/tests/compiled/test_h100.py reads the programs.
+benchmarks/tests/compiled/test_h100.py and test_other_gpus.py read the programs.
 """
 
 import importlib.util
@@ -14,7 +14,8 @@ HAS_PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
 def test_a_device_that_is_not_known_is_an_error():
-    with pytest.raises(ValueError, match=r"The device should be one of 'h100'. Got 'k80'"):
+    known = "'t4', 'a100', 'l4', 'h100', 'h200', 'b200'"
+    with pytest.raises(ValueError, match=rf"The device should be one of {known}\. Got 'k80'\."):
         compile_for("k80", jnp.sin, jnp.ones(2))
 
 

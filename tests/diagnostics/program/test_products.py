@@ -1,12 +1,15 @@
 """The products that `read_program` finds in programs for an H100 and for this CPU."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 from jmp_lite.diagnostics._program.hlo import HloArray
-from tests.support.compiled_programs import LT, VERSIONS, entry, f32, h100, program, row, x
+from jmp_lite.diagnostics._program.program import _read
+from tests.support.compiled_programs import LT, PROGRAMS, VERSIONS, entry, f32, h100, program, row, x
 
 ONE = 2 * 64 * 128 * 64  # A product of 64x128 with 128x64.
 
@@ -151,3 +154,44 @@ def test_all_convolutions_of_a_gradient_have_as_many_flops(strides):
     out = 4 * (16 // strides) ** 2 * 32
     expected = ("convolution", "f32", "f32", 2 * out * 3 * 3 * 8)
     assert [(p.kind, p.arithmetic, p.accumulation, p.flops) for p in found.products] == [expected] * 3
+
+
+def block_scaled(operand, scale, result):
+    """The product of `jax.nn.scaled_dot_general` in a program for a B200: (4, 128, 256) and (4, 512, 256)."""
+    return entry(
+        f"  %a = {operand}[4,128,256]{{2,1,0}} parameter(0)",
+        f"  %b = {operand}[4,512,256]{{2,1,0}} parameter(1)",
+        f"  %c = {scale}[4,128,8]{{2,1,0}} parameter(2)",
+        f"  %d = {scale}[4,512,8]{{2,1,0}} parameter(3)",
+        f"  %call = ({result}[4,128,512]{{2,1,0}}, u8[0]{{0}}) custom-call(%a, %b, %c, %d), "
+        'custom_call_target="__cudnn$blockScaledDot", metadata={op_name="jit(f)/scaled_matmul"}',
+        f"  ROOT %r = {result}[4,128,512]{{2,1,0}} get-tuple-element(%call), index=0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("operand", "scale", "result"),
+    [("f8e4m3fn", "f8e8m0fnu", "f32"), ("f8e4m3fn", "f8e8m0fnu", "bf16"), ("f4e2m1fn", "f8e4m3fn", "f32")],
+)
+def test_block_scaled_products(operand, scale, result):
+    """MXFP8 and NVFP4. The operands with the scales of the blocks are no part of the product."""
+    blocks = block_scaled(operand, scale, result)
+    (product,) = blocks.products
+    operands = f"{operand}[4,128,256] {operand}[4,512,256]"
+    flops = 2 * 4 * 128 * 512 * 256
+    assert row(product) == (
+        *("gemm", "__cudnn$blockScaledDot", operands, f"{result}[4,128,512]"),
+        *(operand, "f32", True, flops, 1, "scaled_matmul"),
+    )
+    assert blocks.tensor_core_share == 1
+    assert blocks.launches[-1].flops == flops
+
+
+@pytest.mark.parametrize(
+    ("capability", "arithmetic"), [("7.0", "f32"), ("7.5", "f32"), ("8.0", "tf32"), ("10.0", "tf32")]
+)
+def test_a_gpu_before_the_a100_has_no_tf32(capability, arithmetic):
+    text = (PROGRAMS / f"products-{VERSIONS[-1]}.txt").read_text()
+    gpu = types.SimpleNamespace(platform="cuda", device_kind="a GPU", compute_capability=capability)
+    default = [p.arithmetic for p in _read(text, None, gpu).products if str(p.operands[0]) == "f32[64,128]"]
+    assert sorted(default) == sorted([arithmetic, "f32", "f32"])

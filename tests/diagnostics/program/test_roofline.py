@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jmp_lite.diagnostics import Launch, Program, read_program, roofline
-from jmp_lite.diagnostics._program.roofline import DEVICES, module_of
+from jmp_lite.diagnostics._program.gpus import DEVICES, PRECISIONS
+from jmp_lite.diagnostics._program.roofline import module_of
 from tests.support.compiled_programs import ROWS, TWO_WEIGHTS, two_modules
 
 
@@ -25,22 +26,39 @@ def test_the_balance_of_a_v100_is_the_one_of_nvidias_guide():
     assert DEVICES["v100"].balance("float32") == pytest.approx(15.7e12 / 900e9)
 
 
-# TFLOPS in float32, TF32, bfloat16 and float16 without sparsity, and GB/s: NVIDIA's data sheets.
+# TFLOPS in float32, TF32, bfloat16, float16 and float8 without sparsity, GB/s and GB: NVIDIA's data sheets.
 SHEETS = {
-    "v100": (15.7, 15.7, 15.7, 125, 900),
-    "a100": (19.5, 156, 312, 312, 2039),
-    "h100": (66.9, 494.7, 989.4, 989.4, 3352),
-    "h200": (66.9, 494.7, 989.4, 989.4, 4800),
-    "b200": (75, 1125, 2250, 2250, 8000),
+    "v100": (15.7, 15.7, 15.7, 125, 125, 900, 16),
+    "t4": (8.1, 8.1, 8.1, 65, 65, 300, 16),
+    "a100": (19.5, 156, 312, 312, 312, 2039, 80),
+    "l4": (30.3, 60, 121, 121, 242.5, 300, 24),
+    "h100": (66.9, 494.7, 989.4, 989.4, 1978.9, 3352, 80),
+    "h200": (66.9, 494.7, 989.4, 989.4, 1978.9, 4800, 141),
+    "b200": (75, 1100, 2250, 2250, 4500, 7700, 180),
 }
 
 
 def test_the_rates_are_those_of_the_data_sheets():
-    found = {
-        name: (*(rate / 1e12 for rate in device.flops.values()), device.bandwidth / 1e9)
-        for name, device in DEVICES.items()
+    sheets = {
+        name: (*(rate / 1e12 for rate in gpu.flops.values()), gpu.bandwidth / 1e9, gpu.memory / 1e9)
+        for name, gpu in DEVICES.items()
     }
-    assert found == {name: pytest.approx(rates) for name, rates in SHEETS.items()}
+    assert sheets == {name: pytest.approx(rates) for name, rates in SHEETS.items()}
+    assert list(DEVICES["h100"].flops) == [*PRECISIONS, "float8"]
+
+
+@pytest.mark.parametrize("gpu", DEVICES.values(), ids=DEVICES)
+def test_a_data_sheet_has_a_title_and_an_address(gpu):
+    title, address = gpu.source.rsplit(", ", 1)
+    assert title.startswith("NVIDIA ")
+    assert address.startswith("https://")
+
+
+def test_the_first_line_names_the_memory_of_the_gpu():
+    first, *_ = str(roofline(program(launch("a/dot", 0, 8)), "l4")).split("\n")
+    assert first.startswith(
+        "an estimate for L4: 24 GB, 0.30 TB/s; in float16 arithmetic is the limit from 403"
+    )
 
 
 def test_a_long_name_is_cut_at_the_start():
@@ -51,14 +69,14 @@ def test_a_long_name_is_cut_at_the_start():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_product_takes_the_time_of_its_arithmetic_or_of_its_bytes(device):
-    of = DEVICES[device]
+    gpu = DEVICES[device]
     big, flat = launch("a/dot", 10**15, 10**6), launch("b/dot", 10**6, 10**12)
-    found = {row.module: row for row in roofline(program(big, flat), device).modules}
-    for precision, rate in of.flops.items():
-        assert found["a"].seconds[precision] == pytest.approx(1e15 / rate)
-        assert found["b"].seconds[precision] == pytest.approx(1e12 / of.bandwidth)
-    assert (found["a"].bound, found["b"].bound) == ("arithmetic", "memory")
-    assert found["a"].intensity == 1e9
+    rows = {row.module: row for row in roofline(program(big, flat), device).modules}
+    for precision in PRECISIONS:
+        assert rows["a"].seconds[precision] == pytest.approx(1e15 / gpu.flops[precision])
+        assert rows["b"].seconds[precision] == pytest.approx(1e12 / gpu.bandwidth)
+    assert (rows["a"].bound, rows["b"].bound) == ("arithmetic", "memory")
+    assert rows["a"].intensity == 1e9
 
 
 def test_half_precision_halves_the_float32_arrays_between_kernels_and_nothing_else():

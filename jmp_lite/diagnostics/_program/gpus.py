@@ -1,0 +1,187 @@
+"""The GPUs that the library knows: their data sheets, and their descriptions for XLA."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PRECISIONS: tuple[str, ...] = ("float32", "tf32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The peak rates of a GPU, without sparsity, from NVIDIA's data sheets.
+
+    Attributes:
+        name: the GPU.
+        flops: floating point operations a second of products, by precision: `float32`, `tf32`, `bfloat16`,
+            `float16`, `float8`. A GPU without a format has the rate of the format in which XLA computes.
+        bandwidth: bytes a second of the memory.
+        memory: bytes of the memory.
+        source: title and address of the data sheet.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory: float
+    source: str
+
+    def balance(self, precision: str) -> float:
+        """Returns the FLOPs a byte from which arithmetic is the limit, and not the memory."""
+        return self.flops[precision] / self.bandwidth
+
+
+def _device(name: str, teraflops: Sequence[float], bandwidth: float, memory: float, source: str) -> Device:
+    rates = {precision: 1e12 * rate for precision, rate in zip((*PRECISIONS, "float8"), teraflops)}
+    return Device(name, rates, 1e9 * bandwidth, 1e9 * memory, source)
+
+
+_NVIDIA = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center"
+_RESOURCES = "https://resources.nvidia.com"
+_VOLTA = (
+    "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
+)
+
+# TFLOPS in the order of `PRECISIONS` and float8, GB/s and GB. The data sheets of the L4, the H200 and the
+# B200 give rates with sparsity, which are twice these. A V100 and a T4 have no TF32 and no bfloat16: XLA
+# computes in float32. The GPUs before the L4 have no float8: XLA computes in float16.
+DEVICES = {
+    "v100": _device(
+        "V100 SXM2", (15.7, 15.7, 15.7, 125, 125), 900, 16, f"NVIDIA V100 Tensor Core GPU, {_VOLTA}"
+    ),
+    "t4": _device(
+        *("T4", (8.1, 8.1, 8.1, 65, 65), 300, 16),
+        f"NVIDIA T4 Tensor Core GPU, {_NVIDIA}/tesla-t4/t4-tensor-core-datasheet-951643.pdf",
+    ),
+    "a100": _device(
+        *("A100 SXM 80 GB", (19.5, 156, 312, 312, 312), 2039, 80),
+        f"NVIDIA A100 Tensor Core GPU, {_NVIDIA}/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
+    ),
+    "l4": _device(
+        *("L4", (30.3, 60, 121, 121, 242.5), 300, 24),
+        f"NVIDIA L4 Tensor Core GPU, {_RESOURCES}/en-us-data-center-overview/l4-gpu-datasheet",
+    ),
+    "h100": _device(
+        *("H100 SXM", (66.9, 494.7, 989.4, 989.4, 1978.9), 3352, 80),
+        f"NVIDIA H100 Tensor Core GPU Architecture, {_RESOURCES}/en-us-tensor-core/gtc22-whitepaper-hopper",
+    ),
+    "h200": _device(
+        *("H200 SXM", (66.9, 494.7, 989.4, 989.4, 1978.9), 4800, 141),
+        "NVIDIA H200 Tensor Core GPU, "
+        "https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446",
+    ),
+    "b200": _device(
+        *("B200", (75, 1100, 2250, 2250, 4500), 7700, 180),
+        "NVIDIA Blackwell, HGX B200, https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703",
+    ),
+}
+
+
+def _description(name: str, capability: str, **properties: Any) -> str:
+    """Returns a GPU as XLA describes it: a GpuTargetConfigProto in text form."""
+    lines = "\n".join(f"  {field}: {value}" for field, value in properties.items())
+    return f"""
+gpu_device_info {{
+  name: "{name}"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability {{ {capability} }}
+{lines}
+  shared_memory_per_block: 49152
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_address_bits: 64
+  ecc_enabled: true
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.28.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 28 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{name}"
+"""
+
+
+_HOPPER = {
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "clock_rate_ghz": 1.98,
+    "l2_cache_size": 52428800,
+    "shared_memory_per_block_optin": 232448,
+    "shared_memory_per_core": 233472,
+    "threads_per_core_limit": 2048,
+}
+
+# The properties that XLA asks the driver for on a machine with the GPU. A V100 is not here: CUDA 13 has no
+# assembler for it, so XLA cannot compile for it.
+DESCRIPTIONS = {
+    "t4": _description(
+        *("Tesla T4", "major: 7 minor: 5"),
+        core_count=40,
+        fpus_per_core=64,
+        clock_rate_ghz=1.59,
+        memory_bandwidth=320064000000,
+        device_memory_size=15655829504,
+        l2_cache_size=4194304,
+        shared_memory_per_block_optin=65536,
+        shared_memory_per_core=65536,
+        threads_per_core_limit=1024,
+    ),
+    "a100": _description(
+        *("NVIDIA A100-SXM4-80GB", "major: 8"),
+        core_count=108,
+        fpus_per_core=64,
+        clock_rate_ghz=1.41,
+        memory_bandwidth=2039040000000,
+        device_memory_size=85100068864,
+        l2_cache_size=41943040,
+        shared_memory_per_block_optin=166912,
+        shared_memory_per_core=167936,
+        threads_per_core_limit=2048,
+    ),
+    "l4": _description(
+        *("NVIDIA L4", "major: 8 minor: 9"),
+        core_count=58,
+        fpus_per_core=128,
+        clock_rate_ghz=2.04,
+        memory_bandwidth=300096000000,
+        device_memory_size=23580639232,
+        l2_cache_size=50331648,
+        shared_memory_per_block_optin=101376,
+        shared_memory_per_core=102400,
+        threads_per_core_limit=1536,
+    ),
+    "h100": _description(
+        *("NVIDIA H100 80GB HBM3", "major: 9 feature_extension: ACCELERATED_FEATURES"),
+        memory_bandwidth=3352320000000,
+        device_memory_size=84942979072,
+        **_HOPPER,
+    ),
+    "h200": _description(
+        *("NVIDIA H200", "major: 9 feature_extension: ACCELERATED_FEATURES"),
+        memory_bandwidth=4800000000000,
+        device_memory_size=151397597184,
+        **_HOPPER,
+    ),
+    "b200": _description(
+        *("NVIDIA B200", "major: 10 feature_extension: ACCELERATED_FEATURES"),
+        core_count=148,
+        fpus_per_core=128,
+        clock_rate_ghz=1.965,
+        memory_bandwidth=7672320000000,
+        device_memory_size=191514411008,
+        l2_cache_size=132644864,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_core=233472,
+        threads_per_core_limit=2048,
+    ),
+}
