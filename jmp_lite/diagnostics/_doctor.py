@@ -53,8 +53,9 @@ class Diagnosis(Shown):
 
     Examples:
         >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
-        >>> diagnosis.nonfinite.cause.operation, diagnosis.skipped["roofline"]
-        ('log', 'No device was given.')
+        Examples:
+            >>> diagnosis.nonfinite.cause.operation, diagnosis.skipped["roofline"]
+            ('log', 'No device was given.')
 
     Guide: docs/diagnosis.md.
     """
@@ -135,10 +136,11 @@ def doctor(
 
     Examples:
         >>> w, x = {"a": jnp.ones((8, 4))}, jnp.ones((2, 8))
-        >>> diagnosis = doctor(lambda w, x: jnp.mean(x @ w["a"]) * 1e-9)(w, x)
-        >>> print(diagnosis.findings[0])  # doctest: +ELLIPSIS
-        [accuracy] 100.00% of the gradients that are not zero become zero in float16 at the loss scale 2**0.
-        ...
+        Examples:
+            >>> diagnosis = doctor(lambda w, x: jnp.mean(x @ w["a"]) * 1e-9)(w, x)
+            >>> print(diagnosis.findings[0])  # doctest: +ELLIPSIS
+            [accuracy] 100.00% of the gradients that are not zero become zero in float16 at the loss scale 2**0.
+            ...
 
     Guide: docs/diagnosis.md.
     """

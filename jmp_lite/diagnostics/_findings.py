@@ -34,8 +34,9 @@ class Finding:
 
     Examples:
         >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
-        >>> diagnosis.findings[0].what
-        'inf from log near w, forward pass'
+        Examples:
+            >>> diagnosis.findings[0].what
+            'inf from log near w, forward pass'
 
     Guide: docs/diagnosis.md.
     """

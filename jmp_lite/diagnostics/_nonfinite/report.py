@@ -34,8 +34,9 @@ class Nonfinite:
 
     Examples:
         >>> report = find_nonfinite(lambda w, x: jnp.sum(w / x))(jnp.ones(4), jnp.arange(4.0))
-        >>> report.cause.what, report.cause.operation, report.cause.operand_ranges
-        ('inf', 'div', ((1.0, 1.0), (0.0, 3.0)))
+        Examples:
+            >>> report.cause.what, report.cause.operation, report.cause.operand_ranges
+            ('inf', 'div', ((1.0, 1.0), (0.0, 3.0)))
 
     Guide: docs/diagnosis.md.
     """
@@ -128,8 +129,9 @@ class NonfiniteReport(Shown):
         >>> report = find_nonfinite(lambda w: jnp.sum(w["head"]) * 1e3, loss_scale=2.0**120)(
         ...     {"head": jnp.ones(2)}
         ... )
-        >>> report.is_finite, report.gradients, report.fitting_scale == 2.0**118
-        (False, ('head',), True)
+        Examples:
+            >>> report.is_finite, report.gradients, report.fitting_scale == 2.0**118
+            (False, ('head',), True)
 
     Guide: docs/diagnosis.md.
     """

@@ -33,9 +33,10 @@ class Product:
 
     Examples:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
-        >>> product = program.products[0]
-        >>> product.kind, product.arithmetic, product.flops, product.on_tensor_cores
-        ('gemm', 'f32', 1024, False)
+        Examples:
+            >>> product = program.products[0]
+            >>> product.kind, product.arithmetic, product.flops, product.on_tensor_cores
+            ('gemm', 'f32', 1024, False)
 
     Guide: docs/diagnosis.md.
     """

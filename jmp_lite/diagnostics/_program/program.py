@@ -35,10 +35,11 @@ class Collective:
 
     Examples:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        >>> x = jax.device_put(jnp.ones((64, 4)), jax.NamedSharding(mesh, jax.P("data")))
-        >>> program = read_program(jax.jit(lambda x: x.sum(0)).lower(x).compile())
-        >>> [(collective.kind, collective.dtypes, collective.size) for collective in program.collectives]
-        [('all-reduce', ('f32',), 16)]
+        Examples:
+            >>> x = jax.device_put(jnp.ones((64, 4)), jax.NamedSharding(mesh, jax.P("data")))
+            >>> program = read_program(jax.jit(lambda x: x.sum(0)).lower(x).compile())
+            >>> [(collective.kind, collective.dtypes, collective.size) for collective in program.collectives]
+            [('all-reduce', ('f32',), 16)]
 
     Guide: docs/diagnosis.md.
     """
@@ -75,8 +76,9 @@ class Launch:
 
     Examples:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
-        >>> [(launch.flops, launch.bytes_moved, launch.times) for launch in program.launches]
-        [(1024, 512, 1)]
+        Examples:
+            >>> [(launch.flops, launch.bytes_moved, launch.times) for launch in program.launches]
+            [(1024, 512, 1)]
 
     Guide: docs/diagnosis.md.
     """
@@ -112,8 +114,9 @@ class Program(Shown):
 
     Examples:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
-        >>> program.argument_bytes, program.output_bytes, program.conditionals, program.host_syncs
-        (256, 256, 0, ())
+        Examples:
+            >>> program.argument_bytes, program.output_bytes, program.conditionals, program.host_syncs
+            (256, 256, 0, ())
 
     Guide: docs/diagnosis.md.
     """
@@ -160,9 +163,10 @@ def read_program(compiled: Any) -> Program:
 
     Examples:
         >>> x = jnp.ones((8, 8), jnp.bfloat16)
-        >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
-        >>> [(product.kind, product.flops) for product in program.products]
-        [('gemm', 1024)]
+        Examples:
+            >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
+            >>> [(product.kind, product.flops) for product in program.products]
+            [('gemm', 1024)]
 
     Guide: docs/diagnosis.md.
     """
