@@ -81,11 +81,10 @@ class Policy(Shown):
 
     Examples:
         >>> policy = jmp.Policy("float32", jnp.float16, "float32")
-        Examples:
-            >>> str(policy)
-            'p=full,c=f16,o=full'
-            >>> policy == jmp.get_policy("params=float32, compute=float16, output=float32")
-            True
+        >>> str(policy)
+        'p=full,c=f16,o=full'
+        >>> policy == jmp.get_policy("params=float32, compute=float16, output=float32")
+        True
 
     Guide: docs/policies.md.
     """
@@ -122,10 +121,9 @@ class Policy(Shown):
 
         Examples:
             >>> policy = jmp.get_policy("c=bf16").with_rules({"head": "float32"})
-            Examples:
-                >>> params = {"body": jnp.ones(2), "head": jnp.ones(2)}
-                >>> jax.tree.map(lambda x: x.dtype.name, policy.cast_to_compute(params))
-                {'body': 'bfloat16', 'head': 'float32'}
+            >>> params = {"body": jnp.ones(2), "head": jnp.ones(2)}
+            >>> jax.tree.map(lambda x: x.dtype.name, policy.cast_to_compute(params))
+            {'body': 'bfloat16', 'head': 'float32'}
         """
         return self._cast(x, "compute_dtype")
 
@@ -164,9 +162,8 @@ class Policy(Shown):
 
         Examples:
             >>> policy = jmp.get_policy("c=f16").with_rules({"head": "float32"})
-            Examples:
-                >>> policy.at("head/kernel").compute_dtype is jnp.float32
-                True
+            >>> policy.at("head/kernel").compute_dtype is jnp.float32
+            True
         """
         return self._at_any([name])
 
@@ -179,11 +176,10 @@ class Policy(Shown):
 
         Examples:
             >>> policy = jmp.get_policy("c=f16").with_rules({"haed": "float32"})
-            Examples:
-                >>> policy.check_rules({"head": {"kernel": jnp.ones(2)}})  # doctest: +ELLIPSIS
-                Traceback (most recent call last):
-                ...
-                ValueError: The rule 'haed -> ...' matches no parameter. Nearest: 'head', 'head/kernel'.
+            >>> policy.check_rules({"head": {"kernel": jnp.ones(2)}})  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            ...
+            ValueError: The rule 'haed -> ...' matches no parameter. Nearest: 'head', 'head/kernel'.
         """
         names = leaf_names(params)
         for rule in self.rules:

@@ -77,11 +77,10 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
 
     Examples:
         >>> policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
-        Examples:
-            >>> model = jmp_lite.linen.with_policy(nn.Dense(3), policy)
-            >>> variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
-            >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 2))).dtype
-            (dtype('float32'), dtype('float32'))
+        >>> model = jmp_lite.linen.with_policy(nn.Dense(3), policy)
+        >>> variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
+        >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 2))).dtype
+        (dtype('float32'), dtype('float32'))
 
     Guide: docs/flax.md.
     """
@@ -106,9 +105,8 @@ class WithPolicy(nn.Module):
 
     Examples:
         >>> model = jmp_lite.linen.with_policy(nn.Dense(3), jmp.get_policy("mixed_bfloat16"))
-        Examples:
-            >>> model.policy, model.features
-            (get_policy('p=full,c=bf16,o=full'), 3)
+        >>> model.policy, model.features
+        (get_policy('p=full,c=bf16,o=full'), 3)
 
     Guide: docs/flax.md.
     """

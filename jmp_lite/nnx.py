@@ -100,11 +100,10 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
 
     Examples:
         >>> plain = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-        Examples:
-            >>> policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
-            >>> model = jmp_lite.nnx.with_policy(plain, policy)
-            >>> model.kernel[...].dtype, model.dtype, model(jnp.ones((1, 2))).dtype
-            (dtype('float32'), dtype(bfloat16), dtype('float32'))
+        >>> policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+        >>> model = jmp_lite.nnx.with_policy(plain, policy)
+        >>> model.kernel[...].dtype, model.dtype, model(jnp.ones((1, 2))).dtype
+        (dtype('float32'), dtype(bfloat16), dtype('float32'))
 
     Guide: docs/flax.md.
     """

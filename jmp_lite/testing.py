@@ -53,10 +53,9 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
         >>> def loss(w, x):
         ...     with jax.named_scope("head"):
         ...         return jnp.mean(x @ w)
-        Examples:
-            >>> half_loss = jmp.autocast(loss, jnp.bfloat16)
-            >>> w, x = jnp.ones((4, 8)), jnp.ones((2, 4))
-            >>> assert_precision(jax.grad(half_loss), {"**/head": "bfloat16"})(w, x)
+        >>> half_loss = jmp.autocast(loss, jnp.bfloat16)
+        >>> w, x = jnp.ones((4, 8)), jnp.ones((2, 4))
+        >>> assert_precision(jax.grad(half_loss), {"**/head": "bfloat16"})(w, x)
 
     Guide: docs/testing.md.
     """
@@ -198,16 +197,15 @@ def assert_skips_nonfinite(
 
     Examples:
         >>> tx = jmp.with_loss_scale(optax.sgd(0.1))
-        Examples:
-            >>> @jax.jit
-            ... def train_step(state, x):
-            ...     params, opt_state = state
-            ...     loss_fn = lambda params, x: jnp.mean((x @ params) ** 2)
-            ...     loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, x)
-            ...     updates, opt_state = tx.update(grads, opt_state, params)
-            ...     return (optax.apply_updates(params, updates), opt_state), loss
-            >>> params = jnp.ones((4, 2))
-            >>> assert_skips_nonfinite(train_step, (params, tx.init(params)), jnp.ones((8, 4)))
+        >>> @jax.jit
+        ... def train_step(state, x):
+        ...     params, opt_state = state
+        ...     loss_fn = lambda params, x: jnp.mean((x @ params) ** 2)
+        ...     loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, x)
+        ...     updates, opt_state = tx.update(grads, opt_state, params)
+        ...     return (optax.apply_updates(params, updates), opt_state), loss
+        >>> params = jnp.ones((4, 2))
+        >>> assert_skips_nonfinite(train_step, (params, tx.init(params)), jnp.ones((8, 4)))
 
     Guide: docs/testing.md.
     """

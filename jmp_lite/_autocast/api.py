@@ -132,22 +132,20 @@ def autocast(
     Examples:
         >>> def loss(w, x):
         ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
-        Examples:
-            >>> w, x = jnp.ones((4, 8)), jnp.ones((2, 4))
-            >>> jax.jit(jax.grad(jmp.autocast(loss, jnp.float16)))(w, x).dtype
-            dtype('float32')
-            >>> print(jmp.explain(jmp.autocast(loss, jnp.float16))(w, x).operations[0])  # doctest: +ELLIPSIS
-            allow     dot_general          float16[2,4] float16[4,8] -> float16[2,8]
-                dot_general is on the allow list; /; ...
+        >>> w, x = jnp.ones((4, 8)), jnp.ones((2, 4))
+        >>> jax.jit(jax.grad(jmp.autocast(loss, jnp.float16)))(w, x).dtype
+        dtype('float32')
+        >>> print(jmp.explain(jmp.autocast(loss, jnp.float16))(w, x).operations[0])  # doctest: +ELLIPSIS
+        allow     dot_general          float16[2,4] float16[4,8] -> float16[2,8]
+            dot_general is on the allow list; /; ...
 
         As a decorator:
 
-        Examples:
-            >>> @jmp.autocast(dtype="float16", deny=["tanh"])
-            ... def apply(w, x):
-            ...     return jnp.tanh(x @ w)
-            >>> apply(w, x).dtype
-            dtype('float32')
+        >>> @jmp.autocast(dtype="float16", deny=["tanh"])
+        ... def apply(w, x):
+        ...     return jnp.tanh(x @ w)
+        >>> apply(w, x).dtype
+        dtype('float32')
 
     Source: PyTorch's autocast (https://pytorch.org/docs/stable/amp.html), for its lists and its meaning.
 
@@ -288,11 +286,10 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
 
     Examples:
         >>> head = jmp.full_precision(lambda w, h: h @ w)
-        Examples:
-            >>> x = jnp.ones((2, 2))
-            >>> report = jmp.explain(jmp.autocast(lambda x: head(x, x @ x)))(x)
-            >>> [operation.inputs[0] for operation in report.operations]
-            ['bfloat16[2,2]', 'float32[2,2]']
+        >>> x = jnp.ones((2, 2))
+        >>> report = jmp.explain(jmp.autocast(lambda x: head(x, x @ x)))(x)
+        >>> [operation.inputs[0] for operation in report.operations]
+        ['bfloat16[2,2]', 'float32[2,2]']
 
     Source: torch's `autocast(enabled=False)`.
 
@@ -318,10 +315,9 @@ def keep_float32(x: T) -> T:
 
     Examples:
         >>> fun = jmp.autocast(lambda x: jnp.tanh(jmp.keep_float32(x @ x)) @ x)
-        Examples:
-            >>> report = jmp.explain(fun)(jnp.ones((2, 2)))
-            >>> [(operation.name, operation.inputs[0]) for operation in report.operations][1:3]
-            [('name', 'float32[2,2]'), ('tanh', 'float32[2,2]')]
+        >>> report = jmp.explain(fun)(jnp.ones((2, 2)))
+        >>> [(operation.name, operation.inputs[0]) for operation in report.operations][1:3]
+        [('name', 'float32[2,2]'), ('tanh', 'float32[2,2]')]
 
     Guide: docs/autocast.md.
     """

@@ -81,10 +81,9 @@ def cast_state(
 
     Examples:
         >>> tx = jmp.cast_state(optax.adam(1e-3), "bfloat16", keep_float32="nu")
-        Examples:
-            >>> state = tx.init({"w": jnp.ones(2)}).inner_state[0]
-            >>> state.mu["w"].dtype.name, state.nu["w"].dtype.name, state.count.dtype.name
-            ('bfloat16', 'float32', 'int32')
+        >>> state = tx.init({"w": jnp.ones(2)}).inner_state[0]
+        >>> state.mu["w"].dtype.name, state.nu["w"].dtype.name, state.count.dtype.name
+        ('bfloat16', 'float32', 'int32')
 
     Guide: docs/memory.md.
     """

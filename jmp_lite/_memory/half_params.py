@@ -71,14 +71,13 @@ def with_master_weights(
 
     Examples:
         >>> params = jnp.ones((), jnp.float16)
-        Examples:
-            >>> tx = jmp.with_master_weights(optax.sgd(1.0))
-            >>> state = tx.init(params)
-            >>> for _ in range(3):
-            ...     updates, state = tx.update(jnp.float32(2**-12), state, params)
-            ...     params = optax.apply_updates(params, updates)
-            >>> 1 - params, 1 - state.masters  # 3 * 2**-12, rounded to 2**-10; without masters it would be 0.
-            (Array(0.000977, dtype=float16), Array(0.00073242, dtype=float32))
+        >>> tx = jmp.with_master_weights(optax.sgd(1.0))
+        >>> state = tx.init(params)
+        >>> for _ in range(3):
+        ...     updates, state = tx.update(jnp.float32(2**-12), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> 1 - params, 1 - state.masters  # 3 * 2**-12, rounded to 2**-10; without masters it would be 0.
+        (Array(0.000977, dtype=float16), Array(0.00073242, dtype=float32))
 
     Guide: docs/memory.md.
     """
@@ -157,12 +156,11 @@ def with_stochastic_rounding(
 
     Examples:
         >>> params = jnp.ones(4000, jnp.bfloat16)
-        Examples:
-            >>> tx = jmp.with_stochastic_rounding(optax.sgd(1.0))
-            >>> updates, state = tx.update(jnp.full(4000, 2**-12), tx.init(params), params)
-            >>> params = optax.apply_updates(params, updates)
-            >>> params.dtype.name, round(float(jnp.mean(params < 1)), 2)  # 1 / 16 of them.
-            ('bfloat16', 0.06)
+        >>> tx = jmp.with_stochastic_rounding(optax.sgd(1.0))
+        >>> updates, state = tx.update(jnp.full(4000, 2**-12), tx.init(params), params)
+        >>> params = optax.apply_updates(params, updates)
+        >>> params.dtype.name, round(float(jnp.mean(params < 1)), 2)  # 1 / 16 of them.
+        ('bfloat16', 0.06)
 
     Guide: docs/memory.md.
     """

@@ -36,11 +36,10 @@ def master_params(opt_state: Any, params: T) -> T:
 
     Examples:
         >>> params = {"w": jnp.ones((), jnp.float16)}
-        Examples:
-            >>> tx = jmp.with_master_weights(optax.sgd(2**-12))
-            >>> updates, opt_state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
-            >>> jmp.master_params(opt_state, optax.apply_updates(params, updates))
-            {'w': Array(0.99975586, dtype=float32)}
+        >>> tx = jmp.with_master_weights(optax.sgd(2**-12))
+        >>> updates, opt_state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
+        >>> jmp.master_params(opt_state, optax.apply_updates(params, updates))
+        {'w': Array(0.99975586, dtype=float32)}
 
     Guide: docs/memory.md.
     """
@@ -77,11 +76,10 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
 
     Examples:
         >>> params = {"w": jnp.zeros((), jnp.float16)}
-        Examples:
-            >>> opt_state = jmp.with_master_weights(optax.sgd(1.0)).init(params)
-            >>> params, opt_state = jmp.set_master_params(opt_state, params, {"w": 0.1})
-            >>> params, opt_state.masters
-            ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
+        >>> opt_state = jmp.with_master_weights(optax.sgd(1.0)).init(params)
+        >>> params, opt_state = jmp.set_master_params(opt_state, params, {"w": 0.1})
+        >>> params, opt_state.masters
+        ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
 
     Guide: docs/memory.md.
     """

@@ -54,10 +54,9 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
 
     Examples:
         >>> x = jnp.full(4000, 1 + 2**-9)  # A quarter of the way from 1 to 1 + 2**-7.
-        Examples:
-            >>> rounded = jmp.stochastic_round(x, "bfloat16", jax.random.key(0))
-            >>> jnp.unique(rounded).tolist(), round(float(jnp.mean(rounded > 1)), 1)
-            ([1.0, 1.0078125], 0.2)
+        >>> rounded = jmp.stochastic_round(x, "bfloat16", jax.random.key(0))
+        >>> jnp.unique(rounded).tolist(), round(float(jnp.mean(rounded > 1)), 1)
+        ([1.0, 1.0078125], 0.2)
 
     Guide: docs/memory.md.
     """

@@ -47,9 +47,8 @@ def value_and_grad(
 
     Examples:
         >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
-        Examples:
-            >>> jmp.value_and_grad(loss_fn, jmp.DynamicLossScale(1024.0))(jnp.float16(2), jnp.float16(3))
-            (Array(6., dtype=float32), Array(3., dtype=float32))
+        >>> jmp.value_and_grad(loss_fn, jmp.DynamicLossScale(1024.0))(jnp.float16(2), jnp.float16(3))
+        (Array(6., dtype=float32), Array(3., dtype=float32))
 
     Guide: docs/loss-scaling.md.
     """

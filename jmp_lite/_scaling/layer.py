@@ -51,11 +51,10 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
 
     Examples:
         >>> w, x = jnp.full((4, 4), 0.5), jnp.ones((2, 4))
-        Examples:
-            >>> half = lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
-            >>> loss = lambda layer: lambda w: jnp.sum(layer(w, x)) * 2.0**-40
-            >>> print(jax.grad(loss(half))(w)[0, 0], jax.grad(loss(jmp.scale_layer(half)))(w)[0, 0] * 2.0**40)
-            0.0 2.0
+        >>> half = lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+        >>> loss = lambda layer: lambda w: jnp.sum(layer(w, x)) * 2.0**-40
+        >>> print(jax.grad(loss(half))(w)[0, 0], jax.grad(loss(jmp.scale_layer(half)))(w)[0, 0] * 2.0**40)
+        0.0 2.0
 
     Guide: docs/loss-scaling.md.
     """

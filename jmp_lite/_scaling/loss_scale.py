@@ -163,9 +163,8 @@ class StaticLossScale(_Scaling):
 
     Examples:
         >>> scale = jmp.StaticLossScale(1024)
-        Examples:
-            >>> scale.unscale(scale.scale(jnp.float16(3)))
-            Array(3., dtype=float32)
+        >>> scale.unscale(scale.scale(jnp.float16(3)))
+        Array(3., dtype=float32)
 
     Guide: docs/loss-scaling.md.
     """
@@ -218,10 +217,9 @@ class DynamicLossScale(_Scaling):
 
     Examples:
         >>> scale = jmp.DynamicLossScale(1024.0, period=2)
-        Examples:
-            >>> scale = scale.adjust(jnp.bool_(True)).adjust(jnp.bool_(True))
-            >>> float(scale.loss_scale), float(scale.adjust(jnp.bool_(False)).loss_scale)
-            (2048.0, 1024.0)
+        >>> scale = scale.adjust(jnp.bool_(True)).adjust(jnp.bool_(True))
+        >>> float(scale.loss_scale), float(scale.adjust(jnp.bool_(False)).loss_scale)
+        (2048.0, 1024.0)
 
     Guide: docs/loss-scaling.md.
     """

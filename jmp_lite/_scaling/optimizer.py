@@ -29,9 +29,8 @@ def unscale() -> optax.GradientTransformationExtraArgs:
 
     Examples:
         >>> tx = jmp.unscale()
-        Examples:
-            >>> tx.update(jnp.float16(8), tx.init(jnp.float16(0)), loss_scale=jmp.StaticLossScale(4))[0]
-            Array(2., dtype=float32)
+        >>> tx.update(jnp.float16(8), tx.init(jnp.float16(0)), loss_scale=jmp.StaticLossScale(4))[0]
+        Array(2., dtype=float32)
 
     Guide: docs/loss-scaling.md.
     """
@@ -100,11 +99,10 @@ def skip_nonfinite(
 
     Examples:
         >>> tx = jmp.skip_nonfinite(optax.sgd(1.0))
-        Examples:
-            >>> params = jnp.float32(1)
-            >>> updates, opt_state = tx.update(jnp.float32(jnp.inf), tx.init(params), params)
-            >>> optax.apply_updates(params, updates), jmp.metrics(opt_state)["skipped_steps"]
-            (Array(1., dtype=float32), Array(1, dtype=int32))
+        >>> params = jnp.float32(1)
+        >>> updates, opt_state = tx.update(jnp.float32(jnp.inf), tx.init(params), params)
+        >>> optax.apply_updates(params, updates), jmp.metrics(opt_state)["skipped_steps"]
+        (Array(1., dtype=float32), Array(1, dtype=int32))
 
     Guide: docs/loss-scaling.md.
     """
@@ -142,11 +140,10 @@ def with_loss_scale(
 
     Examples:
         >>> tx = jmp.with_loss_scale(optax.adamw(3e-4))
-        Examples:
-            >>> params = jnp.ones(2)
-            >>> updates, opt_state = tx.update(jnp.full(2, jnp.nan), tx.init(params), params)
-            >>> float(jmp.get_loss_scale(opt_state).loss_scale)
-            16384.0
+        >>> params = jnp.ones(2)
+        >>> updates, opt_state = tx.update(jnp.full(2, jnp.nan), tx.init(params), params)
+        >>> float(jmp.get_loss_scale(opt_state).loss_scale)
+        16384.0
 
     Guide: docs/loss-scaling.md.
     """

@@ -60,14 +60,13 @@ def resume(
 
     Examples:
         >>> params = {"w": jnp.ones(2)}
-        Examples:
-            >>> adam = optax.adam(1e-3)
-            >>> _, old_state = adam.update(params, adam.init(params))
-            >>> tx = jmp.with_loss_scale(jmp.cast_state(adam, keep_float32="nu"))
-            >>> opt_state = jmp.resume(tx, params, old_state)
-            >>> moments = opt_state.inner_state.inner_state[0]
-            >>> int(moments.count), moments.mu["w"].dtype.name, moments.nu["w"].dtype.name
-            (1, 'bfloat16', 'float32')
+        >>> adam = optax.adam(1e-3)
+        >>> _, old_state = adam.update(params, adam.init(params))
+        >>> tx = jmp.with_loss_scale(jmp.cast_state(adam, keep_float32="nu"))
+        >>> opt_state = jmp.resume(tx, params, old_state)
+        >>> moments = opt_state.inner_state.inner_state[0]
+        >>> int(moments.count), moments.mu["w"].dtype.name, moments.nu["w"].dtype.name
+        (1, 'bfloat16', 'float32')
 
     Guide: docs/loss-scaling.md.
     """

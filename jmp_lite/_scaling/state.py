@@ -51,9 +51,8 @@ class SkipNonfiniteState:
 
     Examples:
         >>> state = jmp.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)})
-        Examples:
-            >>> state.leaf_names.paths, state.leaf_finite, state.counts
-            (('w',), Array([ True], dtype=bool), Array([0, 0, 0], dtype=int32))
+        >>> state.leaf_names.paths, state.leaf_finite, state.counts
+        (('w',), Array([ True], dtype=bool), Array([0, 0, 0], dtype=int32))
 
     Guide: docs/loss-scaling.md.
     """
@@ -93,9 +92,8 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
 
     Examples:
         >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
-        Examples:
-            >>> float(jmp.get_loss_scale(opt_state).loss_scale)
-            32768.0
+        >>> float(jmp.get_loss_scale(opt_state).loss_scale)
+        32768.0
 
     Guide: docs/loss-scaling.md.
     """
@@ -118,9 +116,8 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
 
     Examples:
         >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
-        Examples:
-            >>> bool(jmp.grads_finite(opt_state))
-            True
+        >>> bool(jmp.grads_finite(opt_state))
+        True
 
     Guide: docs/loss-scaling.md.
     """
@@ -149,9 +146,8 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
 
     Examples:
         >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
-        Examples:
-            >>> {key: value.item() for key, value in jmp.metrics(opt_state).items()}
-            {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skipped_steps': 0}
+        >>> {key: value.item() for key, value in jmp.metrics(opt_state).items()}
+        {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skipped_steps': 0}
 
     Guide: docs/loss-scaling.md.
     """

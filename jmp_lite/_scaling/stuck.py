@@ -44,14 +44,13 @@ def raise_if_stuck(
 
     Examples:
         >>> tx = jmp.with_loss_scale(optax.adamw(3e-4))
-        Examples:
-            >>> params = {"head": jnp.ones(2)}
-            >>> _, opt_state = tx.update({"head": jnp.full(2, jnp.nan)}, tx.init(params), params)
-            >>> jmp.raise_if_stuck(opt_state)  # One skipped step is no fault.
-            >>> jmp.raise_if_stuck(opt_state, max_consecutive_skips=1)  # doctest: +ELLIPSIS
-            Traceback (most recent call last):
-            ...
-            FloatingPointError: The last 1 steps were skipped: inf or NaN in the gradients of ...
+        >>> params = {"head": jnp.ones(2)}
+        >>> _, opt_state = tx.update({"head": jnp.full(2, jnp.nan)}, tx.init(params), params)
+        >>> jmp.raise_if_stuck(opt_state)  # One skipped step is no fault.
+        >>> jmp.raise_if_stuck(opt_state, max_consecutive_skips=1)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        FloatingPointError: The last 1 steps were skipped: inf or NaN in the gradients of ...
 
     Guide: docs/loss-scaling.md.
     """
@@ -109,11 +108,10 @@ def describe(finite: dict[str, bool], most: int = 6) -> str:
 
     Examples:
         >>> finite = {"a/bias": False, "a/kernel": False, "b/bias": False, "b/kernel": True}
-        Examples:
-            >>> describe(finite)
-            '3 of 4 parameters, all but b/kernel'
-            >>> describe({**finite, "b/bias": True})
-            '2 of 4 parameters: a'
+        >>> describe(finite)
+        '3 of 4 parameters, all but b/kernel'
+        >>> describe({**finite, "b/bias": True})
+        '2 of 4 parameters: a'
     """
     bad, good = ([name for name in finite if finite[name] is flag] for flag in (False, True))
     if not good:

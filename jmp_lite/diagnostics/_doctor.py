@@ -53,9 +53,8 @@ class Diagnosis(Shown):
 
     Examples:
         >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
-        Examples:
-            >>> diagnosis.nonfinite.cause.operation, diagnosis.skipped["roofline"]
-            ('log', 'No device was given.')
+        >>> diagnosis.nonfinite.cause.operation, diagnosis.skipped["roofline"]
+        ('log', 'No device was given.')
 
     Guide: docs/diagnosis.md.
     """
@@ -136,11 +135,10 @@ def doctor(
 
     Examples:
         >>> w, x = {"a": jnp.ones((8, 4))}, jnp.ones((2, 8))
-        Examples:
-            >>> diagnosis = doctor(lambda w, x: jnp.mean(x @ w["a"]) * 1e-9)(w, x)
-            >>> print(diagnosis.findings[0])  # doctest: +ELLIPSIS
-            [accuracy] 100.00% of the gradients that are not zero become zero in float16 at the loss scale 2**0.
-            ...
+        >>> diagnosis = doctor(lambda w, x: jnp.mean(x @ w["a"]) * 1e-9)(w, x)
+        >>> print(diagnosis.findings[0])  # doctest: +ELLIPSIS
+        [accuracy] 100.00% of the gradients that are not zero become zero in float16 at the loss scale 2**0.
+        ...
 
     Guide: docs/diagnosis.md.
     """

@@ -34,9 +34,8 @@ class Finding:
 
     Examples:
         >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
-        Examples:
-            >>> diagnosis.findings[0].what
-            'inf from log near w, forward pass'
+        >>> diagnosis.findings[0].what
+        'inf from log near w, forward pass'
 
     Guide: docs/diagnosis.md.
     """

@@ -34,11 +34,10 @@ class Report(Shown):
 
     Examples:
         >>> report = jmp.explain(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
-        Examples:
-            >>> report
-            Report(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
-            >>> report.tensor_core_share, report.in_float32(), [*report.by_module()]
-            (1.0, (), [''])
+        >>> report
+        Report(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
+        >>> report.tensor_core_share, report.in_float32(), [*report.by_module()]
+        (1.0, (), [''])
 
     Guide: docs/autocast.md.
     """
@@ -139,12 +138,11 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
 
     Examples:
         >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
-        Examples:
-            >>> report = jmp.explain(jmp.autocast(lambda w, x: jnp.exp(x @ w)))(w, x)
-            >>> print(report.summary())
-            1 of 2 operations in bfloat16, 3 casts, 94.1% of FLOPs on Tensor Cores
-            >>> [(operation.name, operation.reason) for operation in report.operations]
-            [('dot_general', 'dot_general is on the allow list'), ('exp', 'exp is on the deny list')]
+        >>> report = jmp.explain(jmp.autocast(lambda w, x: jnp.exp(x @ w)))(w, x)
+        >>> print(report.summary())
+        1 of 2 operations in bfloat16, 3 casts, 94.1% of FLOPs on Tensor Cores
+        >>> [(operation.name, operation.reason) for operation in report.operations]
+        [('dot_general', 'dot_general is on the allow list'), ('exp', 'exp is on the deny list')]
 
     Guide: docs/autocast.md.
     """

@@ -71,13 +71,12 @@ def find_nonfinite(
 
     Examples:
         >>> w, x = jnp.ones(4), jnp.arange(4.0)
-        Examples:
-            >>> report = find_nonfinite(lambda w, x: jnp.sum(w / x))(w, x)
-            >>> report.first_inf.operation, report.first_inf.operand_ranges[1], report.loss
-            ('div', (0.0, 3.0), inf)
-            >>> step = lambda w, g: w - 0.1 * g / jnp.sqrt(jnp.sum(g * g))
-            >>> print(find_nonfinite(step, transform=None)(w, jnp.zeros(4)).summary())
-            1 of 1 results of the step are not finite (the only one).
+        >>> report = find_nonfinite(lambda w, x: jnp.sum(w / x))(w, x)
+        >>> report.first_inf.operation, report.first_inf.operand_ranges[1], report.loss
+        ('div', (0.0, 3.0), inf)
+        >>> step = lambda w, g: w - 0.1 * g / jnp.sqrt(jnp.sum(g * g))
+        >>> print(find_nonfinite(step, transform=None)(w, jnp.zeros(4)).summary())
+        1 of 1 results of the step are not finite (the only one).
 
     Guide: docs/diagnosis.md.
     """

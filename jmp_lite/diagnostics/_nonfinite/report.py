@@ -34,9 +34,8 @@ class Nonfinite:
 
     Examples:
         >>> report = find_nonfinite(lambda w, x: jnp.sum(w / x))(jnp.ones(4), jnp.arange(4.0))
-        Examples:
-            >>> report.cause.what, report.cause.operation, report.cause.operand_ranges
-            ('inf', 'div', ((1.0, 1.0), (0.0, 3.0)))
+        >>> report.cause.what, report.cause.operation, report.cause.operand_ranges
+        ('inf', 'div', ((1.0, 1.0), (0.0, 3.0)))
 
     Guide: docs/diagnosis.md.
     """
@@ -129,9 +128,8 @@ class NonfiniteReport(Shown):
         >>> report = find_nonfinite(lambda w: jnp.sum(w["head"]) * 1e3, loss_scale=2.0**120)(
         ...     {"head": jnp.ones(2)}
         ... )
-        Examples:
-            >>> report.is_finite, report.gradients, report.fitting_scale == 2.0**118
-            (False, ('head',), True)
+        >>> report.is_finite, report.gradients, report.fitting_scale == 2.0**118
+        (False, ('head',), True)
 
     Guide: docs/diagnosis.md.
     """

@@ -86,10 +86,9 @@ def compare_precision(
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
-        Examples:
-            >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
-            >>> report.modules[0].module, report.modules[0].own.loss, report.rules
-            ('w/b', inf, {'/w/b': 'float32'})
+        >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
+        >>> report.modules[0].module, report.modules[0].own.loss, report.rules
+        ('w/b', inf, {'/w/b': 'float32'})
 
     Guide: docs/diagnosis.md.
     """

@@ -32,10 +32,9 @@ def fewest(
 
     Examples:
         >>> costs = {"head": 8.0, "stem": 4.0, "body": 1.0}
-        Examples:
-            >>> left = lambda kept: sum(cost for name, cost in costs.items() if name not in kept)
-            >>> fewest(list(costs), left, 5.0), fewest(list(costs), left, 20.0), fewest(list(costs), left, -1.0)
-            (('head',), (), None)
+        >>> left = lambda kept: sum(cost for name, cost in costs.items() if name not in kept)
+        >>> fewest(list(costs), left, 5.0), fewest(list(costs), left, 20.0), fewest(list(costs), left, -1.0)
+        (('head',), (), None)
     """
     is_enough = lambda kept: error(kept) <= tolerance
     if not is_enough(modules):

@@ -48,10 +48,9 @@ class ModuleDifference:
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
-        Examples:
-            >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
-            >>> [(row.module, row.pattern, row.own.loss < 1e-3) for row in report.modules]
-            [('w/b', '/w/b', False), ('w/a', '/w/a', True)]
+        >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
+        >>> [(row.module, row.pattern, row.own.loss < 1e-3) for row in report.modules]
+        [('w/b', '/w/b', False), ('w/a', '/w/a', True)]
 
     Guide: docs/diagnosis.md.
     """
@@ -87,10 +86,9 @@ class PrecisionReport(Shown):
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
-        Examples:
-            >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
-            >>> report.is_close, report.half.loss, report.rules, report.with_rules.loss < 1e-3
-            (False, inf, {'/w/b': 'float32'}, True)
+        >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
+        >>> report.is_close, report.half.loss, report.rules, report.with_rules.loss < 1e-3
+        (False, inf, {'/w/b': 'float32'}, True)
 
     Guide: docs/diagnosis.md.
     """

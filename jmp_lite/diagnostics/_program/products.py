@@ -33,10 +33,9 @@ class Product:
 
     Examples:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
-        Examples:
-            >>> product = program.products[0]
-            >>> product.kind, product.arithmetic, product.flops, product.on_tensor_cores
-            ('gemm', 'f32', 1024, False)
+        >>> product = program.products[0]
+        >>> product.kind, product.arithmetic, product.flops, product.on_tensor_cores
+        ('gemm', 'f32', 1024, False)
 
     Guide: docs/diagnosis.md.
     """

@@ -35,11 +35,10 @@ class Collective:
 
     Examples:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        Examples:
-            >>> x = jax.device_put(jnp.ones((64, 4)), jax.NamedSharding(mesh, jax.P("data")))
-            >>> program = read_program(jax.jit(lambda x: x.sum(0)).lower(x).compile())
-            >>> [(collective.kind, collective.dtypes, collective.size) for collective in program.collectives]
-            [('all-reduce', ('f32',), 16)]
+        >>> x = jax.device_put(jnp.ones((64, 4)), jax.NamedSharding(mesh, jax.P("data")))
+        >>> program = read_program(jax.jit(lambda x: x.sum(0)).lower(x).compile())
+        >>> [(collective.kind, collective.dtypes, collective.size) for collective in program.collectives]
+        [('all-reduce', ('f32',), 16)]
 
     Guide: docs/diagnosis.md.
     """
@@ -76,9 +75,8 @@ class Launch:
 
     Examples:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
-        Examples:
-            >>> [(launch.flops, launch.bytes_moved, launch.times) for launch in program.launches]
-            [(1024, 512, 1)]
+        >>> [(launch.flops, launch.bytes_moved, launch.times) for launch in program.launches]
+        [(1024, 512, 1)]
 
     Guide: docs/diagnosis.md.
     """
@@ -114,9 +112,8 @@ class Program(Shown):
 
     Examples:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
-        Examples:
-            >>> program.argument_bytes, program.output_bytes, program.conditionals, program.host_syncs
-            (256, 256, 0, ())
+        >>> program.argument_bytes, program.output_bytes, program.conditionals, program.host_syncs
+        (256, 256, 0, ())
 
     Guide: docs/diagnosis.md.
     """
@@ -163,10 +160,9 @@ def read_program(compiled: Any) -> Program:
 
     Examples:
         >>> x = jnp.ones((8, 8), jnp.bfloat16)
-        Examples:
-            >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
-            >>> [(product.kind, product.flops) for product in program.products]
-            [('gemm', 1024)]
+        >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
+        >>> [(product.kind, product.flops) for product in program.products]
+        [('gemm', 1024)]
 
     Guide: docs/diagnosis.md.
     """

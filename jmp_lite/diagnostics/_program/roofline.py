@@ -66,11 +66,10 @@ class ModuleTime:
 
     Examples:
         >>> w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-        Examples:
-            >>> compiled = jax.jit(lambda w, x: x @ w).lower(w, w).compile()
-            >>> module = roofline(read_program(compiled), "h100").modules[0]
-            >>> module.bound, round(module.intensity)
-            ('arithmetic', 683)
+        >>> compiled = jax.jit(lambda w, x: x @ w).lower(w, w).compile()
+        >>> module = roofline(read_program(compiled), "h100").modules[0]
+        >>> module.bound, round(module.intensity)
+        ('arithmetic', 683)
 
     Guide: docs/diagnosis.md.
     """
@@ -100,11 +99,10 @@ class Roofline(Shown):
 
     Examples:
         >>> w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-        Examples:
-            >>> compiled = jax.jit(lambda w, x: x @ w).lower(w, w).compile()
-            >>> report = roofline(read_program(compiled), "h100")
-            >>> report.device.name, f"{1e3 * report.seconds['float16']:.2f} ms", report.fixed_modules
-            ('H100 SXM', '0.14 ms', ())
+        >>> compiled = jax.jit(lambda w, x: x @ w).lower(w, w).compile()
+        >>> report = roofline(read_program(compiled), "h100")
+        >>> report.device.name, f"{1e3 * report.seconds['float16']:.2f} ms", report.fixed_modules
+        ('H100 SXM', '0.14 ms', ())
 
     Guide: docs/diagnosis.md.
     """
@@ -160,11 +158,10 @@ def roofline(
 
     Examples:
         >>> w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-        Examples:
-            >>> compiled = jax.jit(lambda w, x: x @ w).lower(w, w).compile()
-            >>> report = roofline(read_program(compiled), "h100")
-            >>> round(report.speedup("float16", over="tf32"), 1)
-            2.0
+        >>> compiled = jax.jit(lambda w, x: x @ w).lower(w, w).compile()
+        >>> report = roofline(read_program(compiled), "h100")
+        >>> round(report.speedup("float16", over="tf32"), 1)
+        2.0
 
     Guide: docs/diagnosis.md.
     """

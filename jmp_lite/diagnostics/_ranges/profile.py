@@ -73,10 +73,9 @@ def profile_ranges(
 
     Examples:
         >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
-        Examples:
-            >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(w, x)
-            >>> report.pooled.fates(0).lost, report.static_scale, report.largest_safe_scale == 2.0**44
-            (1.0, 65536.0, True)
+        >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(w, x)
+        >>> report.pooled.fates(0).lost, report.static_scale, report.largest_safe_scale == 2.0**44
+        (1.0, 65536.0, True)
 
     Guide: docs/diagnosis.md.
     """

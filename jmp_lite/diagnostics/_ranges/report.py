@@ -30,9 +30,8 @@ class ModuleRange:
 
     Examples:
         >>> report = profile_ranges(lambda w: jnp.sum(w["head"]) * 2.0**-30)({"head": jnp.ones(4)})
-        Examples:
-            >>> [(row.name, row.direction, row.fates.lost) for row in report.gradients]
-            [('head', 'backward', 1.0)]
+        >>> [(row.name, row.direction, row.fates.lost) for row in report.gradients]
+        [('head', 'backward', 1.0)]
 
     Guide: docs/diagnosis.md.
     """
@@ -70,11 +69,10 @@ class RangeReport(Shown):
 
     Examples:
         >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(jnp.ones((8, 4)), jnp.ones((2, 8)))
-        Examples:
-            >>> report.static_scale, report.without_scale, report.rules
-            (65536.0, (), {})
-            >>> float(report.dynamic_scale.loss_scale) == report.largest_safe_scale == 2.0**44
-            True
+        >>> report.static_scale, report.without_scale, report.rules
+        (65536.0, (), {})
+        >>> float(report.dynamic_scale.loss_scale) == report.largest_safe_scale == 2.0**44
+        True
 
     Guide: docs/diagnosis.md.
     """

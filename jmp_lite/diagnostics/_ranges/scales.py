@@ -33,9 +33,8 @@ class Scales:
 
     Examples:
         >>> report = profile_ranges(lambda w: jnp.sum(w * jnp.array([1.0, 2.0**-30])))(jnp.ones(2))
-        Examples:
-            >>> report.scales.largest_safe, report.scales.suggested, report.scales.fates[6].flushed
-            (15, 6, 0)
+        >>> report.scales.largest_safe, report.scales.suggested, report.scales.fates[6].flushed
+        (15, 6, 0)
 
     Guide: docs/diagnosis.md.
     """
