@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .._jaxpr.bind import bind
-from .._jaxpr.read import Array, Equation, Var, is_float32, open_jaxpr
+from .._jaxpr.read import Array, Equation, Jaxpr, Var, equations, is_float32, is_literal, open_jaxpr
 from .interpreter import Interpreter, Value
 from .planning.demand import Wanted
 from .planning.op import Around
@@ -249,17 +249,34 @@ class TracedRule:
             interpreter.take(value, conversion(state, FIRM)) for value, (_, state) in zip(values, arguments)
         ]
         closed = jax.make_jaxpr(rule)(traced[: len(inputs)], traced[len(inputs) :])
-        beyond = len(open_jaxpr(closed).outvars) - len(states)
+        # A residual that is also a result of the function is the value that the readers of the result read.
+        sources = _sources(closed)
+        first = {source: number for number, source in reversed([*enumerate(sources[: len(states)])])}
+        result_of = [first.get(source) for source in sources[len(states) :]]
         wanted = [Wanted.INDIRECTLY if state.is_half else Wanted.NO for state in states]
+        wanted += [Wanted.NO if number is None else wanted[number] for number in result_of]
         # The scopes around the function are around its rules too.
         scope = self._inside.plan.around.scope
         around = Around(scope) if intermediate is None else Around(scope, True, intermediate)
-        plan = interpreter.planner.plan(
-            closed, [state for _, state in arguments], wanted + [Wanted.NO] * beyond, around
-        )
-        further = plan.results[len(states) :]
+        plan = interpreter.planner.plan(closed, [state for _, state in arguments], wanted, around)
+        further = [
+            state if number is None else states[number]
+            for state, number in zip(plan.results[len(states) :], result_of)
+        ]
         leave = map(conversion, plan.results, (*states, *further))
         return interpreter.take_all(interpreter.run(plan, values), list(leave)), further
+
+
+def _sources(jaxpr: Jaxpr) -> list[Any]:
+    """Returns for each output what identifies its value. A jit gives each result a variable of its own."""
+    identity = lambda var: id(var) if is_literal(var) else var
+    outvars = [identity(var) for var in open_jaxpr(jaxpr).outvars]
+    within: dict[Any, Any] = {}
+    for equation in equations(jaxpr):
+        if equation.primitive.name == "jit" and not set(outvars).isdisjoint(equation.outvars):
+            inner = _sources(equation.params["jaxpr"])
+            within.update((var, (id(equation), source)) for var, source in zip(equation.outvars, inner))
+    return [within.get(var, var) for var in outvars]
 
 
 def _state_of_tangent(array: Array, var: Var) -> State:

@@ -107,6 +107,30 @@ def test_a_rule_with_half_results_of_its_own_takes_a_half_operand(order):
     assert_close(grad(W), jax.grad(loss)(W), "bfloat16", factor=4)
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_a_result_that_its_forward_rule_saves_is_one_half_value(around):
+    """As in flash attention: a product alone reads the result, so the backward rule gets it in half too."""
+
+    @jax.custom_vjp
+    def bell(x):
+        return jnp.exp(-x * x)
+
+    def forward(x):
+        y = jnp.exp(-x * x)
+        return y, (x, y)
+
+    def backward(saved, g):
+        x, y = saved
+        return (-2 * x * y * g,)
+
+    bell.defvjp(around(forward), around(backward))
+    plain = lambda w, x: jnp.sum(bell(x @ w) @ w)
+    loss = jmp.autocast(plain, "float16")
+    saved = jax.tree.leaves(jax.eval_shape(lambda w, x: jax.vjp(loss, w, x)[1], W, X))
+    assert {leaf.dtype.name for leaf in saved if leaf.shape == X.shape} == {"float16"}
+    assert_close(jax.grad(loss)(W, X), jax.grad(plain)(W, X), "float16", 8)
+
+
 def test_gradient_reversal_and_clipping_rules_work():
     @jax.custom_vjp
     def reverse(x):

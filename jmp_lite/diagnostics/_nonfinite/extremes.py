@@ -9,7 +9,7 @@ from jax import lax
 
 from ..._jaxpr.read import Array
 from .._values.sites import Site
-from .._values.tap import EveryValue, TapValue
+from .._values.tap import EveryValue, TapValue, maxima
 
 
 class Extremes(EveryValue):
@@ -30,7 +30,8 @@ class Extremes(EveryValue):
         whole = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[array.dtype.itemsize]
         order = lambda bits: jnp.where(bits < 0, bits ^ jnp.iinfo(whole).max, bits)
         ordered = order(lax.bitcast_convert_type(array, whole))
-        ends = order(jnp.stack([jnp.min(ordered), jnp.max(ordered)]))
+        high, inverted_low = maxima(ordered, ~ordered)
+        ends = order(jnp.stack([~inverted_low, high]))
         return lax.bitcast_convert_type(ends, array.dtype).astype(_wide(array.dtype))
 
     def empty(self, dtype: Any) -> Array:

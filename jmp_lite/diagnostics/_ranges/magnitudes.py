@@ -19,7 +19,7 @@ from jax import lax
 from ..._autocast.planning.plan import Decision
 from ..._jaxpr.read import Array, Equation
 from .._values.sites import Kind, Site
-from .._values.tap import TapValue, casts_down, takes_half
+from .._values.tap import TapValue, casts_down, maxima, takes_half
 
 LOWEST = -149
 """The exponent of the least float32."""
@@ -185,17 +185,17 @@ class Histogram:
             array = jnp.stack([array.real, array.imag])
         # The bits are compared as integers. XLA's CPU backend takes a subnormal float32 for zero, also in
         # comparisons.
-        bits = lax.bitcast_convert_type(jnp.asarray(array, jnp.float32).ravel(), jnp.uint32) & 0x7FFFFFFF
+        bits = lax.bitcast_convert_type(jnp.asarray(array, jnp.float32), jnp.uint32) & 0x7FFFFFFF
         if not bits.size:
             return self.empty(array.dtype)
         finite = bits < 0x7F800000
         index = jnp.where(finite, self._index(bits), jnp.where(bits == 0x7F800000, _INF, _NAN))
         index = jnp.where(bits == 0, _ZERO, index)
-        counts = jnp.zeros(_COUNTS, jnp.uint32).at[index].add(1)
-        largest = jnp.max(jnp.where(finite, bits, 0))
+        counts = jnp.zeros(_COUNTS, jnp.uint32).at[index.ravel()].add(1)
         # The bits of the smallest are inverted: a maximum then joins both extremes, and 0 stands for none.
-        smallest = jnp.max(jnp.where(finite & (bits > 0), ~bits, 0))
-        return jnp.concatenate([counts, jnp.stack([largest, smallest])])
+        none = jnp.uint32(0)
+        extremes = maxima(jnp.where(finite, bits, none), jnp.where(finite & (bits > 0), ~bits, none))
+        return jnp.concatenate([counts, jnp.stack(extremes)])
 
     def _index(self, bits: Array) -> Array:
         """Returns the index of each finite value in the counts."""
