@@ -16,6 +16,8 @@ _NAMES = {
     np.dtype(jnp.float32): ("full", "f32", "float32", "fp32"),
     np.dtype(jnp.float64): ("f64", "float64"),
 }
+FLOAT8_ADVICE = "For large products in fp8 use jmp.autocast(loss_fn, 'float8')."
+"""What an error says where fp8 was asked for, and autocast is what has it."""
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
 
 
@@ -74,7 +76,8 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
     except TypeError:
         allowed = ["half", *_DTYPES]
         if isinstance(spec, str):
-            raise ValueError(f"Unknown dtype '{spec}'. It should be one of {allowed}.") from None
+            advice = f" {FLOAT8_ADVICE}" if "float8" in spec or "fp8" in spec else ""
+            raise ValueError(f"Unknown dtype '{spec}'. It should be one of {allowed}.{advice}") from None
         raise TypeError(f"Expected a dtype or one of {allowed}. Got {spec!r}.") from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(

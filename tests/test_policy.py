@@ -299,3 +299,12 @@ def test_an_unknown_preset_lists_the_presets(name):
     with pytest.raises(ValueError, match="Unknown dtype 'float8'") as error:
         jmp.get_policy("c=float8")
     assert "O1" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["mixed_float8", "fp8-mixed", "c=float8"])
+def test_a_policy_for_fp8_is_answered_with_autocast(name):
+    with pytest.raises(ValueError, match=r"use jmp.autocast\(loss_fn, 'float8'\)"):
+        jmp.get_policy(name)
+    with pytest.raises(ValueError, match="Unknown dtype") as error:
+        jmp.get_policy("mixed_float7")
+    assert "autocast" not in str(error.value)

@@ -1,6 +1,6 @@
 """One block of a transformer in bfloat16 and in fp8, forward and backward, compiled for an H100.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.compiled.float8 --width 2048 4096
+    JAX_PLATFORMS=cpu python -m benchmarks.compiled.float8 --json benchmarks/results/float8.json
 
 The block is that of GPT-2 and reads 8,192 tokens. Both arms are autocast. The table shows the kernels,
 the products in fp8, the bytes that the products and all other kernels move, and an estimate of the time.
@@ -10,9 +10,8 @@ The estimate adds up:
 - the bytes of all other kernels at 85 % of the bandwidth of the memory;
 - two microseconds for each kernel.
 
-These shares are guesses: no GPU has run the programs. With `--flash` the two products of attention are
-left out, and the estimate has the time of a flash attention in place of them: 0.6 ms at width 2048, in
-proportion to the width.
+These shares are guesses: no GPU has run the programs. A row with a flash attention has none of attention's
+products. The estimate has 0.6 ms for the attention at width 2048, in proportion to the width.
 """
 
 import argparse
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 import jmp_lite as jmp
+from benchmarks.device import versions
 from examples.models.attention import attention
 from examples.models.gpt2 import Block
 from jmp_lite.diagnostics import compile_for, mesh_for, read_program
@@ -138,31 +138,53 @@ def measure(width: int, triton: bool, flash: bool, tokens: int = TOKENS, **optio
     return {arm: cost(compile_block(arm, width, triton, flash, tokens, **options), seconds) for arm in ARMS}
 
 
+def table(found: dict[str, Any]) -> list[str]:
+    """Returns the results as lines of a page."""
+    lines = [
+        "| width | attention | kernels | products in fp8 "
+        "| MB in products | MB elsewhere | MB held | estimate |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        bfloat16, fp8 = (Cost(**row[arm]) for arm in ARMS)
+        pair = lambda name, unit, pair=(bfloat16, fp8): " / ".join(
+            f"{getattr(cost, name) / unit:,.0f}" for cost in pair
+        )
+        sizes = " | ".join(pair(f"{name}_bytes", 1e6) for name in ("product", "other", "temporary"))
+        lines.append(
+            f"| {row['width']:,} | {row['attention']} | {pair('kernels', 1)} | {fp8.fp8} of {fp8.products} "
+            f"| {sizes} | {bfloat16.seconds / fp8.seconds:.2f} times |"
+        )
+    versions = ", ".join(f"{library} {version}" for library, version in found["versions"].items())
+    return [*lines, "", f"bfloat16 / fp8. Compiled with {versions}."]
+
+
 def main() -> None:
-    """Prints a table of both arms at some widths, and writes it as JSON."""
+    """Compiles both arms, prints a table and writes the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--width", type=int, nargs="+", default=[2048, 4096])
+    parser.add_argument("--width", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--flash", action="store_true")
     parser.add_argument("--triton", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--json", type=pathlib.Path, help="of a whole run, benchmarks/results/float8.json")
     options = parser.parse_args()
-    rows = []
-    print("width  arm       kernels  fp8 products  MB in products  MB elsewhere  MB temporary   ms  times")
-    for width in options.width:
-        costs = measure(width, options.triton, options.flash, options.tokens)
-        for arm, row in costs.items():
-            times = costs["bfloat16"].seconds / row.seconds
-            rows.append({"width": width, "arm": arm, **dataclasses.asdict(row), "times": times})
-            print(
-                f"{width:5}  {arm:9} {row.kernels:7}  {row.fp8:4} of {row.products:3}  "
-                f"{row.product_bytes / 1e6:14,.0f}  {row.other_bytes / 1e6:12,.0f}  "
-                f"{row.temporary_bytes / 1e6:12,.0f}  {1e3 * row.seconds:6.3f}  {times:.2f}"
-            )
+    rows = [
+        {
+            "width": width,
+            "attention": "flash" if flash else "XLA",
+            **{
+                arm: dataclasses.asdict(row)
+                for arm, row in measure(width, options.triton, flash, options.tokens).items()
+            },
+        }
+        for flash in (False, True)
+        for width in options.width
+    ]
+    found = {"versions": {name: versions()[name] for name in ("jax", "jaxlib")}, "rows": rows}
+    print(*table(found), sep="\n")
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        options.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ import statistics
 
 from PIL import Image
 
-from benchmarks.compiled import loss_scale_cost, memory, predict
+from benchmarks.compiled import float8, loss_scale_cost, memory, predict
 from benchmarks.ported import page as ported
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-NAMES = ("performance", "accuracy", "autocast", "memory", "choosing", "ported-programs")
+NAMES = ("performance", "accuracy", "autocast", "memory", "choosing", "ported-programs", "fp8")
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 
 
@@ -45,6 +45,11 @@ def memory_table(which: str) -> str:
     found = json.loads((RESULTS / "memory.json").read_text())
     versions = ", ".join(f"{library} {version}" for library, version in found["versions"].items())
     return "\n".join([*memory.cost_table(found), "", f"Compiled with {versions}."])
+
+
+def float8_cost() -> str:
+    """Returns the table of a block in bfloat16 and in fp8."""
+    return "\n".join(float8.table(json.loads((RESULTS / "float8.json").read_text())))
 
 
 def convergence() -> str:
@@ -86,7 +91,7 @@ def picture(name: str) -> str:
 
 
 TABLES = {"cost": cost, "models": models, "memory": memory_table, "text": text, "picture": picture}
-TABLES |= {"convergence": convergence, "precisions": precisions}
+TABLES |= {"convergence": convergence, "precisions": precisions, "float8_cost": float8_cost}
 TABLES |= {"ported": ported.table, "ported-diffs": ported.sections, "ported-versions": ported.versions}
 
 

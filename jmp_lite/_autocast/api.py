@@ -101,7 +101,9 @@ def autocast(
             and outputs may hold anything; only `jax.Array`s are traced. Without `fun`, autocast returns a
             decorator.
         dtype: `jnp.bfloat16` or `jnp.float16`, or one of their names. With float32 the function runs as
-            `full_precision` runs it, so that the precision of a program can be one flag.
+            `full_precision` runs it, so that the precision of a program can be one flag. `"float8"` is
+            bfloat16 with large products in fp8, and experimental: docs/fp8.md. There is then no
+            forward-mode derivative (`jax.jvp`).
         allow: operations to run on half operands. An operation is the name of a primitive (`"tanh"`, as
             `jax.make_jaxpr` prints it) or the primitive itself (`jax.lax.tanh_p`). `"-tanh"` takes the
             operation off the list. It then keeps the dtypes with which it was traced.
@@ -111,7 +113,8 @@ def autocast(
             A pattern selects `jax.named_scope`s, Flax Linen modules, names of jitted functions, and the path
             of an argument (the way to name an NNX or Equinox module), with all that lies within; `*` stands
             for part of one name, `**` for several names. Operations that take a selected argument run in
-            float32. The half dtype is an exception within a wider rule. The first that matches wins.
+            float32. The half dtype is an exception within a wider rule. The first that matches wins. Under
+            `float8` a rule may also give bfloat16, or `"float8"`, which selects small products too.
         reduce_dtype: the dtype in which weight gradients leave their products, to be summed over devices:
             float32, or None for the half dtype, which moves half the bytes. The products take half operands
             all the same, and the gradients of activations stay in half. It holds for `dot_general` of a

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._dtypes import FLOAT8_ADVICE
 from .._paths import join
 from .._policy import Policy
 
@@ -71,11 +72,22 @@ def takes_dtype(library: Library, module: Any) -> bool:
 
 
 def check_arguments(function: str, base: str, library: Library, module: Any, policy: Any) -> None:
-    """Raises a TypeError if `function`, a `with_policy`, was not given a module of `base` and a policy."""
+    """Checks that `function`, a `with_policy`, was given a module of `base` and a policy.
+
+    Raises:
+        TypeError: it was not.
+        ValueError: the policy computes in fp8.
+    """
     if not isinstance(module, library.module):
         raise TypeError(f"{function} takes a {base}. Got {type(module).__name__}.")
     if not isinstance(policy, Policy):
         raise TypeError(f"{function} takes a jmp.Policy. Got {policy!r}. See jmp.get_policy.")
+    for dtype in (policy.compute_dtype, *(rule.policy.compute_dtype for rule in policy.rules)):
+        if np.dtype(dtype).itemsize == 1:
+            raise ValueError(
+                f"{function}: the policy computes in {np.dtype(dtype).name}, without the scale for each tensor "
+                f"that fp8 needs. {FLOAT8_ADVICE}"
+            )
 
 
 def check_layer_rules(policy: Policy, path: str, parameters: list[str], module: Any) -> None:

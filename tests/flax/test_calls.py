@@ -175,3 +175,12 @@ def test_wrong_arguments_are_type_errors(library):
     for wrong in ((nn.relu, F16), (model, "float16")):
         with pytest.raises(TypeError, match=r"(linen|nnx)\.with_policy takes"):
             library.with_policy(*wrong)
+
+
+@pytest.mark.parametrize("policy", ["c=float8_e4m3fn", "c=bf16; head -> float8_e5m2"])
+def test_a_policy_in_fp8_is_answered_with_autocast(policy):
+    for model in (nn.Dense(2), nnx.Linear(2, 2, rngs=RNGS)):
+        with pytest.raises(
+            ValueError, match=r"computes in float8_e.m.*use jmp.autocast\(loss_fn, 'float8'\)"
+        ):
+            with_policy(model, jmp.get_policy(policy))

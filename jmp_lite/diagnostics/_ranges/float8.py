@@ -36,11 +36,10 @@ class Float8Range:
         subnormal: how many keep fewer digits, by the name of the fp8 dtype.
 
     Examples:
-        >>> fun = jmp.autocast(lambda w, x: jnp.sum(x @ w), "float8", rules={"**": "float8"})
-        >>> w, x = jnp.ones((32, 16)), jnp.ones((16, 32)).at[0].set(1e-6)
-        >>> (row, _) = profile_ranges(fun)(w, x).float8
-        >>> row.direction, row.dtype, row.values, row.flushed["float8_e4m3fn"], row.lost
-        ('forward', 'float8_e4m3fn', 1024, 32, 0.03125)
+        >>> counts = {"float8_e4m3fn": 3, "float8_e5m2": 1}
+        >>> row = Float8Range("head", "backward", "float8_e5m2", 120, 20, counts, {**counts})
+        >>> row.lost, row.share(row.flushed["float8_e4m3fn"])
+        (0.01, 0.03)
 
     Guide: docs/fp8.md.
     """
