@@ -85,8 +85,8 @@ def check_arguments(function: str, base: str, library: Library, module: Any, pol
     for dtype in (policy.compute_dtype, *(rule.policy.compute_dtype for rule in policy.rules)):
         if np.dtype(dtype).itemsize == 1:
             raise ValueError(
-                f"{function}: the policy computes in {np.dtype(dtype).name}, without the scale for each tensor "
-                f"that fp8 needs. {FLOAT8_ADVICE}"
+                f"{function}: the policy computes in {np.dtype(dtype).name}, and fp8 needs a scale for each "
+                f"tensor. {FLOAT8_ADVICE}"
             )
 
 

@@ -97,7 +97,6 @@ def multiply(
     right: Quantized,
     dtype: Any,
     precision: Any = None,
-    swap: bool = False,
 ) -> Array:
     """Runs a `dot_general` without batch axes on operands in fp8.
 
@@ -107,13 +106,15 @@ def multiply(
         right: its second operand.
         dtype: the dtype of the result.
         precision: `lax.Precision.HIGHEST` for sums in float32; by default cuBLAS may sum with fewer bits.
-        swap: whether to run the product with its operands in the other order. The result is the same.
     """
     (left_sums, right_sums), _ = equation.params["dimension_numbers"]
-    a, b = _sums_last(left.array, left_sums), _sums_last(right.array, right_sums)
     count = len(left_sums)
+    a, b = _sums_last(left.array, left_sums), _sums_last(right.array, right_sums)
     sums = tuple(range(a.ndim - count, a.ndim)), tuple(range(b.ndim - count, b.ndim))
     free = a.ndim - count, b.ndim - count
+    # JAX makes the gradient of a right operand as the product of the cotangent and the left operand, and
+    # transposes it. With the operands in the other order, the two transposes cancel.
+    swap = left.dtype == BACKWARD and not _are_last(left.array, left_sums)
     if swap:
         a, b, sums = b, a, sums[::-1]
     params = {"preferred_element_type": np.dtype(dtype), "precision": precision}
@@ -126,9 +127,13 @@ def multiply(
     return result
 
 
+def _are_last(x: Array, axes: Sequence[int]) -> bool:
+    return tuple(axes) == tuple(range(x.ndim - len(axes), x.ndim))
+
+
 def _sums_last(x: Array, axes: Sequence[int]) -> Array:
     order = (*(axis for axis in range(x.ndim) if axis not in axes), *axes)
-    return x if order == tuple(range(x.ndim)) else lax.transpose(x, order)
+    return x if _are_last(x, axes) else lax.transpose(x, order)
 
 
 def float8_product(
@@ -189,7 +194,7 @@ def _gradient(
     def run(equation: Equation, operands: Sequence[Any]) -> Any:
         if equation.primitive.name == "dot_general":
             left, right = operands
-            return multiply(equation, left, right, dtype, lax.Precision.HIGHEST, swap=index == 1)
+            return multiply(equation, left, right, dtype, lax.Precision.HIGHEST)
         if not isinstance(operands[0], Quantized):
             return bind(equation, operands)[0]
         if equation.primitive.name == "convert_element_type":

@@ -130,13 +130,20 @@ def test_values_and_gradients_are_those_of_numpy(case):
     assert (dx.dtype, dw.dtype) == (x.dtype, w.dtype)
 
 
-def test_the_swapped_product_is_the_same():
-    x, w = normal(0, 2, 24, 32), normal(1, 32, 4, 16)
-    (equation,) = jax.make_jaxpr(lambda x, w: lax.dot_general(x, w, (((2,), (0,)), ((), ()))))(x, w).eqns
-    operands = quantize(x, FORWARD), quantize(w, FORWARD)
-    plain, swapped = (multiply(equation, *operands, jnp.float32, swap=swap) for swap in (False, True))
-    assert plain.shape == (2, 24, 4, 16)
-    np.testing.assert_allclose(plain, swapped, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_a_cotangent_that_is_summed_over_its_first_axes_goes_second(dtype):
+    """cuBLAS then writes the gradient of a weight as the weight is, and XLA transposes nothing."""
+    g, x = normal(0, 2, 24, 16), normal(1, 2, 24, 4, 32)
+    dimensions = (((0, 1), (0, 1)), ((), ()))
+    (equation,) = jax.make_jaxpr(lambda g, x: lax.dot_general(g, x, dimensions))(g, x).eqns
+    quantized = quantize(g, dtype), quantize(x, FORWARD)
+    run = lambda *quantized: multiply(equation, *quantized, jnp.float32)
+    (g8, g_step), (x8, x_step) = emulated(g, dtype), emulated(x, FORWARD)
+    expected = np.tensordot(g8, x8, ((0, 1), (0, 1))) * g_step * x_step
+    np.testing.assert_allclose(run(*quantized), expected, rtol=1e-5, atol=1e-5)
+    (dot,) = (e for e in jax.make_jaxpr(run)(*quantized).eqns if e.primitive.name == "dot_general")
+    sizes = [var.aval.shape[0] for var in dot.invars]
+    assert sizes == ([4, 16] if dtype == BACKWARD else [16, 4])
 
 
 def test_the_sums_of_the_gradients_ask_for_float32_and_those_of_the_product_do_not():
