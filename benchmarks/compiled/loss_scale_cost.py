@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.arms.loss_scalers import SCALE, SCALERS, Scaler
+from benchmarks.arms.loss_scalers import SCALE, SCALERS, Scaler, step_of, with_gradients
 from benchmarks.compiled.gpt import gpt, gpt_loss
 from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.device import versions
@@ -76,24 +76,6 @@ def _shape(*sizes: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
-@jax.custom_vjp
-def with_gradients(params: Any, grads: Any) -> jax.Array:
-    """A float32 loss whose gradients are `grads`, in their own dtype."""
-    del params, grads
-    return jnp.float32(0)
-
-
-def _forward(params: Any, grads: Any) -> tuple[jax.Array, Any]:
-    return with_gradients(params, grads), grads
-
-
-def _backward(grads: Any, cotangent: jax.Array) -> tuple[Any, None]:
-    return jax.tree.map(lambda grad: grad.astype(jnp.float32) * cotangent, grads), None
-
-
-with_gradients.defvjp(_forward, _backward)
-
-
 def optimizer_case(arm: str, tx: Any, params: Any, grads_dtype: Any, clip_norm: float | None = None) -> Row:
     """Compiles the optimizer alone, which reads gradients of `grads_dtype` and may clip them."""
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grads_dtype), params)
@@ -107,16 +89,6 @@ def gpt_case(arm: str, dtype: Any = jnp.float16, batch: int = 8, length: int = 1
     loss = gpt_loss(model, "policy", dtype)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
     return measure(arm, SCALERS[arm](optax.adamw(3e-4)), loss, params, tokens)
-
-
-def step_of(scaler: Scaler, loss: Callable[..., jax.Array]) -> Callable[..., tuple[Any, Any]]:
-    """Returns a step: a function of parameters, state and a batch that returns the new ones."""
-
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
-        params, state, *_ = scaler.step(lambda params: (loss(params, batch), ()), params, state, ())
-        return params, state
-
-    return step
 
 
 def measure(arm: str, scaler: Scaler, loss: Callable[..., jax.Array], params: Any, batch: Any) -> Row:

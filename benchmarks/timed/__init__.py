@@ -9,4 +9,7 @@
 `float8`: trains a GPT in float32, bfloat16 and fp8.
 `memory`: trains two models whose parameters and moments rest in fewer bytes.
 `diagnosis`: what each diagnosis of GPT-2 small costs on this machine.
+`interleaved`: the CPU time of steps that take turns.
+`optimizer_step`: what a loss scale costs an optimizer step on a CPU.
+`half_on_cpu`: what bfloat16 gains in a training step on a CPU.
 """

@@ -84,7 +84,8 @@ def skip_nonfinite(
             the norm is that of the unscaled gradients. It is an error around `optax.MultiSteps`, where it
             would clip each micro-batch: put `optax.clip_by_global_norm` into the `MultiSteps`.
         axis_name: under `shard_map` or `pmap`, the axis name or names over which all devices agree to
-            skip. Not needed under `jit`, nor for gradients that were summed over the axis before.
+            skip. Not needed under `jit`, nor for gradients that were summed over the axis before. Needed if
+            `inner` has a collective: on a CPU a device that skips a step does not run `inner`.
         name: tells two optimizers in one tree apart, as `grads_finite(opt_state, name)`.
 
     Returns:

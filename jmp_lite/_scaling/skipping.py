@@ -1,12 +1,15 @@
 """The optax transform behind `with_loss_scale` and `skip_nonfinite`: what happens on a step."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from .._memory.half_params import init_for_masters
 from .._memory.wrapper import RESUME, as_transform, check_init, check_update, differentiated, update_inner
@@ -79,11 +82,13 @@ class Skipping:
             names = paths
         grads, flags, finite, norm = self._check(at_least_float32(updates), extra_args.get("loss_scale"))
         flags = _in_order(flags, paths, names)
-        new_updates, new_inner = update_inner(
-            self.made_by, self.inner, grads, state.inner_state, params, extra_args, names=names
-        )
+
+        def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            return update_inner(self.made_by, self.inner, grads, inner_state, params, extra_args, names=names)
+
+        new_updates, new_inner = _update_where(finite, inner_update, grads, state.inner_state, params)
         new_state = SkipNonfiniteState(
-            inner_state=_select_state(finite, new_inner, state.inner_state),
+            inner_state=new_inner,
             loss_scale=None if self.loss_scale is None else state.loss_scale.adjust(finite),
             leaf_finite=flags,
             grad_norm=norm,
@@ -91,7 +96,7 @@ class Skipping:
             leaf_names=LeafNames(names),
             name=state.name,
         )
-        return jax.tree.map(lambda update: _or_minus_zero(finite, update), new_updates), new_state
+        return new_updates, new_state
 
     def _check_state(self, state: Any, params: Any) -> None:
         """Raises an error if `state` is not that of this transform."""
@@ -159,6 +164,35 @@ class Skipping:
             agreed = agree(jnp.append(flags, finite), self.axis_name)
             flags, finite = agreed[:-1], agreed[-1]
         return grads, flags, finite, norm
+
+
+def _update_where(
+    finite: jax.Array, update: Callable[..., tuple[Any, Any]], grads: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
+    """Returns the updates and the new state where `finite`, and elsewhere minus zeros and the old state."""
+
+    def select(finite: jax.Array, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, new = update(grads, state, params)
+        return jax.tree.map(lambda x: _or_minus_zero(finite, x), updates), _select_state(finite, new, state)
+
+    if not _is_traced(finite):  # JAX would compile a condition anew on each call.
+        return select(finite, grads, state, params)
+    # The cache of `jit` gives all branches one trace. XLA folds a select by a constant.
+    select = jax.jit(select, inline=True)
+    taken, skipped = (functools.partial(select, jnp.bool_(flag)) for flag in (True, False))
+    branch = lambda finite, *args: lax.cond(finite, taken, skipped, *args)
+    # XLA for a CPU makes many passes of an update that is selected, and copies most of the donated buffers.
+    # On a GPU the select is free, and the host would wait for a condition.
+    return lax.platform_dependent(finite, grads, state, params, cpu=branch, default=select)
+
+
+def _is_traced(x: jax.Array) -> bool:
+    """Whether `x` is an array of a function that is being traced, which is on no device."""
+    try:
+        x.devices()
+    except jax.errors.ConcretizationTypeError:
+        return True
+    return False
 
 
 def _or_minus_zero(finite: jax.Array, update: Any) -> Any:

@@ -1,0 +1,63 @@
+"""What a loss scale costs an optimizer step on a CPU, beside the peers.
+
+    taskset -c 0 python -m benchmarks.timed.optimizer_step       # Half a minute.
+
+Each arm unscales float16 gradients, checks them, takes a step of AdamW and adds the updates. Parameters and
+state are donated. The arms take turns, and their times are the CPU time of the process.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.arms.loss_scalers import SCALE, SCALERS, step_of, with_gradients
+from benchmarks.device import versions
+from benchmarks.timed.interleaved import machine, milliseconds
+
+
+def arm(name: str, leaves: int, width: int) -> Callable[[], None]:
+    """Returns a function that takes a step of one arm and waits for it."""
+    shape = (width, width)
+    params = {f"layer_{index}": jnp.full(shape, 0.01) for index in range(leaves)}
+    grads = {
+        name: SCALE * 1e-6 * jax.random.normal(jax.random.key(index), shape, jnp.float16)
+        for index, name in enumerate(params)
+    }
+    scaler = SCALERS[name](optax.adamw(3e-4))
+    step = jax.jit(step_of(scaler, with_gradients), donate_argnums=(0, 1))
+    carry: list[Any] = [params, scaler.init(params, SCALE)]
+
+    def take() -> None:
+        carry[:] = step(*carry, grads)
+        jax.block_until_ready(carry)
+
+    return take
+
+
+def table(times: dict[str, float]) -> str:
+    """Returns the times as text."""
+    lines = [f"{'':22}{'ms':>9}{'of plain':>10}{'of jmp':>9}"]
+    for name, time in times.items():
+        lines.append(f"{name:22}{time:>9.1f}{time / times['plain']:>10.2f}{time / times['jmp 0.0.4']:>9.2f}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--leaves", type=int, default=10)
+    parser.add_argument("--width", type=int, default=1000)
+    parser.add_argument("--blocks", type=int, default=15)
+    options = parser.parse_args(arguments)
+    steps = {name: arm(name, options.leaves, options.width) for name in SCALERS}
+    print(f"AdamW, {options.leaves} leaves of {options.width} x {options.width}, float16 gradients")
+    print(table(milliseconds(steps, options.blocks, 4)))
+    print(f"{machine()}; jax {versions()['jax']}")
+
+
+if __name__ == "__main__":
+    main()
