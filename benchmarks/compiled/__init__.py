@@ -6,6 +6,7 @@
 `float32_results`: the cost and the accuracy of float32 logits of half operands.
 `memory`: what master weights and optimizer state in half cost, for an H100.
 `step`: what a whole GPT step does, on one device or on many.
+`llama`: what crosses between the devices of a sharded LLaMA-like stack, by dtype.
 `predict`: what the step of each model of `examples.models` does.
 `largest_batch`: how large a batch fits into the memory.
 `pages`: writes the tables of the documentation from the files of results.
