@@ -7,6 +7,7 @@
 `float8`: the estimated time of a block of a transformer in fp8.
 `memory`: what master weights and optimizer state in half cost, for an H100.
 `step`: what a whole GPT step does, on one device or on many.
+`llama`: what crosses between the devices of a sharded LLaMA-like stack, by dtype.
 `predict`: what the step of each model of `examples.models` does.
 `largest_batch`: how large a batch fits into the memory.
 `pages`: writes the tables of the documentation from the files of results.

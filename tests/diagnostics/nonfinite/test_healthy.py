@@ -112,11 +112,11 @@ class Normalized(nn.Module):
         return x
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_norms_of_flax_are_healthy(dtype):
     model = Normalized(dtype)
-    variables = model.init(jax.random.key(0), X)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
 
     def loss(params, x):
         state = {"params": params, "batch_stats": variables["batch_stats"]}
