@@ -1,16 +1,19 @@
 """A GPT in three precisions: what runs in fp8, what fp8 flushes to zero, and the tables of the page."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import benchmarks
 from benchmarks.timed import float8
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 
+ROOT = Path(benchmarks.__file__).parents[1]
 TINY = float8.Size(width=64, layers=1, length=32, batch_size=4, steps=4)
 
 
@@ -67,3 +70,24 @@ def test_the_arms_start_alike_and_the_tables_show_their_differences(tmp_path, ca
     assert f"| float8 - bfloat16 | {seed_0:+.4f} | {seed_1:+.4f} |" in printed
     float8.main(["--table", "--json", str(path)])
     assert capsys.readouterr().out == printed
+
+
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "float8.json").read_text())
+
+
+def test_the_page_shows_the_results():
+    assert float8.tables(RESULTS) in (ROOT / "docs" / "accuracy.md").read_text()
+    assert RESULTS["parameters"] > 10_000_000
+
+
+def test_in_the_results_fp8_learns_as_bfloat16_does():
+    arms = RESULTS["arms"]
+    losses = {arm: np.array([run["held_out_loss"] for run in runs]) for arm, runs in arms.items()}
+    assert len(losses["float32"]) == 3
+    differences = {other: losses[other] - losses["bfloat16"] for other in ("float8", "float32")}
+    assert np.abs(differences["float8"]).max() < 0.006
+    assert np.abs(differences["float32"]).max() > 0.012
+    for run in arms["float8"]:
+        assert run["products"] == {"float8": 25, "bfloat16": 12, "float32": 0}
+        assert run["skipped_steps"] == 0
+        assert max(share for moment in run["flushed"] for share in moment.values()) < 2e-3
