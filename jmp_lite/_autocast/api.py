@@ -41,6 +41,7 @@ def autocast(
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
     float32_results: Patterns = ...,
+    half_sums: Patterns = ...,
 ) -> Callable[P, R]: ...
 
 
@@ -55,6 +56,7 @@ def autocast(
     rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
     float32_results: Patterns = ...,
+    half_sums: Patterns = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -68,6 +70,7 @@ def autocast(
     rules: ScopeRules = (),
     reduce_dtype: DTypeLike | None = None,
     float32_results: Patterns = (),
+    half_sums: Patterns = (),
 ) -> Callable[..., Any]:
     """Returns `fun` with its matrix products and convolutions in half precision, the model unchanged.
 
@@ -125,13 +128,17 @@ def autocast(
         float32_results: a pattern or several, as in `rules`. The products (`dot_general`) that they select
             take half operands and give float32: the Tensor Core sums in float32 anyway, and the result is
             not rounded. Use it for logits. The products of their gradients take half operands and give half.
+        half_sums: a pattern or several over scopes, as in `rules`. The residual sums that they select, which
+            add two values of one shape, give half: a residual stream in half moves fewer bytes, and its
+            rounding errors pile up from layer to layer. By default the stream of a transformer stays float32.
 
     Returns:
         A function with the signature of `fun`.
 
     Raises:
         ValueError, TypeError: an option is malformed. On a call: a rule selects nothing, or a pattern of
-            `float32_results` selects no product of half operands, or a convolution.
+            `float32_results` selects no product of half operands, or a convolution; a pattern of `half_sums`
+            selects no residual sum.
 
     Examples:
         >>> def loss(w, x):
@@ -155,7 +162,7 @@ def autocast(
 
     Guide: docs/autocast.md.
     """
-    settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype, float32_results)
+    settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype, float32_results, half_sums)
     return _Decorator(settings) if fun is None else _autocast(fun, settings)
 
 
@@ -210,8 +217,8 @@ def _warn_without_fp8() -> None:
     if device.platform == "cpu" or (is_nvidia and float(capability) < 8.9):
         warnings.warn(
             f"autocast(..., 'float8') runs on {device.device_kind}, which has no fp8 arithmetic: its "
-            "products have the numbers of fp8 and are slower than in bfloat16. For speed use "
-            "autocast(..., 'bfloat16') here. Hopper (H100, H200), Ada (L4) and later GPUs multiply fp8.",
+            "products have the numbers of fp8, and not its speed. Hopper (H100, H200), Ada (L4) and later "
+            "GPUs multiply fp8.",
             stacklevel=3,
         )
 

@@ -182,6 +182,15 @@ def decide_infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dty
     return _store_half(op, operands, reason)
 
 
+def decide_half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
+    """Decides about a residual sum that `half_sums` selects: it adds in half.
+
+    XLA would leave out the cast of a float32 sum to half, and store the sum in float32.
+    """
+    reason = f"half_sums='{pattern}' selects it"
+    return Decision(op, Category.INFER, Bind(_in_half(op, operands)), _halves(op), reason, changed=True)
+
+
 def decide_move(op: Op, operands: Sequence[State], wanted: bool, backward: bool) -> Decision:
     """Decides about an operation that moves data: each operand keeps its type.
 

@@ -53,6 +53,7 @@ class Demand:
             operation would read the rounded value too.
         summed: the variables that a residual sum reads in float32. If a product reads such a variable too,
             the sum may read it rounded: casts written by hand would round it for both.
+        stored: the residual sums that `half_sums` selects. They are in half, whatever reads them.
     """
 
     reads: Callable[[Var], int]
@@ -60,9 +61,12 @@ class Demand:
     products: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
     kept: set[Var] = dataclasses.field(default_factory=set)
     summed: set[Var] = dataclasses.field(default_factory=set)
+    stored: set[Var] = dataclasses.field(default_factory=set)
 
     def of_var(self, var: Var) -> Wanted:
         """Returns how the variable `var` is wanted in half."""
+        if not is_literal(var) and var in self.stored:
+            return Wanted.WITH_OTHERS
         if is_literal(var) or var not in self.wanted or self.keeps(var):
             return Wanted.NO
         if self.products[var] >= self.reads(var):
@@ -78,6 +82,8 @@ class Demand:
 
     def keeps(self, var: Var) -> bool:
         """Whether an operation reads `var` in float32 and should not read a rounded value."""
+        if var in self.stored:
+            return False
         return var in self.kept or (var in self.summed and not self.products[var])
 
     def keep(self, var: Var) -> None:
@@ -193,7 +199,9 @@ class DemandPass:
                 demand.keep(var)
         absorbed: set[int] = set()  # The operations that activation functions of half values compute.
         for index, (op, course) in reversed(list(enumerate(zip(facts.ops, facts.courses)))):
-            if op.is_residual_sum and op.equation.outvars[0] in demand.summed:
+            if course.half_sum:
+                demand.stored.add(op.equation.outvars[0])
+            elif op.is_residual_sum and op.equation.outvars[0] in demand.summed:
                 # Sum upon sum, rounding errors would pile up.
                 demand.keep(op.equation.outvars[0])
             result = demand.of_results(op)

@@ -72,6 +72,8 @@ def _mark_of_result(op: Op, course: Course, operands: list[Mark], index: int) ->
         return Mark.UNKNOWN if mark is Mark.ARGUMENT and op.frees(out) else mark
     if course.is_half_product and not course.float32_result and Mark.FULL not in operands:
         return Mark.UNKNOWN
+    if course.half_sum:
+        return Mark.UNKNOWN
     if course.category is Category.INFER and not course.reason:
         widest = [_after_broadcast(op, var, mark) for var, mark in zip(op.equation.invars, operands)]
         return min(max(widest), Mark.FIRM)

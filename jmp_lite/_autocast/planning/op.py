@@ -168,11 +168,13 @@ class Course:
         category: the category that decides.
         reason: why the operation keeps the dtypes of the program or float32; empty if it may run in half.
         float32_result: the pattern of `float32_results` that selects the scope of a product; empty for none.
+        half_sum: the pattern of `half_sums` that selects the scope of a residual sum; empty for none.
     """
 
     category: Category
     reason: str = ""
     float32_result: str = ""
+    half_sum: str = ""
 
     @property
     def is_half_product(self) -> bool:
@@ -205,6 +207,11 @@ def _course(op: Op, around: Around, rules: Rules, scopes: Scopes) -> Course:
             is_gradient = op.name == "outer_product" and around.is_backward(op)
             is_product = not reason and is_gradient and _halves_products(rules)
             return Course(Category.ALLOW if is_product else op.category, reason)
+        case Category.INFER if op.is_residual_sum and not around.is_backward(op):
+            pattern = rules.half_sum_for(around.scope_of(op))
+            if pattern:
+                scopes.select_half_sum(pattern)
+            return Course(op.category, half_sum=pattern)
         case Category.DENY:
             return Course(op.category, f"{op.name} is on the deny list")
         case Category.AS_TRACED:

@@ -30,6 +30,7 @@ from ..._jaxpr.read import (
 from .activations import inner_members
 from .decide import (
     decide_cast,
+    decide_half_sum,
     decide_infer,
     decide_inside,
     decide_kept,
@@ -142,6 +143,8 @@ class Planner:
             return decide_kept(op, operands, course, half)
         if op.is_cast:
             return decide_cast(op, operands[0])
+        if course.half_sum:
+            return decide_half_sum(op, operands, course.half_sum)
         is_constant = all(state.constant for state in operands)
         match course.category:
             case Category.ALLOW if not (op.name == "outer_product" and is_constant):

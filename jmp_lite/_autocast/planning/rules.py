@@ -45,6 +45,7 @@ class Rules:
         precisions: the precisions that `jax_default_matmul_precision` gives to products. The program did not
             ask for them.
         float32_results: patterns over scopes and argument paths: their products give float32 results.
+        half_sums: patterns over scopes: their residual sums give half results.
         float8: whether large products run in fp8.
     """
 
@@ -54,6 +55,7 @@ class Rules:
     reduce_dtype: np.dtype | None = None
     precisions: frozenset[str] = frozenset()
     float32_results: tuple[str, ...] = ()
+    half_sums: tuple[str, ...] = ()
     float8: bool = False
 
     def category_of(self, name: str) -> Category:
@@ -68,6 +70,10 @@ class Rules:
         """Returns the first pattern of `float32_results` that selects a scope or argument, or nothing."""
         return next((pattern for pattern in self.float32_results if matches(pattern, path)), "")
 
+    def half_sum_for(self, path: str) -> str:
+        """Returns the first pattern of `half_sums` that selects a scope, or nothing."""
+        return next((pattern for pattern in self.half_sums if matches(pattern, path)), "")
+
 
 def make_rules(
     dtype: DTypeLike,
@@ -77,6 +83,7 @@ def make_rules(
     rules: ScopeRules = (),
     reduce_dtype: DTypeLike | None = None,
     float32_results: Patterns = (),
+    half_sums: Patterns = (),
 ) -> Rules:
     """Reads the options of `autocast`; see there.
 
@@ -105,6 +112,10 @@ def make_rules(
         float32_results=as_patterns(
             () if float32_results is None else float32_results,
             "float32_results= takes patterns over scopes and arguments, such as '**/head'",
+        ),
+        half_sums=as_patterns(
+            () if half_sums is None else half_sums,
+            "half_sums= takes patterns over scopes, such as '**/block_*'",
         ),
     )
 

@@ -15,6 +15,7 @@ class Scopes:
         self._rules = rules
         self._used: set[str] = set()
         self._used_by_results: set[str] = set()
+        self._used_by_sums: set[str] = set()
         self._seen: set[str] = set()
         self._reasons: dict[str, str | None] = {}
 
@@ -24,7 +25,7 @@ class Scopes:
         Without rules it is the mark of a scope that autocast leaves as it is, or empty. So a function that is
         called in many scopes is planned once.
         """
-        if self._rules.scopes or self._rules.float32_results:
+        if self._rules.scopes or self._rules.float32_results or self._rules.half_sums:
             return scope
         marks = (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE)
         return next((mark for mark in marks if mark in scope), "")
@@ -66,6 +67,10 @@ class Scopes:
         """Notes that a pattern of `float32_results` has selected a product of half operands."""
         self._used_by_results.add(pattern)
 
+    def select_half_sum(self, pattern: str) -> None:
+        """Notes that a pattern of `half_sums` has selected a residual sum."""
+        self._used_by_sums.add(pattern)
+
     def check(self) -> None:
         """Raises a ValueError if a pattern has selected nothing, as a misspelt pattern does."""
         for pattern, _ in self._rules.scopes:
@@ -82,4 +87,10 @@ class Scopes:
                     f"float32_results='{pattern}' selects no product of half operands: no scope or argument "
                     "has that name, or its products are in float32. `explain` lists the scopes and the "
                     "products."
+                )
+        for pattern in self._rules.half_sums:
+            if pattern not in self._used_by_sums:
+                raise ValueError(
+                    f"half_sums='{pattern}' selects no residual sum: no addition of two values of one shape "
+                    "lies in such a scope. `explain` lists the scopes."
                 )

@@ -1,0 +1,26 @@
+"""With `half_sums` the step of a transformer under autocast moves no byte more than under a policy."""
+
+import functools
+import json
+
+import pytest
+
+import jmp_lite as jmp
+from benchmarks.arms.jax_arms import JaxArm
+from benchmarks.compiled import predict
+from benchmarks.compiled.h100 import compile_for_gpu
+from benchmarks.compiled.pages import RESULTS
+from examples.models import FAMILIES
+from jmp_lite.diagnostics import read_program
+
+
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("family", ["gpt2-small", "bert-base", "gpt2-medium"])
+def test_a_residual_stream_in_half_moves_no_byte_more_than_a_policy(family, monkeypatch):
+    arms = json.loads((RESULTS / predict.PRETENDED / f"{family}.json").read_text())["arms"]
+    monkeypatch.setattr(jmp, "autocast", functools.partial(jmp.autocast, half_sums="**"))
+    workload = FAMILIES[family].full()
+    arm = JaxArm("float16 autocast", workload, workload.batch_size)
+    compiled = compile_for_gpu(arm.step, *arm.shapes(), donate_argnums=0, pretend=True)
+    assert read_program(compiled).bytes_moved <= arms["float16"]["bytes_moved"]
+    assert arms["float16 autocast"]["bytes_moved"] > 1.01 * arms["float16"]["bytes_moved"]
