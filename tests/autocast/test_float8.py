@@ -213,6 +213,7 @@ def test_both_orders_have_the_same_products_and_gradients(name):
     assert all(counts[0])
 
 
+@pytest.mark.slow
 def test_vmap_around_it_gives_each_example_a_scale_of_its_own():
     per_example = lambda w, x: jnp.sum(jnp.square(mlp(w, x)))
     sizes = jnp.array([1.0, 1e-4, 1e3])
@@ -267,6 +268,7 @@ def test_what_is_kept_for_the_backward_pass_has_one_byte_a_number():
     assert kept(jmp.autocast(loss, "bfloat16")) == [HALF, HALF]
 
 
+@pytest.mark.slow
 def test_in_a_shard_map_each_device_has_its_own_scale():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = jax.P("data"), jax.P()
@@ -376,6 +378,7 @@ def test_one_warning_says_that_this_machine_has_no_fp8():
     assert "runs on cpu, which has no fp8 arithmetic" in str(warning.message)
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_as_well_as_in_bfloat16():
     images, labels = load_digits(return_X_y=True)
     x, y = jnp.asarray(images, jnp.float32)[:1792] / 16, jnp.asarray(labels)[:1792]

@@ -55,6 +55,7 @@ def test_the_counts_are_those_of_the_operands():
     assert "Keep these in bfloat16: rules={'head': 'bfloat16'" in str(report)
 
 
+@pytest.mark.slow
 def test_an_outlier_flushes_the_rest_of_its_tensor():
     x = X.at[0, 0].set(1e5)
     report = profile_ranges(float8(two_layers))(PARAMS, x)
@@ -132,11 +133,13 @@ def test_with_no_product_in_fp8_there_is_nothing_to_compare():
 # The others
 
 
+@pytest.mark.slow
 def test_a_sound_model_in_fp8_is_no_finding():
     report = doctor(float8(two_layers))(PARAMS, X)
     assert not [finding for finding in report.findings if finding.severity != "speed"]
 
 
+@pytest.mark.slow
 def test_the_origin_of_an_inf_is_found_behind_the_bits_of_fp8():
     report = find_nonfinite(float8(two_layers))(PARAMS, X.at[0, 3].set(jnp.inf))
     assert "argument x has inf already" in str(report)
