@@ -300,11 +300,12 @@ class Tap:
     @contextlib.contextmanager
     def recording(self) -> Iterator[Records]:
         """Gives the measurements inside the `with` statement a dictionary of their own."""
-        outer, self.records = self.records, {}
+        # JAX traces the body of a loop more than once: each trace measures the same values.
+        outer, self.records, self._measured = (self.records, self._measured), {}, {}
         try:
             yield self.records
         finally:
-            self.records = outer
+            self.records, self._measured = outer
 
     def empty(self, shapes: Mapping[Path, Any]) -> Records:
         """Returns the records of a part of the program that did not run, of the shapes that they have."""
