@@ -69,6 +69,7 @@ class _Flushes:
 
     adds = True
     operands = True
+    once = True
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """Those of products in fp8."""

@@ -168,6 +168,7 @@ class Histogram:
     dtype: np.dtype
     adds = True
     operands = True
+    once = False
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """Those that are cast to half, or would be."""

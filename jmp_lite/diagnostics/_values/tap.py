@@ -36,10 +36,12 @@ class Probe(Protocol):
     Attributes:
         adds: whether the measurements of the iterations of a loop are joined. If not they are all kept.
         operands: whether operands are measured, beside results.
+        once: whether an operand of several operations is measured once.
     """
 
     adds: bool
     operands: bool
+    once: bool
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """Whether to measure the operands of an operation; `decision` is that of autocast, if any."""
@@ -77,6 +79,7 @@ class EveryValue:
 
     adds = False
     operands = False
+    once = False
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """None."""
@@ -226,7 +229,7 @@ class Tap:
         measured = []
         for number, value in enumerate(operands):
             if value.source is None and getattr(value.array, "ndim", 0):
-                if id(value.array) not in self._measured:
+                if not self.probe.once or id(value.array) not in self._measured:
                     path = (*where.path, index, -1 - number)
                     source = self.at(path, Kind.OPERAND, equation, where, [value], value.array, half=True)
                     # Kept with its array: an `id` is of one object only as long as the object lives.
