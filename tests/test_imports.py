@@ -63,7 +63,7 @@ FILES = {
     "_autocast": "interpreter custom_rules calls api",
     "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",
-    "diagnostics._values": "sites tap calls trace reference",
+    "diagnostics._values": "sites probe tap calls trace reference",
     "diagnostics._nonfinite": "extremes flow case advice report rules find",
     "diagnostics._ranges": "magnitudes float8 scales picture report profile updates",
     "diagnostics._precision": "modules flags fewest report compare",

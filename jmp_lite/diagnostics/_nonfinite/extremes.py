@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 
 from ..._jaxpr.read import Array
+from .._values.probe import EveryValue, TapValue, maxima
 from .._values.sites import Site
-from .._values.tap import EveryValue, TapValue, maxima
 
 
 class Extremes(EveryValue):

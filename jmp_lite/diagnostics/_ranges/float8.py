@@ -1,7 +1,7 @@
 """Counts what fp8 flushes to zero of the operands of products, for `profile_ranges(fun, "float8")`.
 
-Each operand has a scale of its own, from its largest magnitude, so no value overflows. What is much
-smaller than the largest becomes zero.
+Each operand has a scale of its own, from its largest magnitude. So no value overflows. Much smaller values
+become zero.
 """
 
 import collections
@@ -14,8 +14,8 @@ import numpy as np
 from ..._autocast.planning.plan import Decision, Float8, Plan
 from ..._jaxpr.float8 import BACKWARD, FORWARD, quantize
 from ..._jaxpr.read import Array, Equation
+from .._values.probe import Pooled, TapValue
 from .._values.sites import Kind, Site
-from .._values.tap import TapValue
 from .._values.trace import Program, Tapped
 
 _FORMATS = (FORWARD, BACKWARD)
@@ -64,11 +64,9 @@ class Float8Range:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Flushes:
+class _Flushes(Pooled):
     """The probe: counts zeros, and for each fp8 dtype the values that become zero or subnormal."""
 
-    adds = True
-    operands = True
     once = True
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
@@ -106,10 +104,6 @@ class _Flushes:
     def join(self, first: Array, second: Array) -> Array:
         """Returns the record of the values of both records."""
         return first + second
-
-    def alarm(self, record: Array) -> Array:
-        """Keeps no iteration on its own."""
-        return jnp.zeros(record.shape[:-1], bool)
 
 
 def flushes(program: Program, plan: Plan, scale: float) -> tuple[Float8Range, ...]:

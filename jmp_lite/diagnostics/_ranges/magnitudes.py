@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.planning.plan import Decision
+from ..._autocast.planning.plan import Bind, Decision, Take
 from ..._jaxpr.read import Array, Equation
-from .._values.sites import Kind, Site
-from .._values.tap import TapValue, casts_down, maxima, takes_half
+from .._values.probe import Pooled, TapValue, maxima
+from .._values.sites import Kind, Site, is_floating
 
 LOWEST = -149
 """The exponent of the least float32."""
@@ -158,7 +158,7 @@ class Magnitudes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Histogram:
+class Histogram(Pooled):
     """The probe: counts the values that are in half, or would be under autocast, by their bits.
 
     Attributes:
@@ -166,13 +166,10 @@ class Histogram:
     """
 
     dtype: np.dtype
-    adds = True
-    operands = True
-    once = False
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """Those that are cast to half, or would be."""
-        return takes_half(decision) or casts_down(equation)
+        return _takes_half(decision) or _casts_down(equation)
 
     def wants(self, site: Site, half: bool) -> bool:
         """Arrays that are in half or would be. What the backward pass computes again counts once."""
@@ -223,10 +220,6 @@ class Histogram:
         is_count = jnp.arange(_COUNTS + 2) < _COUNTS
         return jnp.where(is_count, first + second, jnp.maximum(first, second))
 
-    def alarm(self, record: Array) -> Array:
-        """Keeps no iteration on its own."""
-        return jnp.zeros(record.shape[:-1], bool)
-
     def read(self, record: np.ndarray) -> Magnitudes:
         """Returns a record as magnitudes."""
         counts = record[:_COUNTS].astype(np.int64)
@@ -246,3 +239,17 @@ def pooled(magnitudes: list[Magnitudes], dtype: np.dtype) -> Magnitudes:
     """Returns the magnitudes of all values together."""
     none = Magnitudes(dtype, np.zeros((BINS, _CLASSES), np.int64), 0, 0, 0, 0.0, 0.0)
     return functools.reduce(Magnitudes.__add__, magnitudes, none)
+
+
+def _casts_down(equation: Equation) -> bool:
+    """Whether the program casts to half."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    taken, given = (var.aval.dtype for var in (*equation.invars, *equation.outvars))
+    return given in (jnp.float16, jnp.bfloat16) and is_floating(equation.invars[0].aval) and taken != given
+
+
+def _takes_half(decision: Decision | None) -> bool:
+    """Whether autocast would cast an operand of an operation to half."""
+    action = None if decision is None else decision.action
+    return isinstance(action, Bind) and Take.HALF in action.operands

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Array
+from .._values.probe import EveryValue, TapValue
 from .._values.sites import Kind, Path, Site
-from .._values.tap import EveryValue, TapValue
 from .._values.trace import Measured, Program, Tapped
 
 _LARGEST, _UPDATES, _LOST = range(3)

@@ -17,8 +17,9 @@ from jax.extend.core import jaxpr_as_fun
 from ..._jaxpr import calls
 from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.read import Array, Equation
+from .probe import Probe, TapValue
 from .sites import Path, Where
-from .tap import STEPS, Handler, Probe, Records, Tap, TapValue, as_arrays
+from .tap import STEPS, Handler, Records, Tap, as_arrays
 
 KEPT = 8
 """How many iterations of a while loop are kept: the first ones that have more values which are not finite."""

@@ -7,19 +7,19 @@ one program, and no value is kept for longer than the program itself keeps it.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.planning.plan import Bind, Decision, Take
 from ..._jaxpr.bind import bind
 from ..._jaxpr.calls import Side
 from ..._jaxpr.primitives import traits_of
 from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of, describe
 from ..._jaxpr.replay import replay
+from .probe import Probe, TapValue
 from .sites import Kind, Path, Site, Where, is_floating, make_site, nearest, would_be_half
 
 STEPS = -3
@@ -28,93 +28,6 @@ _LEAVE = 1_000_000  # More than the inner jaxprs of any equation: what leaves st
 
 Records: TypeAlias = Side
 """What was measured at each site, by its path."""
-
-
-class Probe(Protocol):
-    """Says what is measured.
-
-    Attributes:
-        adds: whether the measurements of the iterations of a loop are joined. If not they are all kept.
-        operands: whether operands are measured, beside results.
-        once: whether an operand of several operations is measured once.
-    """
-
-    adds: bool
-    operands: bool
-    once: bool
-
-    def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
-        """Whether to measure the operands of an operation; `decision` is that of autocast, if any."""
-        ...
-
-    def wants(self, site: Site, half: bool) -> bool:
-        """Whether to measure a floating value; `half` is whether autocast would make it in half."""
-        ...
-
-    def measure(self, array: Array, site: Site | None = None, operands: "Sequence[TapValue]" = ()) -> Array:
-        """Returns what is measured of a value, as one array whose shape does not depend on the value.
-
-        Args:
-            array: the value.
-            site: its site; None for an output of the program.
-            operands: the operands of the operation that gave it.
-        """
-        ...
-
-    def empty(self, dtype: Any) -> Array:
-        """Returns what `measure` would return of a value of this dtype without elements."""
-        ...
-
-    def join(self, first: Array, second: Array) -> Array:
-        """Returns one measurement of two, if `adds`."""
-        ...
-
-    def alarm(self, record: Array) -> Array:
-        """Whether a measurement is one to keep, of an iteration of a while loop."""
-        ...
-
-
-class EveryValue:
-    """The part of a probe that measures every floating value and keeps all iterations."""
-
-    adds = False
-    operands = False
-    once = False
-
-    def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
-        """None."""
-        del decision, equation
-        return False
-
-    def wants(self, site: Site, half: bool) -> bool:
-        """Everything."""
-        del site, half
-        return True
-
-    def join(self, first: Array, second: Array) -> Array:
-        """Never asked for: all iterations are kept."""
-        del second
-        return first
-
-
-class TapValue(NamedTuple):
-    """A value of the program.
-
-    Attributes:
-        array: the value.
-        source: the site at which it was measured; None if it was not.
-        argument: the path of the argument that it is, as it came, moved or cast; empty for another value.
-        number: the number that it is, written into the program; None for another value.
-        near: the path of the last parameter on the way to it; empty for none.
-        is_scaled: whether the loss scale is on the way to it: whether it is a gradient.
-    """
-
-    array: Array
-    source: Path | None = None
-    argument: str = ""
-    number: float | None = None
-    near: str = ""
-    is_scaled: bool = False
 
 
 Handler = Callable[["Tap", Equation, Where, int, list[TapValue]], list[TapValue]]
@@ -336,32 +249,6 @@ def _is_kept(number: float | None, array: Array) -> bool:
         return False
     with np.errstate(over="ignore"):
         return bool(np.isfinite(float(np.asarray(number, array.dtype))) == np.isfinite(number))
-
-
-def casts_down(equation: Equation) -> bool:
-    """Whether the program casts to half."""
-    if equation.primitive.name != "convert_element_type":
-        return False
-    taken, given = (var.aval.dtype for var in (*equation.invars, *equation.outvars))
-    return given in (jnp.float16, jnp.bfloat16) and is_floating(equation.invars[0].aval) and taken != given
-
-
-def takes_half(decision: Decision | None) -> bool:
-    """Whether autocast would cast an operand of an operation to half."""
-    action = None if decision is None else decision.action
-    return isinstance(action, Bind) and Take.HALF in action.operands
-
-
-def maxima(first: Array, second: Array) -> tuple[Array, Array]:
-    """Returns the largest elements of two arrays of integers, which have the same shape and dtype.
-
-    One reduction reads both. XLA's CPU backend runs it several times as fast as two.
-    """
-    least = np.asarray(jnp.iinfo(first.dtype).min, first.dtype)
-    join = lambda one, other: (jnp.maximum(one[0], other[0]), jnp.maximum(one[1], other[1]))
-    # Over all axes, not flat: XLA would gather the shards of an array that is made flat.
-    high, other_high = lax.reduce((first, second), (least, least), join, tuple(range(first.ndim)))
-    return high, other_high
 
 
 def as_arrays(values: Sequence[TapValue]) -> list[Array]:

@@ -21,8 +21,9 @@ from ..._paths import leaf_names
 from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import StaticLossScale, is_loss_scale
 from .calls import HANDLERS
+from .probe import Probe, TapValue
 from .sites import Path, Site, Where
-from .tap import STEPS, Probe, Tap, TapValue
+from .tap import STEPS, Tap
 
 _SCALE = "_jmp_lite_loss_scale"
 EVERY_CAST: Any = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
