@@ -17,7 +17,7 @@ _NAMES = {
     np.dtype(jnp.float64): ("f64", "float64"),
 }
 FLOAT8_ADVICE = "For large products in fp8 use jmp.autocast(loss_fn, 'float8')."
-"""What an error says where fp8 was asked for, and autocast is what has it."""
+"""The advice of an error about fp8: autocast runs fp8, a policy does not."""
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
 
 

@@ -39,7 +39,7 @@ def flushed(x, dtype):
 
 
 def test_the_counts_are_those_of_the_operands():
-    """Cotangents over 12 powers of ten, of which e5m2 holds about ten."""
+    """The cotangents span 12 powers of ten. e5m2 holds about ten powers of ten."""
     weights = 10.0 ** jnp.linspace(-12, 0, 16 * 48).reshape(16, 48)
     report = profile_ranges(float8(two_layers))(PARAMS, X, weights)
     rows = {(row.name, row.direction): row for row in report.float8}

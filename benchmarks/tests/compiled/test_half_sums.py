@@ -1,4 +1,4 @@
-"""With `half_sums` the step of a transformer under autocast moves no byte more than under a policy."""
+"""With `half_sums`, autocast moves at most the bytes that a policy moves in the step of a transformer."""
 
 import functools
 import json

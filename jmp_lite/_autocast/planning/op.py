@@ -210,7 +210,7 @@ def _course(op: Op, around: Around, rules: Rules, scopes: Scopes) -> Course:
         case Category.INFER if op.is_residual_sum and not around.is_backward(op):
             pattern = rules.half_sum_for(around.scope_of(op))
             if pattern:
-                scopes.select_half_sum(pattern)
+                scopes.select("half_sums", pattern)
             return Course(op.category, half_sum=pattern)
         case Category.DENY:
             return Course(op.category, f"{op.name} is on the deny list")

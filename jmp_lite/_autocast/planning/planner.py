@@ -68,7 +68,7 @@ class Planner:
             return State(Kind.FREE, leaf=True)
         reduced = bool(path) and self.rules.reduce_dtype is not None
         pattern = self.rules.float32_result_for(path) if path else ""
-        float8_rule = self.scopes.float8_rule(path) if path else ("", "")
+        float8_rule = self.rules.pattern_for(path) if path else None
         return State(Kind.OPEN, leaf=True, reduced=reduced, float32_result=pattern, float8_rule=float8_rule)
 
     def constant(self, value: Array) -> State:
@@ -169,15 +169,15 @@ class Planner:
         by_argument = (state.float32_result for state in operands if state.float32_result)
         pattern = course.float32_result or next(by_argument, "")
         if pattern:
-            self.scopes.select_float32_result(pattern)
+            self.scopes.select("float32_results", pattern)
         return pattern
 
     def _with_float8(self, decision: Decision, operands: Sequence[State], facts: Facts) -> Decision:
         """Returns the decision about a product in fp8; if it stays in bfloat16, the decision says why."""
         if not decision.takes_half:
             return decision
-        by_scope = self.scopes.float8_rule(facts.around.scope_of(decision.op))
-        rules = filter(any, (by_scope, *(state.float8_rule for state in operands)))
+        by_scope = self.rules.pattern_for(facts.around.scope_of(decision.op))
+        rules = filter(None, (by_scope, *(state.float8_rule for state in operands)))
         pattern, dtype = min(rules, key=self.rules.scopes.index, default=("", ""))
         if pattern and dtype != FLOAT8:
             why_not = f"the rule for '{pattern}'"

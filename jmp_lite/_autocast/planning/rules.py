@@ -68,11 +68,19 @@ class Rules:
 
     def float32_result_for(self, path: str) -> str:
         """Returns the first pattern of `float32_results` that selects a scope or argument, or nothing."""
-        return next((pattern for pattern in self.float32_results if matches(pattern, path)), "")
+        return _first(self.float32_results, path)
 
     def half_sum_for(self, path: str) -> str:
         """Returns the first pattern of `half_sums` that selects a scope, or nothing."""
-        return next((pattern for pattern in self.half_sums if matches(pattern, path)), "")
+        return _first(self.half_sums, path)
+
+
+def _first(patterns: Iterable[str], path: str) -> str:
+    return next((pattern for pattern in patterns if matches(pattern, path)), "")
+
+
+def _is_float8(dtype: DTypeLike) -> bool:
+    return isinstance(dtype, str) and dtype == FLOAT8
 
 
 def make_rules(
@@ -90,7 +98,7 @@ def make_rules(
     Raises:
         TypeError, ValueError: an option is not one that autocast takes.
     """
-    float8 = isinstance(dtype, str) and dtype == FLOAT8
+    float8 = _is_float8(dtype)
     half = np.dtype(jnp.bfloat16) if float8 else parse_dtype(dtype)
     if half not in (jnp.float16, jnp.bfloat16, jnp.float32):
         raise ValueError(
@@ -218,7 +226,7 @@ def _scopes(half: np.dtype, float8: bool, rules: ScopeRules) -> tuple[tuple[str,
                 f"{pair!r} as one of them."
             )
         pattern, dtype = pair[0].strip(), pair[1]
-        name = FLOAT8 if isinstance(dtype, str) and dtype == FLOAT8 else parse_dtype(dtype).name
+        name = FLOAT8 if _is_float8(dtype) else parse_dtype(dtype).name
         if not pattern.strip("/"):
             raise ValueError("A pattern of rules= is empty. Write a scope such as 'decoder/head'.")
         if name not in ("float32", half.name) and not (float8 and name == FLOAT8):

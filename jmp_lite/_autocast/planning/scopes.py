@@ -14,8 +14,7 @@ class Scopes:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._used: set[str] = set()
-        self._used_by_results: set[str] = set()
-        self._used_by_sums: set[str] = set()
+        self._selecting: set[tuple[str, str]] = set()
         self._seen: set[str] = set()
         self._reasons: dict[str, str | None] = {}
 
@@ -59,17 +58,9 @@ class Scopes:
         self._used.add(pattern)
         return pattern if dtype == "float32" else None
 
-    def float8_rule(self, path: str) -> tuple[str, str]:
-        """Returns the rule that selects the scope or argument `path`, and its dtype; empty for none."""
-        return self._rules.pattern_for(path) or ("", "")
-
-    def select_float32_result(self, pattern: str) -> None:
-        """Notes that a pattern of `float32_results` has selected a product of half operands."""
-        self._used_by_results.add(pattern)
-
-    def select_half_sum(self, pattern: str) -> None:
-        """Notes that a pattern of `half_sums` has selected a residual sum."""
-        self._used_by_sums.add(pattern)
+    def select(self, option: str, pattern: str) -> None:
+        """Notes that a pattern of `float32_results` or of `half_sums` has selected an operation."""
+        self._selecting.add((option, pattern))
 
     def check(self) -> None:
         """Raises a ValueError if a pattern has selected nothing, as a misspelt pattern does."""
@@ -82,14 +73,14 @@ class Scopes:
                     f"or argument that the function uses has that name.{hint} `explain` lists the scopes."
                 )
         for pattern in self._rules.float32_results:
-            if pattern not in self._used_by_results:
+            if ("float32_results", pattern) not in self._selecting:
                 raise ValueError(
                     f"float32_results='{pattern}' selects no product of half operands: no scope or argument "
                     "has that name, or its products are in float32. `explain` lists the scopes and the "
                     "products."
                 )
         for pattern in self._rules.half_sums:
-            if pattern not in self._used_by_sums:
+            if ("half_sums", pattern) not in self._selecting:
                 raise ValueError(
                     f"half_sums='{pattern}' selects no residual sum: no addition of two values of one shape "
                     "lies in such a scope. `explain` lists the scopes."

@@ -44,7 +44,7 @@ class State:
         float32_result: the value is an argument, at most moved, and this pattern of `float32_results` selects
             it: products of it give float32. Empty for none.
         float8_rule: the value is an argument, at most moved, and this rule of an autocast to float8
-            selects it: the pattern, and the dtype that products of it take. Empty strings for none.
+            selects it: the pattern, and the dtype that products of it take.
     """
 
     kind: Kind
@@ -54,7 +54,7 @@ class State:
     full: bool = False
     reduced: bool = False
     float32_result: str = ""
-    float8_rule: tuple[str, str] = ("", "")
+    float8_rule: tuple[str, str] | None = None
 
     @property
     def is_half(self) -> bool:

@@ -116,10 +116,8 @@ def compare_precision(
                 f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
                 "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
             )
-        allowed = 8 * float(jnp.finfo(runs.program.dtype).eps) if tolerance is None else float(tolerance)
-        if rules.float8 and tolerance is None:
-            allowed = FLOAT8_TOLERANCE
-        return report_of(runs, measure, allowed)
+        default = FLOAT8_TOLERANCE if rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
+        return report_of(runs, measure, default if tolerance is None else float(tolerance))
 
     return compare
 

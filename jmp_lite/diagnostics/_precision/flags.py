@@ -146,7 +146,7 @@ class _Interpreter(Interpreter):
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
             for value, dtype, source in zip(operands, action.formats, action.sources, strict=True)
         ]
-        # The number of the modules is that of what no rule takes out: bfloat16 stays if fp8 is off.
+        # The last number stands for all casts that no rule takes out. So bfloat16 stays on if fp8 is off.
         with jax.named_scope(mark({rest})):
             (result,) = bind(equation, arrays, **action.params)
         return [Value(_with_float8_cotangent(result))]
