@@ -43,7 +43,7 @@ ROOMS = {
     "diagnostics._ranges": (
         *("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
     ),
-    "diagnostics._precision": ("_dtypes", "_text", *AUTOCAST, "diagnostics._values"),
+    "diagnostics._precision": ("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values"),
     "diagnostics._program": ("_text", "_jaxpr"),
     "diagnostics": (
         *("_dtypes", "_text", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),

@@ -3,7 +3,8 @@
     python -m benchmarks.timed.diagnosis                         # Half an hour on two cores.
     python -m benchmarks.timed.diagnosis --tools profile_ranges --size small
 
-The loss is that of one sequence of 1,024 tokens, in float16. The first line is the gradient in float32 alone.
+The loss is that of one sequence of 1,024 tokens, in float16. The first line is the gradient in float32 alone;
+`each_module` is `compare_precision` with `tolerance=0`.
 """
 
 import argparse
@@ -29,6 +30,9 @@ TOOLS: dict[str, Callable[[Any, Any], Any]] = {
     )(params),
     "profile_ranges": lambda loss, params: diagnostics.profile_ranges(loss, jnp.float16)(params),
     "compare_precision": lambda loss, params: diagnostics.compare_precision(loss, jnp.float16)(params),
+    "each_module": lambda loss, params: diagnostics.compare_precision(
+        loss, jnp.float16, loss_scale=SCALE, tolerance=0
+    )(params),
     "doctor": lambda loss, params: diagnostics.doctor(loss, jnp.float16)(params),
 }
 

@@ -172,7 +172,7 @@ def doctor(
         skipped: dict[str, str] = {}
         ranges = None
         call = Call(running, **how)
-        precision = compare_briefly(call, scale, depth, tolerance, args, kwargs)
+        precision = compare_briefly(call, loss_scale, depth, tolerance, args, kwargs)
         if precision is None:
             skipped["profile_ranges, compare_precision"] = "The loss or its gradients are not finite."
         elif own and not nonfinite.is_finite:

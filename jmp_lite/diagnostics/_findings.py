@@ -91,7 +91,7 @@ def of_ranges(report: RangeReport | None, precision: PrecisionReport | None) -> 
         yield Finding("accuracy", what, "", "Try a loss scale, and the plain model.")
         return
     # Lost values are no fault if the gradients are right all the same. A report of no module says nothing.
-    if precision is not None and precision.names and precision.is_close:
+    if precision is not None and precision.names and precision.is_close and precision.unscaled is None:
         return
     fates = report.pooled.fates(scale)
     if fates.lost > TOLERANCE and report.loss_scale < (report.largest_safe_scale or 0):
@@ -121,7 +121,15 @@ def of_ranges(report: RangeReport | None, precision: PrecisionReport | None) -> 
 
 
 def of_precision(report: PrecisionReport | None) -> Iterator[Finding]:
-    if report is not None and not report.is_close:
+    if report is None:
+        return
+    if report.unscaled is not None and report.is_close:
+        what = f"Without a loss scale the error in {report.dtype} is {report.unscaled}."
+        advice = (
+            f"Start with jmp.DynamicLossScale(): at {power(report.loss_scale)} the error is {report.half}."
+        )
+        yield Finding("accuracy", what, "", advice)
+    elif not report.is_close:
         worst = [
             f"{row.module} {getattr(row.own, report.measure):.1e} {' '.join(row.lines[:2])}".strip()
             for row in report.modules[:4]

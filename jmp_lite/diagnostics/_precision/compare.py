@@ -13,6 +13,7 @@ import numpy as np
 from ..._autocast.api import given_rules, settings_of
 from ..._dtypes import DTypeLike
 from ..._jaxpr.read import Array
+from ..._scaling.loss_scale import DynamicLossScale
 from .._values.trace import Call, only_by_name, scale_of
 from .fewest import fewest
 from .flags import FlaggedProgram
@@ -42,16 +43,21 @@ def compare_precision(
 ) -> Callable[P, PrecisionReport]:
     """Returns a function that measures the accuracy that each module costs in half, and finds remedies.
 
-    It runs the loss and its gradients in float32, with all modules in half, and once for each module with
-    that module alone in half. A function with half products of its own, such as a model under a policy or
-    layers with a half `dtype`, is compared with itself in float32. Any other function runs as `autocast`
-    would run it, together with its own half values if it has some. A module is a scope with half values. If
-    the scopes tell no modules apart (NNX, Equinox, plain functions), a module is the argument that holds the
-    parameters. `rules=` of `autocast` selects both.
+    It runs the loss and its gradients in float32 and with all modules in half. If the error is above the
+    tolerance, it runs them once for each module with that module alone in half. A function with half products
+    of its own, such as a model under a policy or layers with a half `dtype`, is compared with itself in
+    float32. Any other function runs as `autocast` would run it, together with its own half values if it has
+    some. A module is a scope with half values. If the scopes tell no modules apart (NNX, Equinox, plain
+    functions), a module is the argument that holds the parameters. `rules=` of `autocast` selects both.
 
-    If the error is above the tolerance, it searches the fewest modules to keep in float32. It adds the module
-    with the largest error until the error is small enough, and then leaves out each module that is not
-    needed. With up to 10 modules it tries all smaller sets too, 1,024 runs at most.
+    Then it searches the fewest modules to keep in float32. A module whose own error is above the tolerance is
+    among them. It adds the module with the next largest error until the error is small enough, and then
+    leaves out each module that is not needed. With up to 10 modules it tries all smaller sets too, 1,024
+    runs at most. With `tolerance=0` it measures each module, and nothing is left to search.
+
+    If no loss scale is given, and the error in float16 is above the tolerance, it tries `2**15`, the start
+    of `DynamicLossScale`. If the error is less than half of what it was, all runs in half are at that scale,
+    and the report says so.
 
     All runs are runs of one program, which is compiled once. It holds half values as float32 numbers, and a
     flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. The
@@ -65,7 +71,8 @@ def compare_precision(
             it is the dtype of that autocast, for any other float16 by default. A function with half
             products of its own keeps its dtypes.
         positional: empty. What follows is given by its name.
-        loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1.
+        loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1, or `2**15` as
+            above.
         argnums: as in `jmp_lite.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
         transform: as in `jmp_lite.value_and_grad`.
@@ -109,7 +116,7 @@ def compare_precision(
 
     @functools.wraps(fun)
     def compare(*args: Any, **kwargs: Any) -> PrecisionReport:
-        runs = Runs(FlaggedProgram(call, rules, is_autocast, args, kwargs, depth), scale)
+        runs = Runs(FlaggedProgram(call, rules, is_autocast, args, kwargs, depth), scale, loss_scale is None)
         if not runs.is_finite:
             names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
             raise ValueError(
@@ -139,30 +146,47 @@ class Runs:
     Attributes:
         program: the program.
         scale: the loss scale of the runs in half.
+        may_scale: whether another loss scale may be tried.
         loss: the loss in float32.
         bad: the gradients that are not finite in float32.
         is_finite: whether the loss and all gradients are finite in float32.
     """
 
-    def __init__(self, program: FlaggedProgram, scale: float) -> None:
+    def __init__(self, program: FlaggedProgram, scale: float, may_scale: bool) -> None:
         self.program, self.scale = program, scale
+        self.may_scale = may_scale and program.narrow == "float16"
         loss, *self._gradients = program(None, 1.0)
         self.loss = float(loss)
         self._sizes = [float(jnp.max(jnp.abs(gradient), initial=0)) for gradient in self._gradients]
-        self._differences: dict[frozenset[Module], Difference] = {}
+        self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
         self.bad = [name for name, size in zip(program.gradients, self._sizes) if not math.isfinite(size)]
         self.is_finite = not self.bad and math.isfinite(self.loss)
 
     def keeping(self, modules: Iterable[Module]) -> Difference:
         """Returns the error with these modules in float32 and the others in half."""
         kept = frozenset(modules)
-        if kept not in self._differences:
+        if (self.scale, kept) not in self._differences:
             loss, *gradients = self.program(set(self.program.modules) - kept, self.scale)
             units = [size or 1.0 for size in self._sizes]  # The squares of small gradients would be zero.
             sums = _sums(gradients, self._gradients, units)
             sums = np.square(units)[:, None] * np.asarray(sums, np.float64).reshape(-1, 3)
-            self._differences[kept] = _difference(float(loss), self.loss, sums)
-        return self._differences[kept]
+            self._differences[self.scale, kept] = _difference(float(loss), self.loss, sums)
+        return self._differences[self.scale, kept]
+
+    def try_scale(self, tolerance: float) -> Difference | None:
+        """Takes the loss scale with which float16 starts, if the gradients need one.
+
+        Returns:
+            The error of everything in half without it; None if the scale stays.
+        """
+        unscaled = self.keeping(())
+        if not self.may_scale or unscaled.gradients <= tolerance:
+            return None
+        before, self.scale = self.scale, DynamicLossScale.loss_scale
+        if self.keeping(()).gradients < unscaled.gradients / 2:
+            return unscaled
+        self.scale = before
+        return None
 
     def rules(self, kept: Sequence[Module]) -> dict[str, str]:
         """Returns the rules for these modules and those of the function that still select something."""
@@ -217,22 +241,24 @@ def _error(difference: float, half: float, full: float) -> tuple[float, float]:
     return math.sqrt(difference / full), min(1.0, max(-1.0, cosine))
 
 
-def report_of(runs: Runs, measure: str, tolerance: float, always: bool = True) -> PrecisionReport:
-    """Runs each module alone in half, and searches the fewest modules to keep in float32.
+def report_of(runs: Runs, measure: str, tolerance: float) -> PrecisionReport:
+    """Returns the report; measures the modules only if the error of all together is above the tolerance.
 
     Args:
         runs: the runs of the program.
         measure: which error is to be small.
         tolerance: the error that is allowed.
-        always: whether to do so also where the error of all modules together is within the tolerance.
     """
     program = runs.program
+    unscaled = runs.try_scale(tolerance) if measure == "gradients" else None
     error = lambda modules: getattr(runs.keeping(modules), measure)
-    named = program.modules if always or error(()) > tolerance else ()
-    own = {module: runs.keeping(set(program.modules) - {module}) for module in named}
+    is_close = error(()) <= tolerance
+    own = {
+        module: runs.keeping(set(program.modules) - {module}) for module in program.modules if not is_close
+    }
     other = "loss" if measure == "gradients" else "gradients"
     size = lambda module: (getattr(own[module], measure), getattr(own[module], other))
-    order = sorted(named, key=size, reverse=True)
+    order = sorted(own, key=size, reverse=True)
     kept = fewest(order, error, tolerance)
     return PrecisionReport(
         program.narrow,
@@ -242,7 +268,8 @@ def report_of(runs: Runs, measure: str, tolerance: float, always: bool = True) -
         tuple(module.label for module in program.modules),
         tuple(ModuleDifference(module.label, own[module], module.pattern, module.lines) for module in order),
         runs.keeping(()),
-        runs.keeping(named),
+        unscaled,
+        None if is_close else runs.keeping(program.modules),
         measure,
         tolerance,
         None if kept is None else tuple(module.label for module in kept),
@@ -253,9 +280,9 @@ def report_of(runs: Runs, measure: str, tolerance: float, always: bool = True) -
 
 
 def compare_briefly(
-    call: Call, scale: float, depth: int, tolerance: float | None, args: Any, kwargs: Any
+    call: Call, loss_scale: Any, depth: int, tolerance: float | None, args: Any, kwargs: Any
 ) -> PrecisionReport | None:
-    """Returns the report for `doctor`: of the modules only if the gradients or the loss are wrong.
+    """Returns the report for `doctor`, which calls larger errors harmless.
 
     Returns:
         The report; None if the loss or a gradient is not finite in float32 either.
@@ -264,7 +291,7 @@ def compare_briefly(
     is_autocast = settings_of(call.fun) is not None
     fun, rules = given_rules("doctor", call.fun, None, jnp.float32)
     program = FlaggedProgram(dataclasses.replace(call, fun=fun), rules, is_autocast, args, kwargs, depth)
-    runs = Runs(program, scale)
+    runs = Runs(program, scale_of("doctor", loss_scale), loss_scale is None)
     if not runs.is_finite:
         return None
     harm = FLOAT8_TOLERANCE if rules.float8 else HARM
@@ -273,4 +300,4 @@ def compare_briefly(
     # difference of large numbers has a large relative error.
     if half.gradients <= allowed and half.loss > max(allowed, harm):
         return report_of(runs, "loss", max(allowed, harm))
-    return report_of(runs, "gradients", allowed, always=False)
+    return report_of(runs, "gradients", allowed)

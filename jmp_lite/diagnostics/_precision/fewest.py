@@ -16,10 +16,10 @@ def fewest(
 ) -> tuple[M, ...] | None:
     """Returns a small set of modules which, kept in float32, brings an error to a tolerance or below.
 
-    Modules are added, the first of `modules` first, until the error is small enough. Then a module is left
-    out again if the error stays small enough. With up to `exact` modules all smaller sets are tried too, so
-    that no smaller set does as well. With more, no module of the set can be left out, but another set may be
-    smaller.
+    A module whose own error is above the tolerance is in each set. The others are added, the first of
+    `modules` first, until the error is small enough. Then a module is left out again if the error stays
+    small enough. With up to `exact` modules all smaller sets are tried too, so that no smaller set does as
+    well. With more, no module of the set can be left out, but another set may be smaller.
 
     Args:
         modules: the modules, that with the largest error of its own first.
@@ -39,21 +39,30 @@ def fewest(
     is_enough = lambda kept: error(kept) <= tolerance
     if not is_enough(modules):
         return None
+    needed = tuple(module for module in modules if not is_enough(_without(modules, module)))
+    others = [module for module in modules if module not in needed]
+    in_order = lambda added: tuple(module for module in modules if module in (*needed, *added))
     # With each further module the error falls, by and large.
-    count = bisect.bisect_left(range(len(modules)), True, key=lambda n: is_enough(modules[:n]))
-    kept = _reduced(tuple(modules[:count]), is_enough)
+    enough_with = lambda count: is_enough(in_order(others[:count]))
+    count = bisect.bisect_left(range(len(others)), True, key=enough_with)
+    kept = _reduced(in_order(others[:count]), needed, is_enough)
     if len(modules) > exact:
         return kept
     smaller = itertools.chain.from_iterable(
-        itertools.combinations(modules, size) for size in range(len(kept))
+        itertools.combinations(others, size) for size in range(len(kept) - len(needed))
     )
-    return next(filter(is_enough, smaller), kept)
+    return next(filter(is_enough, map(in_order, smaller)), kept)
 
 
-def _reduced(kept: tuple[M, ...], is_enough: Callable[[Sequence[M]], bool]) -> tuple[M, ...]:
-    """Leaves modules out, the last first, as long as the error stays small enough."""
+def _without(modules: Sequence[M], module: M) -> tuple[M, ...]:
+    return tuple(other for other in modules if other != module)
+
+
+def _reduced(
+    kept: tuple[M, ...], needed: tuple[M, ...], is_enough: Callable[[Sequence[M]], bool]
+) -> tuple[M, ...]:
+    """Leaves modules that are not needed out, the last first, as long as the error stays small enough."""
     for module in reversed(kept):
-        without = tuple(name for name in kept if name != module)
-        if is_enough(without):
-            return _reduced(without, is_enough)
+        if module not in needed and is_enough(_without(kept, module)):
+            return _reduced(_without(kept, module), needed, is_enough)
     return kept

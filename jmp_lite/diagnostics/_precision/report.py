@@ -75,11 +75,13 @@ class PrecisionReport(Shown):
         loss_scale: the loss scale of the runs in half.
         loss: the loss in float32.
         names: the modules that are in half, in the order of the program.
-        modules: what each of them costs, that with the largest error first. The report of `doctor` has none
-            if the error of all together is within the tolerance.
+        modules: what each of them costs, that with the largest error first; empty if the error of all
+            together is within the tolerance.
         half: the error with all of them in half; for `float8` in fp8.
+        unscaled: that error at the loss scale 1, if no loss scale was given and the gradients need one. All
+            other errors are then at `loss_scale`. Otherwise None.
         rest: the error with all of them in the kept dtype. In float32 it is 0, but for products that no rule
-            selects.
+            selects. None if `modules` is empty.
         measure: `gradients` or `loss`: which error is to be small.
         tolerance: the largest error that is allowed.
         kept: the fewest modules in float32 that bring the error to the tolerance or below. None if all
@@ -106,7 +108,8 @@ class PrecisionReport(Shown):
     names: tuple[str, ...]
     modules: tuple[ModuleDifference, ...]
     half: Difference
-    rest: Difference
+    unscaled: Difference | None
+    rest: Difference | None
     measure: str
     tolerance: float
     kept: tuple[str, ...] | None
@@ -134,9 +137,15 @@ class PrecisionReport(Shown):
         )
 
     def advice(self) -> str:
-        """Returns one line: the rules, or why there are none."""
+        """Returns one line: whether a loss scale is missing, and the rules, or why there are none."""
         if not self.names:
             return ""
+        if self.unscaled is None:
+            return self._rules()
+        use = "Use a loss scale, such as jmp.DynamicLossScale(): without one the error is"
+        return f"{use} {self.unscaled}. {self._rules()}"
+
+    def _rules(self) -> str:
         if self.is_close:
             return "No rule is needed."
         if self.kept is None:
@@ -166,6 +175,8 @@ class PrecisionReport(Shown):
     def __str__(self) -> str:
         if not self.names:
             return self.summary()
+        if self.rest is None:
+            return f"{self.summary()}\n{self.advice()} tolerance=0 measures each module."
         lines = [self.summary(), "", *aligned(self.rows())]
         if self.dtype == FLOAT8:
             lines += ["", f"With all modules in bfloat16 the error is {self.rest}."]

@@ -11,6 +11,7 @@ import pytest
 
 import jmp_lite as jmp
 from jmp_lite.diagnostics import compare_precision
+from jmp_lite.diagnostics._precision import flags
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
@@ -171,12 +172,53 @@ def test_gradients_that_underflow_are_an_error_that_a_loss_scale_takes_away():
         return jnp.mean(jnp.sin(x @ params["a"]) @ params["b"]) * 1e-7
 
     params = {"a": jnp.full((16, 8), 0.1), "b": jnp.full((8, 4), 0.1)}
-    without, scaled = (compare_precision(loss, "float16", loss_scale=s)(params, X) for s in (None, 2.0**16))
+    scales = (1.0, 2.0**16, None)
+    without, scaled, tried = (
+        compare_precision(loss, "float16", loss_scale=scale)(params, X) for scale in scales
+    )
     assert without.half.gradients > 0.5
     assert without.rules
     assert scaled.half.gradients < 0.01
     assert scaled.rules == {}
     assert_is(scaled.half, errors(loss, (params, X), {}, scale=2.0**16))
+    assert without.unscaled is scaled.unscaled is None
+    # Without a scale it tries the scale with which a run starts.
+    assert tried.loss_scale == 2.0**15
+    assert_is(tried.half, errors(loss, (params, X), {}, scale=2.0**15))
+    assert tried.unscaled == without.half
+    assert tried.is_close
+    assert tried.modules == ()
+    assert (
+        f"Use a loss scale, such as jmp.DynamicLossScale(): without one the error is {without.half}"
+        in str(tried)
+    )
+    assert compare_precision(loss, "bfloat16")(params, X).loss_scale == 1.0
+
+
+def test_a_loss_scale_that_does_not_help_is_not_taken():
+    def loss(params, x):  # The gradient of `a` is beyond 65504 at any scale of 1 and more.
+        return jnp.mean(jnp.sin(x @ params["a"]) @ params["b"])
+
+    params = {"a": jnp.full((16, 8), 0.1), "b": jnp.full((8, 4), 1e6)}
+    report = compare_precision(loss, "float16")(params, X)
+    assert report.loss_scale == 1.0
+    assert report.unscaled is None
+    assert "loss scale," not in report.advice()
+
+
+def test_a_program_within_the_tolerance_is_two_runs_and_no_table(monkeypatch):
+    runs, run = [], flags.FlaggedProgram.__call__
+    monkeypatch.setattr(flags.FlaggedProgram, "__call__", lambda *args: runs.append(args[1]) or run(*args))
+    report = compare_precision(blocks_loss, "bfloat16", tolerance=0.5)(PARAMS, X, Y)
+    assert len(runs) == 2  # In float32, and with everything in half.
+    assert report.modules == ()
+    assert report.rest is None
+    assert len(report.names) == 3
+    assert str(report).endswith("No rule is needed. tolerance=0 measures each module.")
+    runs.clear()
+    report = compare_precision(blocks_loss, "bfloat16", tolerance=0)(PARAMS, X, Y)
+    assert len(runs) == 2 + 3 + 1  # Each module alone, and all in float32: that is the set to keep.
+    assert len(report.kept) == len(report.modules) == 3
 
 
 def test_tiny_gradients_count_as_large_ones_do():

@@ -40,7 +40,9 @@ def test_an_nnx_model_is_split_by_its_objects_and_stays_as_it_is():
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
     loss = lambda model, x, y: (entropy(model(x), y), x)
     value_and_grad = functools.partial(nnx.value_and_grad)
-    report = compare_precision(loss, "bfloat16", has_aux=True, transform=value_and_grad)(model, X, Y)
+    report = compare_precision(loss, "bfloat16", has_aux=True, transform=value_and_grad, tolerance=0)(
+        model, X, Y
+    )
     assert {each.module for each in report.modules} == {"model/blocks/0", "model/blocks/1", "model/head"}
     assert all(each.own.gradients > 1e-4 for each in report.modules)
     after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
@@ -64,7 +66,7 @@ def test_einsums_are_told_apart_by_their_parameters():
         return jnp.mean(jnp.einsum("bi,ij,jo->bo", h, params["b"], params["c"]))
 
     params = {"a": jnp.full((16, 8), 0.1), "b": jnp.full((8, 8), 0.1), "c": jnp.full((8, 4), 0.1)}
-    report = compare_precision(jax.jit(loss), "float16", argnums=(0, 1))(params, np.asarray(X))
+    report = compare_precision(jax.jit(loss), "float16", argnums=(0, 1), tolerance=0)(params, np.asarray(X))
     assert {each.module for each in report.modules} >= {"params/a", "params/b"}
 
 
@@ -78,7 +80,7 @@ def test_depth_counts_names_after_what_paths_share():
         return jnp.mean(x)
 
     names = lambda depth: {
-        each.module for each in compare_precision(loss, depth=depth)(jnp.eye(16), X).modules
+        each.module for each in compare_precision(loss, depth=depth, tolerance=0)(jnp.eye(16), X).modules
     }
     assert names(1) == {"model/block_0", "model/block_1"}
     assert names(2) == {f"model/block_{block}/{name}" for block in range(2) for name in "qk"}

@@ -42,7 +42,23 @@ def test_the_greedy_search_leaves_out_what_a_later_module_makes_needless():
 
 
 def test_the_greedy_search_tries_again_what_it_could_not_leave_out_before():
-    # c is needed beside b, and needless once b is out.
-    error = lambda kept: 0 if {"a", "b", "c"} <= kept or kept in ({"a", "c"}, {"a"}) else 1
-    calls = lambda kept: error(set(kept))
-    assert fewest(["b", "c", "a"], calls, 0, exact=0) == ("a",)
+    # Any module alone may be in half. c is needed beside b, and needless once b and d are out.
+    alone = [set("abcd") - {module} for module in "abcd"]
+    enough = [set("abcd"), *alone, {"a", "c"}, {"a"}]
+    assert fewest(["b", "c", "a", "d"], lambda kept: set(kept) not in enough, 0, exact=0) == ("a",)
+
+
+def test_a_module_that_alone_is_above_the_tolerance_is_in_each_set_that_is_tried():
+    tried = []
+    costs = {"a": 9.0, "b": 8.0, "c": 1.0, "d": 1.0, "e": 1.0}
+
+    def error(kept):
+        tried.append(set(kept))
+        return sum(cost for module, cost in costs.items() if module not in kept)
+
+    assert fewest(list(costs), error, 2.0) == ("a", "b", "c")
+    own = [set(costs) - {module} for module in costs]
+    assert all({"a", "b"} <= kept for kept in tried if kept not in own)
+    tried.clear()
+    assert fewest(list(costs), error, 0.0) == tuple(costs)
+    assert len(tried) == 1 + len(costs)  # All together, and each alone.

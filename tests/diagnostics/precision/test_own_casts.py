@@ -106,7 +106,7 @@ def test_everything_in_half_is_the_program_itself():
     model = Net(jnp.bfloat16)
     square = lambda y: jnp.mean(y.astype(jnp.float32) ** 2)
     loss = lambda params, x: square(model.apply(params, x))
-    report = compare_precision(loss, loss_scale=2.0**10)(PARAMS, X)
+    report = compare_precision(loss, loss_scale=2.0**10, tolerance=0)(PARAMS, X)
     run = lambda f: jax.jit(jmp.value_and_grad(f, jmp.StaticLossScale(2.0**10)))(PARAMS, X)
     (half, grads), (full, exact) = run(loss), run(lambda params, x: square(NET.apply(params, x)))
     flat = lambda tree: np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
