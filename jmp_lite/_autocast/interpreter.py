@@ -5,6 +5,7 @@ within the program (jit, loops, branches, rematerialization, custom derivatives)
 handlers of `calls`.
 """
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._jaxpr.bind import bind, cast, reuse
+from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse
 from .._jaxpr.calls import Body, Outputs
 from .._jaxpr.float8 import FORWARD, Quantized, float8_product, quantize
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
-from .._jaxpr.read import Array, Equation, Var, constants, context_of, is_literal
+from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, is_literal
 from .._jaxpr.replay import replay
 from .planning.plan import (
     Activation,
@@ -93,6 +94,7 @@ class Interpreter:
         self.planner = planner
         self.half = planner.rules.dtype
         self._bodies: dict[Any, Body] = {}
+        self._counts: collections.Counter[Any] = collections.Counter()
         self._handlers = handlers
 
     def run(self, plan: Plan, arguments: Sequence[Value]) -> list[Value]:
@@ -102,6 +104,8 @@ class Interpreter:
             A value for each output.
         """
         fixed = map(_constant, constants(plan.jaxpr), plan.states)
+        if is_differentiated([value.native for value in arguments]):
+            self._counts.update(map(kind_of, equations(plan.jaxpr)))
 
         def action(index: int, equation: Equation, read: Callable[[Var], Value]) -> Sequence[Value]:
             return self._run_equation(equation, plan.decisions[index].action, read)
@@ -151,7 +155,8 @@ class Interpreter:
     # The actions of operations.
 
     def _bind(self, equation: Equation, action: Bind, operands: list[Value]) -> list[Value]:
-        results = bind(equation, self._operands(equation, action, operands), **action.params)
+        run = bind_repeated if self._counts and self._counts[kind_of(equation)] > 1 else bind
+        results = run(equation, self._operands(equation, action, operands), **action.params)
         return list(map(Value, self._narrowed(results, action.narrow)))
 
     def _operands(self, equation: Equation, action: Bind, operands: list[Value]) -> list[Array]:

@@ -18,20 +18,33 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyrigh
 
 
 def bind(equation: Equation, operands: Sequence[Array], **changed: Any) -> list[Array]:
-    """Runs the primitive of `equation` on other operands, with some of its parameters changed.
+    """Runs the primitive of `equation` on other operands, with some of its parameters changed."""
+    primitive = equation.primitive
+    params = equation.params | changed if changed else equation.params
+    results = primitive.bind(*operands, **bind_params(primitive, dict(params)))
+    return list(results) if primitive.multiple_results else [results]
 
-    A program has the same operation many times, once in each layer. Where a derivative is taken, it
-    runs in an inlined `jax.jit`, as the functions of jnp do, and JAX remembers the derivative of a jitted
-    function. So it is differentiated once; the jaxpr stays the same, and a deep model is traced in two thirds
-    of the time.
+
+def bind_repeated(equation: Equation, operands: Sequence[Array], **changed: Any) -> list[Array]:
+    """Runs an operation that the program has several times, as `bind` does.
+
+    Where a derivative is taken, it runs in an inlined `jax.jit`, as the functions of jnp do. JAX remembers
+    the derivative of a jitted function. So it is differentiated once; the jaxpr stays the same, and a deep
+    model is traced in two thirds of the time. An operation that occurs once is faster without.
     """
     primitive = equation.primitive
     params = equation.params | changed if changed else equation.params
-    if _transformed(operands) and _may_be_remembered(equation) and _hashable(tuple(params.values())):
-        results = _inlined(primitive, tuple(params.items()))(*operands)
-    else:
-        results = primitive.bind(*operands, **bind_params(primitive, dict(params)))
+    if not (
+        is_differentiated(operands) and _may_be_remembered(equation) and _hashable(tuple(params.values()))
+    ):
+        return bind(equation, operands, **changed)
+    results = _inlined(primitive, tuple(params.items()))(*operands)
     return list(results) if primitive.multiple_results else [results]
+
+
+def kind_of(equation: Equation) -> tuple[Any, ...]:
+    """Returns a key that is the same for operations that look alike, such as those of equal layers."""
+    return equation.primitive, *((var.aval.shape, var.aval.dtype) for var in equation.invars)
 
 
 def _may_be_remembered(equation: Equation) -> bool:
@@ -44,8 +57,8 @@ def _may_be_remembered(equation: Equation) -> bool:
     return own and not equation.effects and not any(True for _ in jaxprs_in_params(equation.params))
 
 
-def _transformed(operands: Sequence[Array]) -> bool:
-    """Whether a transform such as `jax.grad` may follow what happens to one of the operands."""
+def is_differentiated(operands: Sequence[Array]) -> bool:
+    """Whether a derivative, or another transform, may follow what happens to one of the operands."""
     return any(isinstance(x, jax.Array) and not is_traced(x) for x in operands)
 
 
@@ -102,7 +115,7 @@ def is_reverse_only(equation: Equation) -> bool:
 
 def cast(x: Array, dtype: Any) -> Array:
     """Returns `x` in `dtype`. Where a derivative is taken, JAX remembers it, as in `bind`."""
-    run = _inlined_cast if _transformed([x]) else lax.convert_element_type
+    run = _inlined_cast if is_differentiated([x]) else lax.convert_element_type
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
         return run(x, dtype)

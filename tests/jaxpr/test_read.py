@@ -13,6 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive, jaxprs_in_params
+from jax.interpreters import batching
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
@@ -348,7 +349,7 @@ def test_an_operation_bound_again_is_differentiated_once_and_leaves_no_trace(mon
 
     def twelve(x):
         for _ in range(12):
-            (x,) = bind.bind(sine, [x])
+            (x,) = bind.bind_repeated(sine, [x])
         return x.sum()
 
     found = jax.make_jaxpr(jax.grad(twelve))(X)
@@ -362,14 +363,17 @@ def test_operations_that_are_not_jaxs_own_are_not_taken_for_each_other_or_kept_a
     copysign = Primitive("copysign_of")
     copysign.def_abstract_eval(lambda x, *, sign: x.update())
     signs = [0.0, -0.0, 1, True, np.float32(1)]
-    found = [
-        jax.make_jaxpr(jmp.autocast(lambda x, sign=sign: copysign.bind(x @ x, sign=sign)))(jnp.ones((2, 2)))
-        for sign in signs
-    ]
+
+    def twice(sign):
+        return jmp.autocast(lambda x: copysign.bind(x @ x, sign=sign) + copysign.bind(x, sign=sign))
+
+    batched = jnp.ones((3, 2, 2))
+    batching.primitive_batchers[copysign] = lambda x, axes, **params: (copysign.bind(*x, **params), axes[0])
+    found = [jax.make_jaxpr(jax.vmap(twice(sign)))(batched) for sign in signs]
     kept = [
         each.params["sign"] for jaxpr in found for each in equations(jaxpr.jaxpr) if "sign" in each.params
     ]
-    assert [repr(sign) for sign in kept] == [repr(sign) for sign in signs]
+    assert [repr(sign) for sign in kept] == [repr(sign) for sign in signs for _ in range(2)]
 
     class Data:
         """What a callback may hold."""
@@ -377,9 +381,8 @@ def test_operations_that_are_not_jaxs_own_are_not_taken_for_each_other_or_kept_a
     def trace():
         data = Data()
         shape = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-        jax.make_jaxpr(jmp.autocast(lambda x: jax.pure_callback(lambda x: (data, x)[1], shape, x @ x)))(
-            jnp.ones((2, 2))
-        )
+        call = lambda x: jax.pure_callback(lambda x: (data, x)[1], shape, x, vmap_method="sequential")
+        jax.make_jaxpr(jax.vmap(jmp.autocast(lambda x: call(x @ x) + call(x))))(batched)
         return weakref.ref(data)
 
     alive = trace()
