@@ -7,7 +7,7 @@ from jax import lax
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
-from tests.support.jaxprs import equations, products
+from tests.support.jaxprs import equations, operands_of, products
 from tests.support.small_programs import HALVES, W, X
 
 
@@ -174,3 +174,19 @@ def test_a_loop_of_random_masks_keeps_booleans():
     fun = lambda x: lax.scan(step, x, jax.random.split(jax.random.key(0), 5))[0]
     kept = [dtype for shape, dtype in kept_by_iterations(jmp.autocast(fun), X) if shape == (5, 4, 8)]
     assert sorted(kept) == ["bfloat16", "bool"]
+
+
+def test_a_value_in_half_is_moved_in_half_inside_a_loop_and_its_gradient_is_summed_in_float32():
+    def fun(w, x):
+        keys = x @ w
+        return jnp.sum(lax.map(lambda queries: jnp.tanh(queries @ keys.T), x.reshape(2, 2, 8)) ** 2)
+
+    gradient = jax.grad(jmp.autocast(fun))
+    assert set(operands_of("transpose", jmp.autocast(fun), W, X)) == {"bfloat16"}
+    (backward,) = (
+        equation
+        for equation in equations(jax.make_jaxpr(gradient)(W, X))
+        if equation.primitive.name == "scan" and equation.params["reverse"]
+    )
+    assert [var.aval.dtype.name for var in backward.outvars if var.aval.shape == (4, 8)] == ["float32"]
+    assert_close(gradient(W, X), jax.grad(fun)(W, X), "bfloat16", factor=16)
