@@ -76,11 +76,30 @@ def test_the_advice_of_the_doctor_heals():
 
 
 def test_gradients_that_underflow_get_a_scale_that_saves_them():
-    loss = lambda w, x: jnp.mean(jnp.sin(x @ w)) * 1e-7
+    loss = lambda w, x: jnp.mean(jnp.sin(jax.named_scope("head")(jnp.matmul)(x, w))) * 1e-7
     w = jax.random.normal(jax.random.key(0), (16, 8)) / 4
     found = finding(doctor(loss)(w, X), "become zero in float16 at the loss scale 2**0")
+    assert found.what.startswith("100.00% of the gradients")
+    assert found.where == "/ 100%, head 100%"
     exponent = int(found.advice.split("2.0**")[1].split(")")[0])
     assert doctor(loss, loss_scale=2.0**exponent)(w, X).findings == ()
+
+
+def test_gradients_that_a_loss_scale_makes_exact_need_no_rules():
+    # The gradients are subnormal numbers of float16, so few are zero and many are wrong.
+    loss = lambda w, x: jnp.mean(jnp.sin(x @ w) @ w.T) * 2e-5
+    w = jax.random.normal(jax.random.key(0), (16, 8)) / 4
+    found = finding(doctor(loss, tolerance=0.001)(w, X), "Without a loss scale")
+    assert found.advice.startswith("Start with jmp.DynamicLossScale(): at 2**15 the error is")
+    assert doctor(loss, tolerance=0.01, loss_scale=2.0**15)(w, X).findings == ()
+
+
+def test_an_update_that_is_lost_is_counted():
+    step = lambda w, g: (w - g).astype(jnp.float16)
+    w = jnp.ones(8, jnp.float16)
+    gradient = jnp.array([1e-5, 1e-5, 1e-5, 0.5, 0.5, 0.5, 0.5, 0.0], jnp.float16)
+    what = doctor(step, transform=None, device=None)(w, gradient).findings[0].what
+    assert what == "The update is lost in float16 for 43% of the elements of w that have one."
 
 
 def test_a_loss_that_is_not_finite_in_float32_either_skips_the_comparison():

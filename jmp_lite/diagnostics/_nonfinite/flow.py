@@ -215,8 +215,7 @@ class Flow:
         """Returns the iteration before an iteration of the innermost loop; None for the first iteration."""
         # A carry enters the first iteration from outside, and each other from the iteration before. Of a
         # while loop only some iterations are kept: the one before in the records stands for the one before.
-        is_first = site.loops[-1].kind == "while" and not self._iterations(site, steps)[-1]
-        return None if is_first else self._step(site, steps, -1)
+        return self._step(site, steps, -1)
 
     def _step(self, site: Site, steps: Steps, by: int) -> Steps | None:
         """Returns the iteration of the innermost loop after `by` iterations; None if there is none."""

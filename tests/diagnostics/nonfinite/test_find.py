@@ -236,6 +236,20 @@ def test_a_derivative_that_only_the_backward_pass_reads():
     assert both.direction == "forward"
 
 
+def test_an_overflow_that_the_next_iteration_makes_finite_and_wrong():
+    def loss(w, x):
+        def body(carry, _):
+            return carry * carry, lax.rsqrt(carry)  # 300 * 300 is inf in float16, and its rsqrt 0.
+
+        start = lax.stop_gradient(w[0, 0] * 0 + 300).astype(jnp.float16)
+        return jnp.sum(w) + jnp.sum(lax.scan(body, start, length=3)[1].astype(jnp.float32))
+
+    report = find_nonfinite(loss)(w, x)
+    assert report.is_finite
+    assert (report.cause.operation, report.cause.iterations) == ("mul", (("scan", 0),))
+    assert re.search(r"ends in rsqrt, .*test_find.py.*, whose result is finite, and wrong", str(report))
+
+
 @pytest.mark.parametrize("diagnosis", [find_nonfinite, profile_ranges, compare_precision, doctor])
 def test_an_old_call_is_answered_by_the_right_line(diagnosis):
     dtype = () if diagnosis is find_nonfinite else ("float16",)

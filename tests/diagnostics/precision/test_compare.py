@@ -12,6 +12,7 @@ import pytest
 import jmp_lite as jmp
 from jmp_lite.diagnostics import compare_precision
 from jmp_lite.diagnostics._precision import flags
+from jmp_lite.diagnostics._precision.compare import _error
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
@@ -84,6 +85,33 @@ def test_the_error_of_a_module_is_that_of_this_module_alone_in_half(linen_report
     assert own == sorted(own, reverse=True)
     assert linen_report.rest.gradients < 1e-6
     assert linen_report.loss == pytest.approx(float(blocks_loss(PARAMS, X, Y)))
+
+
+@pytest.mark.parametrize(
+    ("squares", "expected"), [((0, 0, 0), (0, 1)), ((1, 1, 0), (np.inf, 0)), ((4, 0, 4), (1, 0))]
+)
+def test_the_error_of_gradients_that_are_zero(squares, expected):
+    assert _error(*squares) == expected
+
+
+def test_a_value_that_two_products_read():
+    def loss(params, x):  # The gradient of `hidden` is a sum of two.
+        with jax.named_scope("stem"):
+            hidden = jnp.tanh(x @ params["stem"])
+        with jax.named_scope("left"):
+            left = hidden @ params["left"]
+        with jax.named_scope("right"):
+            return jnp.mean(jnp.sin(left) * (hidden @ params["right"]))
+
+    keys = jax.random.split(KEY, 3)
+    params = {
+        name: jax.random.normal(key, (16, 16)) / 4 for name, key in zip(("stem", "left", "right"), keys)
+    }
+    report = compare_precision(loss, "float16", tolerance=0)(params, X)
+    assert_is(report.half, errors(loss, (params, X), {}))
+    for row in report.modules:
+        rules = {name: "float32" for name in params if name != row.module}
+        assert_is(row.own, errors(loss, (params, X), rules))
 
 
 SETS = [kept for size in range(4) for kept in itertools.combinations(("stem", "middle", "head"), size)]

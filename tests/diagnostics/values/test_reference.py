@@ -79,6 +79,7 @@ def test_a_linear_solve_runs_its_solver():
         lambda x: lax.reduce_window(x, jnp.float16(-jnp.inf), lax.max, (2, 2), (1, 1), "VALID"),
         lambda x: jnp.sort(jnp.cumsum(x, axis=0), axis=0) + lax.iota(jnp.float16, 8),
         lambda x: jnp.where(x > 0, x, jnp.exp(x)).astype(jnp.bfloat16),
+        lambda x: jnp.concatenate(jnp.split(x * 3, 2, axis=1)[::-1], 1) @ x.T,
         lambda x: lax.conv(x[None, None], x[None, None, :2], (1, 1), "SAME"),
         lambda x: lax.reduce_precision(x.astype(jnp.float32), 5, 10),
         lambda x: lax.dot_general(x, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32),
