@@ -114,7 +114,13 @@ def test_every_option_of_an_example_has_help():
 
 
 def test_ctrl_c_ends_an_example_with_one_line(tmp_path):
-    command = [sys.executable, EXAMPLES / "digits.py", "--output", tmp_path / "digits.png"]
+    # A shell starts a job in the background with SIGINT ignored, and so would start this example.
+    listen = "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    run = "del sys.argv[0]; sys.path[0] = sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [
+        *(sys.executable, "-c", f"{listen}; {run}", EXAMPLES, EXAMPLES / "digits.py"),
+        *("--output", tmp_path / "digits.png"),
+    ]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert started.stderr is not None
     first = started.stderr.read(10)  # The progress bar: the program is in its main function.
