@@ -25,7 +25,8 @@ from ._paths import as_patterns, join, matches, path_name
 from ._scaling.loss_scale import LossScale, is_loss_scale
 from ._scaling.state import SkipNonfiniteState
 from ._text import power
-from .diagnostics._program.program import Program, read_program
+from .diagnostics._program.program import Program
+from .diagnostics._program.read import read_program
 
 
 def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -> Callable[..., None]:

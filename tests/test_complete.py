@@ -135,6 +135,7 @@ def test_the_clip_sees_what_is_accumulated(start):
     np.testing.assert_allclose(optax.tree.get(opt_state, "mu"), 0.1 * 0.5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_both_apis_of_flax_have_the_same_losses(monkeypatch):
     """The parameters have the same names, so those of Linen fit the network of NNX."""
     linen, other = (Start("--flax", flax, "--dropout", "0") for flax in ("linen", "nnx"))
@@ -174,7 +175,7 @@ def stop_after(monkeypatch, count):
     monkeypatch.setattr(complete, "batches", interrupted)
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(slow=2)
 @FLAX
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(flax, tmp_path, monkeypatch, capsys):
     # Two skipped steps at the start, and a scale that grows: the checkpoint holds more than first values.
@@ -200,6 +201,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(flax, tmp_path, monkeypatch,
     assert_same_bits(whole, again)
 
 
+@pytest.mark.slow
 def test_a_run_writes_scalars_for_tensorboard(monkeypatch, capsys):
     events = mock.Mock()
     monkeypatch.setattr(complete, "open_events", lambda folder: events)
@@ -290,8 +292,8 @@ def test_a_run_that_is_stuck_ends_with_the_advice(monkeypatch):
     assert "find_nonfinite" in stopped.value.code
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", complete.LOSS_SCALES)
+@pytest.mark.cases(slow=4)
+@pytest.mark.parametrize("precision", [*complete.LOSS_SCALES][::-1])
 @FLAX
 def test_each_precision_learns_the_digits(all_images, flax, precision, capsys):
     state, accuracy = complete.main(["--flax", flax, "--precision", precision])

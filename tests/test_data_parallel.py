@@ -274,6 +274,7 @@ def two_checkpoints(tmp_path_factory):
 
 # Orbax leaves the event loop of a failed read behind.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("spoil", [empty_all, remove_arrays, remove_tree_metadata])
 def test_the_run_falls_back_to_the_checkpoint_before_and_says_so(two_checkpoints, spoil, tmp_path, capfd):
     script, folder = two_checkpoints

@@ -67,7 +67,7 @@ FILES = {
     "diagnostics._nonfinite": "extremes flow case advice report rules find",
     "diagnostics._ranges": "magnitudes float8 scales picture report profile updates",
     "diagnostics._precision": "modules flags fewest report compare",
-    "diagnostics._program": "hlo traffic products program gpus compile roofline",
+    "diagnostics._program": "hlo traffic products program read gpus compile roofline",
     "diagnostics": "_findings _doctor",
 }
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}, "_memory": {"jax", "numpy", "optax"}}

@@ -110,6 +110,7 @@ def test_the_losses_of_regularizers_are_added(batch):
     assert regularized == pytest.approx(plain + penalty, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_model_has_the_trained_values_and_can_be_saved(tmp_path, capsys):
     path = tmp_path / "new" / "digits.keras"
     model, opt_state = keras_model.main(["--epochs", "1", "--save", str(path)])
@@ -124,8 +125,8 @@ def test_the_model_has_the_trained_values_and_can_be_saved(tmp_path, capsys):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", keras_model.LOSS_SCALES)
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("precision", [*keras_model.LOSS_SCALES][::-1])
 def test_each_precision_learns_the_digits(precision):
     model, _ = keras_model.main(["--precision", precision])
     _, test_x, _, test_y = keras_model.load_data()

@@ -27,7 +27,7 @@ from ._program.products import Product as Product
 from ._program.program import Collective as Collective
 from ._program.program import Launch as Launch
 from ._program.program import Program as Program
-from ._program.program import read_program as read_program
+from ._program.read import read_program as read_program
 from ._program.roofline import ModuleTime as ModuleTime
 from ._program.roofline import Roofline as Roofline
 from ._program.roofline import roofline as roofline

@@ -29,7 +29,8 @@ from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import compare_briefly
 from ._precision.report import PrecisionReport
 from ._program.compile import compile_for
-from ._program.program import Program, read_program
+from ._program.program import Program
+from ._program.read import read_program
 from ._program.roofline import Roofline, roofline
 from ._ranges.profile import profile_ranges
 from ._ranges.report import RangeReport

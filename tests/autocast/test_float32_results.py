@@ -76,6 +76,7 @@ def test_large_logits_lose_nothing_but_the_rounding_of_the_operands():
     assert error(float32_results="head") < 1e-4
 
 
+@pytest.mark.slow
 def test_inside_loops_rematerialization_and_jit():
     stack = jax.random.normal(keys[0], (3, 16, 16)) / 4
 

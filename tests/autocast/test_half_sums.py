@@ -48,6 +48,7 @@ def test_only_the_selected_sums_are_in_half(half_sums, dtypes):
     assert product_kinds(jax.grad(fun), PARAMS, X) == product_kinds(jax.grad(jmp.autocast(stream)), PARAMS, X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_both_orders_have_the_same_loss_and_gradients_near_float32(half):
     exact = jax.value_and_grad(stream)(PARAMS, X)

@@ -38,6 +38,7 @@ def flushed(x, dtype):
 # profile_ranges
 
 
+@pytest.mark.slow
 def test_the_counts_are_those_of_the_operands():
     """The cotangents span 12 powers of ten. e5m2 holds about ten powers of ten."""
     weights = 10.0 ** jnp.linspace(-12, 0, 16 * 48).reshape(16, 48)
@@ -101,6 +102,7 @@ def direct_error(fun):
     return norm(jax.tree.map(jnp.subtract, jax.grad(fun)(PARAMS, X), exact)) / norm(exact)
 
 
+@pytest.mark.slow
 def test_the_errors_are_those_of_the_functions_themselves():
     close = compare_precision(float8(two_layers))(PARAMS, X)
     assert close.is_close

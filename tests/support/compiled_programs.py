@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite.diagnostics import read_program
-from jmp_lite.diagnostics._program.program import _read
+from jmp_lite.diagnostics._program.read import _read
 
 H100 = types.SimpleNamespace(platform="cuda", device_kind="NVIDIA H100 80GB HBM3")
 PROGRAMS = pathlib.Path(__file__).parent.parent / "diagnostics" / "program" / "programs"

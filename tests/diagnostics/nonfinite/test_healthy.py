@@ -92,7 +92,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.cases(fast=2, slow=9)
+@pytest.mark.cases(slow=6)
 @pytest.mark.parametrize("name", LOSSES)
 def test_find_nonfinite_and_profile_ranges_are_silent(name):
     report = find_nonfinite(LOSSES[name], loss_scale=2.0**10)(W, X)
@@ -144,6 +144,7 @@ def make_step(tx, dtype, compute=jnp.float16):
     return step, params, tx.init(params)
 
 
+@pytest.mark.slow
 def test_a_healthy_step_has_no_findings():
     step, params, state = make_step(jmp.with_loss_scale(optax.adamw(1e-3)), jnp.float32)
     diagnosis = doctor(step, transform=None, device=None)(params, state, X)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_lite.diagnostics import read_program
 from jmp_lite.diagnostics._program.hlo import HloArray, parse
-from jmp_lite.diagnostics._program.program import _read
+from jmp_lite.diagnostics._program.read import _read
 from tests.support.compiled_programs import H100, PROGRAMS, VERSIONS, compiled, f32, h100, program, x
 
 

@@ -1,0 +1,188 @@
+"""Reads what a compiled program does from the text that XLA gives of it: `read_program`."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from .hlo import Computation, HloModule, Instruction, parse
+from .products import operation_of, products_of
+from .program import Collective, Launch, Program
+from .traffic import bytes_of
+
+# Instructions that name a buffer or a part of one, or only wait: XLA starts no kernel for them.
+_NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"}
+_NO_KERNEL |= {"add-dependency", "partition-id", "replica-id", "domain"}
+# Instructions that run other computations, whose kernels are counted.
+_NO_KERNEL |= {"while", "conditional", "call", "async"}
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVES += ("collective-broadcast", "ragged-all-to-all")
+_CALLS_BACK = re.compile(r"callback|infeed|outfeed|SendToHost|RecvFromHost", re.IGNORECASE)
+
+
+def read_program(compiled: Any) -> Program:
+    """Returns what a compiled step does.
+
+    Args:
+        compiled: the result of `jax.jit(step).lower(*args).compile()`, or of `nnx.jit`, for any device.
+            `compile_for` compiles for a GPU that the machine does not have.
+
+    Returns:
+        The products with their dtypes, kernels, bytes, memory, conditionals and collectives of one run on one
+        device. `print` it for a table.
+
+    Raises:
+        TypeError: `compiled` is no compiled program.
+
+    Examples:
+        >>> x = jnp.ones((8, 8), jnp.bfloat16)
+        >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
+        >>> [(product.kind, product.flops) for product in program.products]
+        [('gemm', 1024)]
+
+    Guide: docs/diagnosis.md.
+    """
+    compiled = getattr(compiled, "compiled", compiled)  # `nnx.jit` wraps what `jax.jit` has compiled.
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise TypeError(
+            f"read_program takes what the compile() of a jitted step returns. Got {type(compiled).__name__}. "
+            "Write read_program(step.lower(*args).compile()), where step is a function of jax.jit or nnx.jit."
+        )
+    return _read(compiled.as_text() or "", compiled.memory_analysis(), _device(compiled))
+
+
+def _read(text: str, memory: Any, device: Any) -> Program:
+    """Returns what the text of a program says.
+
+    Args:
+        text: the result of `Compiled.as_text()`.
+        memory: the result of `Compiled.memory_analysis()`; None if it is not known.
+        device: a device for which it was compiled.
+    """
+    module = parse(text)
+    size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
+    products, collectives, launches, syncs = [], [], [], []
+    conditionals = 0
+    for instruction, computation, times in _executed(module, module.entry, 1):
+        own = list(products_of(instruction, computation, module, times, device))
+        products += own
+        conditionals += instruction.opcode == "conditional"
+        syncs += _syncs(instruction)
+        if instruction.operation in _COLLECTIVES:
+            operands = computation.operands(instruction)
+            arrays = tuple(array for operand in operands for array in operand.arrays)
+            collectives.append(Collective(instruction.operation, arrays, times, operation_of(instruction)))
+        elif _runs(instruction, computation):
+            flops = sum(product.flops for product in own)
+            launches.append(_launch(instruction, computation, module, flops, times))
+    return Program(
+        device=device.device_kind,
+        products=tuple(products),
+        collectives=tuple(collectives),
+        launches=tuple(launches),
+        kernels=sum(launch.times for launch in launches),
+        bytes_moved=sum(launch.times * launch.bytes_moved for launch in launches),
+        temporary_bytes=size("temp"),
+        argument_bytes=size("argument"),
+        output_bytes=size("output"),
+        aliased_bytes=size("alias"),
+        conditionals=conditionals,
+        host_syncs=tuple(syncs),
+    )
+
+
+def _launch(
+    instruction: Instruction, computation: Computation, module: HloModule, flops: int, times: int
+) -> Launch:
+    """Returns a kernel, with its bytes by the dtypes of the arrays that it reads and writes."""
+    operands, results = computation.operands(instruction), computation.results(instruction)
+    inner = [
+        array
+        for operand in operands
+        if not _is_argument(operand, computation, module)
+        for array in operand.arrays
+    ]
+    if not _is_output(instruction, computation, module):
+        inner += results
+    # A kernel may read only a part of an operand, so its bytes are split by the sizes of its arrays.
+    total = sum(operand.size for operand in operands) + sum(array.size for array in results)
+    moved = bytes_of(instruction, computation, module)
+
+    def share(dtypes: set[str]) -> int:
+        size = sum(array.size for array in inner if array.dtype in dtypes)
+        return round(moved * size / total) if total else 0
+
+    name, operation = instruction.name, operation_of(instruction)
+    return Launch(name, operation, flops, moved, share({"f32"}), share({"f16", "bf16"}), times)
+
+
+_NAMES_A_BUFFER = ("bitcast", "get-tuple-element", "tuple")
+
+
+def _is_argument(instruction: Instruction, computation: Computation, module: HloModule) -> bool:
+    """Whether an array is an argument of the program."""
+    while instruction.opcode in _NAMES_A_BUFFER and instruction.operands:
+        instruction = computation.instructions[instruction.operands[0]]
+    return computation is module.entry and instruction.opcode == "parameter"
+
+
+def _is_output(instruction: Instruction, computation: Computation, module: HloModule) -> bool:
+    """Whether a result is an output of the program."""
+    if computation is not module.entry:
+        return False
+    readers = [user for user in computation.users[instruction.name] if user.opcode in _NAMES_A_BUFFER]
+    return instruction.is_root or any(_is_output(user, computation, module) for user in readers)
+
+
+def _device(compiled: Any) -> Any:
+    # The shardings are the only public way to the devices. A program without arrays has none.
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return min(shardings[0].device_set, key=lambda device: device.id) if shardings else jax.devices()[0]
+
+
+def _executed(
+    module: HloModule, computation: Computation, times: int
+) -> Iterator[tuple[Instruction, Computation, int]]:
+    """Yields each instruction that runs, its computation and how often; not those inside a kernel."""
+    for instruction in computation:
+        yield instruction, computation, times
+        names = instruction.called(
+            "body", "condition", "true_computation", "false_computation", "branch_computations"
+        )
+        # The `to_apply` of a reduction and the `calls` of a fusion are code inside their kernel.
+        if instruction.operation in ("call", "async"):
+            names += instruction.called("to_apply", "calls")
+        for name in names:
+            yield from _executed(module, module.computations[name], times * (_trips(instruction) or 1))
+
+
+def _trips(instruction: Instruction) -> int | None:
+    """Returns the number of iterations of a loop, None if the device decides it; 1 for other instructions."""
+    if instruction.opcode != "while":
+        return 1
+    # XLA counts the iterations of a loop with a counter of a known start, step and end, such as a `lax.scan`.
+    known = instruction.backend_config.get("known_trip_count")
+    return int(known["n"]) if known else None
+
+
+def _runs(instruction: Instruction, computation: Computation) -> bool:
+    """Whether an instruction starts a kernel or a library call."""
+    # Of an asynchronous instruction the `-start` counts, once.
+    if instruction.operation in _NO_KERNEL or instruction.opcode.endswith(("-done", "-update")):
+        return False
+    # An array without elements needs no kernel. A call without results runs for its effect.
+    results = computation.results(instruction)
+    return not results or any(array.size for array in results)
+
+
+def _syncs(instruction: Instruction) -> list[str]:
+    if instruction.opcode == "conditional":
+        return ["conditional"]
+    if instruction.opcode == "while" and _trips(instruction) is None:
+        return ["while, of a length that the device decides"]
+    name = instruction.target or instruction.opcode
+    return [name] if _CALLS_BACK.search(name) else []
+
+
+# The text.
