@@ -56,6 +56,17 @@ def _number(value: Any) -> str:
         return str(value)
 
 
+def dynamic_scale(exponent: int) -> str:
+    """Returns the code of a dynamic loss scale that starts at a power of two. By default its minimum is 1.
+
+    Examples:
+        >>> dynamic_scale(15), dynamic_scale(-3)
+        ('jmp.DynamicLossScale(2.0**15)', 'jmp.DynamicLossScale(2.0**-3, min_loss_scale=2.0**-24)')
+    """
+    minimum = ", min_loss_scale=2.0**-24" if exponent < 0 else ""
+    return f"jmp.DynamicLossScale(2.0**{exponent}{minimum})"
+
+
 def power(scale: float) -> str:
     """Returns a loss scale in words: as a power of two if it is one.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._autocast.report.explain import Report
 from .._autocast.report.operations import Operation
-from .._text import power
+from .._text import dynamic_scale, power
 from ._nonfinite.report import NonfiniteReport
 from ._precision.report import PrecisionReport
 from ._program.roofline import Roofline
@@ -104,7 +104,7 @@ def of_ranges(report: RangeReport | None, precision: PrecisionReport | None) -> 
         where = ", ".join(f"{row.name or '/'} {row.fates.lost:.0%}" for row in worst)
         best = report.scales.largest_safe
         less = report.pooled.fates(best or 0).lost
-        advice = f"Start with jmp.DynamicLossScale(2.0**{max(best or 0, 0)}): {less:.2%} are lost there."
+        advice = f"Start with {dynamic_scale(best or 0)}: {less:.2%} are lost there."
         yield Finding("accuracy", what, where, advice)
     if report.without_scale:
         names = ", ".join(f"{row.name or '/'} ({row.direction})" for row in report.without_scale[:4])

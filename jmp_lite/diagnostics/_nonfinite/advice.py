@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from ..._text import power
+from ..._text import dynamic_scale, power
 from .._values.sites import Path
 from .case import Case, largest, lost_number
 
@@ -252,10 +252,9 @@ def _gradient(case: Case) -> str:
     limit = f"A gradient is beyond {largest(case.site.dtype):g}, where {case.dtype} ends, "
     if case.fitting is not None:
         exponent = int(np.log2(case.fitting))
-        return (
-            f"{limit}at the loss scale {power(case.scale)}. At a scale of 2**{exponent} it would fit: a "
-            f"jmp.DynamicLossScale finds that scale, or starts there, jmp.DynamicLossScale(2.0**{exponent})."
-        )
+        at = f"{limit}at the loss scale {power(case.scale)}. At a scale of 2**{exponent} it would fit: "
+        finds = "a jmp.DynamicLossScale finds that scale, or starts there, " if exponent >= 0 else ""
+        return f"{at}{finds}{dynamic_scale(exponent)}."
     advice = _rule(case) if case.site.is_half else "The program itself diverges."
     return f"{limit}at every loss scale from {power(case.scale)} down to 2**-24. {advice}"
 

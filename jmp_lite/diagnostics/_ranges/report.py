@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._scaling.loss_scale import DynamicLossScale
-from ..._text import Shown, aligned, power
+from ..._text import Shown, aligned, dynamic_scale, power
 from .._nonfinite.report import Nonfinite
 from .float8 import Float8Range
 from .magnitudes import Fates, Magnitudes, pooled
@@ -118,7 +118,9 @@ class RangeReport(Shown):
     def dynamic_scale(self) -> DynamicLossScale | None:
         """The `DynamicLossScale` to start with: at the largest safe scale, so that no step is skipped."""
         safe = self.largest_safe_scale
-        return None if safe is None else DynamicLossScale(max(safe, 1.0))
+        if safe is None:
+            return None
+        return DynamicLossScale(safe, min_loss_scale=2.0**-24) if safe < 1 else DynamicLossScale(safe)
 
     @property
     def without_scale(self) -> tuple[ModuleRange, ...]:
@@ -156,7 +158,7 @@ class RangeReport(Shown):
             f"In {self.dtype.name} at the loss scale {power(self.loss_scale)}, {lost:.2%} of the gradients "
             f"that are not zero are lost. The largest safe scale is {power(self.largest_safe_scale)}. "
             f"Static: jmp.StaticLossScale(2.0**{self.scales.suggested}). Dynamic: "
-            f"jmp.DynamicLossScale(2.0**{max(self.scales.largest_safe or 0, 0)})."
+            f"{dynamic_scale(self.scales.largest_safe or 0)}."
         )
 
     def __repr__(self) -> str:

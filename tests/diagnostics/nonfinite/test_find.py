@@ -106,6 +106,21 @@ def test_an_overflow_in_the_backward_pass_of_one_block_and_the_scale_that_fits()
     assert find_nonfinite(loss, loss_scale=fitting)(params, x).is_finite
 
 
+def test_a_scale_below_1_is_offered_with_a_minimum_below_1():
+    def loss(w, x):
+        return jnp.sum((x @ w).astype(jnp.float16).astype(jnp.float32)) * 3e5
+
+    advice = find_nonfinite(loss)(w, x).cause.advice
+    assert advice.endswith("it would fit: jmp.DynamicLossScale(2.0**-3, min_loss_scale=2.0**-24).")
+    scale = jmp.DynamicLossScale(2.0**-3, min_loss_scale=2.0**-24)
+    assert float(scale.adjust(jnp.bool_(False)).loss_scale) == 2.0**-4
+    assert find_nonfinite(loss, loss_scale=scale)(w, x).is_finite
+    ranges = profile_ranges(lambda w, x: jnp.sum(jnp.sin(x @ w)) * 3e5)(w, x)
+    assert float(ranges.dynamic_scale.loss_scale) == ranges.largest_safe_scale < 1
+    assert ranges.dynamic_scale.min_loss_scale == 2.0**-24
+    assert ", min_loss_scale=2.0**-24)." in ranges.summary()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_one_bad_batch_of_five(bad):
