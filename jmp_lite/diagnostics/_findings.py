@@ -20,6 +20,7 @@ from ._values.trace import Call, trace
 
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""
+_UNTRIED = "This was not tried."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,8 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
     cause = report.cause
     if cause is not None:
         what = str(cause).splitlines()[0]
-        yield Finding("not finite", what, cause.line, cause.advice)
+        untried = f" {_UNTRIED}" if "rules=" in cause.advice else ""
+        yield Finding("not finite", what, cause.line, cause.advice + untried)
 
 
 def of_step(call: Call, args: Any, kwargs: Any) -> Iterator[Finding]:
@@ -109,15 +111,17 @@ def of_ranges(report: RangeReport | None, precision: PrecisionReport | None) -> 
     if report.without_scale:
         names = ", ".join(f"{row.name or '/'} ({row.direction})" for row in report.without_scale[:4])
         advice = f"Keep them in float32: rules={report.rules}. " if report.rules else "Try bfloat16. "
-        advice += "Or give each layer a scale of its own: jmp.scale_layer."
+        advice += f"Or give each layer a scale of its own: jmp.scale_layer. {_UNTRIED}"
         yield Finding("accuracy", f"No loss scale serves these gradients in {dtype}.", names, advice)
     if overflowing := report.overflowing:
         what = f"Values of the forward pass are beyond the range of {dtype}, where no loss scale helps."
         where = ", ".join(row.name for row in overflowing)
-        yield Finding("accuracy", what, where, f"rules={keep(overflowing)}, or bfloat16.")
+        yield Finding("accuracy", what, where, f"rules={keep(overflowing)}, or bfloat16. {_UNTRIED}")
     for name, largest in report.too_large.items():
         what = f"A parameter has {largest:.4g}, beyond the range of {dtype}."
-        yield Finding("accuracy", what, name, f"Keep it in float32: rules={{{name!r}: 'float32'}}.")
+        yield Finding(
+            "accuracy", what, name, f"Keep it in float32: rules={{{name!r}: 'float32'}}. {_UNTRIED}"
+        )
 
 
 def of_precision(report: PrecisionReport | None) -> Iterator[Finding]:

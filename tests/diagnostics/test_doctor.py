@@ -58,8 +58,11 @@ def test_the_findings_are_those_of_the_parts_worst_first():
     assert "inf from" in first.what
     assert "head" in first.what
     assert "test_doctor.py" in first.where
-    assert finding(diagnosis, "A parameter has 1e+06").where == "params/head"
-    assert "rules={'/head': 'float32'}" in finding(diagnosis, "the error is").advice
+    parameter, error = finding(diagnosis, "A parameter has 1e+06"), finding(diagnosis, "the error is")
+    assert parameter.where == "params/head"
+    assert parameter.advice.endswith("'float32'}. This was not tried.")
+    assert "rules={'/head': 'float32'}" in error.advice
+    assert "Then the error is" in error.advice  # compare_precision has tried these.
     sizes = [each.advice for each in diagnosis.findings if "run slowly" in each.what]
     assert any("N = 15: pad it to 16" in each for each in sizes)
     assert any("K = 15: pad it to 16" in each for each in sizes)
