@@ -1,12 +1,10 @@
 """Operations that run jaxprs, by a plan: `_jaxpr.calls` runs them around bodies in half precision."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._jaxpr.bind import reuse
 from .._jaxpr.calls import CALLS
 from .._jaxpr.inner import Role
 from .._jaxpr.primitives import traits_of
@@ -35,8 +33,7 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
             value, array = operands[index], interpreter.take(operands[index], take)
             if role is Role.CONSTANT:
                 casts = interpreter.casts_for_loop(value, inside.plan) if take is Take.BOTH else None
-                half = value.native.dtype if casts and value.native.dtype != array.dtype else None
-                fixed.append(functools.partial(_in_loop, Value(array, casts, value.number), half))
+                fixed.append(Value(array, casts, value.number))
             else:
                 arrays[index] = array
         bodies.append(interpreter.body(inside, fixed))
@@ -45,16 +42,6 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         bodies = [jax.checkpoint(bodies[0], policy=_is_kept, prevent_cse=False)]
     results, _ = CALLS[action.handler](equation, bodies, arrays)
     return list(map(Value, results))
-
-
-def _in_loop(constant: Value, half: Any) -> Value:
-    """Returns the constant of a loop as a value of the body.
-
-    If it is in half outside (`half` is the dtype, otherwise None), it is in half inside too, so that the body
-    moves it in half. Its gradients are summed over the iterations in float32.
-    """
-    value = constant.copy()
-    return value if half is None else Value(reuse(value.native, value.casts.pop(half)), value.casts)
 
 
 def _linear_solve(

@@ -239,20 +239,20 @@ class Interpreter:
         """Returns the arrays of some values, as `take` does."""
         return [self.take(value, take) for value, take in zip(values, takes)]
 
-    def body(self, inside: Inside, constants: Sequence[Callable[[], Value]] = ()) -> Body:
+    def body(self, inside: Inside, constants: Sequence[Value] = ()) -> Body:
         """Returns a jaxpr of a call as a body for `_jaxpr.calls`.
 
         Args:
             inside: how the jaxpr runs.
-            constants: functions that make the values for its first inputs, in the trace of the body. A body
-                without them is the same for all calls of one kind, so that JAX traces it once.
+            constants: values for its first inputs. A body without them is the same for all calls of one kind,
+                so that JAX traces it once.
         """
         key = (inside.plan, inside.leave)
         if key in self._bodies and not constants:
             return self._bodies[key]
 
         def body(*arrays: Array) -> Outputs:
-            arguments = [*(constant() for constant in constants), *map(Value, arrays)]
+            arguments = [*(value.copy() for value in constants), *map(Value, arrays)]
             return self.take_all(self.run(inside.plan, arguments), inside.leave), {}
 
         if not constants:

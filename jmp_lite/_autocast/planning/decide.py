@@ -203,7 +203,8 @@ def decide_move(op: Op, operands: Sequence[State], wanted: bool, backward: bool)
     outvars = op.equation.outvars
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
     narrow = tuple(state.is_half for state in results)
-    action = Bind((Take.AS_IS,) * len(operands))
+    # The constant of a loop that is in half outside has its array in float32 as well.
+    action = Bind(tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands))
     if op.traits.spreads and any(narrow):
         # The transpose of a copy is a sum, which adds up in float32.
         action = Bind(tuple(conversion(state, FIRM) for state in operands), narrow=narrow)
