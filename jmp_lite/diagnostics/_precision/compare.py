@@ -56,8 +56,8 @@ def compare_precision(
     runs at most. With `tolerance=0` it measures each module, and nothing is left to search.
 
     If no loss scale is given, and the error in float16 is above the tolerance, it tries `2**15`, the start
-    of `DynamicLossScale`. If the error is less than half of what it was, all runs in half are at that scale,
-    and the report says so.
+    of `DynamicLossScale`. If this scale more than halves the error, all runs in half use it. The report then
+    says that the gradients need a loss scale.
 
     All runs are runs of one program, which is compiled once. It holds half values as float32 numbers, and a
     flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. The

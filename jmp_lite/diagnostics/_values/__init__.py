@@ -1,6 +1,6 @@
 """Measures values inside a program: runs a jaxpr again, and records a small array at each value.
 
-Read `sites` (the values that are measured), `probe` (what is measured of them), `tap` (runs a jaxpr and
-measures), `calls` (one handler for each operation that runs jaxprs), `trace` (makes the program of a loss
-function), then `reference` (runs a program with its half values in float32).
+Read `sites` (the values of a program), `probe` (their measurements), `tap` (runs a jaxpr and measures),
+`calls` (one handler for each operation that runs jaxprs), `trace` (makes the program of a loss function),
+then `reference` (runs a program with its half values in float32).
 """

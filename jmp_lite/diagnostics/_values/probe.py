@@ -1,4 +1,4 @@
-"""Probes: what the tap measures, and how; and the values that it hands on."""
+"""Probes, which choose and measure values for the tap. `TapValue` is a value that the tap hands on."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -33,7 +33,7 @@ class TapValue(NamedTuple):
 
 
 class Probe(Protocol):
-    """Says what is measured.
+    """Chooses the values to measure, and measures them.
 
     Attributes:
         adds: whether the measurements of the iterations of a loop are joined. If not they are all kept.
@@ -54,7 +54,7 @@ class Probe(Protocol):
         ...
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
-        """Returns what is measured of a value, as one array whose shape does not depend on the value.
+        """Returns the measurement of a value: one array. Its shape does not depend on the numbers.
 
         Args:
             array: the value.
