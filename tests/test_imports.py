@@ -69,6 +69,7 @@ FILES = {
     "diagnostics._precision": "modules flags fewest report compare",
     "diagnostics._program": "hlo traffic products program read gpus compile roofline",
     "diagnostics": "_findings _doctor",
+    "testing": "_products _skips",
 }
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}, "_memory": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}

@@ -83,7 +83,7 @@ def draw_plan(path: pathlib.Path) -> None:
 
 WIDTH, HEIGHT = 0.17, 0.42  # Of the box of a room.
 FLOORS = (
-    ("testing.py",),
+    ("testing/",),
     ("linen.py", "nnx.py", "diagnostics/"),
     ("_cast_params.py", "_flax/", "_autocast/", "_scaling/"),
     ("_policy.py", "_jaxpr/", "_memory/"),

@@ -1,12 +1,7 @@
-"""Assertions about precision for a user's own tests, in the manner of chex.
-
-`assert_precision`: the dtype of every product of a function, by scope.
-`assert_tensor_cores`: the share of a compiled program that Tensor Cores run.
-`assert_skips_nonfinite`: that a train step leaves its state alone where a batch holds inf or NaN.
-"""
+"""An assertion about a train step: it leaves its state alone where a batch holds inf or NaN."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,153 +13,11 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jmp_lite.testing needs chex: pip install 'jmp_lite[testing]'.") from error
 
-from ._autocast.report.explain import explain
-from ._autocast.report.operations import Operation
-from ._dtypes import DTypeLike, parse_dtype
-from ._paths import as_patterns, join, matches, path_name
-from ._scaling.loss_scale import LossScale, is_loss_scale
-from ._scaling.state import SkipNonfiniteState
-from ._text import power
-from .diagnostics._program.program import Program
-from .diagnostics._program.read import read_program
-
-
-def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -> Callable[..., None]:
-    """Returns a function that asserts in which dtype every product of `fun` runs.
-
-    It traces `fun` and computes nothing. It reads the products as they run: of functions of `autocast`, of
-    models under a policy, of casts by hand, and of the gradients of all these.
-
-    Args:
-        fun: any function that JAX can trace: a loss, `jax.grad(autocast(loss_fn))`, a train step.
-        dtypes: a dtype for each pattern over scopes and argument paths, as in the `rules` of `autocast`. The
-            first pattern that matches a product decides. The dtype of a product is that of its operands. The
-            product that makes the gradient of a weight does not take the weight: for gradients name scopes.
-
-    Returns:
-        A function of the arguments of `fun` that returns nothing. A `jax.ShapeDtypeStruct` may stand for an
-        array.
-
-    Raises:
-        AssertionError: on a call, a product runs in another dtype, or no pattern matches it, or a pattern
-            decides about no product. The message lists each product with its dtypes, scope, line and reason.
-        ValueError, TypeError: `dtypes` is no mapping of patterns to dtypes, or is empty.
-
-    Examples:
-        >>> def loss(w, x):
-        ...     with jax.named_scope("head"):
-        ...         return jnp.mean(x @ w)
-        >>> half_loss = jmp.autocast(loss, jnp.bfloat16)
-        >>> w, x = jnp.ones((4, 8)), jnp.ones((2, 4))
-        >>> assert_precision(jax.grad(half_loss), {"**/head": "bfloat16"})(w, x)
-
-    Guide: docs/testing.md.
-    """
-    if not isinstance(dtypes, Mapping) or not dtypes:
-        raise TypeError(
-            "assert_precision(fun, dtypes) takes a mapping of patterns to dtypes, such as "
-            f"{{'**/router': 'float32', '**': 'bfloat16'}}. Got {dtypes!r}."
-        )
-    wanted = {pattern: parse_dtype(dtype).name for pattern, dtype in dtypes.items()}
-
-    def assert_fun(*args: Any, **kwargs: Any) -> None:
-        products = [row for row in _report(fun, args, kwargs) if row.is_product]
-        wrong, used = [], set()
-        for product in products:
-            pattern = next((pattern for pattern in wanted if _selects(pattern, product)), None)
-            used.add(pattern)
-            dtype = _dtype_of(product)
-            if pattern is None:
-                wrong.append(f"{dtype}; no pattern matches it: {_described(product)}")
-            elif dtype != wanted[pattern]:
-                wrong.append(f"{dtype}, not the {wanted[pattern]} of '{pattern}': {_described(product)}")
-        scopes = ", ".join(sorted({product.module or "/" for product in products})) or "none"
-        unused = [
-            f"the pattern '{pattern}' decides about no product." for pattern in wanted if pattern not in used
-        ]
-        if unused:
-            unused.append(f"The modules with products are: {scopes}.")
-        if wrong or unused:
-            summary = f"{len(wrong)} of {len(products)} products are not as asserted"
-            raise _failure("assert_precision", summary, [*wrong, *unused])
-
-    return assert_fun
-
-
-def _report(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Operation]:
-    """Returns the operations of `fun` as they run, under the names of its arguments."""
-
-    def as_it_runs(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs)
-
-    # `explain` names arguments by the signature. With the attributes of `fun` it would explain its autocast.
-    as_it_runs.__wrapped__ = fun  # type: ignore[attr-defined]
-    return explain(as_it_runs, "float32")(*args, **kwargs).operations
-
-
-def _selects(pattern: str, product: Operation) -> bool:
-    return any(matches(pattern, path) for path in (product.scope, *product.arguments))
-
-
-def _dtype_of(product: Operation) -> str:
-    """Returns the dtype of the operands, or both where they differ."""
-    return " x ".join(dict.fromkeys(operand.split("[")[0] for operand in product.inputs[:2]))
-
-
-def _described(product: Operation) -> str:
-    operands = f"{' '.join(product.inputs)} -> {' '.join(product.outputs)}"
-    return (
-        f"{product.name} {operands}\n    in {product.module or '/'}, {product.source}\n    {product.reason}"
-    )
-
-
-def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
-    """Asserts that Tensor Cores run most of the products of a compiled program, in 16 bits or less.
-
-    Args:
-        compiled: a compiled step, `jax.jit(step).lower(...).compile()` on an NVIDIA GPU, or
-            `diagnostics.compile_for("h100", step, ...)` anywhere; or its `Program`.
-        share: the smallest share of the FLOPs of all products, from 0 to 1.
-
-    Raises:
-        AssertionError: the share is smaller. The message lists the products that Tensor Cores do not run, or
-            run in TF32, those with most FLOPs first. A program without products fails, too.
-        ValueError: the program is not one for an NVIDIA GPU, or `share` is not in 0 to 1.
-
-    Examples:
-        ```python
-        x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-        step = jax.jit(jmp.autocast(lambda x: jnp.tanh(x @ x), jnp.float16))
-        assert_tensor_cores(compile_for("h100", step, x))
-        ```
-
-    Guide: docs/testing.md.
-    """
-    program = compiled if isinstance(compiled, Program) else read_program(compiled)
-    if not 0 < share <= 1:
-        raise ValueError(f"assert_tensor_cores: share is above 0 and at most 1. Got {share!r}.")
-    if "cpu" in program.device.lower() or "tpu" in program.device.lower():
-        raise ValueError(
-            f"assert_tensor_cores takes a program for an NVIDIA GPU. Got one for {program.device}. "
-            "jmp_lite.diagnostics.compile_for('h100', step, *args) compiles one on any machine."
-        )
-    if not program.products:
-        raise _failure("assert_tensor_cores", "the program has no products")
-    if program.tensor_core_share < share:
-        others = [
-            product
-            for product in program.products
-            if not product.on_tensor_cores or product.arithmetic.startswith("tf32")
-        ]
-        others.sort(key=lambda product: -product.flops * product.times)
-        total = sum(product.flops * product.times for product in program.products)
-        lines = [
-            f"{product.flops * product.times / total:.1%} of the FLOPs: {product.kind} in "
-            f"{product.arithmetic}, {' '.join(map(str, product.operands))}, {product.operation}"
-            for product in others
-        ]
-        summary = f"{program.tensor_core_share:.1%} of the FLOPs are on Tensor Cores in half, not {share:.1%}"
-        raise _failure("assert_tensor_cores", summary, lines)
+from .._paths import as_patterns, join, matches, path_name
+from .._scaling.loss_scale import LossScale, is_loss_scale
+from .._scaling.state import SkipNonfiniteState
+from .._text import power
+from ._products import failure
 
 
 def assert_skips_nonfinite(
@@ -214,7 +67,7 @@ def assert_skips_nonfinite(
         ignore, "assert_skips_nonfinite: ignore= takes patterns over the paths of the state"
     )
     if not _scales(state):
-        raise _failure("assert_skips_nonfinite", "the state holds no loss scale")
+        raise failure("assert_skips_nonfinite", "the state holds no loss scale")
     if not any(map(_is_floating, jax.tree.leaves(batch))):
         raise TypeError(
             "assert_skips_nonfinite puts inf into the floating values of the batch, and this batch has none. "
@@ -231,7 +84,7 @@ def assert_skips_nonfinite(
         state = after
     _step_until_taken(train_step, state, batch)
     if _compiled_programs(train_step) != programs:
-        raise _failure("assert_skips_nonfinite", "a step was compiled again after inf or NaN")
+        raise failure("assert_skips_nonfinite", "a step was compiled again after inf or NaN")
 
 
 def _as_array(leaf: Any) -> Any:
@@ -276,7 +129,7 @@ def _step_until_taken(train_step: Callable[..., Any], state: Any, batch: tuple[A
         if not _skipped(before, state) and any(map(_is_floating, moved.values())):
             return state
     summary = f"{_MOST_STEPS} steps on the clean batch move no floating leaf outside of the optimizer"
-    raise _failure("assert_skips_nonfinite", summary)
+    raise failure("assert_skips_nonfinite", summary)
 
 
 def _skipped(before: Any, after: Any) -> bool:
@@ -299,14 +152,14 @@ def _check_skipped(before: Any, after: Any, value: float, ignored: Sequence[str]
         else:
             select = "jmp.select_tree(jmp.grads_finite(opt_state), new, old)"
             hint = f"Write {select} for them, or name them in ignore=."
-        raise _failure("assert_skips_nonfinite", summary, [*moved, hint])
+        raise failure("assert_skips_nonfinite", summary, [*moved, hint])
     wrong = [
         f"it is {power(float(new.loss_scale))}, and was {power(float(old.loss_scale))}"
         for old, new in _pairs(before, after)
         if not np.array_equal(old.adjust(False).loss_scale, new.loss_scale)
     ]
     if wrong:
-        raise _failure("assert_skips_nonfinite", f"the loss scale did not fall on a batch of {value}", wrong)
+        raise failure("assert_skips_nonfinite", f"the loss scale did not fall on a batch of {value}", wrong)
 
 
 _MOST_STEPS = 64  # A scale of 2**64 falls to 1.
@@ -364,9 +217,3 @@ def _compiled_programs(step: Callable[..., Any]) -> int | None:
     """Returns how many programs a function of `jax.jit` has compiled; None for any other function."""
     size = getattr(step, "_cache_size", None)
     return None if size is None else size()
-
-
-def _failure(assertion: str, summary: str, lines: Sequence[str] = ()) -> AssertionError:
-    """Returns an error with a message of the form of chex."""
-    listed = "".join(f"\n- {line}" for line in lines)
-    return AssertionError(f"[jmp_lite] Assertion {assertion} failed: {summary}.{listed}")
