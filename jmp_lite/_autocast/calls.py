@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxpr.calls import CALLS
-from .._jaxpr.inner import Role
+from .._jaxpr.inner import Role, with_repeated
 from .._jaxpr.primitives import traits_of
 from .._jaxpr.read import Equation
 from .custom_rules import custom_jvp, custom_vjp, custom_vmap
-from .interpreter import Handler, Interpreter, Value
+from .interpreter import Handler, Interpreter, Value, pairs_entering, with_paths
 from .planning.plan import Call, Take
 
 
@@ -26,6 +26,7 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
     the body wants in half is cast once, in front of the loop; its gradients are summed in float32.
     """
     arrays = [value.native for value in operands]
+    paired = pairs_entering(action, operands)
     bodies = []
     for inside in action.inner:
         fixed = []
@@ -33,15 +34,22 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
             value, array = operands[index], interpreter.take(operands[index], take)
             if role is Role.CONSTANT:
                 casts = interpreter.casts_for_loop(value, inside.plan) if take is Take.BOTH else None
-                fixed.append(Value(array, casts, value.number))
+                path = array if casts is not None else None
+                fixed.append(Value(array, casts, value.number, path))
             else:
                 arrays[index] = array
-        bodies.append(interpreter.body(inside, fixed))
+        given = inside.inner.operands[len(fixed) :]
+        pairs_out = tuple(inside.inner.results.index(index) for index in action.paired)
+        bodies.append(
+            interpreter.body(inside, fixed, tuple(given.index(index) for index in paired), pairs_out)
+        )
     if action.recompute:
         # Nothing differentiates the body of a scan alone, so the barriers of prevent_cse are not needed.
         bodies = [jax.checkpoint(bodies[0], policy=_is_kept, prevent_cse=False)]
+    arrays += [operands[index].to(jnp.float32) for index in paired]
+    equation = with_repeated(equation, paired, action.paired)
     results, _ = CALLS[action.handler](equation, bodies, arrays)
-    return list(map(Value, results))
+    return with_paths(results, action.paired)
 
 
 def _linear_solve(

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from .._jaxpr.bind import bind
+from .._jaxpr.bind import bind, cast
 from .._jaxpr.read import Array, Equation, Jaxpr, Var, equations, is_float32, is_literal, open_jaxpr
-from .interpreter import Interpreter, Value
+from .interpreter import Interpreter, Value, pairs_entering, with_paths
 from .planning.demand import Wanted
 from .planning.op import Around
 from .planning.plan import Call, conversion
@@ -27,31 +27,47 @@ def custom_jvp(
     interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
 ) -> list[Value]:
     """Runs a function with a forward-mode rule of the user's own."""
-    rule = TracedRule(interpreter, equation, action, operands)
+    rule, given = _traced_rule(interpreter, equation, action, operands)
     fun = jax.custom_jvp(rule.primal)
     fun.defjvp(rule.jvp, symbolic_zeros=equation.params["symbolic_zeros"])
-    return list(map(Value, fun(*rule.given)))
+    return with_paths(fun(*given), action.paired)
 
 
 def custom_vjp(
     interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
 ) -> list[Value]:
     """Runs a function with forward and backward rules of the user's own."""
-    rule = TracedRule(interpreter, equation, action, operands)
+    rule, given = _traced_rule(interpreter, equation, action, operands)
     fun = jax.custom_vjp(rule.primal)
     # Of a result that nothing differentiates, JAX refuses a cotangent of zeros under `jax.vmap`.
     fun.defvjp(rule.forward, rule.backward, symbolic_zeros=True)
-    return list(map(Value, fun(*rule.given)))
+    return with_paths(fun(*given), action.paired)
 
 
 def custom_vmap(
     interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
 ) -> list[Value]:
     """Runs a function with a batching rule of the user's own."""
-    rule = TracedRule(interpreter, equation, action, operands)
+    rule, given = _traced_rule(interpreter, equation, action, operands)
     fun = jax.custom_batching.custom_vmap(rule.primal)
     fun.def_vmap(rule.batched)
-    return list(map(Value, fun(*rule.given)))
+    return with_paths(fun(*given), action.paired)
+
+
+def _traced_rule(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> tuple["TracedRule", list[Array]]:
+    """Returns the rules of an equation, and the arrays by which its function may be differentiated.
+
+    JAX keeps the function and so the rules, which therefore do not hold these arrays: they would leak.
+    """
+    arrays = interpreter.take_all(operands, action.inner[0].enter)
+    # The custom rule returns no gradients for constants. They stay closed over: JAX reports a program that
+    # asks for one.
+    count = equation.params.get("num_consts", 0)
+    pairs = tuple(index for index in pairs_entering(action, operands) if index >= count)
+    rule = TracedRule(interpreter, equation, action, arrays[:count], pairs)
+    return rule, arrays[count:] + [operands[index].to(jnp.float32) for index in pairs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,29 +93,30 @@ class TracedRule:
 
     A rule with symbolic zeros is told which operands are perturbed. It is not differentiated by the others.
 
-    Attributes:
-        given: the arrays by which the function may be differentiated.
+    The path of an operand that is a pair follows the operands, and the path of such a result the results. The
+    tangent of a pair is that of its path, in float32; JAX adds nothing of the half operand to it.
     """
 
     def __init__(
-        self, interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+        self,
+        interpreter: Interpreter,
+        equation: Equation,
+        action: Call,
+        closed_over: list[Array],
+        pairs: tuple[int, ...],
     ) -> None:
         (self._inside,) = action.inner
         self._interpreter, self._equation = interpreter, equation
         self._name = str(equation.params.get("name", "fun"))
-        arrays = interpreter.take_all(operands, self._inside.enter)
-        count = equation.params.get("num_consts", 0)
-        # A rule says nothing of the gradients of constants. They stay closed over: JAX reports a program that
-        # asks for one.
-        self._closed_over, self.given = arrays[:count], arrays[count:]
+        self._closed_over, self._pairs, self._paired = closed_over, pairs, action.paired
         self._moving = tuple(
-            index >= count and _is_differentiable(var) for index, var in enumerate(equation.invars)
+            index >= len(closed_over) and _is_differentiable(var) for index, var in enumerate(equation.invars)
         )
 
     @property
     def primal(self) -> Callable[..., list[Array]]:
         """The function itself, by its plan."""
-        run = self._interpreter.body(self._inside)
+        run = self._interpreter.body(self._inside, (), self._pairs, self._paired)
 
         def fun(*arrays: Array) -> list[Array]:
             return run(*self._closed_over, *arrays)[0]
@@ -111,17 +128,22 @@ class TracedRule:
 
     def jvp(self, primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
         """The rule of a `custom_jvp`."""
+        tangents = self._of_operands(tangents)
         moving = self._perturbed(not isinstance(tangent, SymbolicZero) for tangent in tangents)
-        operands = zip((*self._closed_over, *tangents), self._equation.invars, moving)
-        directions = [(tangent, _state_of_tangent(tangent, var)) for tangent, var, moves in operands if moves]
-        states = self._inside.plan.results
-        outvars = self._equation.outvars
-        changing = [state for state, var in zip(states, outvars) if _is_differentiable(var)]
+        operands = zip(tangents, self._equation.invars, moving)
+        directions = [_tangent(tangent, var) for tangent, var, moves in operands if moves]
+        states, outvars = self._inside.plan.results, self._equation.outvars
+        moved = [index for index, var in enumerate(outvars) if _is_differentiable(var)]
         pushforward = functools.partial(self._pushforward, moving)
-        arrays, _ = self._run(pushforward, self._inputs(primals), directions, [*states, *changing])
-        changes = iter(arrays[len(states) :])
-        return arrays[: len(states)], [
-            next(changes) if _is_differentiable(var) else _zero(var) for var in outvars
+        paired = [*self._paired, *(len(states) + moved.index(index) for index in self._paired)]
+        arrays, _, paths = self._run(
+            pushforward, self._inputs(primals), directions, [*states, *(states[i] for i in moved)], paired
+        )
+        changes = dict(zip(moved, arrays[len(states) :], strict=True))
+        count = len(self._paired)
+        return arrays[: len(states)] + paths[:count], [
+            *(changes[index] if index in changes else _zero(var) for index, var in enumerate(outvars)),
+            *paths[count:],
         ]
 
     def _pushforward(
@@ -139,7 +161,9 @@ class TracedRule:
         """The forward rule of a `custom_vjp`: the results, and a pytree of the residuals."""
         arrays, moving = [primal.value for primal in given], self._moving
         if self._equation.params["symbolic_zeros"]:
-            moving = self._perturbed(primal.perturbed for primal in given)
+            moving = self._perturbed(
+                getattr(primal, "perturbed", False) for primal in self._of_operands(given)
+            )
         structures: list[Any] = []
 
         def trace(arrays: list[Array], _: list[Array]) -> tuple[list[Array], list[Array]]:
@@ -150,21 +174,22 @@ class TracedRule:
             return results, leaves
 
         states = self._inside.plan.results
-        results, further = self._run(trace, self._inputs(arrays), [], states)
+        results, further, paths = self._run(trace, self._inputs(arrays), [], states, self._paired)
         saved = _Saved(structures[-1], tuple(further), moving)
-        return results[: len(states)], jax.tree_util.Partial(saved, *results[len(states) :])
+        return results[: len(states)] + paths, jax.tree_util.Partial(saved, *results[len(states) :])
 
     def backward(self, saved: Any, cotangents: list[Any]) -> tuple[Array | None, ...]:
         """The backward rule of a `custom_vjp`."""
-        moving = saved.func.moving
+        moving, outvars = saved.func.moving, self._equation.outvars
+        for index, of_path in zip(self._paired, cotangents[len(outvars) :], strict=True):
+            cotangents[index] = _sum(cotangents[index], of_path)
+        cotangents = cotangents[: len(outvars)]
         is_given = [
             _is_differentiable(var) and not isinstance(cotangent, SymbolicZero)
-            for cotangent, var in zip(cotangents, self._equation.outvars)
+            for cotangent, var in zip(cotangents, outvars)
         ]
         arriving = [
-            (cotangent, _state_of_tangent(cotangent, var))
-            for cotangent, var, given in zip(cotangents, self._equation.outvars, is_given)
-            if given
+            _tangent(cotangent, var) for cotangent, var, given in zip(cotangents, outvars, is_given) if given
         ]
         operands = [var.aval for var, moves in zip(self._equation.invars, moving) if moves]
 
@@ -176,13 +201,29 @@ class TracedRule:
 
             return list(jax.linear_transpose(to_given, *operands)(arriving))
 
-        residuals = list(zip(saved.args, saved.func.states, strict=True))
-        states = [state for state, moves in zip(self._inside.plan.inputs, moving) if moves]
+        residuals = list(zip(map(Value, saved.args), saved.func.states, strict=True))
+        states = [
+            FIRM if index in self._pairs else state
+            for index, (state, moves) in enumerate(zip(self._inside.plan.inputs, moving))
+            if moves
+        ]
         # The gradient of an activation is read on; that of a parameter leaves the backward pass.
         intermediate = tuple(not state.reduced for state in states)
-        arrays, _ = self._run(pullback, residuals, arriving, states, intermediate)
-        gradients = iter(arrays)
-        return tuple(next(gradients) if moves else None for moves in moving[len(self._closed_over) :])
+        try:
+            arrays, _, _ = self._run(pullback, residuals, arriving, states, intermediate=intermediate)
+        except jax.errors.UnexpectedTracerError as error:
+            raise ValueError(
+                "The backward rule of a custom_vjp reads a traced value that is not among its residuals, "
+                "such as an argument of the function around it. Such a rule fails under "
+                "jax.grad(jax.jit(fun)), and under jax.grad(autocast(fun)). Return the value from the "
+                "forward rule as a residual, or write autocast(jax.grad(fun))."
+            ) from error
+        of_moving = iter(arrays)
+        gradients = [next(of_moving) if moves else None for moves in moving]
+        of_paths = [gradients[index] for index in self._pairs]
+        for index in self._pairs:
+            gradients[index] = None
+        return *gradients[len(self._closed_over) :], *of_paths
 
     # The batching rule.
 
@@ -190,25 +231,38 @@ class TracedRule:
         self, axis_size: int, in_batched: Sequence[bool], *arrays: Array
     ) -> tuple[list[Array], list[bool]]:
         """The rule of a `custom_vmap`: the results, and for each that it has a batch axis."""
-        axes = [0 if is_batched else None for is_batched in in_batched]
+        every = self._of_operands(in_batched)[len(self._closed_over) :]
+        axes = [None] * len(self._closed_over) + [0 if is_batched else None for is_batched in every]
 
         def rule(arrays: list[Array], _: list[Array]) -> list[Array]:
             run = jax.vmap(lambda *arrays: bind(self._equation, arrays), axes, axis_size=axis_size)
             return run(*arrays)
 
-        results, _ = self._run(rule, self._inputs(arrays), [], self._inside.plan.results)
-        return results, [True] * len(results)
+        states = self._inside.plan.results
+        results, _, paths = self._run(rule, self._inputs(arrays), [], states, self._paired)
+        return results + paths, [True] * len(results + paths)
 
     # All.
 
-    def _inputs(self, arrays: Sequence[Array]) -> list[tuple[Array, State]]:
+    def _inputs(self, arrays: Sequence[Array]) -> list[tuple[Value, State]]:
         """Returns all operands of the function, each with its state."""
-        return list(zip((*self._closed_over, *arrays), self._inside.plan.inputs, strict=True))
+        values = with_paths((*self._closed_over, *arrays), self._pairs)
+        return list(zip(values, self._inside.plan.inputs, strict=True))
+
+    def _of_operands(self, given: Sequence[Any]) -> list[Any]:
+        """Returns what was given for each operand, such as a tangent; of a pair what was given for its path.
+
+        Nothing was given for the operands that are closed over: they stand as None.
+        """
+        count = len(given) - len(self._pairs)
+        operands = [*(None for _ in self._closed_over), *given[:count]]
+        for index, of_path in zip(self._pairs, given[count:], strict=True):
+            operands[index] = of_path
+        return operands
 
     def _perturbed(self, perturbed: Iterable[bool]) -> tuple[bool, ...]:
-        """Returns for each operand whether it moves, of whether each operand that was given is perturbed."""
-        every = (*(False for _ in self._closed_over), *perturbed)
-        return tuple(moves and each for moves, each in zip(self._moving, every, strict=True))
+        """Returns for each operand whether it moves, of whether each operand is perturbed."""
+        return tuple(moves and each for moves, each in zip(self._moving, perturbed, strict=True))
 
     def _of_moving(
         self, arrays: list[Array], moving: Sequence[bool]
@@ -224,27 +278,29 @@ class TracedRule:
     def _run(
         self,
         rule: Callable[[list[Array], list[Array]], Any],
-        inputs: Sequence[tuple[Array, State]],
-        tangents: Sequence[tuple[Array, State]],
+        inputs: Sequence[tuple[Value, State]],
+        tangents: Sequence[tuple[Value, State]],
         states: Sequence[State],
+        paired: Sequence[int] = (),
         intermediate: tuple[bool, ...] | None = None,
-    ) -> tuple[list[Array], Sequence[State]]:
+    ) -> tuple[list[Array], Sequence[State], list[Array]]:
         """Traces a rule in the dtypes for which it was written, plans it and runs it.
 
         Args:
             rule: the rule, a function of arrays in their traced dtypes.
-            inputs: its arrays, each with its state.
+            inputs: its operands, each with its state.
             tangents: its tangents or cotangents, each with its state.
             states: the states of its first results, which take their dtypes.
+            paired: the indexes of the results that are pairs.
             intermediate: for each result of a backward rule, whether the backward pass reads it on; None for
                 another rule.
 
         Returns:
-            The results, and the states of the results beyond `states`.
+            The results, the states of the results beyond `states`, and the paths of the pairs.
         """
         interpreter = self._interpreter
         arguments = [*inputs, *tangents]
-        values = [Value(array) for array, _ in arguments]
+        values = [value for value, _ in arguments]
         traced = [
             interpreter.take(value, conversion(state, FIRM)) for value, (_, state) in zip(values, arguments)
         ]
@@ -264,7 +320,9 @@ class TracedRule:
             for state, number in zip(plan.results[len(states) :], result_of)
         ]
         leave = map(conversion, plan.results, (*states, *further))
-        return interpreter.take_all(interpreter.run(plan, values), list(leave)), further
+        results = interpreter.run(plan, values)
+        paths = [results[index].to(jnp.float32) for index in paired]
+        return interpreter.take_all(results, list(leave)), further, paths
 
 
 def _sources(jaxpr: Jaxpr) -> list[Any]:
@@ -279,11 +337,18 @@ def _sources(jaxpr: Jaxpr) -> list[Any]:
     return [within.get(var, var) for var in outvars]
 
 
-def _state_of_tangent(array: Array, var: Var) -> State:
-    """The state of a tangent or cotangent of `var`, which may be half in the program itself."""
+def _tangent(array: Array, var: Var) -> tuple[Value, State]:
+    """Returns a tangent or cotangent of `var`, which may be half in the program itself, with its state."""
     if not is_float32(var):
-        return OTHER
-    return FIRM if array.dtype == jnp.float32 else HALF
+        return Value(array), OTHER
+    return Value(array), FIRM if array.dtype == jnp.float32 else HALF
+
+
+def _sum(of_half: Any, of_path: Any) -> Any:
+    """Returns the cotangent of a result that is a pair, in float32. Both parts may be symbolic zeros."""
+    if isinstance(of_path, SymbolicZero):
+        return of_half
+    return of_path if isinstance(of_half, SymbolicZero) else of_path + cast(of_half, jnp.float32)
 
 
 def _is_differentiable(var: Var) -> bool:

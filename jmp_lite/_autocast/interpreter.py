@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse
+from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse, widen
 from .._jaxpr.calls import Body, Outputs
 from .._jaxpr.float8 import FORWARD, Quantized, float8_product, quantize
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
-from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, is_literal
+from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, is_literal, open_jaxpr
 from .._jaxpr.replay import replay
 from .planning.plan import (
     Activation,
@@ -27,7 +27,7 @@ from .planning.plan import (
     Float8,
     HalfGradient,
     Inside,
-    MoveBoth,
+    Move,
     PassOn,
     Plan,
     Skip,
@@ -46,19 +46,30 @@ class Value:
         native: the array as it was computed.
         number: the value of a literal that is written into the program.
         casts: casts of it that were made, by dtype. Those to fp8 are `Quantized`.
+        path: for a half value, the same value in float32, to which the gradients of its float32 readers go
+            (`planning.pairs`); None if they go to the half array.
     """
 
-    __slots__ = ("casts", "native", "number")
+    __slots__ = ("casts", "native", "number", "path")
 
     def __init__(
-        self, native: Array, casts: dict[Any, Any] | None = None, number: float | None = None
+        self,
+        native: Array,
+        casts: dict[Any, Any] | None = None,
+        number: float | None = None,
+        path: Array | None = None,
     ) -> None:
-        self.native, self.number = native, number
+        self.native, self.number, self.path = native, number, path
         self.casts = {} if casts is None else casts
 
     def copy(self) -> "Value":
         """Returns the same value for another trace: later casts of the copy are its own."""
-        return Value(self.native, dict(self.casts), self.number)
+        return Value(self.native, dict(self.casts), self.number, self.path)
+
+    def start_path(self) -> None:
+        """Lets the gradients of all float32 readers of a half value meet here, if it has no path yet."""
+        if self.path is None:
+            self.path = self.to(jnp.float32)
 
     def to(self, dtype: Any) -> Array:
         """Returns the value in `dtype`, float32 or the half dtype."""
@@ -67,7 +78,8 @@ class Value:
         if self.native.dtype == dtype:
             return self.native
         if dtype not in self.casts:
-            self.casts[dtype] = cast(self.native, dtype)
+            has_path = self.path is not None and dtype == jnp.float32
+            self.casts[dtype] = widen(self.native, self.path) if has_path else cast(self.native, dtype)
             return self.casts[dtype]
         if self.native.dtype != jnp.float32:
             return self.casts[dtype]
@@ -107,9 +119,19 @@ class Interpreter:
         if is_differentiated([value.native for value in arguments]):
             self._counts.update(map(kind_of, equations(plan.jaxpr)))
 
-        def action(index: int, equation: Equation, read: Callable[[Var], Value]) -> Sequence[Value]:
-            return self._run_equation(equation, plan.decisions[index].action, read)
+        starts = plan.pairs.starts
 
+        def start_paths(variables: Sequence[Var], values: Sequence[Value]) -> Sequence[Value]:
+            for var, value in zip(variables, values):
+                if var in starts:
+                    value.start_path()
+            return values
+
+        def action(index: int, equation: Equation, read: Callable[[Var], Value]) -> Sequence[Value]:
+            results = self._run_equation(equation, plan.decisions[index].action, read)
+            return start_paths(equation.outvars, results) if starts else results
+
+        start_paths(open_jaxpr(plan.jaxpr).invars, arguments)
         return replay(plan.jaxpr, [*fixed, *arguments], self._literal, action)
 
     def _literal(self, var: Var) -> Value:
@@ -119,7 +141,7 @@ class Interpreter:
         if isinstance(action, Skip):
             return [Value(None)]
         if isinstance(action, Activation):
-            return [Value(self._activation(action, [read(var).to(self.half) for var in action.sources]))]
+            return [Value(self._activation(action, list(map(read, action.sources))))]
         operands = list(map(read, equation.invars))
         with context_of(equation):
             match action:
@@ -136,8 +158,8 @@ class Interpreter:
                     return self._bind(equation, action, operands)
                 case Call():
                     return self._handlers[action.handler](self, equation, action, operands)
-                case MoveBoth():
-                    return [self._move_both(equation, operands)]
+                case Move():
+                    return self._move(equation, action, operands)
                 case PassOn():
                     return operands
         raise AssertionError(f"unknown action {action}")
@@ -155,9 +177,12 @@ class Interpreter:
     # The actions of operations.
 
     def _bind(self, equation: Equation, action: Bind, operands: list[Value]) -> list[Value]:
-        run = bind_repeated if self._counts and self._counts[kind_of(equation)] > 1 else bind
+        run = self._how_to_bind(equation)
         results = run(equation, self._operands(equation, action, operands), **action.params)
         return list(map(Value, self._narrowed(results, action.narrow)))
+
+    def _how_to_bind(self, equation: Equation) -> Callable[..., list[Array]]:
+        return bind_repeated if self._counts and self._counts[kind_of(equation)] > 1 else bind
 
     def _operands(self, equation: Equation, action: Bind, operands: list[Value]) -> list[Array]:
         return [
@@ -177,7 +202,9 @@ class Interpreter:
         wide = self._operands(equation, action, operands)
         halves = [value.to(self.half) for value in operands]
         product, half_product = _product(equation, action.params), self._half_product(equation)
-        return [Value(product_with_half_gradients(product, half_product, wide, halves))]
+        # XLA cannot write a float32 result of bfloat16 operands transposed on a CPU.
+        barred = lambda *operands: lax.optimization_barrier(product(*operands))
+        return [Value(product_with_half_gradients(barred, half_product, wide, halves))]
 
     def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> list[Value]:
         arrays = [value.to(source) for value, source in zip(operands, action.sources, strict=True)]
@@ -196,10 +223,13 @@ class Interpreter:
             return arrays
         return [cast(array, self.half) if is_half else array for array, is_half in zip(arrays, narrow)]
 
-    def _activation(self, action: Activation, sources: list[Array]) -> Array:
+    def _activation(self, action: Activation, sources: list[Value]) -> Array:
         @jax.checkpoint
-        def activation(*sources: Array) -> Array:
-            known = dict(zip(action.sources, (cast(source, jnp.float32) for source in sources)))
+        def activation(halves: list[Array], paths: list[Array | None]) -> Array:
+            wide = (
+                cast(x, jnp.float32) if path is None else widen(x, path) for x, path in zip(halves, paths)
+            )
+            known = dict(zip(action.sources, wide))
             for equation in action.equations:
                 operands = [var.val if is_literal(var) else known[var] for var in equation.invars]
                 with context_of(equation):
@@ -207,19 +237,28 @@ class Interpreter:
             return cast(known[action.equations[-1].outvars[0]], self.half)
 
         # The barrier keeps the cast of each cotangent: XLA would store the cotangent in float32 as well.
-        return activation(*lax.optimization_barrier(sources))
+        halves = lax.optimization_barrier([source.to(self.half) for source in sources])
+        return activation(halves, [source.path for source in sources])
 
-    def _move_both(self, equation: Equation, operands: list[Value]) -> Value:
-        """Moves a value in both dtypes. XLA drops the move whose result nothing reads.
-
-        The move of float32 leads the gradients back.
-        """
-        value, rest = operands[0], [operand.native for operand in operands[1:]]
-        (wide,) = bind(equation, [value.to(jnp.float32), *rest])
-        (half,) = bind(equation, [value.to(self.half), *rest])
-        if value.native.dtype == jnp.float32:
-            return Value(wide, {self.half: half})
-        return Value(reuse(wide, half))
+    def _move(self, equation: Equation, action: Move, operands: list[Value]) -> list[Value]:
+        """Moves a half value and its path. XLA drops the moves whose results nothing reads."""
+        arrays = self.take_all(operands, action.operands)
+        run = self._how_to_bind(equation)
+        if action.both:
+            (wide,) = bind(equation, [operands[0].to(jnp.float32), *arrays[1:]])
+            (half,) = bind(equation, [operands[0].to(self.half), *arrays[1:]])
+            if action.operands[0] is Take.HALF:
+                return [Value(reuse(wide, half), path=wide)]
+            return [Value(wide, {self.half: half})]
+        results = list(map(Value, run(equation, arrays)))
+        if action.paths and any(value.path is not None for value in operands):
+            wides = [
+                value.to(jnp.float32) if take is Take.HALF else array
+                for value, take, array in zip(operands, action.operands, arrays)
+            ]
+            for result, path, is_read in zip(results, run(equation, wides), action.paths):
+                result.path = path if is_read else None
+        return results
 
     # Values that enter and leave the jaxprs within an equation.
 
@@ -239,25 +278,54 @@ class Interpreter:
         """Returns the arrays of some values, as `take` does."""
         return [self.take(value, take) for value, take in zip(values, takes)]
 
-    def body(self, inside: Inside, constants: Sequence[Value] = ()) -> Body:
+    def body(
+        self,
+        inside: Inside,
+        constants: Sequence[Value] = (),
+        pairs_in: tuple[int, ...] = (),
+        pairs_out: tuple[int, ...] = (),
+    ) -> Body:
         """Returns a jaxpr of a call as a body for `_jaxpr.calls`.
 
         Args:
             inside: how the jaxpr runs.
             constants: values for its first inputs. A body without them is the same for all calls of one kind,
                 so that JAX traces it once.
+            pairs_in: the indexes of the other inputs that are pairs. Their paths follow the inputs.
+            pairs_out: the indexes of the outputs that are pairs. Their paths follow the outputs.
         """
-        key = (inside.plan, inside.leave)
+        key = (inside.plan, inside.leave, pairs_in, pairs_out)
         if key in self._bodies and not constants:
             return self._bodies[key]
 
         def body(*arrays: Array) -> Outputs:
-            arguments = [*(value.copy() for value in constants), *map(Value, arrays)]
-            return self.take_all(self.run(inside.plan, arguments), inside.leave), {}
+            given = with_paths(arrays, pairs_in)
+            values = self.run(inside.plan, [*(value.copy() for value in constants), *given])
+            return self.take_all(values, inside.leave) + [values[i].to(jnp.float32) for i in pairs_out], {}
 
         if not constants:
             self._bodies[key] = body
         return body
+
+
+def pairs_entering(action: Call, operands: Sequence[Value]) -> tuple[int, ...]:
+    """Returns the indexes of the half operands that enter a call as pairs: they have a path, and it is read.
+
+    The constants of a loop are no operands of its body. They have a path of their own.
+    """
+    return tuple(
+        index
+        for index in sorted({index for inside in action.inner for index in inside.reads})
+        if operands[index].path is not None
+    )
+
+
+def with_paths(arrays: Sequence[Array], pairs: Sequence[int]) -> list[Value]:
+    """Returns arrays as values. The last arrays are the paths of those at the indexes `pairs`."""
+    values = list(map(Value, arrays[: len(arrays) - len(pairs)]))
+    for index, path in zip(pairs, arrays[len(values) :], strict=True):
+        values[index].path = path
+    return values
 
 
 Handler = Callable[[Interpreter, Equation, Call, list[Value]], list[Value]]

@@ -131,3 +131,24 @@ _inlined_cast = jax.jit(lax.convert_element_type, static_argnums=1, inline=INLIN
 def reuse(x: Array, cast: Array) -> Array:
     """Returns `reuse_cast(x, cast)`. JAX remembers its trace and its derivative, as in `bind`."""
     return reuse_cast(x, cast)
+
+
+@functools.partial(jax.jit, inline=INLINE)
+def widen(half: Array, path: Array) -> Array:
+    """Returns `half` in float32, with a gradient that goes to `path`, the same value in float32.
+
+    Nothing reads the value of `path`, so JAX and XLA drop what computes it. Only gradients go through it.
+    They stay float32 where the program moves `half`, or passes it to a call.
+    """
+    return _widen(half, path)
+
+
+@jax.custom_jvp
+def _widen(half: Array, path: Array) -> Array:
+    return lax.convert_element_type(half, path.dtype)
+
+
+@_widen.defjvp
+def _widen_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    # Not `_widen` itself: a policy of `jax.checkpoint` should see a cast.
+    return lax.convert_element_type(primals[0], primals[1].dtype), tangents[1]

@@ -81,6 +81,29 @@ def with_inner_jaxprs(equation: Equation, jaxprs: Sequence[Jaxpr]) -> Equation:
     return equation.replace(params={name: changed(value) for name, value in equation.params.items()})
 
 
+_OF_OPERANDS = ("donated_invars", "in_layouts", "in_shardings", "in_specs")
+_OF_RESULTS = ("out_layouts", "out_shardings", "out_specs")
+
+
+def with_repeated(equation: Equation, operands: Sequence[int], results: Sequence[int]) -> Equation:
+    """Returns an equation whose parameters are those of a call with further operands and results.
+
+    Args:
+        equation: an equation that runs jaxprs.
+        operands: the indexes of the operands that are like the further ones.
+        results: the indexes of the results that are like the further ones.
+    """
+    if not operands and not results:
+        return equation
+    indexes = dict.fromkeys(_OF_OPERANDS, operands) | dict.fromkeys(_OF_RESULTS, results)
+    changed = {
+        name: (*equation.params[name], *(equation.params[name][index] for index in repeated))
+        for name, repeated in indexes.items()
+        if name in equation.params
+    }
+    return equation.replace(params=equation.params | changed)
+
+
 def _called(jaxpr: Jaxpr, first_operand: int) -> Inner:
     inputs, outputs = len(open_jaxpr(jaxpr).invars), len(open_jaxpr(jaxpr).outvars)
     return Inner(

@@ -15,7 +15,7 @@ import pytest
 import jmp_lite as jmp
 from examples.models import FAMILIES
 from tests.support import models
-from tests.support.jaxprs import PRODUCTS, equations
+from tests.support.jaxprs import PRODUCTS, equations, rounded_sums
 from tests.support.small_programs import W, X
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
@@ -43,13 +43,15 @@ class Explained(Exception):
     """Carries a report out of a step before the step computes anything."""
 
 
-def both_orders(step, dtype, *arguments):
+def both_orders(step, dtype, *arguments, adds_in_half=False):
     """Returns the products of both orders, and those that `explain` tells.
 
     Args:
         step: takes a function to apply to the loss and one to apply to its gradient, and returns a step.
         dtype: the half dtype.
         arguments: of the step.
+        adds_in_half: whether the model adds a number to a part of a half value, as Haiku's LSTM does to its
+            forget gate. The cotangent of that sum is half; float32 operations read the other parts.
     """
     autocast = functools.partial(jmp.autocast, dtype=dtype)
 
@@ -60,7 +62,9 @@ def both_orders(step, dtype, *arguments):
         return explain
 
     same = lambda fun: fun
-    inside = products(jax.make_jaxpr(step(autocast, same))(*arguments))
+    closed = jax.make_jaxpr(step(autocast, same))(*arguments)
+    assert adds_in_half or not rounded_sums(closed)
+    inside = products(closed)
     with pytest.raises(Explained) as caught:
         jax.make_jaxpr(step(same, explained))(*arguments)
     (report,) = caught.value.args
@@ -110,7 +114,8 @@ def test_every_product_of_a_model_takes_half_operands_in_both_orders(name):
     step = lambda inner, outer: case.step(inner=inner, outer=outer)
     plain = products(jax.make_jaxpr(case.step())(*case.arguments))
     dtype = "bfloat16" if name.startswith("NNX") else "float16"
-    inside, outside, explained = both_orders(step, dtype, *case.arguments)
+    is_lstm = name == "Haiku network"
+    inside, outside, explained = both_orders(step, dtype, *case.arguments, adds_in_half=is_lstm)
     assert inside == outside == explained
     assert inside == {(product, dtype, dtype): count for (product, *_), count in plain.items()}
     assert sum(inside.values()) >= 8

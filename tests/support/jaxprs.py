@@ -5,6 +5,10 @@ import re
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
+
+from jmp_lite._jaxpr.inner import inner_jaxprs
+from jmp_lite._jaxpr.primitives import Category, traits_of
 
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
 
@@ -110,3 +114,57 @@ def _lines(jaxpr) -> Iterator[str]:
             for inner in filter(_is_jaxpr, _members(value)):
                 yield from (f"    {line}" for line in _lines(inner))
     yield f"outputs {names(jaxpr.outvars)}"
+
+
+_PASS_ON = {"add_any", "broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "dynamic_update_slice"}
+_PASS_ON |= {"gather", "optimization_barrier", "pad", "reduce_precision", "reduce_sum", "reshape", "rev"}
+_PASS_ON |= {"scatter-add", "select_n", "slice", "split", "squeeze", "stack", "transpose", "unstack"}
+
+
+def rounded_sums(closed) -> list[str]:
+    """Returns the sums of cotangents in half whose terms were each rounded from float32.
+
+    The cotangents of a value that several float32 operations read should be rounded once, after their sum.
+
+    Args:
+        closed: the jaxpr of a function that takes gradients.
+    """
+    found: list[str] = []
+    _follow(closed, [False] * len(closed.jaxpr.invars), found)
+    return found
+
+
+def _follow(jaxpr, given: list[bool], found: list[str]) -> list[bool]:
+    """Returns for each output of a jaxpr whether it was rounded from float32, if `given` inputs were."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    rounded = dict(zip(jaxpr.invars, given, strict=True))
+    is_rounded = lambda var: not hasattr(var, "val") and rounded.get(var, False)
+    for equation in jaxpr.eqns:
+        name, out = equation.primitive.name, equation.outvars[0] if equation.outvars else None
+        taken = list(map(is_rounded, equation.invars))
+        results = [False] * len(equation.outvars)
+        if traits_of(name).category is Category.CALL:
+            for inner in inner_jaxprs(equation):
+                inputs = [taken[index] for index in inner.operands]
+                for _ in range(2):  # Once more, with what a loop carries.
+                    given = _follow(inner.jaxpr, inputs, [])
+                    for index, is_carry, each in zip(inner.results, inner.carries, given):
+                        if index is not None:
+                            results[index] |= each
+                            if is_carry and name == "scan":
+                                inputs[inner.constants + index] |= each
+                _follow(inner.jaxpr, inputs, found)
+        elif name == "convert_element_type":
+            source = equation.invars[0].aval.dtype
+            results = [_is_half(out) and (source == jnp.float32 or taken[0])]
+        elif name in _PASS_ON:
+            results = [any(taken) and _is_half(var) for var in equation.outvars]
+            sums = [each for each, var in zip(taken, equation.invars) if _is_half(var)]
+            if name == "add_any" and _is_half(out) and all(sums):
+                found.append(f"{equation.source_info.name_stack}: {equation}")
+        rounded.update(zip(equation.outvars, results))
+    return list(map(is_rounded, jaxpr.outvars))
+
+
+def _is_half(var) -> bool:
+    return getattr(var.aval, "dtype", None) in (jnp.float16, jnp.bfloat16)

@@ -17,7 +17,7 @@ from .plan import (
     Decision,
     HalfGradient,
     Inside,
-    MoveBoth,
+    Move,
     PassOn,
     Plan,
     Take,
@@ -58,17 +58,22 @@ def _widens(op: Op, half: np.dtype) -> bool:
     )
 
 
-def decide_product(op: Op, operands: Sequence[State], rules: Rules, makes_weight_gradient: bool) -> Decision:
+def decide_product(
+    op: Op, operands: Sequence[State], rules: Rules, wanted: Wanted, makes_weight_gradient: bool
+) -> Decision:
     """Decides about an operation of the allow list: half operands, unless a rule keeps one in float32.
 
     Args:
         op: the operation.
         operands: the states of its operands.
         rules: what autocast does.
+        wanted: how the result is wanted in half.
         makes_weight_gradient: whether the product makes a weight gradient. Its result is then float32.
     """
     if any(state.full for state in operands):
         return in_float32(op, operands, Course(Category.ALLOW, _FULL_ARGUMENT))
+    if _selects(operands) and not wanted:
+        return in_float32(op, operands, Course(Category.ALLOW, _SELECTS))
     primitive = op.equation.primitive.name
     takes = _in_half(op, operands)
     params = _half_params(op, rules.dtype)
@@ -109,6 +114,13 @@ def with_float32_result(decision: Decision, pattern: str) -> Decision:
     return dataclasses.replace(decision, action=action, results=results, reason=reason)
 
 
+def _selects(operands: Sequence[State]) -> bool:
+    """Whether a product picks numbers computed in float32, as a CTC loss does with one-hot labels."""
+    kinds = {state.kind for state in operands if not state.binary}
+    return kinds == {Kind.FIRM} and len(operands) == 2 and any(state.binary for state in operands)
+
+
+_SELECTS = "it picks float32 numbers by zeros and ones, and float32 operations read its result"
 _FULL_ARGUMENT = "a rule keeps one of its arguments in float32"
 # Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
 # would widen the operands.
@@ -202,26 +214,24 @@ def decide_move(op: Op, operands: Sequence[State], wanted: bool, backward: bool)
     """
     outvars = op.equation.outvars
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
-    narrow = tuple(state.is_half for state in results)
+    both = len(results) == 1 and _moves_both(op, operands[0], wanted, backward)
     # The constant of a loop that is in half outside has its array in float32 as well.
-    action = Bind(tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands))
-    if op.traits.spreads and any(narrow):
-        # The transpose of a copy is a sum, which adds up in float32.
-        action = Bind(tuple(conversion(state, FIRM) for state in operands), narrow=narrow)
-    elif len(results) == 1 and _moves_both(op, operands[0], wanted, backward):
-        action = MoveBoth()
-    changed = isinstance(action, MoveBoth) or any(state.is_half for state in operands)
+    action = Move(tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands), both)
+    changed = both or any(state.is_half for state in operands)
     return Decision(op, Category.MOVE, action, results, "it moves data and keeps its type", changed)
 
 
 def _moves_both(op: Op, operand: State, wanted: bool, backward: bool) -> bool:
     """Whether a value should move in both dtypes.
 
-    A backward pass turns weights around for the gradients of inputs. XLA would turn the float32 kernel of a
-    convolution around, and cast it in a kernel of its own.
+    The transpose of a copy is a sum, which adds up in float32. A backward pass turns weights around for the
+    gradients of inputs. XLA would turn the float32 kernel of a convolution around, and cast it in a kernel of
+    its own.
     """
-    if operand.is_half or not wanted:
-        return operand.is_half and op.traits.gathers
+    if operand.is_half:
+        return op.traits.gathers or op.traits.spreads
+    if not wanted:
+        return False
     turns = backward and not op.traits.spreads
     return (op.traits.gathers or turns) and operand.kind != Kind.OTHER
 
@@ -235,7 +245,10 @@ def decide_cast(op: Op, operand: State) -> Decision:
     elif not is_float32(target):
         result, reason = State(Kind.OTHER, constant=operand.constant), "the program casts"
     elif source.aval.dtype == jnp.bool_:
-        result, reason = State(Kind.FREE, leaf=True, constant=operand.constant), "half holds 0 and 1"
+        result, reason = (
+            State(Kind.FREE, leaf=True, binary=True, constant=operand.constant),
+            "half holds 0 and 1",
+        )
     elif jnp.issubdtype(source.aval.dtype, jnp.integer):
         free = operand.constant or source.aval.ndim == 0
         result = State(Kind.FREE if free else Kind.OPEN, constant=operand.constant)
@@ -257,6 +270,8 @@ def decide_inside(
 
     def enter(index: int, role: Role, state: State, is_wanted: bool) -> Take:
         if role is Role.CONSTANT and is_wanted and state.kind not in (Kind.OTHER, Kind.LITERAL):
+            return Take.BOTH
+        if role is Role.CONSTANT and state.is_half:  # The gradients of all iterations are summed in float32.
             return Take.BOTH
         return conversion(operands[index], state)
 

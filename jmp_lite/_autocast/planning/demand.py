@@ -229,6 +229,8 @@ class DemandPass:
         """Returns two flags: the operation takes half operands as a product; its result may be in half."""
         operands = [mark_of(var, facts.marks) for var in op.equation.invars]
         takes_half = course.is_half_product and Mark.FULL not in operands
+        if takes_half and Mark.BINARY in operands and not facts.demand.of_results(op):
+            return False, False  # It picks numbers for float32 operations.
         infers = course.category is Category.INFER and not course.reason
         firm = any(facts.marks[var] >= Mark.ARGUMENT for var in op.equation.outvars)
         return takes_half, takes_half or (infers and not firm)

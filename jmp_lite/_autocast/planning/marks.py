@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from ..._jaxpr.inner import Role
-from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import Jaxpr, Var, is_float32, is_literal
+from ..._jaxpr.primitives import Category, traits_of
+from ..._jaxpr.read import Jaxpr, Var, equations, is_float32, is_literal, open_jaxpr
 from .op import Course, Op
 
 
@@ -20,10 +20,11 @@ class Mark(enum.IntEnum):
     """The mark of a value. The result of an element-wise operation has the largest mark of the operands."""
 
     CONSTANT = 0  # The value is computed from literals alone.
-    UNKNOWN = 1  # The value may be in half, or take the type of other operands.
-    ARGUMENT = 2  # The value is computed from arguments. It is float32 until it is broadcast or looked up.
-    FIRM = 3  # The value is computed in float32.
-    FULL = 4  # The value is an argument, at most moved. A rule keeps its products in float32.
+    BINARY = 1  # The value holds only 0 and 1, such as one-hot labels.
+    UNKNOWN = 2  # The value may be in half, or take the type of other operands.
+    ARGUMENT = 3  # The value is computed from arguments. It is float32 until it is broadcast or looked up.
+    FIRM = 4  # The value is computed in float32.
+    FULL = 5  # The value is an argument, at most moved. A rule keeps its products in float32.
 
 
 Marks = dict[Var, Mark]
@@ -57,7 +58,9 @@ def _mark_of_result(op: Op, course: Course, operands: list[Mark], index: int) ->
         carries = (
             carry for inner in op.inner for at, carry in zip(inner.results, inner.carries) if at == index
         )
-        return Mark.FIRM if is_float32(out) and any(carries) else Mark.UNKNOWN
+        if is_float32(out) and any(carries):
+            return Mark.FIRM
+        return Mark.BINARY if _is_binary(op, index) else Mark.UNKNOWN
     if all(mark is Mark.CONSTANT for mark in operands) and not op.equation.effects:
         return Mark.CONSTANT
     if not is_float32(out):
@@ -66,6 +69,8 @@ def _mark_of_result(op: Op, course: Course, operands: list[Mark], index: int) ->
         (source,) = op.equation.invars
         if is_float32(source):
             return operands[0]
+        if source.aval.dtype == jnp.bool_:
+            return Mark.BINARY
         return Mark.FIRM if jnp.issubdtype(source.aval.dtype, jnp.floating) else Mark.UNKNOWN
     if course.category is Category.MOVE:
         mark = operands[op.moved_operand(index)]
@@ -76,8 +81,29 @@ def _mark_of_result(op: Op, course: Course, operands: list[Mark], index: int) ->
         return Mark.UNKNOWN
     if course.category is Category.INFER and not course.reason:
         widest = [_after_broadcast(op, var, mark) for var, mark in zip(op.equation.invars, operands)]
-        return min(max(widest), Mark.FIRM)
+        return max(Mark.UNKNOWN, min(max(widest), Mark.FIRM))
     return Mark.FIRM
+
+
+def _is_binary(call: Op, index: int) -> bool:
+    """Whether a result of a call holds only 0 and 1, as far as the inner jaxprs alone tell it."""
+    return all(
+        result != index or _is_cast_from_bool(inner.jaxpr, open_jaxpr(inner.jaxpr).outvars[number])
+        for inner in call.inner
+        for number, result in enumerate(inner.results)
+    )
+
+
+def _is_cast_from_bool(jaxpr: Jaxpr, var: Var) -> bool:
+    made_by = {out: equation for equation in equations(jaxpr) for out in equation.outvars}
+    while not is_literal(var) and var in made_by:
+        equation = made_by[var]
+        if equation.primitive.name == "convert_element_type":
+            return equation.invars[0].aval.dtype == jnp.bool_
+        if traits_of(equation.primitive.name).category is not Category.MOVE:
+            return False
+        var = equation.invars[0]
+    return False
 
 
 def _after_broadcast(op: Op, var: Var, mark: Mark) -> Mark:

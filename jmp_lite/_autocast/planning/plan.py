@@ -31,9 +31,11 @@ class Take(enum.Enum):
 
 def conversion(source: State, target: State) -> Take:
     """Returns how a value of the state `source` becomes one of the state `target`."""
-    if target.kind == Kind.OTHER or (target.kind == Kind.HALF) == (source.kind == Kind.HALF):
+    if target.kind == Kind.OTHER:
         return Take.AS_IS
-    return Take.HALF if target.kind == Kind.HALF else Take.FLOAT32
+    if target.kind == Kind.HALF:
+        return Take.HALF
+    return Take.FLOAT32 if source.kind == Kind.HALF else Take.AS_IS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +95,20 @@ class PassOn:
 
 
 @dataclasses.dataclass(frozen=True)
-class MoveBoth:
-    """Moves a value in float32 and in half, so that readers in half read what was cast before the move.
+class Move:
+    """Moves data. Each operand keeps its dtype.
 
-    A gathering between devices sends half the bytes, and sums the gradients that come back in float32.
+    Attributes:
+        operands: how it takes each operand.
+        both: whether it moves its first operand in float32 and in half. The gradients of all readers go back
+            in float32. So a copy adds up its gradients in float32, a gathering between devices sends half the
+            bytes, and readers in half read what was cast before the move.
+        paths: one flag for each result: whether float32 operations read a half result (`pairs`).
     """
+
+    operands: tuple[Take, ...]
+    both: bool = False
+    paths: tuple[bool, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +145,17 @@ class Inside:
     enter: tuple[Take, ...]
     leave: tuple[Take, ...]
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The indexes of the half operands of the call that the jaxpr reads in float32.
+
+        Carries and constants of loops enter in float32.
+        """
+        inputs = zip(self.inner.operands, self.enter, open_jaxpr(self.plan.jaxpr).invars)
+        return tuple(
+            index for index, take, var in inputs if take is Take.HALF and var in self.plan.pairs.read
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -145,15 +167,17 @@ class Call:
         inner: how each jaxpr runs, in the order of `Op.inner`.
         recompute: whether the backward pass of a loop computes element-wise float32 operations again. The
             loop then keeps only their half operands.
+        paired: the indexes of the half results that leave the call as pairs (`pairs`).
     """
 
     handler: str
     inner: tuple[Inside, ...]
     recompute: bool = False
+    paired: tuple[int, ...] = ()
 
 
 Action = (
-    Bind | PassOn | MoveBoth | Activation | Skip | Call
+    Bind | PassOn | Move | Activation | Skip | Call
 )  # WideGradient, WideResult, HalfGradient and Float8 are kinds of Bind.
 
 
@@ -204,13 +228,28 @@ class Decision:
     @property
     def takes_half(self) -> bool:
         """Whether the operation itself takes half operands."""
-        takes = self.action.operands if isinstance(self.action, Bind) else ()
+        takes = self.action.operands if isinstance(self.action, (Bind, Move)) else ()
         return Take.HALF in takes or Take.BROADCAST in takes
 
     @property
     def gives_half(self) -> bool:
         """Whether a result is in half."""
         return any(state.is_half for state in self.results)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """The half variables of a jaxpr whose gradients need a path in float32. See `planning.pairs`.
+
+    Attributes:
+        starts: the variables at which float32 gradients of several readers meet.
+        read: the variables that are read in float32: by an operation, by a call, or after a move.
+        outputs: one flag for each output: whether it is half, and gradients meet at its source.
+    """
+
+    starts: frozenset[Var]
+    read: frozenset[Var]
+    outputs: tuple[bool, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -224,6 +263,7 @@ class Plan:
         decisions: one for each equation.
         results: the state of each output.
         demand: the variables that the jaxpr wants in half.
+        pairs: the half variables whose gradients need a path in float32.
         changed: whether any decision differs from the program as it was traced.
         float8: whether a product runs in fp8.
     """
@@ -234,6 +274,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     results: tuple[State, ...]
     demand: Demand
+    pairs: Pairs
     changed: bool
     float8: bool
 

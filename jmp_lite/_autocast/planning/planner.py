@@ -43,7 +43,8 @@ from .demand import DemandPass, Facts, Wanted, wanted_inside
 from .float8 import NOT_FP8, in_float8, why_not_float8
 from .marks import Mark
 from .op import Around, Course, Op
-from .plan import Activation, Bind, Call, Decision, Float8, Plan, Skip, Take, rounded
+from .pairs import find_pairs, paired_results
+from .plan import Activation, Bind, Call, Decision, Float8, Move, Pairs, Plan, Skip, Take, rounded
 from .rules import FLOAT8, Rules
 from .scopes import Scopes
 from .states import FIRM, HALF, OTHER, Kind, State, entering, join, leaving
@@ -125,13 +126,17 @@ class Planner:
             decisions = [
                 dataclasses.replace(decision, action=rounded(decision.action)) for decision in decisions
             ]
+        pairs = find_pairs(inside, decisions, state_of)
+        decisions = [_with_paths(decision, pairs) for decision in decisions]
         results = tuple(map(state_of, inside.outvars))
         changed = any(decision.changed for decision in decisions)
         float8 = any(
             isinstance(decision.action, Float8) or any(plan.float8 for plan in decision.inner)
             for decision in decisions
         )
-        return Plan(jaxpr, facts.around, states, tuple(decisions), results, facts.demand, changed, float8)
+        return Plan(
+            jaxpr, facts.around, states, tuple(decisions), results, facts.demand, pairs, changed, float8
+        )
 
     def _decide(
         self, op: Op, course: Course, operands: list[State], wanted: Wanted, facts: Facts
@@ -149,7 +154,7 @@ class Planner:
         match course.category:
             case Category.ALLOW if not (op.name == "outer_product" and is_constant):
                 reduces = self.rules.reduce_dtype is not None and facts.makes_weight_gradient(op)
-                decision = decide_product(op, operands, self.rules, reduces)
+                decision = decide_product(op, operands, self.rules, wanted, reduces)
                 if pattern := self._float32_result(decision, course, operands, facts):
                     decision = with_float32_result(decision, pattern)
                 return self._with_float8(decision, operands, facts) if self.rules.float8 else decision
@@ -196,6 +201,8 @@ class Planner:
         results: dict[int, State] = {}
         for inner in op.inner:
             inputs = [entering(operands[index], role) for index, role in zip(inner.operands, inner.roles)]
+            if op.name == "custom_linear_solve":  # It takes no pairs: half matrices enter in float32.
+                inputs = [FIRM if state.is_half else state for state in inputs]
             around = self._demand_pass.around(op, inner, facts)
             plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), around)
             plans.append(plan)
@@ -227,8 +234,20 @@ def _mark_of(state: State) -> Mark:
     """Returns the mark of a value in the given state, for the backward pass."""
     if state.full:
         return Mark.FULL
+    if state.binary:
+        return Mark.BINARY
     marks = {Kind.LITERAL: Mark.CONSTANT, Kind.OPEN: Mark.ARGUMENT, Kind.FIRM: Mark.FIRM}
     return Mark.CONSTANT if state.constant else marks.get(state.kind, Mark.UNKNOWN)
+
+
+def _with_paths(decision: Decision, pairs: Pairs) -> Decision:
+    """Returns a decision whose action knows which of its half results float32 operations read."""
+    action, outvars = decision.action, decision.op.equation.outvars
+    if isinstance(action, Move) and not action.both and not pairs.read.isdisjoint(outvars):
+        action = dataclasses.replace(action, paths=tuple(var in pairs.read for var in outvars))
+    elif isinstance(action, Call) and (paired := paired_results(decision, action, pairs.read)):
+        action = dataclasses.replace(action, paired=paired)
+    return decision if action is decision.action else dataclasses.replace(decision, action=action)
 
 
 _PART = "part of a function of half values, computed in float32"

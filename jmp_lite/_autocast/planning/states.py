@@ -38,6 +38,7 @@ class State:
         kind: see `Kind`.
         number: the value of a literal.
         leaf: the value is an argument, at most moved, or holds only 0 and 1. It may be rounded to half.
+        binary: the value holds only 0 and 1, such as one-hot labels.
         constant: the value is computed from literals alone.
         full: the value is an argument, at most moved. A rule keeps its products in float32.
         reduced: the value is an argument, at most moved. The product that makes its gradient gives float32.
@@ -50,6 +51,7 @@ class State:
     kind: Kind
     number: float | None = None
     leaf: bool = False
+    binary: bool = False
     constant: bool = False
     full: bool = False
     reduced: bool = False

@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from ..._autocast.planning.plan import Bind, Decision, Take
-from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Array, Equation
 from .._values.probe import Pooled, TapValue, maxima
 from .._values.sites import Kind, Site, is_floating
@@ -253,5 +252,4 @@ def _casts_down(equation: Equation) -> bool:
 def _takes_half(decision: Decision | None) -> bool:
     """Whether autocast would cast an operand of an operation to half."""
     action = None if decision is None else decision.action
-    is_move = decision is not None and decision.category is Category.MOVE
-    return isinstance(action, Bind) and Take.HALF in action.operands and not is_move
+    return isinstance(action, Bind) and Take.HALF in action.operands

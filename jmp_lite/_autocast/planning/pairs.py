@@ -1,0 +1,97 @@
+"""Finds the half values that need a path in float32 for their gradients.
+
+Several operations may read a half value, such as logits, in float32: the `exp` of a softmax and the lookup
+of the label. The cotangent of each reader is float32, and all of them must meet before they are rounded to
+half: the cotangents p/N and -1/N of a well-fitted example, rounded one by one, add up to noise. All readers
+of one value share one cast to float32, where their cotangents meet. But a reader may lie behind a move, or
+in a call.
+
+So such a value is a pair: its half, which everything reads, and its path, the same value in float32 that
+nothing reads. Gradients go back through the path. Moves and calls take both parts of a pair. A value that is
+read in float32 once needs no path, since its cotangent is rounded once in any case.
+"""
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+
+from ..._jaxpr.read import Jaxpr, Var, is_literal
+from .plan import Activation, Bind, Call, Decision, Move, Pairs, PassOn, Take
+from .states import State
+
+_IN_FLOAT32 = (Take.FLOAT32, Take.ROUNDED, Take.BROADCAST)
+
+
+def find_pairs(inside: Jaxpr, decisions: Sequence[Decision], state_of: Callable[[Var], State]) -> Pairs:
+    """Returns the half variables of an open jaxpr whose gradients need a path.
+
+    Args:
+        inside: the jaxpr.
+        decisions: the decision about each of its equations.
+        state_of: returns the state of a variable or literal.
+    """
+    sources: dict[Var, Var] = {}  # For each moved half variable the one that was moved.
+    meets: collections.Counter[Var] = collections.Counter()
+    read: set[Var] = set()
+
+    def is_half(var: Var) -> bool:
+        return not is_literal(var) and state_of(var).is_half
+
+    def note(variables: Iterable[Var]) -> None:
+        for var in set(filter(is_half, variables)):
+            read.add(var)
+            meets[sources.get(var, var)] += 1
+
+    for decision in decisions:
+        note(_read_in_float32(decision))
+        for out, operand in _moved(decision):
+            if is_half(operand) and is_half(out):
+                sources[out] = sources.get(operand, operand)
+    for out in inside.outvars:
+        note([out])
+    for decision in reversed(decisions):
+        read.update(operand for out, operand in _moved(decision) if out in read and is_half(operand))
+    inputs = set(inside.invars)
+    starts = {var for var, count in meets.items() if count > 1}
+    begins = (sources.get(out, out) if is_half(out) else None for out in inside.outvars)
+    outputs = tuple(var is not None and (var in starts or var in inputs) for var in begins)
+    return Pairs(frozenset(starts), frozenset(read), outputs)
+
+
+def paired_results(decision: Decision, action: Call, read: frozenset[Var]) -> tuple[int, ...]:
+    """Returns the indexes of the half results of a call that should leave it as pairs.
+
+    Gradients of such a result meet inside the call, and float32 operations outside read it.
+    """
+    outvars = decision.op.equation.outvars
+    paired = {
+        index
+        for each in action.inner
+        for index, carry, is_paired in zip(each.inner.results, each.inner.carries, each.plan.pairs.outputs)
+        if is_paired and index is not None and not carry
+    }
+    return tuple(sorted(i for i in paired if outvars[i] in read and decision.results[i].is_half))
+
+
+def _read_in_float32(decision: Decision) -> Iterable[Var]:
+    """Returns the operands that an operation takes in float32, if they are half."""
+    action, invars = decision.action, decision.op.equation.invars
+    match action:
+        case Bind():
+            return [var for var, take in zip(invars, action.operands) if take in _IN_FLOAT32]
+        case Move(both=True):
+            return invars[:1]
+        case Activation():
+            return action.sources
+        case Call():
+            entering = [pair for each in action.inner for pair in zip(each.inner.operands, each.enter)]
+            indexes = {index for index, take in entering if take is Take.BOTH or take in _IN_FLOAT32}
+            return [invars[index] for index in indexes.union(*(each.reads for each in action.inner))]
+    return ()
+
+
+def _moved(decision: Decision) -> list[tuple[Var, Var]]:
+    """Returns each result that is an operand moved, with that operand."""
+    op, action = decision.op, decision.action
+    if isinstance(action, (Move, PassOn)):
+        return [(out, op.equation.invars[op.moved_operand(n)]) for n, out in enumerate(op.equation.outvars)]
+    return []

@@ -1,0 +1,187 @@
+"""The cotangents of a half value's float32 readers meet in float32, at the operation that made the value.
+
+The logits of a well-fitted batch have cotangents that cancel: p/N and -1/N. Rounded one by one, they add up
+to noise. So these tests go down to small losses, and the batch size is no power of two: 1/N would be exact.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jmp_lite as jmp
+from tests.support.jaxprs import rounded_sums
+from tests.support.small_programs import HALVES
+
+N, WIDTH, CLASSES = 24, 16, 12
+F32 = jnp.float32
+LABELS = jnp.arange(N) % CLASSES
+HOT = jax.nn.one_hot(LABELS, CLASSES)
+INTEGER = optax.softmax_cross_entropy_with_integer_labels
+
+
+@jax.custom_vjp
+def _cross_entropy(x):
+    return INTEGER(x, LABELS).mean()
+
+
+_cross_entropy.defvjp(lambda x: (_cross_entropy(x), x), lambda x, g: (g * (jax.nn.softmax(x) - HOT) / N,))
+
+
+@jax.custom_jvp
+def _softplus(x):
+    return jnp.log1p(jnp.exp(x))
+
+
+_softplus.defjvp(lambda p, t: (_softplus(*p), jax.nn.sigmoid(p[0]) * t[0]))
+
+
+def _chunked(x):
+    body = lambda total, each: (total + INTEGER(each[0], each[1]).sum(), None)
+    return lax.scan(body, 0.0, (x.reshape(4, -1, CLASSES), LABELS.reshape(4, -1)))[0] / N
+
+
+def _sliced(x):
+    """Slices of a constant of the loop."""
+    body = lambda i, total: (
+        total
+        + INTEGER(
+            lax.dynamic_slice(x, (i * 6, 0), (6, CLASSES)), lax.dynamic_slice(LABELS, (i * 6,), (6,))
+        ).sum()
+    )
+    return lax.scan(lambda total, i: (body(i, total), None), 0.0, jnp.arange(4))[0] / N
+
+
+def _sigmoid(x):
+    return optax.sigmoid_binary_cross_entropy(x, HOT).mean()
+
+
+def _kl(x):
+    targets = jax.nn.softmax(20.0 * HOT)
+    return optax.losses.kl_divergence(jax.nn.log_softmax(x), targets).mean()
+
+
+def _ctc(x):
+    logits = x.reshape(2, N // 2, CLASSES)
+    zeros = jnp.zeros((2, N // 2))
+    labels = jnp.arange(1, 2 * (N // 2) + 1).reshape(2, N // 2) % (CLASSES - 1) + 1
+    padding = (jnp.arange(N // 2) >= 4).astype(F32)[None] * jnp.ones((2, 1))
+    return optax.ctc_loss(logits, zeros, labels, padding).mean()
+
+
+LOSSES = {
+    "integer labels": lambda x: INTEGER(x, LABELS).mean(),
+    "one-hot": lambda x: optax.softmax_cross_entropy(x, HOT).mean(),
+    "gathered": lambda x: (jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, LABELS[:, None], 1)[:, 0]).mean(),
+    "sigmoid": _sigmoid,
+    "ctc": _ctc,
+    "contrastive": lambda x: (
+        INTEGER(x[:CLASSES], LABELS[:CLASSES]) + INTEGER(x[:CLASSES].T, LABELS[:CLASSES])
+    ).mean(),
+    "kl": _kl,
+    "chunked": _chunked,
+    "vmapped": lambda x: jax.vmap(INTEGER)(x, LABELS).mean(),
+    "rematerialized": lambda x: (
+        jax.checkpoint(lambda x: jax.nn.logsumexp(x, -1))(x) - x[jnp.arange(N), LABELS]
+    ).mean(),
+    "transposed": lambda x: (jnp.log(jnp.sum(jnp.exp(x.T), 0)) - (x * HOT).sum(-1)).mean(),
+    "custom_vjp and z-loss": lambda x: _cross_entropy(x.T.T) + (jnp.exp(x) - jnp.exp(x.T).T).mean(),
+    "indexed": lambda x: (jax.nn.logsumexp(x, -1) - x[jnp.arange(N), LABELS]).mean(),
+    "softplus": lambda x: (jax.nn.softplus(x) - x * HOT).sum() / N,
+    "logaddexp": lambda x: (jnp.logaddexp(x, 0.0) - x * HOT).sum() / N,
+    "own softplus": lambda x: (_softplus(x) - x * HOT).sum() / N,
+    "z-loss": lambda x: (INTEGER(x, LABELS) + 1e-4 * jax.nn.logsumexp(x, -1) ** 2).mean(),
+    "astype": lambda x: INTEGER(x.astype(F32), LABELS).mean(),
+    "log_softmax": lambda x: -jnp.take_along_axis(jax.nn.log_softmax(x), LABELS[:, None], 1).mean(),
+    "vmapped gather": lambda x: jax.vmap(lambda x, y: jax.nn.logsumexp(x) - x[y])(x, LABELS).mean(),
+    "slices of a constant": _sliced,
+    "jitted": lambda x: (
+        jax.jit(lambda x: jax.nn.logsumexp(x, -1))(x) - jax.jit(lambda x: x[jnp.arange(N), LABELS])(x)
+    ).mean(),
+    "jitted move": lambda x: (
+        jax.nn.logsumexp(jax.jit(jnp.transpose)(x), 0) - x[jnp.arange(N), LABELS]
+    ).mean(),
+    "all rematerialized": lambda x: jax.checkpoint(lambda x: INTEGER(x, LABELS).mean())(x),
+    "branch": lambda x: (
+        lax.cond(x[0, 0] < 1e4, lambda x: jax.nn.logsumexp(x, -1), lambda x: x[:, 0] * 2, x)
+        - (x * HOT).sum(-1)
+    ).mean(),
+    "custom_vjp": lambda x: _cross_entropy(x),
+    "split": lambda x: (
+        jax.nn.logsumexp(jnp.concatenate([jnp.exp(part) for part in jnp.split(x, 2, 1)], 1) * 0 + x, -1)
+        - x[jnp.arange(N), LABELS]
+    ).mean(),
+}
+
+
+X = jax.random.normal(jax.random.key(0), (N, WIDTH))
+SCALE = 2.0**14  # Of float16, for gradients of a loss of 1e-4.
+
+
+def model(params, x):
+    return jnp.tanh(x @ params["w"]) @ params["head"]
+
+
+def by_hand(params, half):
+    """The logits of the model with casts written by hand."""
+    cast = lambda x: x.astype(half)
+    hidden = jnp.tanh(cast(X) @ cast(params["w"]))
+    return (hidden @ cast(params["head"])).astype(F32)
+
+
+def fitted(loss, target):
+    """Parameters of the model at which a loss is below `target`, trained in float32."""
+    keys = jax.random.split(jax.random.key(1))
+    shapes = {"w": (WIDTH, 64), "head": (64, CLASSES)}
+    params = {k: jax.random.normal(key, s) / s[0] ** 0.5 for key, (k, s) in zip(keys, shapes.items())}
+    tx = optax.adam(3e-2)
+
+    def step(state):
+        params, opt_state, _, count = state
+        value, grads = jax.value_and_grad(lambda p: loss(model(p, X)))(params)
+        updates, opt_state = tx.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state, value, count + 1
+
+    goes_on = lambda state: (state[2] > target) & (state[3] < 5000)
+    run = jax.jit(lambda state: lax.while_loop(goes_on, step, state))
+    params, _, value, _ = run((params, tx.init(params), jnp.inf, 0))
+    return params, float(value)
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]).astype(np.float64)
+
+
+def errors(loss, params, half):
+    """The relative error of the gradient: grad(autocast), autocast(grad), and with casts by hand."""
+    fun = lambda p: loss(model(p, X)) * SCALE
+    reference = flat(jax.jit(jax.grad(fun))(params))
+    grads = {
+        "inside": jax.grad(jmp.autocast(fun, half)),
+        "outside": jmp.autocast(jax.grad(fun), half),
+        "by hand": jax.grad(lambda p: loss(by_hand(p, half)) * SCALE),
+    }
+    size = np.linalg.norm(reference)
+    # Operation by operation: XLA of JAX 0.12 adds up some transposed bfloat16 products in bfloat16 on a CPU.
+    return {name: np.linalg.norm(flat(g(params)) - reference) / size for name, g in grads.items()}
+
+
+@pytest.mark.cases(slow=12)
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_of_a_fitted_batch_are_those_of_casts_by_hand(name):
+    for target in (1.0, 1e-2, 1e-4):
+        params, value = fitted(LOSSES[name], target)
+        for half in HALVES:
+            found = errors(LOSSES[name], params, half)
+            assert found["inside"] <= 1.3 * found["by hand"], (value, half, found)
+            assert found["outside"] <= 1.3 * found["by hand"], (value, half, found)
+
+
+@pytest.mark.parametrize("half", ["float16"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_cotangents_of_float32_readers_are_rounded_after_their_sum(name, half):
+    params = {"w": jnp.ones((WIDTH, 64)), "head": jnp.ones((64, CLASSES))}
+    fun = lambda p: LOSSES[name](model(p, X))
+    assert not rounded_sums(jax.make_jaxpr(jax.grad(jmp.autocast(fun, half)))(params))
