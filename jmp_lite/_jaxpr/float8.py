@@ -59,15 +59,29 @@ jax.tree_util.register_dataclass(Quantized, ["bits", "step"], ["dtype"])
 
 
 def quantize(x: Array, dtype: np.dtype) -> Quantized:
-    """Returns `x`, of float32 or bfloat16, in an fp8 dtype. It is no function to differentiate.
+    """Returns `x`, of float32 or bfloat16, in an fp8 dtype.
 
     The largest magnitude lies between 0.375 and 0.86 times the largest number of the dtype. If `x` holds
-    an inf or a NaN, so does every product of the result.
+    an inf or a NaN, so does every product of the result. The gradient of `x` does not come from here, but
+    `_first_order` sees if `x` is differentiated.
     """
-    x = lax.stop_gradient(x)
-    step, x = lax.optimization_barrier((_step(x, dtype), x))
-    array = lax.convert_element_type(lax.convert_element_type(x, jnp.float32) / step, dtype)
-    return Quantized(lax.bitcast_convert_type(array, jnp.uint8), step, dtype)
+    fixed = lax.stop_gradient(x)
+    step, fixed = lax.optimization_barrier((_step(fixed, dtype), fixed))
+    array = lax.convert_element_type(lax.convert_element_type(fixed, jnp.float32) / step, dtype)
+    return Quantized(lax.bitcast_convert_type(array, jnp.uint8), _differentiated(step, x), dtype)
+
+
+@jax.custom_jvp
+def _differentiated(step: Array, x: Array) -> Array:
+    """Returns `step` with a tangent of zero that JAX does not know to be zero, if `x` has a tangent."""
+    del x
+    return step
+
+
+@_differentiated.defjvp
+def _differentiated_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    # Marked once more, for a derivative of the derivative.
+    return _differentiated(*primals), jnp.sum(tangents[1], dtype=jnp.float32) * 0.0
 
 
 def _step(x: Array, dtype: np.dtype) -> Array:
@@ -162,10 +176,14 @@ def float8_product(
         return multiply(equation, left, right, dtype)
 
     def forward(operands: Any, quantized: Any) -> tuple[Array, Any]:
-        return run(operands, quantized), quantized
+        del operands
+        # Not `run`: a policy of `jax.checkpoint` should see the product.
+        left, right = quantized
+        return _first_order(multiply(equation, left, right, dtype), steps_of(quantized))[0], quantized
 
     def backward(quantized: Any, cotangent: Array) -> tuple[Any, Any]:
-        half = cast(cotangent, jnp.bfloat16)
+        half, steps = _first_order(cast(cotangent, jnp.bfloat16), steps_of(quantized))
+        quantized = [dataclasses.replace(each, step=step) for each, step in zip(quantized, steps)]
         # A product of a backward pass has an operand in e5m2, and cuBLAS multiplies no two of them.
         formats = [FORWARD if other.dtype == BACKWARD else BACKWARD for other in quantized[::-1]]
         changes = {dtype: quantize(half, dtype) for dtype in formats}
@@ -175,9 +193,26 @@ def float8_product(
         )
         return tuple(cast(x, dtype) for x, dtype in zip(arrays, dtypes)), None
 
+    steps_of = lambda quantized: [each.step for each in quantized]
     dtypes = [operand.dtype for operand in operands]
     run.defvjp(forward, backward)
     return run(tuple(operands), tuple(quantized))
+
+
+@jax.custom_jvp
+def _first_order(x: Array, steps: list[Array]) -> tuple[Array, list[Array]]:
+    """Returns its arguments, values of a rule for derivatives. It is an error to differentiate them again."""
+    return x, steps
+
+
+@_first_order.defjvp
+def _first_order_jvp(*_: Any) -> Any:
+    raise ValueError(
+        "autocast to float8 was asked for a derivative of a gradient, and its products give only first "
+        "derivatives. Take all derivatives of the plain function and put autocast around them: "
+        "autocast(jax.grad(loss), 'float8'), also where `loss` takes a gradient itself, as a gradient "
+        "penalty does. Or keep the function that is differentiated twice in bfloat16: autocast(fun, 'bfloat16')."
+    )
 
 
 def _gradient(

@@ -50,7 +50,7 @@ def product_with_half_gradients(
             terms.append(half_product(cast(left_tangent, left.dtype), right))
         if not isinstance(right_tangent, SymbolicZero):
             terms.append(half_product(left, cast(right_tangent, left.dtype)))
-        result = run(*primals)
+        result = product(*primals[0])  # Not `run`: a policy of `jax.checkpoint` should see the product.
         return result, cast(sum(terms), result.dtype)
 
     run.defjvp(rule, symbolic_zeros=True)
@@ -134,7 +134,7 @@ def replay_transpose(
 
 
 def wide_product(equation: Equation, halves: Sequence[Array], dtype: Any, **params: Any) -> Array:
-    """Runs a `dot_general` of half operands that gives another dtype.
+    """Runs a `dot_general` of half operands that gives another dtype. Those of its derivatives give half.
 
     Args:
         equation: the product; JAX made it as the gradient of another one.
@@ -142,7 +142,14 @@ def wide_product(equation: Equation, halves: Sequence[Array], dtype: Any, **para
         dtype: the dtype of the result.
         params: further parameters that change.
     """
-    params["preferred_element_type"] = np.dtype(dtype)
+    product = lambda *halves: _wide_product(equation, halves, dtype, params)
+    of_half = {**params, "preferred_element_type": np.dtype(halves[0].dtype)}
+    half_product = lambda *halves: bind(equation, halves, **of_half)[0]
+    return product_with_half_gradients(product, half_product, halves, halves)
+
+
+def _wide_product(equation: Equation, halves: Sequence[Array], dtype: Any, params: dict[str, Any]) -> Array:
+    params = {**params, "preferred_element_type": np.dtype(dtype)}
     if equation.params.get("out_sharding") is not None:
         return bind(equation, halves, **params)[0]
     # JAX gives the cotangent first, and transposes the gradient of a right operand. XLA's CPU backend cannot

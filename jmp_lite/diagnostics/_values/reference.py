@@ -45,7 +45,7 @@ def in_float8(x: Array, dtype: np.dtype) -> Array:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _round_to_float8(x: Array, dtype: np.dtype) -> Array:
-    quantized = quantize(x, dtype)
+    quantized = quantize(lax.stop_gradient(x), dtype)
     return lax.convert_element_type(quantized.array, _FLOAT32) * quantized.step
 
 
