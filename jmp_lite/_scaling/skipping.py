@@ -91,7 +91,7 @@ class Skipping:
             inner_state=new_inner,
             loss_scale=None if self.loss_scale is None else state.loss_scale.adjust(finite),
             leaf_finite=flags,
-            grad_norm=norm,
+            grad_norm=None if norm is None else norm.astype(jnp.float32),  # Also with float64 gradients.
             counts=count(state.counts, finite),
             leaf_names=LeafNames(names),
             name=state.name,

@@ -246,3 +246,18 @@ def test_the_devices_of_a_shard_map_agree_though_each_has_a_norm_of_its_own():
     updates, counts = jax.jit(sharded)(grads)
     assert not np.any(updates)
     assert counts.tolist() == [[1, 1, 1]] * 4
+
+
+def test_the_state_keeps_its_dtypes_with_float64_gradients():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        params = {"w": jnp.ones(3, jnp.float64)}
+        tx = jmp.with_loss_scale(optax.sgd(0.1), clip_norm=1.0)
+        step = jax.jit(lambda grads, state: tx.update(grads, state)[1])
+        state = tx.init(params)
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(state)]
+        for _ in range(2):
+            state = step(params, state)
+            assert [leaf.dtype for leaf in jax.tree.leaves(state)] == dtypes
+        assert step._cache_size() == 1
+        last, _ = jax.lax.scan(lambda state, _: (step(params, state), None), state, length=2)
+        np.testing.assert_allclose(last.grad_norm, np.sqrt(3), rtol=1e-6)
