@@ -248,7 +248,7 @@ def _is_kept(number: float | None, array: Array) -> bool:
     if number is None or not is_floating(array):
         return False
     with np.errstate(over="ignore"):
-        return bool(np.isfinite(float(np.asarray(number, array.dtype))) == np.isfinite(number))
+        return bool(np.isfinite(np.asarray(number, array.dtype)) == np.isfinite(number))
 
 
 def as_arrays(values: Sequence[TapValue]) -> list[Array]:

@@ -312,3 +312,19 @@ def test_a_cause_in_the_forward_pass_stands_before_one_in_the_backward_pass():
     assert "jax.nn.log_softmax" in report.cause.advice
     assert (report.first_nan.operation, report.first_nan.direction) == ("div", "backward")
     assert "\n\nBeside it:\nNaN from div" in str(report)
+
+
+def test_a_number_that_meets_a_complex_value_is_followed():
+    """A diagonal state space model, as in S5: a float constant is multiplied by complex eigenvalues."""
+    angles, rows = jnp.linspace(0.0, 3.0, 8), jnp.ones((16, 4))
+
+    def loss(params, x):
+        eigenvalues = jnp.exp(jax.lax.complex(-jnp.exp(params["decay"]), angles) * 0.1)
+        inputs = (x @ params["b"]).astype(jnp.complex64)
+        _, states = jax.lax.scan(lambda h, u: (eigenvalues * h + u,) * 2, jnp.zeros(8, jnp.complex64), inputs)
+        states = jnp.where(x[:, :1] > 0, states, 0.0)
+        return jnp.sum(jnp.real(states) @ params["c"] * params["scale"])
+
+    params = {"decay": jnp.zeros(8), "b": jnp.ones((4, 8)), "c": jnp.ones((8, 2)), "scale": jnp.float32(1)}
+    assert find_nonfinite(loss)(params, rows).is_finite
+    assert "inf" in str(find_nonfinite(loss)({**params, "scale": jnp.float32(jnp.inf)}, rows))
