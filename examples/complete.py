@@ -260,6 +260,17 @@ def write(events: Any, step: int, scalars: dict[str, Any]) -> None:
             events.add_scalar(name, float(value), step)
 
 
+def mean_loss(losses: list[Any], taken: list[Any]) -> float:
+    """Returns the mean loss of the micro-batches that were not skipped. A NaN ends the program."""
+    of_taken = np.array(losses)[np.array(taken)]
+    if wrong := np.count_nonzero(~np.isfinite(of_taken)):
+        sys.exit(
+            f"{wrong} of the last {len(of_taken)} losses are inf or NaN although their gradients are finite. "
+            "No loss scale mends that. jmp_lite.diagnostics.find_nonfinite names the operation."
+        )
+    return float(of_taken.mean()) if of_taken.size else float("nan")
+
+
 def train(options: argparse.Namespace) -> tuple[State, float]:
     """Returns the last state, and the accuracy of its average on the test images."""
     train_x, test_x, train_y, test_y = load_data()
@@ -277,21 +288,22 @@ def train(options: argparse.Namespace) -> tuple[State, float]:
     events, step = open_events(options.tensorboard), int(state.step)
 
     for epoch in range(step // steps_an_epoch, options.epochs):
-        losses, done = [], step % steps_an_epoch
+        losses, taken, done = [], [], step % steps_an_epoch
         micro_batches = batches(train_x, train_y, options, epoch, done)
         for x, y in progress(micro_batches, f"epoch {epoch + 1}", steps_an_epoch, done):
             state, loss = train_step(state, x, y)
             losses.append(loss)  # Not `float(loss)`: it would wait for the device.
+            taken.append(jmp.grads_finite(state.opt_state))
             step += 1
             if step % options.log_every == 0:
                 rate = schedule(updates_done(state.opt_state))
                 write(events, step, {"loss": loss, "learning_rate": rate, **jmp.metrics(state.opt_state)})
             if step % options.save_every == 0:
+                mean_loss(losses, taken)
                 save(state, options)
         jmp.raise_if_stuck(state.opt_state)
+        mean = mean_loss(losses, taken)
         save(state, options)
-        # The loss of a skipped micro-batch may be NaN, and would hide all others.
-        mean = float(np.ma.masked_invalid(np.array(losses)).mean())
         accuracy, metrics = float(evaluate(state, test_x, test_y)), jmp.metrics(state.opt_state)
         write(events, step, {"test_accuracy": accuracy})
         print(

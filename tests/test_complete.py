@@ -300,3 +300,23 @@ def test_each_precision_learns_the_digits(all_images, flax, precision, capsys):
     assert accuracy > 0.98
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     assert len(capsys.readouterr().out.splitlines()) == 12
+
+
+def test_a_nan_loss_of_a_step_that_was_taken_ends_the_program(monkeypatch, capsys):
+    """The losses of skipped steps are left out; all others count."""
+    assert complete.mean_loss([1.0, np.nan, 3.0], [True, False, True]) == 2.0
+    make = complete.make_train_step
+
+    def make_wrong(*args):
+        step = make(*args)
+
+        def wrong_step(state, x, y):
+            state, loss = step(state, x, y)
+            return state, loss * jnp.nan
+
+        return wrong_step
+
+    monkeypatch.setattr(complete, "make_train_step", make_wrong)
+    with pytest.raises(SystemExit, match=r"5 of the last 5 losses are inf or NaN although"):
+        complete.train(complete.parse(["--epochs", "1"]))
+    assert "loss" not in capsys.readouterr().out
