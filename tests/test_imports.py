@@ -57,9 +57,9 @@ FILES = {
     "_scaling": (
         "finite norm serialization scalars loss_scale grad layer state stuck skipping optimizer resume"
     ),
-    "_jaxpr": "primitives read inner bind arguments replay calls products float8",
+    "_jaxpr": "primitives read precision inner bind arguments replay calls products float8",
     "_autocast.planning": "rules scopes op activations gradients marks demand states "
-    "plan decide float8 planner",
+    "plan precision decide float8 planner",
     "_autocast": "interpreter custom_rules calls api",
     "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",

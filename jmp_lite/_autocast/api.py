@@ -15,6 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from .._dtypes import DTypeLike
 from .._jaxpr import arguments
 from .._jaxpr.arguments import Arguments
+from .._jaxpr.precision import only_own_precisions
 from .._jaxpr.read import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, Array
 from .._tree import KEEP_FLOAT32_NAME
 from .calls import HANDLERS
@@ -278,7 +279,8 @@ def prepare(
     For a report all arguments get names, and objects of `report_kinds` are traced beside arrays.
     """
     named = bool(report_kinds or rules.scopes or rules.float32_results) or rules.reduce_dtype is not None
-    traced = arguments.trace(fun, args, kwargs, named, report_kinds)
+    with only_own_precisions():
+        traced = arguments.trace(fun, args, kwargs, named, report_kinds)
     return traced, *make_plan(traced, rules)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .._jaxpr.bind import bind, cast
+from .._jaxpr.precision import only_own_precisions
 from .._jaxpr.read import Array, Equation, Jaxpr, Var, equations, is_float32, is_literal, open_jaxpr
 from .interpreter import Interpreter, Value, pairs_entering, with_paths
 from .planning.demand import Wanted
@@ -304,7 +305,8 @@ class TracedRule:
         traced = [
             interpreter.take(value, conversion(state, FIRM)) for value, (_, state) in zip(values, arguments)
         ]
-        closed = jax.make_jaxpr(rule)(traced[: len(inputs)], traced[len(inputs) :])
+        with only_own_precisions():
+            closed = jax.make_jaxpr(rule)(traced[: len(inputs)], traced[len(inputs) :])
         # A residual that is also a result of the function is the value that the readers of the result read.
         sources = _sources(closed)
         first = {source: number for number, source in reversed([*enumerate(sources[: len(states)])])}

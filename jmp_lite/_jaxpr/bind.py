@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import Primitive, jaxprs_in_params
 
 from .._tree import reuse_cast
+from .precision import only_own_precisions
 from .read import Array, Equation, bind_params, holds
 
 # With this option jax.jit leaves no equation in the jaxpr around it. Since JAX 0.12 `True` is something less.
@@ -110,7 +111,9 @@ def is_reverse_only(equation: Equation) -> bool:
         zeros = [np.zeros(x.shape, dtype) for x, dtype in zip(primals, dtypes)]
         return jax.jvp(lambda *arrays: bind(equation, arrays), primals, tuple(zeros))
 
-    return holds(jax.make_jaxpr(rule)(*(var.aval for var in equation.invars)), "custom_lin")
+    with only_own_precisions():  # JAX keeps this trace of the rule, and autocast reads it again.
+        traced = jax.make_jaxpr(rule)(*(var.aval for var in equation.invars))
+    return holds(traced, "custom_lin")
 
 
 def cast(x: Array, dtype: Any) -> Array:

@@ -21,10 +21,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive, jaxprs_in_params
 
@@ -152,21 +150,6 @@ def _kind_of_product(equation: Equation) -> str:
     if sum(size != 1 for size in (summed, *own)) < 2:
         return "elementwise_product" if summed == 1 else "inner_product"
     return "outer_product" if summed == 1 else "dot_general"
-
-
-def precisions(equation: Equation) -> frozenset[str]:
-    """Returns the names of the precisions that a product has for its operands; none for the default."""
-    precision = equation.params.get("precision")
-    both = precision if isinstance(precision, tuple) else (precision,)
-    return frozenset(str(getattr(value, "name", value)) for value in both) - {"DEFAULT", "None"}
-
-
-def configured_precisions() -> frozenset[str]:
-    """Returns the names of the precisions that a product has here, if the program asks for none."""
-    if jax.config.jax_default_matmul_precision is None:  # type: ignore[attr-defined]
-        return frozenset()
-    x = jax.ShapeDtypeStruct((1,), jnp.float32)
-    return precisions(jax.make_jaxpr(lax.dot)(x, x).eqns[-1])
 
 
 def scope_of(equation: Equation, around: str = "") -> str:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_lite as jmp
 from jmp_lite._jaxpr import bind, read
 from jmp_lite._jaxpr.inner import Role, inner_jaxprs, with_inner_jaxprs
+from jmp_lite._jaxpr.precision import configured_precision, only_own_precisions
 from jmp_lite._jaxpr.primitives import PRIMITIVES, Category
 from tests.support.jaxprs import equations
 
@@ -225,8 +226,10 @@ def test_a_name_a_cast_and_the_products_have_the_parameters_that_autocast_reads(
     product = find("dot_general", lambda x, w: lax.dot(x, w, precision=algorithm), X, W).params
     assert product["precision"] == algorithm
     with jax.default_matmul_precision("highest"):
-        assert read.configured_precisions() == {"HIGHEST"}
-    assert read.configured_precisions() == set()
+        assert configured_precision() == (lax.Precision.HIGHEST,) * 2
+        with only_own_precisions():
+            assert configured_precision() is None
+    assert configured_precision() is None
     convolution = find(
         "conv_general_dilated", lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"), X
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from ..._jaxpr.inner import Inner, inner_jaxprs
+from ..._jaxpr.precision import precisions
 from ..._jaxpr.primitives import Category, Traits, traits_of
 from ..._jaxpr.read import (
     Equation,
@@ -24,7 +25,6 @@ from ..._jaxpr.read import (
     is_recomputed,
     is_transposed,
     name_of,
-    precisions,
     scope_of,
 )
 from ..._paths import join
@@ -233,7 +233,7 @@ def _why_not_half(equation: Equation, rules: Rules) -> str:
     others = {var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, rules.dtype)}
     if others:
         return f"an operand was traced in {' and '.join(sorted(others))}"
-    if asked := precisions(equation) - rules.precisions:
+    if asked := precisions(equation):
         return f"the program asks for precision {' and '.join(sorted(asked))}"
     preferred = equation.params.get("preferred_element_type")
     if preferred not in (None, jnp.float32):

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr.bind import is_reverse_only
+from ..._jaxpr.precision import configured_precision
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import (
     AUTOCAST_SCOPE,
     Array,
     Jaxpr,
     Var,
-    configured_precisions,
     constants,
     is_float32,
     is_literal,
@@ -45,6 +45,7 @@ from .marks import Mark
 from .op import Around, Course, Op
 from .pairs import find_pairs, paired_results
 from .plan import Activation, Bind, Call, Decision, Float8, Move, Pairs, Plan, Skip, Take, rounded
+from .precision import with_configured_precision
 from .rules import FLOAT8, Rules
 from .scopes import Scopes
 from .states import FIRM, HALF, OTHER, Kind, State, entering, join, leaving
@@ -54,7 +55,7 @@ class Planner:
     """Makes each plan once, by a set of rules. One planner serves one call of an autocast function."""
 
     def __init__(self, rules: Rules) -> None:
-        self.rules = dataclasses.replace(rules, precisions=configured_precisions())
+        self.rules = dataclasses.replace(rules, precision=configured_precision())
         self.scopes = Scopes(rules)
         self._plans: dict[Any, Plan] = {}
         self._demand_pass = DemandPass(self.rules, self.scopes)
@@ -115,7 +116,8 @@ class Planner:
         for op, course in zip(facts.ops, facts.courses):
             operands = [state_of(var) for var in op.equation.invars]
             wanted = facts.demand.of_results(op)
-            decisions.append(self._decide(op, course, operands, wanted, facts))
+            decision = self._decide(op, course, operands, wanted, facts)
+            decisions.append(with_configured_precision(decision, self.rules.precision, facts.around))
             if wanted is Wanted.BY_PRODUCTS_ONLY and facts.anatomy.may_end(op):
                 decisions[-1] = _activation(facts, decisions, known) or decisions[-1]
             known.update(zip(op.equation.outvars, decisions[-1].results, strict=True))

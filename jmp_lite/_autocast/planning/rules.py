@@ -42,8 +42,8 @@ class Rules:
             there take: "float32", the name of the half dtype, or "float8". The first pattern that matches
             wins.
         reduce_dtype: float32 if the products that make weight gradients give float32; else None.
-        precisions: the precisions that `jax_default_matmul_precision` gives to products. The program did not
-            ask for them.
+        precision: the precision that `jax_default_matmul_precision` gives to products; None for none. The
+            program did not ask for it.
         float32_results: patterns over scopes and argument paths: their products give float32 results.
         half_sums: patterns over scopes: their residual sums give half results.
         float8: whether large products run in fp8.
@@ -53,7 +53,7 @@ class Rules:
     categories: MappingProxyType[str, Category]
     scopes: tuple[tuple[str, str], ...]
     reduce_dtype: np.dtype | None = None
-    precisions: frozenset[str] = frozenset()
+    precision: Any = None
     float32_results: tuple[str, ...] = ()
     half_sums: tuple[str, ...] = ()
     float8: bool = False

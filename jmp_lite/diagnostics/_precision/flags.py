@@ -20,6 +20,7 @@ from ..._jaxpr.arguments import Arguments
 from ..._jaxpr.bind import bind, cast, reuse
 from ..._jaxpr.float8 import BACKWARD
 from ..._jaxpr.inner import inner_jaxprs, with_inner_jaxprs
+from ..._jaxpr.precision import only_own_precisions
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import (
     Array,
@@ -57,7 +58,8 @@ class FlaggedProgram:
         """Traces and plans the function. A function with half products of its own runs as it is."""
         # By default a GPU runs float32 products in TF32, whose error is that of float16.
         with jax.default_matmul_precision("highest"):
-            traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
+            with only_own_precisions():
+                traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
             plain = make_rules(jnp.float32)
             before = _operations(traced, plain)
             has_products = any(operation.on_tensor_cores for operation in before)
@@ -127,7 +129,8 @@ class FlaggedProgram:
 
         @functools.wraps(call.fun)
         def marked_fun(*args: Any, **kwargs: Any) -> Any:
-            traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
+            with only_own_precisions():
+                traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
             traced = dataclasses.replace(traced, jaxpr=_with_marks(traced.jaxpr, iter(marks)))
             planner, plan = make_plan(traced, self.rules)
             return traced.outputs(run(planner, plan, traced.arrays, _Interpreter))
