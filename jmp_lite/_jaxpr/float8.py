@@ -88,17 +88,16 @@ def _step(x: Array, dtype: np.dtype) -> Array:
     # 448 = 1.75 * 2**8 in e4m3, 57344 = 1.75 * 2**15 in e5m2. The rounding moves the maximum by at most a
     # half of the power of two, so `x / step` is at most 1.5 * 2**8, and 1.5 * 2**15.
     exponent = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
+    # The smallest step stands before the reduction: after it, XLA would run one more kernel. As the start of
+    # a `lax.reduce`, which runs a typed function, it would not compile on a mesh of explicit axes.
     sizes = lax.abs(x) * np.asarray(2.0**-exponent, x.dtype)
+    sizes = lax.max(sizes, np.asarray(_SMALLEST_STEP, x.dtype))
     if dtype == BACKWARD and x.ndim > 1:
         # The gradient of a bias is a sum over the same axes: XLA reads the cotangent once for both.
         # Without the barrier XLA would make one reduction of the two.
-        sizes = lax.optimization_barrier(_largest(sizes, tuple(range(x.ndim - 1))))
-    largest = _largest(sizes, tuple(range(sizes.ndim)))
+        sizes = lax.optimization_barrier(lax.reduce_max(sizes, tuple(range(x.ndim - 1))))
+    largest = lax.reduce_max(sizes, tuple(range(sizes.ndim)))
     return lax.reduce_precision(lax.convert_element_type(largest, jnp.float32), 8, 0)
-
-
-def _largest(sizes: Array, axes: tuple[int, ...]) -> Array:
-    return lax.reduce(sizes, np.asarray(_SMALLEST_STEP, sizes.dtype), lax.max, axes)
 
 
 # The smallest normal number of float32. XLA may treat a smaller number as zero.
@@ -129,9 +128,12 @@ def multiply(
     # JAX makes the gradient of a right operand as the product of the cotangent and the left operand, and
     # transposes it. With the operands in the other order, the two transposes cancel.
     swap = left.dtype == BACKWARD and not _are_last(left.array, left_sums)
+    params = {"preferred_element_type": np.dtype(dtype), "precision": precision}
     if swap:
         a, b, sums = b, a, sums[::-1]
-    params = {"preferred_element_type": np.dtype(dtype), "precision": precision}
+        if (sharding := equation.params.get("out_sharding")) is not None:  # On a mesh of explicit axes.
+            axes = (*sharding.spec, *(None for _ in range(sum(free) - len(sharding.spec))))
+            params["out_sharding"] = sharding.update(spec=(*axes[free[0] :], *axes[: free[0]]))
     (result,) = bind(equation, [a, b], dimension_numbers=(sums, ((), ())), **params)
     # XLA folds one factor into the call of cuBLAS, not two. The product of the steps is zero if the
     # largest numbers of both operands multiply to less than 2**-103 (1e-31).

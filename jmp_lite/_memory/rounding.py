@@ -81,7 +81,7 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
 
 def round_leaf(x: jax.Array, dtype: np.dtype, key: "RoundingKey | None", leaf: int) -> jax.Array:
     """Rounds as `round_to`: to nearest if `key` is None, else with the `random_bits` of `key` and `leaf`."""
-    return round_to(x, dtype, None if key is None else random_bits(key, leaf, x.shape))
+    return round_to(x, dtype, None if key is None else random_bits(key, leaf, x))
 
 
 def round_to(x: jax.Array, dtype: np.dtype, bits: jax.Array | None = None) -> jax.Array:
@@ -236,22 +236,24 @@ def _varying_axes(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def random_bits(key: RoundingKey, leaf: int, shape: tuple[int, ...]) -> jax.Array:
+def random_bits(key: RoundingKey, leaf: int, x: jax.Array) -> jax.Array:
     """Returns random bits.
 
     Args:
         key: from `first_key`, `next_key` or `rounding_key`.
         leaf: tells the arrays that are rounded with one key apart.
-        shape: the shape of the result. The index of an element is made from its indices along the axes, so
-            that each device of a sharded array makes the bits of its own part. The bits do not depend on the
-            number of devices.
+        x: the array that is rounded. The bits have its shape, and its sharding on a mesh of explicit axes.
+            The index of an element is made from its indices along the axes, so that each device of a sharded
+            array makes the bits of its own part. The bits do not depend on the number of devices.
 
     Returns:
         uint32. An array of more than 2**32 elements has the same bits again after 2**32 elements.
     """
-    index = jnp.zeros(shape, jnp.uint32)
-    for axis, size in enumerate(shape):
-        index = index * np.uint32(size % 2**32) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+    index = jnp.zeros_like(x, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        # One axis alone: on a mesh of explicit axes, each device has the whole of an iota.
+        along = [size if other == axis else 1 for other in range(x.ndim)]
+        index = index * np.uint32(size % 2**32) + lax.broadcasted_iota(jnp.uint32, along, axis)
     first = _hash(jnp.asarray(key.word) ^ np.uint32(leaf * _GOLDEN % 2**32))
     second = _hash(jnp.asarray(key.step) + first)
     return _hash(_hash(index + first) ^ second)

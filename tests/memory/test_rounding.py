@@ -163,13 +163,14 @@ def test_under_vmap_and_from_half_and_scalars():
 def test_the_bits_are_fair_and_those_of_steps_leaves_and_neighbours_do_not_depend_on_each_other():
     """Correlations of 20,000 fair bits have a standard deviation of 1 / sqrt(20,000)."""
     count = 20_000
+    x = jnp.ones(count)
     key = rounding_key("", jax.random.key(0))
     draws = [
-        random_bits(key, 0, (count,)),
-        random_bits(next_key(key), 0, (count,)),
-        random_bits(key, 1, (count,)),
-        random_bits(rounding_key("", jax.random.key(1)), 0, (count,)),
-        jnp.roll(random_bits(key, 0, (count,)), 1),
+        random_bits(key, 0, x),
+        random_bits(next_key(key), 0, x),
+        random_bits(key, 1, x),
+        random_bits(rounding_key("", jax.random.key(1)), 0, x),
+        jnp.roll(random_bits(key, 0, x), 1),
     ]
     signs = np.array([2.0 * ((np.asarray(draw)[:, None] >> np.arange(32)) & 1) - 1 for draw in draws])
     signs = np.moveaxis(signs, 2, 1).reshape(-1, count)  # Every bit of every draw.
@@ -184,11 +185,12 @@ def test_the_bits_of_an_array_do_not_depend_on_its_sharding():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     by_both = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b"))
     key = rounding_key("", jax.random.key(0))
-    whole = random_bits(key, 3, (16, 6))
-    split = jax.jit(lambda key: random_bits(key, 3, (16, 6)), out_shardings=by_both)
+    x = jnp.ones((16, 6))
+    whole = random_bits(key, 3, x)
+    split = jax.jit(lambda key: random_bits(key, 3, x), out_shardings=by_both)
     np.testing.assert_array_equal(split(key), whole)
     assert "all-" not in split.lower(key).compile().as_text()
-    np.testing.assert_array_equal(random_bits(key, 3, (96,)), whole.ravel())
+    np.testing.assert_array_equal(random_bits(key, 3, jnp.ones(96)), whole.ravel())
 
 
 # The update

@@ -1,0 +1,175 @@
+"""Each public transform on a mesh of explicit axes, the default of `jax.make_mesh`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite as jmp
+from tests.support.jaxprs import products
+from tests.support.small_programs import ORDERS
+
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+SPECS = {"w1": P(None, "model"), "w2": P("model"), "b": P()}
+_keys = jax.random.split(jax.random.key(0), 3)
+WHOLE = {
+    "w1": 0.1 * jax.random.normal(_keys[0], (16, 32)),
+    "w2": 0.1 * jax.random.normal(_keys[1], (32, 16)),
+    "b": jnp.zeros(16),
+}
+X = jax.random.normal(_keys[2], (32, 16))
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with jax.set_mesh(MESH):
+        yield
+
+
+def sharded(dtype=jnp.float32):
+    """The parameters and the batch, split over both axes."""
+    put = lambda leaf, spec: jax.device_put(leaf.astype(dtype), NamedSharding(MESH, spec))
+    return jax.tree.map(put, WHOLE, SPECS), jax.device_put(X, NamedSharding(MESH, P("data")))
+
+
+def loss(params, x):
+    split = functools.partial(jnp.einsum, "bi,ij->bj")
+    hidden = jnp.tanh(split(x, params["w1"], out_sharding=P("data", "model")))
+    return jnp.mean((split(hidden, params["w2"], out_sharding=P("data")) + params["b"] - x) ** 2)
+
+
+def plain(params, x):
+    """The same loss on one device."""
+    return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] + params["b"] - x) ** 2)
+
+
+def assert_split(tree):
+    for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(SPECS), strict=True):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(MESH, spec), leaf.ndim)
+
+
+OPTIONS = {
+    "float16": {"dtype": "float16"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "reduce_dtype": {"dtype": "bfloat16", "reduce_dtype": "float32"},
+    "float32_results": {"dtype": "bfloat16", "float32_results": "**"},
+    "float8": {"dtype": "float8", "rules": {"**": "float8"}},
+    "float8 and reduce_dtype": {"dtype": "float8", "rules": {"**": "float8"}, "reduce_dtype": "float32"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:autocast.*'float8'")
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_autocast_has_the_gradients_of_one_device(order, name):
+    options = OPTIONS[name]
+    if order == "inside":
+        grad = jax.grad(jmp.autocast(loss, **options))
+    else:
+        grad = jmp.autocast(jax.grad(loss), **options)
+    params, x = sharded()
+    kinds = {dtype for pair in products(grad, params, x) for dtype in pair}
+    assert kinds == ({"float8_e4m3fn", "float8_e5m2"} if "float8" in name else {options["dtype"]})
+    found = jax.jit(grad)(params, x)
+    assert_split(found)
+    expected = jax.grad(plain)(WHOLE, X)
+    tolerance = 0.1 if "float8" in name else 0.02
+    for leaf, true in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        error = np.linalg.norm(np.asarray(leaf) - true) / np.linalg.norm(true)
+        assert error < tolerance
+
+
+def trained(tx, params, x, fun, jit, steps=3):
+    """The parameters and the last loss after a few steps, on whatever devices the parameters are."""
+    state = tx.init(params)
+    has_scale = getattr(state, "loss_scale", None) is not None
+
+    def step(params, state):
+        scale = jmp.get_loss_scale(state) if has_scale else jmp.NoOpLossScale()
+        value, grads = jmp.value_and_grad(jmp.autocast(fun), scale)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    step = jax.jit(step) if jit else step
+    for _ in range(steps):
+        params, state, value = step(params, state)
+    return params, state, value
+
+
+adam = functools.partial(optax.adam, 1e-2)
+TRANSFORMS = {
+    "with_loss_scale": (jnp.float32, lambda: jmp.with_loss_scale(adam())),
+    "clip_norm": (jnp.float32, lambda: jmp.with_loss_scale(adam(), clip_norm=0.1)),
+    "skip_nonfinite": (jnp.float32, lambda: jmp.skip_nonfinite(adam())),
+    "with_master_weights": (jnp.bfloat16, lambda: jmp.with_master_weights(adam())),
+    "cast_state": (jnp.float32, lambda: jmp.cast_state(adam())),
+    "cast_state, stochastic": (jnp.float32, lambda: jmp.cast_state(adam(), stochastic_rounding=True)),
+    "with_stochastic_rounding": (jnp.bfloat16, lambda: jmp.with_stochastic_rounding(adam())),
+    "with_stochastic_rounding, float16": (jnp.float16, lambda: jmp.with_stochastic_rounding(adam())),
+    "all": (
+        jnp.bfloat16,
+        lambda: jmp.with_loss_scale(
+            jmp.with_stochastic_rounding(jmp.cast_state(adam(), stochastic_rounding=True)), clip_norm=1.0
+        ),
+    ),
+}
+
+
+@pytest.mark.cases(fast=len(TRANSFORMS))
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_a_transform_trains_as_on_one_device(name, jit):
+    dtype, tx = TRANSFORMS[name]
+    params, state, value = trained(tx(), *sharded(dtype), loss, jit)
+    assert_split(params)
+    with jax.set_mesh(jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,))):
+        whole = jax.tree.map(lambda leaf: leaf.astype(dtype), WHOLE)
+        expected, _, true = trained(tx(), whole, X, plain, jit)
+    np.testing.assert_allclose(value, true, rtol=2e-3)
+    # Adam's first steps have the size of the learning rate: a sign may differ where a gradient is near 0.
+    for leaf, other, start in zip(*map(jax.tree.leaves, (params, expected, WHOLE)), strict=True):
+        moved = np.asarray(leaf, np.float32) - np.asarray(start)
+        expected_move = np.asarray(other, np.float32) - np.asarray(start)
+        assert np.linalg.norm(moved - expected_move) < 0.2 * np.linalg.norm(expected_move)
+    if name == "with_loss_scale":
+        resumed = jmp.resume(jmp.with_loss_scale(adam(), clip_norm=1.0), params, state)
+        assert_split(resumed.inner_state[0].mu)
+
+
+def test_stochastic_rounding_gives_each_element_the_bits_that_it_has_on_one_device():
+    key = jax.random.key(3)
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        params, _ = sharded()
+        for name in ("w1", "w2"):
+            rounded = jax.jit(jmp.stochastic_round, static_argnums=1)(params[name], dtype, key)
+            assert rounded.sharding.is_equivalent_to(params[name].sharding, 2)
+            expected = jmp.stochastic_round(np.asarray(WHOLE[name]), dtype, key)
+            np.testing.assert_array_equal(np.asarray(rounded, np.float32), np.asarray(expected, np.float32))
+
+
+def test_an_inf_in_one_shard_skips_the_step_on_all_devices():
+    params, x = sharded()
+    x = jnp.where(jnp.arange(32, out_sharding=P("data"))[:, None] == 5, jnp.inf, x)
+    after, state, _ = trained(jmp.with_loss_scale(adam()), params, x, loss, jit=True, steps=1)
+    jax.tree.map(np.testing.assert_array_equal, after, params)
+    assert float(jmp.metrics(state)["skipped_steps"]) == 1
+
+
+def test_trees_and_layers():
+    params, x = sharded()
+    assert bool(jmp.all_finite(params))
+    assert_split(jmp.select_tree(jmp.all_finite(params), params, jax.tree.map(jnp.zeros_like, params)))
+    halves, _ = sharded(jnp.bfloat16)
+    tx = jmp.with_master_weights(adam())
+    masters = jmp.master_params(tx.init(halves), halves)
+    assert_split(masters)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(masters)} == {"float32"}
+    layer = jmp.scale_layer(lambda w, x: jnp.einsum("bi,ij->bj", x, w, out_sharding=P("data", "model")))
+    gradient = jax.jit(jax.grad(lambda w: jnp.sum(layer(w, x) ** 2)))(params["w1"])
+    expected = jax.grad(lambda w: jnp.sum((X @ w) ** 2))(WHOLE["w1"])
+    np.testing.assert_allclose(np.asarray(gradient), expected, rtol=1e-4, atol=1e-4)
