@@ -131,7 +131,7 @@ TOPICS = (
     *("moving average", "export", "float32 and half", "freeze", "BatchNorm", "rematerialize"),
     *("scan over layers", "gradient penalty", "FSDP", "checkpoints", "custom kernel", "mix modules"),
     *("inside the backward pass", "random keys", "dtype argument", "LoRA", "first skipped", "mean loss NaN"),
-    *("OOM", "Apple, AMD", "fp8"),
+    *("OOM", "Apple, AMD", "fp8", "to a tolerance", "K-FAC"),
 )
 
 

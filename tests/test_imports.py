@@ -58,7 +58,7 @@ FILES = {
         "finite norm serialization scalars loss_scale grad layer state stuck skipping optimizer resume"
     ),
     "_jaxpr": "primitives read precision inner bind arguments replay calls products float8",
-    "_autocast.planning": "rules scopes op activations gradients marks demand states "
+    "_autocast.planning": "rules scopes predicates op activations gradients marks demand states "
     "plan precision decide float8 planner",
     "_autocast": "interpreter custom_rules calls api",
     "_autocast.report": "advice operations explain",

@@ -315,7 +315,8 @@ class TracedRule:
         wanted += [Wanted.NO if number is None else wanted[number] for number in result_of]
         # The scopes around the function are around its rules too.
         scope = self._inside.plan.around.scope
-        around = Around(scope) if intermediate is None else Around(scope, True, intermediate)
+        decides = self._inside.plan.around.decides
+        around = Around(scope, decides=decides) if intermediate is None else Around(scope, True, intermediate)
         plan = interpreter.planner.plan(closed, [state for _, state in arguments], wanted, around)
         further = [
             state if number is None else states[number]

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -17,11 +18,11 @@ def test_a_while_loop_of_products_is_half_and_keeps_its_carry():
             count, x = state
             return count + 1, jnp.tanh(x @ w)
 
-        return lax.while_loop(lambda state: (state[0] < 5) & (jnp.sum(state[1] @ w) < 1e9), body, (0, x))
+        return lax.while_loop(lambda state: (state[0] < 5) & (state[0] < 9), body, (0, x))
 
     count, result = jmp.autocast(fun)(X, W)
     assert int(count) == 5
-    assert products(jmp.autocast(fun), X, W) == [("bfloat16", "bfloat16")] * 2
+    assert products(jmp.autocast(fun), X, W) == [("bfloat16", "bfloat16")]
     assert_close(result, fun(X, W)[1], "bfloat16", factor=16)
     loop = next(e for e in equations(jax.make_jaxpr(jmp.autocast(fun))(X, W)) if e.primitive.name == "while")
     assert [var.aval.dtype.name for var in loop.outvars] == ["int32", "float32"]
@@ -46,8 +47,8 @@ def test_a_vmapped_while_loop_stops_each_example_at_its_own_limit(order):
     assert len(set(expected_counts.tolist())) == 4
     assert found_counts.tolist() == expected_counts.tolist()
     assert (found_keys == expected_keys).all()
-    assert set(products(fun, rows, limits)) == {("bfloat16", "bfloat16")}
-    assert_close(found_rows, expected_rows, "bfloat16", factor=16)
+    assert set(products(fun, rows, limits)) == {("float32", "float32")}  # The predicate depends on them.
+    np.testing.assert_allclose(found_rows, expected_rows, rtol=1e-5)
 
 
 def test_a_while_loop_under_two_vmaps_is_the_plain_one():

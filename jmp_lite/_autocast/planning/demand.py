@@ -28,6 +28,7 @@ from .activations import Anatomy, find_anatomy
 from .gradients import WeightGradients
 from .marks import Mark, Marks, entering, find_marks, mark_of
 from .op import Around, Course, Op, courses, read_ops
+from .predicates import Predicates
 from .rules import Rules
 from .scopes import Scopes
 
@@ -117,6 +118,7 @@ class Facts:
         courses: the course of each operation.
         marks: the mark of each variable.
         intermediate: the intermediate variables (`gradients`); empty without a `reduce_dtype`.
+        decisive: the variables on which the predicate of a loop depends (`predicates`).
         demand: the variables that the jaxpr wants in half.
     """
 
@@ -127,6 +129,7 @@ class Facts:
     courses: tuple[Course, ...]
     marks: Marks
     intermediate: frozenset[Var]
+    decisive: frozenset[Var]
     demand: Demand
 
     def makes_weight_gradient(self, op: Op) -> bool:
@@ -144,6 +147,7 @@ class DemandPass:
         self._read: dict[int, tuple[tuple[Op, ...], Anatomy]] = {}
         self._facts: dict[Any, Facts] = {}
         self._alive: list[Jaxpr] = []  # The keys of both hold ids of jaxprs.
+        self._predicates = Predicates()
         self._gradients = WeightGradients(lambda jaxpr: self._ops(jaxpr)[0])
 
     def facts(
@@ -164,9 +168,11 @@ class DemandPass:
             intermediate: frozenset[Var] = frozenset()
             if self._rules.reduce_dtype is not None:
                 intermediate = self._gradients.intermediate(inside, around.intermediate, around.backward)
-            steps = courses(ops, around, self._rules, self._scopes)
+            decisive = self._predicates.values(inside, around.decides)
+            steps = courses(ops, around, self._rules, self._scopes, decisive)
             marks = find_marks(inside, inputs, ops, steps)
-            facts = Facts(inside, ops, anatomy, around, steps, marks, intermediate, Demand(anatomy.reads))
+            demand = Demand(anatomy.reads)
+            facts = Facts(inside, ops, anatomy, around, steps, marks, intermediate, decisive, demand)
             self._go_backwards(facts, wanted)
             self._facts[key] = facts
         return self._facts[key]
@@ -180,7 +186,10 @@ class DemandPass:
         if self._rules.reduce_dtype is not None:
             results = [var in facts.intermediate for var in op.equation.outvars]
             intermediate = self._gradients.outputs(inner, results, backward)
-        return Around(scope, backward, intermediate, facts.around.recomputed or op.recomputes)
+        decisive = [var in facts.decisive for var in op.equation.outvars]
+        decides = self._predicates.outputs(op.equation, decisive)[op.inner.index(inner)]
+        recomputed = facts.around.recomputed or op.recomputes
+        return Around(scope, backward, intermediate, recomputed, decides if any(decides) else ())
 
     def _ops(self, jaxpr: Jaxpr) -> tuple[tuple[Op, ...], Anatomy]:
         inside = open_jaxpr(jaxpr)

@@ -5,7 +5,7 @@ All later files of the planner take an `Op` in place of an equation. No decision
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import jax.numpy as jnp
 
@@ -29,6 +29,7 @@ from ..._jaxpr.read import (
 )
 from ..._paths import join
 from ..._tree import KEEP_FLOAT32_NAME
+from .predicates import DECIDES
 from .rules import Rules
 from .scopes import Scopes
 
@@ -144,12 +145,15 @@ class Around:
         intermediate: one flag for each output: whether the output is intermediate (`gradients`). Empty
             without a `reduce_dtype`.
         recomputed: whether the jaxpr is in a loop whose backward pass computes it again from half values.
+        decides: one flag for each output: whether the predicate of a loop depends on it (`predicates`).
+            Empty if no loop around the jaxpr has such a predicate.
     """
 
     scope: str = ""
     backward: bool = False
     intermediate: tuple[bool, ...] = ()
     recomputed: bool = False
+    decides: tuple[bool, ...] = ()
 
     def scope_of(self, op: Op) -> str:
         """Returns all scopes around an operation of the jaxpr."""
@@ -182,9 +186,32 @@ class Course:
         return self.category is Category.ALLOW and not self.reason
 
 
-def courses(ops: Sequence[Op], around: Around, rules: Rules, scopes: Scopes) -> tuple[Course, ...]:
-    """Returns the course of each operation of a jaxpr."""
-    return tuple(_course(op, around, rules, scopes) for op in ops)
+def courses(
+    ops: Sequence[Op], around: Around, rules: Rules, scopes: Scopes, decisive: Set[Var] = frozenset()
+) -> tuple[Course, ...]:
+    """Returns the course of each operation of a jaxpr.
+
+    `decisive` has the variables on which the predicate of a loop depends.
+    """
+    steps = (_course(op, around, rules, scopes) for op in ops)
+    if not decisive:
+        return tuple(steps)
+    return tuple(
+        dataclasses.replace(step, reason=DECIDES)
+        if _decides(op, step, decisive) and not rules.gives_half(around.scope_of(op))
+        else step
+        for op, step in zip(ops, steps)
+    )
+
+
+def _decides(op: Op, course: Course, decisive: Set[Var]) -> bool:
+    """Whether an operation that may run in half computes what the predicate of a loop depends on."""
+    may_be_half = course.category in (Category.ALLOW, Category.INFER) and not course.reason
+    return (
+        may_be_half
+        and not decisive.isdisjoint(op.equation.outvars)
+        and any(map(is_float32, op.equation.invars))
+    )
 
 
 def _course(op: Op, around: Around, rules: Rules, scopes: Scopes) -> Course:

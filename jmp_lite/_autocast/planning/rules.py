@@ -66,6 +66,11 @@ class Rules:
         """Returns the first rule that selects the scope or argument `path`: the pattern and the dtype."""
         return next((scope for scope in self.scopes if matches(scope[0], path)), None)
 
+    def gives_half(self, path: str) -> bool:
+        """Whether the rule that selects the scope `path` gives half or float8."""
+        rule = self.pattern_for(path)
+        return rule is not None and rule[1] != "float32"
+
     def float32_result_for(self, path: str) -> str:
         """Returns the first pattern of `float32_results` that selects a scope or argument, or nothing."""
         return _first(self.float32_results, path)
