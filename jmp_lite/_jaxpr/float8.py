@@ -213,7 +213,7 @@ def _first_order_jvp(*_: Any) -> Any:
         "autocast to float8 was asked for a derivative of a gradient, and its products give only first "
         "derivatives. Take all derivatives of the plain function and put autocast around them: "
         "autocast(jax.grad(loss), 'float8'), also where `loss` takes a gradient itself, as a gradient "
-        "penalty does. Or keep the function that is differentiated twice in bfloat16: autocast(fun, 'bfloat16')."
+        "penalty does. Or keep the function that is differentiated twice in bfloat16: autocast(fun)."
     )
 
 

@@ -158,3 +158,17 @@ def test_a_half_value_that_leaves_a_call_and_is_read_inside_meets_its_gradients_
             assert collections.Counter(products(jax.grad(jmp.autocast(loss, half)), W)).keys() == {
                 (half, half)
             }
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_an_attention_in_half_of_the_programs_own_has_the_same_products_in_both_orders(half):
+    """JAX's attention gives float32 scores, so JAX's derivative multiplies float32 by half."""
+
+    def loss(w, x):
+        heads = (x @ w).reshape(2, 2, 2, 4).astype(half)
+        return jax.nn.dot_product_attention(heads, heads, heads).astype(jnp.float32).sum()
+
+    inside = products(jax.grad(jmp.autocast(loss, half)), W, X)
+    outside = products(jmp.autocast(jax.grad(loss), half), W, X)
+    assert collections.Counter(inside) == collections.Counter(outside)
+    assert set(outside) == {(half, half)}

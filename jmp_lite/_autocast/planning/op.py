@@ -260,7 +260,9 @@ def _why_not_half(equation: Equation, rules: Rules) -> str:
     others = {var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, rules.dtype)}
     if others:
         return f"an operand was traced in {' and '.join(sorted(others))}"
-    if asked := precisions(equation):
+    # JAX multiplies a float32 cotangent by a half operand, and names the arithmetic of the half product.
+    own = {"F16_F16_F32", "BF16_BF16_F32"} if not all(map(is_float32, floating)) else set[str]()
+    if asked := precisions(equation) - own:
         return f"the program asks for precision {' and '.join(sorted(asked))}"
     preferred = equation.params.get("preferred_element_type")
     if preferred not in (None, jnp.float32):
