@@ -16,8 +16,8 @@ Compiled programs: `jmp_lite.diagnostics.read_program`.
 """
 
 from ._autocast.api import autocast as autocast
-from ._autocast.api import full_precision as full_precision
-from ._autocast.api import keep_float32 as keep_float32
+from ._autocast.keep import full_precision as full_precision
+from ._autocast.keep import keep_float32 as keep_float32
 from ._autocast.report.explain import Report as Report
 from ._autocast.report.explain import explain as explain
 from ._autocast.report.operations import Operation as Operation

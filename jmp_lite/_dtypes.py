@@ -76,7 +76,8 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
     except TypeError:
         allowed = ["half", *_DTYPES]
         if isinstance(spec, str):
-            advice = f" {FLOAT8_ADVICE}" if "float8" in spec or "fp8" in spec else ""
+            is_float8 = any(name in spec.lower() for name in ("float8", "fp8", "e4m3", "e5m2"))
+            advice = f" {FLOAT8_ADVICE}" if is_float8 else ""
             raise ValueError(f"Unknown dtype '{spec}'. It should be one of {allowed}.{advice}") from None
         raise TypeError(f"Expected a dtype or one of {allowed}. Got {spec!r}.") from None
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -93,11 +94,15 @@ def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
     Raises:
         ValueError, TypeError: `reduce_dtype` is another dtype, or no dtype.
     """
-    dtype = None if reduce_dtype is None else parse_dtype(reduce_dtype)
-    if dtype is not None and dtype != jnp.float32:
-        raise ValueError(
-            f"reduce_dtype should be float32, or None for the dtype of the products. Got {dtype.name}."
-        )
+    if reduce_dtype is None:
+        return None
+    allowed = "reduce_dtype should be float32, or None for the dtype of the products."
+    try:
+        dtype = parse_dtype(reduce_dtype)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{allowed} Got {reduce_dtype!r}.") from None
+    if dtype != jnp.float32:
+        raise ValueError(f"{allowed} Got {dtype.name}.")
     return dtype
 
 

@@ -8,7 +8,7 @@ module.
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -114,12 +114,15 @@ def as_patterns(patterns: str | Iterable[str], takes: str) -> tuple[str, ...]:
         takes: what the option takes: the beginning of the message.
 
     Raises:
-        TypeError: `patterns` is neither; one is no string, or has neither a name nor a wildcard.
+        TypeError: `patterns` is neither, or a mapping; one is no string, or has neither a name nor a
+            wildcard.
 
     Examples:
         >>> as_patterns("nu/**/head", "keep_float32 takes patterns")
         ('nu/**/head',)
     """
+    if isinstance(patterns, Mapping):
+        raise TypeError(f"{takes}, without values. Got {patterns!r}; pass {list(patterns)!r}.")
     if not isinstance(patterns, Iterable):
         raise TypeError(f"{takes}. Got {patterns!r}.")
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)

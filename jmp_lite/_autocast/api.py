@@ -1,4 +1,4 @@
-"""The functions that users call: `autocast`, `full_precision` and `keep_float32`."""
+"""`autocast`, and the parts of a call that other rooms use."""
 
 import dataclasses
 import functools
@@ -9,17 +9,16 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
 from .._dtypes import DTypeLike
 from .._jaxpr import arguments
 from .._jaxpr.arguments import Arguments
 from .._jaxpr.precision import only_own_precisions
-from .._jaxpr.read import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, Array
-from .._tree import KEEP_FLOAT32_NAME
+from .._jaxpr.read import AUTOCAST_SCOPE, Array
 from .calls import HANDLERS
 from .interpreter import Interpreter, Value
+from .keep import full_precision
 from .planning.demand import Wanted
 from .planning.plan import Plan, conversion
 from .planning.planner import Planner
@@ -28,7 +27,6 @@ from .planning.states import FIRM
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 @overload
@@ -205,7 +203,17 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
         planner.scopes.check()
         if plan.float8:
             _warn_without_fp8()
-        return traced.outputs(run(planner, plan, traced.arrays))
+        try:
+            return traced.outputs(run(planner, plan, traced.arrays))
+        except TypeError as error:
+            if "forward-mode" not in str(error) or not (plan.float8 or settings.reduce_dtype is not None):
+                raise
+            option = "dtype 'float8'" if plan.float8 else "reduce_dtype='float32'"
+            raise TypeError(
+                f"autocast with {option} has no forward-mode derivative: no jax.jvp, jax.jacfwd, or "
+                "jax.linearize. Use reverse mode (jax.grad, jax.jacrev), put autocast around the derivative, "
+                "as in autocast(jax.jacfwd(fun), ...), or leave the option out there."
+            ) from error
 
     autocast_fun._autocast = (autocast_fun, fun, settings)  # type: ignore[attr-defined]
     return autocast_fun
@@ -301,52 +309,3 @@ def run(
         interpreter = kind(planner, HANDLERS)
         values = interpreter.run(plan, list(map(Value, arrays)))
         return interpreter.take_all(values, [conversion(state, FIRM) for state in plan.results])
-
-
-def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
-    """Returns `fun` kept out of any `autocast` around it: everything in it runs as it was written.
-
-    Half operands that autocast made are cast up to float32 on the way in. An `autocast` inside it switches on
-    again. It does nothing outside of autocast. Also a decorator.
-
-    Args:
-        fun: any function that JAX can trace.
-
-    Examples:
-        >>> head = jmp.full_precision(lambda w, h: h @ w)
-        >>> x = jnp.ones((2, 2))
-        >>> report = jmp.explain(jmp.autocast(lambda x: head(x, x @ x)))(x)
-        >>> [operation.inputs[0] for operation in report.operations]
-        ['bfloat16[2,2]', 'float32[2,2]']
-
-    Source: torch's `autocast(enabled=False)`.
-
-    Guide: docs/autocast.md.
-    """
-
-    @functools.wraps(fun)
-    def full_precision_fun(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(FULL_PRECISION_SCOPE):
-            return fun(*args, **kwargs)
-
-    return full_precision_fun
-
-
-def keep_float32(x: T) -> T:
-    """Returns the tree `x`, whose float32 values `autocast` keeps in float32 from here on.
-
-    `x.astype(jnp.float32)` says nothing to autocast, since `x` is float32 already where the program is
-    traced. A product of the value still takes half operands.
-
-    Args:
-        x: a tree of arrays of any dtype.
-
-    Examples:
-        >>> fun = jmp.autocast(lambda x: jnp.tanh(jmp.keep_float32(x @ x)) @ x)
-        >>> report = jmp.explain(fun)(jnp.ones((2, 2)))
-        >>> [(operation.name, operation.inputs[0]) for operation in report.operations][1:3]
-        [('name', 'float32[2,2]'), ('tanh', 'float32[2,2]')]
-
-    Guide: docs/autocast.md.
-    """
-    return checkpoint_name(x, KEEP_FLOAT32_NAME)

@@ -5,6 +5,7 @@ All objects are public: `jax.extend.core`, `jax.extend.source_info_util`, and th
 them:
 
 - `equation.ctx.manager`, the settings under which an equation was traced;
+- `source_info.traceback.frames`, the lines that led to an equation;
 - `primitive.get_bind_params`, which turns the parameters of an equation into those of `bind`;
 - the names that JAX itself writes into a name stack: `jvp(`, `transpose(` and `rematted_computation`;
 - `bwd` of a `custom_vjp_call`, a function that can be wrapped;
@@ -16,11 +17,14 @@ each field and each parameter: these tests fail first when a new JAX changes one
 
 import contextlib
 import functools
+import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
@@ -261,4 +265,15 @@ def call_scope(scope: str, equation: Equation) -> str:
 
 def source_line(equation: Equation) -> str:
     """Returns the line of the user's program that made an equation, as `file.py:12 (function)`."""
-    return source_info_util.summarize(equation.source_info)
+    line = source_info_util.summarize(equation.source_info)
+    if not line.startswith(_OURS):
+        return line
+    # A function of ours, such as a cast of a policy, that the user's program calls.
+    frames = iter(equation.source_info.traceback.frames)
+    while not next(frames).file_name.startswith(_OURS):
+        pass
+    outside = (frame for frame in frames if not frame.file_name.startswith((_OURS, _JAX)))
+    return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in outside), line)
+
+
+_OURS, _JAX = (os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), inspect.getfile(jax)))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive, primitives
 
-from ..._dtypes import DTypeLike, parse_dtype, parse_reduce_dtype
+from ..._dtypes import FLOAT8_ADVICE, DTypeLike, parse_dtype, parse_reduce_dtype
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from ..._paths import as_patterns, matches
 
@@ -231,13 +231,21 @@ def _scopes(half: np.dtype, float8: bool, rules: ScopeRules) -> tuple[tuple[str,
                 f"{pair!r} as one of them."
             )
         pattern, dtype = pair[0].strip(), pair[1]
-        name = FLOAT8 if _is_float8(dtype) else parse_dtype(dtype).name
         if not pattern.strip("/"):
             raise ValueError("A pattern of rules= is empty. Write a scope such as 'decoder/head'.")
+        fp8 = ", or 'float8'" if float8 else ""
+        allowed = (
+            f"It may give float32, or the dtype of the autocast ({half.name}) for an exception within a "
+            f"wider rule{fp8}."
+        )
+        try:
+            name = FLOAT8 if _is_float8(dtype) else parse_dtype(dtype).name
+        except (TypeError, ValueError) as error:
+            advice = f" {FLOAT8_ADVICE}" if FLOAT8_ADVICE in str(error) and not float8 else ""
+            raise type(error)(f"The rule for '{pattern}' gives {dtype!r}. {allowed}{advice}") from None
         if name not in ("float32", half.name) and not (float8 and name == FLOAT8):
             raise ValueError(
-                f"The rule for '{pattern}' gives {name}. It may give float32, or the dtype of the autocast "
-                f"({half.name}) for an exception within a wider rule. For another dtype wrap that part in an "
+                f"The rule for '{pattern}' gives {name}. {allowed} For another dtype wrap that part in an "
                 "autocast of its own."
             )
         scopes.append((pattern, name))

@@ -59,7 +59,10 @@ def find_promotions(jaxpr: Jaxpr, names: Sequence[str]) -> dict[int, str]:
     return reasons
 
 
-def _follow(inside: Jaxpr, origins: dict[Var, _Origin], reasons: dict[int, str]) -> None:
+def _follow(
+    inside: Jaxpr, origins: dict[Var, _Origin], reasons: dict[int, str], call: Equation | None = None
+) -> None:
+    """Adds the reasons of the products of an open jaxpr. `call` runs it, in a line of the user's."""
     for var in inside.constvars:
         if is_float32(var):
             origins.setdefault(var, _Origin(f"a constant {describe(var.aval)} is float32"))
@@ -67,9 +70,9 @@ def _follow(inside: Jaxpr, origins: dict[Var, _Origin], reasons: dict[int, str])
         taken = [origins.get(var) for var in equation.invars if not is_literal(var)]
         if traits_of(equation.primitive.name).category is Category.CALL:
             for inner in inner_jaxprs(equation):
-                _follow_call(equation, inner, origins, reasons)
+                _follow_call(equation, inner, origins, reasons, call)
             continue
-        origin = _origin_of_result(equation, list(filter(None, taken)))
+        origin = _origin_of_result(equation, list(filter(None, taken)), call)
         if origin and traits_of(equation.primitive.name).category is Category.ALLOW:
             reasons[id(equation)] = f"float32 since {origin.text}"
         for var in equation.outvars:
@@ -78,7 +81,11 @@ def _follow(inside: Jaxpr, origins: dict[Var, _Origin], reasons: dict[int, str])
 
 
 def _follow_call(
-    equation: Equation, inner: Inner, origins: dict[Var, _Origin], reasons: dict[int, str]
+    equation: Equation,
+    inner: Inner,
+    origins: dict[Var, _Origin],
+    reasons: dict[int, str],
+    call: Equation | None,
 ) -> None:
     inside = open_jaxpr(inner.jaxpr)
     known: dict[Var, _Origin] = {}
@@ -86,18 +93,21 @@ def _follow_call(
         outer = equation.invars[index]
         if not is_literal(outer) and outer in origins:
             known[var] = origins[outer]
-    _follow(inside, known, reasons)
+        elif is_literal(outer) and is_float32(outer) and not outer.aval.weak_type:
+            # Unlike a Python number, it promotes half operands: `np.float32(-1e9)` in `jnp.where`.
+            known[var] = _Origin(f"the constant {float(outer.val):g} is float32")
+    _follow(inside, known, reasons, equation if source_line(equation) else call)
     for var, index in zip(inside.outvars, inner.results):
         if index is not None and not is_literal(var) and var in known:
             origins[equation.outvars[index]] = known[var]
 
 
-def _origin_of_result(equation: Equation, taken: Sequence[_Origin]) -> _Origin | None:
+def _origin_of_result(equation: Equation, taken: Sequence[_Origin], call: Equation | None) -> _Origin | None:
     """Returns why an operation gives float32. `taken` says why its operands are in float32."""
     if equation.primitive.name == "convert_element_type":
         (source,) = equation.invars
         if not is_literal(source) and source.aval.dtype in (jnp.float16, jnp.bfloat16):
-            return _Origin(f"the program casts to float32, {_line(equation)}", widened=True)
+            return _Origin(f"the program casts to float32, {_line(equation, call)}", widened=True)
         return taken[0] if taken else None
     promoted = next((origin for origin in taken if origin.promoted), None)
     if promoted or not taken:
@@ -105,13 +115,13 @@ def _origin_of_result(equation: Equation, taken: Sequence[_Origin]) -> _Origin |
     widened = [origin for origin in taken if origin.widened]
     own = [origin for origin in taken if not origin.widened]
     if widened and own:
-        return _Origin(f"{own[0].text}, {_line(equation)}", promoted=True)
+        return _Origin(f"{own[0].text}, {_line(equation, call)}", promoted=True)
     return (widened or own)[0]
 
 
-def _line(equation: Equation) -> str:
-    """Returns the source line of an equation, with its code where the file can be read."""
-    line = source_line(equation)
+def _line(equation: Equation, call: Equation | None) -> str:
+    """Returns the source line of an equation, or of the call around it, with its code if it can be read."""
+    line = source_line(equation) or (source_line(call) if call is not None else "")
     match = re.match(r"(.*?):(\d+)", line)
     code = linecache.getline(match[1], int(match[2])).strip() if match else ""
     return f"{line}: {code}" if code else line

@@ -28,7 +28,8 @@ class Report(Shown):
 
     Attributes:
         dtype: the half dtype; float32 for an autocast that changes nothing.
-        operations: every operation with floating operands or results, in the order of the program.
+        operations: every operation with floating operands or results on which an output depends, in the
+            order of the program.
         casts: how many casts between float32 and the half dtype were added.
         before: the function's jaxpr as it was traced.
         after: the jaxpr that autocast runs instead.
@@ -165,10 +166,11 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
         traced, planner, plan = prepare(wrapped, rules, args, kwargs, (jax.ShapeDtypeStruct,))
         planner.scopes.check()
         promotions = find_promotions(plan.jaxpr, traced.names) if rules.dtype == jnp.float32 else {}
+        read = [True] * len(plan.results)
         after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
         return Report(
             rules.dtype,
-            tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions)),
+            tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions, read)),
             _casts(after, rules.dtype) - _casts(plan.jaxpr, rules.dtype),
             plan.jaxpr,
             after,

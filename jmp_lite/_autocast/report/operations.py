@@ -8,13 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr.inner import Role
+from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import (
     Equation,
+    Jaxpr,
     Var,
     call_scope,
     describe,
+    equations,
     floating_operands,
     is_float32,
     is_literal,
@@ -94,7 +96,13 @@ class Operation:
 
 
 def operations_of(
-    plan: Plan, half: Any, scope: str, times: int, origins: Sequence[str], promotions: Mapping[int, str]
+    plan: Plan,
+    half: Any,
+    scope: str,
+    times: int,
+    origins: Sequence[str],
+    promotions: Mapping[int, str],
+    read: Sequence[bool] | None = None,
 ) -> Iterator[Operation]:
     """Yields the operations of a plan and of the plans inside it.
 
@@ -105,21 +113,29 @@ def operations_of(
         times: how often it is run.
         origins: for each input, the path of the argument that it is; empty for a computed value.
         promotions: why products are in float32, by the `id` of their equations.
+        read: for each output, whether anything reads it. What computes unread outputs alone is left out, as
+            JAX drops it. None for every operation.
     """
     inside = open_jaxpr(plan.jaxpr)
     states: dict[Var, State] = dict(zip((*inside.constvars, *inside.invars), plan.states))
     paths = dict(zip(inside.invars, origins, strict=True))
+    live = None if read is None else _live(inside, read)
     for decision in plan.decisions:
         op, equation = decision.op, decision.op.equation
         path = join(scope, op.scope) if op.scope else scope
         taken = ["" if is_literal(var) else paths.get(var, "") for var in equation.invars]
-        if decision.category is Category.CALL:
+        if live is not None and id(equation) not in live:
+            pass
+        elif decision.category is Category.CALL:
             path = call_scope(path, equation)
             for inner, inner_plan in zip(op.inner, decision.inner):
                 looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
                 runs = _known(equation.params.get("length", 1)) if looped else 1
                 entering = [taken[index] for index in inner.operands]
-                yield from operations_of(inner_plan, half, path, times * runs, entering, promotions)
+                inside_read = None if live is None else _read_inside(equation, inner, looped, live)
+                yield from operations_of(
+                    inner_plan, half, path, times * runs, entering, promotions, inside_read
+                )
         elif is_floating(equation):
             arguments = tuple(dict.fromkeys(filter(None, taken)))
             reason = promotions.get(id(equation), decision.reason)
@@ -127,6 +143,27 @@ def operations_of(
         if decision.category is Category.MOVE or op.is_cast:
             paths[equation.outvars[0]] = taken[0]
         states.update(zip(equation.outvars, decision.results))
+
+
+def _live(inside: Jaxpr, read: Sequence[bool]) -> dict[int, set[Var]]:
+    """Returns the operations that an output needs, by `id`, each with its results that anything reads."""
+    needed = {var for var, is_read in zip(inside.outvars, read) if is_read and not is_literal(var)}
+    live: dict[int, set[Var]] = {}
+    for equation in reversed(equations(inside)):
+        results = needed.intersection(equation.outvars)
+        if results or equation.effects:
+            live[id(equation)] = results
+            needed.update(var for var in equation.invars if not is_literal(var))
+    return live
+
+
+def _read_inside(
+    equation: Equation, inner: Inner, looped: bool, live: Mapping[int, set[Var]]
+) -> tuple[bool, ...]:
+    """Returns for each output of the jaxpr of a call whether anything reads it. A loop reads its carries."""
+    return tuple(
+        looped or index is None or equation.outvars[index] in live[id(equation)] for index in inner.results
+    )
 
 
 def _operation(
