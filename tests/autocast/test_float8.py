@@ -413,3 +413,12 @@ def test_digits_are_learnt_as_well_as_in_bfloat16():
     accuracies = train("bfloat16", {}), train("float8", EVERYWHERE)
     assert accuracies[0] > 0.9
     assert abs(accuracies[0] - accuracies[1]) < 0.02
+
+
+def test_a_batch_has_one_scale_inside_autocast_and_one_an_example_outside():
+    product = lambda x: x @ jnp.eye(16)
+    x = jnp.stack([jnp.ones((16, 16)), jnp.full((16, 16), 2.0**-30)])
+    options = {"dtype": "float8", "rules": {"**": "float8"}}
+    one, each = jmp.autocast(jax.vmap(product), **options)(x), jax.vmap(jmp.autocast(product, **options))(x)
+    assert float(jnp.abs(one[1]).max()) == 0.0
+    np.testing.assert_array_equal(each, x)

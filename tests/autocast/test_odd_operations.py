@@ -1,7 +1,10 @@
 """Products, and the operations that need special care, between other products."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import checkify
@@ -100,3 +103,18 @@ def test_products_around_odd_operations_are_half(name):
     assert_close(value, expected, half, factor=32)
     if name != "sort by keys":  # Close keys change their order, and so all gradients change.
         assert_close(grads, expected_grads, half, factor=32)
+
+
+def test_the_derivative_of_qr_is_half_in_one_order_alone_and_full_precision_mends_it():
+    """Limits names this exception."""
+
+    def loss(qr, a):
+        q, r = qr(a)
+        return jnp.sum(jnp.sin(q)) + jnp.sum(jnp.cos(r))
+
+    a = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+    half, full = {("bfloat16", "bfloat16")}, {("float32", "float32")}
+    for qr, outside in ((jnp.linalg.qr, half), (jmp.full_precision(jnp.linalg.qr), full)):
+        fun = functools.partial(loss, qr)
+        assert set(products(jax.grad(jmp.autocast(fun)), a)) == full
+        assert set(products(jmp.autocast(jax.grad(fun)), a)) == outside

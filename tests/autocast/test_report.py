@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.interpreters import partial_eval
 from flax import nnx
+from jax.interpreters import partial_eval
 
 import jmp_lite as jmp
 from tests.support.jaxprs import equations, products
