@@ -59,7 +59,7 @@ FILES = {
     ),
     "_jaxpr": "primitives read precision inner bind arguments replay calls products float8",
     "_autocast.planning": "rules scopes predicates op activations gradients marks demand states "
-    "plan precision decide float8 planner",
+    "plan pairs precision decide float8 planner",
     "_autocast": "interpreter custom_rules calls keep api",
     "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",

@@ -407,6 +407,6 @@ def test_float32_logits_of_half_operands_cost_the_bytes_of_wider_logits_and_no_k
     assert wide.program.bytes_moved - half.program.bytes_moved == pytest.approx(8 * logits, rel=0.01)
     assert wide.error < 1e-4 < 0.1 < half.error
     page = (RESULTS / "h100-pretended" / "float32_results.txt").read_text()
-    assert all(
-        line in page for line in float32_results.table({'float32_results="head"': wide}).splitlines()[1:]
-    )
+    # Without the last column: the error is computed here, and differs between CPUs.
+    rows = float32_results.table({"half logits": half, 'float32_results="head"': wide}).splitlines()[1:]
+    assert all(row.rpartition(" ")[0].rstrip() in page for row in rows)

@@ -1,4 +1,4 @@
-"""The first of the planner's two passes: it goes backwards, and finds the values that are wanted in half.
+"""The first pass of the planner: it goes backwards, and finds the values that are wanted in half.
 
 A value is wanted in half if two conditions hold. A product takes the value, directly or through operations
 that pass it on. No operation reads the value in float32, since that operation would read a rounded value. The

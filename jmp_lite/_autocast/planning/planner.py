@@ -1,9 +1,10 @@
 """Plans a jaxpr before anything is computed: the precision in which every operation runs, and the reason.
 
-A plan is made in two passes. The first pass goes backwards (`demand`). It asks two questions about each
+A plan is made in three passes. The first pass goes backwards (`demand`). It asks two questions about each
 value: does a product want the value in half, and does an operation read the value in float32? The second pass
-goes forwards and decides (`decide`), by the category of each operation and the states of its operands. Each
-jaxpr is planned once for each set of inputs.
+goes forwards and decides (`decide`), by the category of each operation and the states of its operands. The
+third pass finds the half values whose gradients need a path in float32 (`pairs`). Each jaxpr is planned once
+for each set of inputs.
 """
 
 import dataclasses
