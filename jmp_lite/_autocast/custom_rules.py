@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._jaxpr.bind import bind, cast
 from .._jaxpr.precision import only_own_precisions
-from .._jaxpr.read import Array, Equation, Jaxpr, Var, equations, is_float32, is_literal, open_jaxpr
+from .._jaxpr.read import Array, Equation, Var, is_float32, sources_of_outputs
 from .interpreter import Interpreter, Value, pairs_entering, with_paths
 from .planning.demand import Wanted
 from .planning.op import Around
@@ -308,7 +308,7 @@ class TracedRule:
         with only_own_precisions():
             closed = jax.make_jaxpr(rule)(traced[: len(inputs)], traced[len(inputs) :])
         # A residual that is also a result of the function is the value that the readers of the result read.
-        sources = _sources(closed)
+        sources = sources_of_outputs(closed)
         first = {source: number for number, source in reversed([*enumerate(sources[: len(states)])])}
         result_of = [first.get(source) for source in sources[len(states) :]]
         wanted = [Wanted.INDIRECTLY if state.is_half else Wanted.NO for state in states]
@@ -326,18 +326,6 @@ class TracedRule:
         results = interpreter.run(plan, values)
         paths = [results[index].to(jnp.float32) for index in paired]
         return interpreter.take_all(results, list(leave)), further, paths
-
-
-def _sources(jaxpr: Jaxpr) -> list[Any]:
-    """Returns for each output what identifies its value. A jit gives each result a variable of its own."""
-    identity = lambda var: id(var) if is_literal(var) else var
-    outvars = [identity(var) for var in open_jaxpr(jaxpr).outvars]
-    within: dict[Any, Any] = {}
-    for equation in equations(jaxpr):
-        if equation.primitive.name == "jit" and not set(outvars).isdisjoint(equation.outvars):
-            inner = _sources(equation.params["jaxpr"])
-            within.update((var, (id(equation), source)) for var, source in zip(equation.outvars, inner))
-    return [within.get(var, var) for var in outvars]
 
 
 def _tangent(array: Array, var: Var) -> tuple[Value, State]:

@@ -103,6 +103,18 @@ def describe(array: Array | Var, dtype: Any = None) -> str:
     return f"{(dtype or array.dtype).name}[{','.join(map(str, array.shape))}]"
 
 
+def sources_of_outputs(jaxpr: Jaxpr) -> list[Any]:
+    """Returns for each output what identifies its value. A jit gives each result a variable of its own."""
+    identity = lambda var: id(var) if is_literal(var) else var
+    outvars = [identity(var) for var in open_jaxpr(jaxpr).outvars]
+    within: dict[Any, Any] = {}
+    for equation in equations(jaxpr):
+        if equation.primitive.name == "jit" and not set(outvars).isdisjoint(equation.outvars):
+            inner = sources_of_outputs(equation.params["jaxpr"])
+            within.update((var, (id(equation), source)) for var, source in zip(equation.outvars, inner))
+    return [within.get(var, var) for var in outvars]
+
+
 def holds(jaxpr: Jaxpr, name: str) -> bool:
     """Whether an operation called `name` is in a jaxpr, or in a jaxpr of one of its operations."""
     return any(
