@@ -2,9 +2,9 @@
 
     python -m benchmarks.timed.fitted          # A minute.
 
-A GPT of two layers with a tied head learns a few lines of the standard library by heart, in float32. Each time
-its loss has fallen to the next power of ten, the gradient of the loss is computed in half precision and
-compared with float32's. The number of predicted bytes is no power of two: 1/N would be exact in half.
+A GPT of two layers with a tied head learns a few lines of the standard library by heart, in float32. Each
+time its loss has fallen to the next power of ten, the gradient of the loss is computed in half precision and
+compared with float32's. The number of predicted bytes is no power of two, since 1/N would be exact in half.
 """
 
 import argparse
