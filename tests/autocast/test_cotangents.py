@@ -179,9 +179,54 @@ def test_gradients_of_a_fitted_batch_are_those_of_casts_by_hand(name):
             assert found["outside"] <= 1.3 * found["by hand"], (value, half, found)
 
 
+OPTIONS = {
+    "half": {"dtype": "float16"},
+    "reduce_dtype": {"dtype": "bfloat16", "reduce_dtype": "float32"},
+    "float8": {"dtype": "float8", "rules": {"**": "float8"}},
+    "float32_results": {"dtype": "float16", "float32_results": "w"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:autocast.*float8.*runs on cpu")
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["gathered", "transposed", "rematerialized", "custom_vjp and z-loss"])
+def test_the_law_holds_with_every_option(name, option):
+    x, head = jnp.ones((48, 32)), jnp.ones((32, 16))
+    short = lambda w: LOSSES[name]((x @ w)[:N, :CLASSES])
+    closed = jax.make_jaxpr(jax.grad(jmp.autocast(lambda w: short(w), **OPTIONS[option])))(head)
+    assert not rounded_sums(closed, in_float32=True)
+
+
+def test_the_law_holds_for_a_residual_sum_in_half():
+    def fun(w):
+        with jax.named_scope("block"):
+            stream = X @ w + jnp.tanh(X @ w)
+        return (jax.nn.logsumexp(stream, -1) - stream[jnp.arange(N), LABELS]).mean()
+
+    half = jmp.autocast(fun, "float16", half_sums="block")
+    assert not rounded_sums(jax.make_jaxpr(jax.grad(half))(jnp.ones((WIDTH, CLASSES))))
+
+
+def test_a_checkpoint_keeps_a_pair_in_half():
+    def fun(w):
+        logits = X @ w
+        first = jax.checkpoint(lambda x: jax.nn.logsumexp(x.T, 0).mean())
+        second = jax.checkpoint(lambda x: x[jnp.arange(N), LABELS].mean() ** 2)
+        return first(logits) - second(logits)
+
+    pullback = jax.eval_shape(
+        lambda w: jax.vjp(jmp.autocast(fun, "float16"), w)[1], jnp.ones((WIDTH, CLASSES))
+    )
+    kept = [
+        leaf.dtype.name for leaf in jax.tree.leaves(pullback) if leaf.shape in ((N, CLASSES), (CLASSES, N))
+    ]
+    assert kept
+    assert set(kept) == {"float16"}
+
+
 @pytest.mark.parametrize("half", ["float16"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_cotangents_of_float32_readers_are_rounded_after_their_sum(name, half):
     params = {"w": jnp.ones((WIDTH, 64)), "head": jnp.ones((64, CLASSES))}
     fun = lambda p: LOSSES[name](model(p, X))
-    assert not rounded_sums(jax.make_jaxpr(jax.grad(jmp.autocast(fun, half)))(params))
+    assert not rounded_sums(jax.make_jaxpr(jax.grad(jmp.autocast(fun, half)))(params), in_float32=True)

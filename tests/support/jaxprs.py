@@ -121,20 +121,22 @@ _PASS_ON |= {"gather", "optimization_barrier", "pad", "reduce_precision", "reduc
 _PASS_ON |= {"scatter-add", "select_n", "slice", "split", "squeeze", "stack", "transpose", "unstack"}
 
 
-def rounded_sums(closed) -> list[str]:
+def rounded_sums(closed, in_float32=False) -> list[str]:
     """Returns the sums of cotangents in half whose terms were each rounded from float32.
 
     The cotangents of a value that several float32 operations read should be rounded once, after their sum.
 
     Args:
         closed: the jaxpr of a function that takes gradients.
+        in_float32: whether sums in float32 count too, if one of their terms was rounded to half. In a program
+            that uses its parameters in several places, such terms are gradients of several values.
     """
     found: list[str] = []
-    _follow(closed, [False] * len(closed.jaxpr.invars), found)
+    _follow(closed, [False] * len(closed.jaxpr.invars), found, in_float32)
     return found
 
 
-def _follow(jaxpr, given: list[bool], found: list[str]) -> list[bool]:
+def _follow(jaxpr, given: list[bool], found: list[str], in_float32: bool) -> list[bool]:
     """Returns for each output of a jaxpr whether it was rounded from float32, if `given` inputs were."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     rounded = dict(zip(jaxpr.invars, given, strict=True))
@@ -147,20 +149,19 @@ def _follow(jaxpr, given: list[bool], found: list[str]) -> list[bool]:
             for inner in inner_jaxprs(equation):
                 inputs = [taken[index] for index in inner.operands]
                 for _ in range(2):  # Once more, with what a loop carries.
-                    given = _follow(inner.jaxpr, inputs, [])
+                    given = _follow(inner.jaxpr, inputs, [], in_float32)
                     for index, is_carry, each in zip(inner.results, inner.carries, given):
                         if index is not None:
                             results[index] |= each
                             if is_carry and name == "scan":
                                 inputs[inner.constants + index] |= each
-                _follow(inner.jaxpr, inputs, found)
+                _follow(inner.jaxpr, inputs, found, in_float32)
         elif name == "convert_element_type":
             source = equation.invars[0].aval.dtype
-            results = [_is_half(out) and (source == jnp.float32 or taken[0])]
+            results = [(_is_half(out) and source == jnp.float32) or taken[0]]
         elif name in _PASS_ON:
-            results = [any(taken) and _is_half(var) for var in equation.outvars]
-            sums = [each for each, var in zip(taken, equation.invars) if _is_half(var)]
-            if name == "add_any" and _is_half(out) and all(sums):
+            results = [any(taken) for _ in equation.outvars]
+            if name == "add_any" and (all(taken) if _is_half(out) else in_float32 and any(taken)):
                 found.append(f"{equation.source_info.name_stack}: {equation}")
         rounded.update(zip(equation.outvars, results))
     return list(map(is_rounded, jaxpr.outvars))
