@@ -10,7 +10,7 @@ from .._jaxpr.inner import Role, with_repeated
 from .._jaxpr.primitives import traits_of
 from .._jaxpr.read import Equation
 from .custom_rules import custom_jvp, custom_vjp, custom_vmap
-from .interpreter import Handler, Interpreter, Value, pairs_entering, with_paths
+from .interpreter import Handler, Interpreter, Value, pairs_entering
 from .planning.plan import Call, Take
 
 
@@ -49,7 +49,7 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
     arrays += [operands[index].to(jnp.float32) for index in paired]
     equation = with_repeated(equation, paired, action.paired)
     results, _ = CALLS[action.handler](equation, bodies, arrays)
-    return with_paths(results, action.paired)
+    return interpreter.with_paths(results, action.paired)
 
 
 def _linear_solve(

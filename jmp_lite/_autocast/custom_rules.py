@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._jaxpr.bind import bind, cast
 from .._jaxpr.precision import only_own_precisions
 from .._jaxpr.read import Array, Equation, Var, is_float32, sources_of_outputs
-from .interpreter import Interpreter, Value, pairs_entering, with_paths
+from .interpreter import Interpreter, Value, pairs_entering
 from .planning.demand import Wanted
 from .planning.op import Around
 from .planning.plan import Call, conversion
@@ -31,7 +31,7 @@ def custom_jvp(
     rule, given = _traced_rule(interpreter, equation, action, operands)
     fun = jax.custom_jvp(rule.primal)
     fun.defjvp(rule.jvp, symbolic_zeros=equation.params["symbolic_zeros"])
-    return with_paths(fun(*given), action.paired)
+    return interpreter.with_paths(fun(*given), action.paired)
 
 
 def custom_vjp(
@@ -42,7 +42,7 @@ def custom_vjp(
     fun = jax.custom_vjp(rule.primal)
     # Of a result that nothing differentiates, JAX refuses a cotangent of zeros under `jax.vmap`.
     fun.defvjp(rule.forward, rule.backward, symbolic_zeros=True)
-    return with_paths(fun(*given), action.paired)
+    return interpreter.with_paths(fun(*given), action.paired)
 
 
 def custom_vmap(
@@ -52,7 +52,7 @@ def custom_vmap(
     rule, given = _traced_rule(interpreter, equation, action, operands)
     fun = jax.custom_batching.custom_vmap(rule.primal)
     fun.def_vmap(rule.batched)
-    return with_paths(fun(*given), action.paired)
+    return interpreter.with_paths(fun(*given), action.paired)
 
 
 def _traced_rule(
@@ -137,13 +137,19 @@ class TracedRule:
         moved = [index for index, var in enumerate(outvars) if _is_differentiable(var)]
         pushforward = functools.partial(self._pushforward, moving)
         paired = [*self._paired, *(len(states) + moved.index(index) for index in self._paired)]
-        arrays, _, paths = self._run(
-            pushforward, self._inputs(primals), directions, [*states, *(states[i] for i in moved)], paired
-        )
+        results = [*states, *(states[index] for index in moved)]
+        was_linear, self._interpreter.is_linear = self._interpreter.is_linear, True
+        try:
+            arrays, _, paths = self._run(pushforward, self._inputs(primals), directions, results, paired)
+        finally:
+            self._interpreter.is_linear = was_linear
         changes = dict(zip(moved, arrays[len(states) :], strict=True))
         count = len(self._paired)
         return arrays[: len(states)] + paths[:count], [
-            *(changes[index] if index in changes else _zero(var) for index, var in enumerate(outvars)),
+            *(
+                changes[index] if index in changes else np.zeros(var.aval.shape, jax.dtypes.float0)
+                for index, var in enumerate(outvars)
+            ),
             *paths[count:],
         ]
 
@@ -247,7 +253,7 @@ class TracedRule:
 
     def _inputs(self, arrays: Sequence[Array]) -> list[tuple[Value, State]]:
         """Returns all operands of the function, each with its state."""
-        values = with_paths((*self._closed_over, *arrays), self._pairs)
+        values = self._interpreter.with_paths((*self._closed_over, *arrays), self._pairs)
         return list(zip(values, self._inside.plan.inputs, strict=True))
 
     def _of_operands(self, given: Sequence[Any]) -> list[Any]:
@@ -344,7 +350,3 @@ def _sum(of_half: Any, of_path: Any) -> Any:
 
 def _is_differentiable(var: Var) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
-
-
-def _zero(var: Var) -> Array:
-    return np.zeros(var.aval.shape, jax.dtypes.float0)

@@ -99,12 +99,14 @@ class Interpreter:
     Attributes:
         planner: the planner, which plans the rules of custom derivatives when they are traced.
         half: the half dtype.
+        is_linear: whether JAX transposes what runs now: the rule of a `custom_jvp`. Paths are then read.
     """
 
     def __init__(self, planner: Planner, handlers: Mapping[str, "Handler"]) -> None:
         """Makes an interpreter of `planner`'s plans, with a handler for each operation that runs jaxprs."""
         self.planner = planner
         self.half = planner.rules.dtype
+        self.is_linear = False
         self._bodies: dict[Any, Body] = {}
         self._counts: collections.Counter[Any] = collections.Counter()
         self._handlers = handlers
@@ -257,8 +259,15 @@ class Interpreter:
                 for value, take, array in zip(operands, action.operands, arrays)
             ]
             for result, path, is_read in zip(results, run(equation, wides), action.paths):
-                result.path = path if is_read else None
+                if is_read:
+                    self._lead(result, path)
         return results
+
+    def _lead(self, value: Value, path: Array) -> None:
+        """Leads the gradients of a half value's float32 readers through `path`."""
+        value.path = path
+        if self.is_linear:
+            value.casts[jnp.float32] = path
 
     # Values that enter and leave the jaxprs within an equation.
 
@@ -278,6 +287,13 @@ class Interpreter:
         """Returns the arrays of some values, as `take` does."""
         return [self.take(value, take) for value, take in zip(values, takes)]
 
+    def with_paths(self, arrays: Sequence[Array], pairs: Sequence[int]) -> list[Value]:
+        """Returns arrays as values. The last arrays are the paths of those at the indexes `pairs`."""
+        values = list(map(Value, arrays[: len(arrays) - len(pairs)]))
+        for index, path in zip(pairs, arrays[len(values) :], strict=True):
+            self._lead(values[index], path)
+        return values
+
     def body(
         self,
         inside: Inside,
@@ -294,12 +310,12 @@ class Interpreter:
             pairs_in: the indexes of the other inputs that are pairs. Their paths follow the inputs.
             pairs_out: the indexes of the outputs that are pairs. Their paths follow the outputs.
         """
-        key = (inside.plan, inside.leave, pairs_in, pairs_out)
+        key = (inside.plan, inside.leave, pairs_in, pairs_out, self.is_linear)
         if key in self._bodies and not constants:
             return self._bodies[key]
 
         def body(*arrays: Array) -> Outputs:
-            given = with_paths(arrays, pairs_in)
+            given = self.with_paths(arrays, pairs_in)
             values = self.run(inside.plan, [*(value.copy() for value in constants), *given])
             return self.take_all(values, inside.leave) + [values[i].to(jnp.float32) for i in pairs_out], {}
 
@@ -318,14 +334,6 @@ def pairs_entering(action: Call, operands: Sequence[Value]) -> tuple[int, ...]:
         for index in sorted({index for inside in action.inner for index in inside.reads})
         if operands[index].path is not None
     )
-
-
-def with_paths(arrays: Sequence[Array], pairs: Sequence[int]) -> list[Value]:
-    """Returns arrays as values. The last arrays are the paths of those at the indexes `pairs`."""
-    values = list(map(Value, arrays[: len(arrays) - len(pairs)]))
-    for index, path in zip(pairs, arrays[len(values) :], strict=True):
-        values[index].path = path
-    return values
 
 
 Handler = Callable[[Interpreter, Equation, Call, list[Value]], list[Value]]

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jmp_lite as jmp
-from tests.support.jaxprs import products
+from tests.support.jaxprs import products, rounded_sums
 from tests.support.small_programs import HALVES, W, X, normal
 
 W1, W2, ROWS = normal(32, 32, scale=0.2), normal(32, 32, scale=0.2), normal(16, 32)
@@ -155,6 +155,8 @@ def test_a_half_value_that_leaves_a_call_and_is_read_inside_meets_its_gradients_
 
             gradient = jax.grad(jmp.autocast(loss, half))(W)
             assert float(jnp.abs(gradient).max()) < 1e-6, (name, half)
+            closed = jax.make_jaxpr(jax.grad(jmp.autocast(loss, half)))(W)
+            assert not rounded_sums(closed, in_float32=True), (name, half)
             assert collections.Counter(products(jax.grad(jmp.autocast(loss, half)), W)).keys() == {
                 (half, half)
             }
