@@ -13,23 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import tree_leaves_with_path
 
 from .._memory.cast_state import CastStateState
 from .._memory.half_params import MasterWeightsState, StochasticRoundingState
 from .._memory.master_params import like
 from .._memory.wrapper import as_transform, check_init
-from .._paths import join, path_name
+from .._paths import join, named_leaves, path_name
 from .._tree import replace_leaves, unwrap
 from .loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from .state import SkipNonfiniteState
 
 _OURS = (SkipNonfiniteState, MasterWeightsState, StochasticRoundingState, CastStateState)
-Names = tuple[str, ...]
-"""The name of a leaf: those of the nodes on the way to it."""
-
-_64_BITS = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
-_HALVES = tuple(map(np.dtype, (jnp.float16, jnp.bfloat16)))
 _KINDS = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
 
 
@@ -79,7 +73,7 @@ def resume(
     transform = as_transform("resume", tx)
     check_init("resume", params)
     new, old = unwrap(transform.init(params)), unwrap(old_state)
-    carried = _Carrying(jax.tree.structure(unwrap(params)), list(_wrappers(new)), list(_wrappers(old)))
+    carried = _Carrying(list(_wrappers(new)), list(_wrappers(old)))
     state = carried.node("", new, _plain(old))
     carried.raise_problems()
     return state
@@ -90,13 +84,11 @@ class _Carrying:
     """Carries the values of one old state over.
 
     Attributes:
-        params: the structure of the parameters. In a tree of this structure names alone match.
         new_wrappers, old_wrappers: the fields of each state of our wrappers, from the outermost on.
         missing, unknown: the paths that only one of the two has.
         others: what else could not be carried over.
     """
 
-    params: Any
     new_wrappers: list[dict[str, Any]]
     old_wrappers: list[dict[str, Any]]
     missing: list[str] = dataclasses.field(default_factory=list)
@@ -111,9 +103,6 @@ class _Carrying:
         below, structure = _children(new)
         if structure is None:
             return self.leaf(path, new, old)
-        if jax.tree.structure(new) == self.params:
-            return self.by_name(path, new, _named(old), every=True)
-        self.check_kind(path, new, old)
         pairs = self.pairs(path, dict(below), new, old)
         return structure.unflatten(
             [
@@ -124,10 +113,7 @@ class _Carrying:
 
     def pairs(self, path: str, below: dict[str, Any], new: Any, old: Any) -> dict[str, Any]:
         """Returns the part of `old` for each child of `new`, None for one without arrays."""
-        given = _fields(old) or {}
-        if given.keys() > {"inner_state", "notfinite_count"} and "notfinite_count" not in below:
-            return self.pairs(path, below, new, given["inner_state"])  # That of `optax.apply_if_finite`.
-        wanted, given = _filled(below), _filled(given)
+        wanted, given = _filled(below), _filled(_fields(old) or {})
         empty = dict.fromkeys(below.keys() - wanted.keys())
         if wanted.keys() == given.keys():
             return empty | given
@@ -155,8 +141,6 @@ class _Carrying:
             self.others.append(f"{path!r} has the shape {np.shape(old)} there and {np.shape(new)} in tx")
         elif not hasattr(new, "dtype"):  # A Python number.
             return old
-        elif getattr(old, "dtype", None) in _64_BITS and new.dtype not in (*_64_BITS, *_HALVES):
-            self.others.append(f"{path!r} is {old.dtype} there and {new.dtype} in tx")
         elif jnp.issubdtype(new.dtype, jax.dtypes.extended) and new.dtype == getattr(old, "dtype", None):
             return jnp.array(old, copy=True)
         elif not any(
@@ -166,20 +150,6 @@ class _Carrying:
         else:
             return like(new, old)
         return new
-
-    def check_kind(self, path: str, new: Any, old: Any) -> None:
-        """Notes live states of two transforms with the same fields, and sums that `tx` would not skip."""
-        kinds = [type(state).__name__ for state in (old, new)]
-        fields = [getattr(state, "_fields", None) for state in (old, new)]
-        if fields[0] and fields[0] == fields[1] and kinds[0] != kinds[1]:
-            self.others.append(f"it has a {kinds[0]} for {path!r} and tx a {kinds[1]}")
-        sums = (_fields(old) or {}).get("acc_grads")
-        skips = not isinstance(new, optax.MultiStepsState) or any(map(_skips, _wrappers(new)))
-        if not skips and not all(np.isfinite(x).all() for x in jax.tree.leaves(sums)):
-            self.others.append(
-                f"{join(path, 'acc_grads')!r} hold inf or NaN, which a with_loss_scale inside of "
-                "optax.MultiSteps would skip: save the state right after an update"
-            )
 
     def wrapper(self, new: Any) -> Any:
         """Returns a function that puts an inner state and the old values of its own into `new`."""
@@ -194,28 +164,19 @@ class _Carrying:
     def same(self, new: Any, is_kind: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
         """Returns the old state that stands where `new` stands among the wrappers of one kind."""
         news, olds = (list(filter(is_kind, ws)) for ws in (self.new_wrappers, self.old_wrappers))
-        named = [
-            fields for fields in olds if fields.get("name") and fields["name"] == getattr(new, "name", "")
-        ]
-        if named:
-            return named[0]
         indices = [index for index, fields in enumerate(news) if fields["inner_state"] is new.inner_state]
         return olds[indices[0]] if indices and len(news) == len(olds) else None
 
     def masters(self, new: Any) -> Any:
         """Returns the masters `new` with the values of all old masters, by the paths of the parameters."""
         by_path = {k: v for fields in self.old_wrappers for k, v in _named(fields.get("masters")).items()}
-        return self.by_name("masters", new, by_path, every=bool(by_path))
+        return self.by_name("masters", new, by_path)
 
-    def by_name(self, field: str, new: Any, values: dict[Names, Any], every: bool = False) -> Any:
-        """Returns `new` with those of its leaves that `values` has. `every` leaf should be in both."""
-        wanted = _named(new)
-        if every:
-            self.missing += [join(field, "/".join(name)) for name in wanted if name not in values]
-            self.unknown += [join(field, "/".join(name)) for name in values if name not in wanted]
+    def by_name(self, field: str, new: Any, values: dict[str, Any]) -> Any:
+        """Returns `new` with those of its leaves that `values` has."""
         carried = [
-            self.leaf(join(field, "/".join(name)), leaf, values[name]) if name in values else leaf
-            for name, leaf in wanted.items()
+            self.leaf(join(field, name), leaf, values[name]) if name in values else leaf
+            for name, leaf in _named(new).items()
         ]
         return jax.tree.unflatten(jax.tree.structure(new), carried)
 
@@ -271,7 +232,7 @@ def _wrappers(state: Any) -> Iterator[dict[str, Any]]:
     if fields is None:
         return
     if _is_ours(fields):
-        yield fields | {"name": getattr(state, "name", None)}
+        yield fields
         yield from _wrappers(fields["inner_state"])
         return
     for child in fields.values():
@@ -292,10 +253,9 @@ def _is_one_level_more(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
     return not outer.keys() & inner.keys() or _filled(_fields(_plain(child)) or {}).keys() == inner.keys()
 
 
-def _named(tree: Any) -> dict[Names, Any]:
+def _named(tree: Any) -> dict[str, Any]:
     """Returns the leaves of `tree` by their names. NNX saves each array as the `value` of a variable."""
-    names = ((tuple(path_name((key,)) for key in path), leaf) for path, leaf in tree_leaves_with_path(tree))
-    return {name[:-1] if name[1:] and name[-1] == "value" else name: leaf for name, leaf in names}
+    return {name.removesuffix("/value"): leaf for name, leaf in named_leaves(tree)}
 
 
 def _is_ours(fields: dict[str, Any]) -> bool:
