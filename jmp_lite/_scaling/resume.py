@@ -1,8 +1,9 @@
 """Going on from an old optimizer state, under the settings and dtypes of another script: `resume`.
 
-The script's own `tx.init(params)` gives the wanted state. The old state is read by the names of its fields,
-so that a state of live objects and one of plain dicts and lists look alike. The levels of our wrappers are
-taken off both, and the values below them are matched by name.
+The script's own `tx.init(params)` gives the wanted state. The levels of our wrappers are taken off both
+states. The rest is matched by the names of fields, keys and indices, so that a state of live objects and one
+of plain dicts and lists look alike. Only the links of an optax chain, which have no names, may be matched by
+their order: transforms without arrays come and go. Then the wrappers are put back, with their old values.
 """
 
 import dataclasses
@@ -18,13 +19,13 @@ from .._memory.cast_state import CastStateState
 from .._memory.half_params import MasterWeightsState, StochasticRoundingState
 from .._memory.master_params import like
 from .._memory.wrapper import as_transform, check_init
-from .._paths import join, named_leaves, path_name
-from .._tree import replace_leaves, unwrap
+from .._paths import join, path_name
+from .._tree import is_half, replace_leaves, select_tree, unwrap
+from .finite import all_finite
 from .loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from .state import SkipNonfiniteState
 
 _OURS = (SkipNonfiniteState, MasterWeightsState, StochasticRoundingState, CastStateState)
-_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
 
 
 def resume(
@@ -37,10 +38,15 @@ def resume(
     number of a dynamic scale, masters, keys of stochastic rounding.
 
     The old state may be that of the plain optimizer, or of other wrappers of this package around the same
-    optimizer. What the old state does not have is as in `tx.init(params)`: counts of a scale that was not
-    there, and masters, which come from `params`. The old wrappers that `tx` does not have are dropped; the
-    masters too, so take float32 parameters from `jmp.master_params` before. A dynamic scale beyond the limits
-    of the new one begins anew. If `tx` rounds in other places than the old optimizer, its keys begin anew.
+    optimizer, or of `optax.apply_if_finite`. Values are matched by the names of fields and parameters, and
+    scales by their `name=`. The links of a chain have no names: they are matched by their order, so that a
+    transform without arrays, such as a clip, may come and go.
+
+    What the old state does not have is as in `tx.init(params)`: counts of a scale that was not there, and
+    masters, which come from `params`. The old wrappers that `tx` does not have are dropped; the masters too,
+    so take float32 parameters from `jmp.master_params` before. What does not fit the new settings begins
+    anew: a dynamic scale beyond the limits of the new one; the keys, if `tx` rounds in other places than the
+    old optimizer; gradients with inf or NaN that `optax.MultiSteps` has accumulated, in a wrapper around it.
 
     Args:
         tx: the optimizer of the script, an optax transform with wrappers or without.
@@ -50,12 +56,13 @@ def resume(
 
     Returns:
         A state as of `tx.init(params)`. Its arrays are copies, on the devices of those of `tx.init(params)`.
-        A value that becomes narrower is rounded to nearest. With the settings of before the values are those
-        of before, bit for bit.
+        A value that rests in half precision in `tx` is rounded to nearest. With the settings of before the
+        values are those of before, bit for bit.
 
     Raises:
-        ValueError: the old state lacks an array that `tx` needs, has one that `tx` does not know, or has one
-            of another shape or kind. All are named.
+        ValueError: the old state lacks an array that `tx` needs, has one that `tx` does not know, has one
+            of another shape or kind, or one of 64 bits where `tx` has 32; or a live state is that of another
+            optimizer. All are named.
         TypeError: `tx` is no optax transform, or the parameters are shapes.
 
     Examples:
@@ -73,9 +80,13 @@ def resume(
     transform = as_transform("resume", tx)
     check_init("resume", params)
     new, old = unwrap(transform.init(params)), unwrap(old_state)
-    carried = _Carrying(list(_wrappers(new)), list(_wrappers(old)))
-    state = carried.node("", new, _plain(old))
-    carried.raise_problems()
+    carrying = _Carrying(unwrap(params), _wrappers(new), _wrappers(old))
+    # `with_loss_scale` takes the place of `optax.apply_if_finite`.
+    stays = any(isinstance(node, optax.ApplyIfFiniteState) for node in _nodes(new))
+    if_finite = set(optax.ApplyIfFiniteState._fields)
+    is_level = lambda fields: _is_ours(fields) or (fields.keys() == if_finite and not stays)
+    state = carrying.wrapped(new, carrying.values("", _plain(new, is_level), _plain(old, is_level)))
+    carrying.raise_problems()
     return state
 
 
@@ -84,118 +95,151 @@ class _Carrying:
     """Carries the values of one old state over.
 
     Attributes:
-        new_wrappers, old_wrappers: the fields of each state of our wrappers, from the outermost on.
+        params: the parameters.
+        new_wrappers, old_wrappers: the states of our wrappers, from the outermost on.
         missing, unknown: the paths that only one of the two has.
         others: what else could not be carried over.
     """
 
-    new_wrappers: list[dict[str, Any]]
-    old_wrappers: list[dict[str, Any]]
+    params: Any
+    new_wrappers: list[Any]
+    old_wrappers: list[Any]
     missing: list[str] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
 
-    def node(self, path: str, new: Any, old: Any) -> Any:
-        """Returns `new` with the values of `old`. `path` is for errors."""
-        if isinstance(new, _OURS):
-            inner = self.node(path, new.inner_state, old)
-            return self.wrapper(new)(inner)
+    def __post_init__(self) -> None:
+        self.in_params = {optax.MaskedNode, *map(type, _nodes(self.params))}
+
+    def values(self, path: str, new: Any, old: Any) -> Any:
+        """Returns `new` with the values of `old`, both without our wrappers. `path` is for errors."""
         below, structure = _children(new)
         if structure is None:
             return self.leaf(path, new, old)
-        pairs = self.pairs(path, dict(below), new, old)
+        wanted, given = _filled(new), _filled(old)
+        if wanted.keys() != given.keys():
+            news, olds = _links(new, self.is_chain), _links(old, _is_numbered)
+            is_chain = self.is_chain(new) or (self.is_state(new) and _is_numbered(old))
+            if is_chain and len(news) == len(olds):
+                return self.chain(path, new, iter(olds))
+            self.missing += [join(path, name) for name in wanted if name not in given]
+            self.unknown += [join(path, name) for name in given if name not in wanted]
+        elif self.is_state(new) and hasattr(old, "_fields") and type(old).__name__ != type(new).__name__:
+            self.others.append(f"{path!r} is a {type(old).__name__} there and a {type(new).__name__} in tx")
         return structure.unflatten(
             [
-                self.node(join(path, name), child, pairs[name]) if name in pairs else child
+                self.values(join(path, name), child, given[name])
+                if name in wanted.keys() & given.keys()
+                else child
                 for name, child in below
             ]
         )
 
-    def pairs(self, path: str, below: dict[str, Any], new: Any, old: Any) -> dict[str, Any]:
-        """Returns the part of `old` for each child of `new`, None for one without arrays."""
-        wanted, given = _filled(below), _filled(_fields(old) or {})
-        empty = dict.fromkeys(below.keys() - wanted.keys())
-        if wanted.keys() == given.keys():
-            return empty | given
-        # Transforms without state, such as a clip, may come and go. The places in a masked tree may not.
-        is_chain = type(new) is tuple and not any(isinstance(n, optax.MaskedNode) for n in below.values())
-        are_numbered = all(name.isdigit() for name in given)
-        if is_chain and given and are_numbered and len(wanted) == len(given):
-            return empty | dict(zip(wanted, given.values(), strict=True))
-        # One level more on one side, such as that of a chain.
-        if is_chain and len(wanted) == 1 and _is_one_level_more(wanted, given):
-            return empty | dict.fromkeys(wanted, old)
-        if len(given) == 1 and (are_numbered or "inner_state" in given) and _is_one_level_more(given, wanted):
-            return self.pairs(path, below, new, *given.values())
-        self.missing += [join(path, name) for name in wanted if name not in given]
-        self.unknown += [join(path, name) for name in given if name not in wanted]
-        return empty | {name: given[name] for name in wanted.keys() & given.keys()}
+    def chain(self, path: str, new: Any, olds: Iterator[Any]) -> Any:
+        """Returns the chain `new`, whose links with arrays have the values of the links `olds`, in order."""
+
+        def link(place: tuple[Any, ...], new: Any) -> Any:
+            name = join(path, path_name(place)) if place else path
+            return self.values(name, new, next(olds)) if jax.tree.leaves(new) else new
+
+        return jax.tree_util.tree_map_with_path(link, new, is_leaf=lambda node: not self.is_chain(node))
+
+    def is_chain(self, new: Any) -> bool:
+        """Whether a node of the new state is the state of a chain, or of a chain of chains."""
+        return type(new) is tuple and bool(new) and all(map(self.is_state, new))
+
+    def is_state(self, new: Any) -> bool:
+        """Whether a node of the new state is the state of a transform: a class that no parameters have."""
+        return self.is_chain(new) or (hasattr(new, "_fields") and type(new) not in self.in_params)
 
     def leaf(self, path: str, new: Any, old: Any) -> Any:
         """Returns the value of `old` with the dtype of `new`, on its devices."""
-        while len(fields := _filled(_fields(old) or {})) == 1:
-            (old,) = fields.values()
-        if _fields(old) is not None or not (hasattr(old, "dtype") or isinstance(old, (bool, int, float))):
+        if (fields := _fields(old)).keys() == {"value"}:  # A variable of NNX, saved.
+            old = fields["value"]
+        if not (hasattr(old, "dtype") or isinstance(old, (bool, int, float))):
             self.others.append(f"it has {type(old).__name__} for {path!r}")
         elif np.shape(old) != np.shape(new):
             self.others.append(f"{path!r} has the shape {np.shape(old)} there and {np.shape(new)} in tx")
         elif not hasattr(new, "dtype"):  # A Python number.
             return old
-        elif jnp.issubdtype(new.dtype, jax.dtypes.extended) and new.dtype == getattr(old, "dtype", None):
+        elif not _holds(new.dtype, dtype := getattr(old, "dtype", None) or np.min_scalar_type(old)):
+            self.others.append(f"{path!r} is {dtype} there and {new.dtype} in tx")
+        elif jnp.issubdtype(new.dtype, jax.dtypes.extended):
             return jnp.array(old, copy=True)
-        elif not any(
-            jnp.issubdtype(new.dtype, kind) and jnp.issubdtype(jnp.result_type(old), kind) for kind in _KINDS
-        ):
-            self.others.append(f"{path!r} is {jnp.result_type(old)} there and {new.dtype} in tx")
         else:
             return like(new, old)
         return new
 
-    def wrapper(self, new: Any) -> Any:
-        """Returns a function that puts an inner state and the old values of its own into `new`."""
-        if isinstance(new, MasterWeightsState):
-            return lambda inner: MasterWeightsState(self.masters(new.masters), inner)
-        if isinstance(new, SkipNonfiniteState):
-            return lambda inner: replace_leaves(new, inner_state=inner, **self.skipping(new))
-        old = self.same(new, lambda fields: bool(jax.tree.leaves(fields.get("key"))))
-        key = new.key if old is None else self.node("key", new.key, old["key"])
-        return lambda inner: new._replace(inner_state=inner, key=key)
+    def wrapped(self, new: Any, inner: Any) -> Any:
+        """Returns `inner` in the wrappers of `new`, which have their old values."""
+        is_wrapper = lambda node: isinstance(node, _OURS)
+        put = lambda node, part: self.wrapper(node, part) if is_wrapper(node) else part
+        return jax.tree.map(put, new, inner, is_leaf=is_wrapper)
 
-    def same(self, new: Any, is_kind: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
-        """Returns the old state that stands where `new` stands among the wrappers of one kind."""
-        news, olds = (list(filter(is_kind, ws)) for ws in (self.new_wrappers, self.old_wrappers))
-        indices = [index for index, fields in enumerate(news) if fields["inner_state"] is new.inner_state]
-        return olds[indices[0]] if indices and len(news) == len(olds) else None
+    def wrapper(self, new: Any, inner: Any) -> Any:
+        """Returns the state `new` of a wrapper with its old values and those of `inner`, what it wraps."""
+        inner = self.wrapped(new.inner_state, inner)
+        if isinstance(new, MasterWeightsState):
+            return MasterWeightsState(self.masters(new.masters), inner)
+        if isinstance(new, SkipNonfiniteState):
+            is_multi_steps = lambda node: isinstance(node, optax.MultiStepsState)
+            inner = jax.tree.map(_accumulation, new.inner_state, inner, is_leaf=is_multi_steps)
+            return replace_leaves(new, inner_state=inner, **self.skipping(new))
+        old = self.same(new, "key")
+        key = new.key if old is None else self.values("key", new.key, old["key"])
+        return new._replace(inner_state=inner, key=key)
+
+    def same(self, new: Any, field: str) -> dict[str, Any] | None:
+        """Returns the old one of the wrappers with `field` that has the name of `new`, by its fields.
+
+        No saved form has names. Without them it is the one that stands where `new` stands among its kind.
+        """
+        has_field = lambda node: field == "loss_scale" or bool(jax.tree.leaves(_fields(node)["key"]))
+        news, olds = (
+            [node for node in nodes if field in _fields(node) and has_field(node)]
+            for nodes in (self.new_wrappers, self.old_wrappers)
+        )
+        names, old_names = ([getattr(node, "name", None) for node in nodes] for nodes in (news, olds))
+        if len(olds) > 1 and any(old_names) and names != old_names:
+            found = [old for old, name in zip(olds, old_names, strict=True) if name == new.name]
+        else:
+            found = [old for node, old in zip(news, olds) if node is new and len(news) == len(olds)]
+        if not found and olds and field == "loss_scale":
+            self.others.append(f"its loss scales or skips named {old_names} lack that of {new.name!r}")
+        return _fields(found[0]) if len(found) == 1 else None
 
     def masters(self, new: Any) -> Any:
-        """Returns the masters `new` with the values of all old masters, by the paths of the parameters."""
-        by_path = {k: v for fields in self.old_wrappers for k, v in _named(fields.get("masters")).items()}
-        return self.by_name("masters", new, by_path)
+        """Returns the masters `new` with the values of all old masters, by the names of the parameters."""
+        old = {k: v for node in self.old_wrappers for k, v in _named(_fields(node).get("masters"))}
+        known = {k for node in self.new_wrappers for k, _ in _named(getattr(node, "masters", None))}
+        # A parameter that is no longer in half precision needs no master.
+        known |= {name for name, param in _named(self.params) if not is_half(param)}
+        self.unknown += ["/".join(("masters", *name)) for name in old if name not in known]
+        return self.by_name("masters", new, old)
 
-    def by_name(self, field: str, new: Any, values: dict[str, Any]) -> Any:
+    def by_name(self, field: str, new: Any, values: dict[tuple[str, ...], Any]) -> Any:
         """Returns `new` with those of its leaves that `values` has."""
         carried = [
-            self.leaf(join(field, name), leaf, values[name]) if name in values else leaf
-            for name, leaf in _named(new).items()
+            self.leaf("/".join((field, *name)), leaf, values[name]) if name in values else leaf
+            for name, leaf in _named(new)
         ]
         return jax.tree.unflatten(jax.tree.structure(new), carried)
 
     def skipping(self, new: SkipNonfiniteState) -> dict[str, Any]:
         """Returns the values of the fields of `new`, but for the inner state."""
-        old = self.same(new, _skips)
-        if old is None:
-            if any(map(_skips, self.old_wrappers)):
-                self.others.append("it has another number of with_loss_scale and skip_nonfinite than tx")
+        if (old := self.same(new, "loss_scale")) is None:
             return {}
         values = {"loss_scale": self.loss_scale(new.loss_scale, old.get("loss_scale"))}
         for name in ("leaf_finite", "grad_norm", "counts"):
-            if getattr(new, name) is not None and old.get(name) is not None:
-                values[name] = self.leaf(name, getattr(new, name), old[name])
+            value, before = getattr(new, name), jax.tree.leaves(old.get(name))
+            # Which gradients were finite is of no use where the wrapper has other parameters than before.
+            if value is not None and before and (name != "leaf_finite" or before[0].shape == value.shape):
+                values[name] = self.leaf(name, value, before[0])
         return values
 
     def loss_scale(self, new: Any, old: Any) -> Any:
         """Returns the loss scale `new`, with the values of `old` if it is one that changes."""
-        values = _named(old)
+        values = dict(_named(old))
         if isinstance(new, (StaticLossScale, NoOpLossScale)) or not values:
             return new  # The number of a static scale is a setting.
         carried = self.by_name("loss_scale", new, values)
@@ -226,52 +270,90 @@ class _Carrying:
             )
 
 
-def _wrappers(state: Any) -> Iterator[dict[str, Any]]:
-    """Yields the states of our wrappers in `state` by their fields, from the outermost on."""
-    fields = _fields(state)
-    if fields is None:
-        return
-    if _is_ours(fields):
-        yield fields
-        yield from _wrappers(fields["inner_state"])
-        return
-    for child in fields.values():
-        yield from _wrappers(child)
+def _accumulation(new: Any, carried: Any) -> Any:
+    """Returns the carried state of `optax.MultiSteps`. Gradients that are not finite are no longer in it.
+
+    A wrapper around `optax.MultiSteps` keeps them out, and sees no more of what was accumulated. A wrapper
+    inside lets them in, and skips the step.
+    """
+    if not isinstance(new, optax.MultiStepsState):
+        return carried
+    kept, fresh = ((state.mini_step, state.acc_grads) for state in (carried, new))
+    mini_step, acc_grads = select_tree(all_finite(carried.acc_grads), kept, fresh)
+    return carried._replace(mini_step=mini_step, acc_grads=acc_grads)
 
 
-def _plain(state: Any) -> Any:
-    """Returns `state` without the levels of our wrappers."""
-    while (fields := _fields(state)) and _is_ours(fields):
+def _holds(new: Any, old: Any) -> bool:
+    """Whether numbers of the dtype `old` may become `new`: only half precision is asked for, and rounds."""
+    if jnp.issubdtype(new, jax.dtypes.extended) or jnp.issubdtype(old, jax.dtypes.extended):
+        return new == old
+    for kind in (jnp.floating, jnp.complexfloating):
+        if jnp.issubdtype(new, kind):
+            bits = jnp.finfo(new).bits
+            return jnp.issubdtype(old, kind) and (bits < 32 or bits >= jnp.finfo(old).bits)
+    return (new == jnp.bool_) == (old == jnp.bool_) and np.can_cast(old, new)
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+    """Yields the nodes of `tree`, leaves too, each before what is below it."""
+    yield tree
+    for _, child in _children(tree)[0]:
+        yield from _nodes(child)
+
+
+def _wrappers(state: Any) -> list[Any]:
+    """Returns the states of our wrappers in `state`, from the outermost on."""
+    return [node for node in _nodes(state) if _is_ours(_fields(node))]
+
+
+def _plain(state: Any, is_level: Callable[[dict[str, Any]], bool]) -> Any:
+    """Returns `state` without the levels that have fields of a kind: of each its inner state."""
+    while is_level(fields := _fields(state)):
         state = fields["inner_state"]
     below, structure = _children(state)
-    return state if structure is None else structure.unflatten([_plain(child) for _, child in below])
+    return state if structure is None else structure.unflatten([_plain(c, is_level) for _, c in below])
 
 
-def _is_one_level_more(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
-    """Whether `inner` may be what the only child of `outer` has."""
-    (child,) = outer.values()
-    return not outer.keys() & inner.keys() or _filled(_fields(_plain(child)) or {}).keys() == inner.keys()
+def _links(state: Any, is_chain: Callable[[Any], bool]) -> list[Any]:
+    """Returns the links with arrays of a chain of chains, in order; the state itself if it is no chain."""
+    if not is_chain(state):
+        return [state] if jax.tree.leaves(state) else []
+    below = sorted(_children(state)[0], key=lambda child: int(child[0]))  # A dict has "10" before "2".
+    return [link for _, child in below for link in _links(child, is_chain)]
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of `tree` by their names. NNX saves each array as the `value` of a variable."""
-    return {name.removesuffix("/value"): leaf for name, leaf in named_leaves(tree)}
+def _is_numbered(state: Any) -> bool:
+    """Whether an old state looks like a chain's: a tuple, or the list or dict as which it was saved."""
+    below = _fields(state)
+    # None in a tuple stands for no parameters. A chain has `optax.EmptyState()`.
+    has_none = type(state) is tuple and any(child is None for child in state)
+    return bool(below) and all(map(str.isdigit, below)) and not has_none
+
+
+def _named(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Returns the leaves of `tree`, and the names on the way to each. NNX saves arrays as `value`."""
+    names = lambda path: tuple(path_name((key,)) for key in path)
+    leaves = [(names(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return [(name[:-1] if name[-1:] == ("value",) else name, leaf) for name, leaf in leaves]
 
 
 def _is_ours(fields: dict[str, Any]) -> bool:
-    """Whether fields are those of a wrapper's state."""
-    return _skips(fields) or set(fields) in ({"inner_state", "masters"}, {"inner_state", "key"})
+    """Whether fields are those of a wrapper's state, which may be of an older version."""
+    names = fields.keys()
+    return names >= {"inner_state", "loss_scale"} or set(names) in (
+        {"inner_state", "masters"},
+        {"inner_state", "key"},
+    )
 
 
-def _skips(fields: dict[str, Any]) -> bool:
-    """Whether fields are those of a `SkipNonfiniteState`, which may be of an older version."""
-    return fields.keys() >= {"inner_state", "loss_scale"}
+def _fields(node: Any) -> dict[str, Any]:
+    """Returns the children of a tree's node by their names."""
+    return dict(_children(node)[0])
 
 
-def _fields(node: Any) -> dict[str, Any] | None:
-    """Returns the children of a tree's node by their names; None of a leaf."""
-    below, structure = _children(node)
-    return None if structure is None else dict(below)
+def _filled(node: Any) -> dict[str, Any]:
+    """Returns the children that have arrays, by their names."""
+    return {name: child for name, child in _children(node)[0] if jax.tree.leaves(child)}
 
 
 def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
@@ -280,8 +362,3 @@ def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
     if below and not below[0][0]:
         return [], None
     return [(path_name(path), child) for path, child in below], structure
-
-
-def _filled(children: dict[str, Any]) -> dict[str, Any]:
-    """Returns the children that have arrays, apart from those of our wrappers."""
-    return {name: child for name, child in children.items() if jax.tree.leaves(_plain(child))}
