@@ -19,13 +19,14 @@ from .._memory.cast_state import CastStateState
 from .._memory.half_params import MasterWeightsState, StochasticRoundingState
 from .._memory.master_params import like
 from .._memory.wrapper import as_transform, check_init
-from .._paths import join, path_name
+from .._paths import path_name
 from .._tree import is_half, replace_leaves, select_tree, unwrap
 from .finite import all_finite
 from .loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from .state import SkipNonfiniteState
 
 _OURS = (SkipNonfiniteState, MasterWeightsState, StochasticRoundingState, CastStateState)
+Name = tuple[str, ...]  # The names of the keys on a path. A name may hold a slash.
 
 
 def resume(
@@ -80,12 +81,13 @@ def resume(
     transform = as_transform("resume", tx)
     check_init("resume", params)
     new, old = unwrap(transform.init(params)), unwrap(old_state)
-    carrying = _Carrying(unwrap(params), _wrappers(new), _wrappers(old))
+    wrappers = ([node for node in _nodes(state) if _is_ours(_fields(node))] for state in (new, old))
+    carrying = _Carrying(unwrap(params), *wrappers)
     # `with_loss_scale` takes the place of `optax.apply_if_finite`.
     stays = any(isinstance(node, optax.ApplyIfFiniteState) for node in _nodes(new))
     if_finite = set(optax.ApplyIfFiniteState._fields)
     is_level = lambda fields: _is_ours(fields) or (fields.keys() == if_finite and not stays)
-    state = carrying.wrapped(new, carrying.values("", _plain(new, is_level), _plain(old, is_level)))
+    state = carrying.wrapped(new, carrying.values((), _plain(new, is_level), _plain(old, is_level)))
     carrying.raise_problems()
     return state
 
@@ -111,59 +113,49 @@ class _Carrying:
     def __post_init__(self) -> None:
         self.in_params = {optax.MaskedNode, *map(type, _nodes(self.params))}
 
-    def values(self, path: str, new: Any, old: Any) -> Any:
+    def values(self, path: Name, new: Any, old: Any) -> Any:
         """Returns `new` with the values of `old`, both without our wrappers. `path` is for errors."""
         below, structure = _children(new)
         if structure is None:
             return self.leaf(path, new, old)
-        wanted, given = _filled(new), _filled(old)
+        wanted, given = _filled(below), _filled(_children(old)[0])
         if wanted.keys() != given.keys():
-            news, olds = _links(new, self.is_chain), _links(old, _is_numbered)
-            is_chain = self.is_chain(new) or (self.is_state(new) and _is_numbered(old))
-            if is_chain and len(news) == len(olds):
-                return self.chain(path, new, iter(olds))
-            self.missing += [join(path, name) for name in wanted if name not in given]
-            self.unknown += [join(path, name) for name in given if name not in wanted]
-        elif self.is_state(new) and hasattr(old, "_fields") and type(old).__name__ != type(new).__name__:
-            self.others.append(f"{path!r} is a {type(old).__name__} there and a {type(new).__name__} in tx")
+            links, chain = _named(new, lambda node: type(node) is not tuple)
+            may_be_chain = self.is_state(new) and (type(new) is tuple or _is_numbered(old))
+            if may_be_chain and len(names := _filled(links)) == len(olds := _links(old)):
+                return self.each(path, links, chain, dict(zip(names, olds, strict=True)))
+            self.missing += ["/".join(path + name) for name in wanted if name not in given]
+            self.unknown += ["/".join(path + name) for name in given if name not in wanted]
+        elif self.is_state(new) and _is_record(old) and type(old).__name__ != type(new).__name__:
+            kinds = f"a {type(old).__name__} there and a {type(new).__name__} in tx"
+            self.others.append(f"{'/'.join(path)!r} is {kinds}")
+        return self.each(path, below, structure, {name: given[name] for name in wanted if name in given})
+
+    def each(self, path: Name, parts: list[tuple[Name, Any]], structure: Any, olds: dict[Name, Any]) -> Any:
+        """Returns the parts of a tree put together, with the values of those that `olds` has."""
         return structure.unflatten(
-            [
-                self.values(join(path, name), child, given[name])
-                if name in wanted.keys() & given.keys()
-                else child
-                for name, child in below
-            ]
+            [self.values(path + name, part, olds[name]) if name in olds else part for name, part in parts]
         )
 
-    def chain(self, path: str, new: Any, olds: Iterator[Any]) -> Any:
-        """Returns the chain `new`, whose links with arrays have the values of the links `olds`, in order."""
-
-        def link(place: tuple[Any, ...], new: Any) -> Any:
-            name = join(path, path_name(place)) if place else path
-            return self.values(name, new, next(olds)) if jax.tree.leaves(new) else new
-
-        return jax.tree_util.tree_map_with_path(link, new, is_leaf=lambda node: not self.is_chain(node))
-
-    def is_chain(self, new: Any) -> bool:
-        """Whether a node of the new state is the state of a chain, or of a chain of chains."""
-        return type(new) is tuple and bool(new) and all(map(self.is_state, new))
-
     def is_state(self, new: Any) -> bool:
-        """Whether a node of the new state is the state of a transform: a class that no parameters have."""
-        return self.is_chain(new) or (hasattr(new, "_fields") and type(new) not in self.in_params)
+        """Whether a node is the state of a transform or a chain: of classes that parameters do not have."""
+        if type(new) is tuple or isinstance(new, dict):  # A dict is the state of `optax.named_chain`.
+            return bool(new) and all(map(self.is_state, _fields(new).values()))
+        return _is_record(new) and type(new) not in self.in_params
 
-    def leaf(self, path: str, new: Any, old: Any) -> Any:
+    def leaf(self, path: Name, new: Any, old: Any) -> Any:
         """Returns the value of `old` with the dtype of `new`, on its devices."""
+        name = "/".join(path)
         if (fields := _fields(old)).keys() == {"value"}:  # A variable of NNX, saved.
             old = fields["value"]
         if not (hasattr(old, "dtype") or isinstance(old, (bool, int, float))):
-            self.others.append(f"it has {type(old).__name__} for {path!r}")
+            self.others.append(f"it has {type(old).__name__} for {name!r}")
         elif np.shape(old) != np.shape(new):
-            self.others.append(f"{path!r} has the shape {np.shape(old)} there and {np.shape(new)} in tx")
+            self.others.append(f"{name!r} has the shape {np.shape(old)} there and {np.shape(new)} in tx")
         elif not hasattr(new, "dtype"):  # A Python number.
             return old
         elif not _holds(new.dtype, dtype := getattr(old, "dtype", None) or np.min_scalar_type(old)):
-            self.others.append(f"{path!r} is {dtype} there and {new.dtype} in tx")
+            self.others.append(f"{name!r} is {dtype} there and {new.dtype} in tx")
         elif jnp.issubdtype(new.dtype, jax.dtypes.extended):
             return jnp.array(old, copy=True)
         else:
@@ -186,7 +178,7 @@ class _Carrying:
             inner = jax.tree.map(_accumulation, new.inner_state, inner, is_leaf=is_multi_steps)
             return replace_leaves(new, inner_state=inner, **self.skipping(new))
         old = self.same(new, "key")
-        key = new.key if old is None else self.values("key", new.key, old["key"])
+        key = new.key if old is None else self.values(("key",), new.key, old["key"])
         return new._replace(inner_state=inner, key=key)
 
     def same(self, new: Any, field: str) -> dict[str, Any] | None:
@@ -204,26 +196,18 @@ class _Carrying:
             found = [old for old, name in zip(olds, old_names, strict=True) if name == new.name]
         else:
             found = [old for node, old in zip(news, olds) if node is new and len(news) == len(olds)]
-        if not found and olds and field == "loss_scale":
+        if len(found) != 1 and olds and field == "loss_scale":
             self.others.append(f"its loss scales or skips named {old_names} lack that of {new.name!r}")
         return _fields(found[0]) if len(found) == 1 else None
 
     def masters(self, new: Any) -> Any:
         """Returns the masters `new` with the values of all old masters, by the names of the parameters."""
-        old = {k: v for node in self.old_wrappers for k, v in _named(_fields(node).get("masters"))}
-        known = {k for node in self.new_wrappers for k, _ in _named(getattr(node, "masters", None))}
+        old = {k: v for node in self.old_wrappers for k, v in _saved(_fields(node).get("masters"))[0]}
+        known = {k for node in self.new_wrappers for k, _ in _saved(getattr(node, "masters", None))[0]}
         # A parameter that is no longer in half precision needs no master.
-        known |= {name for name, param in _named(self.params) if not is_half(param)}
+        known |= {name for name, param in _saved(self.params)[0] if not is_half(param)}
         self.unknown += ["/".join(("masters", *name)) for name in old if name not in known]
-        return self.by_name("masters", new, old)
-
-    def by_name(self, field: str, new: Any, values: dict[tuple[str, ...], Any]) -> Any:
-        """Returns `new` with those of its leaves that `values` has."""
-        carried = [
-            self.leaf("/".join((field, *name)), leaf, values[name]) if name in values else leaf
-            for name, leaf in _named(new)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(new), carried)
+        return self.each(("masters",), *_saved(new), old)
 
     def skipping(self, new: SkipNonfiniteState) -> dict[str, Any]:
         """Returns the values of the fields of `new`, but for the inner state."""
@@ -234,15 +218,15 @@ class _Carrying:
             value, before = getattr(new, name), jax.tree.leaves(old.get(name))
             # Which gradients were finite is of no use where the wrapper has other parameters than before.
             if value is not None and before and (name != "leaf_finite" or before[0].shape == value.shape):
-                values[name] = self.leaf(name, value, before[0])
+                values[name] = self.leaf((name,), value, before[0])
         return values
 
     def loss_scale(self, new: Any, old: Any) -> Any:
         """Returns the loss scale `new`, with the values of `old` if it is one that changes."""
-        values = dict(_named(old))
+        values, _ = _saved(old)
         if isinstance(new, (StaticLossScale, NoOpLossScale)) or not values:
             return new  # The number of a static scale is a setting.
-        carried = self.by_name("loss_scale", new, values)
+        carried = self.each(("loss_scale",), *_saved(new), dict(values))
         if not isinstance(carried, DynamicLossScale):
             return carried
         scale, start = carried.loss_scale, jnp.asarray(new.loss_scale)
@@ -265,8 +249,8 @@ class _Carrying:
         if problems := problems + self.others[:4]:
             raise ValueError(
                 "resume(tx, params, old_state): the values of the old state do not fit the optimizer: "
-                f"{'; '.join(problems)}. Give tx the optimizer and the parameters of the old state, or begin "
-                "anew with tx.init(params)."
+                f"{'; '.join(problems)}. Give tx the optimizer and the parameters of the old state, cast its "
+                "arrays of 64 bits yourself, or begin anew with tx.init(params)."
             )
 
 
@@ -301,11 +285,6 @@ def _nodes(tree: Any) -> Iterator[Any]:
         yield from _nodes(child)
 
 
-def _wrappers(state: Any) -> list[Any]:
-    """Returns the states of our wrappers in `state`, from the outermost on."""
-    return [node for node in _nodes(state) if _is_ours(_fields(node))]
-
-
 def _plain(state: Any, is_level: Callable[[dict[str, Any]], bool]) -> Any:
     """Returns `state` without the levels that have fields of a kind: of each its inner state."""
     while is_level(fields := _fields(state)):
@@ -314,12 +293,17 @@ def _plain(state: Any, is_level: Callable[[dict[str, Any]], bool]) -> Any:
     return state if structure is None else structure.unflatten([_plain(c, is_level) for _, c in below])
 
 
-def _links(state: Any, is_chain: Callable[[Any], bool]) -> list[Any]:
-    """Returns the links with arrays of a chain of chains, in order; the state itself if it is no chain."""
-    if not is_chain(state):
-        return [state] if jax.tree.leaves(state) else []
-    below = sorted(_children(state)[0], key=lambda child: int(child[0]))  # A dict has "10" before "2".
-    return [link for _, child in below for link in _links(child, is_chain)]
+def _is_record(node: Any) -> bool:
+    """Whether a node is of a class with named fields, as the states of optax are."""
+    return hasattr(node, "_fields") or dataclasses.is_dataclass(node)
+
+
+def _links(old: Any) -> list[Any]:
+    """Returns the links with arrays of an old chain, or chain of chains, in their order."""
+    if not _is_numbered(old):
+        return [old] if jax.tree.leaves(old) else []
+    below = sorted(_fields(old).items(), key=lambda child: int(child[0]))  # A dict has "10" before "2".
+    return [link for _, child in below for link in _links(child)]
 
 
 def _is_numbered(state: Any) -> bool:
@@ -330,35 +314,35 @@ def _is_numbered(state: Any) -> bool:
     return bool(below) and all(map(str.isdigit, below)) and not has_none
 
 
-def _named(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Returns the leaves of `tree`, and the names on the way to each. NNX saves arrays as `value`."""
-    names = lambda path: tuple(path_name((key,)) for key in path)
-    leaves = [(names(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    return [(name[:-1] if name[-1:] == ("value",) else name, leaf) for name, leaf in leaves]
+def _saved(tree: Any) -> tuple[list[tuple[Name, Any]], Any]:
+    """As `_named`, of a tree that may be saved by NNX, with each array as the `value` of a variable."""
+    leaves, structure = _named(tree)
+    return [(name[:-1] if name[-1:] == ("value",) else name, leaf) for name, leaf in leaves], structure
 
 
 def _is_ours(fields: dict[str, Any]) -> bool:
     """Whether fields are those of a wrapper's state, which may be of an older version."""
-    names = fields.keys()
-    return names >= {"inner_state", "loss_scale"} or set(names) in (
-        {"inner_state", "masters"},
-        {"inner_state", "key"},
-    )
+    rounds = ({"inner_state", "masters"}, {"inner_state", "key"})
+    return fields.keys() >= {"inner_state", "loss_scale"} or fields.keys() in rounds
 
 
 def _fields(node: Any) -> dict[str, Any]:
     """Returns the children of a tree's node by their names."""
-    return dict(_children(node)[0])
+    return {name: child for (name,), child in _children(node)[0]}
 
 
-def _filled(node: Any) -> dict[str, Any]:
-    """Returns the children that have arrays, by their names."""
-    return {name: child for name, child in _children(node)[0] if jax.tree.leaves(child)}
+def _filled(parts: list[tuple[Name, Any]]) -> dict[Name, Any]:
+    """Returns the parts that have arrays, by their names."""
+    return {name: part for name, part in parts if jax.tree.leaves(part)}
 
 
-def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
+def _children(node: Any) -> tuple[list[tuple[Name, Any]], Any]:
     """Returns the children of a tree's node with their names, and its structure, which is None for a leaf."""
-    below, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda other: other is not node)
-    if below and not below[0][0]:
-        return [], None
-    return [(path_name(path), child) for path, child in below], structure
+    below, structure = _named(node, lambda other: other is not node)
+    return ([], None) if below and not below[0][0] else (below, structure)
+
+
+def _named(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[tuple[Name, Any]], Any]:
+    """Returns the leaves of `tree`, each with the names of the keys on its path, and its structure."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [(tuple(path_name((key,)) for key in path), leaf) for path, leaf in leaves], structure

@@ -254,6 +254,28 @@ def test_scales_are_matched_by_their_names():
         jmp.resume(other, params, old)
 
 
+def test_two_scales_of_one_name_are_no_guess():
+    params = {"g": jnp.ones(2), "d": jnp.ones(3)}
+    scale = lambda name: jmp.with_loss_scale(optax.sgd(0.1), name=name)
+    before = optax.chain(scale(None), scale(None), scale("critic"))
+    assert bits(jmp.resume(before, params, before.init(params))) == bits(before.init(params))
+    with pytest.raises(ValueError, match=r"named \[None, None, 'critic'\] lack that of None"):
+        jmp.resume(optax.chain(scale("critic"), scale(None), scale(None)), params, before.init(params))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_scale_may_move_from_a_part_to_the_whole(form):
+    params, mask = {"g": jnp.ones(2), "d": jnp.ones(3)}, {"g": True, "d": False}
+    adam = optax.adam(1e-3)
+    part = optax.masked(jmp.with_loss_scale(adam), mask)
+    _, old = part.update({"g": jnp.full(2, jnp.inf), "d": jnp.ones(3)}, distinct(part.init(params)), params)
+    resumed = jmp.resume(jmp.with_loss_scale(optax.masked(adam, mask)), params, FORMS[form](old))
+    assert bits(resumed.inner_state.inner_state) == bits(old.inner_state.inner_state)
+    assert bits(resumed.loss_scale) == bits(old.inner_state.loss_scale)
+    assert bits(resumed.counts) == bits(old.inner_state.counts)
+    assert resumed.leaf_finite.tolist() == [True, True]
+
+
 # Dtypes
 
 
