@@ -350,3 +350,35 @@ def test_an_accumulator_with_inf_begins_anew_under_a_scale_outside(form, jit):
             updates, state = after.update({"w": jnp.ones(2)}, state, new)
             new = optax.apply_updates(new, updates)
         np.testing.assert_allclose(new["w"], -0.1, rtol=1e-5)
+
+
+def inject(state, adam, old):
+    return state._replace(count=adam.count, inner_state=old)
+
+
+def accumulate(state, adam, old):
+    return state._replace(gradient_step=adam.count, inner_opt_state=old)
+
+
+@pytest.mark.parametrize(
+    ("tx", "place"),
+    [
+        (optax.adamw(SCHEDULE), lambda state, adam, old: (*old[:-1], optax.ScaleByScheduleState(adam.count))),
+        (optax.inject_hyperparams(optax.adamw)(learning_rate=3e-4), inject),
+        (optax.MultiSteps(optax.adamw(3e-4), 4).gradient_transformation(), accumulate),
+    ],
+    ids=["schedule", "inject_hyperparams", "MultiSteps"],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_transform_with_a_state_is_added_as_the_guide_says(tx, place, form):
+    params = (None, array(2), array(2))
+    old = distinct(optax.adamw(3e-4).init(params))
+    with pytest.raises(ValueError, match="it lacks"):
+        jmp.resume(jmp.with_loss_scale(tx), params, old)
+    partly = FORMS[form](place(tx.init(params), old[0], old))
+    resumed = jmp.resume(jmp.with_loss_scale(tx), params, partly).inner_state
+    assert jax.tree.structure(resumed) == jax.tree.structure(tx.init(params))
+    assert bits(optax.tree.get(resumed, "mu")) == bits(old[0].mu)
+    assert bits(optax.tree.get(resumed, "nu")) == bits(old[0].nu)
+    counts = [int(count) for _, count in optax.tree.get_all_with_path(resumed, "count")]
+    assert set(counts) == {int(old[0].count)}
