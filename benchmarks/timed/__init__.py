@@ -6,6 +6,7 @@
 `table`: draws the tables and the chart of what `run` measured.
 `spread`: says whether an arm learns as float32 does.
 `convergence`: trains three models in four precisions.
+`fitted`: the error of the gradient from the start of training to its end.
 `float8`: trains a GPT in float32, bfloat16 and fp8.
 `memory`: trains two models whose parameters and moments rest in fewer bytes.
 `diagnosis`: what each diagnosis of GPT-2 small costs on this machine.

@@ -276,8 +276,13 @@ def call_scope(scope: str, equation: Equation) -> str:
 
 
 def source_line(equation: Equation) -> str:
+    """Returns the line that made an equation, as `file.py:12 (function)`. It may be one of ours."""
+    return source_info_util.summarize(equation.source_info)
+
+
+def users_line(equation: Equation) -> str:
     """Returns the line of the user's program that made an equation, as `file.py:12 (function)`."""
-    line = source_info_util.summarize(equation.source_info)
+    line = source_line(equation)
     if not line.startswith(_OURS):
         return line
     # A function of ours, such as a cast of a policy, that the user's program calls.

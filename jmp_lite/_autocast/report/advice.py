@@ -22,7 +22,7 @@ from ..._jaxpr.read import (
     is_float32,
     is_literal,
     open_jaxpr,
-    source_line,
+    users_line,
 )
 
 
@@ -96,7 +96,7 @@ def _follow_call(
         elif is_literal(outer) and is_float32(outer) and not outer.aval.weak_type:
             # Unlike a Python number, it promotes half operands: `np.float32(-1e9)` in `jnp.where`.
             known[var] = _Origin(f"the constant {float(outer.val):g} is float32")
-    _follow(inside, known, reasons, equation if source_line(equation) else call)
+    _follow(inside, known, reasons, equation if users_line(equation) else call)
     for var, index in zip(inside.outvars, inner.results):
         if index is not None and not is_literal(var) and var in known:
             origins[equation.outvars[index]] = known[var]
@@ -121,7 +121,7 @@ def _origin_of_result(equation: Equation, taken: Sequence[_Origin], call: Equati
 
 def _line(equation: Equation, call: Equation | None) -> str:
     """Returns the source line of an equation, or of the call around it, with its code if it can be read."""
-    line = source_line(equation) or (source_line(call) if call is not None else "")
+    line = users_line(equation) or (users_line(call) if call is not None else "")
     match = re.match(r"(.*?):(\d+)", line)
     code = linecache.getline(match[1], int(match[2])).strip() if match else ""
     return f"{line}: {code}" if code else line
