@@ -115,22 +115,23 @@ def sources_of_outputs(jaxpr: Jaxpr) -> list[Any]:
     return [within.get(var, var) for var in outvars]
 
 
+def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """Yields the equations of a jaxpr and those of all jaxprs inside it, each call before what it runs."""
+    for equation in equations(jaxpr):
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from all_equations(inner)
+
+
 def holds(jaxpr: Jaxpr, name: str) -> bool:
-    """Whether an operation called `name` is in a jaxpr, or in a jaxpr of one of its operations."""
-    return any(
-        equation.primitive.name == name
-        or any(holds(inner, name) for inner in jaxprs_in_params(equation.params))
-        for equation in equations(jaxpr)
-    )
+    """Whether an operation called `name` is in a jaxpr or in a jaxpr inside it."""
+    return any(equation.primitive.name == name for equation in all_equations(jaxpr))
 
 
 def holds_complex(jaxpr: Jaxpr) -> bool:
     """Whether an operation of a jaxpr, or of a jaxpr inside it, gives complex numbers."""
-    return any(
-        any(jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.complexfloating) for var in equation.outvars)
-        or any(map(holds_complex, jaxprs_in_params(equation.params)))
-        for equation in equations(jaxpr)
-    )
+    results = (var.aval for equation in all_equations(jaxpr) for var in equation.outvars)
+    return any(jnp.issubdtype(getattr(aval, "dtype", bool), jnp.complexfloating) for aval in results)
 
 
 def is_literal(var: Var) -> bool:
