@@ -23,7 +23,7 @@ from .planning.demand import Wanted
 from .planning.plan import Plan, conversion
 from .planning.planner import Planner
 from .planning.rules import Operations, Patterns, Rules, ScopeRules, make_rules
-from .planning.states import FIRM
+from .planning.states import FLOAT32
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -308,4 +308,4 @@ def run(
             return jaxpr_as_fun(plan.jaxpr)(*arrays)
         interpreter = kind(planner, HANDLERS)
         values = interpreter.run(plan, list(map(Value, arrays)))
-        return interpreter.take_all(values, [conversion(state, FIRM) for state in plan.results])
+        return interpreter.take_all(values, [conversion(state, FLOAT32) for state in plan.results])

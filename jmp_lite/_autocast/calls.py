@@ -22,8 +22,9 @@ def _inline(interpreter: Interpreter, equation: Equation, action: Call, operands
 def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:
     """A carry keeps its dtype. Other values enter and leave in the dtype that they have, or in half.
 
-    Casts are made inside of a rematerialized function and recomputed, not saved. The constant of a loop that
-    the body wants in half is cast once, in front of the loop; its gradients are summed in float32.
+    Casts are made inside of a rematerialized function and recomputed, not saved. If the body of a
+    loop uses a constant in half, the constant is cast once, before the loop; its gradients are summed in
+    float32.
     """
     arrays = [value.native for value in operands]
     paired = pairs_entering(action, operands)
@@ -33,7 +34,7 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         for index, role, take in zip(inside.inner.operands, inside.inner.roles, inside.enter):
             value, array = operands[index], interpreter.take(operands[index], take)
             if role is Role.CONSTANT:
-                casts = interpreter.casts_for_loop(value, inside.plan) if take is Take.BOTH else None
+                casts = interpreter.casts_for_loop(value, inside.plan) if take is Take.HOISTED else None
                 path = array if casts is not None else None
                 fixed.append(Value(array, casts, value.number, path))
             else:
@@ -45,7 +46,7 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         )
     if action.recompute:
         # Nothing differentiates the body of a scan alone, so the barriers of prevent_cse are not needed.
-        bodies = [jax.checkpoint(bodies[0], policy=_is_kept, prevent_cse=False)]
+        bodies = [jax.checkpoint(bodies[0], policy=_saved_by_loop, prevent_cse=False)]
     arrays += [operands[index].to(jnp.float32) for index in paired]
     equation = with_repeated(equation, paired, action.paired)
     results, _ = CALLS[action.handler](equation, bodies, arrays)
@@ -65,7 +66,7 @@ def _linear_solve(
     return [Value(x.native + 0 * b.native) for x, b in zip(results, right, strict=True)]
 
 
-def _is_kept(primitive: Any, *operands: Any, **params: Any) -> bool:
+def _saved_by_loop(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Whether a loop keeps the results of an operation for its backward pass: a policy of `jax.checkpoint`.
 
     A loop writes each value that it keeps to an array of all iterations, so XLA cannot compute it again from

@@ -19,9 +19,9 @@ from .._jaxpr.precision import only_own_precisions
 from .._jaxpr.read import Array, Equation, Var, is_float32, sources_of_outputs
 from .interpreter import Interpreter, Value, pairs_entering
 from .planning.demand import Wanted
-from .planning.op import Around
+from .planning.op import Context
 from .planning.plan import Call, conversion
-from .planning.states import FIRM, HALF, OTHER, State
+from .planning.states import FLOAT32, HALF, OTHER, State
 
 
 def custom_jvp(
@@ -40,7 +40,7 @@ def custom_vjp(
     """Runs a function with forward and backward rules of the user's own."""
     rule, given = _traced_rule(interpreter, equation, action, operands)
     fun = jax.custom_vjp(rule.primal)
-    # Of a result that nothing differentiates, JAX refuses a cotangent of zeros under `jax.vmap`.
+    # Under jax.vmap, JAX rejects a zero cotangent for a result that is not differentiated.
     fun.defvjp(rule.forward, rule.backward, symbolic_zeros=True)
     return interpreter.with_paths(fun(*given), action.paired)
 
@@ -63,8 +63,7 @@ def _traced_rule(
     JAX keeps the function and so the rules, which therefore do not hold these arrays: they would leak.
     """
     arrays = interpreter.take_all(operands, action.inner[0].enter)
-    # The custom rule returns no gradients for constants. They stay closed over: JAX reports a program that
-    # asks for one.
+    # The custom rule returns no gradients for closed-over constants. JAX reports a program that asks for one.
     count = equation.params.get("num_consts", 0)
     pairs = tuple(index for index in pairs_entering(action, operands) if index >= count)
     rule = TracedRule(interpreter, equation, action, arrays[:count], pairs)
@@ -210,12 +209,12 @@ class TracedRule:
 
         residuals = list(zip(map(Value, saved.args), saved.func.states, strict=True))
         states = [
-            FIRM if index in self._pairs else state
+            FLOAT32 if index in self._pairs else state
             for index, (state, moves) in enumerate(zip(self._inside.plan.inputs, moving))
             if moves
         ]
         # The gradient of an activation is read on; that of a parameter leaves the backward pass.
-        intermediate = tuple(not state.reduced for state in states)
+        intermediate = tuple(not state.wide_gradient for state in states)
         try:
             arrays, _, _ = self._run(pullback, residuals, arriving, states, intermediate=intermediate)
         except jax.errors.UnexpectedTracerError as error:
@@ -309,7 +308,8 @@ class TracedRule:
         arguments = [*inputs, *tangents]
         values = [value for value, _ in arguments]
         traced = [
-            interpreter.take(value, conversion(state, FIRM)) for value, (_, state) in zip(values, arguments)
+            interpreter.take(value, conversion(state, FLOAT32))
+            for value, (_, state) in zip(values, arguments)
         ]
         with only_own_precisions():
             closed = jax.make_jaxpr(rule)(traced[: len(inputs)], traced[len(inputs) :])
@@ -320,10 +320,11 @@ class TracedRule:
         wanted = [Wanted.INDIRECTLY if state.is_half else Wanted.NO for state in states]
         wanted += [Wanted.NO if number is None else wanted[number] for number in result_of]
         # The scopes around the function are around its rules too.
-        scope = self._inside.plan.around.scope
-        decides = self._inside.plan.around.decides
-        around = Around(scope, decides=decides) if intermediate is None else Around(scope, True, intermediate)
-        plan = interpreter.planner.plan(closed, [state for _, state in arguments], wanted, around)
+        scope = self._inside.plan.context.scope
+        decides = self._inside.plan.context.decides
+        is_backward = intermediate is not None
+        context = Context(scope, True, intermediate) if is_backward else Context(scope, decides=decides)
+        plan = interpreter.planner.plan(closed, [state for _, state in arguments], wanted, context)
         further = [
             state if number is None else states[number]
             for state, number in zip(plan.results[len(states) :], result_of)
@@ -338,7 +339,7 @@ def _tangent(array: Array, var: Var) -> tuple[Value, State]:
     """Returns a tangent or cotangent of `var`, which may be half in the program itself, with its state."""
     if not is_float32(var):
         return Value(array), OTHER
-    return Value(array), FIRM if array.dtype == jnp.float32 else HALF
+    return Value(array), FLOAT32 if array.dtype == jnp.float32 else HALF
 
 
 def _sum(of_half: Any, of_path: Any) -> Any:

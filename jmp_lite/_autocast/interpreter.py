@@ -14,27 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._float8.product import float8_product
+from .._float8.quantize import FORWARD, Quantized, quantize
 from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse, widen
 from .._jaxpr.calls import Body, Outputs
-from .._jaxpr.float8 import FORWARD, Quantized, float8_product, quantize
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
 from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, is_literal, open_jaxpr
 from .._jaxpr.replay import replay
-from .planning.plan import (
-    Activation,
-    Bind,
-    Call,
-    Float8,
-    HalfGradient,
-    Inside,
-    Move,
-    PassOn,
-    Plan,
-    Skip,
-    Take,
-    WideGradient,
-    WideResult,
-)
+from .planning.plan import Activation, Call, Formats, Inside, Move, Plan, Run, Skip, Take
 from .planning.planner import Planner
 from .planning.states import State
 
@@ -141,29 +128,22 @@ class Interpreter:
 
     def _run_equation(self, equation: Equation, action: Any, read: Callable[[Var], Value]) -> Sequence[Value]:
         if isinstance(action, Skip):
-            return [Value(None)]
+            return [Value(None) if action.operand is None else read(equation.invars[action.operand])]
         if isinstance(action, Activation):
             return [Value(self._activation(action, list(map(read, action.sources))))]
         operands = list(map(read, equation.invars))
         with context_of(equation):
             match action:
-                case WideGradient():
-                    return self._wide_gradient(equation, action, operands)
-                case WideResult():
-                    halves = self._operands(equation, action, operands)
-                    return [Value(wide_product(equation, halves, jnp.float32, **action.params))]
-                case HalfGradient():
-                    return self._half_gradient(equation, action, operands)
-                case Float8():
-                    return self._float8(equation, action, operands)
-                case Bind():
+                case Run(float8=None, gradients=()):
                     return self._bind(equation, action, operands)
-                case Call():
-                    return self._handlers[action.handler](self, equation, action, operands)
+                case Run(float8=None):
+                    return [Value(self._product(equation, action, operands))]
+                case Run(float8=Formats() as formats):
+                    return [Value(self._float8(equation, action, formats, operands))]
                 case Move():
                     return self._move(equation, action, operands)
-                case PassOn():
-                    return operands
+                case Call():
+                    return self._handlers[action.handler](self, equation, action, operands)
         raise AssertionError(f"unknown action {action}")
 
     def casts_for_loop(self, value: Value, plan: Plan) -> dict[Any, Any]:
@@ -178,7 +158,7 @@ class Interpreter:
 
     # The actions of operations.
 
-    def _bind(self, equation: Equation, action: Bind, operands: list[Value]) -> list[Value]:
+    def _bind(self, equation: Equation, action: Run, operands: list[Value]) -> list[Value]:
         run = self._how_to_bind(equation)
         results = run(equation, self._operands(equation, action, operands), **action.params)
         return list(map(Value, self._narrowed(results, action.narrow)))
@@ -186,7 +166,7 @@ class Interpreter:
     def _how_to_bind(self, equation: Equation) -> Callable[..., list[Array]]:
         return bind_repeated if self._counts and self._counts[kind_of(equation)] > 1 else bind
 
-    def _operands(self, equation: Equation, action: Bind, operands: list[Value]) -> list[Array]:
+    def _operands(self, equation: Equation, action: Run, operands: list[Value]) -> list[Array]:
         return [
             cast(jnp.broadcast_to(value.to(jnp.float32), equation.outvars[0].aval.shape), self.half)
             if take is Take.BROADCAST
@@ -194,28 +174,29 @@ class Interpreter:
             for value, take in zip(operands, action.operands, strict=True)
         ]
 
-    def _wide_gradient(self, equation: Equation, action: WideGradient, operands: list[Value]) -> list[Value]:
-        halves = self._operands(equation, action, operands)
-        wide = [value.to(jnp.float32) if is_wide else None for value, is_wide in zip(operands, action.wide)]
+    def _product(self, equation: Equation, action: Run, operands: list[Value]) -> Array:
+        """Runs a product, and those of its derivatives on half operands."""
+        arrays = self._operands(equation, action, operands)
+        if action.swapped:
+            return wide_product(equation, arrays, jnp.float32, **action.params)
         product, half_product = _product(equation, action.params), self._half_product(equation)
-        return [Value(product_with_wide_gradients(product, half_product, halves, wide))]
-
-    def _half_gradient(self, equation: Equation, action: HalfGradient, operands: list[Value]) -> list[Value]:
-        wide = self._operands(equation, action, operands)
+        is_wide = [dtype == jnp.float32 for dtype in action.gradients]
+        if any(is_wide):
+            wide = [value.to(jnp.float32) if flag else None for value, flag in zip(operands, is_wide)]
+            return product_with_wide_gradients(product, half_product, arrays, wide)
         halves = [value.to(self.half) for value in operands]
-        product, half_product = _product(equation, action.params), self._half_product(equation)
         # XLA cannot write a float32 result of bfloat16 operands transposed on a CPU.
         barred = lambda *operands: lax.optimization_barrier(product(*operands))
-        return [Value(product_with_half_gradients(barred, half_product, wide, halves))]
+        return product_with_half_gradients(barred, half_product, arrays, halves)
 
-    def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> list[Value]:
-        arrays = [value.to(source) for value, source in zip(operands, action.sources, strict=True)]
+    def _float8(self, equation: Equation, action: Run, formats: Formats, operands: list[Value]) -> Array:
+        arrays = [value.to(source) for value, source in zip(operands, formats.sources, strict=True)]
         quantized = [
-            value.in_float8(array, dtype) for value, array, dtype in zip(operands, arrays, action.formats)
+            value.in_float8(array, dtype) for value, array, dtype in zip(operands, arrays, formats.dtypes)
         ]
         dtype = action.params.get("preferred_element_type", self.half)
         half_product = self._half_product(equation)
-        return [Value(float8_product(equation, half_product, arrays, quantized, dtype, action.gradients))]
+        return float8_product(equation, half_product, arrays, quantized, dtype, action.gradients)
 
     def _half_product(self, equation: Equation) -> Callable[[Array, Array], Array]:
         return _product(equation, {"preferred_element_type": self.half, "precision": None})
@@ -238,7 +219,7 @@ class Interpreter:
                     known.update(zip(equation.outvars, bind(equation, operands), strict=True))
             return cast(known[action.equations[-1].outvars[0]], self.half)
 
-        # The barrier keeps the cast of each cotangent: XLA would store the cotangent in float32 as well.
+        # Without the barrier XLA stores each cotangent twice: in half and in float32.
         halves = lax.optimization_barrier([source.to(self.half) for source in sources])
         return activation(halves, [source.path for source in sources])
 

@@ -11,7 +11,7 @@ from jax import lax
 from sklearn.datasets import load_digits
 
 import jmp_lite as jmp
-from jmp_lite._autocast.planning.float8 import SMALLEST_SIZE
+from jmp_lite._float8.selection import SMALLEST_SIZE
 from tests.support.jaxprs import equations, product_kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast.*'float8'")

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jmp_lite as jmp
-from jmp_lite._jaxpr.float8 import BACKWARD, FORWARD, quantize
+from jmp_lite._float8.quantize import BACKWARD, FORWARD, quantize
 from jmp_lite.diagnostics import compare_precision, doctor, find_nonfinite, profile_ranges
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast.*'float8'")

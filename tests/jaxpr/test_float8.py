@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from jmp_lite._jaxpr.float8 import BACKWARD, FORWARD, float8_product, multiply, quantize
+from jmp_lite._float8.product import float8_product, multiply
+from jmp_lite._float8.quantize import BACKWARD, FORWARD, quantize
 
 FORMATS = [FORWARD, BACKWARD]
 TOP = {FORWARD: 448.0, BACKWARD: 57344.0}

@@ -1,10 +1,10 @@
 """Finds the activation functions in a jaxpr: functions of one or two values, element by element.
 
-A GELU is seven operations. One of them is a power. It runs in float32, and so do all later operations. If JAX
-differentiated the operations one by one, they would keep four float32 arrays for the backward pass. Together
-the operations are one function of one value. autocast computes this function in float32, keeps only the half
-operand, and computes the function again in the backward pass. It does so if the operands are in half and only
-products read the result: products take half operands in any case.
+A GELU is seven operations. One of them is a power, which runs in float32, and so do the operations of the
+GELU after it. If JAX differentiated the operations one by one, they would keep four float32 arrays for the
+backward pass. Together the operations are one function of one value. autocast computes this function in
+float32, keeps only the half operand, and computes the function again in the backward pass. It does so if the
+operands are in half and only products read the result: products take half operands in any case.
 """
 
 import collections
@@ -16,8 +16,8 @@ from .op import Op
 
 
 @dataclasses.dataclass(frozen=True)
-class Anatomy:
-    """The readers of each variable of an open jaxpr, and its activation functions. No decision changes them.
+class Activations:
+    """The activation functions of an open jaxpr, and the readers of its variables. No decision changes them.
 
     Attributes:
         sources: the one or two operands of each variable that is a function of them, element by element.
@@ -47,7 +47,7 @@ class Anatomy:
         return op.equation.outvars[0] in self.ends and is_float32(op.equation.outvars[0])
 
 
-def find_anatomy(inside: Jaxpr, ops: Sequence[Op]) -> Anatomy:
+def find_activations(inside: Jaxpr, ops: Sequence[Op]) -> Activations:
     """Returns the functions of one or two values in an open jaxpr, whose operations are `ops`."""
     sources: dict[Var, tuple[Var, ...]] = {}
     members: dict[Var, frozenset[int]] = {}
@@ -71,26 +71,26 @@ def find_anatomy(inside: Jaxpr, ops: Sequence[Op]) -> Anatomy:
             if op.stays_float32 or not ends.isdisjoint(operands):
                 ends.add(out)
     outputs = collections.Counter(var for var in inside.outvars if not is_literal(var))
-    return Anatomy(sources, members, frozenset(ends), consumers, outputs)
+    return Activations(sources, members, frozenset(ends), consumers, outputs)
 
 
-def inner_members(ops: Sequence[Op], anatomy: Anatomy, ends: Sequence[int]) -> frozenset[int]:
+def inner_members(ops: Sequence[Op], activations: Activations, ends: Sequence[int]) -> frozenset[int]:
     """Returns the indexes of the operations whose results only activation functions read.
 
     The activation functions compute these operations themselves.
 
     Args:
         ops: the operations of a jaxpr.
-        anatomy: its anatomy.
+        activations: what `find_activations` returned for it.
         ends: the indexes of the operations that give the results of the activation functions.
     """
-    of_end = {end: anatomy.members[ops[end].equation.outvars[0]] for end in ends}
+    of_end = {end: activations.members[ops[end].equation.outvars[0]] for end in ends}
     inner: set[int] = set()
     for index in sorted(frozenset().union(*of_end.values()), reverse=True):
         (out,) = ops[index].equation.outvars
         read_inside = all(
-            reader in inner or index in of_end.get(reader, ()) for reader in anatomy.consumers[out]
+            reader in inner or index in of_end.get(reader, ()) for reader in activations.consumers[out]
         )
-        if index not in of_end and read_inside and not anatomy.outputs[out]:
+        if index not in of_end and read_inside and not activations.outputs[out]:
             inner.add(index)
     return frozenset(inner)

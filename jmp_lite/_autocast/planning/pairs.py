@@ -12,10 +12,11 @@ read in float32 once needs no path, since its cotangent is rounded once in any c
 """
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from ..._jaxpr.read import Jaxpr, Var, is_literal
-from .plan import Activation, Bind, Call, Decision, Move, Pairs, PassOn, Take
+from .plan import Activation, Call, Decision, Move, Pairs, Run, Skip, Take
 from .states import State
 
 _IN_FLOAT32 = (Take.FLOAT32, Take.ROUNDED, Take.BROADCAST)
@@ -57,7 +58,19 @@ def find_pairs(inside: Jaxpr, decisions: Sequence[Decision], state_of: Callable[
     return Pairs(frozenset(starts), frozenset(read), outputs)
 
 
-def paired_results(decision: Decision, action: Call, read: frozenset[Var]) -> tuple[int, ...]:
+def with_paths(decision: Decision, pairs: Pairs) -> Decision:
+    """Returns a decision whose action knows which of its half results float32 operations read."""
+    action, outvars = decision.action, decision.op.equation.outvars
+    if isinstance(action, Move) and not action.both and not pairs.read.isdisjoint(outvars):
+        action = dataclasses.replace(action, paths=tuple(var in pairs.read for var in outvars))
+    elif isinstance(action, Call) and (paired := _paired_results(decision, action, pairs.read)):
+        action = dataclasses.replace(action, paired=paired)
+    else:
+        return decision
+    return dataclasses.replace(decision, action=action)
+
+
+def _paired_results(decision: Decision, action: Call, read: frozenset[Var]) -> tuple[int, ...]:
     """Returns the indexes of the half results of a call that should leave it as pairs.
 
     Gradients of such a result meet inside the call, and float32 operations outside read it.
@@ -76,7 +89,7 @@ def _read_in_float32(decision: Decision) -> Iterable[Var]:
     """Returns the operands that an operation takes in float32, if they are half."""
     action, invars = decision.action, decision.op.equation.invars
     match action:
-        case Bind():
+        case Run():
             return [var for var, take in zip(invars, action.operands) if take in _IN_FLOAT32]
         case Move(both=True):
             return invars[:1]
@@ -84,7 +97,7 @@ def _read_in_float32(decision: Decision) -> Iterable[Var]:
             return action.sources
         case Call():
             entering = [pair for each in action.inner for pair in zip(each.inner.operands, each.enter)]
-            indexes = {index for index, take in entering if take is Take.BOTH or take in _IN_FLOAT32}
+            indexes = {index for index, take in entering if take is Take.HOISTED or take in _IN_FLOAT32}
             return [invars[index] for index in indexes.union(*(each.reads for each in action.inner))]
     return ()
 
@@ -92,6 +105,6 @@ def _read_in_float32(decision: Decision) -> Iterable[Var]:
 def _moved(decision: Decision) -> list[tuple[Var, Var]]:
     """Returns each result that is an operand moved, with that operand."""
     op, action = decision.op, decision.action
-    if isinstance(action, (Move, PassOn)):
+    if isinstance(action, Move) or (isinstance(action, Skip) and action.operand is not None):
         return [(out, op.equation.invars[op.moved_operand(n)]) for n, out in enumerate(op.equation.outvars)]
     return []

@@ -14,7 +14,7 @@ from ..._jaxpr.inner import Inner
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Equation, Jaxpr, Var, constants, open_jaxpr
 from .demand import Demand
-from .op import Around, Op
+from .op import Context, Op
 from .states import Kind, State
 
 
@@ -26,7 +26,7 @@ class Take(enum.Enum):
     ROUNDED = "cast up from half, and rounded to half once more"
     HALF = "half"
     BROADCAST = "broadcast in float32 to the shape of the result, then cast to half"
-    BOTH = "float32, and the same value in half as a further operand"
+    HOISTED = "float32 for a constant of a loop, with its cast to half in front of the loop"
 
 
 def conversion(source: State, target: State) -> Take:
@@ -39,59 +39,39 @@ def conversion(source: State, target: State) -> Take:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bind:
+class Formats:
+    """How a product takes its two operands in fp8.
+
+    Attributes:
+        dtypes: the fp8 dtype of each operand.
+        sources: the dtype from which each operand is cast to fp8: float32 or bfloat16.
+    """
+
+    dtypes: tuple[np.dtype, ...]
+    sources: tuple[np.dtype, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
     """Runs the operation.
 
     Attributes:
         operands: how it takes each operand.
         params: the parameters that change.
         narrow: one flag for each result: whether the result is stored in half. Empty if no result is.
+        gradients: for a product whose derivatives have dtypes of their own, the dtype that the product of
+            each operand's gradient gives. These products take half operands. Empty if JAX differentiates the
+            operation as it runs.
+        swapped: whether a product that makes a weight gradient runs with its operands in the other order.
+        float8: how a product takes its operands in fp8; None for all other operations.
     """
 
     operands: tuple[Take, ...]
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     narrow: tuple[bool, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class WideGradient(Bind):
-    """Runs a product of half operands. The products that make its weight gradients give float32.
-
-    Attributes:
-        wide: one flag for each operand: whether its gradient is such a weight gradient.
-    """
-
-    wide: tuple[bool, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class WideResult(Bind):
-    """Runs a product of half operands that makes a weight gradient. The result is float32."""
-
-
-@dataclasses.dataclass(frozen=True)
-class HalfGradient(Bind):
-    """Runs a product that gives float32. The products of its derivatives take half operands and give half."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Float8(Bind):
-    """Runs a product of two operands in fp8, and the products of its derivatives too.
-
-    Attributes:
-        formats: the fp8 dtype of each operand.
-        sources: the dtype from which each operand is cast to fp8: float32 or bfloat16.
-        gradients: for each operand, the dtype that the product of its gradient gives.
-    """
-
-    formats: tuple[np.dtype, ...] = ()
-    sources: tuple[np.dtype, ...] = ()
     gradients: tuple[np.dtype, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class PassOn:
-    """Gives the operand itself: a cast that changes nothing."""
+    swapped: bool = False
+    float8: Formats | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +106,14 @@ class Activation:
 
 @dataclasses.dataclass(frozen=True)
 class Skip:
-    """Runs nothing: only activation functions read the result, and they compute it themselves."""
+    """Runs nothing.
+
+    Attributes:
+        operand: the index of the operand that is the result of a cast which changes nothing. None if only
+            activation functions read the result, which they compute themselves.
+    """
+
+    operand: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +163,7 @@ class Call:
     paired: tuple[int, ...] = ()
 
 
-Action = (
-    Bind | PassOn | Move | Activation | Skip | Call
-)  # WideGradient, WideResult, HalfGradient and Float8 are kinds of Bind.
+Action = Run | Move | Activation | Skip | Call
 
 
 def rounded(action: Action) -> Action:
@@ -192,7 +177,7 @@ def rounded(action: Action) -> Action:
     def round_all(takes: tuple[Take, ...]) -> tuple[Take, ...]:
         return tuple(Take.ROUNDED if take is Take.FLOAT32 else take for take in takes)
 
-    if isinstance(action, Bind):
+    if isinstance(action, Run):
         return dataclasses.replace(action, operands=round_all(action.operands))
     if isinstance(action, Call):
         inner = (
@@ -228,8 +213,14 @@ class Decision:
     @property
     def takes_half(self) -> bool:
         """Whether the operation itself takes half operands."""
-        takes = self.action.operands if isinstance(self.action, (Bind, Move)) else ()
+        takes = self.action.operands if isinstance(self.action, (Run, Move)) else ()
         return Take.HALF in takes or Take.BROADCAST in takes
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether the operation, or one inside it, is a product in fp8."""
+        is_product = isinstance(self.action, Run) and self.action.float8 is not None
+        return is_product or any(plan.float8 for plan in self.inner)
 
     @property
     def gives_half(self) -> bool:
@@ -258,7 +249,7 @@ class Plan:
 
     Attributes:
         jaxpr: the jaxpr, closed or open.
-        around: the part of the program around the jaxpr.
+        context: the program around it.
         states: the states of the constants and inputs.
         decisions: one for each equation.
         results: the state of each output.
@@ -269,7 +260,7 @@ class Plan:
     """
 
     jaxpr: Jaxpr
-    around: Around
+    context: Context
     states: tuple[State, ...]
     decisions: tuple[Decision, ...]
     results: tuple[State, ...]

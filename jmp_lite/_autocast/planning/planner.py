@@ -1,10 +1,20 @@
 """Plans a jaxpr before anything is computed: the precision in which every operation runs, and the reason.
 
-A plan is made in three passes. The first pass goes backwards (`demand`). It asks two questions about each
-value: does a product want the value in half, and does an operation read the value in float32? The second pass
-goes forwards and decides (`decide`), by the category of each operation and the states of its operands. The
-third pass finds the half values whose gradients need a path in float32 (`pairs`). Each jaxpr is planned once
-for each set of inputs.
+A plan is made in five passes over the equations of a jaxpr:
+
+1. Reading, forwards (`op`, `activations`): what each operation is, who reads its results, and which
+   operations together are one activation function.
+2. Ruling, forwards (`ruling`): what the user's options and the scopes say of each operation, and an estimate
+   of the values that stay float32 in any case.
+3. Demand, backwards (`demand`): does a product want a value in half, and does an operation read it in
+   float32?
+4. Decision, forwards (`decide`): the dtype of each operation, by its ruling, the demand and the states of its
+   operands.
+5. Pairs (`pairs`): the half values whose gradients need a path in float32.
+
+The first is made once for a jaxpr, the second and third once for each place in the program where it is
+called, the last two once for each set of inputs. A `reduce_dtype`, and a `while` loop, add a search of their
+own (`dependence`).
 """
 
 import dataclasses
@@ -15,19 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._float8.quantize import BACKWARD, FORWARD
+from ..._float8.selection import NOT_FP8, why_not_float8
 from ..._jaxpr.bind import is_reverse_only
 from ..._jaxpr.precision import configured_precision
 from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import (
-    AUTOCAST_SCOPE,
-    Array,
-    Jaxpr,
-    Var,
-    constants,
-    is_float32,
-    is_literal,
-    open_jaxpr,
-)
+from ..._jaxpr.read import AUTOCAST_SCOPE, Array, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
 from .activations import inner_members
 from .decide import (
     decide_cast,
@@ -38,18 +41,17 @@ from .decide import (
     decide_move,
     decide_outer,
     decide_product,
+    with_configured_precision,
     with_float32_result,
 )
-from .demand import DemandPass, Facts, Wanted, wanted_inside
-from .float8 import NOT_FP8, in_float8, why_not_float8
-from .marks import Mark
-from .op import Around, Course, Op
-from .pairs import find_pairs, paired_results
-from .plan import Activation, Bind, Call, Decision, Float8, Move, Pairs, Plan, Skip, Take, rounded
-from .precision import with_configured_precision
+from .demand import Analysis, DemandPass, Wanted, wanted_inside
+from .op import Context, Op
+from .pairs import find_pairs, with_paths
+from .plan import Activation, Call, Decision, Formats, Plan, Run, Skip, Take, rounded
 from .rules import FLOAT8, Rules
+from .ruling import Ruling, estimate_of_state
 from .scopes import Scopes
-from .states import FIRM, HALF, OTHER, Kind, State, entering, join, leaving
+from .states import BY_RULE, FLOAT32, HALF, OTHER, Kind, State, entering, join, leaving
 
 
 class Planner:
@@ -66,13 +68,16 @@ class Planner:
         if getattr(value, "dtype", None) != jnp.float32:
             return OTHER
         if self.scopes.rule_for(path):
-            return dataclasses.replace(FIRM, full=True)
+            return BY_RULE
         if not value.ndim:
-            return State(Kind.FREE, leaf=True)
-        reduced = bool(path) and self.rules.reduce_dtype is not None
-        pattern = self.rules.float32_result_for(path) if path else ""
-        float8_rule = self.rules.pattern_for(path) if path else None
-        return State(Kind.OPEN, leaf=True, reduced=reduced, float32_result=pattern, float8_rule=float8_rule)
+            return State(Kind.ADAPTS, exact_source=True)
+        return State(
+            Kind.ARGUMENT,
+            exact_source=True,
+            wide_gradient=bool(path) and self.rules.reduce_dtype is not None,
+            float32_result=self.rules.float32_result_for(path) if path else "",
+            float8_rule=self.rules.pattern_for(path) if path else None,
+        )
 
     def constant(self, value: Array) -> State:
         """Returns the state of a constant: a literal if its value is known, else as an argument."""
@@ -92,7 +97,7 @@ class Planner:
         jaxpr: Jaxpr,
         inputs: Sequence[State],
         wanted: Sequence[Wanted],
-        around: Around = Around(),  # noqa: B008
+        context: Context = Context(),  # noqa: B008
     ) -> Plan:
         """Plans a jaxpr.
 
@@ -100,91 +105,94 @@ class Planner:
             jaxpr: the jaxpr, closed or open.
             inputs: the state of each input.
             wanted: for each output, how it is wanted in half.
-            around: the part of the program around the jaxpr.
+            context: the program around the jaxpr.
         """
         states = (*map(self.constant, constants(jaxpr)), *inputs)
-        key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), around)
+        key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), context)
         if key not in self._plans:
-            facts = self._demand_pass.facts(jaxpr, tuple(wanted), tuple(map(_mark_of, states)), around)
-            self._plans[key] = self._make(jaxpr, states, facts)
+            estimates = tuple(map(estimate_of_state, states))
+            analysis = self._demand_pass.analyse(jaxpr, tuple(wanted), estimates, context)
+            self._plans[key] = self._make(jaxpr, states, analysis)
         return self._plans[key]
 
-    def _make(self, jaxpr: Jaxpr, states: tuple[State, ...], facts: Facts) -> Plan:
-        inside = facts.inside
+    def _make(self, jaxpr: Jaxpr, states: tuple[State, ...], analysis: Analysis) -> Plan:
+        inside, context = analysis.inside, analysis.context
         known = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
         state_of = lambda var: self.literal(var) if is_literal(var) else known[var]
         decisions: list[Decision] = []
-        for op, course in zip(facts.ops, facts.courses):
+        for op, ruling in zip(analysis.ops, analysis.rulings):
             operands = [state_of(var) for var in op.equation.invars]
-            wanted = facts.demand.of_results(op)
-            decision = self._decide(op, course, operands, wanted, facts)
-            decisions.append(with_configured_precision(decision, self.rules.precision, facts.around))
-            if wanted is Wanted.BY_PRODUCTS_ONLY and facts.anatomy.may_end(op):
-                decisions[-1] = _activation(facts, decisions, known) or decisions[-1]
+            wanted = analysis.demand.of_results(op)
+            decision = self._decide(op, ruling, operands, wanted, analysis)
+            decisions.append(with_configured_precision(decision, self.rules.precision, context))
+            if wanted is Wanted.BY_PRODUCTS_ONLY and analysis.activations.may_end(op):
+                decisions[-1] = _activation(analysis, decisions, known) or decisions[-1]
             known.update(zip(op.equation.outvars, decisions[-1].results, strict=True))
         ends = [index for index, decision in enumerate(decisions) if isinstance(decision.action, Activation)]
-        for index in inner_members(facts.ops, facts.anatomy, ends):
+        for index in inner_members(analysis.ops, analysis.activations, ends):
             decisions[index] = dataclasses.replace(decisions[index], action=Skip(), reason=_PART)
-        if facts.around.recomputed:
-            decisions = [
-                dataclasses.replace(decision, action=rounded(decision.action)) for decision in decisions
-            ]
+        if context.recomputed:
+            decisions = [dataclasses.replace(each, action=rounded(each.action)) for each in decisions]
         pairs = find_pairs(inside, decisions, state_of)
-        decisions = [_with_paths(decision, pairs) for decision in decisions]
-        results = tuple(map(state_of, inside.outvars))
-        changed = any(decision.changed for decision in decisions)
-        float8 = any(
-            isinstance(decision.action, Float8) or any(plan.float8 for plan in decision.inner)
-            for decision in decisions
-        )
+        decisions = [with_paths(decision, pairs) for decision in decisions]
         return Plan(
-            jaxpr, facts.around, states, tuple(decisions), results, facts.demand, pairs, changed, float8
+            jaxpr,
+            context,
+            states,
+            tuple(decisions),
+            tuple(map(state_of, inside.outvars)),
+            analysis.demand,
+            pairs,
+            changed=any(decision.changed for decision in decisions),
+            float8=any(decision.in_float8 for decision in decisions),
         )
 
     def _decide(
-        self, op: Op, course: Course, operands: list[State], wanted: Wanted, facts: Facts
+        self, op: Op, ruling: Ruling, operands: list[State], wanted: Wanted, analysis: Analysis
     ) -> Decision:
         half = self.rules.dtype
-        if course.category is Category.CALL:
-            return self._decide_call(op, operands, facts)
-        if course.reason:
-            return decide_kept(op, operands, course, half)
+        if ruling.category is Category.CALL:
+            return self._decide_call(op, operands, analysis)
+        if ruling.reason:
+            return decide_kept(op, operands, ruling, half)
         if op.is_cast:
             return decide_cast(op, operands[0])
-        if course.half_sum:
-            return decide_half_sum(op, operands, course.half_sum)
+        if ruling.half_sum:
+            return decide_half_sum(op, operands, ruling.half_sum)
         is_constant = all(state.constant for state in operands)
-        match course.category:
+        match ruling.category:
             case Category.ALLOW if not (op.name == "outer_product" and is_constant):
-                reduces = self.rules.reduce_dtype is not None and facts.makes_weight_gradient(op)
+                reduces = self.rules.reduce_dtype is not None and analysis.makes_weight_gradient(op)
                 decision = decide_product(op, operands, self.rules, wanted, reduces)
-                if pattern := self._float32_result(decision, course, operands, facts):
-                    decision = with_float32_result(decision, pattern)
-                return self._with_float8(decision, operands, facts) if self.rules.float8 else decision
+                if pattern := self._float32_result(decision, ruling, operands, analysis):
+                    decision = with_float32_result(decision, pattern, half)
+                return self._with_float8(decision, operands, analysis) if self.rules.float8 else decision
             case _ if op.name in ("outer_product", "elementwise_product"):
                 return decide_outer(op, operands, self.rules, wanted)
             case Category.MOVE:
-                is_wanted = op.equation.outvars[0] in facts.demand.wanted
-                return decide_move(op, operands, is_wanted, facts.around.is_backward(op))
+                is_wanted = op.equation.outvars[0] in analysis.demand.wanted
+                return decide_move(op, operands, is_wanted, analysis.context.is_backward(op))
         return decide_infer(op, operands, wanted, half)
 
     def _float32_result(
-        self, decision: Decision, course: Course, operands: Sequence[State], facts: Facts
+        self, decision: Decision, ruling: Ruling, operands: Sequence[State], analysis: Analysis
     ) -> str:
         """Returns the pattern of `float32_results` that selects a product of half operands, if any."""
-        if not self.rules.float32_results or not decision.takes_half or facts.around.is_backward(decision.op):
+        is_backward = analysis.context.is_backward(decision.op)
+        if not self.rules.float32_results or not decision.takes_half or is_backward:
             return ""
         by_argument = (state.float32_result for state in operands if state.float32_result)
-        pattern = course.float32_result or next(by_argument, "")
+        pattern = ruling.float32_result or next(by_argument, "")
         if pattern:
-            self.scopes.select("float32_results", pattern)
+            self.scopes.note_used("float32_results", pattern)
         return pattern
 
-    def _with_float8(self, decision: Decision, operands: Sequence[State], facts: Facts) -> Decision:
+    def _with_float8(self, decision: Decision, operands: Sequence[State], analysis: Analysis) -> Decision:
         """Returns the decision about a product in fp8; if it stays in bfloat16, the decision says why."""
-        if not decision.takes_half:
+        action = decision.action
+        if not decision.takes_half or not isinstance(action, Run):
             return decision
-        by_scope = self.rules.pattern_for(facts.around.scope_of(decision.op))
+        by_scope = self.rules.pattern_for(analysis.context.scope_of(decision.op))
         rules = filter(None, (by_scope, *(state.float8_rule for state in operands)))
         pattern, dtype = min(rules, key=self.rules.scopes.index, default=("", ""))
         if pattern and dtype != FLOAT8:
@@ -193,21 +201,27 @@ class Planner:
             why_not = why_not_float8(decision.op.equation, forced=dtype == FLOAT8)
         if why_not:
             return dataclasses.replace(decision, reason=decision.reason + NOT_FP8 + why_not)
-        return in_float8(decision, operands, facts.around.is_backward(decision.op))
+        # JAX's transpose of a product has the cotangent as its first operand.
+        first = BACKWARD if analysis.context.is_backward(decision.op) else FORWARD
+        # XLA writes a float32 activation once, in bfloat16, for all its readers. A weight is in memory in
+        # float32.
+        half = self.rules.dtype
+        sources = tuple(np.dtype(np.float32) if state.exact_source else half for state in operands)
+        gradients = action.gradients or (half, half)
+        action = dataclasses.replace(action, gradients=gradients, float8=Formats((first, FORWARD), sources))
+        return dataclasses.replace(decision, action=action, reason=f"{decision.reason}; in fp8")
 
-    # Calls: operations that run jaxprs.
-
-    def _decide_call(self, op: Op, operands: list[State], facts: Facts) -> Decision:
-        wanted = [facts.demand.of_var(var) for var in op.equation.outvars]
+    def _decide_call(self, op: Op, operands: list[State], analysis: Analysis) -> Decision:
+        wanted = [analysis.demand.of_var(var) for var in op.equation.outvars]
         is_scan = op.name == "scan"
         plans = []
         results: dict[int, State] = {}
         for inner in op.inner:
             inputs = [entering(operands[index], role) for index, role in zip(inner.operands, inner.roles)]
             if op.name == "custom_linear_solve":  # It takes no pairs: half matrices enter in float32.
-                inputs = [FIRM if state.is_half else state for state in inputs]
-            around = self._demand_pass.around(op, inner, facts)
-            plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), around)
+                inputs = [FLOAT32 if state.is_half else state for state in inputs]
+            context = self._demand_pass.context(op, inner, analysis)
+            plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
             plans.append(plan)
             for index, carry, state in zip(inner.results, inner.carries, plan.results):
                 if index is not None:
@@ -215,13 +229,15 @@ class Planner:
                     results[index] = join(results[index], state) if index in results else state
         states = tuple(results[index] for index in range(len(op.equation.outvars)))
         changed = any(plan.changed for plan in plans) or any(state.is_half for state in (*operands, *states))
-        if op.name == "custom_linear_solve" and AUTOCAST_SCOPE not in facts.around.scope_of(op):
-            changed = True  # Its handler brings an overflow to the check. Another autocast has done so.
-        action = Bind((Take.AS_IS,) * len(operands))
+        if op.name == "custom_linear_solve" and AUTOCAST_SCOPE not in analysis.context.scope_of(op):
+            # Its handler brings an overflow of the right side to the finite check, which the solver would
+            # hide. Another autocast has done so for its own solvers.
+            changed = True
+        action: Run | Call = Run((Take.AS_IS,) * len(operands))
         if changed:
             handler = op.name
             if handler == "custom_jvp_call" and (
-                any(state.reduced for state in operands)
+                any(state.wide_gradient for state in operands)
                 or any(plan.float8 for plan in plans)
                 or is_reverse_only(op.equation)
             ):
@@ -233,38 +249,20 @@ class Planner:
         return Decision(op, Category.CALL, action, states, reason, changed, tuple(plans))
 
 
-def _mark_of(state: State) -> Mark:
-    """Returns the mark of a value in the given state, for the backward pass."""
-    if state.full:
-        return Mark.FULL
-    if state.binary:
-        return Mark.BINARY
-    marks = {Kind.LITERAL: Mark.CONSTANT, Kind.OPEN: Mark.ARGUMENT, Kind.FIRM: Mark.FIRM}
-    return Mark.CONSTANT if state.constant else marks.get(state.kind, Mark.UNKNOWN)
-
-
-def _with_paths(decision: Decision, pairs: Pairs) -> Decision:
-    """Returns a decision whose action knows which of its half results float32 operations read."""
-    action, outvars = decision.action, decision.op.equation.outvars
-    if isinstance(action, Move) and not action.both and not pairs.read.isdisjoint(outvars):
-        action = dataclasses.replace(action, paths=tuple(var in pairs.read for var in outvars))
-    elif isinstance(action, Call) and (paired := paired_results(decision, action, pairs.read)):
-        action = dataclasses.replace(action, paired=paired)
-    return decision if action is decision.action else dataclasses.replace(decision, action=action)
-
-
 _PART = "part of a function of half values, computed in float32"
 
 
-def _activation(facts: Facts, decisions: Sequence[Decision], known: dict[Var, State]) -> Decision | None:
+def _activation(
+    analysis: Analysis, decisions: Sequence[Decision], known: dict[Var, State]
+) -> Decision | None:
     """Returns a decision to compute the last operation as an activation function; None if it is none."""
-    last, anatomy = decisions[-1], facts.anatomy
+    last, activations = decisions[-1], analysis.activations
     (out,) = last.op.equation.outvars
-    members = [decisions[index] for index in sorted(anatomy.members[out])]
-    in_half = all(known[var].is_half for var in anatomy.sources[out])
+    members = [decisions[index] for index in sorted(activations.members[out])]
+    in_half = all(known[var].is_half for var in activations.sources[out])
     if not in_half or not {member.category for member in members} <= {Category.DENY, Category.INFER}:
         return None
-    action = Activation(anatomy.sources[out], tuple(member.op.equation for member in members))
+    action = Activation(activations.sources[out], tuple(member.op.equation for member in members))
     reason = "a function of half values, computed in float32; only products read it"
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
 

@@ -62,6 +62,11 @@ class Rules:
         """Returns the category of the primitive called `name`."""
         return self.categories.get(name, Category.AS_TRACED)
 
+    @property
+    def halves_products(self) -> bool:
+        """Whether products of the allow list take half operands: the user has not taken them off."""
+        return self.category_of("dot_general") is Category.ALLOW
+
     def pattern_for(self, path: str) -> tuple[str, str] | None:
         """Returns the first rule that selects the scope or argument `path`: the pattern and the dtype."""
         return next((scope for scope in self.scopes if matches(scope[0], path)), None)

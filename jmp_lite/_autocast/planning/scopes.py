@@ -16,23 +16,23 @@ class Scopes:
         self._used: set[str] = set()
         self._selecting: set[tuple[str, str]] = set()
         self._seen: set[str] = set()
-        self._reasons: dict[str, str | None] = {}
+        self._reasons: dict[str, str] = {}
 
-    def that_matters(self, scope: str) -> str:
+    def cache_key(self, scope: str) -> str:
         """Returns the part of a scope on which decisions depend.
 
-        Without rules it is the mark of a scope that autocast leaves as it is, or empty. So a function that is
-        called in many scopes is planned once.
+        Plans are kept by this key. Without rules it is the name of a scope that autocast leaves as it is, or
+        empty, so that a function that is called in many scopes is planned once.
         """
         if self._rules.scopes or self._rules.float32_results or self._rules.half_sums:
             return scope
-        marks = (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE)
-        return next((mark for mark in marks if mark in scope), "")
+        names = (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE)
+        return next((name for name in names if name in scope), "")
 
-    def why_as_traced(self, path: str) -> str | None:
-        """Returns why the scope `path` stays as it was traced. None if autocast changes it."""
+    def why_as_traced(self, path: str) -> str:
+        """Returns why the scope `path` stays as it was traced; empty if autocast changes it."""
         if path not in self._reasons:
-            reason = None
+            reason = ""
             if AUTOCAST_SCOPE in path:
                 reason = "another autocast has decided"
             elif FULL_PRECISION_SCOPE in path:
@@ -58,7 +58,7 @@ class Scopes:
         self._used.add(pattern)
         return pattern if dtype == "float32" else None
 
-    def select(self, option: str, pattern: str) -> None:
+    def note_used(self, option: str, pattern: str) -> None:
         """Notes that a pattern of `float32_results` or of `half_sums` has selected an operation."""
         self._selecting.add((option, pattern))
 

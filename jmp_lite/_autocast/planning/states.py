@@ -1,14 +1,7 @@
 """States: what autocast knows of a value. The functions say how an operation changes a state.
 
-Only float32 values are ever changed. The kinds of values are:
-
-- A literal is a number. The number decides whether half can hold it.
-- A free value takes the type of the other operands: a broadcast bias, scale or mask, a looked-up embedding, a
-  value that is computed from literals alone.
-- An open value is an argument of the function, or is computed from arguments. It is float32 until it is
-  broadcast or looked up.
-- A firm value was computed in float32, because an operation or the user demands it.
-- A half value was computed in half.
+Only float32 values are ever changed. The planner uses the kinds twice: as a first estimate of each value,
+before it knows what is wanted in half (`ruling`), and as its final state (`decide`).
 """
 
 import dataclasses
@@ -23,11 +16,13 @@ class Kind(enum.IntEnum):
     """The kind of a value. Among several operands the largest kind decides."""
 
     OTHER = 0  # Not float32: integers, keys, float64, half values of the user's own. Never changed.
-    LITERAL = 1
-    FREE = 2
-    OPEN = 3
-    FIRM = 4
-    HALF = 5
+    LITERAL = 1  # A known number. The number decides whether half can hold it.
+    BINARY = 2  # Holds only 0 and 1, such as one-hot labels. Takes the dtype of the other operands.
+    ADAPTS = 3  # Takes the dtype of the other operands: a broadcast bias or mask, a looked-up embedding.
+    ARGUMENT = 4  # Computed from arguments alone. It stays float32 until it is broadcast or looked up.
+    FLOAT32 = 5  # Computed in float32, because an operation or the user demands it.
+    BY_RULE = 6  # An argument, at most moved, whose products a rule of the user keeps in float32.
+    HALF = 7  # Computed in half.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +32,11 @@ class State:
     Attributes:
         kind: see `Kind`.
         number: the value of a literal.
-        leaf: the value is an argument, at most moved, or holds only 0 and 1. It may be rounded to half.
-        binary: the value holds only 0 and 1, such as one-hot labels.
+        exact_source: no operation but a move has changed this argument (or it holds only 0 and 1), so it may
+            be rounded.
         constant: the value is computed from literals alone.
-        full: the value is an argument, at most moved. A rule keeps its products in float32.
-        reduced: the value is an argument, at most moved. The product that makes its gradient gives float32.
+        wide_gradient: the value is an argument, at most moved. The product that makes its gradient gives
+            float32.
         float32_result: the value is an argument, at most moved, and this pattern of `float32_results` selects
             it: products of it give float32. Empty for none.
         float8_rule: the value is an argument, at most moved, and this rule of an autocast to float8
@@ -50,11 +45,9 @@ class State:
 
     kind: Kind
     number: float | None = None
-    leaf: bool = False
-    binary: bool = False
+    exact_source: bool = False
     constant: bool = False
-    full: bool = False
-    reduced: bool = False
+    wide_gradient: bool = False
     float32_result: str = ""
     float8_rule: tuple[str, str] | None = None
 
@@ -65,31 +58,35 @@ class State:
 
 
 OTHER = State(Kind.OTHER)
-FIRM = State(Kind.FIRM)
+FLOAT32 = State(Kind.FLOAT32)
+BY_RULE = State(Kind.BY_RULE)
 HALF = State(Kind.HALF)
 
 
 def moved(op: Op, state: State, out: Var) -> State:
-    """Returns the state of an operand after a move. A broadcast or looked-up argument becomes free."""
-    if not is_float32(out) or state.kind != Kind.OPEN:
+    """Returns the state of an operand after a move. A broadcast or looked-up argument then adapts."""
+    if not is_float32(out) or state.kind != Kind.ARGUMENT:
         return state
-    freed = op.frees(out) and (state.leaf or op.name != "gather")
+    if not op.makes_adapting(out) or not (state.exact_source or op.name != "gather"):
+        return state
     # The gradient of a broadcast or looked-up argument is a sum of its own, in float32.
-    return dataclasses.replace(state, kind=Kind.FREE, reduced=False) if freed else state
+    return dataclasses.replace(state, kind=Kind.ADAPTS, wide_gradient=False)
 
 
-def broadcast(op: Op, var: Var, state: State) -> State:
-    """Returns the state of an operand that an element-wise operation may broadcast along axes of size 1."""
-    freed = state.kind == Kind.OPEN and op.broadcasts(var)
-    return dataclasses.replace(state, kind=Kind.FREE) if freed else state
+def broadcast(op: Op, var: Var, kind: Kind) -> Kind:
+    """Returns the kind of an operand that an element-wise operation may broadcast along axes of size 1."""
+    return Kind.ADAPTS if kind == Kind.ARGUMENT and op.broadcasts(var) else kind
 
 
-def may_be_rounded(op: Op, var: Var, state: State) -> bool:
+def may_be_rounded(op: Op, var: Var, state: State, kind: Kind) -> bool:
     """Whether an operation may take an operand in half: a half value, a literal, or a parameter that it adds.
 
-    A factor may leave the range of half where the product does not.
+    `kind` is the kind of the operand after `broadcast`. A factor may leave the range of half where the
+    product does not.
     """
-    return state.kind != Kind.FREE or (state.leaf and var.aval.ndim > 0 and not op.traits.scales)
+    if kind not in (Kind.BINARY, Kind.ADAPTS):
+        return True
+    return state.exact_source and var.aval.ndim > 0 and not op.traits.scales
 
 
 def entering(state: State, role: Role) -> State:
@@ -97,14 +94,15 @@ def entering(state: State, role: Role) -> State:
     if role is not Role.CARRY:
         return state
     # A value that changes from one iteration to the next is no constant.
-    return OTHER if state.kind == Kind.OTHER else FIRM
+    return OTHER if state.kind == Kind.OTHER else FLOAT32
 
 
 def leaving(state: State, carry: bool, wanted: bool) -> State:
     """Returns the state of a result outside its loop. A carry keeps its dtype; a slice may be in half."""
     if state.kind == Kind.OTHER:
         return state
-    return FIRM if carry else HALF if wanted and state.kind == Kind.FIRM else state
+    is_float32 = state.kind in (Kind.FLOAT32, Kind.BY_RULE)
+    return FLOAT32 if carry else HALF if wanted and is_float32 else state
 
 
 def join(first: State, second: State) -> State:
@@ -114,7 +112,6 @@ def join(first: State, second: State) -> State:
     if Kind.OTHER in (first.kind, second.kind):
         return OTHER
     if Kind.HALF in (first.kind, second.kind):
-        return FIRM
-    kind = max(first.kind, second.kind, Kind.FREE)
-    float32_result = first.float32_result or second.float32_result
-    return State(kind, full=first.full or second.full, float32_result=float32_result)
+        return FLOAT32
+    kind = max(first.kind, second.kind, Kind.ADAPTS)
+    return State(kind, float32_result=first.float32_result or second.float32_result)

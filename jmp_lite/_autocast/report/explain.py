@@ -9,13 +9,12 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from ..._dtypes import DTypeLike
-from ..._jaxpr.read import Jaxpr, equations, open_jaxpr
+from ..._float8.selection import NOT_FP8
+from ..._jaxpr.read import Jaxpr, all_equations
 from ..._text import Shown, aligned
 from ..api import given_rules, prepare, run
-from ..planning.float8 import NOT_FP8
 from .advice import find_promotions
 from .operations import Operation, operations_of
 
@@ -181,10 +180,6 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
 
 def _casts(jaxpr: Jaxpr, half: np.dtype) -> int:
     """Counts the casts between float32 and `half` in a jaxpr and in those inside it."""
-    count = 0
-    for equation in equations(open_jaxpr(jaxpr)):
-        if equation.primitive.name == "convert_element_type":
-            dtypes = {equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype}
-            count += dtypes == {np.dtype(np.float32), half}
-        count += sum(_casts(inner, half) for inner in jaxprs_in_params(equation.params))
-    return count
+    casts = (each for each in all_equations(jaxpr) if each.primitive.name == "convert_element_type")
+    both = {np.dtype(np.float32), half}
+    return sum({each.invars[0].aval.dtype, each.outvars[0].aval.dtype} == both for each in casts)

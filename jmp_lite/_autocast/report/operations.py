@@ -25,7 +25,7 @@ from ..._jaxpr.read import (
     visible_scope,
 )
 from ..._paths import join
-from ..planning.plan import Decision, Float8, Plan
+from ..planning.plan import Decision, Plan, Run
 from ..planning.states import State
 from .advice import advise_shapes
 
@@ -178,7 +178,8 @@ def _operation(
     def described(var: Var, as_half: bool, dtype: np.dtype = half) -> str:
         return describe(var.aval, dtype if as_half and is_float32(var) else None)
 
-    formats = decision.action.formats if isinstance(decision.action, Float8) else ()
+    action = decision.action
+    formats = action.float8.dtypes if isinstance(action, Run) and action.float8 else ()
     equation = decision.op.equation
     taken = [_taken_in_half(decision, var, states) for var in equation.invars]
     traced = {var.aval.dtype.name for var in floating_operands(equation)}

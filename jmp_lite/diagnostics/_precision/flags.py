@@ -12,13 +12,13 @@ from jax import lax
 
 from ..._autocast.api import make_plan, run
 from ..._autocast.interpreter import Interpreter, Value
-from ..._autocast.planning.plan import Float8
+from ..._autocast.planning.plan import Formats, Run
 from ..._autocast.planning.rules import FLOAT8, Rules, make_rules
 from ..._autocast.report.operations import Operation, is_floating, operations_of
+from ..._float8.quantize import BACKWARD
 from ..._jaxpr import arguments
 from ..._jaxpr.arguments import Arguments
 from ..._jaxpr.bind import bind, cast, reuse
-from ..._jaxpr.float8 import BACKWARD
 from ..._jaxpr.inner import inner_jaxprs, with_inner_jaxprs
 from ..._jaxpr.precision import only_own_precisions
 from ..._jaxpr.primitives import Category, traits_of
@@ -141,18 +141,18 @@ class FlaggedProgram:
 class _Interpreter(Interpreter):
     """Writes the casts of numbers, and the rounding to fp8, into the program, where flags switch them off."""
 
-    def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> list[Value]:
+    def _float8(self, equation: Equation, action: Run, formats: Formats, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
         marks = mark_of(equation) or frozenset()
         rest = max(marks, default=0)
         arrays = [
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
-            for value, dtype, source in zip(operands, action.formats, action.sources, strict=True)
+            for value, dtype, source in zip(operands, formats.dtypes, formats.sources, strict=True)
         ]
         # The last number stands for all casts that no rule takes out. So bfloat16 stays on if fp8 is off.
         with jax.named_scope(mark({rest})):
             (result,) = bind(equation, arrays, **action.params)
-        return [Value(_with_float8_cotangent(result))]
+        return _with_float8_cotangent(result)
 
     def _literal(self, var: Var) -> Value:
         return _Number(np.asarray(var.val, np.float32)) if is_float32(var) else super()._literal(var)

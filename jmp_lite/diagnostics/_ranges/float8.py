@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from ..._autocast.planning.plan import Decision, Float8, Plan
-from ..._jaxpr.float8 import BACKWARD, FORWARD, quantize
+from ..._autocast.planning.plan import Decision, Plan
+from ..._float8.quantize import BACKWARD, FORWARD, quantize
 from ..._jaxpr.read import Array, Equation
 from .._values.probe import Pooled, TapValue
 from .._values.sites import Kind, Site
@@ -72,7 +72,7 @@ class _Flushes(Pooled):
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """Those of products in fp8."""
         del equation
-        return decision is not None and isinstance(decision.action, Float8)
+        return decision is not None and decision.in_float8
 
     def wants(self, site: Site, half: bool) -> bool:
         """Of the backward pass the first operand, which is the cotangent: it has the others from forward."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.planning.plan import Bind, Decision, Take
+from ..._autocast.planning.plan import Decision, Run, Take
 from ..._jaxpr.read import Array, Equation
 from .._values.probe import Pooled, TapValue, maxima
 from .._values.sites import Kind, Site, is_floating
@@ -252,4 +252,4 @@ def _casts_down(equation: Equation) -> bool:
 def _takes_half(decision: Decision | None) -> bool:
     """Whether autocast would cast an operand of an operation to half."""
     action = None if decision is None else decision.action
-    return isinstance(action, Bind) and Take.HALF in action.operands
+    return isinstance(action, Run) and Take.HALF in action.operands

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..._float8.quantize import quantize
 from ..._jaxpr.bind import bind, cast
 from ..._jaxpr.calls import CALLS, Outputs
-from ..._jaxpr.float8 import quantize
 from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of, equations, mark_of, open_jaxpr

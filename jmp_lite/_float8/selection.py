@@ -1,16 +1,8 @@
 """Decides which products of the allow list run in fp8 under `autocast(fun, "float8")`."""
 
-import dataclasses
 import math
-from collections.abc import Sequence
 
-import jax.numpy as jnp
-import numpy as np
-
-from ..._jaxpr.float8 import BACKWARD, FORWARD
-from ..._jaxpr.read import Equation
-from .plan import Bind, Decision, Float8, WideGradient, WideResult
-from .states import State
+from .._jaxpr.read import Equation
 
 MULTIPLE = 16
 """cuBLAS multiplies fp8 only if all sizes of a product are multiples of 16."""
@@ -51,27 +43,3 @@ def why_not_float8(equation: Equation, forced: bool) -> str:
     if not forced and 1 / sum(1 / size for size in sizes) < SMALLEST_SIZE:
         return f"{text} is too small to gain"
     return ""
-
-
-def in_float8(decision: Decision, operands: Sequence[State], backward: bool) -> Decision:
-    """Returns the decision about a product of bfloat16 operands that runs in fp8.
-
-    Args:
-        decision: the decision to run the product in bfloat16.
-        operands: the states of its operands.
-        backward: whether the product is a part of a backward pass. JAX's transpose of a product has the
-            cotangent as its first operand.
-    """
-    action = decision.action
-    assert isinstance(action, Bind)
-    formats = (BACKWARD if backward else FORWARD, FORWARD)
-    # XLA writes a float32 activation once, in bfloat16, for all its readers. A weight is in memory in
-    # float32.
-    sources = tuple(np.dtype(jnp.float32 if state.leaf else jnp.bfloat16) for state in operands)
-    wide = action.wide if isinstance(action, WideGradient) else (False, False)
-    gradients = tuple(np.dtype(jnp.float32 if is_wide else jnp.bfloat16) for is_wide in wide)
-    params = action.params
-    if isinstance(action, WideResult):
-        params = {**params, "preferred_element_type": np.dtype(jnp.float32)}
-    float8 = Float8(action.operands, params, (), formats, sources, gradients)
-    return dataclasses.replace(decision, action=float8, reason=f"{decision.reason}; in fp8")

@@ -1,0 +1,232 @@
+"""The pass of the planner before it knows what is wanted in half: a ruling and an estimate, forwards.
+
+The ruling says how the user's options, the scopes and the table treat an operation. The estimate says which
+values stay float32 in any case; `ADAPTS` estimates a value that may be in half. The backward pass (`demand`)
+uses the estimates: it asks whether an operation can give a half result.
+"""
+
+import dataclasses
+from collections.abc import Sequence, Set
+
+import jax.numpy as jnp
+
+from ..._jaxpr.precision import precisions
+from ..._jaxpr.primitives import Category, traits_of
+from ..._jaxpr.read import (
+    Equation,
+    Jaxpr,
+    Var,
+    equations,
+    floating_operands,
+    is_float32,
+    is_literal,
+    open_jaxpr,
+)
+from ..._tree import KEEP_FLOAT32_NAME
+from .op import Context, Op
+from .rules import Rules
+from .scopes import Scopes
+from .states import Kind, State, broadcast
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ruling:
+    """How an operation runs, before the planner knows the states of its operands.
+
+    Attributes:
+        category: the category that decides.
+        reason: why the operation keeps the dtypes of the program or float32; empty if it may run in half.
+        float32_result: the pattern of `float32_results` that selects the scope of a product; empty for none.
+        half_sum: the pattern of `half_sums` that selects the scope of a residual sum; empty for none.
+    """
+
+    category: Category
+    reason: str = ""
+    float32_result: str = ""
+    half_sum: str = ""
+
+    @property
+    def is_half_product(self) -> bool:
+        """Whether the operation is a product that takes half operands, unless a rule keeps one in float32."""
+        return self.category is Category.ALLOW and not self.reason
+
+
+Estimates = dict[Var, Kind]
+"""The estimated kind of each variable of a jaxpr."""
+
+DECIDES = "the predicate of a loop depends on it"
+"""The reason for float32 of what decides whether a loop goes on."""
+
+
+def rule_on(
+    inside: Jaxpr,
+    inputs: Sequence[Kind],
+    ops: Sequence[Op],
+    context: Context,
+    rules: Rules,
+    scopes: Scopes,
+    decisive: Set[Var],
+) -> tuple[tuple[Ruling, ...], Estimates]:
+    """Returns the ruling on each operation of an open jaxpr, and the estimates of its variables.
+
+    Args:
+        inside: the jaxpr.
+        inputs: the estimates of its constants and inputs.
+        ops: its operations.
+        context: the program around it.
+        rules: the options of the autocast.
+        scopes: the rules for scopes.
+        decisive: the variables on which the predicate of a loop depends.
+    """
+    estimates = dict(zip((*inside.constvars, *inside.invars), inputs, strict=True))
+    rulings = []
+    for op in ops:
+        ruling = _ruling(op, context, rules, scopes)
+        if decisive and _decides(op, ruling, decisive) and not rules.gives_half(context.scope_of(op)):
+            ruling = dataclasses.replace(ruling, reason=DECIDES)
+        rulings.append(ruling)
+        operands = [estimate_of(var, estimates) for var in op.equation.invars]
+        for index, out in enumerate(op.equation.outvars):
+            estimates[out] = _estimate(op, ruling, operands, index)
+    return tuple(rulings), estimates
+
+
+# The ruling.
+
+
+def _ruling(op: Op, context: Context, rules: Rules, scopes: Scopes) -> Ruling:
+    if op.category is Category.CALL:
+        return _CALL
+    if reason := scopes.why_as_traced(context.scope_of(op)):
+        return Ruling(Category.AS_TRACED, reason)
+    if op.is_cast:
+        return _AS_TRACED
+    if op.name == "name" and op.equation.params["name"] == KEEP_FLOAT32_NAME:
+        return Ruling(Category.DENY, "keep_float32")
+    match op.category:
+        case Category.ALLOW:
+            # The products of a backward pass give half, as those of other products do.
+            pattern = "" if context.is_backward(op) else rules.float32_result_for(context.scope_of(op))
+            return Ruling(op.category, _why_not_half(op.equation, rules), pattern)
+        case Category.INFER if op.name in ("outer_product", "elementwise_product"):
+            # In a backward pass an outer product is the gradient of a product, and runs as the others do.
+            reason = _why_not_half(op.equation, rules)
+            is_gradient = op.name == "outer_product" and context.is_backward(op)
+            is_product = not reason and is_gradient and rules.halves_products
+            return Ruling(Category.ALLOW if is_product else op.category, reason)
+        case Category.INFER if op.is_residual_sum and rules.half_sums and not context.is_backward(op):
+            pattern = rules.half_sum_for(context.scope_of(op))
+            if pattern:
+                scopes.note_used("half_sums", pattern)
+            return Ruling(op.category, half_sum=pattern)
+        case Category.DENY:
+            return Ruling(op.category, f"{op.name} is on the deny list")
+        case Category.AS_TRACED:
+            known = "stays as traced" if op.name in rules.categories else "is on no list"
+            return Ruling(op.category, f"{op.name} {known}")
+    return _BY_OPERANDS[op.category]
+
+
+_CALL, _AS_TRACED = Ruling(Category.CALL), Ruling(Category.AS_TRACED)
+_BY_OPERANDS = {category: Ruling(category) for category in (Category.INFER, Category.MOVE)}
+
+
+def _decides(op: Op, ruling: Ruling, decisive: Set[Var]) -> bool:
+    """Whether an operation that may run in half computes what the predicate of a loop depends on."""
+    may_be_half = ruling.category in (Category.ALLOW, Category.INFER) and not ruling.reason
+    is_decisive = may_be_half and not decisive.isdisjoint(op.equation.outvars)
+    return is_decisive and any(map(is_float32, op.equation.invars))
+
+
+def _why_not_half(equation: Equation, rules: Rules) -> str:
+    """Returns why a product keeps its dtypes, whatever its operands are; empty if it takes half operands."""
+    floating = floating_operands(equation)
+    if not any(map(is_float32, floating)):
+        traced = sorted({var.aval.dtype.name for var in floating}) or ["integers"]
+        return f"its operands were traced in {' and '.join(traced)}"
+    others = {var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, rules.dtype)}
+    if others:
+        return f"an operand was traced in {' and '.join(sorted(others))}"
+    # JAX multiplies a float32 cotangent by a half operand, and names the arithmetic of the half product.
+    own = {"F16_F16_F32", "BF16_BF16_F32"} if not all(map(is_float32, floating)) else set[str]()
+    if asked := precisions(equation) - own:
+        return f"the program asks for precision {' and '.join(sorted(asked))}"
+    preferred = equation.params.get("preferred_element_type")
+    if preferred not in (None, jnp.float32):
+        return f"the program asks for a result in {preferred}"
+    return ""
+
+
+# The estimate.
+
+
+def estimate_of(var: Var, estimates: Estimates) -> Kind:
+    """Returns the estimate of a variable or literal."""
+    return Kind.LITERAL if is_literal(var) else estimates[var]
+
+
+def estimate_of_state(state: State) -> Kind:
+    """Returns the estimate of a value whose state is known."""
+    if state.constant and state.kind not in (Kind.BINARY, Kind.BY_RULE):
+        return Kind.LITERAL
+    return Kind.ADAPTS if state.kind in (Kind.OTHER, Kind.HALF) else state.kind
+
+
+def _estimate(op: Op, ruling: Ruling, operands: list[Kind], index: int) -> Kind:
+    """Returns the estimate of a result from those of the operands."""
+    out = op.equation.outvars[index]
+    if ruling.category is Category.CALL:
+        return _estimate_of_call(op, index)
+    if not op.equation.effects and all(kind == Kind.LITERAL for kind in operands):
+        return Kind.LITERAL
+    if not is_float32(out):
+        return Kind.ADAPTS
+    if op.is_cast:
+        (source,) = op.equation.invars
+        return operands[0] if is_float32(source) else _estimate_of_cast(source.aval.dtype)
+    if ruling.category is Category.MOVE:
+        kind = operands[op.moved_operand(index)]
+        return Kind.ADAPTS if kind == Kind.ARGUMENT and op.makes_adapting(out) else kind
+    if ruling.half_sum:
+        return Kind.ADAPTS
+    if ruling.is_half_product and not ruling.float32_result and Kind.BY_RULE not in operands:
+        return Kind.ADAPTS
+    if ruling.category is Category.INFER and not ruling.reason:
+        kinds = [
+            broadcast(op, var, kind) if is_float32(var) else Kind.ADAPTS
+            for var, kind in zip(op.equation.invars, operands)
+        ]
+        return max(Kind.ADAPTS, min(max(kinds), Kind.FLOAT32))
+    return Kind.FLOAT32
+
+
+def _estimate_of_cast(source: jnp.dtype) -> Kind:
+    if source == jnp.bool_:
+        return Kind.BINARY
+    return Kind.FLOAT32 if jnp.issubdtype(source, jnp.floating) else Kind.ADAPTS
+
+
+def _estimate_of_call(op: Op, index: int) -> Kind:
+    """Returns the estimate of a result of a call, as far as the inner jaxprs alone tell it."""
+    outputs = [
+        (open_jaxpr(inner.jaxpr), number, carry)
+        for inner in op.inner
+        for number, (result, carry) in enumerate(zip(inner.results, inner.carries))
+        if result == index
+    ]
+    if is_float32(op.equation.outvars[index]) and any(carry for _, _, carry in outputs):
+        return Kind.FLOAT32
+    is_binary = all(_is_cast_from_bool(jaxpr, jaxpr.outvars[number]) for jaxpr, number, _ in outputs)
+    return Kind.BINARY if is_binary else Kind.ADAPTS
+
+
+def _is_cast_from_bool(jaxpr: Jaxpr, var: Var) -> bool:
+    made_by = {out: equation for equation in equations(jaxpr) for out in equation.outvars}
+    while not is_literal(var) and var in made_by:
+        equation = made_by[var]
+        if equation.primitive.name == "convert_element_type":
+            return equation.invars[0].aval.dtype == jnp.bool_
+        if traits_of(equation.primitive.name).category is not Category.MOVE:
+            return False
+        var = equation.invars[0]
+    return False

@@ -1,0 +1,98 @@
+"""A tensor in fp8, with one scale.
+
+The scale is a power of two, from the largest magnitude of the tensor itself ("current scaling"), so
+nothing is kept between steps. Activations and weights are in e4m3, which has three bits of mantissa.
+Cotangents are in e5m2, which has the exponents of float16. The dtypes and their uses are those of
+Micikevicius et al., FP8 formats for deep learning (2022), https://arxiv.org/abs/2209.05433.
+
+The operations are written such that XLA makes few kernels of them on a GPU:
+
+- XLA makes only unary operations the epilogue of a reduction. So the step of a tensor is its maximum,
+  divided by a constant and rounded to a power of two by `reduce_precision`: one small kernel.
+- The barrier of `quantize` makes XLA write a tensor once, in bfloat16, with the maxima of its parts in
+  the same kernel. Without the barrier XLA keeps the tensor in float32, or computes it twice.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._jaxpr.read import Array
+
+FORWARD = np.dtype(jnp.float8_e4m3fn)
+BACKWARD = np.dtype(jnp.float8_e5m2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A tensor in fp8.
+
+    Attributes:
+        bits: the tensor, divided by its step, as uint8. `jax.checkpoint` rounds the floating values that
+            it keeps by a `reduce_precision`, which makes NaN of the numbers above 240 in e4m3.
+        step: a float32 scalar, a power of two.
+        dtype: the fp8 dtype.
+    """
+
+    bits: Array
+    step: Array
+    dtype: np.dtype
+
+    @property
+    def array(self) -> Array:
+        """The tensor, divided by its step."""
+        return lax.bitcast_convert_type(self.bits, self.dtype)
+
+
+jax.tree_util.register_dataclass(Quantized, ["bits", "step"], ["dtype"])
+
+
+def quantize(x: Array, dtype: np.dtype) -> Quantized:
+    """Returns `x`, of float32 or bfloat16, in an fp8 dtype.
+
+    The largest magnitude lies between 0.375 and 0.86 times the largest number of the dtype. If `x` holds
+    an inf or a NaN, so does every product of the result. The gradient of `x` does not come from here, but
+    `_first_order` sees if `x` is differentiated.
+    """
+    fixed = lax.stop_gradient(x)
+    step, fixed = lax.optimization_barrier((_step(fixed, dtype), fixed))
+    array = lax.convert_element_type(lax.convert_element_type(fixed, jnp.float32) / step, dtype)
+    return Quantized(lax.bitcast_convert_type(array, jnp.uint8), _differentiated(step, x), dtype)
+
+
+@jax.custom_jvp
+def _differentiated(step: Array, x: Array) -> Array:
+    """Returns `step` with a tangent of zero that JAX does not know to be zero, if `x` has a tangent."""
+    del x
+    return step
+
+
+@_differentiated.defjvp
+def _differentiated_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    # Marked once more, for a derivative of the derivative.
+    return _differentiated(*primals), jnp.sum(tangents[1], dtype=jnp.float32) * 0.0
+
+
+def _step(x: Array, dtype: np.dtype) -> Array:
+    # 448 = 1.75 * 2**8 in e4m3, 57344 = 1.75 * 2**15 in e5m2. The rounding moves the maximum by at most a
+    # half of the power of two, so `x / step` is at most 1.5 * 2**8, and 1.5 * 2**15.
+    exponent = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
+    # The smallest step stands before the reduction: after it, XLA would run one more kernel. As the start of
+    # a `lax.reduce`, which runs a typed function, it would not compile on a mesh of explicit axes.
+    sizes = lax.abs(x) * np.asarray(2.0**-exponent, x.dtype)
+    sizes = lax.max(sizes, np.asarray(_SMALLEST_STEP, x.dtype))
+    if dtype == BACKWARD and x.ndim > 1:
+        # The gradient of a bias is a sum over the same axes: XLA reads the cotangent once for both.
+        # Without the barrier XLA would make one reduction of the two.
+        sizes = lax.optimization_barrier(lax.reduce_max(sizes, tuple(range(x.ndim - 1))))
+    largest = lax.reduce_max(sizes, tuple(range(sizes.ndim)))
+    return lax.reduce_precision(lax.convert_element_type(largest, jnp.float32), 8, 0)
+
+
+# The smallest normal number of float32. XLA may treat a smaller number as zero.
+_SMALLEST_STEP = 2.0**-126
