@@ -136,7 +136,7 @@ def holds_complex(jaxpr: Jaxpr) -> bool:
 
 def is_literal(var: Var) -> bool:
     """Whether an operand is a constant written into the equation."""
-    return isinstance(var, Literal)
+    return type(var) is Literal
 
 
 def name_of(equation: Equation) -> str:

@@ -42,15 +42,18 @@ def find_pairs(inside: Jaxpr, decisions: Sequence[Decision], state_of: Callable[
             read.add(var)
             meets[sources.get(var, var)] += 1
 
+    moves: list[tuple[Var, Var]] = []  # Of half variables, in order: the result and the operand.
     for decision in decisions:
         note(_read_in_float32(decision))
         for out, operand in _moved(decision):
             if is_half(operand) and is_half(out):
                 sources[out] = sources.get(operand, operand)
+                moves.append((out, operand))
     for out in inside.outvars:
         note([out])
-    for decision in reversed(decisions):
-        read.update(operand for out, operand in _moved(decision) if out in read and is_half(operand))
+    for out, operand in reversed(moves):
+        if out in read:
+            read.add(operand)
     inputs = set(inside.invars)
     starts = {var for var, count in meets.items() if count > 1}
     begins = (sources.get(out, out) if is_half(out) else None for out in inside.outvars)
