@@ -19,7 +19,7 @@ MODULES = {
 }
 
 
-AUTOCAST = ("_jaxpr", "_autocast.planning", "_autocast", "_autocast.report")
+AUTOCAST = ("_jaxpr", "_float8", "_autocast.planning", "_autocast", "_autocast.report")
 # The rooms of design.md, and the rooms below each that it may import.
 ROOMS = {
     "_version": (),
@@ -32,13 +32,16 @@ ROOMS = {
     "_cast_params": ("_paths", "_policy"),
     "_scaling": ("_dtypes", "_paths", "_text", "_tree", "_memory"),
     "_jaxpr": ("_paths", "_tree"),
-    "_autocast.planning": ("_dtypes", "_paths", "_tree", "_jaxpr"),
-    "_autocast": ("_dtypes", "_tree", "_jaxpr", "_autocast.planning"),
-    "_autocast.report": ("_dtypes", "_paths", "_text", "_jaxpr", "_autocast.planning", "_autocast"),
+    "_float8": ("_jaxpr",),
+    "_autocast.planning": ("_dtypes", "_paths", "_tree", "_jaxpr", "_float8"),
+    "_autocast": ("_dtypes", "_tree", "_jaxpr", "_float8", "_autocast.planning"),
+    "_autocast.report": (
+        *("_dtypes", "_paths", "_text", "_jaxpr", "_float8", "_autocast.planning", "_autocast"),
+    ),
     "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_jaxpr"),
     "linen": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_flax"),
     "nnx": ("_dtypes", "_paths", "_tree", "_policy", "_flax"),
-    "diagnostics._values": ("_paths", "_scaling", "_jaxpr", "_autocast.planning"),
+    "diagnostics._values": ("_paths", "_scaling", "_jaxpr", "_float8", "_autocast.planning"),
     "diagnostics._nonfinite": ("_text", "_jaxpr", "diagnostics._values"),
     "diagnostics._ranges": (
         *("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
@@ -57,9 +60,9 @@ FILES = {
     "_scaling": (
         "finite norm serialization scalars loss_scale grad layer state stuck skipping optimizer resume"
     ),
-    "_jaxpr": "primitives read precision inner bind arguments replay calls products float8",
-    "_autocast.planning": "rules scopes predicates op activations gradients marks demand states "
-    "plan pairs precision decide float8 planner",
+    "_jaxpr": "primitives read precision inner bind arguments replay calls products",
+    "_float8": "quantize product selection",
+    "_autocast.planning": "rules scopes op activations dependence states ruling demand plan pairs decide planner",
     "_autocast": "interpreter custom_rules calls keep api",
     "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",

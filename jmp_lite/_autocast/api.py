@@ -1,6 +1,5 @@
 """`autocast`, and the parts of a call that other rooms use."""
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -81,10 +80,10 @@ def autocast(
       `ragged_dot_general`) take half operands and give a half result. The hardware accumulates in float32.
     - *deny*: the operations that lose range or precision in half (exp, log, rsqrt, sums, ...) take and give
       float32.
-    - *infer*: element-wise operations run in the widest of their operands' types. Numbers, looked-up
-      embeddings and broadcast operands (biases, scales, masks) take the type of the other operands. The
-      result is in half only if all readers of the result take half.
-    - Everything else keeps the dtypes with which it was traced.
+    - *infer*: element-wise operations run in the widest of their operands' dtypes. Numbers, looked-up
+      embeddings and broadcast operands (biases, scales, masks) adapt: `h + bias` is in half if `h` is. The
+      result is in half only if all its readers take half.
+    - Every other operation keeps the dtypes with which it was traced.
 
     Only float32 is ever changed. Integers, float64, complex, fp8 and the program's own half values stay as
     they are, and so does a product with a `precision=` of its own. A `jax_default_matmul_precision` around
@@ -94,7 +93,7 @@ def autocast(
     `with_loss_scale`.
 
     NNX modules among the arguments are updated as `fun` updates them (batch statistics, RNG counts). Call the
-    function under `jax.jit`: outside, every call traces `fun` again. A cast to float32 of a float32 value
+    function under `jax.jit`: outside, every call traces `fun` again. A cast of a float32 value to float32
     leaves no trace in a jaxpr, nor does a branch on `x.dtype`: use `keep_float32`, `full_precision` or
     `rules`. The inside of a Pallas kernel, a callback or an FFI call stays as it is.
 
@@ -115,14 +114,15 @@ def autocast(
             A pattern selects `jax.named_scope`s, Flax Linen modules, names of jitted functions, and the path
             of an argument (the way to name an NNX or Equinox module), with all that lies within; `*` stands
             for part of one name, `**` for several names. Operations that take a selected argument run in
-            float32. The half dtype is an exception within a wider rule. The first that matches wins. Under
-            `float8` a rule may also give bfloat16, or `"float8"`, which selects small products too.
+            float32. The half dtype is an exception within a wider rule. The first that matches wins. With
+            dtype `"float8"`, a rule may also give bfloat16 (no fp8 here) or `"float8"` (fp8 even for small
+            products).
         reduce_dtype: the dtype in which weight gradients leave their products, to be summed over devices:
             float32, or None for the half dtype, which moves half the bytes. The products take half operands
-            all the same, and the gradients of activations stay in half. It holds for `dot_general` of a
-            float32 argument of `fun`, at most reshaped, transposed or sliced. It does not hold for
-            convolutions: XLA widens the operands of a convolution that gives float32. With float32 there is
-            no forward-mode derivative (`jax.jvp`), and a `jax.vmap` around the function makes a weight
+            all the same, and the gradients of activations stay in half. It affects a `dot_general` if one
+            operand is a float32 argument of `fun`, or a reshape, transpose or slice of one. It does not
+            affect convolutions: XLA widens the operands of a convolution that gives float32. With float32
+            there is no forward-mode derivative (`jax.jvp`), and a `jax.vmap` around the function makes a weight
             gradient for each example, so put it inside `fun`.
         float32_results: a pattern or several, as in `rules`. The products (`dot_general`) that they select
             take half operands and give float32: the Tensor Core sums in float32 anyway, and the result is
@@ -162,25 +162,7 @@ def autocast(
     Guide: docs/autocast.md.
     """
     settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype, float32_results, half_sums)
-    return _Decorator(settings) if fun is None else _autocast(fun, settings)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Decorator:
-    """What `autocast` with options and without a function returns."""
-
-    settings: Rules
-
-    def __call__(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        return _autocast(fun, self.settings)
-
-    def __enter__(self) -> None:
-        raise TypeError(
-            "autocast is no context manager: JAX traces functions. Wrap the function, as in "
-            "loss_fn = autocast(loss_fn, dtype), or decorate it, @autocast(dtype='float16')."
-        )
-
-    def __exit__(self, *error: object) -> None: ...
+    return functools.partial(_autocast, settings=settings) if fun is None else _autocast(fun, settings)
 
 
 def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:

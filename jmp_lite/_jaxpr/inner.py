@@ -86,13 +86,7 @@ _OF_RESULTS = ("out_layouts", "out_shardings", "out_specs")
 
 
 def with_repeated(equation: Equation, operands: Sequence[int], results: Sequence[int]) -> Equation:
-    """Returns an equation whose parameters are those of a call with further operands and results.
-
-    Args:
-        equation: an equation that runs jaxprs.
-        operands: the indexes of the operands that are like the further ones.
-        results: the indexes of the results that are like the further ones.
-    """
+    """Returns an equation whose parameters fit a call with some of its operands and results once more."""
     if not operands and not results:
         return equation
     indexes = dict.fromkeys(_OF_OPERANDS, operands) | dict.fromkeys(_OF_RESULTS, results)

@@ -173,10 +173,6 @@ def scope_of(equation: Equation, around: str = "") -> str:
     """Returns the named scopes and Flax modules around an equation, joined by slashes.
 
     The names of transforms are left out: `transpose(jvp(decoder))/head` is `decoder/head`.
-
-    Args:
-        equation: the equation.
-        around: the scope around its jaxpr.
     """
     scope = _scope_of_stack(equation.source_info.name_stack)
     return join(around, scope) if scope else around

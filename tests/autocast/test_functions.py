@@ -59,16 +59,6 @@ def test_a_model_in_the_place_of_the_function_is_an_error(autocast):
             autocast(model)
 
 
-def test_a_with_statement_says_to_wrap_a_function():
-    with (
-        pytest.raises(TypeError, match=r"autocast is no context manager: .*Wrap the function"),
-        jmp.autocast(),
-    ):
-        pass
-    with pytest.raises(TypeError, match="no context manager"), jmp.autocast(dtype="float16"):
-        pass
-
-
 @pytest.mark.parametrize("given", ["float16", jnp.float16, jnp.dtype("float16"), 3])
 def test_an_option_in_the_place_of_the_function_is_an_error(given):
     with pytest.raises(TypeError, match=r"takes a function first\. Got .*autocast\(fun, dtype\)"):

@@ -78,11 +78,6 @@ def inner_members(ops: Sequence[Op], activations: Activations, ends: Sequence[in
     """Returns the indexes of the operations whose results only activation functions read.
 
     The activation functions compute these operations themselves.
-
-    Args:
-        ops: the operations of a jaxpr.
-        activations: what `find_activations` returned for it.
-        ends: the indexes of the operations that give the results of the activation functions.
     """
     of_end = {end: activations.members[ops[end].equation.outvars[0]] for end in ends}
     inner: set[int] = set()

@@ -53,12 +53,7 @@ def decide_product(
 ) -> Decision:
     """Decides about an operation of the allow list: half operands, unless a rule keeps one in float32.
 
-    Args:
-        op: the operation.
-        operands: the states of its operands.
-        rules: what autocast does.
-        wanted: how the result is wanted in half.
-        makes_weight_gradient: whether the product makes a weight gradient. Its result is then float32.
+    A product that makes a weight gradient gives float32.
     """
     if any(state.kind == Kind.BY_RULE for state in operands):
         return in_float32(op, operands, Ruling(Category.ALLOW, _BY_RULE))
@@ -119,14 +114,8 @@ _FLOAT32_DTYPE = np.dtype(np.float32)
 def decide_outer(op: Op, operands: Sequence[State], rules: Rules, wanted: Wanted) -> Decision:
     """Decides about a product without a sum, which runs as an element-wise operation does.
 
-    The gradients of an outer product are products of half operands. The outer product itself may need
-    float32, such as the product of positions and frequencies.
-
-    Args:
-        op: the operation, outside of a backward pass.
-        operands: the states of its operands.
-        rules: what autocast does.
-        wanted: how the result is wanted in half.
+    Its gradients are products of half operands. The outer product itself may need float32, such as the
+    product of positions and frequencies. In a backward pass `decide_product` decides.
     """
     if any(state.kind == Kind.BY_RULE for state in operands):
         return in_float32(op, operands, Ruling(Category.INFER, _BY_RULE))
@@ -192,13 +181,9 @@ def decide_half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision
 
 
 def decide_move(op: Op, operands: Sequence[State], wanted: bool, backward: bool) -> Decision:
-    """Decides about an operation that moves data: each operand keeps its type.
+    """Decides about an operation that moves data: each operand keeps its dtype.
 
-    Args:
-        op: the operation.
-        operands: the states of its operands.
-        wanted: whether any operation wants the first result in half.
-        backward: whether the operation is a part of a backward pass.
+    `wanted` says whether any operation wants the first result in half.
     """
     outvars = op.equation.outvars
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))

@@ -135,14 +135,7 @@ class DemandPass:
     def analyse(
         self, jaxpr: Jaxpr, wanted: tuple[Wanted, ...], inputs: tuple[Kind, ...], context: Context
     ) -> Analysis:
-        """Returns the analysis of a jaxpr, closed or open.
-
-        Args:
-            jaxpr: the jaxpr.
-            wanted: for each output, how it is wanted in half.
-            inputs: the estimate of each constant and input.
-            context: the program around it.
-        """
+        """Returns the analysis of a jaxpr, closed or open."""
         inside = open_jaxpr(jaxpr)
         key = (id(inside), wanted, inputs, context)
         if key not in self._analyses:

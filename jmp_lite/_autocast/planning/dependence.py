@@ -31,10 +31,7 @@ class Dependence:
     def variables(self, jaxpr: Jaxpr, outputs: Sequence[bool], backward: bool = False) -> frozenset[Var]:
         """Returns the variables of a jaxpr, closed or open, on which the flagged outputs depend.
 
-        Args:
-            jaxpr: the jaxpr.
-            outputs: one flag for each output.
-            backward: whether the whole jaxpr is a part of a backward pass.
+        `backward` says whether the whole jaxpr is a part of a backward pass.
         """
         if not self._enters(outputs):
             return frozenset()

@@ -23,13 +23,7 @@ _IN_FLOAT32 = (Take.FLOAT32, Take.ROUNDED, Take.BROADCAST)
 
 
 def find_pairs(inside: Jaxpr, decisions: Sequence[Decision], state_of: Callable[[Var], State]) -> Pairs:
-    """Returns the half variables of an open jaxpr whose gradients need a path.
-
-    Args:
-        inside: the jaxpr.
-        decisions: the decision about each of its equations.
-        state_of: returns the state of a variable or literal.
-    """
+    """Returns the half variables of an open jaxpr whose gradients need a path."""
     sources: dict[Var, Var] = {}  # For each moved half variable the one that was moved.
     meets: collections.Counter[Var] = collections.Counter()
     read: set[Var] = set()

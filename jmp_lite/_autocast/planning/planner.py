@@ -99,14 +99,7 @@ class Planner:
         wanted: Sequence[Wanted],
         context: Context = Context(),  # noqa: B008
     ) -> Plan:
-        """Plans a jaxpr.
-
-        Args:
-            jaxpr: the jaxpr, closed or open.
-            inputs: the state of each input.
-            wanted: for each output, how it is wanted in half.
-            context: the program around the jaxpr.
-        """
+        """Plans a jaxpr."""
         states = (*map(self.constant, constants(jaxpr)), *inputs)
         key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), context)
         if key not in self._plans:

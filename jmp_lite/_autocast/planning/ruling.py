@@ -69,14 +69,7 @@ def rule_on(
 ) -> tuple[tuple[Ruling, ...], Estimates]:
     """Returns the ruling on each operation of an open jaxpr, and the estimates of its variables.
 
-    Args:
-        inside: the jaxpr.
-        inputs: the estimates of its constants and inputs.
-        ops: its operations.
-        context: the program around it.
-        rules: the options of the autocast.
-        scopes: the rules for scopes.
-        decisive: the variables on which the predicate of a loop depends.
+    The predicate of a loop depends on the variables `decisive`.
     """
     estimates = dict(zip((*inside.constvars, *inside.invars), inputs, strict=True))
     rulings = []

@@ -42,12 +42,7 @@ class _Origin:
 
 
 def find_promotions(jaxpr: Jaxpr, names: Sequence[str]) -> dict[int, str]:
-    """Returns why products are in float32, by the `id` of their equations.
-
-    Args:
-        jaxpr: the program.
-        names: for each input, the path of the argument; empty for none.
-    """
+    """Returns why products are in float32, by the `id` of their equations."""
     inside = open_jaxpr(jaxpr)
     reasons: dict[int, str] = {}
     origins = {
@@ -132,10 +127,6 @@ def advise_shapes(equation: Equation, arguments: Sequence[str]) -> str:
 
     Sizes of half operands are multiples of 8 elements, 16 bytes: chapter 4 of NVIDIA's Training With Mixed
     Precision.
-
-    Args:
-        equation: a product or a convolution.
-        arguments: the paths of the arguments among its operands.
     """
     names = f" ({', '.join(arguments)})" if arguments else ""
     texts = []
