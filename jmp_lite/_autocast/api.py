@@ -122,8 +122,8 @@ def autocast(
             all the same, and the gradients of activations stay in half. It affects a `dot_general` if one
             operand is a float32 argument of `fun`, or a reshape, transpose or slice of one. It does not
             affect convolutions: XLA widens the operands of a convolution that gives float32. With float32
-            there is no forward-mode derivative (`jax.jvp`), and a `jax.vmap` around the function makes a weight
-            gradient for each example, so put it inside `fun`.
+            there is no forward-mode derivative (`jax.jvp`), and a `jax.vmap` around the function makes a
+            weight gradient for each example, so put it inside `fun`.
         float32_results: a pattern or several, as in `rules`. The products (`dot_general`) that they select
             take half operands and give float32: the Tensor Core sums in float32 anyway, and the result is
             not rounded. Use it for logits. The products of their gradients take half operands and give half.

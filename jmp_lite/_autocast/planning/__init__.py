@@ -1,10 +1,12 @@
 """The plan of autocast: what runs in half, decided before anything is computed.
 
-In the order in which to read it: `rules` (the user's options), `scopes` (the scopes that it leaves as they
-are), `predicates` (the values that decide when a loop ends), `op` (an operation, read once), `activations`
-(functions that run as one), `gradients` (which products make weight gradients), `marks` (which values stay
-float32 in any case), `demand` (the backward pass: which values are wanted in half), `states` (what is known
-of a value), `plan` (the parts of a plan), `pairs` (the half values whose gradients go through float32),
-`precision` (the precision of products in float32), `decide` (the decision about one operation), `planner`
-(the forward pass, which puts the decisions together).
+`planner` says which passes it makes and why; read it last. In the order in which to read the files:
+
+- What the user asks for: `rules` (the options), `scopes` (the parts of a program that stay as they are).
+- What a jaxpr is: `op` (an operation, read once), `activations` (operations that run as one function),
+  `dependence` (what computes a weight's gradient or the predicate of a loop).
+- What is known of values: `states`, then `ruling` (which values stay float32 in any case) and `demand` (which
+  values are wanted in half).
+- What is decided: `plan` (the parts of a plan, plain data), `pairs` (half values whose gradients go through
+  float32), `decide` (one operation), `planner`.
 """

@@ -28,6 +28,7 @@ import numpy as np
 from ..._float8.quantize import BACKWARD, FORWARD
 from ..._float8.selection import NOT_FP8, why_not_float8
 from ..._jaxpr.bind import is_reverse_only
+from ..._jaxpr.inner import Inner
 from ..._jaxpr.precision import configured_precision
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import AUTOCAST_SCOPE, Array, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
@@ -206,40 +207,51 @@ class Planner:
 
     def _decide_call(self, op: Op, operands: list[State], analysis: Analysis) -> Decision:
         wanted = [analysis.demand.of_var(var) for var in op.equation.outvars]
-        is_scan = op.name == "scan"
-        plans = []
-        results: dict[int, State] = {}
-        for inner in op.inner:
-            inputs = [entering(operands[index], role) for index, role in zip(inner.operands, inner.roles)]
-            if op.name == "custom_linear_solve":  # It takes no pairs: half matrices enter in float32.
-                inputs = [FLOAT32 if state.is_half else state for state in inputs]
-            context = self._demand_pass.context(op, inner, analysis)
-            plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
-            plans.append(plan)
-            for index, carry, state in zip(inner.results, inner.carries, plan.results):
-                if index is not None:
-                    state = leaving(state, carry, bool(is_scan and wanted[index]))
-                    results[index] = join(results[index], state) if index in results else state
-        states = tuple(results[index] for index in range(len(op.equation.outvars)))
-        changed = any(plan.changed for plan in plans) or any(state.is_half for state in (*operands, *states))
-        if op.name == "custom_linear_solve" and AUTOCAST_SCOPE not in analysis.context.scope_of(op):
-            # Its handler brings an overflow of the right side to the finite check, which the solver would
-            # hide. Another autocast has done so for its own solvers.
-            changed = True
+        plans = [self._plan_inside(op, inner, operands, wanted, analysis) for inner in op.inner]
+        results = _results_of_call(op, plans, wanted)
+        # The handler of a linear solve brings an overflow of the right side to the finite check, which the
+        # solver would hide. Another autocast has done so for its own solvers.
+        solves = op.name == "custom_linear_solve" and AUTOCAST_SCOPE not in analysis.context.scope_of(op)
+        has_half = any(state.is_half for state in (*operands, *results))
+        changed = solves or has_half or any(plan.changed for plan in plans)
         action: Run | Call = Run((Take.AS_IS,) * len(operands))
         if changed:
-            handler = op.name
-            if handler == "custom_jvp_call" and (
-                any(state.wide_gradient for state in operands)
-                or any(plan.float8 for plan in plans)
-                or is_reverse_only(op.equation)
-            ):
-                # JAX transposes the products of a `custom_jvp` itself; a backward rule gives them their
-                # dtype.
-                handler = "custom_vjp_call"
-            action = Call(handler, decide_inside(op, operands, plans, states), op.recomputes)
+            inside = decide_inside(op, operands, plans, results)
+            action = Call(_handler(op, operands, plans), inside, op.recomputes)
         reason = "decided inside, operation by operation"
-        return Decision(op, Category.CALL, action, states, reason, changed, tuple(plans))
+        return Decision(op, Category.CALL, action, results, reason, changed, tuple(plans))
+
+    def _plan_inside(
+        self, op: Op, inner: Inner, operands: list[State], wanted: list[Wanted], analysis: Analysis
+    ) -> Plan:
+        inputs = [entering(operands[index], role) for index, role in zip(inner.operands, inner.roles)]
+        if op.name == "custom_linear_solve":  # It takes no pairs: half matrices enter in float32.
+            inputs = [FLOAT32 if state.is_half else state for state in inputs]
+        context = self._demand_pass.context(op, inner, analysis)
+        return self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
+
+
+def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) -> tuple[State, ...]:
+    """Returns the state of each result of a call: of several branches, the wider one."""
+    results: dict[int, State] = {}
+    for inner, plan in zip(op.inner, plans):
+        for index, carry, state in zip(inner.results, inner.carries, plan.results):
+            if index is not None:
+                state = leaving(state, carry, op.name == "scan" and wanted[index] > Wanted.NO)
+                results[index] = join(results[index], state) if index in results else state
+    return tuple(results[index] for index in range(len(op.equation.outvars)))
+
+
+def _handler(op: Op, operands: Sequence[State], plans: Sequence[Plan]) -> str:
+    """Returns the name of the handler of a call.
+
+    JAX transposes the products in the rule of a `custom_jvp` itself. Where they need a dtype of their own, or
+    the rule has no forward mode, autocast makes a backward rule of it.
+    """
+    if op.name != "custom_jvp_call":
+        return op.name
+    own_dtypes = any(state.wide_gradient for state in operands) or any(plan.float8 for plan in plans)
+    return "custom_vjp_call" if own_dtypes or is_reverse_only(op.equation) else op.name
 
 
 _PART = "part of a function of half values, computed in float32"

@@ -96,28 +96,30 @@ def _ruling(op: Op, context: Context, rules: Rules, scopes: Scopes) -> Ruling:
         return _AS_TRACED
     if op.name == "name" and op.equation.params["name"] == KEEP_FLOAT32_NAME:
         return Ruling(Category.DENY, "keep_float32")
-    match op.category:
-        case Category.ALLOW:
-            # The products of a backward pass give half, as those of other products do.
-            pattern = "" if context.is_backward(op) else rules.float32_result_for(context.scope_of(op))
-            return Ruling(op.category, _why_not_half(op.equation, rules), pattern)
-        case Category.INFER if op.name in ("outer_product", "elementwise_product"):
-            # In a backward pass an outer product is the gradient of a product, and runs as the others do.
-            reason = _why_not_half(op.equation, rules)
-            is_gradient = op.name == "outer_product" and context.is_backward(op)
-            is_product = not reason and is_gradient and rules.halves_products
-            return Ruling(Category.ALLOW if is_product else op.category, reason)
-        case Category.INFER if op.is_residual_sum and rules.half_sums and not context.is_backward(op):
-            pattern = rules.half_sum_for(context.scope_of(op))
-            if pattern:
-                scopes.note_used("half_sums", pattern)
-            return Ruling(op.category, half_sum=pattern)
-        case Category.DENY:
-            return Ruling(op.category, f"{op.name} is on the deny list")
-        case Category.AS_TRACED:
-            known = "stays as traced" if op.name in rules.categories else "is on no list"
-            return Ruling(op.category, f"{op.name} {known}")
+    if op.category is Category.DENY:
+        return Ruling(op.category, f"{op.name} is on the deny list")
+    if op.category is Category.AS_TRACED:
+        known = "stays as traced" if op.name in rules.categories else "is on no list"
+        return Ruling(op.category, f"{op.name} {known}")
+    if op.category is Category.ALLOW or op.name in ("outer_product", "elementwise_product"):
+        return _ruling_on_product(op, context, rules)
+    if op.is_residual_sum and rules.half_sums and not context.is_backward(op):
+        pattern = rules.half_sum_for(context.scope_of(op))
+        if pattern:
+            scopes.note_used("half_sums", pattern)
+        return Ruling(op.category, half_sum=pattern)
     return _BY_OPERANDS[op.category]
+
+
+def _ruling_on_product(op: Op, context: Context, rules: Rules) -> Ruling:
+    reason, is_backward = _why_not_half(op.equation, rules), context.is_backward(op)
+    if op.category is Category.ALLOW:
+        # The products of a backward pass give half, as those of other products do.
+        pattern = "" if is_backward else rules.float32_result_for(context.scope_of(op))
+        return Ruling(op.category, reason, pattern)
+    # In a backward pass an outer product is the gradient of a product, and runs as the others do.
+    is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
+    return Ruling(Category.ALLOW if is_gradient and not reason else op.category, reason)
 
 
 _CALL, _AS_TRACED = Ruling(Category.CALL), Ruling(Category.AS_TRACED)
@@ -184,13 +186,16 @@ def _estimate(op: Op, ruling: Ruling, operands: list[Kind], index: int) -> Kind:
         return Kind.ADAPTS
     if ruling.is_half_product and not ruling.float32_result and Kind.BY_RULE not in operands:
         return Kind.ADAPTS
-    if ruling.category is Category.INFER and not ruling.reason:
-        kinds = [
-            broadcast(op, var, kind) if is_float32(var) else Kind.ADAPTS
-            for var, kind in zip(op.equation.invars, operands)
-        ]
-        return max(Kind.ADAPTS, min(max(kinds), Kind.FLOAT32))
-    return Kind.FLOAT32
+    is_elementwise = ruling.category is Category.INFER and not ruling.reason
+    return _widest(op, operands) if is_elementwise else Kind.FLOAT32
+
+
+def _widest(op: Op, operands: list[Kind]) -> Kind:
+    kinds = [
+        broadcast(op, var, kind) if is_float32(var) else Kind.ADAPTS
+        for var, kind in zip(op.equation.invars, operands)
+    ]
+    return max(Kind.ADAPTS, min(max(kinds), Kind.FLOAT32))
 
 
 def _estimate_of_cast(source: jnp.dtype) -> Kind:

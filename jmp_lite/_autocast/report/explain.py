@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec
 
 import jax
@@ -110,20 +110,20 @@ class Report(Shown):
         left = self.in_float32()
         if left:
             lines += ["", "Products that are not in half:", *map(str, left)]
-        not_fp8 = collections.Counter(
-            o.reason.rpartition(NOT_FP8)[2] for o in self.operations if NOT_FP8 in o.reason
-        )
-        if not_fp8:
-            lines += ["", "Products that are in bfloat16 and not in fp8:"]
-            lines += [f"    {count:,}: {reason}" for reason, count in not_fp8.items()]
-        advice = collections.Counter(o.advice for o in self.operations if o.advice)
-        if advice:
-            lines += ["", "Products of sizes that Tensor Cores run slowly:"]
-            lines += [f"    {count:,} with {text}" for text, count in advice.items()]
+        not_fp8 = (o.reason.rpartition(NOT_FP8)[2] for o in self.operations if NOT_FP8 in o.reason)
+        lines += _counted("Products that are in bfloat16 and not in fp8:", not_fp8)
+        slow = (o.advice for o in self.operations if o.advice)
+        lines += _counted("Products of sizes that Tensor Cores run slowly:", slow)
         unknown = sorted({o.name for o in self.operations if o.reason.endswith("is on no list")})
         if unknown:
             lines += ["", f"On no list, kept as they were traced: {', '.join(unknown)}"]
         return "\n".join(lines)
+
+
+def _counted(title: str, texts: Iterable[str]) -> list[str]:
+    """Returns each text with how often it occurs, under a title; nothing for no texts."""
+    lines = [f"    {count:,}: {text}" for text, count in collections.Counter(texts).items()]
+    return ["", title, *lines] if lines else []
 
 
 def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P, Report]:
