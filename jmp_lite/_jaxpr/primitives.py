@@ -33,28 +33,28 @@ class Traits:
         category: the category by default.
         broadcasts: it broadcasts axes of size 1; the gradient of a broadcast operand is a sum.
         scales: an operand may leave the range of half where the result does not.
-        spreads: a move that copies elements; the gradient is a sum, so half values go through it in float32.
-        gathers: a move between devices that copies; half values go out, their gradients come back in float32.
+        copies: a move that copies elements; the gradient is a sum, so half values go through it in float32.
+        gathers: a move that copies between devices; half values go out, their gradients come back in float32.
         pointwise: computes each element on its own, as the parts of activation functions do.
         compares: its results are booleans, which are lighter than its operands.
         selects: each result is one of its operands, so that rounding before it and after it are the same.
         saturates: rounding the operand to half changes the result no more than rounding the result would.
-        whole: a move whose result has all elements of its operand and no others.
-        passes: the gradient of a weight may go through it on the way out of the backward pass, and stays the
-            gradient of that weight: moves, transposes of moves, and sums of gradients.
+        keeps_elements: a move whose result has all elements of its operand and no others.
+        keeps_gradient: if its operand is the gradient of a weight, its result is still a gradient of that
+            weight: moves, transposes of moves, and sums of gradients.
     """
 
     category: Category
     broadcasts: bool = False
     scales: bool = False
-    spreads: bool = False
+    copies: bool = False
     gathers: bool = False
     pointwise: bool = False
     compares: bool = False
     selects: bool = False
     saturates: bool = False
-    whole: bool = False
-    passes: bool = False
+    keeps_elements: bool = False
+    keeps_gradient: bool = False
 
 
 _TABLE = """
@@ -100,16 +100,16 @@ polynomial                   deny       pointwise
 # Sums, within a device and across devices. `add_any` sums the gradients of a value that is used twice. An
 # `inner_product` is a `dot_general` of vectors, or the gradient of one: no Tensor Core runs it.
 inner_product                deny
-reduce_sum                   deny       passes
+reduce_sum                   deny       keeps_gradient
 reduce_prod                  deny
 reduce_window_sum            deny
 cumsum                       deny
 cumprod                      deny
 cumlogsumexp                 deny
-add_any                      deny       passes
-psum                         deny       passes
-psum_invariant               deny       passes
-reduce_scatter               deny       passes
+add_any                      deny       keeps_gradient
+psum                         deny       keeps_gradient
+psum_invariant               deny       keeps_gradient
+reduce_scatter               deny       keeps_gradient
 
 # These leave the range of float16 where a float32 program does not: the square of 256, the reciprocal of
 # 1e-5. They are harmless in bfloat16, which has the range of float32. `x * x` counts as a `square` and `1 /
@@ -154,10 +154,10 @@ is_finite                    infer
 
 # Other operations that run in the widest type of their operands. An `outer_product` is a `dot_general` that
 # sums nothing; an `elementwise_product` is one in which at most one operand has axes of its own.
-concatenate                  infer      passes
-pad                          infer      passes
+concatenate                  infer      keeps_gradient
+pad                          infer      keeps_gradient
 stack                        infer
-dynamic_update_slice         infer      passes
+dynamic_update_slice         infer      keeps_gradient
 reduce_max                   infer      selects
 reduce_min                   infer      selects
 argmax                       infer
@@ -175,29 +175,29 @@ outer_product                infer
 elementwise_product          infer      scales
 
 # Moves within a device.
-reshape                      move       whole passes
-transpose                    move       whole passes
-squeeze                      move       whole passes
-rev                          move       whole passes
+reshape                      move       keeps_elements keeps_gradient
+transpose                    move       keeps_elements keeps_gradient
+squeeze                      move       keeps_elements keeps_gradient
+rev                          move       keeps_elements keeps_gradient
 slice                        move
 dynamic_slice                move
 split                        move
 unstack                      move
-copy                         move       whole passes
-name                         move       whole passes
-stop_gradient                move       whole
-optimization_barrier         move       whole
+copy                         move       keeps_elements keeps_gradient
+name                         move       keeps_elements keeps_gradient
+stop_gradient                move       keeps_elements
+optimization_barrier         move       keeps_elements
 sort                         move
-device_put                   move       whole passes
-sharding_constraint          move       whole passes
-reshard                      move       whole passes
-layout_constraint            move       whole passes
+device_put                   move       keeps_elements keeps_gradient
+sharding_constraint          move       keeps_elements keeps_gradient
+reshard                      move       keeps_elements keeps_gradient
+layout_constraint            move       keeps_elements keeps_gradient
 
 # Moves that copy elements: their transposes are sums.
-broadcast_in_dim             move       spreads whole passes
-tile                         move       spreads whole
-gather                       move       spreads
-pvary                        move       spreads whole passes
+broadcast_in_dim             move       copies keeps_elements keeps_gradient
+tile                         move       copies keeps_elements
+gather                       move       copies
+pvary                        move       copies keeps_elements keeps_gradient
 
 # Moves between devices.
 all_gather                   move       gathers

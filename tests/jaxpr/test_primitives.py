@@ -49,7 +49,7 @@ def test_every_primitive_of_jax_has_a_row_or_is_left_out_on_purpose():
 
 def test_the_flags_of_a_row_fit_its_list():
     for name, traits in PRIMITIVES.items():
-        if traits.spreads or traits.gathers:
+        if traits.copies or traits.gathers:
             assert traits.category is Category.MOVE, name
         if traits.broadcasts or traits.scales or traits.pointwise:
             assert traits.category in (Category.INFER, Category.DENY, Category.RANGE), name

@@ -58,7 +58,7 @@ def find_activations(inside: Jaxpr, ops: Sequence[Op]) -> Activations:
         operands = op.variables
         for var in operands:
             consumers[var].append(index)
-        if op.traits.spreads:
+        if op.traits.copies:
             spread.update(op.equation.outvars)
         if not op.traits.pointwise:
             continue

@@ -155,10 +155,10 @@ def decide_infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dty
         constant = all(state.constant for state in operands)
         results = _results(op, operands, State(max(kind, Kind.ADAPTS), constant=constant))
         return Decision(op, Category.INFER, _in_full(operands), results, "no operand is in half")
-    reason = None
+    reason = ""
     if is_wide or Kind.ARGUMENT in kinds:
         reason = "an operand is in float32, the widest type"
-    elif unfit := [state.number for _, state, _ in known if not _fits(state, half)]:
+    elif unfit := [state.number for state in operands if not _fits(state, half)]:
         reason = f"{half.name} does not hold the constant {unfit[0]:g}"
     elif not wanted and any(map(is_float32, op.equation.outvars)):
         reason = "float32 operations read its result"
@@ -202,10 +202,10 @@ def _moves_both(op: Op, operand: State, wanted: bool, backward: bool) -> bool:
     its own.
     """
     if operand.is_half:
-        return op.traits.gathers or op.traits.spreads
+        return op.traits.gathers or op.traits.copies
     if not wanted:
         return False
-    turns = backward and not op.traits.spreads
+    turns = backward and not op.traits.copies
     return (op.traits.gathers or turns) and operand.kind != Kind.OTHER
 
 

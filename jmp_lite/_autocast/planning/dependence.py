@@ -144,4 +144,4 @@ def _passes(op: Op) -> bool:
     if op.name in ("broadcast_in_dim", "reduce_sum"):  # The gradient of a broadcast weight is a float32 sum.
         sizes = {math.prod(var.aval.shape) for var in (op.equation.invars[0], op.equation.outvars[0])}
         return len(sizes) == 1
-    return op.traits.passes
+    return op.traits.keeps_gradient

@@ -321,5 +321,5 @@ def _reached(path: Path, onwards: Callable[[Path], Iterable[Path]]) -> set[Path]
 def _reads_inf_right(site: Site) -> bool:
     """Whether the result of a site for inf is that for the large number which inf stands for."""
     traits = traits_of(site.operation)
-    is_move = site.kind is not Kind.OPERATION or traits.category is Category.MOVE or traits.passes
+    is_move = site.kind is not Kind.OPERATION or traits.category is Category.MOVE or traits.keeps_gradient
     return is_move or traits.selects or traits.saturates or site.operation in _LIMITS

@@ -115,7 +115,7 @@ class Tap:
         is_cast = equation.primitive.name == "convert_element_type"
         # What was measured of the operand holds for the result, which has the same elements.
         # The bits of a value of fp8 lead back to the value.
-        is_move = traits_of(equation.primitive.name).whole
+        is_move = traits_of(equation.primitive.name).keeps_elements
         is_move = is_move or equation.primitive.name == "bitcast_convert_type"
         if is_move or (is_cast and (self.probe.operands or _is_kept(operands[0].number, arrays[0]))):
             moved = [operand._replace(array=array) for operand, array in zip(operands, arrays)]
