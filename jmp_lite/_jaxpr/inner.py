@@ -62,7 +62,7 @@ def inner_jaxprs(equation: Equation) -> tuple[Inner, ...]:
     if name == "custom_linear_solve":
         return _linear_solve_parts(equation)
     (jaxpr,) = jaxprs_in_params(params)
-    # The closed jaxpr, with its constants, where the parameter holds one.
+    # `jaxprs_in_params` opens a closed jaxpr, which JAX before 0.11 keeps apart from its constants.
     closed = [value for value in params.values() if open_jaxpr(value) is jaxpr]
     return (_called(closed[0] if closed else jaxpr, first_operand=0),)
 
