@@ -74,8 +74,9 @@ def rule_on(
     estimates = dict(zip((*inside.constvars, *inside.invars), inputs, strict=True))
     rulings = []
     for op in ops:
-        ruling = _ruling(op, context, rules, scopes)
-        if decisive and _decides(op, ruling, decisive) and not rules.gives_half(context.scope_of(op)):
+        scope, is_backward = context.scope_of(op), context.is_backward(op)
+        ruling = _ruling(op, scope, is_backward, rules, scopes)
+        if decisive and _decides(op, ruling, decisive) and not rules.gives_half(scope):
             ruling = dataclasses.replace(ruling, reason=DECIDES)
         rulings.append(ruling)
         operands = [estimate_of(var, estimates) for var in op.equation.invars]
@@ -87,10 +88,10 @@ def rule_on(
 # The ruling.
 
 
-def _ruling(op: Op, context: Context, rules: Rules, scopes: Scopes) -> Ruling:
+def _ruling(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes) -> Ruling:
     if op.category is Category.CALL:
         return _CALL
-    if reason := scopes.why_as_traced(context.scope_of(op)):
+    if reason := scopes.why_as_traced(scope):
         return Ruling(Category.AS_TRACED, reason)
     if op.is_cast:
         return _AS_TRACED
@@ -102,20 +103,20 @@ def _ruling(op: Op, context: Context, rules: Rules, scopes: Scopes) -> Ruling:
         known = "stays as traced" if op.name in rules.categories else "is on no list"
         return Ruling(op.category, f"{op.name} {known}")
     if op.category is Category.ALLOW or op.name in ("outer_product", "elementwise_product"):
-        return _ruling_on_product(op, context, rules)
-    if op.is_residual_sum and rules.half_sums and not context.is_backward(op):
-        pattern = rules.half_sum_for(context.scope_of(op))
+        return _ruling_on_product(op, scope, is_backward, rules)
+    if op.is_residual_sum and rules.half_sums and not is_backward:
+        pattern = rules.half_sum_for(scope)
         if pattern:
             scopes.note_used("half_sums", pattern)
         return Ruling(op.category, half_sum=pattern)
     return _BY_OPERANDS[op.category]
 
 
-def _ruling_on_product(op: Op, context: Context, rules: Rules) -> Ruling:
-    reason, is_backward = _why_not_half(op.equation, rules), context.is_backward(op)
+def _ruling_on_product(op: Op, scope: str, is_backward: bool, rules: Rules) -> Ruling:
+    reason = _why_not_half(op.equation, rules)
     if op.category is Category.ALLOW:
         # The products of a backward pass give half, as those of other products do.
-        pattern = "" if is_backward else rules.float32_result_for(context.scope_of(op))
+        pattern = "" if is_backward else rules.float32_result_for(scope)
         return Ruling(op.category, reason, pattern)
     # In a backward pass an outer product is the gradient of a product, and runs as the others do.
     is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
