@@ -8,7 +8,7 @@ from jax import lax
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
-from tests.support.jaxprs import equations, products, text
+from tests.support.jaxprs import equations, operands_of, products, text
 from tests.support.small_programs import W, X
 
 
@@ -96,6 +96,21 @@ def test_keep_float32_survives(around):
     without = jax.make_jaxpr(jmp.autocast(lambda x, w: jnp.tanh((x @ w) * 2.0) @ w))(X, W)
     tanh = next(equation for equation in equations(without) if equation.primitive.name == "tanh")
     assert tanh.invars[0].aval.dtype == jnp.bfloat16
+
+
+def test_keep_float32_holds_for_a_table_of_constants():
+    """Rotary embeddings multiply half queries by a table that is computed from literals alone."""
+
+    def rotated(keep, x):
+        table = jnp.sin(jnp.arange(4.0)[:, None] * jnp.ones(8))
+        q, table = x @ W[:, :8], jmp.keep_float32(table) if keep else table
+        return (q * table + jnp.flip(q, -1) * table) @ W
+
+    for keep, dtype in ((False, "bfloat16"), (True, "float32")):
+        fun = jmp.autocast(lambda x: rotated(keep, x))
+        assert operands_of("add", fun, X) == [dtype]
+        grad = jax.grad(lambda x: jnp.sum(fun(x)))
+        assert set(products(grad, X)) == {("bfloat16", "bfloat16")}
 
 
 def test_keep_float32_holds_under_grad():

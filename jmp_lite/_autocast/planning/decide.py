@@ -15,13 +15,13 @@ from .demand import Wanted
 from .op import Context, Op
 from .plan import Decision, Inside, Move, Plan, Run, Skip, Take, conversion
 from .rules import Rules, fits
-from .ruling import Ruling
+from .ruling import KEPT, Ruling
 from .states import FLOAT32, HALF, OTHER, Kind, State, broadcast, may_be_rounded, moved
 
 
 def in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:
     """Runs an operation in float32. A result that is computed from literals alone adapts to its readers."""
-    constant = all(state.constant for state in operands) and not op.equation.effects
+    constant = all(state.constant for state in operands) and not op.equation.effects and ruling.reason != KEPT
     state = State(Kind.ADAPTS, constant=True) if constant else FLOAT32
     changed = any(state.is_half for state in operands)
     results = _results(op, operands, state)

@@ -56,6 +56,8 @@ Estimates = dict[Var, Kind]
 
 DECIDES = "the predicate of a loop depends on it"
 """The reason for float32 of what decides whether a loop goes on."""
+KEPT = "keep_float32"
+"""The reason for float32 of a value that the user keeps, a constant too."""
 
 
 def rule_on(
@@ -96,7 +98,7 @@ def _ruling(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes)
     if op.is_cast:
         return _AS_TRACED
     if op.name == "name" and op.equation.params["name"] == KEEP_FLOAT32_NAME:
-        return Ruling(Category.DENY, "keep_float32")
+        return Ruling(Category.DENY, KEPT)
     if op.category is Category.DENY:
         return Ruling(op.category, f"{op.name} is on the deny list")
     if op.category is Category.AS_TRACED:
@@ -173,7 +175,7 @@ def _estimate(op: Op, ruling: Ruling, operands: list[Kind], index: int) -> Kind:
     out = op.equation.outvars[index]
     if ruling.category is Category.CALL:
         return _estimate_of_call(op, index)
-    if not op.equation.effects and all(kind == Kind.LITERAL for kind in operands):
+    if not op.equation.effects and ruling.reason != KEPT and all(kind == Kind.LITERAL for kind in operands):
         return Kind.LITERAL
     if not is_float32(out):
         return Kind.ADAPTS
