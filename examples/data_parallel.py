@@ -34,7 +34,7 @@ from models.workload import Workload
 from tqdm import tqdm
 
 import jmp_lite as jmp
-from jmp_lite.diagnostics import Program, mesh_for, read_program
+from jmp_lite.programs import Program, mesh_for, read_program
 
 POLICY = jmp.get_policy("params=float32,compute=float16,output=float32")
 # The scale doubles every 20 steps because these runs are short. Leave 2000 for thousands of steps.

@@ -12,7 +12,7 @@ Policies: `Policy`, `Rule`, `get_policy`, `half_dtype`, `cast_to_half`, `cast_to
 Trees: `all_finite`, `select_tree`.
 
 Flax modules: `jmp_lite.linen.with_policy` and `jmp_lite.nnx.with_policy`, imported on their own.
-Compiled programs: `jmp_lite.diagnostics.read_program`.
+Compiled programs: `jmp_lite.programs.read_program`.
 """
 
 from ._autocast.api import autocast as autocast

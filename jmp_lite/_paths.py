@@ -8,6 +8,7 @@ module.
 import difflib
 import fnmatch
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -154,3 +155,19 @@ def _match(pattern: tuple[str, ...], keys: tuple[str, ...]) -> bool:
     if pattern[0] == "**":
         return any(_match(pattern[1:], keys[skip:]) for skip in range(len(keys) + 1))
     return bool(keys) and fnmatch.fnmatchcase(keys[0], pattern[0]) and _match(pattern[1:], keys[1:])
+
+
+def plain_scope(name_stack: str) -> str:
+    """Returns a name stack of JAX without the transforms around its names.
+
+    Examples:
+        >>> plain_scope("transpose(jvp(decoder))/head"), plain_scope("jvp()")
+        ('decoder/head', '')
+    """
+    scopes = re.sub(r"\w+\(|\)", "", name_stack) if "(" in name_stack else name_stack
+    return "/".join(name for name in scopes.split("/") if name)
+
+
+def visible_scope(scope: str) -> str:
+    """Returns a scope without the names that only autocast reads."""
+    return "/".join(name for name in scope.split("/") if not name.startswith("jmp_lite."))

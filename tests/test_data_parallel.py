@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_lite as jmp
 from benchmarks.compiled.step import moved
 from examples.models import data, gpt2
-from jmp_lite.diagnostics import mesh_for, read_program
+from jmp_lite.programs import mesh_for, read_program
 from tests.support.scripts import load_script
 
 pytestmark = pytest.mark.slow

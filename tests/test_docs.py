@@ -100,6 +100,7 @@ def test_the_readme_teaches_in_two_minutes():
         ("nnx", "jmp_lite.nnx"),
         ("testing", "jmp_lite.testing"),
         ("diagnostics", "jmp_lite.diagnostics"),
+        ("programs", "jmp_lite.programs"),
     ],
 )
 def test_the_api_pages_have_every_public_name_once(page, module):
@@ -109,14 +110,14 @@ def test_the_api_pages_have_every_public_name_once(page, module):
     assert all(hasattr(found, name) for name in listed)
     if module == "jmp_lite":
         assert set(listed) == set(jmp_lite.__all__)
-    elif module == "jmp_lite.diagnostics":
+    elif module in ("jmp_lite.diagnostics", "jmp_lite.programs"):
         public = {
             name for name, value in vars(found).items() if name[0] != "_" and not inspect.ismodule(value)
         }
         assert set(listed) == public
 
 
-@pytest.mark.parametrize("page", ["index", "linen", "nnx", "diagnostics", "testing"])
+@pytest.mark.parametrize("page", ["index", "linen", "nnx", "diagnostics", "programs", "testing"])
 def test_the_docstring_of_every_public_name_names_its_guide(page):
     listed = re.findall(r"^::: (.*)\.(\w+)$", (ROOT / f"docs/api/{page}.md").read_text(), re.MULTILINE)
     assert listed

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite.diagnostics import compile_for, read_program
+from jmp_lite.programs import compile_for, read_program
 from tests.support.jaxprs import equations
 from tests.support.scripts import load_script
 

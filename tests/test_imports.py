@@ -47,12 +47,12 @@ ROOMS = {
         *("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
     ),
     "diagnostics._precision": ("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values"),
-    "diagnostics._program": ("_text", "_jaxpr"),
+    "programs": ("_paths", "_text"),
     "diagnostics": (
         *("_dtypes", "_text", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
-        *("diagnostics._ranges", "diagnostics._precision", "diagnostics._program"),
+        *("diagnostics._ranges", "diagnostics._precision", "programs"),
     ),
-    "testing": ("_dtypes", "_paths", "_text", "_scaling", "_autocast.report", "diagnostics._program"),
+    "testing": ("_dtypes", "_paths", "_text", "_scaling", "_autocast.report", "programs"),
 }
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
@@ -72,7 +72,7 @@ FILES = {
     "diagnostics._nonfinite": "extremes flow case advice report rules find",
     "diagnostics._ranges": "magnitudes float8 scales picture report profile updates",
     "diagnostics._precision": "modules flags fewest report compare",
-    "diagnostics._program": "hlo traffic products program read gpus compile roofline",
+    "programs": "_hlo _traffic _products _program _read _gpus _compile _roofline",
     "diagnostics": "_findings _doctor",
     "testing": "_products _skips",
 }

@@ -342,7 +342,7 @@ def test_the_products_on_tensor_cores_are_counted_by_their_flops():
 
 
 def test_a_program_for_a_cpu_is_an_error_and_one_without_products_fails():
-    with pytest.raises(ValueError, match=r"Got one for cpu. jmp_lite.diagnostics.compile_for\('h100'"):
+    with pytest.raises(ValueError, match=r"Got one for cpu. jmp_lite.programs.compile_for\('h100'"):
         assert_tensor_cores(compiled(lambda x: x @ x, x.T @ x))
     empty = dataclasses.replace(h100("products"), products=())
     with pytest.raises(AssertionError, match="the program has no products"):

@@ -8,13 +8,13 @@ import jax
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite import diagnostics
+from jmp_lite import diagnostics, programs
 from jmp_lite._text import Shown, aligned
 
 REPORTS = [
     jmp.Report,
     *(diagnostics.Diagnosis, diagnostics.NonfiniteReport, diagnostics.PrecisionReport),
-    *(diagnostics.RangeReport, diagnostics.Program, diagnostics.Roofline),
+    *(diagnostics.RangeReport, programs.Program, programs.Roofline),
 ]
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import jmp_lite as jmp
 from benchmarks.arms.loss_scalers import SCALE, SCALERS
 from examples.models.workload import Workload
-from jmp_lite.diagnostics import Program, read_program
 from jmp_lite.linen import with_policy
+from jmp_lite.programs import Program, read_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Precision:
     """The precision of an arm.
 
     Attributes:
-        arithmetic: the dtype that products must multiply, in the words of `jmp_lite.diagnostics.Product`.
+        arithmetic: the dtype that products must multiply, in the words of `jmp_lite.programs.Product`.
         casts: what casts: `none`, `policy` or `autocast`.
         scaler: one of `SCALERS`.
         cudnn: whether attention is that of cuDNN, and not that of XLA.

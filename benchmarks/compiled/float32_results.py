@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 import jmp_lite as jmp
-from jmp_lite.diagnostics import Program, compile_for, read_program
+from jmp_lite.programs import Program, compile_for, read_program
 
 TOKENS, CHANNELS, WORDS = 8192, 1024, 32768
 ARMS = {

@@ -28,8 +28,8 @@ import jmp_lite as jmp
 from benchmarks.device import versions
 from examples.models.attention import attention
 from examples.models.gpt2 import Block
-from jmp_lite.diagnostics import compile_for, mesh_for, read_program
-from jmp_lite.diagnostics._program.roofline import DEVICES
+from jmp_lite.programs import compile_for, mesh_for, read_program
+from jmp_lite.programs._roofline import DEVICES
 
 TOKENS, LENGTH = 8192, 2048
 FP8_TIMES_BFLOAT16 = 2.0  # The ratio of their peaks on an H100: 1,978.9 and 989.4 TFLOPS.

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from benchmarks.device import HAS_GPU
-from jmp_lite.diagnostics import compile_for, mesh_for
+from jmp_lite.programs import compile_for, mesh_for
 
 if not HAS_GPU:
     # With the plugin installed, JAX looks for a driver and fails without one.

@@ -22,7 +22,7 @@ from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.compiled.predict import PRETENDED
 from benchmarks.device import HAS_GPU, device_name, versions
 from examples.models import FAMILIES
-from jmp_lite.diagnostics import read_program
+from jmp_lite.programs import read_program
 
 ARMS = ("float32", "bfloat16", "float16", "float16 autocast")
 H100_BYTES = 84_942_979_072  # As in `benchmarks.compiled.h100.H100`.

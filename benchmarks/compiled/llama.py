@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jmp_lite as jmp
 from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
 from benchmarks.compiled.step import moved
-from jmp_lite.diagnostics import Program, read_program
 from jmp_lite.linen import with_policy
+from jmp_lite.programs import Program, read_program
 
 MESHES = {
     "FSDP 8": {"data": 8, "model": 1},

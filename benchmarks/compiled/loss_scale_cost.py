@@ -5,7 +5,7 @@
 
 Each case is a training step with donated state: the optimizer alone, fed with scaled gradients, or a whole
 GPT step in float16. `plain` has no loss scale. Nothing is run: the figures are those of the compiled program,
-from `jmp_lite.diagnostics.read_program`.
+from `jmp_lite.programs.read_program`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.arms.loss_scalers import SCALE, SCALERS, Scaler, step_of, with_g
 from benchmarks.compiled.gpt import gpt, gpt_loss
 from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.device import versions
-from jmp_lite.diagnostics import read_program
+from jmp_lite.programs import read_program
 
 
 @dataclasses.dataclass(frozen=True)

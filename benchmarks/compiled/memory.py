@@ -24,8 +24,8 @@ from benchmarks.compiled.gpt import gpt
 from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.device import versions
 from examples.models.gpt2 import loss
-from jmp_lite.diagnostics import Program, read_program
 from jmp_lite.linen import with_policy
+from jmp_lite.programs import Program, read_program
 
 
 def sixteen_layers() -> Any:

@@ -85,8 +85,9 @@ WIDTH, HEIGHT = 0.17, 0.42  # Of the box of a room.
 FLOORS = (
     ("testing/",),
     ("linen.py", "nnx.py", "diagnostics/"),
-    ("_cast_params.py", "_flax/", "_autocast/", "_scaling/"),
-    ("_policy.py", "_jaxpr/", "_memory/"),
+    ("_cast_params.py", "_flax/", "_autocast/", "programs/"),
+    ("_policy.py", "_scaling/", "_float8/"),
+    ("_memory/", "_jaxpr/"),
     ("_tree.py",),
     ("_dtypes.py", "_paths.py", "_text.py"),
 )
@@ -97,7 +98,7 @@ def draw_rooms(path: pathlib.Path) -> None:
 
     An arrow to a room to which other arrows lead as well is left out.
     """
-    figure = Figure(figsize=(8, 6.4))
+    figure = Figure(figsize=(8, 7))
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
     centres = {
         room: ((index + 1) / (len(floor) + 1), len(FLOORS) - level)

@@ -19,7 +19,7 @@ from benchmarks.arms.jax_arms import JaxArm, arms_of, check_program, facts
 from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.device import HAS_GPU, device_name, versions
 from examples.models import FAMILIES
-from jmp_lite.diagnostics import read_program
+from jmp_lite.programs import read_program
 
 PRETENDED = "h100-pretended"  # The folder of the results for a pretended H100.
 WANTED = ("float32", "TF32", "bfloat16", "float16", "float16 autocast")

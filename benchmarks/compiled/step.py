@@ -24,7 +24,7 @@ import jmp_lite as jmp
 from benchmarks.compiled.gpt import CASTS, Loss, gpt, gpt_loss
 from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
 from examples.models.gpt2 import GPT2
-from jmp_lite.diagnostics import Program, read_program
+from jmp_lite.programs import Program, read_program
 
 
 def fully_sharded(x: jax.ShapeDtypeStruct, devices: int) -> PartitionSpec:

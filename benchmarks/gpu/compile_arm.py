@@ -16,7 +16,7 @@ from benchmarks.arms.worker import make_arm
 from benchmarks.device import HAS_GPU, versions
 from benchmarks.gpu.files import write_atomically
 from examples.models import FAMILIES
-from jmp_lite.diagnostics import Program, read_program, roofline
+from jmp_lite.programs import Program, read_program, roofline
 
 
 def targets(program: Program) -> dict[str, int]:

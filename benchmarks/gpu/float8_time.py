@@ -28,7 +28,7 @@ from benchmarks.compiled.float8 import ARMS, TOKENS, block, block_model
 from benchmarks.device import HAS_GPU, clocks, device_name, versions
 from benchmarks.gpu.files import write_atomically
 from examples.models.attention import attention
-from jmp_lite.diagnostics import read_program
+from jmp_lite.programs import read_program
 
 LEAST, AT_WIDTH = 1.15, 4096  # The rule that decides about float8.
 ALL_PRODUCTS = {"**": "float8"}  # Small ones too: autocast leaves them in bfloat16 by itself.

@@ -15,7 +15,7 @@ from benchmarks.gpu.compile_arm import arm_parser
 from benchmarks.gpu.files import write_atomically
 from benchmarks.gpu.profiles import read_profile, seconds_by_module, table
 from examples.models import FAMILIES
-from jmp_lite.diagnostics import Program, read_program, roofline
+from jmp_lite.programs import Program, read_program, roofline
 
 RUNS = 3
 

@@ -7,8 +7,8 @@ from typing import Any
 from jax.profiler import ProfileData
 
 from jmp_lite._text import aligned
-from jmp_lite.diagnostics import Program, Roofline
-from jmp_lite.diagnostics._program.roofline import module_of
+from jmp_lite.programs import Program, Roofline
+from jmp_lite.programs._roofline import module_of
 
 
 def read_profile(folder: str | pathlib.Path, runs: int = 1) -> dict[str, float]:

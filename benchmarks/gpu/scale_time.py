@@ -24,7 +24,7 @@ from benchmarks.arms.loss_scalers import SCALE, SCALERS, step_of, with_gradients
 from benchmarks.compiled.loss_scale_cost import many_leaves
 from benchmarks.device import clocks, device_name, versions
 from benchmarks.gpu.files import write_atomically
-from jmp_lite.diagnostics import read_program
+from jmp_lite.programs import read_program
 
 
 class Arm:

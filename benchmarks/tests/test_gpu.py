@@ -15,7 +15,7 @@ from benchmarks.compiled.gpt import gpt, gpt_loss
 from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.device import HAS_GPU
 from examples.models import FAMILIES
-from jmp_lite.diagnostics import read_program
+from jmp_lite.programs import read_program
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")]
 

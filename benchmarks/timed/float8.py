@@ -30,8 +30,8 @@ import optax
 import jmp_lite as jmp
 from benchmarks.device import device_name, versions
 from examples.models import data, gpt2
-from jmp_lite._jaxpr.bind import bind
 from jmp_lite._float8.quantize import BACKWARD, FORWARD
+from jmp_lite._jaxpr.bind import bind
 from jmp_lite._jaxpr.read import Array, Equation, Jaxpr, constants
 from jmp_lite._jaxpr.replay import literal, replay
 

@@ -30,7 +30,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive, jaxprs_in_params
 
-from .._paths import join
+from .._paths import join, plain_scope
 
 # JAX's own classes differ between versions (a Jaxpr is a ClosedJaxpr since JAX 0.11), and their annotations
 # do not know the shape and dtype of a variable. So the aliases say what a value is, and a type checker sees
@@ -186,23 +186,6 @@ def _scope_of_stack(name_stack: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def _is_in_stack(name: str, name_stack: Any) -> bool:
     return name in str(name_stack)
-
-
-def plain_scope(name_stack: str) -> str:
-    """Returns a name stack without the transforms around its names.
-
-    Examples:
-        >>> plain_scope("transpose(jvp(decoder))/head"), plain_scope("jvp()")
-        ('decoder/head', '')
-    """
-    scopes = re.sub(r"\w+\(|\)", "", name_stack) if "(" in name_stack else name_stack
-    return "/".join(name for name in scopes.split("/") if name)
-
-
-def visible_scope(scope: str) -> str:
-    """Returns a scope without the names that only autocast reads."""
-    ours = (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE)
-    return "/".join(name for name in scope.split("/") if name not in ours)
 
 
 @contextlib.contextmanager

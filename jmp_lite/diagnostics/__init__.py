@@ -1,4 +1,4 @@
-"""Diagnosis of a training step: its values, and its compiled program. This file lists the public names.
+"""Diagnosis of a training step. This file lists the public names.
 
 The rooms, in the reading order:
 
@@ -6,9 +6,8 @@ The rooms, in the reading order:
 - `_nonfinite`: `find_nonfinite` finds the operation at which a value becomes inf or NaN.
 - `_ranges`: `profile_ranges` counts the values that half precision loses, and suggests a loss scale.
 - `_precision`: `compare_precision` finds the modules that cost accuracy.
-- `_program`: `read_program` reads a compiled program, `roofline` estimates its time.
 - `_findings.py`: the faults of all reports, in one form.
-- `_doctor.py`: `doctor` runs all of them.
+- `_doctor.py`: `doctor` runs all of them, and reads the compiled program with `jmp_lite.programs`.
 """
 
 from ._doctor import Diagnosis as Diagnosis
@@ -21,16 +20,6 @@ from ._precision.compare import compare_precision as compare_precision
 from ._precision.report import Difference as Difference
 from ._precision.report import ModuleDifference as ModuleDifference
 from ._precision.report import PrecisionReport as PrecisionReport
-from ._program.compile import compile_for as compile_for
-from ._program.compile import mesh_for as mesh_for
-from ._program.products import Product as Product
-from ._program.program import Collective as Collective
-from ._program.program import Launch as Launch
-from ._program.program import Program as Program
-from ._program.read import read_program as read_program
-from ._program.roofline import ModuleTime as ModuleTime
-from ._program.roofline import Roofline as Roofline
-from ._program.roofline import roofline as roofline
 from ._ranges.float8 import Float8Range as Float8Range
 from ._ranges.magnitudes import Fates as Fates
 from ._ranges.magnitudes import Magnitudes as Magnitudes

@@ -14,6 +14,10 @@ from .._autocast.api import autocast, given_rules, settings_of
 from .._autocast.report.explain import Report, explain
 from .._dtypes import DTypeLike
 from .._text import Shown
+from ..programs._compile import compile_for
+from ..programs._program import Program
+from ..programs._read import read_program
+from ..programs._roofline import Roofline, roofline
 from ._findings import (
     Finding,
     of_operations,
@@ -28,10 +32,6 @@ from ._nonfinite.find import find_nonfinite
 from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import compare_briefly
 from ._precision.report import PrecisionReport
-from ._program.compile import compile_for
-from ._program.program import Program
-from ._program.read import read_program
-from ._program.roofline import Roofline, roofline
 from ._ranges.profile import profile_ranges
 from ._ranges.report import RangeReport
 from ._values.trace import Call, Transform, only_by_name, scale_of, trace

@@ -10,9 +10,9 @@ import numpy as np
 from .._autocast.report.explain import Report
 from .._autocast.report.operations import Operation
 from .._text import dynamic_scale, power
+from ..programs._roofline import Roofline
 from ._nonfinite.report import NonfiniteReport
 from ._precision.report import PrecisionReport
-from ._program.roofline import Roofline
 from ._ranges.report import RangeReport, keep
 from ._ranges.scales import TOLERANCE
 from ._ranges.updates import run_step, updates_of, zero_gradients

@@ -7,8 +7,8 @@ from .._autocast.report.explain import explain
 from .._autocast.report.operations import Operation
 from .._dtypes import DTypeLike, parse_dtype
 from .._paths import matches
-from ..diagnostics._program.program import Program
-from ..diagnostics._program.read import read_program
+from ..programs._program import Program
+from ..programs._read import read_program
 
 
 def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -> Callable[..., None]:
@@ -105,7 +105,7 @@ def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
 
     Args:
         compiled: a compiled step, `jax.jit(step).lower(...).compile()` on an NVIDIA GPU, or
-            `diagnostics.compile_for("h100", step, ...)` anywhere; or its `Program`.
+            `programs.compile_for("h100", step, ...)` anywhere; or its `Program`.
         share: the smallest share of the FLOPs of all products, from 0 to 1.
 
     Raises:
@@ -128,7 +128,7 @@ def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
     if "cpu" in program.device.lower() or "tpu" in program.device.lower():
         raise ValueError(
             f"assert_tensor_cores takes a program for an NVIDIA GPU. Got one for {program.device}. "
-            "jmp_lite.diagnostics.compile_for('h100', step, *args) compiles one on any machine."
+            "jmp_lite.programs.compile_for('h100', step, *args) compiles one on any machine."
         )
     if not program.products:
         raise failure("assert_tensor_cores", "the program has no products")

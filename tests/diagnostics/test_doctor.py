@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite.diagnostics import _doctor, _findings, doctor, read_program
+from jmp_lite.diagnostics import _doctor, _findings, doctor
+from jmp_lite.programs import read_program
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 

@@ -6,11 +6,11 @@ import types
 import jax
 import jax.numpy as jnp
 
-from jmp_lite.diagnostics import read_program
-from jmp_lite.diagnostics._program.read import _read
+from jmp_lite.programs import read_program
+from jmp_lite.programs._read import _read
 
 H100 = types.SimpleNamespace(platform="cuda", device_kind="NVIDIA H100 80GB HBM3")
-PROGRAMS = pathlib.Path(__file__).parent.parent / "diagnostics" / "program" / "programs"
+PROGRAMS = pathlib.Path(__file__).parent.parent / "programs" / "texts"
 VERSIONS = ["0.10.2", "0.12.0.1"]
 x = jax.ShapeDtypeStruct
 f16, bf16, f32 = jnp.float16, jnp.bfloat16, jnp.float32

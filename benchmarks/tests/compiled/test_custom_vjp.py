@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jmp_lite as jmp
-from jmp_lite.diagnostics import compile_for, read_program
+from jmp_lite.programs import compile_for, read_program
 
 WIDTH, HEADS, LENGTH, BATCH, LAYERS = 256, 4, 1024, 4, 2
 

@@ -6,7 +6,7 @@ import pytest
 
 import jmp_lite as jmp
 from benchmarks.compiled import float8
-from jmp_lite.diagnostics import compile_for, mesh_for, read_program
+from jmp_lite.programs import compile_for, mesh_for, read_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:autocast.*'float8'")]
 

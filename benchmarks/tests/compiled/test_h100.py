@@ -34,7 +34,7 @@ from benchmarks.device import HAS_GPU
 from examples.models import bert, gpt2, seq2seq
 from examples.models.resnet import ResNet
 from examples.models.seq2seq import LSTM
-from jmp_lite.diagnostics import compile_for, read_program
+from jmp_lite.programs import compile_for, read_program
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="on a GPU the program is another one")
 

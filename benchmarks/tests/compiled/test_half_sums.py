@@ -11,7 +11,7 @@ from benchmarks.compiled import predict
 from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.compiled.pages import RESULTS
 from examples.models import FAMILIES
-from jmp_lite.diagnostics import read_program
+from jmp_lite.programs import read_program
 
 
 @pytest.mark.cases(slow=1)

@@ -23,7 +23,7 @@ from benchmarks.compiled.memory import facts, optimizer_program
 from benchmarks.compiled.pages import RESULTS
 from benchmarks.device import HAS_GPU
 from jmp_lite._memory.rounding import round_to
-from jmp_lite.diagnostics import read_program
+from jmp_lite.programs import read_program
 
 on_h100 = pytest.mark.skipif(HAS_GPU, reason="on a GPU the program is another one")
 

@@ -10,8 +10,8 @@ if importlib.util.find_spec("jax_cuda13_plugin") is None:
     pytest.skip('needs pip install -e ".[h100]"', allow_module_level=True)
 
 from benchmarks.device import HAS_GPU
-from jmp_lite.diagnostics import compile_for, mesh_for, read_program, roofline
-from jmp_lite.diagnostics._program.gpus import DESCRIPTIONS, DEVICES
+from jmp_lite.programs import compile_for, mesh_for, read_program, roofline
+from jmp_lite.programs._gpus import DESCRIPTIONS, DEVICES
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="compile_for is for a machine without a GPU")
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from benchmarks.gpu.profiles import read_profile, seconds_by_module, table
-from jmp_lite.diagnostics import read_program, roofline
+from jmp_lite.programs import read_program, roofline
 from tests.support.compiled_programs import ROWS, TWO_WEIGHTS, two_modules
 
 

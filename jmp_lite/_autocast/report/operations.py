@@ -22,9 +22,8 @@ from ..._jaxpr.read import (
     is_literal,
     open_jaxpr,
     source_line,
-    visible_scope,
 )
-from ..._paths import join
+from ..._paths import join, visible_scope
 from ..planning.plan import Decision, Plan, Run
 from ..planning.states import State
 from .advice import advise_shapes

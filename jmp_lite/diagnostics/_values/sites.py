@@ -20,8 +20,8 @@ from ..._jaxpr.read import (
     is_transposed,
     scope_of,
     source_line,
-    visible_scope,
 )
+from ..._paths import visible_scope
 
 Path = tuple[int, ...]
 """The place of a site: two numbers for each equation around it and for its own. Paths sort as the program."""

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Iterator
 
-from ..._text import Shown
-from .hlo import HloArray
-from .products import Product
+from .._text import Shown
+from ._hlo import HloArray
+from ._products import Product
 
 _WIDE = ("tf32", "tf32_x3", "f32", "f64", "c64", "c128")
 

@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from jmp_lite.diagnostics import read_program
-from jmp_lite.diagnostics._program.read import _read
+from jmp_lite.programs import read_program
+from jmp_lite.programs._read import _read
 from tests.support.compiled_programs import H100, LT, PROGRAMS, VERSIONS, entry, f32, h100, program, x
 
 

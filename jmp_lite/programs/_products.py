@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .hlo import Computation, HloArray, HloModule, Instruction
+from ._hlo import Computation, HloArray, HloModule, Instruction
 
 _HALF = {"f16", "bf16"}
 _EIGHT_BIT = {"s8", "u8"}

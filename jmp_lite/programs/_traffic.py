@@ -1,6 +1,6 @@
 """How many bytes a kernel reads and writes."""
 
-from .hlo import Computation, HloArray, HloModule, Instruction
+from ._hlo import Computation, HloArray, HloModule, Instruction
 
 # These change the shape of a buffer, and read and write nothing.
 _SAME_BYTES = ("bitcast", "reshape")

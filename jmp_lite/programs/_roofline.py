@@ -10,10 +10,10 @@ of NVIDIA's Training With Mixed Precision.
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from ..._jaxpr.read import plain_scope, visible_scope
-from ..._text import Shown
-from .gpus import DEVICES, PRECISIONS, Device
-from .program import Launch, Program
+from .._paths import plain_scope, visible_scope
+from .._text import Shown
+from ._gpus import DEVICES, PRECISIONS, Device
+from ._program import Launch, Program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jmp_lite.diagnostics import Launch, Program, read_program, roofline
-from jmp_lite.diagnostics._program.gpus import DEVICES, PRECISIONS
-from jmp_lite.diagnostics._program.roofline import module_of
+from jmp_lite.programs import Launch, Program, read_program, roofline
+from jmp_lite.programs._gpus import DEVICES, PRECISIONS
+from jmp_lite.programs._roofline import module_of
 from tests.support.compiled_programs import ROWS, TWO_WEIGHTS, two_modules
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .gpus import DESCRIPTIONS
+from ._gpus import DESCRIPTIONS
 
 
 def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:

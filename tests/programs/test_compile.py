@@ -8,7 +8,7 @@ import importlib.util
 import jax.numpy as jnp
 import pytest
 
-from jmp_lite.diagnostics import compile_for, mesh_for
+from jmp_lite.programs import compile_for, mesh_for
 
 HAS_PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") is not None
 

@@ -8,9 +8,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jmp_lite.diagnostics import read_program
-from jmp_lite.diagnostics._program.hlo import HloArray, parse
-from jmp_lite.diagnostics._program.read import _read
+from jmp_lite.programs import read_program
+from jmp_lite.programs._hlo import HloArray, parse
+from jmp_lite.programs._read import _read
 from tests.support.compiled_programs import H100, PROGRAMS, VERSIONS, compiled, f32, h100, program, x
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from .hlo import Computation, HloModule, Instruction, parse
-from .products import operation_of, products_of
-from .program import Collective, Launch, Program
-from .traffic import bytes_of
+from ._hlo import Computation, HloModule, Instruction, parse
+from ._products import operation_of, products_of
+from ._program import Collective, Launch, Program
+from ._traffic import bytes_of
 
 # Instructions that name a buffer or a part of one, or only wait: XLA starts no kernel for them.
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"}

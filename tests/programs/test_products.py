@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_lite.diagnostics._program.hlo import HloArray
-from jmp_lite.diagnostics._program.read import _read
+from jmp_lite.programs._hlo import HloArray
+from jmp_lite.programs._read import _read
 from tests.support.compiled_programs import LT, PROGRAMS, VERSIONS, entry, f32, h100, program, row, x
 
 ONE = 2 * 64 * 128 * 64  # A product of 64x128 with 128x64.
