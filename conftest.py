@@ -43,10 +43,10 @@ def names_of_doctests(request: pytest.FixtureRequest) -> None:
         import optax
 
         import jmp_lite
-        from jmp_lite import diagnostics, testing
+        from jmp_lite import diagnostics, programs, testing
 
         namespace = request.getfixturevalue("doctest_namespace")
-        for module in (diagnostics, testing):
+        for module in (diagnostics, programs, testing):
             namespace.update((name, value) for name, value in vars(module).items() if name[0] != "_")
         namespace.update(jax=jax, jnp=jnp, optax=optax, jmp=jmp_lite, jmp_lite=jmp_lite)
 

@@ -30,11 +30,11 @@ from ._findings import (
 )
 from ._nonfinite.find import find_nonfinite
 from ._nonfinite.report import NonfiniteReport
-from ._precision.compare import compare_briefly
+from ._precision.compare import compare_for_doctor
 from ._precision.report import PrecisionReport
 from ._ranges.profile import profile_ranges
 from ._ranges.report import RangeReport
-from ._values.trace import Call, Transform, only_by_name, scale_of, trace
+from ._values.trace import Call, Transform, scale_of, trace
 
 P = ParamSpec("P")
 
@@ -89,14 +89,13 @@ class Diagnosis(Shown):
 def doctor(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
-    *positional: Any,
+    *,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Transform | None = jax.value_and_grad,
     program: Program | None = None,
     device: str | None = "h100",
-    depth: int = 1,
     tolerance: float | None = None,
 ) -> Callable[P, Diagnosis]:
     """Returns a function that runs all diagnostics on a loss function. `print` its result for one page.
@@ -116,14 +115,12 @@ def doctor(
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `transform=None` a train
             step. It is not changed.
         dtype: as in `profile_ranges`.
-        positional: empty. What follows is given by its name.
         loss_scale: as in `profile_ranges`.
         argnums: as in `jmp_lite.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
         transform: as in `jmp_lite.value_and_grad`; None for a step.
         program: the result of `read_program` for your compiled step.
         device: as in `roofline`; None for no estimate.
-        depth: as in `compare_precision`.
         tolerance: the error that is no fault, as in `compare_precision`; by default 0.1. Within it, counts of
             small gradients are no fault either.
 
@@ -150,7 +147,6 @@ def doctor(
             f"doctor: program should be what read_program returns. Got {type(program).__name__}; write "
             "program=read_program(jax.jit(step).lower(*args).compile())."
         )
-    only_by_name("doctor", "loss_fn, dtype", positional)
     if transform is None:
         if dtype is not None or loss_scale is not None:
             raise ValueError(
@@ -173,7 +169,7 @@ def doctor(
         skipped: dict[str, str] = {}
         ranges = None
         call = Call(running, **how)
-        precision = compare_briefly(call, loss_scale, depth, tolerance, args, kwargs)
+        precision = compare_for_doctor(call, loss_scale, tolerance, args, kwargs)
         if precision is None:
             skipped["profile_ranges, compare_precision"] = "The loss or its gradients are not finite."
         elif own and not nonfinite.is_finite:

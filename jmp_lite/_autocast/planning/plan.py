@@ -218,9 +218,8 @@ class Decision:
 
     @property
     def in_float8(self) -> bool:
-        """Whether the operation, or one inside it, is a product in fp8."""
-        is_product = isinstance(self.action, Run) and self.action.float8 is not None
-        return is_product or any(plan.float8 for plan in self.inner)
+        """Whether the operation itself is a product in fp8."""
+        return isinstance(self.action, Run) and self.action.float8 is not None
 
     @property
     def gives_half(self) -> bool:

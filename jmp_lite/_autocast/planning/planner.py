@@ -138,7 +138,7 @@ class Planner:
             analysis.demand,
             pairs,
             changed=any(decision.changed for decision in decisions),
-            float8=any(decision.in_float8 for decision in decisions),
+            float8=any(each.in_float8 or any(plan.float8 for plan in each.inner) for each in decisions),
         )
 
     def _decide(

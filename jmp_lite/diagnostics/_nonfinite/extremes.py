@@ -8,11 +8,11 @@ import numpy as np
 from jax import lax
 
 from ..._jaxpr.read import Array
-from .._values.probe import EveryValue, TapValue, maxima
+from .._values.probe import Probe, TapValue, maxima
 from .._values.sites import Site
 
 
-class Extremes(EveryValue):
+class Extremes(Probe):
     """The probe: the smallest and the largest element of every floating value; NaN if there is one."""
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:

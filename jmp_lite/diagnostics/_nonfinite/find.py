@@ -13,7 +13,7 @@ import numpy as np
 from ..._jaxpr import arguments
 from ..._jaxpr.read import Array
 from .._values.sites import Site
-from .._values.trace import Call, Measured, Program, Tapped, Transform, only_by_name, scale_of, trace
+from .._values.trace import Call, Measured, Program, Tapped, Transform, scale_of, trace
 from .advice import advise
 from .case import Case
 from .extremes import Extremes
@@ -29,7 +29,7 @@ LOWEST = -24
 
 def find_nonfinite(
     fun: Callable[P, Any],
-    *positional: Any,
+    *,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
@@ -52,7 +52,6 @@ def find_nonfinite(
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`: plain, with a model under a
             policy, or from `jmp_lite.autocast`. With `transform=None` any function that returns a pytree. It
             is not changed.
-        positional: empty. What follows is given by its name.
         loss_scale: the scale of the step, such as `jmp.get_loss_scale(opt_state)`; a number; or None for 1.
         argnums: as in `jmp_lite.value_and_grad`; of a step, which arguments are the parameters.
         has_aux: whether `fun` returns `(loss, aux)`.
@@ -63,8 +62,8 @@ def find_nonfinite(
         array among the arguments is traced, as `jax.jit` does.
 
     Raises:
-        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale, or
-            is not given by its name; an argument is traced.
+        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale;
+            an argument is traced.
         ValueError: the scale is not above 0 and finite; a scale is given for a step.
 
     Source: Hugging Face's `DebugUnderflowOverflow`, TensorFlow's `enable_check_numerics`, JAX's `checkify`.
@@ -82,7 +81,6 @@ def find_nonfinite(
     """
     if not callable(fun):
         raise TypeError(f"find_nonfinite takes a loss function first. Got {fun!r}.")
-    only_by_name("find_nonfinite", "loss_fn", positional)
     scale = scale_of("find_nonfinite", loss_scale)
     call = Call(fun, argnums, has_aux, transform)
     if transform is None and loss_scale is not None:

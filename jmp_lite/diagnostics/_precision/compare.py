@@ -14,7 +14,7 @@ from ..._autocast.api import given_rules, settings_of
 from ..._dtypes import DTypeLike
 from ..._jaxpr.read import Array
 from ..._scaling.loss_scale import DynamicLossScale
-from .._values.trace import Call, only_by_name, scale_of
+from .._values.trace import Call, scale_of
 from .fewest import fewest
 from .flags import FlaggedProgram
 from .modules import Module, scopes_for
@@ -22,7 +22,6 @@ from .report import Difference, ModuleDifference, PrecisionReport
 
 P = ParamSpec("P")
 
-_MEASURES = ("gradients", "loss")
 FLOAT8_TOLERANCE = 0.25
 """The error of the gradients that fp8 may have: twice the `eps` of e4m3. That of a sound block is 0.12."""
 HARM = 0.1
@@ -32,14 +31,12 @@ HARM = 0.1
 def compare_precision(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
-    *positional: Any,
+    *,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-    depth: int = 1,
     tolerance: float | None = None,
-    measure: str = "gradients",
 ) -> Callable[P, PrecisionReport]:
     """Returns a function that measures the accuracy that each module costs in half, and finds remedies.
 
@@ -50,10 +47,11 @@ def compare_precision(
     some. A module is a scope with half values. If the scopes tell no modules apart (NNX, Equinox, plain
     functions), a module is the argument that holds the parameters. `rules=` of `autocast` selects both.
 
-    Then it searches the fewest modules to keep in float32. A module whose own error is above the tolerance is
+    Then it searches for few modules to keep in float32. A module whose own error is above the tolerance is
     among them. It adds the module with the next largest error until the error is small enough, and then
-    leaves out each module that is not needed. With up to 10 modules it tries all smaller sets too, 1,024
-    runs at most. With `tolerance=0` it measures each module, and nothing is left to search.
+    leaves out each module that is not needed. With `tolerance=0` it measures each module, and nothing is left
+    to search. The error is that of the gradients; where they are close and the loss is off by more than 0.1,
+    as that of a sum which stops growing, it is that of the loss.
 
     If no loss scale is given, and the error in float16 is above the tolerance, it tries `2**15`, the start
     of `DynamicLossScale`. If this scale more than halves the error, all runs in half use it. The report then
@@ -70,17 +68,13 @@ def compare_precision(
             in fp8, and the runs without it have it in bfloat16. For a function that `autocast` returned
             it is the dtype of that autocast, for any other float16 by default. A function with half
             products of its own keeps its dtypes.
-        positional: empty. What follows is given by its name.
         loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1, or `2**15` as
             above.
         argnums: as in `jmp_lite.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
         transform: as in `jmp_lite.value_and_grad`.
-        depth: how many names of a path make a module, after those that all paths with the same first name
-            share. An index, as in `blocks/0`, counts with the name before it.
         tolerance: the largest relative error that is allowed; by default 8 times the `eps` of the dtype, and
             0.25 for `float8`.
-        measure: which error the tolerance is for, `gradients` or `loss`.
 
     Returns:
         A function of the arguments of `fun` that returns a `PrecisionReport`. Call it outside `jit`.
@@ -89,8 +83,8 @@ def compare_precision(
         TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale; an
             argument is traced.
         ValueError: `dtype` is no half dtype, or is given for a function of autocast; the scale is not above 0
-            and finite; `depth`, `tolerance` or `measure` is out of range; a rule of the autocast selects
-            nothing; the loss or a gradient is not finite in float32.
+            and finite; `tolerance` is out of range; a rule of the autocast selects nothing; the loss or a
+            gradient is not finite in float32.
 
     Source: the float16 debugging of ONNX Runtime, and the accuracy-driven tuning of Intel's Neural
     Compressor; both are for inference.
@@ -105,8 +99,7 @@ def compare_precision(
     """
     if not callable(fun):
         raise TypeError(f"compare_precision takes a loss function first. Got {fun!r}.")
-    only_by_name("compare_precision", "loss_fn, dtype", positional)
-    _check(depth, tolerance, measure)
+    _check(tolerance)
     scale = scale_of("compare_precision", loss_scale)
     is_autocast = settings_of(fun) is not None
     fun, rules = given_rules("compare_precision", fun, dtype, jnp.float16)
@@ -116,7 +109,7 @@ def compare_precision(
 
     @functools.wraps(fun)
     def compare(*args: Any, **kwargs: Any) -> PrecisionReport:
-        runs = Runs(FlaggedProgram(call, rules, is_autocast, args, kwargs, depth), scale, loss_scale is None)
+        runs = Runs(FlaggedProgram(call, rules, is_autocast, args, kwargs), scale, loss_scale is None)
         if not runs.is_finite:
             names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
             raise ValueError(
@@ -124,20 +117,16 @@ def compare_precision(
                 "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
             )
         default = FLOAT8_TOLERANCE if rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
-        return report_of(runs, measure, default if tolerance is None else float(tolerance))
+        return report_of(runs, default if tolerance is None else float(tolerance), HARM)
 
     return compare
 
 
-def _check(depth: int, tolerance: float | None, measure: str) -> None:
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise ValueError(f"compare_precision: depth should be a whole number, 1 or more. Got {depth!r}.")
+def _check(tolerance: float | None) -> None:
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < math.inf):
         raise ValueError(
             f"compare_precision: tolerance should be a relative error, 0 or more, or None. Got {tolerance!r}."
         )
-    if measure not in _MEASURES:
-        raise ValueError(f"compare_precision: measure should be 'gradients' or 'loss'. Got {measure!r}.")
 
 
 class Runs:
@@ -241,22 +230,23 @@ def _error(difference: float, half: float, full: float) -> tuple[float, float]:
     return math.sqrt(difference / full), min(1.0, max(-1.0, cosine))
 
 
-def report_of(runs: Runs, measure: str, tolerance: float) -> PrecisionReport:
+def report_of(runs: Runs, tolerance: float, harm: float) -> PrecisionReport:
     """Returns the report; measures the modules only if the error of all together is above the tolerance.
-
-    Args:
-        runs: the runs of the program.
-        measure: which error is to be small.
-        tolerance: the error that is allowed.
+ The gradients of a wrong loss may be right, as those of a sum that stops growing. Such a loss is measured if
+    its error is above `harm`, since a loss that is a small difference of large numbers has a large relative
+    error.
     """
-    program = runs.program
-    unscaled = runs.try_scale(tolerance) if measure == "gradients" else None
+    program, half = runs.program, runs.keeping(())
+    is_loss = half.gradients <= tolerance and half.loss > max(tolerance, harm)
+    measure = "loss" if is_loss else "gradients"
+    tolerance = max(tolerance, harm) if is_loss else tolerance
+    unscaled = None if is_loss else runs.try_scale(tolerance)
     error = lambda modules: getattr(runs.keeping(modules), measure)
     is_close = error(()) <= tolerance
     own = {
         module: runs.keeping(set(program.modules) - {module}) for module in program.modules if not is_close
     }
-    other = "loss" if measure == "gradients" else "gradients"
+    other = "gradients" if is_loss else "loss"
     size = lambda module: (getattr(own[module], measure), getattr(own[module], other))
     order = sorted(own, key=size, reverse=True)
     kept = fewest(order, error, tolerance)
@@ -279,25 +269,16 @@ def report_of(runs: Runs, measure: str, tolerance: float) -> PrecisionReport:
     )
 
 
-def compare_briefly(
-    call: Call, loss_scale: Any, depth: int, tolerance: float | None, args: Any, kwargs: Any
+def compare_for_doctor(
+    call: Call, loss_scale: Any, tolerance: float | None, args: Any, kwargs: Any
 ) -> PrecisionReport | None:
-    """Returns the report for `doctor`, which calls larger errors harmless.
-
-    Returns:
-        The report; None if the loss or a gradient is not finite in float32 either.
-    """
-    _check(depth, tolerance, "gradients")
+    """Returns the report for `doctor`, which calls larger errors harmless. None if float32 is not finite."""
+    _check(tolerance)
     is_autocast = settings_of(call.fun) is not None
     fun, rules = given_rules("doctor", call.fun, None, jnp.float32)
-    program = FlaggedProgram(dataclasses.replace(call, fun=fun), rules, is_autocast, args, kwargs, depth)
+    program = FlaggedProgram(dataclasses.replace(call, fun=fun), rules, is_autocast, args, kwargs)
     runs = Runs(program, scale_of("doctor", loss_scale), loss_scale is None)
     if not runs.is_finite:
         return None
     harm = FLOAT8_TOLERANCE if rules.float8 else HARM
-    allowed, half = harm if tolerance is None else tolerance, runs.keeping(())
-    # The gradients of a wrong loss may be right, as those of a sum that stops growing. A loss that is a small
-    # difference of large numbers has a large relative error.
-    if half.gradients <= allowed and half.loss > max(allowed, harm):
-        return report_of(runs, "loss", max(allowed, harm))
-    return report_of(runs, "gradients", allowed)
+    return report_of(runs, harm if tolerance is None else tolerance, harm)

@@ -1,31 +1,25 @@
-"""The fewest modules to keep in float32: a search over sets of modules."""
+"""A search for few modules to keep in float32."""
 
 import bisect
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 M = TypeVar("M")
 
-EXACT = 10
-"""With so many modules at most, all sets that are smaller than a set that is enough are tried."""
-
 
 def fewest(
-    modules: Sequence[M], error: Callable[[Sequence[M]], float], tolerance: float, exact: int = EXACT
+    modules: Sequence[M], error: Callable[[Sequence[M]], float], tolerance: float
 ) -> tuple[M, ...] | None:
     """Returns a small set of modules which, kept in float32, brings an error to a tolerance or below.
 
     A module whose own error is above the tolerance is in each set. The others are added, the first of
     `modules` first, until the error is small enough. Then a module is left out again if the error stays
-    small enough. With up to `exact` modules all smaller sets are tried too, so that no smaller set does as
-    well. With more, no module of the set can be left out, but another set may be smaller.
+    small enough. So no module of the set can be left out, but another set may be smaller.
 
     Args:
         modules: the modules, that with the largest error of its own first.
         error: the error that is left if a set of modules stays in float32.
         tolerance: the error that is allowed.
-        exact: up to how many modules all sets are tried.
 
     Returns:
         The modules of the set, in the order of `modules`. None if all modules together are not enough.
@@ -45,13 +39,7 @@ def fewest(
     # With each further module the error falls, by and large.
     enough_with = lambda count: is_enough(in_order(others[:count]))
     count = bisect.bisect_left(range(len(others)), True, key=enough_with)
-    kept = _reduced(in_order(others[:count]), needed, is_enough)
-    if len(modules) > exact:
-        return kept
-    smaller = itertools.chain.from_iterable(
-        itertools.combinations(others, size) for size in range(len(kept) - len(needed))
-    )
-    return next(filter(is_enough, map(in_order, smaller)), kept)
+    return _reduced(in_order(others[:count]), needed, is_enough)
 
 
 def _without(modules: Sequence[M], module: M) -> tuple[M, ...]:

@@ -52,9 +52,7 @@ class FlaggedProgram:
         gradients: the path of each gradient.
     """
 
-    def __init__(
-        self, call: Call, rules: Rules, is_autocast: bool, args: Any, kwargs: Any, depth: int
-    ) -> None:
+    def __init__(self, call: Call, rules: Rules, is_autocast: bool, args: Any, kwargs: Any) -> None:
         """Traces and plans the function. A function with half products of its own runs as it is."""
         # By default a GPU runs float32 products in TF32, whose error is that of float16.
         with jax.default_matmul_precision("highest"):
@@ -66,7 +64,7 @@ class FlaggedProgram:
             self.rules = plain if has_products and not is_autocast else rules
             self.operations = _operations(traced, self.rules, check=True)
             self.wide = "bfloat16" if self.rules.float8 else "float32"
-            self.modules, marks = self._marks(traced, before, call.differentiated, depth)
+            self.modules, marks = self._marks(traced, before, call.differentiated)
             self._program = trace("compare_precision", self._marked(call, marks), args, kwargs)
         self.dtype = _half_dtype(self.rules, before)
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
@@ -87,7 +85,7 @@ class FlaggedProgram:
         return Reference(flags).run(self._program.jaxpr, arrays)[: 1 + len(self.gradients)]
 
     def _marks(
-        self, traced: Arguments, before: Sequence[Operation], parameters: Sequence[str], depth: int
+        self, traced: Arguments, before: Sequence[Operation], parameters: Sequence[str]
     ) -> tuple[tuple[Module, ...], list[Flags]]:
         """Returns the modules, and for each operation the numbers of the modules that it belongs to.
 
@@ -98,9 +96,9 @@ class FlaggedProgram:
         products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
         if self.rules.float8:
             products = [product for product in products if product.in_fp8]
-        cast = cast_modules(products, parameters, depth)
+        cast = cast_modules(products, parameters)
         own = [number for number, operation in enumerate(before) if gives_half(operation)]
-        own_parts, owners = own_modules([before[number] for number in own], parameters, depth)
+        own_parts, owners = own_modules([before[number] for number in own], parameters)
         # autocast and the program itself may bring values of one module to half.
         both = {module.name for module in cast} & {part.name for part in own_parts}
         own_parts = [

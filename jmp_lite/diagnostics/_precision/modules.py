@@ -41,21 +41,19 @@ def is_in_half(operation: Operation) -> bool:
     return gives_half(operation) or any(value.startswith(_HALVES) for value in operation.inputs)
 
 
-def cast_modules(products: Sequence[Operation], parameters: Sequence[str], depth: int) -> list[Module]:
+def cast_modules(products: Sequence[Operation], parameters: Sequence[str]) -> list[Module]:
     """Returns the modules of the products that autocast brings to half."""
-    names = dict.fromkeys(_modules(_paths(products, parameters), depth))
+    names = dict.fromkeys(_modules(_paths(products, parameters)))
     return [Module(name, f"/{glob.escape(name)}") for name in names if name]
 
 
-def own_modules(
-    operations: Sequence[Operation], parameters: Sequence[str], depth: int
-) -> tuple[list[Module], list[int]]:
+def own_modules(operations: Sequence[Operation], parameters: Sequence[str]) -> tuple[list[Module], list[int]]:
     """Returns the modules of the operations that the program itself has in half.
 
     Returns:
         The modules, and for each operation the index of its module.
     """
-    names = _modules(_paths(operations, parameters), depth)
+    names = _modules(_paths(operations, parameters))
     has_policy = any(operation.source.startswith(_PACKAGE) for operation in operations)
     members: dict[str, list[Operation]] = {name: [] for name in names}
     for name, operation in zip(names, operations):
@@ -124,11 +122,11 @@ def _paths(operations: Sequence[Operation], parameters: Sequence[str]) -> list[s
     return paths
 
 
-def _modules(operation_paths: Sequence[str], depth: int) -> list[str]:
+def _modules(operation_paths: Sequence[str]) -> list[str]:
     """Returns the module of each path: its first names."""
     paths = [path.split("/") for path in operation_paths]
     shared = {first: _shared([path for path in paths if path[0] == first]) for first, *_ in paths}
-    return ["/".join(path[: _end(path, shared[path[0]], depth)]) for path in paths]
+    return ["/".join(path[: _end(path, shared[path[0]])]) for path in paths]
 
 
 def _path(operation: Operation, parameters: Sequence[str]) -> str:
@@ -155,11 +153,7 @@ def _shared(paths: Sequence[list[str]]) -> int:
     return sum(itertools.takewhile(bool, same))
 
 
-def _end(path: list[str], shared: int, depth: int) -> int:
-    """Returns where a path is cut: after `depth` names, and the index after the last of them."""
-    count = 0
-    for position in range(shared, len(path)):
-        count += position == shared or not path[position].isdigit()
-        if count > depth:
-            return position
-    return len(path)
+def _end(path: list[str], shared: int) -> int:
+    """Returns where a path is cut: after the first name that is not shared, and an index behind it."""
+    following = range(shared + 1, len(path))
+    return next((position for position in following if not path[position].isdigit()), len(path))

@@ -4,7 +4,6 @@ import dataclasses
 
 from ..._autocast.planning.rules import FLOAT8
 from ..._text import Shown, aligned, power
-from .fewest import EXACT
 
 _NOISE = 1e-5  # What another order of float32 sums may change.
 
@@ -82,10 +81,10 @@ class PrecisionReport(Shown):
             other errors are then at `loss_scale`. Otherwise None.
         rest: the error with all of them in the kept dtype. In float32 it is 0, but for products that no rule
             selects. None if `modules` is empty.
-        measure: `gradients` or `loss`: which error is to be small.
+        measure: `gradients` or `loss`: which error is too large, or is to be small.
         tolerance: the largest error that is allowed.
-        kept: the fewest modules in float32 that bring the error to the tolerance or below. None if all
-            modules together are not enough.
+        kept: modules in float32, none of which can be left out, that bring the error to the tolerance or
+            below. None if all modules together are not enough.
         rules: those of them that autocast brings to half, to paste as `rules=` of `autocast`, with the rules
             that the function had before; None as in `kept`.
         remedies: for the others how to keep them in float32, in words.
@@ -118,11 +117,6 @@ class PrecisionReport(Shown):
     with_rules: Difference | None
 
     @property
-    def is_exact(self) -> bool:
-        """Whether no smaller set of modules does as well. If not, no module of `kept` can be left out."""
-        return len(self.names) <= EXACT
-
-    @property
     def is_close(self) -> bool:
         """Whether the error with everything in half is within the tolerance."""
         return getattr(self.half, self.measure) <= self.tolerance
@@ -153,10 +147,9 @@ class PrecisionReport(Shown):
                 f"No set of modules brings the error below the tolerance: with all of them in "
                 f"{self.kept_dtype} it is {self.rest}."
             )
-        least = "no smaller set of modules does" if self.is_exact else "none of these can be left out"
         how = [f"rules={self.rules}"] if self.rules else []
         how += [f"{name} ({remedy})" for name, remedy in self.remedies.items()]
-        keep = f"Keep these in {self.kept_dtype} ({least}): {'; '.join(how)}."
+        keep = f"Keep these in {self.kept_dtype} (none of them can be left out): {'; '.join(how)}."
         return f"{keep} Then the error is {self.with_rules}."
 
     def rows(self) -> list[tuple[str, ...]]:

@@ -14,7 +14,7 @@ import numpy as np
 from ..._autocast.planning.plan import Decision, Plan
 from ..._float8.quantize import BACKWARD, FORWARD, quantize
 from ..._jaxpr.read import Array, Equation
-from .._values.probe import Pooled, TapValue
+from .._values.probe import Probe, TapValue
 from .._values.sites import Kind, Site
 from .._values.trace import Program, Tapped
 
@@ -64,10 +64,10 @@ class Float8Range:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Flushes(Pooled):
+class _Flushes(Probe):
     """The probe: counts zeros, and for each fp8 dtype the values that become zero or subnormal."""
 
-    once = True
+    adds, operands, once = True, True, True
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """Those of products in fp8."""

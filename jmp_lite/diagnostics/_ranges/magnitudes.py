@@ -18,7 +18,7 @@ from jax import lax
 
 from ..._autocast.planning.plan import Decision, Run, Take
 from ..._jaxpr.read import Array, Equation
-from .._values.probe import Pooled, TapValue, maxima
+from .._values.probe import Probe, TapValue, maxima
 from .._values.sites import Kind, Site, is_floating
 
 LOWEST = -149
@@ -158,7 +158,7 @@ class Magnitudes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Histogram(Pooled):
+class Histogram(Probe):
     """The probe: counts the values that are in half, or would be under autocast, by their bits.
 
     Attributes:
@@ -166,6 +166,8 @@ class Histogram(Pooled):
     """
 
     dtype: np.dtype
+
+    adds, operands = True, True
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """Those that are cast to half, or would be."""

@@ -21,7 +21,7 @@ from ..._jaxpr.read import Jaxpr, equations, open_jaxpr
 from .._nonfinite.find import examine
 from .._nonfinite.report import Nonfinite
 from .._values.sites import Path
-from .._values.trace import Call, Measured, Program, Tapped, Transform, only_by_name, scale_of, trace
+from .._values.trace import Call, Measured, Program, Tapped, Transform, scale_of, trace
 from .float8 import flushes
 from .magnitudes import Histogram, pooled
 from .report import ModuleRange, RangeReport
@@ -32,7 +32,7 @@ P = ParamSpec("P")
 def profile_ranges(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
-    *positional: Any,
+    *,
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
@@ -55,7 +55,6 @@ def profile_ranges(
         dtype: `jnp.float16` or `jnp.bfloat16`, or a name. With `"float8"` the report also says what fp8
             flushes to zero of the operands of products. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
-        positional: empty. What follows is given by its name.
         loss_scale: the scale of the step: a loss scale, a number, or None for 1. It is rounded down to a
             power of two.
         argnums: as in `jmp_lite.value_and_grad`.
@@ -66,8 +65,8 @@ def profile_ranges(
         A function of the arguments of `fun` that returns a `RangeReport`. Call it outside `jit`.
 
     Raises:
-        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale, or
-            is not given by its name; an argument is traced.
+        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale;
+            an argument is traced.
         ValueError: `dtype` is no half dtype, or is given for a function of autocast; the scale is not above 0
             and finite; a rule of the autocast selects nothing.
 
@@ -83,7 +82,6 @@ def profile_ranges(
     """
     if not callable(fun):
         raise TypeError(f"profile_ranges takes a loss function first. Got {fun!r}.")
-    only_by_name("profile_ranges", "loss_fn, dtype", positional)
     exponent = math.frexp(scale_of("profile_ranges", loss_scale))[1] - 1
     fun, rules = given_rules("profile_ranges", fun, dtype, jnp.float16)
     if rules.dtype == jnp.float32:

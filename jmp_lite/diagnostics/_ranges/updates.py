@@ -9,7 +9,7 @@ import numpy as np
 
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Array
-from .._values.probe import EveryValue, TapValue
+from .._values.probe import Probe, TapValue
 from .._values.sites import Kind, Path, Site
 from .._values.trace import Measured, Program, Tapped
 
@@ -38,7 +38,7 @@ class Update:
 
 
 @dataclasses.dataclass(frozen=True)
-class Additions(EveryValue):
+class Additions(Probe):
     """The probe: the largest magnitude of each value; what each addition to an argument changes of it.
 
     Attributes:
@@ -63,10 +63,6 @@ class Additions(EveryValue):
         """Returns the record of no elements."""
         del dtype
         return jnp.zeros(_COUNTS, jnp.float32)
-
-    def alarm(self, record: Array) -> Array:
-        """Keeps no iteration on its own."""
-        return jnp.zeros(record.shape[:-1], bool)
 
 
 def _is_addition(site: Site, array: Array, operands: Sequence[TapValue]) -> bool:

@@ -1,7 +1,7 @@
 """Probes, which choose and measure values for the tap. `TapValue` is a value that the tap hands on."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,82 +32,46 @@ class TapValue(NamedTuple):
     is_scaled: bool = False
 
 
-class Probe(Protocol):
-    """Chooses the values to measure, and measures them.
+class Probe:
+    """Chooses the values to measure, and measures them: by default every floating value.
 
     Attributes:
-        adds: whether the measurements of the iterations of a loop are joined. If not they are all kept.
+        adds: whether the measurements of the iterations of a loop are joined. By default they are all kept.
         operands: whether operands are measured, beside results.
         once: whether an operand of several operations is measured once.
     """
-
-    adds: bool
-    operands: bool
-    once: bool
-
-    def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
-        """Whether to measure the operands of an operation; `decision` is that of autocast, if any."""
-        ...
-
-    def wants(self, site: Site, half: bool) -> bool:
-        """Whether to measure a floating value; `half` is whether autocast would make it in half."""
-        ...
-
-    def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
-        """Returns the measurement of a value: one array. Its shape does not depend on the numbers.
-
-        Args:
-            array: the value.
-            site: its site; None for an output of the program.
-            operands: the operands of the operation that gave it.
-        """
-        ...
-
-    def empty(self, dtype: Any) -> Array:
-        """Returns what `measure` would return of a value of this dtype without elements."""
-        ...
-
-    def join(self, first: Array, second: Array) -> Array:
-        """Returns one measurement of two, if `adds`."""
-        ...
-
-    def alarm(self, record: Array) -> Array:
-        """Whether a measurement is one to keep, of an iteration of a while loop."""
-        ...
-
-
-class EveryValue:
-    """The part of a probe that measures every floating value and keeps all iterations."""
 
     adds = False
     operands = False
     once = False
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
-        """None."""
+        """Whether to measure the operands of an operation; `decision` is that of autocast, if any."""
         del decision, equation
         return False
 
     def wants(self, site: Site, half: bool) -> bool:
-        """Everything."""
+        """Whether to measure a floating value; `half` is whether autocast would make it in half."""
         del site, half
         return True
 
+    def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
+        """Returns the measurement of a value: one array, whose shape does not depend on the numbers.
+
+        `operands` are those of the operation that gave it. An output of the program has no site.
+        """
+        raise NotImplementedError
+
+    def empty(self, dtype: Any) -> Array:
+        """Returns what `measure` would return of a value of this dtype without elements."""
+        raise NotImplementedError
+
     def join(self, first: Array, second: Array) -> Array:
-        """Never asked for: all iterations are kept."""
-        del second
-        return first
-
-
-class Pooled:
-    """The part of a probe that measures operands too, and joins the measurements of all iterations."""
-
-    adds = True
-    operands = True
-    once = False
+        """Returns one measurement of two, if `adds`."""
+        raise NotImplementedError
 
     def alarm(self, record: Array) -> Array:
-        """Keeps no iteration on its own."""
+        """Whether a measurement is one to keep, of an iteration of a while loop."""
         return jnp.zeros(record.shape[:-1], bool)
 
 

@@ -100,25 +100,6 @@ class Program:
         return jaxpr_as_fun(closed)(*arrays)[: len(self.outputs)]
 
 
-def only_by_name(caller: str, first: str, positional: tuple[Any, ...]) -> None:
-    """Checks that a diagnosis got its settings by their names.
-
-    Args:
-        caller: the diagnosis.
-        first: its positional arguments, as they are written in the error.
-        positional: what it got beside them without a name.
-
-    Raises:
-        TypeError: there is such a value.
-    """
-    if positional:
-        given = ", ".join(type(value).__name__ for value in positional)
-        raise TypeError(
-            f"{caller} takes loss_scale and all settings after it by their names: {caller}({first}, "
-            f"loss_scale=...). Got {given} without a name."
-        )
-
-
 def scale_of(caller: str, loss_scale: Any) -> float:
     """Returns the number of a loss scale: of None, of a number, or of a loss scale.
 

@@ -11,7 +11,7 @@ from jax import lax
 
 import jmp_lite as jmp
 from jmp_lite import linen
-from jmp_lite.diagnostics import compare_precision, doctor, find_nonfinite, profile_ranges
+from jmp_lite.diagnostics import doctor, find_nonfinite, profile_ranges
 from jmp_lite.diagnostics._nonfinite.extremes import Extremes
 from tests.support.causes import cause_of, half, w, x
 from tests.support.policies import F16
@@ -263,15 +263,6 @@ def test_an_overflow_that_the_next_iteration_makes_finite_and_wrong():
     assert report.is_finite
     assert (report.cause.operation, report.cause.iterations) == ("mul", (("scan", 0),))
     assert re.search(r"ends in rsqrt, .*test_find.py.*, whose result is finite, and wrong", str(report))
-
-
-@pytest.mark.parametrize("diagnosis", [find_nonfinite, profile_ranges, compare_precision, doctor])
-def test_an_old_call_is_answered_by_the_right_line(diagnosis):
-    dtype = () if diagnosis is find_nonfinite else ("float16",)
-    line = "loss_fn, loss_scale=..." if diagnosis is find_nonfinite else "loss_fn, dtype, loss_scale=..."
-    name = diagnosis.__name__
-    with pytest.raises(TypeError, match=re.escape(f"{name}({line}). Got StaticLossScale without a name.")):
-        diagnosis(lambda w: w.sum(), *dtype, jmp.StaticLossScale(2.0))
 
 
 def test_a_step_has_its_own_scale_and_dtypes():

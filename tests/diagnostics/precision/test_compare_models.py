@@ -68,19 +68,3 @@ def test_einsums_are_told_apart_by_their_parameters():
     params = {"a": jnp.full((16, 8), 0.1), "b": jnp.full((8, 8), 0.1), "c": jnp.full((8, 4), 0.1)}
     report = compare_precision(jax.jit(loss), "float16", argnums=(0, 1), tolerance=0)(params, np.asarray(X))
     assert {each.module for each in report.modules} >= {"params/a", "params/b"}
-
-
-@pytest.mark.exhaustive
-def test_depth_counts_names_after_what_paths_share():
-    def loss(params, x):
-        for block in range(2):
-            for name in ("q", "k"):
-                with jax.named_scope(f"model/block_{block}/{name}"):
-                    x = jnp.tanh(x @ params)
-        return jnp.mean(x)
-
-    names = lambda depth: {
-        each.module for each in compare_precision(loss, depth=depth, tolerance=0)(jnp.eye(16), X).modules
-    }
-    assert names(1) == {"model/block_0", "model/block_1"}
-    assert names(2) == {f"model/block_{block}/{name}" for block in range(2) for name in "qk"}

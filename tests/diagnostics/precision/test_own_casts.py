@@ -37,7 +37,7 @@ ROWS = {"table": jnp.ones((4, 2))}
 
 def test_a_sum_in_half_that_stops_growing_is_found():
     assert float(sum_of_ones(jnp.float32(1))) == pytest.approx(0.2048)
-    report = compare_precision(sum_of_ones, measure="loss")(jnp.float32(1))
+    report = compare_precision(sum_of_ones)(jnp.float32(1))
     assert report.loss == pytest.approx(1.0)
     assert report.half.loss == pytest.approx(0.7952)
     assert report.modules[0].module == "count"
