@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from .._text import Shown
+from .._text import Shown, aligned
 from ._hlo import HloArray
 from ._products import Product
 
@@ -137,13 +137,11 @@ def _lines(program: Program) -> Iterator[str]:
         inputs = " x ".join(array.dtype for array in product.operands)
         key = (product.kind, inputs, product.arithmetic, product.accumulation, product.result.dtype)
         rows.setdefault(key, []).append(product)
-    if rows:
-        titles = f"{'product':12}{'operands':21}{'multiplies':12}{'adds in':9}{'result':10}{'GFLOP':>10}"
-        yield f"{'runs':>6}  {titles}"
-    for (kind, inputs, arithmetic, accumulation, result), products in rows.items():
+    table = [("product", "operands", "multiplies", "adds in", "result", "runs", "GFLOP")]
+    for words, products in rows.items():
         flops = sum(product.flops * product.times for product in products) / 1e9
-        runs = sum(product.times for product in products)
-        yield f"{runs:>6}  {kind:12}{inputs:21}{arithmetic:12}{accumulation:9}{result:10}{flops:>10,.1f}"
+        table.append((*words, str(sum(product.times for product in products)), f"{flops:,.1f}"))
+    yield from aligned(table, left=5) if rows else ()
     wide = [product for product in program.products if product.arithmetic in _WIDE]
     if wide and len(wide) < len(program.products):
         yield "in float32 or wider:"

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from .._paths import plain_scope, visible_scope
-from .._text import Shown
+from .._text import Shown, aligned
 from ._gpus import DEVICES, PRECISIONS, Device
 from ._program import Launch, Program
 
@@ -209,12 +209,10 @@ def _lines(report: Roofline) -> Iterator[str]:
         f"an estimate for {device.name}: {device.memory / 1e9:.0f} GB, {device.bandwidth / 1e12:.2f} TB/s; "
         f"in float16 arithmetic is the limit from {device.balance('float16'):,.0f} FLOP a byte"
     )
-    titles = "".join(f"{precision:>10}" for precision in PRECISIONS)
-    yield f"{'module':32}{'GFLOP':>10}{'MB':>10}{'FLOP/B':>8}  {'bound by':12}{titles}  (milliseconds)"
-    for row in report.modules:
-        yield _line(row)
-    totals = "".join(f"{1e3 * report.seconds[precision]:>10.3f}" for precision in PRECISIONS)
-    yield f"{'all':74}{totals}"
+    rows = [("module", "bound by", "GFLOP", "MB", "FLOP/B", *PRECISIONS), *map(_row, report.modules)]
+    totals = (f"{1e3 * report.seconds[precision]:.3f}" for precision in PRECISIONS)
+    yield from aligned([*rows, ("all", *[""] * 4, *totals)], left=2)
+    yield "times in milliseconds"
     over_tf32, over_float32 = report.speedup(), report.speedup(over="float32")
     yield f"float16 is at best {over_tf32:.2f} times as fast as TF32 and {over_float32:.2f} times as float32"
     if slow := report.fixed_modules[:5]:
@@ -222,8 +220,7 @@ def _lines(report: Roofline) -> Iterator[str]:
         yield f"no faster in float16 than in TF32, {report.fixed_share:.0%} of the time: {names}"
 
 
-def _line(row: ModuleTime) -> str:
-    times = "".join(f"{1e3 * row.seconds[precision]:>10.3f}" for precision in PRECISIONS)
+def _row(row: ModuleTime) -> tuple[str, ...]:
     name = row.module if len(row.module) < 32 else f"...{row.module[-28:]}"
-    sizes = f"{row.flops / 1e9:>10,.1f}{row.bytes_moved / 1e6:>10,.1f}{row.intensity:>8,.0f}"
-    return f"{name:32}{sizes}  {row.bound:12}{times}"
+    sizes = f"{row.flops / 1e9:,.1f}", f"{row.bytes_moved / 1e6:,.1f}", f"{row.intensity:,.0f}"
+    return name, row.bound, *sizes, *(f"{1e3 * row.seconds[precision]:.3f}" for precision in PRECISIONS)
