@@ -137,7 +137,9 @@ def _lines(program: Program) -> Iterator[str]:
         inputs = " x ".join(array.dtype for array in product.operands)
         key = (product.kind, inputs, product.arithmetic, product.accumulation, product.result.dtype)
         rows.setdefault(key, []).append(product)
-    table = [("product", "operands", "multiplies", "adds in", "result", "runs", "GFLOP")]
+    table: list[tuple[str, ...]] = [
+        ("product", "operands", "multiplies", "adds in", "result", "runs", "GFLOP")
+    ]
     for words, products in rows.items():
         flops = sum(product.flops * product.times for product in products) / 1e9
         table.append((*words, str(sum(product.times for product in products)), f"{flops:,.1f}"))

@@ -232,9 +232,10 @@ def _error(difference: float, half: float, full: float) -> tuple[float, float]:
 
 def report_of(runs: Runs, tolerance: float, harm: float) -> PrecisionReport:
     """Returns the report; measures the modules only if the error of all together is above the tolerance.
-    The gradients of a wrong loss may be right, as those of a sum that stops growing. Such a loss is measured if
-       its error is above `harm`, since a loss that is a small difference of large numbers has a large relative
-       error.
+
+    The gradients of a wrong loss may be right, as those of a sum that stops growing. Such a loss is measured
+    if its error is above `harm`, since a loss that is a small difference of large numbers has a large
+    relative error.
     """
     program, half = runs.program, runs.keeping(())
     is_loss = half.gradients <= tolerance and half.loss > max(tolerance, harm)
