@@ -50,7 +50,7 @@ FULL_PRECISION_SCOPE = "jmp_lite.full_precision"
 SOLVER_SCOPE = "jmp_lite.solver"
 # Such a name, with the numbers of flags, tells `compare_precision` the modules of an equation. The equations
 # that JAX makes of its derivative have it as well.
-_MARK = re.compile(r"/?jmp_lite\.flags((?:\.\d+)+)")
+_FLAGS = re.compile(r"/?jmp_lite\.flags((?:\.\d+)+)")
 
 
 def equations(jaxpr: Jaxpr) -> Sequence[Equation]:
@@ -180,7 +180,7 @@ def scope_of(equation: Equation, around: str = "") -> str:
 
 @functools.lru_cache(maxsize=4096)  # The operations of a layer share a few stacks.
 def _scope_of_stack(name_stack: Any) -> str:
-    return plain_scope(_MARK.sub("", str(name_stack)))
+    return plain_scope(_FLAGS.sub("", str(name_stack)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -197,26 +197,28 @@ def context_of(equation: Equation) -> Iterator[None]:
         yield
 
 
-def marked(equation: Equation, flags: Set[int]) -> Equation:
+def flagged(equation: Equation, flags: Set[int]) -> Equation:
     """Returns an equation with the numbers of flags in its name stack, where every transform keeps them."""
     source = equation.source_info
-    return equation.replace(source_info=source.replace(name_stack=source.name_stack.extend(mark(flags))))
+    return equation.replace(
+        source_info=source.replace(name_stack=source.name_stack.extend(flag_scope(flags)))
+    )
 
 
-def mark(flags: Set[int]) -> str:
-    """Returns the name of the scope that marks the operations inside it with the numbers of flags."""
+def flag_scope(flags: Set[int]) -> str:
+    """Returns the name of the scope that gives the operations inside it the numbers of flags."""
     return ".".join(["jmp_lite.flags", *map(str, sorted(flags))])
 
 
-def mark_of(equation: Equation) -> frozenset[int] | None:
-    """Returns the numbers that `marked` has written; None if it has written none."""
-    return _mark_in_stack(equation.source_info.name_stack)
+def flags_of(equation: Equation) -> frozenset[int] | None:
+    """Returns the numbers that `flagged` has written; None if it has written none."""
+    return _flags_in_stack(equation.source_info.name_stack)
 
 
 @functools.lru_cache(maxsize=4096)
-def _mark_in_stack(name_stack: Any) -> frozenset[int] | None:
-    marks = _MARK.findall(str(name_stack))
-    return frozenset(map(int, marks[-1][1:].split("."))) if marks else None
+def _flags_in_stack(name_stack: Any) -> frozenset[int] | None:
+    found = _FLAGS.findall(str(name_stack))
+    return frozenset(map(int, found[-1][1:].split("."))) if found else None
 
 
 def bind_params(primitive: Primitive, params: dict[str, Any]) -> dict[str, Any]:

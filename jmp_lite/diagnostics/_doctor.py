@@ -34,7 +34,7 @@ from ._precision.compare import compare_for_doctor
 from ._precision.report import PrecisionReport
 from ._ranges.profile import profile_ranges
 from ._ranges.report import RangeReport
-from ._values.trace import Call, Transform, scale_of, trace
+from ._values.trace import LossCall, Transform, scale_of, trace
 
 P = ParamSpec("P")
 
@@ -153,7 +153,7 @@ def doctor(
                 "doctor: a step has its own dtypes and loss scale. Leave dtype and loss_scale out, or give "
                 f"the loss function without transform=None. Got {dtype!r} and {loss_scale!r}."
             )
-        return _step_doctor(Call(fun, argnums, has_aux, None), program, device)
+        return _step_doctor(LossCall(fun, argnums, has_aux, None), program, device)
     scale = scale_of("doctor", loss_scale)
     given_rules("doctor", fun, dtype, jnp.float16)
     is_autocast = settings_of(fun) is not None
@@ -168,7 +168,7 @@ def doctor(
         nonfinite = find_nonfinite(running, loss_scale=scale, **how)(*args, **kwargs)
         skipped: dict[str, str] = {}
         ranges = None
-        call = Call(running, **how)
+        call = LossCall(running, **how)
         precision = compare_for_doctor(call, loss_scale, tolerance, args, kwargs)
         if precision is None:
             skipped["profile_ranges, compare_precision"] = "The loss or its gradients are not finite."
@@ -184,7 +184,7 @@ def doctor(
     return examine
 
 
-def _step_doctor(call: Call, program: Program | None, device: str | None) -> Callable[..., Diagnosis]:
+def _step_doctor(call: LossCall, program: Program | None, device: str | None) -> Callable[..., Diagnosis]:
     """Returns the doctor of a train step."""
 
     @functools.wraps(call.fun)
@@ -203,7 +203,7 @@ def _step_doctor(call: Call, program: Program | None, device: str | None) -> Cal
 
 
 def _estimate(
-    call: Call,
+    call: LossCall,
     args: Any,
     kwargs: Any,
     program: Program | None,
@@ -238,7 +238,7 @@ def _can_compile() -> bool:
     return is_installed and config.jax_platforms == "cpu"
 
 
-def _compiled(call: Call, args: Any, kwargs: Any) -> Program:
+def _compiled(call: LossCall, args: Any, kwargs: Any) -> Program:
     """Returns the loss and its gradients as XLA compiles them for an H100."""
     traced = trace("doctor", call, args, kwargs)
     return read_program(compile_for("h100", lambda arrays: traced.run(arrays), traced.arrays))

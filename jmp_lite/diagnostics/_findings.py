@@ -13,10 +13,10 @@ from .._text import dynamic_scale, power
 from ..programs._roofline import Roofline
 from ._nonfinite.report import NonfiniteReport
 from ._precision.report import PrecisionReport
-from ._ranges.report import RangeReport, keep
+from ._ranges.report import RangeReport, float32_rules
 from ._ranges.scales import TOLERANCE
 from ._ranges.updates import run_step, updates_of, zero_gradients
-from ._values.trace import Call, trace
+from ._values.trace import LossCall, trace
 
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""
@@ -64,7 +64,7 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
         yield Finding("not finite", what, cause.line, cause.advice + untried)
 
 
-def of_step(call: Call, args: Any, kwargs: Any) -> Iterator[Finding]:
+def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
     traced = trace("doctor", call, args, kwargs)
     measured = run_step(traced)
     all_zero, site = zero_gradients(measured)
@@ -116,7 +116,7 @@ def of_ranges(report: RangeReport | None, precision: PrecisionReport | None) -> 
     if overflowing := report.overflowing:
         what = f"Values of the forward pass are beyond the range of {dtype}, where no loss scale helps."
         where = ", ".join(row.name for row in overflowing)
-        yield Finding("accuracy", what, where, f"rules={keep(overflowing)}, or bfloat16. {_UNTRIED}")
+        yield Finding("accuracy", what, where, f"rules={float32_rules(overflowing)}, or bfloat16. {_UNTRIED}")
     for name, largest in report.too_large.items():
         what = f"A parameter has {largest:.4g}, beyond the range of {dtype}."
         yield Finding(

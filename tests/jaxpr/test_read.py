@@ -412,21 +412,21 @@ def test_a_mark_reaches_the_equations_of_the_derivative_and_is_no_scope():
             return jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ W))(x))
 
     closed = jax.make_jaxpr(loss)(X)
-    with_marks = read.with_equations(closed, [read.marked(e, {2, 0}) for e in read.equations(closed)])
+    with_marks = read.with_equations(closed, [read.flagged(e, {2, 0}) for e in read.equations(closed)])
     assert read.constants(with_marks) == read.constants(closed)
     grad = jax.make_jaxpr(jax.grad(lambda x: jax.extend.core.jaxpr_as_fun(with_marks)(x)[0]))(X)
     (remat,) = (e for e in read.equations(grad) if e.primitive.name == "remat2")
-    assert read.mark_of(remat) == {0, 2}
+    assert read.flags_of(remat) == {0, 2}
     assert "flags" in str(remat.source_info.name_stack)
     assert "flags" not in read.scope_of(remat)
-    assert all(read.mark_of(e) is None for e in read.equations(closed))
+    assert all(read.flags_of(e) is None for e in read.equations(closed))
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_takes_other_jaxprs_in_place_of_its_own(name):
     equation = call(name)
-    double = lambda jaxpr: read.with_equations(jaxpr, [read.marked(e, {1}) for e in read.equations(jaxpr)])
+    double = lambda jaxpr: read.with_equations(jaxpr, [read.flagged(e, {1}) for e in read.equations(jaxpr)])
     changed = with_inner_jaxprs(equation, [double(inner.jaxpr) for inner in inner_jaxprs(equation)])
     for inner, before in zip(inner_jaxprs(changed), inner_jaxprs(equation), strict=True):
         assert (inner.operands, inner.roles, inner.results) == (before.operands, before.roles, before.results)
-        assert all(read.mark_of(e) == {1} for e in read.equations(inner.jaxpr))
+        assert all(read.flags_of(e) == {1} for e in read.equations(inner.jaxpr))

@@ -13,7 +13,7 @@ import numpy as np
 from ..._jaxpr import arguments
 from ..._jaxpr.read import Array
 from .._values.sites import Site
-from .._values.trace import Call, Measured, Program, Tapped, Transform, scale_of, trace
+from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
 from .advice import advise
 from .case import Case
 from .extremes import Extremes
@@ -82,7 +82,7 @@ def find_nonfinite(
     if not callable(fun):
         raise TypeError(f"find_nonfinite takes a loss function first. Got {fun!r}.")
     scale = scale_of("find_nonfinite", loss_scale)
-    call = Call(fun, argnums, has_aux, transform)
+    call = LossCall(fun, argnums, has_aux, transform)
     if transform is None and loss_scale is not None:
         raise ValueError(
             "find_nonfinite: a step scales its loss itself. Leave loss_scale out, or give the loss function "
@@ -97,11 +97,11 @@ def find_nonfinite(
     return find
 
 
-def _lines_of_rules(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lines:
+def _lines_of_rules(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lines:
     return lines_of_rules(arguments.trace(call.fun, args, kwargs, False, (np.ndarray,)).jaxpr)
 
 
-def examine(program: Program, scale: float, lines: Callable[[], Lines] = dict) -> NonfiniteReport:
+def examine(program: LossProgram, scale: float, lines: Callable[[], Lines] = dict) -> NonfiniteReport:
     """Runs a program at a loss scale, and returns where its values begin to be not finite.
 
     Args:
@@ -148,7 +148,7 @@ class _Reader:
         rules: the lines of backward rules.
     """
 
-    program: Program
+    program: LossProgram
     measured: Measured
     scale: float
     fitting: float | None
@@ -157,7 +157,7 @@ class _Reader:
     def read(self, origin: Origin) -> Nonfinite:
         """Returns what there is to say of an origin."""
         site = origin.site
-        argument = site.argument or site.near
+        argument = site.argument or site.last_parameter
         scale = None if self.measured.is_step else self.scale
         case = Case(origin, self.measured.sites, self.program.parameters, scale, self.fitting)
         return Nonfinite(

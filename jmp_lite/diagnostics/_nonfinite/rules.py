@@ -4,20 +4,19 @@ So each rule is traced once more by itself, where its operations have lines of t
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
 
 from ..._jaxpr.read import (
     Array,
     Equation,
     Jaxpr,
+    all_equations,
     bind_params,
     describe,
     equations,
-    open_jaxpr,
     params_with_backward_rule,
 )
 from .._values.sites import Site, line_of
@@ -29,7 +28,8 @@ Lines = dict[tuple[str, str, str], str]
 def lines_of_rules(jaxpr: Jaxpr) -> Lines:
     """Returns the lines of the operations of all backward rules in a function, as it was traced."""
     lines: Lines = {}
-    for call in _calls(jaxpr):
+    calls = (each for each in all_equations(jaxpr) if each.primitive.name == "custom_vjp_call")
+    for call in calls:
         for rule, shapes in _runs_of_rule(call):
             # A rule that runs between shards cannot be traced by itself: its axes have no names there.
             with contextlib.suppress(NameError):
@@ -42,14 +42,6 @@ def lines_of_rules(jaxpr: Jaxpr) -> Lines:
 def own_line(site: Site, lines: Lines) -> str:
     """Returns the line of a site: in its backward rule if it is in one."""
     return lines.get((site.line, site.operation, site.array), site.line)
-
-
-def _calls(jaxpr: Jaxpr) -> Iterator[Equation]:
-    for equation in equations(open_jaxpr(jaxpr)):
-        if equation.primitive.name == "custom_vjp_call":
-            yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from _calls(inner)
 
 
 def _runs_of_rule(call: Equation) -> list[tuple[Callable[..., Any], list[Any]]]:

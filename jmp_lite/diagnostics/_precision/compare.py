@@ -14,7 +14,7 @@ from ..._autocast.api import given_rules, settings_of
 from ..._dtypes import DTypeLike
 from ..._jaxpr.read import Array
 from ..._scaling.loss_scale import DynamicLossScale
-from .._values.trace import Call, scale_of
+from .._values.trace import LossCall, scale_of
 from .fewest import fewest
 from .flags import FlaggedProgram
 from .modules import Module, scopes_for
@@ -105,7 +105,7 @@ def compare_precision(
     fun, rules = given_rules("compare_precision", fun, dtype, jnp.float16)
     if rules.dtype == jnp.float32:
         raise ValueError("compare_precision compares float16 or bfloat16 with float32. Got float32.")
-    call = Call(fun, argnums, has_aux, transform)
+    call = LossCall(fun, argnums, has_aux, transform)
 
     @functools.wraps(fun)
     def compare(*args: Any, **kwargs: Any) -> PrecisionReport:
@@ -271,7 +271,7 @@ def report_of(runs: Runs, tolerance: float, harm: float) -> PrecisionReport:
 
 
 def compare_for_doctor(
-    call: Call, loss_scale: Any, tolerance: float | None, args: Any, kwargs: Any
+    call: LossCall, loss_scale: Any, tolerance: float | None, args: Any, kwargs: Any
 ) -> PrecisionReport | None:
     """Returns the report for `doctor`, which calls larger errors harmless. None if float32 is not finite."""
     _check(tolerance)

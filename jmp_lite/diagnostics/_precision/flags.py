@@ -28,14 +28,14 @@ from ..._jaxpr.read import (
     Jaxpr,
     Var,
     equations,
+    flag_scope,
+    flagged,
+    flags_of,
     is_float32,
-    mark,
-    mark_of,
-    marked,
     with_equations,
 )
 from .._values.reference import Flags, Reference, flags_in, in_float8
-from .._values.trace import EVERY_CAST, Call, trace
+from .._values.trace import EVERY_CAST, LossCall, trace
 from .modules import Module, cast_modules, gives_half, is_in_half, own_modules, scopes_for
 
 
@@ -52,7 +52,7 @@ class FlaggedProgram:
         gradients: the path of each gradient.
     """
 
-    def __init__(self, call: Call, rules: Rules, is_autocast: bool, args: Any, kwargs: Any) -> None:
+    def __init__(self, call: LossCall, rules: Rules, is_autocast: bool, args: Any, kwargs: Any) -> None:
         """Traces and plans the function. A function with half products of its own runs as it is."""
         # By default a GPU runs float32 products in TF32, whose error is that of float16.
         with jax.default_matmul_precision("highest"):
@@ -122,7 +122,7 @@ class FlaggedProgram:
             marks[number] = {len(cast) + owner, rest}
         return modules, [frozenset(flags) for flags in marks]
 
-    def _marked(self, call: Call, marks: Sequence[Flags]) -> Call:
+    def _marked(self, call: LossCall, marks: Sequence[Flags]) -> LossCall:
         """Returns the call of the function as autocast runs it, with marked equations."""
 
         @functools.wraps(call.fun)
@@ -141,14 +141,14 @@ class _Interpreter(Interpreter):
 
     def _float8(self, equation: Equation, action: Run, formats: Formats, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
-        marks = mark_of(equation) or frozenset()
+        marks = flags_of(equation) or frozenset()
         rest = max(marks, default=0)
         arrays = [
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
             for value, dtype, source in zip(operands, formats.dtypes, formats.sources, strict=True)
         ]
         # The last number stands for all casts that no rule takes out. So bfloat16 stays on if fp8 is off.
-        with jax.named_scope(mark({rest})):
+        with jax.named_scope(flag_scope({rest})):
             (result,) = bind(equation, arrays, **action.params)
         return _with_float8_cotangent(result)
 
@@ -208,4 +208,4 @@ def _with_mark(equation: Equation, marks: Iterator[Flags]) -> Equation:
         flags = flags.union(*(flags for part in parts for flags in flags_in(part)))
     elif is_floating(equation):
         flags = next(marks)
-    return marked(equation, flags) if flags else equation
+    return flagged(equation, flags) if flags else equation

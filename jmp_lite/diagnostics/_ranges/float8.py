@@ -16,7 +16,7 @@ from ..._float8.quantize import BACKWARD, FORWARD, quantize
 from ..._jaxpr.read import Array, Equation
 from .._values.probe import Probe, TapValue
 from .._values.sites import Kind, Site
-from .._values.trace import Program, Tapped
+from .._values.trace import LossProgram, Tapped
 
 _FORMATS = (FORWARD, BACKWARD)
 _COUNTS = 2 + 2 * len(_FORMATS)
@@ -106,7 +106,7 @@ class _Flushes(Probe):
         return first + second
 
 
-def flushes(program: Program, plan: Plan, scale: float) -> tuple[Float8Range, ...]:
+def flushes(program: LossProgram, plan: Plan, scale: float) -> tuple[Float8Range, ...]:
     """Returns what fp8 makes of the operands of products, by module and direction.
 
     Args:

@@ -9,7 +9,6 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from ..._autocast.api import given_rules
 from ..._autocast.planning.demand import Wanted
@@ -17,11 +16,11 @@ from ..._autocast.planning.plan import Plan
 from ..._autocast.planning.planner import Planner
 from ..._autocast.planning.rules import Rules
 from ..._dtypes import DTypeLike
-from ..._jaxpr.read import Jaxpr, equations, open_jaxpr
+from ..._jaxpr.read import Jaxpr, all_equations, open_jaxpr
 from .._nonfinite.find import examine
 from .._nonfinite.report import Nonfinite
 from .._values.sites import Path
-from .._values.trace import Call, Measured, Program, Tapped, Transform, scale_of, trace
+from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
 from .float8 import flushes
 from .magnitudes import Histogram, pooled
 from .report import ModuleRange, RangeReport
@@ -86,7 +85,7 @@ def profile_ranges(
     fun, rules = given_rules("profile_ranges", fun, dtype, jnp.float16)
     if rules.dtype == jnp.float32:
         raise ValueError("profile_ranges takes float16 or bfloat16. Got float32, which loses nothing.")
-    call = Call(fun, argnums, has_aux, transform)
+    call = LossCall(fun, argnums, has_aux, transform)
 
     @functools.wraps(fun)
     def profile(*args: Any, **kwargs: Any) -> RangeReport:
@@ -111,7 +110,7 @@ def profile_ranges(
     return profile
 
 
-def _plan(program: Program, rules: Rules) -> Plan:
+def _plan(program: LossProgram, rules: Rules) -> Plan:
     """Returns what autocast would do with the jaxpr of a loss and its gradients."""
     planner = Planner(rules)
     states = [
@@ -124,14 +123,9 @@ def _plan(program: Program, rules: Rules) -> Plan:
 
 
 def _has_half(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr has half values of its own."""
-    for equation in equations(open_jaxpr(jaxpr)):
-        dtypes = {getattr(var.aval, "dtype", None) for var in equation.outvars}
-        if dtypes & {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}:
-            return True
-        if any(map(_has_half, jaxprs_in_params(equation.params))):
-            return True
-    return False
+    """Whether a jaxpr, or a jaxpr inside it, has half values of its own."""
+    results = (var.aval for equation in all_equations(jaxpr) for var in equation.outvars)
+    return any(getattr(aval, "dtype", None) in (jnp.float16, jnp.bfloat16) for aval in results)
 
 
 def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[ModuleRange, ...]:
@@ -148,7 +142,7 @@ def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[Modul
     return tuple(modules)
 
 
-def _overflows(program: Program, modules: Sequence[ModuleRange], scale: float) -> tuple[Nonfinite, ...]:
+def _overflows(program: LossProgram, modules: Sequence[ModuleRange], scale: float) -> tuple[Nonfinite, ...]:
     """Returns the operations of the forward pass in half that give an inf which does harm."""
     # Of a mask of -inf the counts do not tell. So the program runs once more, with another probe.
     if not any(row.magnitudes.infs for row in modules):
@@ -163,7 +157,7 @@ def _overflows(program: Program, modules: Sequence[ModuleRange], scale: float) -
     )
 
 
-def _too_large(program: Program, dtype: np.dtype) -> dict[str, float]:
+def _too_large(program: LossProgram, dtype: np.dtype) -> dict[str, float]:
     """Returns the parameters of a loss beyond the range of a dtype, each with its largest magnitude."""
     limit = float(jnp.finfo(dtype).max)
     too_large = {}

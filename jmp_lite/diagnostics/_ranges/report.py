@@ -136,7 +136,7 @@ class RangeReport(Shown):
     @property
     def rules(self) -> dict[str, str]:
         """Rules that keep the modules without a scale in float32, to paste: `autocast(..., rules=...)`."""
-        return keep(row for row in self.without_scale if row in self.modules)
+        return float32_rules(row for row in self.without_scale if row in self.modules)
 
     @property
     def float8_rules(self) -> dict[str, str]:
@@ -172,7 +172,7 @@ class RangeReport(Shown):
             lines += [f"Keep them in float32: rules={self.rules}"] if self.rules else []
             lines += ["Or give each layer a scale of its own: jmp.scale_layer."]
         if self.overflowing:
-            rules = keep(self.overflowing)
+            rules = float32_rules(self.overflowing)
             lines += ["", f"Values overflow in the forward pass, where no loss scale helps: rules={rules}"]
         for overflow in self.overflows:
             lines += [
@@ -233,6 +233,6 @@ class RangeReport(Shown):
         draw(self, path)
 
 
-def keep(modules: Iterable[ModuleRange]) -> dict[str, str]:
+def float32_rules(modules: Iterable[ModuleRange]) -> dict[str, str]:
     """Returns the rules that keep modules in float32."""
     return {module.name: "float32" for module in modules if module.name}

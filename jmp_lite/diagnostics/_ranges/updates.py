@@ -11,7 +11,7 @@ from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Array
 from .._values.probe import Probe, TapValue
 from .._values.sites import Kind, Path, Site
-from .._values.trace import Measured, Program, Tapped
+from .._values.trace import LossProgram, Measured, Tapped
 
 _LARGEST, _UPDATES, _LOST = range(3)
 _COUNTS = 3
@@ -70,12 +70,12 @@ def _is_addition(site: Site, array: Array, operands: Sequence[TapValue]) -> bool
     return is_sum and bool(site.argument) and all(jnp.shape(value.array) == array.shape for value in operands)
 
 
-def run_step(program: Program) -> Measured:
+def run_step(program: LossProgram) -> Measured:
     """Runs a step, and measures its additions."""
     return Tapped(program, Additions({n: a.dtype for n, a in zip(program.names, program.arrays) if n}))(1.0)
 
 
-def updates_of(measured: Measured, program: Program) -> list[Update]:
+def updates_of(measured: Measured, program: LossProgram) -> list[Update]:
     """Returns the additions from which a step makes the new values of its arguments."""
     dtypes = {name: array.dtype for name, array in zip(program.names, program.arrays)}
     updates: dict[Path, Update] = {}

@@ -58,7 +58,7 @@ class _Body:
                     self._tap.carried[entry.source] = result.source
         return as_arrays(self.results), records
 
-    def settle(self, *arrays: Any) -> Records:
+    def trace_until_stable(self, *arrays: Any) -> Records:
         """Traces a loop's body until its gradient carries are known. Returns the shapes of the records.
 
         A sum of gradients starts as zeros, and is a gradient from the second iteration on.
@@ -145,7 +145,7 @@ def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list
     arrays = as_arrays(operands)
     first, last = inner.constants, inner.constants + inner.carried
     slices = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in arrays[last:]]
-    shapes = body.settle(*arrays[first:last], *slices)
+    shapes = body.trace_until_stable(*arrays[first:last], *slices)
     joined = _Joined(tap.probe, tap.empty(shapes)) if tap.probe.adds else None
     arrays, records = calls.scan(equation, [body], arrays, joined)
     tap.records.update(records)
@@ -161,7 +161,7 @@ def _while(
     arrays, operands = as_arrays(operands), operands[condition.constants :]
     test = functools.partial(jaxpr_as_fun(condition.jaxpr), *arrays[: condition.constants])
     body = _Body(tap, inner, inside, operands, functools.partial(tap.enter, equation, where, inside))
-    empty = tap.empty(body.settle(*arrays[condition.constants + inner.constants :]))
+    empty = tap.empty(body.trace_until_stable(*arrays[condition.constants + inner.constants :]))
     keeper = _Joined(tap.probe, empty) if tap.probe.adds else _Kept(tap.probe, empty, (*inside.path, STEPS))
     arrays, records = calls.while_loop(equation, [lambda *carry: (test(*carry), {}), body], arrays, keeper)
     tap.records.update(records)

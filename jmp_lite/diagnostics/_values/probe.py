@@ -20,7 +20,7 @@ class TapValue(NamedTuple):
         source: the site at which it was measured; None if it was not.
         argument: the path of the argument that it is, as it came, moved or cast; empty for another value.
         number: the number that it is, written into the program; None for another value.
-        near: the path of the last parameter on the way to it; empty for none.
+        last_parameter: the path of the last parameter on the way to it; empty for none.
         is_scaled: whether the loss scale is on the way to it: whether it is a gradient.
     """
 
@@ -28,7 +28,7 @@ class TapValue(NamedTuple):
     source: Path | None = None
     argument: str = ""
     number: float | None = None
-    near: str = ""
+    last_parameter: str = ""
     is_scaled: bool = False
 
 

@@ -1,6 +1,6 @@
 """The reference in float32: runs a jaxpr with all its half values in float32, and rounds some of them.
 
-A half value of the program is a float32 array here. `marked` of `_jaxpr.read` has written into each equation
+A half value of the program is a float32 array here. `flagged` of `_jaxpr.read` has written into each equation
 the flags that it belongs to. Where all of these flags are on, the equation gives what it gives in the
 program. Where one of them is off, it computes in float32, and a cast to half does nothing. So one compiled
 program gives the loss and the gradients as they are, in float32, and with any modules in float32.
@@ -20,7 +20,17 @@ from ..._jaxpr.bind import bind, cast
 from ..._jaxpr.calls import CALLS, Outputs
 from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
-from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of, equations, mark_of, open_jaxpr
+from ..._jaxpr.read import (
+    Array,
+    Equation,
+    Jaxpr,
+    Var,
+    all_equations,
+    constants,
+    context_of,
+    flags_of,
+    open_jaxpr,
+)
 from ..._jaxpr.replay import replay
 
 Flags = frozenset[int]
@@ -49,7 +59,7 @@ def _round_to_float8(x: Array, dtype: np.dtype) -> Array:
     return lax.convert_element_type(quantized.array, _FLOAT32) * quantized.step
 
 
-class Value(NamedTuple):
+class ReferenceValue(NamedTuple):
     """A value of the program.
 
     Attributes:
@@ -72,18 +82,24 @@ class Reference:
         """Runs a jaxpr on arrays; returns its outputs, in float32 where the jaxpr gives half."""
         return [value.array for value in self._run(jaxpr, [_exact(array) for array in arrays], None)]
 
-    def _run(self, jaxpr: Jaxpr, values: Sequence[Value], around: Flags | None) -> list[Value]:
+    def _run(
+        self, jaxpr: Jaxpr, values: Sequence[ReferenceValue], around: Flags | None
+    ) -> list[ReferenceValue]:
         """Runs a jaxpr inside a call, whose flags hold where an equation has none."""
 
-        def action(index: int, equation: Equation, read: Callable[[Var], Value]) -> Sequence[Value]:
+        def action(
+            index: int, equation: Equation, read: Callable[[Var], ReferenceValue]
+        ) -> Sequence[ReferenceValue]:
             del index
-            operands, flags = list(map(read, equation.invars)), mark_of(equation)
+            operands, flags = list(map(read, equation.invars)), flags_of(equation)
             flags = around if flags is None else flags
             name = equation.primitive.name
             with context_of(equation):
                 if name == "jit" and equation.params["name"] == "_round_to_float8":
                     (x,) = operands
-                    return [Value(self._choose(flags, bind(equation, [x.array])[0], x.array), x.rounded)]
+                    return [
+                        ReferenceValue(self._choose(flags, bind(equation, [x.array])[0], x.array), x.rounded)
+                    ]
                 if name in _INLINE:
                     (inner,) = (part for part in inner_jaxprs(equation) if None not in part.results)
                     return self._run(inner.jaxpr, [operands[number] for number in inner.operands], flags)
@@ -95,31 +111,36 @@ class Reference:
 
         return replay(jaxpr, [*map(_exact, constants(jaxpr)), *values], _literal, action)
 
-    def _call(self, equation: Equation, operands: list[Value], flags: Flags | None) -> list[Value]:
+    def _call(
+        self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
+    ) -> list[ReferenceValue]:
         def body(inner: Inner) -> Callable[..., Outputs]:
             fixed = [operands[number] for number in inner.operands[: inner.constants]]
 
             def run(*arrays: Array) -> Outputs:
-                results = self._run(inner.jaxpr, [*fixed, *map(Value, arrays)], flags)
+                results = self._run(inner.jaxpr, [*fixed, *map(ReferenceValue, arrays)], flags)
                 return [jnp.asarray(value.array) for value in results], {}
 
             return run
 
         bodies = [body(inner) for inner in inner_jaxprs(equation)]
         arrays, _ = CALLS[equation.primitive.name](equation, bodies, [value.array for value in operands])
-        return list(map(Value, arrays))
+        return list(map(ReferenceValue, arrays))
 
-    def _move(self, equation: Equation, operands: list[Value]) -> list[Value]:
+    def _move(self, equation: Equation, operands: list[ReferenceValue]) -> list[ReferenceValue]:
         """A move rounds nothing."""
         if equation.primitive.name == "optimization_barrier" and all(map(_is_number, operands)):
             return operands
         results = bind(equation, [value.array for value in operands], **self._wide_params(equation))
         is_one_each = len(results) == len(operands)
         return [
-            Value(array, operands[index if is_one_each else 0].rounded) for index, array in enumerate(results)
+            ReferenceValue(array, operands[index if is_one_each else 0].rounded)
+            for index, array in enumerate(results)
         ]
 
-    def _operation(self, equation: Equation, operands: list[Value], flags: Flags | None) -> list[Value]:
+    def _operation(
+        self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
+    ) -> list[ReferenceValue]:
         """Runs an operation in half and in float32, and takes the result that the flags ask for.
 
         In half, a sum may stop growing, and XLA multiplies by the rounded reciprocal of a divisor. So a
@@ -127,11 +148,13 @@ class Reference:
         """
         name, arrays = equation.primitive.name, [value.array for value in operands]
         if name == "reduce_precision" and _rounds_to_half(equation):
-            return [Value(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
+            return [ReferenceValue(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
         if name == "convert_element_type" and _is_number(operands[0]) and is_half(equation.outvars[0]):
-            return [Value(np.asarray(arrays[0], _FLOAT32))]  # Each operation that takes it rounds it.
+            return [
+                ReferenceValue(np.asarray(arrays[0], _FLOAT32))
+            ]  # Each operation that takes it rounds it.
         if not any(map(is_half, (*equation.invars, *equation.outvars))):
-            return list(map(Value, bind(equation, arrays)))
+            return list(map(ReferenceValue, bind(equation, arrays)))
         if name in _PRODUCTS:
             return self._product(equation, operands, flags)
         if name == _OF_BITS or not (name in PRIMITIVES or name == "convert_element_type"):
@@ -144,15 +167,17 @@ class Reference:
         if flags in self._is_on:
             halves = map(_widened, _in_half(equation, arrays))
             results = [self._choose(flags, half, array) for half, array in zip(halves, results)]
-        return [Value(array, flags) for array in results]
+        return [ReferenceValue(array, flags) for array in results]
 
-    def _product(self, equation: Equation, operands: list[Value], flags: Flags | None) -> list[Value]:
+    def _product(
+        self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
+    ) -> list[ReferenceValue]:
         taken = [
             value.array if _is_rounded(value, flags) else self._rounded(value.array, var, flags)
             for value, var in zip(operands, equation.invars)
         ]
         (result,) = bind(equation, taken, **self._wide_params(equation))
-        return [Value(self._rounded(result, equation.outvars[0], flags), flags)]
+        return [ReferenceValue(self._rounded(result, equation.outvars[0], flags), flags)]
 
     def _rounded(self, array: Array, var: Var, flags: Flags | None) -> Array:
         """Rounds an array to the dtype of a half variable, where the flags are on."""
@@ -188,14 +213,7 @@ def is_half(var: Var) -> bool:
 
 def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
     """Returns each set of flags that equations of a jaxpr belong to."""
-    marks = {mark for equation in equations(jaxpr) if (mark := mark_of(equation)) is not None}
-    parts = (
-        part
-        for equation in equations(jaxpr)
-        if traits_of(equation.primitive.name).category is Category.CALL
-        for part in inner_jaxprs(equation)
-    )
-    return marks.union(*(flags_in(part.jaxpr) for part in parts))
+    return {flags for equation in all_equations(jaxpr) if (flags := flags_of(equation)) is not None}
 
 
 def _wide_dtype(var: Var) -> Any:
@@ -206,21 +224,21 @@ def _widened(array: Array) -> Array:
     return lax.convert_element_type(array, _FLOAT32) if is_half(array) else array
 
 
-def _exact(array: Array) -> Value:
+def _exact(array: Array) -> ReferenceValue:
     """Returns an array of the program as a value: all its numbers are half numbers if it is in half."""
-    return Value(_widened(array), frozenset())
+    return ReferenceValue(_widened(array), frozenset())
 
 
-def _literal(var: Var) -> Value:
+def _literal(var: Var) -> ReferenceValue:
     return _exact(np.asarray(var.val, var.aval.dtype) if is_half(var) else var.val)
 
 
-def _is_number(value: Value) -> bool:
+def _is_number(value: ReferenceValue) -> bool:
     """Whether a value is written into the program, so that XLA knows it."""
     return isinstance(value.array, (float, np.generic, np.ndarray)) and np.ndim(value.array) == 0
 
 
-def _is_rounded(value: Value, flags: Flags | None) -> bool:
+def _is_rounded(value: ReferenceValue, flags: Flags | None) -> bool:
     """Whether a value is known to be rounded where all of some flags are on."""
     return flags is not None and value.rounded is not None and value.rounded <= flags
 

@@ -67,7 +67,7 @@ class Site:
         sources: for each operand the site at which it was measured; None where nothing measured it.
         module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
         argument: the path of the argument that it is, or that the operation takes; empty for none.
-        near: the path of the last parameter on the way to it; empty for none.
+        last_parameter: the path of the last parameter on the way to it; empty for none.
         line: the line of the program, as `file.py:12:4 (function)`.
         direction: `forward`, `backward`, or `recomputed`: a part of the forward pass that the backward pass
             computes again.
@@ -84,7 +84,7 @@ class Site:
     sources: tuple[Path | None, ...]
     module: str
     argument: str
-    near: str
+    last_parameter: str
     line: str
     direction: str
     loops: tuple[Loop, ...]
@@ -97,7 +97,7 @@ class Site:
 
         A scope such as `eqx.nn.Linear` names a class, and all objects of it.
         """
-        holder = (self.argument or self.near).rpartition("/")[0]
+        holder = (self.argument or self.last_parameter).rpartition("/")[0]
         is_class = "." in self.module.rpartition("/")[2]
         return holder if holder and (is_class or not self.module) else self.module
 
@@ -190,12 +190,14 @@ def make_site(
 
 def nearest(operands: Sequence[Any]) -> str:
     """Returns the last parameter on the way to a result of some operands."""
-    return next((value.near for value in reversed(operands) if value.near), "")
+    return next((value.last_parameter for value in reversed(operands) if value.last_parameter), "")
 
 
 def _argument_of(operands: Sequence[Any]) -> str:
     """Returns the path of the argument among some operands: of the last parameter if there is one."""
-    parameters = [value.argument for value in operands if value.argument and value.argument == value.near]
+    parameters = [
+        value.argument for value in operands if value.argument and value.argument == value.last_parameter
+    ]
     return next(reversed(parameters or [value.argument for value in operands if value.argument]), "")
 
 

@@ -89,7 +89,7 @@ class Tap:
         name: str,
         where: Where,
         number: int,
-        near: str = "",
+        last_parameter: str = "",
         half: bool = False,
         is_scaled: bool = False,
     ) -> TapValue:
@@ -99,12 +99,14 @@ class Tap:
         path = (*where.path, -1, number)
         operation = "argument" if name else "constant"
         site = Site(
-            *(path, Kind.INPUT, operation, describe(array), (), (), "", name, near, "", "forward"),
+            *(path, Kind.INPUT, operation, describe(array), (), (), "", name, last_parameter, "", "forward"),
             where.loops,
             array.dtype,
             is_scaled,
         )
-        return TapValue(array, self._measure(site, array, half), name, near=near, is_scaled=is_scaled)
+        return TapValue(
+            array, self._measure(site, array, half), name, last_parameter=last_parameter, is_scaled=is_scaled
+        )
 
     def _operation(
         self, equation: Equation, where: Where, index: int, operands: list[TapValue]
@@ -117,11 +119,11 @@ class Tap:
         # The bits of a value of fp8 lead back to the value.
         is_move = traits_of(equation.primitive.name).keeps_elements
         is_move = is_move or equation.primitive.name == "bitcast_convert_type"
-        if is_move or (is_cast and (self.probe.operands or _is_kept(operands[0].number, arrays[0]))):
+        if is_move or (is_cast and (self.probe.operands or _survives_cast(operands[0].number, arrays[0]))):
             moved = [operand._replace(array=array) for operand, array in zip(operands, arrays)]
             if all(_is_known(value) for value in moved):
                 return moved
-        decision, near = where.decision(index), nearest(operands)
+        decision, last_parameter = where.decision(index), nearest(operands)
         is_scaled = any(value.is_scaled for value in operands)
         results = []
         for number, array in enumerate(arrays):
@@ -130,7 +132,9 @@ class Tap:
                 path, Kind.OPERATION, equation, where, operands, array, would_be_half(decision, number)
             )
             argument = operands[0].argument if is_move or is_cast else ""
-            results.append(TapValue(array, source, argument, near=near, is_scaled=is_scaled))
+            results.append(
+                TapValue(array, source, argument, last_parameter=last_parameter, is_scaled=is_scaled)
+            )
         return results
 
     def _measured_operands(
@@ -192,7 +196,9 @@ class Tap:
         for number, (value, array) in enumerate(zip(results, arrays, strict=True)):
             path = (*where.path, index, _LEAVE + number)
             source = self.at(path, Kind.LEAVE, equation, where, [value], array) or value.source
-            values.append(TapValue(array, source, near=value.near, is_scaled=value.is_scaled))
+            values.append(
+                TapValue(array, source, last_parameter=value.last_parameter, is_scaled=value.is_scaled)
+            )
         return values
 
     def enter(
@@ -243,7 +249,7 @@ def _is_known(value: TapValue) -> bool:
     return value.source is not None or value.number is not None or not is_floating(value.array)
 
 
-def _is_kept(number: float | None, array: Array) -> bool:
+def _survives_cast(number: float | None, array: Array) -> bool:
     """Whether a number stays the same number in the dtype of an array; no cast makes a finite one inf."""
     if number is None or not is_floating(array):
         return False

@@ -39,7 +39,7 @@ Transform: TypeAlias = Callable[..., Callable[..., Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class LossCall:
     """How a loss function is differentiated: what `jmp_lite.value_and_grad` takes.
 
     Attributes:
@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class LossProgram:
     """A loss function and its backward pass, or a step, as one jaxpr without constants.
 
     Attributes:
@@ -131,7 +131,7 @@ def _is_traced(leaf: Any) -> bool:
         return True
 
 
-def trace(caller: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+def trace(caller: str, call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossProgram:
     """Traces a loss function and its backward pass, or a step.
 
     The loss scale is an argument of the program.
@@ -149,10 +149,10 @@ def trace(caller: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     arrays = (*fixed, *traced.arrays)
     jaxpr, scale = without_constants(traced.jaxpr), names.index(_SCALE)
     is_step = call.transform is None
-    return Program(jaxpr, arrays, names, scale, tuple(outputs), call.differentiated, is_step)
+    return LossProgram(jaxpr, arrays, names, scale, tuple(outputs), call.differentiated, is_step)
 
 
-def _scaled(call: Call, transform: Transform, outputs: list[str]) -> Callable[..., Any]:
+def _scaled(call: LossCall, transform: Transform, outputs: list[str]) -> Callable[..., Any]:
     """Returns a function that gives a loss and its gradients, and writes the paths of both into a list."""
 
     @functools.wraps(call.fun)
@@ -200,7 +200,7 @@ class Measured:
         steps: for the body of each while loop, the numbers of the iterations that were kept.
         carried: as in `Tap`.
         checked: as in `Tap`.
-        is_step: as in `Program`.
+        is_step: as in `LossProgram`.
         outputs: the site of each output of the program; None where nothing was measured.
         results: what was measured of each output.
     """
@@ -218,7 +218,7 @@ class Measured:
 class Tapped:
     """A program with a probe, compiled once for all loss scales."""
 
-    def __init__(self, program: Program, probe: Probe, plan: Plan | None = None) -> None:
+    def __init__(self, program: LossProgram, probe: Probe, plan: Plan | None = None) -> None:
         self._program, self._plan = program, plan
         self._tap = Tap(probe, HANDLERS)
         self._outputs: tuple[Path | None, ...] = ()

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
-from jmp_lite._jaxpr.read import equations, marked, with_equations
+from jmp_lite._jaxpr.read import equations, flagged, with_equations
 from jmp_lite.diagnostics._values.reference import Reference, is_half
 from jmp_lite.diagnostics._values.trace import EVERY_CAST
 from tests.jaxpr.test_read import CALLS
@@ -32,7 +32,7 @@ def run(jaxpr, args, is_on=None):
     """Runs a jaxpr with all its equations under one flag; without flags if `is_on` is None."""
     if is_on is None:
         return Reference({}).run(jaxpr, args)
-    jaxpr = with_equations(jaxpr, [marked(equation, FLAGS) for equation in equations(jaxpr)])
+    jaxpr = with_equations(jaxpr, [flagged(equation, FLAGS) for equation in equations(jaxpr)])
     compiled = jax.jit(lambda is_on: Reference({FLAGS: is_on}).run(jaxpr, args), compiler_options=EVERY_CAST)
     return compiled(is_on)
 
