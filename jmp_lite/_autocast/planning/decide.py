@@ -29,7 +29,7 @@ def in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:
 
 
 def decide_kept(op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype) -> Decision:
-    """Decides about an operation whose course has a reason: it runs as in the program, or in float32."""
+    """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
     decision = in_float32(op, operands, ruling)
     if ruling.category is not Category.ALLOW or not _widens(op, half):
         return decision
