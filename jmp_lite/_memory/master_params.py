@@ -10,6 +10,7 @@ from .._paths import named_leaves, path_name
 from .._tree import cast_leaf, has_dtype, is_half, unwrap
 from .half_params import MasterWeightsState, full_params, is_master_state, master_states
 from .rounding import round_to
+from .wrapper import shapes
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -137,13 +138,13 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
             "tx.init(params)."
         )
     by_path: dict[str, jax.Array] = {}
-    shapes = _shapes(params)
+    known = shapes(params)
     for state in states:
         for name, master in named_leaves(unwrap(state.masters)):
-            if shapes.get(name) != jnp.shape(master):
+            if known.get(name) != jnp.shape(master):
                 raise ValueError(
                     f"The optimizer has a master {name!r} of shape {jnp.shape(master)}, the parameters have "
-                    f"{shapes.get(name, 'none of this name')}. Give the parameters that belong to the state."
+                    f"{known.get(name, 'none of this name')}. Give the parameters that belong to the state."
                 )
             if name in by_path:
                 raise ValueError(
@@ -155,7 +156,7 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
 
 def _check_values(params: Any, values: Any) -> None:
     """Raises a ValueError if `values` has other leaves or shapes than `params`."""
-    expected, given = _shapes(params), _shapes(values)
+    expected, given = shapes(params), shapes(values)
     if given != expected:
         differ = sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name))
         name = differ[0]
@@ -164,8 +165,3 @@ def _check_values(params: Any, values: Any) -> None:
             f"set_master_params(opt_state, params, values): {len(differ)} leaves differ in name or shape, "
             f"first {name!r}: {in_values} in values, {in_params} in params."
         )
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the leaves of `tree` by their paths."""
-    return {name: jnp.shape(leaf) for name, leaf in named_leaves(tree)}
