@@ -103,8 +103,6 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
         >>> model = jmp_lite.nnx.with_policy(plain, policy)
         >>> model.kernel[...].dtype, model.dtype, model(jnp.ones((1, 2))).dtype
         (dtype('float32'), dtype(bfloat16), dtype('float32'))
-
-    Guide: docs/flax.md.
     """
     check_arguments("nnx.with_policy", "flax.nnx.Module", _NNX, model, policy)
     if hasattr(model, _SETTING):

@@ -41,8 +41,6 @@ def master_params(opt_state: Any, params: T) -> T:
         >>> updates, opt_state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
         >>> jmp.master_params(opt_state, optax.apply_updates(params, updates))
         {'w': Array(0.99975586, dtype=float32)}
-
-    Guide: docs/memory.md.
     """
     params = unwrap(params)
     masters = _masters_by_path(opt_state, params)
@@ -81,8 +79,6 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
         >>> params, opt_state = jmp.set_master_params(opt_state, params, {"w": 0.1})
         >>> params, opt_state.masters
         ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
-
-    Guide: docs/memory.md.
     """
     opt_state, params, values = unwrap(opt_state), unwrap(params), unwrap(values)
     _masters_by_path(opt_state, params)  # Raises an error if they do not belong together.
