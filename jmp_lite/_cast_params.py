@@ -39,8 +39,6 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
         ValueError: These parameters do not survive the cast:
           head/kernel: 70000 is beyond 65504, the largest number of float16.
         Keep them in float32: policy.with_rules({'head': 'float32'}).
-
-    Guide: docs/export.md.
     """
     if not 0 <= max_flushed <= 1:
         raise ValueError(f"cast_params: max_flushed is a share from 0 to 1. Got {max_flushed!r}.")

@@ -30,8 +30,6 @@ def half_dtype() -> Any:
     Examples:
         >>> jmp.half_dtype() is jnp.float16, float(jmp.half_dtype()(2**15))
         (True, 32768.0)
-
-    Guide: docs/policies.md.
     """
     on_tpu = jax.local_devices()[0].platform == "tpu"
     return jnp.bfloat16 if on_tpu else jnp.float16

@@ -33,8 +33,6 @@ class Rule:
     Examples:
         >>> jmp.Rule("head", "float32").policy.compute_dtype is jnp.float32
         True
-
-    Guide: docs/policies.md.
     """
 
     pattern: str
@@ -85,8 +83,6 @@ class Policy(Shown):
         'p=full,c=f16,o=full'
         >>> policy == jmp.get_policy("params=float32, compute=float16, output=float32")
         True
-
-    Guide: docs/policies.md.
     """
 
     param_dtype: DTypeLike
@@ -266,8 +262,6 @@ def get_policy(policy_name: str) -> Policy:
     Examples:
         >>> str(jmp.get_policy("O1"))
         'p=full,c=f16,o=full'
-
-    Guide: docs/policies.md.
     """
     if not isinstance(policy_name, str):
         raise TypeError(

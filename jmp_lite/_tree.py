@@ -72,8 +72,6 @@ def cast_to_full(tree: T) -> T:
     Examples:
         >>> jmp.cast_to_full(jnp.ones(2, jnp.float16)).dtype
         dtype('float32')
-
-    Guide: docs/policies.md.
     """
     return cast_floating(tree, jnp.float32)
 
@@ -87,8 +85,6 @@ def cast_to_half(tree: T) -> T:
     Examples:
         >>> jmp.cast_to_half(jnp.ones(2)).dtype == jmp.half_dtype()
         True
-
-    Guide: docs/policies.md.
     """
     return cast_floating(tree, half_dtype())
 
@@ -134,8 +130,6 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     Examples:
         >>> jmp.select_tree(jnp.bool_(False), {"x": jnp.float32(1)}, {"x": jnp.float32(2)})
         {'x': Array(2., dtype=float32)}
-
-    Guide: docs/loss-scaling.md.
     """
     is_flag = jnp.ndim(pred) == 0 and jnp.result_type(pred) == jnp.bool_
     assert is_flag, "expected boolean scalar"

@@ -81,8 +81,6 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
         >>> variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
         >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 2))).dtype
         (dtype('float32'), dtype('float32'))
-
-    Guide: docs/flax.md.
     """
     check_arguments("linen.with_policy", "flax.linen.Module", _LINEN, module, policy)
     return WithPolicy(_Plain(module), policy, parse_reduce_dtype(reduce_dtype))
@@ -107,8 +105,6 @@ class WithPolicy(nn.Module):
         >>> model = jmp_lite.linen.with_policy(nn.Dense(3), jmp.get_policy("mixed_bfloat16"))
         >>> model.policy, model.features
         (get_policy('p=full,c=bf16,o=full'), 3)
-
-    Guide: docs/flax.md.
     """
 
     plain: _Plain

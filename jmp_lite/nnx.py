@@ -1,6 +1,5 @@
 """Flax NNX: `with_policy` returns a model that runs under a policy, with the same parameter tree."""
 
-import copyreg
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -90,7 +89,7 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
     Returns:
         A module of a subclass of the model's class. All public methods run under the policy. A call works on
         cast copies of the parameters, so a value that a call assigns to a parameter is lost. Use another
-        `nnx.Variable` for what calls change.
+        `nnx.Variable` for what calls change. The module cannot be pickled: save its `nnx.state`.
 
     Raises:
         TypeError: `model` is no NNX module, or `policy` is no policy.
@@ -104,8 +103,6 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
         >>> model = jmp_lite.nnx.with_policy(plain, policy)
         >>> model.kernel[...].dtype, model.dtype, model(jnp.ones((1, 2))).dtype
         (dtype('float32'), dtype(bfloat16), dtype('float32'))
-
-    Guide: docs/flax.md.
     """
     check_arguments("nnx.with_policy", "flax.nnx.Module", _NNX, model, policy)
     if hasattr(model, _SETTING):
@@ -180,22 +177,8 @@ def _subclass(cls: type, layer: bool) -> type:
         methods = {name for c in own for name, value in vars(c).items() if _is_method(value)}
         names |= {name for name in methods if not name.startswith("_")}
     body = {name: _under_policy(name, getattr(cls, name)) for name in names}
-    body["__reduce_ex__"] = functools.partialmethod(_reduce, cls, layer)
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), body)
-
-
-def _reduce(module: Any, cls: type, layer: bool, protocol: Any) -> Any:
-    """Says how to pickle a module of the class `_subclass(cls, layer)`. Pickle cannot find it by its name."""
-    make, args, *state = super(_subclass(cls, layer), module).__reduce_ex__(max(int(protocol), 2))
-    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-        make, args = _new, (cls, layer, *args[1:])
-    return make, args, *state
-
-
-def _new(cls: type, layer: bool, *args: Any) -> Any:
-    subclass = _subclass(cls, layer)
-    return subclass.__new__(subclass, *args)
 
 
 def _is_method(value: Any) -> bool:

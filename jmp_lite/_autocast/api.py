@@ -158,8 +158,6 @@ def autocast(
         dtype('float32')
 
     Source: PyTorch's autocast (https://pytorch.org/docs/stable/amp.html), for its lists and its meaning.
-
-    Guide: docs/autocast.md.
     """
     settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype, float32_results, half_sums)
     return functools.partial(_autocast, settings=settings) if fun is None else _autocast(fun, settings)

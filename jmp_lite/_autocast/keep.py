@@ -35,8 +35,6 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
         ['bfloat16[2,2]', 'float32[2,2]']
 
     Source: torch's `autocast(enabled=False)`.
-
-    Guide: docs/autocast.md.
     """
 
     if not callable(fun):
@@ -70,8 +68,6 @@ def keep_float32(x: T) -> T:
         >>> report = jmp.explain(fun)(jnp.ones((2, 2)))
         >>> [(operation.name, operation.inputs[0]) for operation in report.operations][1:3]
         [('name', 'float32[2,2]'), ('tanh', 'float32[2,2]')]
-
-    Guide: docs/autocast.md.
     """
     for leaf in jax.tree.leaves(x):
         if isinstance(leaf, str) or callable(leaf):

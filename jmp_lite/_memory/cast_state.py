@@ -24,8 +24,6 @@ class CastStateState(NamedTuple):
     Attributes:
         inner_state: the state of the wrapped transform, with arrays in half precision.
         key: the `RoundingKey` of the next step, two scalars, uint32; None without stochastic rounding.
-
-    Guide: docs/memory.md.
     """
 
     inner_state: Any
@@ -84,8 +82,6 @@ def cast_state(
         >>> state = tx.init({"w": jnp.ones(2)}).inner_state[0]
         >>> state.mu["w"].dtype.name, state.nu["w"].dtype.name, state.count.dtype.name
         ('bfloat16', 'float32', 'int32')
-
-    Guide: docs/memory.md.
     """
     made_by = "cast_state"
     transform = as_transform(made_by, inner)

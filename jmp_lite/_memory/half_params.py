@@ -29,8 +29,6 @@ class MasterWeightsState(NamedTuple):
         masters: a tree like the parameters. Where these are narrower than float32 it has float32 masters of
             the same shape, elsewhere `optax.MaskedNode()`, which has no arrays.
         inner_state: the state of the wrapped transform.
-
-    Guide: docs/memory.md.
     """
 
     masters: Any
@@ -78,8 +76,6 @@ def with_master_weights(
         ...     params = optax.apply_updates(params, updates)
         >>> 1 - params, 1 - state.masters  # 3 * 2**-12, rounded to 2**-10; without masters it would be 0.
         (Array(0.000977, dtype=float16), Array(0.00073242, dtype=float32))
-
-    Guide: docs/memory.md.
     """
     made_by = "with_master_weights"
     transform = as_transform(made_by, inner)
@@ -107,8 +103,6 @@ class StochasticRoundingState(NamedTuple):
     Attributes:
         inner_state: the state of the wrapped transform.
         key: the `RoundingKey` of the next step, two scalars, uint32.
-
-    Guide: docs/memory.md.
     """
 
     inner_state: Any
@@ -161,8 +155,6 @@ def with_stochastic_rounding(
         >>> params = optax.apply_updates(params, updates)
         >>> params.dtype.name, round(float(jnp.mean(params < 1)), 2)  # 1 / 16 of them.
         ('bfloat16', 0.06)
-
-    Guide: docs/memory.md.
     """
     made_by = "with_stochastic_rounding"
     transform = as_transform(made_by, inner)

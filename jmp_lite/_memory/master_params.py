@@ -10,6 +10,7 @@ from .._paths import named_leaves, path_name
 from .._tree import cast_leaf, has_dtype, is_half, unwrap
 from .half_params import MasterWeightsState, full_params, is_master_state, master_states
 from .rounding import round_to
+from .wrapper import shapes
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -40,8 +41,6 @@ def master_params(opt_state: Any, params: T) -> T:
         >>> updates, opt_state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
         >>> jmp.master_params(opt_state, optax.apply_updates(params, updates))
         {'w': Array(0.99975586, dtype=float32)}
-
-    Guide: docs/memory.md.
     """
     params = unwrap(params)
     masters = _masters_by_path(opt_state, params)
@@ -80,8 +79,6 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
         >>> params, opt_state = jmp.set_master_params(opt_state, params, {"w": 0.1})
         >>> params, opt_state.masters
         ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
-
-    Guide: docs/memory.md.
     """
     opt_state, params, values = unwrap(opt_state), unwrap(params), unwrap(values)
     _masters_by_path(opt_state, params)  # Raises an error if they do not belong together.
@@ -137,13 +134,13 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
             "tx.init(params)."
         )
     by_path: dict[str, jax.Array] = {}
-    shapes = _shapes(params)
+    known = shapes(params)
     for state in states:
         for name, master in named_leaves(unwrap(state.masters)):
-            if shapes.get(name) != jnp.shape(master):
+            if known.get(name) != jnp.shape(master):
                 raise ValueError(
                     f"The optimizer has a master {name!r} of shape {jnp.shape(master)}, the parameters have "
-                    f"{shapes.get(name, 'none of this name')}. Give the parameters that belong to the state."
+                    f"{known.get(name, 'none of this name')}. Give the parameters that belong to the state."
                 )
             if name in by_path:
                 raise ValueError(
@@ -155,7 +152,7 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
 
 def _check_values(params: Any, values: Any) -> None:
     """Raises a ValueError if `values` has other leaves or shapes than `params`."""
-    expected, given = _shapes(params), _shapes(values)
+    expected, given = shapes(params), shapes(values)
     if given != expected:
         differ = sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name))
         name = differ[0]
@@ -164,8 +161,3 @@ def _check_values(params: Any, values: Any) -> None:
             f"set_master_params(opt_state, params, values): {len(differ)} leaves differ in name or shape, "
             f"first {name!r}: {in_values} in values, {in_params} in params."
         )
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the leaves of `tree` by their paths."""
-    return {name: jnp.shape(leaf) for name, leaf in named_leaves(tree)}

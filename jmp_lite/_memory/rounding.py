@@ -57,8 +57,6 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
         >>> rounded = jmp.stochastic_round(x, "bfloat16", jax.random.key(0))
         >>> jnp.unique(rounded).tolist(), round(float(jnp.mean(rounded > 1)), 1)
         ([1.0, 1.0078125], 0.2)
-
-    Guide: docs/memory.md.
     """
     made_by = "stochastic_round(x, dtype, key)"
     target = parse_dtype(dtype)

@@ -68,90 +68,64 @@ def update_inner(
     params: Any,
     extra_args: dict[str, Any],
     *,
-    names: tuple[str, ...] = (),
     needs_all: bool = False,
 ) -> tuple[Any, Any]:
-    """Calls the `update` of the wrapped transform, and names what does not fit.
+    """Calls the `update` of the wrapped transform, and names gradients or a state that do not fit it.
 
     Args:
         made_by: the name of the wrapper.
-        transform: the wrapped transform.
-        grads, state, params, extra_args: what its `update` gets.
-        names: the paths of the parameters, if the wrapper knows them.
-        needs_all: whether the wrapper needs an update of each parameter.
+        transform, grads, state, params, extra_args: the wrapped transform, and what its `update` gets.
+        needs_all: whether every parameter needs an update. `optax.sgd` takes some of the gradients.
 
     Raises:
         ValueError: the gradients are not those of the parameters, or the state is that of another transform.
     """
-    given, known = _shapes(grads), {} if params is None else _shapes(differentiated(params))
-    # Broadcasting would hide the error. The gradients of `optax.contrib.dpsgd` have a first axis more.
-    error = _wrong_shape(known, {n: s for n, s in given.items() if s[1:] != known.get(n)})
-    if error is None:
-        try:
-            updates, new_state = transform.update(grads, state, params, **extra_args)
-        except Exception as caught:
-            error = _cause(transform, given, known, state, params, names)
-            if error is None or "jmp.resume" in str(caught):
-                raise
-            raise ValueError(f"{made_by}: {error}") from caught
-        made = _shapes(updates)
-        fits = _shapes(new_state) == _shapes(state) and (params is None or made.items() <= known.items())
-        if fits and not (needs_all and len(made) < len(known)):
-            return updates, new_state
-        error = _cause(transform, given, known, state, params, names)
-        if error is None:  # The updates of `optax.lookahead` are for two trees of parameters.
-            return updates, new_state
-    raise ValueError(f"{made_by}: {error}")
+    given, known = shapes(grads), {} if params is None else shapes(differentiated(params))
+    # `optax.contrib.dpsgd` takes the gradients of each example, which all have one axis more.
+    if params is not None and any(shape[1:] != known.get(name) for name, shape in given.items()):
+        _check_shapes(made_by, given, known)
+    if needs_all:
+        _check_complete(made_by, given, known)
+    try:
+        updates, new_state = transform.update(grads, state, params, **extra_args)
+    except Exception as error:
+        _check_complete(made_by, given, known)
+        fresh = state if params is None else jax.eval_shape(transform.init, params)
+        if jax.tree.structure(state) != jax.tree.structure(fresh):
+            raise ValueError(
+                f"{made_by}: The optimizer state is that of another optimizer or of other settings. {RESUME}"
+            ) from error
+        raise
+    if params is not None:
+        _check_shapes(made_by, shapes(differentiated(updates)), known)
+    return updates, new_state
+
+
+def _check_shapes(made_by: str, given: dict[str, Any], known: dict[str, Any]) -> None:
+    """Raises a ValueError if a gradient has no parameter, or another shape, which JAX would broadcast."""
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"{made_by}: The gradients have leaves that are no parameters: {unknown[:4]}.")
+    for name, shape in given.items():
+        if shape != known[name]:
+            raise ValueError(
+                f"{made_by}: The gradient {name!r} has the shape {shape}, and its parameter has "
+                f"{known[name]}. Give the gradients of these parameters."
+            )
+
+
+def _check_complete(made_by: str, given: dict[str, Any], known: dict[str, Any]) -> None:
+    """Raises a ValueError if a parameter has no gradient."""
+    if missing := [name for name in known if name not in given]:
+        raise ValueError(
+            f"{made_by}: The gradients lack the parameters {missing[:4]}. Give a gradient for each parameter."
+        )
 
 
 def differentiated(params: Any) -> Any:
-    """Returns the parameters that have gradients."""
+    """Returns the parameters, or their updates, that have gradients: `optax.lookahead` has two trees."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def _wrong_shape(known: dict[str, Any], given: dict[str, Any]) -> str | None:
-    """Returns what to say of the first of the gradients `given` that has another shape than its parameter."""
-    for name, shape in given.items():
-        if name in known and known[name] != shape:
-            return (
-                f"The gradient {name!r} has the shape {shape}, and its parameter has {known[name]}. "
-                "Give the gradients of these parameters."
-            )
-    return None
-
-
-def _cause(
-    transform: optax.GradientTransformationExtraArgs,
-    given: dict[str, Any],
-    known: dict[str, Any],
-    state: Any,
-    params: Any,
-    names: tuple[str, ...],
-) -> str | None:
-    """Returns why an update failed, if the gradients or the state do not fit the parameters.
-
-    Args:
-        transform, state, params, names: as in `update_inner`.
-        given, known: the shapes of the gradients and of the parameters by their paths.
-    """
-    names = tuple(known) or names
-    if missing := [name for name in names if name not in given]:
-        return f"The gradients lack the parameters {missing[:4]}. Give a gradient for each parameter."
-    if names and (unknown := [name for name in given if name not in names]):
-        return f"The gradients have leaves that are no parameters: {unknown[:4]}."
-    if params is None:
-        # An array of the state belongs to the gradient whose name ends its name: mu/head/kernel.
-        arrays = [(path, shape) for path, shape in _shapes(state).items() if shape]
-        known = {name: shape for name in given for path, shape in arrays if path.endswith(f"/{name}")}
-    if error := _wrong_shape(known, given):
-        return error
-    if params is not None:
-        expected = jax.tree.structure(jax.eval_shape(transform.init, params))
-        if expected != jax.tree.structure(state):
-            return f"The optimizer state is that of another optimizer or of other settings. {RESUME}"
-    return None
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the leaves of `tree` by their paths."""
     return {name: np.shape(leaf) for name, leaf in named_leaves(unwrap(tree))}

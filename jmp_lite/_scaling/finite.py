@@ -104,8 +104,6 @@ def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
     Examples:
         >>> bool(jmp.all_finite({"a": jnp.ones(3), "b": jnp.array(jnp.inf)}))
         False
-
-    Guide: docs/loss-scaling.md.
     """
     finite = leaves_finite(tree).all()
     return finite if axis_name is None else agree(finite, axis_name)

@@ -49,8 +49,6 @@ def value_and_grad(
         >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
         >>> jmp.value_and_grad(loss_fn, jmp.DynamicLossScale(1024.0))(jnp.float16(2), jnp.float16(3))
         (Array(6., dtype=float32), Array(3., dtype=float32))
-
-    Guide: docs/loss-scaling.md.
     """
     return _true_value_and_grad("value_and_grad", fun, loss_scale, argnums, has_aux, transform)
 
@@ -133,8 +131,6 @@ def grad(
     Examples:
         >>> jmp.grad(lambda w: w**2, jmp.StaticLossScale(1024.0))(jnp.float32(3))
         Array(6., dtype=float32)
-
-    Guide: docs/loss-scaling.md.
     """
     both = _true_value_and_grad("grad", fun, loss_scale, argnums, has_aux, transform)
 

@@ -55,8 +55,6 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
         >>> loss = lambda layer: lambda w: jnp.sum(layer(w, x)) * 2.0**-40
         >>> print(jax.grad(loss(half))(w)[0, 0], jax.grad(loss(jmp.scale_layer(half)))(w)[0, 0] * 2.0**40)
         0.0 2.0
-
-    Guide: docs/loss-scaling.md.
     """
     if not callable(fun):
         raise TypeError(f"scale_layer takes a function of arrays. Got {fun!r}.")

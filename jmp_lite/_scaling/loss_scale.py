@@ -36,8 +36,6 @@ class LossScale(Protocol):
     Examples:
         >>> isinstance(jmp.StaticLossScale(1024.0), jmp.LossScale)
         True
-
-    Guide: docs/loss-scaling.md.
     """
 
     @property
@@ -71,8 +69,6 @@ class NoOpLossScale:
     Examples:
         >>> jmp.NoOpLossScale().scale(jnp.float16(3)).dtype
         dtype('float16')
-
-    Guide: docs/loss-scaling.md.
     """
 
     def __post_init__(self) -> None:
@@ -165,8 +161,6 @@ class StaticLossScale(_Scaling):
         >>> scale = jmp.StaticLossScale(1024)
         >>> scale.unscale(scale.scale(jnp.float16(3)))
         Array(3., dtype=float32)
-
-    Guide: docs/loss-scaling.md.
     """
 
     loss_scale: Any
@@ -220,8 +214,6 @@ class DynamicLossScale(_Scaling):
         >>> scale = scale.adjust(jnp.bool_(True)).adjust(jnp.bool_(True))
         >>> float(scale.loss_scale), float(scale.adjust(jnp.bool_(False)).loss_scale)
         (2048.0, 1024.0)
-
-    Guide: docs/loss-scaling.md.
     """
 
     loss_scale: Any = 2.0**15

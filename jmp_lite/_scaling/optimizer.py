@@ -31,8 +31,6 @@ def unscale() -> optax.GradientTransformationExtraArgs:
         >>> tx = jmp.unscale()
         >>> tx.update(jnp.float16(8), tx.init(jnp.float16(0)), loss_scale=jmp.StaticLossScale(4))[0]
         Array(2., dtype=float32)
-
-    Guide: docs/loss-scaling.md.
     """
 
     def update(
@@ -104,8 +102,6 @@ def skip_nonfinite(
         >>> updates, opt_state = tx.update(jnp.float32(jnp.inf), tx.init(params), params)
         >>> optax.apply_updates(params, updates), jmp.metrics(opt_state)["skipped_steps"]
         (Array(1., dtype=float32), Array(1, dtype=int32))
-
-    Guide: docs/loss-scaling.md.
     """
     return Skipping("skip_nonfinite", inner, None, clip_norm, axis_name, name).transform()
 
@@ -145,8 +141,6 @@ def with_loss_scale(
         >>> updates, opt_state = tx.update(jnp.full(2, jnp.nan), tx.init(params), params)
         >>> float(jmp.get_loss_scale(opt_state).loss_scale)
         16384.0
-
-    Guide: docs/loss-scaling.md.
     """
     loss_scale = DynamicLossScale() if loss_scale is None else loss_scale
     if not is_loss_scale(loss_scale):

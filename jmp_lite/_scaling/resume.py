@@ -75,8 +75,6 @@ def resume(
         >>> moments = opt_state.inner_state.inner_state[0]
         >>> int(moments.count), moments.mu["w"].dtype.name, moments.nu["w"].dtype.name
         (1, 'bfloat16', 'float32')
-
-    Guide: docs/loss-scaling.md.
     """
     transform = as_transform("resume", tx)
     check_init("resume", params)

@@ -84,7 +84,7 @@ class Skipping:
         flags = _in_order(flags, paths, names)
 
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            return update_inner(self.made_by, self.inner, grads, inner_state, params, extra_args, names=names)
+            return update_inner(self.made_by, self.inner, grads, inner_state, params, extra_args)
 
         new_updates, new_inner = _update_where(finite, inner_update, grads, state.inner_state, params)
         new_state = SkipNonfiniteState(

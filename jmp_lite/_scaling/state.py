@@ -53,8 +53,6 @@ class SkipNonfiniteState:
         >>> state = jmp.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)})
         >>> state.leaf_names.paths, state.leaf_finite, state.counts
         (('w',), Array([ True], dtype=bool), Array([0, 0, 0], dtype=int32))
-
-    Guide: docs/loss-scaling.md.
     """
 
     inner_state: Any
@@ -94,8 +92,6 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
         >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
         >>> float(jmp.get_loss_scale(opt_state).loss_scale)
         32768.0
-
-    Guide: docs/loss-scaling.md.
     """
     states = [state for state in _find_states(opt_state) if state.loss_scale is not None]
     return unwrap(_choose(states, name, "with_loss_scale").loss_scale)
@@ -118,8 +114,6 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
         >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
         >>> bool(jmp.grads_finite(opt_state))
         True
-
-    Guide: docs/loss-scaling.md.
     """
     return metrics(opt_state, name)["grads_finite"]
 
@@ -148,8 +142,6 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
         >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
         >>> {key: value.item() for key, value in jmp.metrics(opt_state).items()}
         {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skipped_steps': 0}
-
-    Guide: docs/loss-scaling.md.
     """
     state = find_state(opt_state, name)
     counts = jnp.asarray(state.counts)

@@ -51,8 +51,6 @@ def raise_if_stuck(
         Traceback (most recent call last):
         ...
         FloatingPointError: The last 1 steps were skipped: inf or NaN in the gradients of ...
-
-    Guide: docs/loss-scaling.md.
     """
     if max_consecutive_skips < 1:
         raise ValueError(f"max_consecutive_skips should be 1 or above. Got {max_consecutive_skips}.")

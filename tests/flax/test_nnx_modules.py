@@ -162,14 +162,13 @@ def test_a_linen_module_inside_is_an_error_that_says_what_to_do():
     assert model(SEQUENCE).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])  # Flax itself takes 2 and above.
-def test_a_model_can_be_pickled(protocol):
-    model = with_policy(ConvNet(nnx.Rngs(0)), F16.with_rules({"head": "float32"}), reduce_dtype="float32")
-    restored = pickle.loads(pickle.dumps(model, protocol))
-    assert type(restored) is type(model)
-    values, restored_values = (nnx.as_pure(nnx.state(module)) for module in (model, restored))
-    jax.tree.map(np.testing.assert_array_equal, restored_values, values)
-    assert products_of_grad(restored, IMAGES) == products_of_grad(model, IMAGES)
+def test_the_state_of_a_model_can_be_pickled_and_the_model_cannot():
+    model = with_policy(ConvNet(nnx.Rngs(0)), F16.with_rules({"head": "float32"}))
+    with pytest.raises(pickle.PicklingError, match="ConvNet"):
+        pickle.dumps(model)
+    restored = with_policy(ConvNet(nnx.Rngs(1)), F16.with_rules({"head": "float32"}))
+    nnx.update(restored, pickle.loads(pickle.dumps(nnx.state(model))))
+    np.testing.assert_array_equal(restored(IMAGES), model(IMAGES))
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, nnx.clone])
@@ -180,24 +179,3 @@ def test_a_model_can_be_copied(duplicate):
     assert products(other.encode, SEQUENCE) == [("float16", "float16")]
     model(SEQUENCE)
     assert other.calls[...] == (1 if duplicate is copy.copy else 0)
-
-
-def test_what_the_class_says_about_pickling_is_kept():
-    model = with_policy(Pickled(nnx.Rngs(0)), F16)
-    restored = pickle.loads(pickle.dumps(model))
-    assert restored.restored
-    assert products(restored, SEQUENCE) == [("float16", "float16")]
-
-
-class Pickled(nnx.Module):
-    """A model that says what of it is pickled."""
-
-    def __init__(self, rngs):
-        self.head = nnx.Linear(6, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(x)
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self.restored = True

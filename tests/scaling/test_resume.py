@@ -406,7 +406,7 @@ def test_a_masked_tuple_does_not_take_the_moments_of_its_neighbour():
         (ADAM, jmp.with_loss_scale(ADAM), "Got tuple"),
         (ADAM, jmp.cast_state(ADAM), "Got tuple"),
         (ADAM, jmp.with_master_weights(ADAM), "Got tuple"),
-        (jmp.with_loss_scale(ADAM), jmp.with_loss_scale(jmp.cast_state(ADAM)), "Got tuple"),
+        (jmp.with_loss_scale(ADAM), jmp.with_loss_scale(jmp.cast_state(ADAM)), "of another optimizer"),
         (jmp.with_loss_scale(jmp.cast_state(ADAM)), jmp.with_loss_scale(ADAM), "of another optimizer"),
         (
             jmp.with_loss_scale(jmp.cast_state(optax.adam(1e-3))),

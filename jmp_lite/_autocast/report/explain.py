@@ -39,8 +39,6 @@ class Report(Shown):
         Report(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
         >>> report.tensor_core_share, report.in_float32(), [*report.by_module()]
         (1.0, (), [''])
-
-    Guide: docs/autocast.md.
     """
 
     dtype: np.dtype
@@ -153,8 +151,6 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
         1 of 2 operations in bfloat16, 3 casts, 94.1% of FLOPs on Tensor Cores
         >>> [(operation.name, operation.reason) for operation in report.operations]
         [('dot_general', 'dot_general is on the allow list'), ('exp', 'exp is on the deny list')]
-
-    Guide: docs/autocast.md.
     """
     if not callable(fun):
         raise TypeError(f"explain takes a function. Got {fun!r}.")

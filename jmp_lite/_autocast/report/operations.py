@@ -53,8 +53,6 @@ class Operation:
         >>> operation = jmp.explain(jnp.dot)(jnp.ones((2, 2)), jnp.ones((2, 2))).operations[0]
         >>> operation.name, operation.inputs, operation.in_half, operation.flops
         ('dot_general', ('bfloat16[2,2]', 'bfloat16[2,2]'), True, 16)
-
-    Guide: docs/autocast.md.
     """
 
     name: str
