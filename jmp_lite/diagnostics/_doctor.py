@@ -56,8 +56,6 @@ class Diagnosis(Shown):
         >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
         >>> diagnosis.nonfinite.cause.operation, diagnosis.skipped["roofline"]
         ('log', 'No device was given.')
-
-    Guide: docs/diagnosis.md.
     """
 
     findings: tuple[Finding, ...]
@@ -137,8 +135,6 @@ def doctor(
         >>> print(diagnosis.findings[0])  # doctest: +ELLIPSIS
         [accuracy] 100.00% of the gradients that are not zero become zero in float16 at the loss scale 2**0.
         ...
-
-    Guide: docs/diagnosis.md.
     """
     if not callable(fun):
         raise TypeError(f"doctor takes a loss function first. Got {fun!r}.")

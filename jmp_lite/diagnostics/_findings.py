@@ -37,8 +37,6 @@ class Finding:
         >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
         >>> diagnosis.findings[0].what
         'inf from log near w, forward pass'
-
-    Guide: docs/diagnosis.md.
     """
 
     severity: str

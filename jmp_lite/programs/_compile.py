@@ -44,8 +44,6 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
         program = read_program(compile_for("h100", gradient, w, x, mesh=mesh))
         assert program.collectives[0].kind == "all-reduce"
         ```
-
-    Guide: docs/diagnosis.md.
     """
     if device not in DESCRIPTIONS:
         raise ValueError(f"The device should be one of {', '.join(map(repr, DESCRIPTIONS))}. Got {device!r}.")
@@ -107,8 +105,6 @@ def compile_for(
         assert product.on_tensor_cores and product.arithmetic == "f16"
         print(roofline(read_program(compiled), "h100"))
         ```
-
-    Guide: docs/diagnosis.md.
     """
     is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
     if not any(map(is_array, jax.tree.leaves(args))):

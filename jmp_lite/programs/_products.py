@@ -40,8 +40,6 @@ class Product:
         >>> product = program.products[0]
         >>> product.kind, product.arithmetic, product.flops, product.on_tensor_cores
         ('gemm', 'f32', 1024, False)
-
-    Guide: docs/diagnosis.md.
     """
 
     kind: str

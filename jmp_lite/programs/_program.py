@@ -26,8 +26,6 @@ class Collective:
         >>> program = read_program(jax.jit(lambda x: x.sum(0)).lower(x).compile())
         >>> [(collective.kind, collective.dtypes, collective.size) for collective in program.collectives]
         [('all-reduce', ('f32',), 16)]
-
-    Guide: docs/diagnosis.md.
     """
 
     kind: str
@@ -64,8 +62,6 @@ class Launch:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
         >>> [(launch.flops, launch.bytes_moved, launch.times) for launch in program.launches]
         [(1024, 512, 1)]
-
-    Guide: docs/diagnosis.md.
     """
 
     name: str
@@ -101,8 +97,6 @@ class Program(Shown):
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
         >>> program.argument_bytes, program.output_bytes, program.conditionals, program.host_syncs
         (256, 256, 0, ())
-
-    Guide: docs/diagnosis.md.
     """
 
     device: str

@@ -40,8 +40,6 @@ def read_program(compiled: Any) -> Program:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
         >>> [(product.kind, product.flops) for product in program.products]
         [('gemm', 1024)]
-
-    Guide: docs/diagnosis.md.
     """
     compiled = getattr(compiled, "compiled", compiled)  # `nnx.jit` wraps what `jax.jit` has compiled.
     if not isinstance(compiled, jax.stages.Compiled):
@@ -53,13 +51,7 @@ def read_program(compiled: Any) -> Program:
 
 
 def _read(text: str, memory: Any, device: Any) -> Program:
-    """Returns what the text of a program says.
-
-    Args:
-        text: the result of `Compiled.as_text()`.
-        memory: the result of `Compiled.memory_analysis()`; None if it is not known.
-        device: a device for which it was compiled.
-    """
+    """Returns what the text of a program says."""
     module = parse(text)
     size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
     products, collectives, launches, syncs = [], [], [], []

@@ -35,8 +35,6 @@ class ModuleTime:
         >>> module = roofline(read_program(compiled), "h100").modules[0]
         >>> module.bound, round(module.intensity)
         ('arithmetic', 683)
-
-    Guide: docs/diagnosis.md.
     """
 
     module: str
@@ -68,8 +66,6 @@ class Roofline(Shown):
         >>> report = roofline(read_program(compiled), "h100")
         >>> report.device.name, f"{1e3 * report.seconds['float16']:.2f} ms", report.fixed_modules
         ('H100 SXM', '0.14 ms', ())
-
-    Guide: docs/diagnosis.md.
     """
 
     device: Device
@@ -128,8 +124,6 @@ def roofline(
         >>> report = roofline(read_program(compiled), "h100")
         >>> round(report.speedup("float16", over="tf32"), 1)
         2.0
-
-    Guide: docs/diagnosis.md.
     """
     if device not in DEVICES:
         raise ValueError(f"The device should be one of {', '.join(map(repr, DEVICES))}. Got {device!r}.")

@@ -39,8 +39,6 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
         >>> half_loss = jmp.autocast(loss, jnp.bfloat16)
         >>> w, x = jnp.ones((4, 8)), jnp.ones((2, 4))
         >>> assert_precision(jax.grad(half_loss), {"**/head": "bfloat16"})(w, x)
-
-    Guide: docs/testing.md.
     """
     if not isinstance(dtypes, Mapping) or not dtypes:
         raise TypeError(
@@ -119,8 +117,6 @@ def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
         step = jax.jit(jmp.autocast(lambda x: jnp.tanh(x @ x), jnp.float16))
         assert_tensor_cores(compile_for("h100", step, x))
         ```
-
-    Guide: docs/testing.md.
     """
     program = compiled if isinstance(compiled, Program) else read_program(compiled)
     if not 0 < share <= 1:

@@ -58,8 +58,6 @@ def assert_skips_nonfinite(
         ...     return (optax.apply_updates(params, updates), opt_state), loss
         >>> params = jnp.ones((4, 2))
         >>> assert_skips_nonfinite(train_step, (params, tx.init(params)), jnp.ones((8, 4)))
-
-    Guide: docs/testing.md.
     """
     ignored = as_patterns(
         ignore, "assert_skips_nonfinite: ignore= takes patterns over the paths of the state"

@@ -76,8 +76,6 @@ def find_nonfinite(
         >>> step = lambda w, g: w - 0.1 * g / jnp.sqrt(jnp.sum(g * g))
         >>> print(find_nonfinite(step, transform=None)(w, jnp.zeros(4)).summary())
         1 of 1 results of the step are not finite (the only one).
-
-    Guide: docs/diagnosis.md.
     """
     if not callable(fun):
         raise TypeError(f"find_nonfinite takes a loss function first. Got {fun!r}.")
@@ -102,13 +100,7 @@ def _lines_of_rules(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def examine(program: LossProgram, scale: float, lines: Callable[[], Lines] = dict) -> NonfiniteReport:
-    """Runs a program at a loss scale, and returns where its values begin to be not finite.
-
-    Args:
-        program: a loss and its gradients, or a step.
-        scale: the loss scale.
-        lines: gives the lines of backward rules. It is called if an inf or NaN begins in the backward pass.
-    """
+    """Runs a program at a loss scale, and returns where its values begin to be not finite."""
     tapped = Tapped(program, Extremes())
     measured = tapped(scale)
     origins = Flow(measured).origins()

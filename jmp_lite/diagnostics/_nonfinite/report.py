@@ -36,8 +36,6 @@ class Nonfinite:
         >>> report = find_nonfinite(lambda w, x: jnp.sum(w / x))(jnp.ones(4), jnp.arange(4.0))
         >>> report.cause.what, report.cause.operation, report.cause.operand_ranges
         ('inf', 'div', ((1.0, 1.0), (0.0, 3.0)))
-
-    Guide: docs/diagnosis.md.
     """
 
     what: str
@@ -130,8 +128,6 @@ class NonfiniteReport(Shown):
         ... )
         >>> report.is_finite, report.gradients, report.fitting_scale == 2.0**118
         (False, ('head',), True)
-
-    Guide: docs/diagnosis.md.
     """
 
     first_inf: Nonfinite | None

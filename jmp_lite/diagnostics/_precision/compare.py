@@ -94,8 +94,6 @@ def compare_precision(
         >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
         >>> report.modules[0].module, report.modules[0].own.loss, report.rules
         ('w/b', inf, {'/w/b': 'float32'})
-
-    Guide: docs/diagnosis.md.
     """
     if not callable(fun):
         raise TypeError(f"compare_precision takes a loss function first. Got {fun!r}.")
@@ -202,13 +200,7 @@ def _sums(half: list[Array], full: list[Array], units: list[float]) -> list[Arra
 
 
 def _difference(half: float, full: float, sums: np.ndarray) -> Difference:
-    """Returns the errors of a loss and its gradients.
-
-    Args:
-        half: the loss in half.
-        full: the loss in float32.
-        sums: for each gradient the squares of three norms, as in `_sums`.
-    """
+    """Returns the errors of a loss and of its gradients, for which `sums` has what `_sums` returns."""
     distance = abs(half - full)
     loss_error = distance / abs(full) if full else distance
     return Difference(loss_error if math.isfinite(loss_error) else math.inf, *_error(*sums.sum(axis=0)))

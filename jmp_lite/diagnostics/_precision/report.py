@@ -25,8 +25,6 @@ class Difference:
     Examples:
         >>> print(Difference(loss=1e-4, gradients=2e-3, cosine=0.999998))
         1.00e-04 in the loss, 2.00e-03 in the gradients, cosine 0.999998
-
-    Guide: docs/diagnosis.md.
     """
 
     loss: float
@@ -54,8 +52,6 @@ class ModuleDifference:
         >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
         >>> [(row.module, row.pattern, row.own.loss < 1e-3) for row in report.modules]
         [('w/b', '/w/b', False), ('w/a', '/w/a', True)]
-
-    Guide: docs/diagnosis.md.
     """
 
     module: str
@@ -96,8 +92,6 @@ class PrecisionReport(Shown):
         >>> report = compare_precision(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6))(w, x)
         >>> report.is_close, report.half.loss, report.rules, report.with_rules.loss < 1e-3
         (False, inf, {'/w/b': 'float32'}, True)
-
-    Guide: docs/diagnosis.md.
     """
 
     dtype: str

@@ -40,8 +40,6 @@ class Float8Range:
         >>> row = Float8Range("head", "backward", "float8_e5m2", 120, 20, counts, {**counts})
         >>> row.lost, row.share(row.flushed["float8_e4m3fn"])
         (0.01, 0.03)
-
-    Guide: docs/fp8.md.
     """
 
     name: str
@@ -107,13 +105,7 @@ class _Flushes(Probe):
 
 
 def flushes(program: LossProgram, plan: Plan, scale: float) -> tuple[Float8Range, ...]:
-    """Returns what fp8 makes of the operands of products, by module and direction.
-
-    Args:
-        program: a loss and its gradients.
-        plan: what autocast does with the program.
-        scale: the loss scale.
-    """
+    """Returns what fp8 makes of the operands of products, by module and direction."""
     measured = Tapped(program, _Flushes(), plan)(scale)
     groups: dict[tuple[str, str], np.ndarray] = collections.defaultdict(lambda: np.zeros(_COUNTS, np.int64))
     for path in sorted(measured.records):

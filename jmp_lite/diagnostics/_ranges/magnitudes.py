@@ -47,8 +47,6 @@ class Fates:
         >>> fates = Fates(zeros=5, flushed=2, subnormal=0, normal=6, overflowed=0, nonfinite=0)
         >>> fates.nonzero, fates.lost, fates.share(fates.normal)
         (8, 0.25, 0.75)
-
-    Guide: docs/diagnosis.md.
     """
 
     zeros: int
@@ -90,8 +88,6 @@ class Magnitudes:
         >>> report = profile_ranges(lambda w: jnp.sum(w * jnp.array([1.0, 2.0**-30])))(jnp.ones(2))
         >>> report.pooled.histogram, report.pooled.fates(0).flushed, report.pooled.fates(15).flushed
         ({-30: 1, 0: 1}, 1, 0)
-
-    Guide: docs/diagnosis.md.
     """
 
     dtype: np.dtype

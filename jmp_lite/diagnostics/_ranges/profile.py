@@ -76,8 +76,6 @@ def profile_ranges(
         >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(w, x)
         >>> report.pooled.fates(0).lost, report.static_scale, report.largest_safe_scale == 2.0**44
         (1.0, 65536.0, True)
-
-    Guide: docs/diagnosis.md.
     """
     if not callable(fun):
         raise TypeError(f"profile_ranges takes a loss function first. Got {fun!r}.")

@@ -33,8 +33,6 @@ class ModuleRange:
         >>> report = profile_ranges(lambda w: jnp.sum(w["head"]) * 2.0**-30)({"head": jnp.ones(4)})
         >>> [(row.name, row.direction, row.fates.lost) for row in report.gradients]
         [('head', 'backward', 1.0)]
-
-    Guide: docs/diagnosis.md.
     """
 
     name: str
@@ -76,8 +74,6 @@ class RangeReport(Shown):
         (65536.0, (), {})
         >>> float(report.dynamic_scale.loss_scale) == report.largest_safe_scale == 2.0**44
         True
-
-    Guide: docs/diagnosis.md.
     """
 
     dtype: np.dtype

@@ -35,8 +35,6 @@ class Scales:
         >>> report = profile_ranges(lambda w: jnp.sum(w * jnp.array([1.0, 2.0**-30])))(jnp.ones(2))
         >>> report.scales.largest_safe, report.scales.suggested, report.scales.fates[6].flushed
         (15, 6, 0)
-
-    Guide: docs/diagnosis.md.
     """
 
     fates: dict[int, Fates]

@@ -159,16 +159,7 @@ class Where:
 def make_site(
     path: Path, kind: Kind, equation: Equation, where: Where, operands: Sequence[Any], array: Array
 ) -> Site:
-    """Returns the site of a value at an equation.
-
-    Args:
-        path: the path of the site.
-        kind: what kind of value it is.
-        equation: the equation that takes or gives it.
-        where: the part of the program around the jaxpr of the equation.
-        operands: the values from which it comes, each with `source`, `argument` and `number`.
-        array: the value itself.
-    """
+    """Returns the site of a value at an equation."""
     exponent = [str(equation.params["y"])] if equation.primitive.name == "integer_pow" else []
     return Site(
         path,

@@ -62,11 +62,6 @@ class Tap:
     def run(self, jaxpr: Jaxpr, arguments: Sequence[TapValue], where: Where) -> list[TapValue]:
         """Runs the equations of a jaxpr, and measures.
 
-        Args:
-            jaxpr: the jaxpr, closed or open.
-            arguments: a value for each input.
-            where: the part of the program around it.
-
         Returns:
             A value for each output.
         """
