@@ -50,7 +50,7 @@ def leaves_finite(tree: Any) -> jax.Array:
         for indices in groups.values()
         for start in range(0, len(indices), _GROUP)
     ]
-    flags = [_group_finite([jnp.asarray(leaves[index]) for index in part]) for part in parts]
+    flags = [_leaves_of_one_shape_finite([jnp.asarray(leaves[index]) for index in part]) for part in parts]
     order = [index for part in parts for index in part]
     others = sorted(set(range(len(leaves))) - set(order))
     flags = jnp.concatenate([*flags, jnp.ones(len(others), jnp.bool_)])
@@ -66,7 +66,7 @@ def is_inexact(leaf: Any) -> bool:
     return isinstance(leaf, (float, complex)) or has_dtype(leaf, jnp.inexact)
 
 
-def _group_finite(leaves: list[jax.Array]) -> jax.Array:
+def _leaves_of_one_shape_finite(leaves: list[jax.Array]) -> jax.Array:
     """Returns whether each of some leaves of one shape is finite, shape `(len(leaves),)`."""
     shape = leaves[0].shape
     finite = [jnp.isfinite(leaf) for leaf in leaves]

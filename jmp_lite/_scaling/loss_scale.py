@@ -274,23 +274,23 @@ class DynamicLossScale(_Scaling):
         # `dataclasses.replace` would run the checks of the settings, and make the copies again.
         return replace_leaves(
             self,
-            loss_scale=jnp.where(back_off, self.lowered(scale), raised),
+            loss_scale=jnp.where(back_off, self.backed_off(scale), raised),
             counter=jnp.where(finite, counted % self.period, 0),
             hysteresis_left=left,
         )
 
-    def lowered(self, scale: Any) -> jax.Array:
+    def backed_off(self, scale: Any) -> jax.Array:
         """Returns what `scale`, shape `()`, backs off to: never below the minimum, never above `scale`.
 
         Examples:
-            >>> float(jmp.DynamicLossScale().lowered(1024.0))
+            >>> float(jmp.DynamicLossScale().backed_off(1024.0))
             512.0
         """
         scale = jnp.asarray(scale, jnp.float32)
         if self.backoff_factor is None:
-            lowered = scale / np.float32(self.factor if self.factor > 1 else 2)
+            backed_off = scale / np.float32(self.factor if self.factor > 1 else 2)
         else:
-            lowered = scale * np.float32(self.backoff_factor)
+            backed_off = scale * np.float32(self.backoff_factor)
         minimum = stop = np.float32(self.min_loss_scale)
         if math.frexp(self.min_loss_scale)[0] != 0.5:
             # A scale that is a power of two stops at the last one above the minimum.
@@ -298,7 +298,7 @@ class DynamicLossScale(_Scaling):
             above = np.float32(2.0 ** math.frexp(self.min_loss_scale)[1])
             stop = jnp.where(mantissa == 0, above, minimum)
         # The minimum with `scale` is for a scale that started below the minimum: it stays where it is.
-        return jnp.minimum(scale, jnp.where(lowered < minimum, stop, lowered))
+        return jnp.minimum(scale, jnp.where(backed_off < minimum, stop, backed_off))
 
     def _spend_hysteresis(self, finite: jax.Array, grow: jax.Array) -> tuple[jax.Array, Any]:
         """Whether to back off now, and the tolerance that is left."""

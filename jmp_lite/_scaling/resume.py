@@ -17,10 +17,10 @@ import optax
 
 from .._memory.cast_state import CastStateState
 from .._memory.half_params import MasterWeightsState, StochasticRoundingState
-from .._memory.master_params import like
+from .._memory.master_params import placed_like
 from .._memory.wrapper import as_transform, check_init
 from .._paths import path_name
-from .._tree import is_half, replace_leaves, select_tree, unwrap
+from .._tree import is_half, replace_leaves, select_tree, without_nnx_variables
 from .finite import all_finite
 from .loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from .state import SkipNonfiniteState
@@ -78,9 +78,9 @@ def resume(
     """
     transform = as_transform("resume", tx)
     check_init("resume", params)
-    new, old = unwrap(transform.init(params)), unwrap(old_state)
+    new, old = without_nnx_variables(transform.init(params)), without_nnx_variables(old_state)
     wrappers = ([node for node in _nodes(state) if _is_ours(_fields(node))] for state in (new, old))
-    carrying = _Carrying(unwrap(params), *wrappers)
+    carrying = _Carrying(without_nnx_variables(params), *wrappers)
     # `with_loss_scale` takes the place of `optax.apply_if_finite`.
     stays = any(isinstance(node, optax.ApplyIfFiniteState) for node in _nodes(new))
     if_finite = set(optax.ApplyIfFiniteState._fields)
@@ -157,7 +157,7 @@ class _Carrying:
         elif jnp.issubdtype(new.dtype, jax.dtypes.extended):
             return jnp.array(old, copy=True)
         else:
-            return like(new, old)
+            return placed_like(old, new)
         return new
 
     def wrapped(self, new: Any, inner: Any) -> Any:

@@ -14,7 +14,7 @@ from jax import lax
 from .._memory.half_params import init_for_masters
 from .._memory.wrapper import RESUME, as_transform, check_init, check_update, differentiated, update_inner
 from .._paths import leaf_names
-from .._tree import at_least_float32, has_dtype, select_tree, unwrap
+from .._tree import at_least_float32, has_dtype, select_tree, without_nnx_variables
 from .finite import agree, leaves_finite
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
 from .norm import clip, squared_norms
@@ -52,7 +52,7 @@ class Skipping:
     def init(self, params: Any) -> Any:
         """Returns the state for `params`."""
         check_init(self.made_by, params)
-        names = leaf_names(unwrap(differentiated(params)))
+        names = leaf_names(without_nnx_variables(differentiated(params)))
         inner_state = init_for_masters(self.inner, params)
         accumulates = lambda node: isinstance(node, optax.MultiStepsState)
         if self.clip_norm is not None and any(
@@ -76,7 +76,7 @@ class Skipping:
         """Returns the updates, all minus zero if the step is skipped, and the new state."""
         self._check_state(state, params)
         self._check_loss_scale(state, extra_args)
-        paths = leaf_names(unwrap(updates))
+        paths = leaf_names(without_nnx_variables(updates))
         names = state.leaf_names.paths
         if len(names) != state.leaf_finite.shape[-1]:  # `optax.tree_map_params` has lost the names.
             names = paths

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree import STATIC, register_state, unwrap
+from .._tree import STATIC, register_state, without_nnx_variables
 from . import serialization
 from .loss_scale import LossScale
 
@@ -94,7 +94,7 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
         32768.0
     """
     states = [state for state in _find_states(opt_state) if state.loss_scale is not None]
-    return unwrap(_choose(states, name, "with_loss_scale").loss_scale)
+    return without_nnx_variables(_choose(states, name, "with_loss_scale").loss_scale)
 
 
 def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
@@ -161,7 +161,7 @@ def find_state(opt_state: Any, name: str | None = None) -> SkipNonfiniteState:
         ValueError: there is none, or more than one to choose from.
     """
     state = _choose(_find_states(opt_state), name, "skip_nonfinite or with_loss_scale")
-    return unwrap(dataclasses.replace(state, inner_state=None))
+    return without_nnx_variables(dataclasses.replace(state, inner_state=None))
 
 
 def _find_states(tree: Any) -> list[SkipNonfiniteState]:

@@ -75,7 +75,9 @@ def _complaint(
     """Returns the complaint about one member of a state; empty if there is none."""
     steps, skipped, in_a_row = map(int, np.asarray(state.counts)[member])
     scale = None if state.loss_scale is None else float(_member(state.loss_scale.loss_scale, member))
-    at_minimum = isinstance(state.loss_scale, DynamicLossScale) and state.loss_scale.lowered(scale) == scale
+    at_minimum = (
+        isinstance(state.loss_scale, DynamicLossScale) and state.loss_scale.backed_off(scale) == scale
+    )
     low = at_minimum and in_a_row > 0 and steps >= max_consecutive_skips
     if in_a_row >= max_consecutive_skips:
         said = f"The last {in_a_row} steps were skipped"
