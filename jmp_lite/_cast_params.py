@@ -15,22 +15,22 @@ T = TypeVar("T")
 def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
     """Casts trained parameters to the policy's parameter dtype, and checks that they survive.
 
-    `policy.cast_to_param` casts without a look at the values. This function looks, so it runs outside of
-    `jax.jit`, before a model is exported or saved in half.
+    `policy.cast_to_param` does not look at the values. This function does, so call it outside of `jax.jit`,
+    before a model is exported or saved in half.
 
     Args:
-        params: a pytree of arrays of any shape. Leaves that are not floating pass through.
-        policy: its `param_dtype` and its rules say which leaf gets which dtype.
-        max_flushed: how many of the non-zero numbers of one leaf may become zero: a share from 0 to 1.
+        params: a pytree of arrays of any shape. Leaves that are not floating stay as they are.
+        policy: its `param_dtype` and its rules give the dtype of each leaf.
+        max_flushed: the share, from 0 to 1, of the non-zero numbers of one leaf that may become zero.
 
     Returns:
         The tree in the new dtypes.
 
     Raises:
-        ValueError: a leaf has a number beyond the largest of its new dtype (65504 in float16), or NaN, or too
-            many of its numbers become zero. The message names each such leaf and the rules that keep it.
-            Also: `max_flushed` is no share.
-        TypeError: the values are not known: the call is under `jax.jit`.
+        ValueError: a leaf has NaN or a number beyond the largest of its new dtype (65504 in float16), or too
+            many of its numbers become zero. The message names each such leaf, and the rules that keep it in
+            float32. Or `max_flushed` is not between 0 and 1.
+        TypeError: the call is under `jax.jit`.
 
     Examples:
         >>> jmp.cast_params({"head": {"kernel": jnp.array([1.0, 7e4])}}, jmp.get_policy("float16"))
@@ -42,7 +42,7 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
     """
     if not 0 <= max_flushed <= 1:
         raise ValueError(f"cast_params: max_flushed is a share from 0 to 1. Got {max_flushed!r}.")
-    with np.errstate(over="ignore"):  # NumPy warns of a number that becomes inf. It is an error below.
+    with np.errstate(over="ignore"):  # NumPy warns if a number becomes inf, which is an error below.
         cast = policy.cast_to_param(params)
     lost = {}
     for (name, before), after in zip(named_leaves(params), jax.tree.leaves(cast), strict=True):
@@ -63,7 +63,7 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
 
 
 def _fault(before: np.ndarray, after: np.ndarray, max_flushed: float) -> str:
-    """Returns what a cast does to the numbers of an array; an empty string if it does no harm."""
+    """Returns what a cast did to the numbers of an array, or an empty string if it did no harm."""
     largest, limit = float(np.max(np.abs(before), initial=0)), float(jnp.finfo(after.dtype).max)
     if np.isnan(largest):
         return "it has NaN."

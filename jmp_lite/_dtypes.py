@@ -22,10 +22,10 @@ _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
 
 
 def half_dtype() -> Any:
-    """Returns the half precision type of the default backend.
+    """Returns the half precision type of the default backend, as jmp does.
 
     Returns:
-        `jnp.bfloat16` on a TPU, which has no float16 arithmetic; `jnp.float16` elsewhere, as jmp does.
+        `jnp.bfloat16` on a TPU, which has no float16 arithmetic, and `jnp.float16` elsewhere.
 
     Examples:
         >>> jmp.half_dtype() is jnp.float16, float(jmp.half_dtype()(2**15))
@@ -36,7 +36,7 @@ def half_dtype() -> Any:
 
 
 def scalar_type(dtype: np.dtype) -> Any:
-    """Returns the type that `jax.numpy` has for `dtype`, such as `jnp.float16`: callable, and one object.
+    """Returns the type that `jax.numpy` has for `dtype`, so that `policy.compute_dtype is jnp.float16`.
 
     Examples:
         >>> scalar_type(np.dtype("float16")) is jnp.float16
@@ -46,15 +46,7 @@ def scalar_type(dtype: np.dtype) -> Any:
 
 
 def parse_dtype(spec: DTypeLike) -> np.dtype:
-    """Returns the floating dtype that `spec` names.
-
-    Args:
-        spec: a NumPy or JAX dtype or scalar type, or one of `half`, `full`, `f16`, `fp16`, `bf16`, `f32`,
-            `fp32`, `f64` and the full names.
-
-    Raises:
-        ValueError: `spec` is a string that names no dtype.
-        TypeError: `spec` is no floating dtype.
+    """Returns the floating dtype of a dtype, a scalar type or a name; other input raises an error.
 
     Examples:
         >>> parse_dtype("bf16")
@@ -66,10 +58,10 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
         if spec in _DTYPES:
             return _DTYPES[spec]
     try:
-        if spec is None:  # NumPy would read None as float64.
+        if spec is None:  # NumPy reads None as float64.
             raise TypeError
         dtype = jnp.dtype(spec)
-        if isinstance(spec, str) and dtype.name != spec:  # Nor "f8", 8 bytes to NumPy, as float64.
+        if isinstance(spec, str) and dtype.name != spec:  # NumPy reads "f8", 8 bytes, as float64.
             raise TypeError
     except TypeError:
         allowed = ["half", *_DTYPES]
@@ -87,11 +79,7 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
 
 
 def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
-    """Returns the dtype in which weight gradients are summed over devices: float32, or None.
-
-    Raises:
-        ValueError, TypeError: `reduce_dtype` is another dtype, or no dtype.
-    """
+    """Returns float32 or None, in which devices sum weight gradients; other input raises an error."""
     if reduce_dtype is None:
         return None
     allowed = "reduce_dtype should be float32, or None for the dtype of the products."

@@ -61,7 +61,7 @@ def argument_names(
     kwargs: dict[str, Any],
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> tuple[str, ...]:
-    """Returns the names of the leaves of a call's arguments, each from its parameter's name on.
+    """Returns the names of the leaves of a call's arguments. Each begins with the name of its parameter.
 
     Examples:
         >>> argument_names(lambda params, *batch: None, ({"w": 0}, 1), {})
@@ -96,7 +96,7 @@ def subtrees(name: str) -> Iterator[str]:
 
 
 def nearest_paths(pattern: str, names: Iterable[str]) -> str:
-    """Returns the subtrees of the leaves `names` that look most like `pattern`, at most four, for an error.
+    """Returns, for an error, the at most four subtrees of the leaves `names` that look most like `pattern`.
 
     Examples:
         >>> nearest_paths("haed", ["head/kernel", "body"])
@@ -108,15 +108,7 @@ def nearest_paths(pattern: str, names: Iterable[str]) -> str:
 
 
 def as_patterns(patterns: str | Iterable[str], takes: str) -> tuple[str, ...]:
-    """Returns one pattern or several as a tuple.
-
-    Args:
-        patterns: what an option was given.
-        takes: what the option takes: the beginning of the message.
-
-    Raises:
-        TypeError: `patterns` is neither, or a mapping; one is no string, or has neither a name nor a
-            wildcard.
+    """Returns one pattern or several as a tuple. The message of a TypeError begins with `takes`.
 
     Examples:
         >>> as_patterns("nu/**/head", "keep_float32 takes patterns")
@@ -158,7 +150,7 @@ def _match(pattern: tuple[str, ...], keys: tuple[str, ...]) -> bool:
 
 
 def plain_scope(name_stack: str) -> str:
-    """Returns a name stack of JAX without the transforms around its names.
+    """Returns a name stack of JAX without transforms such as `jvp(...)` around its names.
 
     Examples:
         >>> plain_scope("transpose(jvp(decoder))/head"), plain_scope("jvp()")

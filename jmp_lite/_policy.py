@@ -21,14 +21,14 @@ class Rule:
     """An exception to a policy for one part of the parameter tree.
 
     Attributes:
-        pattern: which subtrees: `head`, `**/BatchNorm*`, `/decoder/*/norm`. `*` stands for any part
-            of one key, `**` for any number of keys; a pattern may begin at any depth unless it
+        pattern: the subtrees that the rule is for: `head`, `**/BatchNorm*`, `/decoder/*/norm`. `*` matches
+            any part of one key, `**` matches any number of keys. A pattern may begin at any depth unless it
             starts with a slash.
-        policy: the policy there; a dtype or a policy string is read as one.
-        optional: whether `check_rules` lets it match nothing.
+        policy: the policy of these subtrees. A dtype or a policy string is read as one.
+        optional: whether the rule may match nothing in `check_rules`.
 
     Raises:
-        ValueError: the pattern is empty or holds `->` or `;`, or the policy has rules of its own.
+        ValueError: the pattern is empty or contains `->` or `;`, or the policy has rules of its own.
 
     Examples:
         >>> jmp.Rule("head", "float32").policy.compute_dtype is jnp.float32
@@ -62,17 +62,17 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy(Shown):
-    """The three dtypes of mixed precision, and the exceptions by parameter path.
+    """The three dtypes of mixed precision, with rules for the parts of a model that need other dtypes.
 
-    Two policies are equal if they say the same, however their dtypes were spelt. `str(policy)` is
-    read back by `get_policy`. The dtypes are kept as JAX's types: `policy.compute_dtype is jnp.float16`.
+    Two policies are equal if their dtypes and rules are, however these were spelled. `get_policy` reads
+    `str(policy)` back. The dtypes are the types of `jax.numpy`: `policy.compute_dtype is jnp.float16`.
 
     Attributes:
         param_dtype: the dtype in which parameters rest. For a half dtype see `with_master_weights`.
         compute_dtype: the dtype of the operands of the arithmetic.
         output_dtype: the dtype of what the model returns, such as logits.
-        rules: `Rule`s, or a mapping or pairs of pattern and policy; the first match wins. They act
-            on the trees whose leaves they name, that is on parameters.
+        rules: `Rule`s, or a mapping or pairs of pattern and policy. The first rule that matches the path
+            of a parameter wins.
 
     Raises:
         ValueError, TypeError: a dtype is unknown or not floating, or a rule is malformed.
@@ -88,7 +88,7 @@ class Policy(Shown):
     param_dtype: DTypeLike
     compute_dtype: DTypeLike
     output_dtype: DTypeLike
-    # By keyword only, so that a subclass may add fields without defaults, as subclasses of jmp's policy do.
+    # Keyword-only, so that a subclass can add fields without defaults, as subclasses of jmp's policy do.
     rules: Any = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -108,12 +108,12 @@ class Policy(Shown):
     def cast_to_compute(self, x: T) -> T:
         """Casts the floating leaves of the tree `x` to the compute dtype.
 
-        A parameter that is cast before it is used many times (a bias, an embedding row, a weight inside
-        a scan) has its gradient summed in the compute dtype. Keep such a parameter in float32 with a
-        rule and cast where it is used, or leave the casts to `linen.with_policy` or `nnx.with_policy`.
+        If a parameter is cast once and used many times (a bias, an embedding row, a weight inside a scan),
+        its gradients are summed in the compute dtype. Keep such a parameter in float32 with a rule and cast
+        it where it is used, or leave the casts to `linen.with_policy` or `nnx.with_policy`.
 
-        A rule that matches no leaf of `x` is no error here, since `x` may be a batch. Use
-        `check_rules(params)` to find a misspelt rule.
+        A rule may match no leaf of `x`, since `x` may be a batch. `check_rules(params)` finds a misspelled
+        rule.
 
         Examples:
             >>> policy = jmp.get_policy("c=bf16").with_rules({"head": "float32"})
@@ -142,7 +142,7 @@ class Policy(Shown):
         return dataclasses.replace(self, output_dtype=parse_dtype(output_dtype))
 
     def with_rules(self, rules: Mapping[str, Any] | Iterable[Any]) -> "Policy":
-        """Returns the policy with `rules` before those that it has.
+        """Returns the policy with `rules` in front of its own.
 
         Args:
             rules: `Rule`s, or a mapping or pairs of pattern and policy, dtype or policy string.
@@ -154,7 +154,7 @@ class Policy(Shown):
         return dataclasses.replace(self, rules=[*_pairs(rules), *self.rules])
 
     def at(self, name: str) -> "Policy":
-        """Returns the policy, without rules, of the leaf or subtree `name`.
+        """Returns the policy of the leaf or subtree `name`, which has no rules.
 
         Examples:
             >>> policy = jmp.get_policy("c=f16").with_rules({"head": "float32"})
@@ -189,7 +189,7 @@ class Policy(Shown):
             return cast_floating(tree, getattr(self, field))
 
         def cast(path: tuple[Any, ...], leaf: Any) -> Any:
-            # In `(params, x)` the index is no part of a parameter's name, and "/head" means `params["head"]`.
+            # In the tuple `(params, x)`, "/head" means `params["head"]`: the index is no part of the name.
             names = [path_name(path), *([path_name(path[1:])] if type(tree) is tuple else [])]
             return cast_leaf(leaf, getattr(self._at_any(names), field))
 
@@ -202,7 +202,7 @@ class Policy(Shown):
         return dataclasses.replace(self, rules=())
 
     def _notebook_text(self) -> str:
-        """Returns a line for each dtype, by its whole name, and for each rule."""
+        """Returns a line for each dtype, with its full name, and for each rule."""
         dtypes = {"parameters": self.param_dtype, "compute": self.compute_dtype, "output": self.output_dtype}
         rows = [(name, np.dtype(dtype).name) for name, dtype in dtypes.items()]
         return "\n".join(aligned([*rows, *((rule.pattern, str(rule.policy)) for rule in self.rules)], left=2))
@@ -220,14 +220,14 @@ class Policy(Shown):
         return "; ".join([dtypes, *map(str, self.rules)])
 
 
-# Apex's levels (https://nvidia.github.io/apex/amp.html). Apex finds normalisation layers by class; a
-# parameter tree has names only, so these are the names that Flax gives and that people use.
-_NORMALISATION = ("*[Nn]orm*", "[Bb][Nn]", "[Bb][Nn][0-9_]*", "[Ll][Nn]", "[Ll][Nn][0-9_]*")
+# Apex's levels (https://nvidia.github.io/apex/amp.html). Apex finds normalization layers by their class. A
+# parameter tree has only names, so these are the names that Flax gives them, and other common names.
+_NORMALIZATION = ("*[Nn]orm*", "[Bb][Nn]", "[Bb][Nn][0-9_]*", "[Ll][Nn]", "[Ll][Nn][0-9_]*")
 _MIXED = {dtype: f"p=full,c={dtype},o=full" for dtype in ("f16", "bf16")}
 _PRESETS = {
     "O0": "full",
     "O1": "p=full,c=half,o=full",
-    "O2": "; ".join(["p=half,c=half,o=full", *(f"{n} ?-> p=full,c=full,o=half" for n in _NORMALISATION)]),
+    "O2": "; ".join(["p=half,c=half,o=full", *(f"{n} ?-> p=full,c=full,o=half" for n in _NORMALIZATION)]),
     "O3": "half",
     # Keras's and Lightning's names.
     "mixed_float16": _MIXED["f16"],
@@ -242,14 +242,14 @@ def get_policy(policy_name: str) -> Policy:
     """Returns the policy that a string describes.
 
     Args:
-        policy_name: one of these. Spaces are allowed anywhere between the words.
+        policy_name: one of these, with spaces anywhere between the words.
 
             - `"params=float32,compute=float16,output=float32"`, or short `"p=f32,c=f16,o=f32"`.
-              The defaults: params is float32, compute is that of params, output is that of compute;
+              By default params is float32, compute is that of params, and output is that of compute;
             - one dtype for all three: `"float32"`, `"half"`, `"bf16"`, `"fp16"`;
             - a level of Apex: `"O0"` float32; `"O1"` float32 parameters, half compute; `"O2"` half
-              parameters, float32 normalisation; `"O3"` all half. For O2 wrap the optimizer in
-              `with_master_weights`, which keeps small updates;
+              parameters, float32 normalization; `"O3"` all half. With O2, wrap the optimizer in
+              `with_master_weights`, so that small updates are not lost;
             - a name of Keras or Lightning: `"mixed_float16"`, `"16-mixed"`, `"mixed_bfloat16"`,
               `"bf16-mixed"`, all with float32 parameters and outputs;
             - any of these followed by rules: `"c=f16,o=f32; head -> float32; **/Norm* ?-> f32"`.
@@ -274,7 +274,7 @@ def get_policy(policy_name: str) -> Policy:
 
 
 def _pairs(rules: Any) -> list[Any]:
-    """Returns the rules that a user gave as a list of rules or pairs."""
+    """Returns what a user gave as rules as a list of rules or pairs."""
     if isinstance(rules, Mapping):
         return list(rules.items())
     if isinstance(rules, (str, Rule)) or not isinstance(rules, Iterable):
@@ -294,7 +294,7 @@ def _as_rule(rule: Any) -> Rule:
 
 
 def _read_dtypes(text: str) -> list[np.dtype]:
-    """Returns the dtypes of parameters, compute and output that a string without rules describes."""
+    """Returns the dtypes of parameters, compute and output from a policy string without rules."""
     if "=" not in text:
         try:
             return [parse_dtype(text)] * 3

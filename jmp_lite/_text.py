@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Shown:
-    """The base of what a notebook shows as text in a font of equal widths: a report as `print` shows it."""
+    """The base class of reports, which a notebook shows as `print` does, in a monospaced font."""
 
     __slots__ = ()
 
@@ -37,7 +37,7 @@ def aligned(rows: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
 
 
 def fields_table(settings: Any) -> str:
-    """Returns a line for each field of a dataclass that is not None: its name, and its value.
+    """Returns a line with name and value for each field of a dataclass that is not None.
 
     Examples:
         >>> fields_table(jmp.StaticLossScale(32768))
@@ -49,7 +49,7 @@ def fields_table(settings: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    """Returns a number in words; a name, a vector or a tracer as it prints itself."""
+    """Returns a number from 16 on as a power of two if it is one; other values as they print themselves."""
     try:
         return power(float(value)) if float(value) >= 16 else f"{float(value):g}"
     except (TypeError, ValueError):  # jax.errors.ConcretizationTypeError is a TypeError.
@@ -57,7 +57,7 @@ def _number(value: Any) -> str:
 
 
 def dynamic_scale(exponent: int) -> str:
-    """Returns the code of a dynamic loss scale that starts at a power of two. By default its minimum is 1.
+    """Returns the code of a dynamic loss scale that starts at a power of two; below 1 it needs a minimum.
 
     Examples:
         >>> dynamic_scale(15), dynamic_scale(-3)
@@ -68,7 +68,7 @@ def dynamic_scale(exponent: int) -> str:
 
 
 def power(scale: float) -> str:
-    """Returns a loss scale in words: as a power of two if it is one.
+    """Returns a loss scale as a power of two if it is one, and else as a number.
 
     Examples:
         >>> power(512.0), power(1000.0)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
 KEEP_FLOAT32_NAME = "jmp_lite.keep_float32"
-"""The name of values that autocast keeps in float32. It survives every transform."""
+"""The `checkpoint_name` of values that autocast keeps in float32. It survives every transform."""
 
 
 def has_dtype(leaf: Any, kind: Any) -> bool:
@@ -29,10 +29,10 @@ def is_half(leaf: Any) -> bool:
 
 
 def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
-    """Casts one leaf if it is floating; NumPy stays NumPy, a shape stays a shape."""
+    """Casts a floating leaf; an array of NumPy stays one of NumPy, and a `ShapeDtypeStruct` stays one."""
     if not has_dtype(leaf, jnp.floating):
         return leaf
-    # A weak dtype gives way in arithmetic, so a weakly typed leaf does not have the dtype yet.
+    # A weakly typed leaf takes the dtype of the other operand, so it does not have its dtype yet.
     if leaf.dtype == dtype and not getattr(leaf, "weak_type", False):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -41,19 +41,7 @@ def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
-    """Casts the floating leaves of `tree` to `dtype`.
-
-    Args:
-        tree: any pytree. Arrays, NumPy arrays, NumPy float scalars and `ShapeDtypeStruct`s of a
-            floating dtype are cast; integers, booleans, complex numbers, PRNG keys, None, Python
-            numbers and anything else come through untouched.
-        dtype: a floating dtype, or its name.
-
-    Returns:
-        The same tree. A leaf that already has the dtype is returned as it is.
-
-    Raises:
-        ValueError, TypeError: `dtype` is no floating dtype.
+    """Casts the floating arrays, NumPy scalars and shapes of `tree`; Python numbers and all else stay.
 
     Examples:
         >>> jax.tree.map(lambda x: x.dtype.name, cast_floating({"w": jnp.ones(2), "n": jnp.arange(2)}, "f16"))
@@ -67,7 +55,7 @@ def cast_to_full(tree: T) -> T:
     """Casts the floating leaves of `tree` to float32.
 
     Args:
-        tree: any pytree. Leaves that are not floating pass through.
+        tree: any pytree. Its other leaves stay as they are.
 
     Examples:
         >>> jmp.cast_to_full(jnp.ones(2, jnp.float16)).dtype
@@ -80,7 +68,7 @@ def cast_to_half(tree: T) -> T:
     """Casts the floating leaves of `tree` to `half_dtype()`.
 
     Args:
-        tree: any pytree. Leaves that are not floating pass through.
+        tree: any pytree. Its other leaves stay as they are.
 
     Examples:
         >>> jmp.cast_to_half(jnp.ones(2)).dtype == jmp.half_dtype()
@@ -96,10 +84,10 @@ def at_least_float32(tree: T) -> T:
 
 @jax.custom_jvp
 def reuse_cast(x: jax.Array, cast: jax.Array) -> jax.Array:
-    """Returns `cast`, the half of `x`, in a way that the gradients of all its uses are summed in x's dtype.
+    """Returns `cast`, which is `x` in half. The gradients of all its uses are summed in the dtype of `x`.
 
-    Without it a weight that is cast once and used many times, as in a loop or by a lookup, has its gradients
-    summed in half. Nothing reads the value of `x`: what computes it is dropped.
+    Otherwise a weight that is cast once and used many times, in a loop or by a lookup, would have its
+    gradients summed in half. Nothing reads the value of `x`, so XLA removes what computes it.
     """
     del x
     return cast
@@ -114,9 +102,9 @@ def _reuse_cast_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tupl
 def select_tree(pred: Any, a: T, b: T) -> T:
     """Returns `a` where `pred` is true and `b` where it is not, leaf by leaf.
 
-    Both trees are computed; nothing branches, so a chosen leaf is bit-identical to its source, a
-    NaN in the other tree does not reach it, and donated buffers stay in place. Use it with
-    `grads_finite` to keep batch statistics or moving averages of a skipped step.
+    Both trees are computed and nothing branches. The chosen leaves are bit-identical to their source,
+    whatever the other tree holds, and donated buffers stay in place. Use it with `grads_finite` to keep
+    the batch statistics or moving averages from before a skipped step.
 
     Args:
         pred: a boolean scalar, shape `()`.
@@ -138,9 +126,9 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
 
 
-def unwrap(tree: Any) -> Any:
-    """Takes the arrays out of the variables in which Flax NNX keeps parameters and optimizer state."""
-    # By its method: this package does not import Flax.
+def without_nnx_variables(tree: Any) -> Any:
+    """Returns `tree` with the arrays of Flax NNX's variables in place of the variables."""
+    # A variable is known by its method, because this package does not import Flax.
     is_variable = lambda node: hasattr(node, "get_value")
     return jax.tree.map(lambda v: v.get_value() if is_variable(v) else v, tree, is_leaf=is_variable)
 
@@ -150,11 +138,11 @@ STATIC = {"static": True}
 
 
 def register_state(cls: C) -> C:
-    """Registers a frozen dataclass as a pytree: every field a child, a `STATIC` field structure.
+    """Registers a frozen dataclass as a pytree: `STATIC` fields are structure, all others are children.
 
-    The flattening is derived from the fields, so none can be forgotten. `jax.tree_util`'s own
-    `register_dataclass` rebuilds through `__init__`, whose checks would then turn down the trees
-    that JAX and its users make of anything but numbers: axes, shapes, shardings, zeros.
+    The flattening comes from the fields, so that none can be forgotten. `jax.tree_util.register_dataclass`
+    would call `__init__` to unflatten. Its checks accept numbers only, and JAX and its users also make trees
+    of axes, shapes and shardings.
     """
     fields = dataclasses.fields(cls)
     children = [f.name for f in fields if not f.metadata.get("static")]
@@ -175,7 +163,7 @@ def register_state(cls: C) -> C:
 
 
 def replace_leaves(state: T, **changes: Any) -> T:
-    """Returns `state` with some fields replaced and no check run: `dataclasses.replace` for loops."""
+    """As `dataclasses.replace`, without `__init__` and its checks."""
     copy = object.__new__(type(state))
     for field in dataclasses.fields(state):  # type: ignore[arg-type]
         value = changes[field.name] if field.name in changes else getattr(state, field.name)

@@ -1,4 +1,4 @@
-"""Flax Linen: `with_policy` runs a module under a policy. The module and its parameters do not change."""
+"""Flax Linen: `with_policy` runs a module under a policy, with the same parameter tree."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from ._tree import cast_floating
 
 def _read_bias(module: Any) -> jax.Array | None:
     """Returns the bias of a layer, as `Library.read_bias`."""
-    batched = getattr(module, "batch_dims", ()) not in ((), [])  # The number 0 is an axis.
+    batched = getattr(module, "batch_dims", ()) not in ((), [])  # 0 is an axis.
     return nn.unbox(module.get_variable("params", "bias")) if module.use_bias and not batched else None
 
 
@@ -39,41 +39,39 @@ _LINEN = Library(
     read_bias=_read_bias,
     no_bias={"use_bias": False},
 )
-# The outer half of a lifted transform, which calls an inner module next; and the lookup of an attribute.
+# The outer function of a lifted transform, which calls an inner module, and the lookup of an attribute.
 _CASTS_NOTHING = ("<lambda>", "__getattr__")
 
 
 def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> "WithPolicy":
     """Returns `module` under a policy.
 
-    The model casts its inputs and its parameters to the compute dtype, and its outputs to the output dtype.
-    Each parameter is cast where it is used. Parameters keep their paths, so checkpoints of the plain module
-    fit. `init` returns parameters in the parameter dtype.
+    The model casts its inputs and parameters to the compute dtype, and its outputs to the output dtype. Each
+    parameter is cast where it is used. Parameters keep their paths, so checkpoints of the plain module fit.
+    `init` returns parameters in the parameter dtype.
 
-    Some values stay in float32. Normalization layers compute their statistics in float32. Batch statistics,
-    other collections and recurrent carries keep their dtype. Gradients of biases and of embeddings are sums,
-    and they are summed in float32.
+    Normalization layers compute their statistics in float32. Batch statistics, other collections and
+    recurrent carries keep their dtype. Gradients of biases and embeddings are summed in float32.
 
     Args:
-        module: any Linen module. It is not changed. The policy overrides the `dtype` that a layer was given.
-            To keep a layer in float32, write a rule.
-        policy: its rules name modules, or single parameters of modules that users write. The rule `head`
-            covers everything in `head`.
-        reduce_dtype: the dtype of the weight gradients of `Dense` and `DenseGeneral` when devices sum them:
+        module: any Linen module. It is not changed. The policy overrides the `dtype` that a layer was given:
+            to keep a layer in float32, write a rule.
+        policy: its rules name modules, or single parameters of modules that you wrote. The rule `head` covers
+            everything in `head`.
+        reduce_dtype: the dtype in which devices sum the weight gradients of `Dense` and `DenseGeneral`:
             float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
-            no forward-mode derivative (`jax.jvp`), and an embedding that is looked up without a batch, such
-            as by positions, gives float32 rows: a sum with them is float32, and so is its gradient.
+            no forward-mode derivative (`jax.jvp`). The rows of an embedding that is looked up without a
+            batch, such as by positions, are then float32, and so are sums with them and their gradients.
 
     Returns:
-        A module with the parameter tree of `module`. Its methods are reached by name, as in
-        `apply(variables, x, method="encode")`. A function given as `method` does not run under the policy.
+        A module with the parameter tree of `module`. Call its methods by name, as in
+        `apply(variables, x, method="encode")`: a function given as `method` does not run under the policy.
         Attributes can be read, except for submodules.
 
     Raises:
         TypeError: `module` is no Linen module, or `policy` is no policy.
-        ValueError: `reduce_dtype` is another dtype. Also, when the model is called: a rule matches no
-            parameter (the message names the nearest paths), or a rule names one parameter of a layer that
-            computes in one dtype.
+        ValueError: `reduce_dtype` is another dtype; or, when the model is called, a rule matches no parameter
+            (the message names the nearest paths), or names a single parameter of a layer of Flax.
 
     Examples:
         >>> policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
@@ -88,7 +86,7 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
 
 @dataclasses.dataclass(frozen=True)
 class _Plain:
-    """Holds the plain module. Linen does not see it here; otherwise Linen would give it a path as a child."""
+    """Hides the plain module from Linen, which would give it a path as a child."""
 
     module: nn.Module
 
@@ -112,14 +110,14 @@ class WithPolicy(nn.Module):
     reduce_dtype: np.dtype | None = None
 
     def setup(self) -> None:
-        # A module that was made in a compact method is bound already, under its own name. Any other module
-        # takes the scope of this one, so that its parameters have the paths that they have without a policy.
+        # A module from a compact method is bound already, under its own name. Any other module takes the
+        # scope of this one, so that its parameters keep the paths that they have without a policy.
         module = self.plain.module
         bound = module if module.scope is not None else module.clone(parent=self.scope)
         object.__setattr__(self, "_bound", bound)
 
-    # Linen does not see the methods of this class (`nowrap`). Otherwise it would list one call as two calls,
-    # of this module and of the plain module, and would take this module for the parent of others.
+    # `nowrap` hides the methods of this class from Linen, which would list one call as two, of this module
+    # and of the plain one, and would take this module for the parent of others.
     @nn.nowrap
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -133,7 +131,7 @@ class WithPolicy(nn.Module):
         own = {field.name for field in dataclasses.fields(self)}
         changes = {name: updates.pop(name) for name in [*updates] if name not in own}
         module = self.plain.module
-        if module.scope is not None and "name" in updates:  # The plain module is bound, under its own name.
+        if module.scope is not None and "name" in updates:  # The plain module is bound under its own name.
             changes |= {"parent": parent, "name": updates["name"]}
             updates["name"] = None
         if changes:
@@ -147,7 +145,7 @@ class WithPolicy(nn.Module):
         if plain is None or name.startswith("__") or name == "_bound":
             return super().__getattr__(name)
         cls = type(plain.module)
-        # `getattr_static` finds a property without a call of it.
+        # `getattr_static` does not call a property.
         member: Any = None if name in vars(plain.module) else inspect.getattr_static(cls, name, None)
         if isinstance(member, types.FunctionType):
             return types.MethodType(functools.partial(_call_method, name), self)
@@ -188,12 +186,8 @@ class WithPolicy(nn.Module):
 
 
 def _call_method(name: str, model: WithPolicy, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the plain module.
-
-    Outside `init` and `apply` the method gets `model` as its `self`. So its own calls of `self.init` and
-    `self.apply` run under the policy.
-    """
-    if model.scope is None:
+    """Calls a method of the plain module under the policy."""
+    if model.scope is None:  # Outside of `init` and `apply`: the method may call `self.init` or `self.apply`.
         return getattr(type(model.plain.module), name)(model, *args, **kwargs)
     return model._run(name, args, kwargs)
 
@@ -206,7 +200,7 @@ def _intercept(
     kwargs: Kwargs,
     context: nn.module.InterceptorContext,
 ) -> Any:
-    """Calls one method of one module inside `model`, whose own path has the length `depth`."""
+    """Calls one method of one module inside of `model`, whose own path has `depth` names."""
     module, policy = context.module, model.policy
     if context.method_name in _CASTS_NOTHING or isinstance(module, WithPolicy):
         return call(*args, **kwargs)
@@ -222,6 +216,6 @@ def _intercept(
 
 
 def _cast_param(module: nn.Module, path: str, policy: Policy, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Runs `module.param` and casts its result. The stored parameter is not cast."""
+    """Runs `module.param` and casts what it returns. The stored parameter stays as it is."""
     value = type(module).param(module, name, *args, **kwargs)
     return cast_floating(value, policy.at(join(path, name)).compute_dtype)

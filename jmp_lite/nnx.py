@@ -67,35 +67,34 @@ class _Setting:
 def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> M:
     """Returns a copy of `model` that runs under a policy.
 
-    The copy casts its inputs and its parameters to the compute dtype, and its outputs to the output dtype.
-    Each parameter is cast where it is used. `nnx.state` of the copy has the paths of the original, with the
+    The copy casts its inputs and parameters to the compute dtype, and its outputs to the output dtype. Each
+    parameter is cast where it is used. `nnx.state` of the copy has the paths of the original, with the
     parameters in the parameter dtype, so checkpoints of the plain model fit.
 
-    Some values stay in float32. Normalization layers compute their statistics in float32. Batch statistics,
-    all other variables and recurrent carries keep their dtype. Gradients of biases and of embeddings are
-    sums, and they are summed in float32.
+    Normalization layers compute their statistics in float32. Batch statistics, all other variables and
+    recurrent carries keep their dtype. Gradients of biases and embeddings are summed in float32.
 
     Args:
         model: any NNX module. It is not changed. The copy shares its arrays: a step that donates one of the
-            two models takes the buffers of the other. The policy overrides the `dtype` that a layer was
-            given. To keep a layer in float32, write a rule.
-        policy: its rules name modules, or single parameters of modules that users write. The rule `head`
-            covers everything in `head`.
-        reduce_dtype: the dtype of the weight gradients of `Linear` and `LinearGeneral` when devices sum them:
+            two models deletes the buffers of the other. The policy overrides the `dtype` that a layer was
+            given: to keep a layer in float32, write a rule.
+        policy: its rules name modules, or single parameters of modules that you wrote. The rule `head` covers
+            everything in `head`.
+        reduce_dtype: the dtype in which devices sum the weight gradients of `Linear` and `LinearGeneral`:
             float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
-            no forward-mode derivative (`jax.jvp`), and an embedding that is looked up without a batch, such
-            as by positions, gives float32 rows: a sum with them is float32, and so is its gradient.
+            no forward-mode derivative (`jax.jvp`). The rows of an embedding that is looked up without a
+            batch, such as by positions, are then float32, and so are sums with them and their gradients.
 
     Returns:
         A module of a subclass of the model's class. All public methods run under the policy. A call works on
-        cast copies of the parameters, so a value that a call assigns to a parameter is lost. Use another
-        `nnx.Variable` for what calls change. The module cannot be pickled: save its `nnx.state`.
+        cast copies of the parameters, so that a value assigned to a parameter inside a call is lost: use
+        another `nnx.Variable` for what calls change. The module cannot be pickled: save its `nnx.state`.
 
     Raises:
         TypeError: `model` is no NNX module, or `policy` is no policy.
         ValueError: `reduce_dtype` is another dtype; a rule matches no parameter (the message names the
-            nearest paths); a rule names one parameter of a layer that computes in one dtype; or the model is
-            under a policy already.
+            nearest paths), or names a single parameter of a layer of Flax; or the model is under a policy
+            already.
 
     Examples:
         >>> plain = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -116,7 +115,7 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
     settled = tuple(f"{path}/" for path, module in modules.items() if hasattr(module, _SETTING))
     for path, module in modules.items():
         _check_bridge(path, module)
-        if not f"{path}/".startswith(settled):  # The innermost policy wins.
+        if not f"{path}/".startswith(settled):  # A policy that a part of the model has already wins.
             _set(module, _Setting(policy, path, module is model, wide))
     return model
 
@@ -142,13 +141,13 @@ def _set(module: Any, setting: _Setting) -> None:
     needs_plan = isinstance(module, (*_NNX.biased, _NNX.embedding, _NNX.cell))
     if needs_plan or setting.is_model or (not layer and _own_params(module)):
         setattr(module, _SETTING, setting)
-        # Python looks up `__call__` on the class: a function in the instance would not be called. Flax checks
-        # what is assigned to a module, so the class is set past it.
+        # Python looks up `__call__` on the class, so the module gets a subclass. Flax would refuse a plain
+        # assignment of `__class__`.
         object.__setattr__(module, "__class__", _subclass(type(module), layer))
 
 
 def _keep_dtypes(args: T, /, *, dtype: Any = None, inexact: bool = True) -> T:
-    """Replaces `promote_dtype` of normalization layers: Flax's own rounds running statistics to half."""
+    """Replaces `promote_dtype` of normalization layers, which would round running statistics to half."""
     del dtype, inexact
     return args
 
@@ -163,14 +162,15 @@ def _own_params(module: nnx.Module) -> dict[str, Any]:
 
 
 def _is_node(value: Any) -> bool:
-    """Whether a cast leaves `value` as it is: a module, a variable or Rngs, whose copy would lose updates."""
+    """Whether a cast must not copy `value`: a module, variable or Rngs, whose copy would lose updates."""
     is_container = isinstance(value, (nnx.List, nnx.Dict))  # Flax counts containers as modules.
     return isinstance(value, (nnx.Variable, nnx.Module, nnx.Rngs, nnx.RngStream)) and not is_container
 
 
-@functools.cache  # One subclass for each class: jit compares types, and would compile again.
+@functools.cache  # One subclass for each class, since `jit` compares types and would compile again.
 def _subclass(cls: type, layer: bool) -> type:
-    """Returns a subclass of `cls` whose `__call__`, and public methods if users wrote it, run in `_call`."""
+    """Returns a subclass of `cls` with methods that run in `_call`: for a user's class, all public ones."""
+    # `attend` of `nnx.Embed` is the only other method of a Flax layer that computes a product.
     names = {"__call__", "attend"} & set(dir(cls))
     if not layer:
         own = cls.__mro__[: cls.__mro__.index(nnx.Module)]
@@ -182,7 +182,7 @@ def _subclass(cls: type, layer: bool) -> type:
 
 
 def _is_method(value: Any) -> bool:
-    """Whether a class attribute is called with the instance: a function, or one under `nnx.jit`."""
+    """Whether a class attribute is a method: a function, or one under `nnx.jit`."""
     return callable(value) and not isinstance(value, (staticmethod, classmethod, type))
 
 
@@ -206,7 +206,7 @@ def _call(module: Any, name: str, method: Callable[..., Any], args: Args, kwargs
         changes: dict[str, Any] = {}
         if plan.casts_params:
             changes = {n: _cast_params(value, setting, n) for n, value in _own_params(module).items()}
-        if setting.is_model:  # Calls that come from inside this call are calls of a part of the model.
+        if setting.is_model:  # Calls from inside of this call are calls of a part of the model.
             changes[_SETTING] = dataclasses.replace(setting, is_model=False)
         return run_call(plan, module, changes, functools.partial(method, module), args, kwargs)
 
@@ -220,7 +220,7 @@ def _cast(tree: Any, dtype: np.dtype) -> Any:
 
 
 def _cast_params(tree: Any, setting: _Setting, attribute: str) -> Any:
-    """Returns the tree with each parameter replaced by a cast copy, for the length of a call."""
+    """Returns the tree of an attribute with a cast copy of each parameter."""
 
     def cast(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, nnx.Param):
@@ -232,7 +232,7 @@ def _cast_params(tree: Any, setting: _Setting, attribute: str) -> Any:
 
 
 def is_object(node: Any) -> bool:
-    """Whether a call may change `node` in place: an NNX module, variable or other graph node."""
+    """Whether `node` is an NNX module, variable or other graph node, which a call may change in place."""
     return isinstance(node, (nnx.Pytree, nnx.Variable))
 
 
@@ -241,17 +241,13 @@ def split_objects(
 ) -> tuple[Callable[..., tuple[T, Any]], tuple[Any, ...], Callable[[tuple[T, Any]], T]]:
     """Turns a call whose arguments hold NNX modules into a call of a function of arrays, for `autocast`.
 
-    Args:
-        fun: the function called.
-        args, kwargs: its arguments; the modules among them may be changed by the call.
-
     Returns:
-        A function that returns the output of `fun` and the modules' state after the call; the arguments
-        of that function; and one that takes what it returned, updates the modules and gives the output.
+        A function that returns the output of `fun` and the state of the modules after the call; the arguments
+        of that function; and a function that takes its results, updates the modules and returns the output.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
     named = dict(zip(argument_names(fun, args, kwargs, is_leaf=is_object), leaves, strict=True))
-    # Together, so that what two of them share stays shared.
+    # Split together, so that what two modules share stays shared.
     objects = {name: leaf for name, leaf in named.items() if is_object(leaf)}
     graph, state = nnx.split(objects)
 
@@ -260,7 +256,7 @@ def split_objects(
         before = {path: _value(leaf) for path, leaf in nnx.to_flat_state(nnx.state(copies))}
         args, kwargs = jax.tree.unflatten(structure, [(copies | others)[name] for name in named])
         output = fun(*args, **kwargs)
-        # What the call left alone is not written back: the modules may belong to an outer trace.
+        # Only changed leaves are written back, since the modules may belong to an outer trace.
         after = nnx.to_flat_state(nnx.state(copies))
         changed = [(path, leaf) for path, leaf in after if before.get(path) is not _value(leaf)]
         return output, nnx.from_flat_state(changed)
@@ -274,5 +270,5 @@ def split_objects(
 
 
 def _value(leaf: Any) -> Any:
-    """The array that a leaf of a state holds."""
+    """Returns the array that a leaf of a state holds."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

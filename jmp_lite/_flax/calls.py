@@ -1,4 +1,4 @@
-"""One call of one module under a policy: `plan_call` decides what it needs, `run_call` does it."""
+"""One call of one module under a policy: `plan_call` decides what it needs, and `run_call` does it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -23,13 +23,13 @@ class CallPlan:
 
     Attributes:
         compute_dtype: the dtype of the arithmetic.
-        casts_params: whether the module's own parameters are cast for the call: users wrote the module.
+        casts_params: whether the module's own parameters are cast for the call, because a user wrote it.
         looks_up_rows: whether the call reads rows of an embedding table.
         keeps_shared_rows: whether rows that a batch shares stay float32, so that their gradient is summed
             over the batch in float32.
         bias: the bias that is added outside the layer, or None.
-        attributes: the attributes of the layer for this call: no bias of its own where `bias` is given, and a
-            product with a wide weight gradient where one is asked for.
+        attributes: attributes of the layer for this call: no bias of its own if `bias` is given, and a
+            product with a wide weight gradient if one is asked for.
         keeps_carry: whether the call is a step of a recurrent cell, whose carry keeps its dtype.
     """
 
@@ -45,21 +45,13 @@ class CallPlan:
 def plan_call(
     library: Library, module: Any, method: str, policy: Policy, reduce_dtype: np.dtype | None
 ) -> CallPlan:
-    """Returns what a call needs.
-
-    Args:
-        library: Linen or NNX.
-        module: the module that is called.
-        method: the name of the method that is called.
-        policy: the policy at the module's path.
-        reduce_dtype: as in `with_policy`.
-    """
+    """Returns what a call of `method` needs. `policy` is the policy at the module's path."""
     compute_dtype = np.dtype(policy.compute_dtype)
     layer = is_layer(library, module)
     calls_layer = layer and method == "__call__"
     bias = library.read_bias(module) if calls_layer and isinstance(module, library.biased) else None
     changes = {} if bias is None else dict(library.no_bias)
-    # A layer that adds its own bias would add it in the dtype of the weight gradient.
+    # Such a layer computes in the dtype of the weight gradient, and would add its bias in this dtype too.
     if calls_layer and isinstance(module, library.products) and (bias is not None or not module.use_bias):
         changes |= wide_gradients(module, compute_dtype, reduce_dtype)
     return CallPlan(
@@ -81,14 +73,11 @@ def run_call(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Runs a call as it is planned.
+    """Runs a call as planned.
 
     Args:
-        plan: the plan of the call.
-        module: the module that is called.
-        changes: attributes of the module for this call, beside those of the plan.
-        call: the framework's own call, to be given `args` and `kwargs`.
-        args, kwargs: the arguments of the call.
+        changes: attributes of the module for this call, in addition to those of the plan.
+        call: the method of Flax, which takes `args` and `kwargs`.
     """
     if plan.keeps_carry:
         args, kwargs = _strengthen_carry(args, kwargs)
@@ -119,11 +108,9 @@ def run_model(
     """Calls a whole model: casts its inputs to the compute dtype and its outputs to the output dtype.
 
     Args:
-        run: the model, to be given the cast arguments.
-        policy: the policy of the model.
+        run: the model, which takes `args` and `kwargs`.
         cast: casts the floating leaves of a tree to a dtype.
-        keeps_carry: whether the model is a recurrent cell. Its carry keeps its dtype.
-        args, kwargs: the arguments of the model.
+        keeps_carry: whether the model is a recurrent cell, whose carry keeps its dtype.
     """
     carry, others = (args[:1], args[1:]) if keeps_carry else ((), args)
     kept = {name: value for name, value in kwargs.items() if name in ("carry", "initial_carry")}
@@ -136,16 +123,16 @@ def run_model(
 
 
 def _is_shared(inputs: Any) -> bool:
-    """Returns whether indices have no batch, such as positions: users broadcast their rows over the batch."""
+    """Whether indices have no batch, such as positions, so that their rows are shared by the batch."""
     return jnp.ndim(inputs) < 2 or jnp.shape(inputs)[0] == 1
 
 
 def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype, keeps_rows: bool) -> jax.Array:
     """Reads rows of an embedding table in half precision, with gradients that are summed in float32.
 
-    The gradient of a lookup sums the gradients of all uses of a row. In half precision such a sum stops
-    growing: 256 + 1 is 256 in bfloat16. So the gradient is that of a lookup in float32. XLA removes the
-    float32 lookup itself. Where the table is split over devices, the devices gather it in half precision.
+    The gradient of a row is the sum over all its uses, and such a sum stops growing in half precision: 256 +
+    1 is 256 in bfloat16. So the gradient is that of a lookup in float32. XLA removes the float32 lookup
+    itself, and devices that share a table gather it in half precision.
 
     Args:
         read: does the lookup in a dtype.
@@ -160,18 +147,18 @@ def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype, keeps_rows:
 def _add_bias(output: jax.Array, bias: jax.Array) -> jax.Array:
     """Adds a float32 bias to the last dimensions of the half precision output of a layer.
 
-    The bias is broadcast first and cast then, so its gradient is cast first and summed then, in float32.
-    The layers of Flax cast first, so their bias gradients are sums in half precision: XLA for the CPU adds
-    40,960 ones to 4,096 in float16.
+    The bias is cast after it was broadcast, so that its gradient is cast before it is summed, in float32. The
+    layers of Flax cast first, and sum bias gradients in half precision: on a CPU, XLA adds 40,960 ones in
+    float16 to 4,096.
     """
     return output + jnp.broadcast_to(bias, output.shape).astype(output.dtype)
 
 
 def _strengthen_carry(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Gives the carry of a cell strong dtypes.
+    """Returns the arguments of a cell with a strongly typed carry.
 
-    A weakly typed float32 array, such as `jnp.full(shape, 0.5)`, takes the dtype of the half precision arrays
-    that it is added to. So a weakly typed carry would be rounded inside the cell.
+    A weakly typed float32 array, such as `jnp.full(shape, 0.5)`, takes the dtype of the half array that it is
+    added to, so that the carry would be rounded inside the cell.
     """
     strengthen = lambda carry: jax.tree.map(lambda leaf: cast_leaf(leaf, jnp.result_type(leaf)), carry)
     if args:
@@ -180,10 +167,9 @@ def _strengthen_carry(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _cast_cell_output(output: tuple[Any, Any], carry: Any, dtype: np.dtype) -> tuple[Any, Any]:
-    """Casts the pair `(carry, y)` that a recurrent cell returns.
+    """Casts the new carry to the dtypes of the old one, as a scan needs, and the output to `dtype`.
 
-    The new carry gets the dtypes of the old carry, as a scan demands. The carry is usually float32, so a long
-    memory is not rounded at every step. `y`, which other layers read, gets the compute dtype.
+    A carry is usually float32, so that a long memory is not rounded on every step.
     """
     new_carry, y = output
     new_carry = jax.tree.map(lambda new, old: cast_leaf(new, jnp.result_type(old)), new_carry, carry)

@@ -1,9 +1,9 @@
-"""Which kind of module a module is, and attributes that are set for the length of a call.
+"""The kinds of modules, and attributes that are set for the length of a call.
 
-A Flax layer has a `dtype` attribute and casts its own parameters where it uses them. A policy sets that
-attribute. A module that users write may own parameters and know nothing of dtypes. A policy gives it
-parameters that are cast already. In both cases the cast stands where the parameter is used. If the use is
-inside a scan, the cast is inside the scan too, so the gradients of many uses are summed in float32.
+A Flax layer has a `dtype` attribute and casts its own parameters where it uses them: a policy sets this
+attribute. A module that a user wrote may have parameters and no `dtype`: a policy gives it cast parameters.
+Either way a parameter is cast where it is used. If that is inside a scan, so is the cast, and the gradients
+of all uses are summed in float32.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ class Library:
         cell: the base class of recurrent cells.
         products: the layers that multiply by a weight with their `dot_general` attribute.
         biased: the layers that add a bias to the last dimensions of their output.
-        rewriters: the modules that change the parameters of another layer. They need parameters that are not
-            rounded, so the other layer casts them.
-        read_bias: gives the bias of a layer of `biased`; None if the layer has no bias, or not yet, or if the
-            bias has more dimensions than the last ones.
+        rewriters: the modules that change the parameters of another layer. They need unrounded parameters,
+            which the other layer then casts.
+        read_bias: returns the bias of a layer of `biased`; None if it has none, none yet, or one with a batch
+            dimension.
         no_bias: the attributes with which a layer of `biased` adds no bias.
     """
 
@@ -50,7 +50,7 @@ class Library:
 
 
 def is_layer(library: Library, module: Any) -> bool:
-    """Whether the class of `module` is Flax's own, so that the module casts its own parameters."""
+    """Whether the class of `module` is one of Flax, which casts its own parameters."""
     classes = type(module).__mro__[: type(module).__mro__.index(library.module)]
     return all(cls.__module__.startswith("flax.") for cls in classes)
 
@@ -61,23 +61,18 @@ def is_cell_call(library: Library, module: Any, method: str) -> bool:
 
 
 def takes_dtype(library: Library, module: Any) -> bool:
-    """Whether a policy sets the `dtype` attribute of `module`: it is a floating dtype, or None."""
+    """Whether a policy sets the `dtype` attribute of `module`, because it is a floating dtype or None."""
     dtype = getattr(module, "dtype", _MISSING)
     if dtype is _MISSING or isinstance(module, library.rewriters):
         return False
     try:
         return dtype is None or jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:  # A module that users write may call anything `dtype`.
+    except TypeError:  # The `dtype` of a user's module may be anything.
         return False
 
 
 def check_arguments(function: str, base: str, library: Library, module: Any, policy: Any) -> None:
-    """Checks that `function`, a `with_policy`, was given a module of `base` and a policy.
-
-    Raises:
-        TypeError: it was not.
-        ValueError: the policy computes in fp8.
-    """
+    """Raises an error if a `with_policy` was given no module of `base`, or no policy that it can run."""
     if not isinstance(module, library.module):
         raise TypeError(f"{function} takes a {base}. Got {type(module).__name__}.")
     if not isinstance(policy, Policy):
@@ -105,10 +100,9 @@ def check_layer_rules(policy: Policy, path: str, parameters: list[str], module: 
 
 @contextlib.contextmanager
 def attributes(module: Any, changes: dict[str, Any]) -> Iterator[None]:
-    """Sets attributes of `module` for the length of a call.
+    """Sets attributes of `module` for the length of a call, in its `__dict__`.
 
-    The attributes go into the module's `__dict__`. This passes the checks of Flax, which keep users from
-    assigning to a module that is frozen or from another trace. After the call nothing of them is left.
+    Assigning them would raise an error of Flax, because the module is frozen or from another trace.
     """
     values = vars(module)
     before = {name: values.get(name, _MISSING) for name in changes}
@@ -118,7 +112,7 @@ def attributes(module: Any, changes: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             if values.get(name, _MISSING) is not changes[name]:
-                continue  # The call itself assigned a new value.
+                continue  # The call has assigned a value of its own.
             if value is _MISSING:
                 del values[name]
             else:

@@ -1,4 +1,4 @@
-"""Products of the layers of Flax, whose weight gradients are float32: `reduce_dtype` of `with_policy`."""
+"""Products of Flax layers with float32 weight gradients, for `reduce_dtype` of `with_policy`."""
 
 import functools
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 def wide_gradients(layer: Any, compute_dtype: np.dtype, reduce_dtype: np.dtype | None) -> dict[str, Any]:
     """Returns the attributes that give the weight of a Flax layer a gradient in `reduce_dtype`.
 
-    With these attributes the layer casts its input and its weight to `reduce_dtype`, and the product casts
-    them to `compute_dtype`. XLA removes the first cast. A layer that has a product of its own keeps it.
+    The layer then casts its input and weight to `reduce_dtype`, which XLA removes, and the product casts them
+    to `compute_dtype`. A layer with a product of its own keeps it.
     """
     own = getattr(layer, "dot_general_cls", None) or layer.dot_general not in (None, lax.dot_general)
     if own or reduce_dtype is None or compute_dtype.itemsize >= reduce_dtype.itemsize:
@@ -33,15 +33,14 @@ def _dot_general(
     dimension_numbers: DimensionNumbers,
     **options: Any,
 ) -> jax.Array:
-    """Takes the place of `lax.dot_general` in a layer. `x` and `weight` have the dtype of the gradient.
+    """Replaces `lax.dot_general` in a layer whose `x` and `weight` have the dtype of the weight gradient.
 
-    The product and both gradients are computed from operands of the compute dtype. The gradient of the weight
-    leaves its product in the dtype of the weight. Like every `jax.custom_vjp` it has no forward-mode
-    derivative.
+    The product and both gradients have operands of the compute dtype, and the weight gradient is returned in
+    the dtype of `weight`. As a `jax.custom_vjp` it has no forward-mode derivative.
     """
     halves = x.astype(compute_dtype), weight.astype(compute_dtype)
     product = lambda x, weight: lax.dot_general(x, weight, dimension_numbers, **options)
     _, batch_axes = dimension_numbers
-    if any(map(len, batch_axes)):  # A layer that has a weight for each member of the batch.
+    if any(map(len, batch_axes)):  # The layer has a weight for each member of the batch.
         return product(*halves)
     return product_with_wide_gradients(product, product, halves, (None, weight))

@@ -41,33 +41,33 @@ def cast_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps an optimizer's floating state in bfloat16: it is widened for the update and rounded back.
 
-    AdamW's two moments need 4 bytes a parameter, not 8. The scalars of the state stay as they are, such as a
-    learning rate or a loss scale, and so do vectors of a few numbers that belong to no parameter
-    (`optax.contrib.muon`). So does every array that `init` makes from the values of the parameters: a copy of
-    them, or the point where the run started. Such an optimizer reads the distance of the parameters from the
-    copy, which bfloat16 would round away (`optax.contrib.mechanize`, `prodigy`, `schedule_free`).
+    AdamW's two moments then need 4 bytes for each parameter instead of 8. These keep their dtype:
 
-    With rounding to nearest, Adam's second moment does not decay: 0.999 of a bfloat16 number, rounded, is
-    the number. `stochastic_rounding=True` rounds by `stochastic_round`, so that the mean decays.
+    - scalars, such as a learning rate or a loss scale;
+    - vectors of a few numbers that belong to no parameter (`optax.contrib.muon`);
+    - arrays that `init` makes from the values of the parameters, such as a copy of them
+      (`optax.contrib.mechanize`, `prodigy`, `schedule_free`). These optimizers read how far the parameters
+      have moved from the copy, and bfloat16 would round that distance away.
 
-    Master weights are no state to cast. Put `cast_state` inside:
+    If Adam's second moment is rounded to nearest, it does not decay: 0.999 times a bfloat16 number rounds to
+    the same number. `stochastic_rounding=True` rounds with `stochastic_round`, and the mean decays.
+
+    Master weights must stay float32, so `cast_state` goes inside:
 
         tx = jmp.with_master_weights(jmp.cast_state(optax.adamw(3e-4), stochastic_rounding=True))
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`.
-        dtype: `bfloat16`; or `float32`, with which nothing is cast, for one script with both.
-        keep_float32: patterns of the paths in the state of `inner` that stay float32, as in the rules of a
-            policy. `"nu"` names Adam's second moment, `"embedding"` both moments of an embedding, and
+        dtype: `bfloat16`; or `float32`, which casts nothing, so that one script can do both.
+        keep_float32: patterns for the paths in the state of `inner` that stay float32, as in the rules of a
+            policy. `"nu"` selects Adam's second moment, `"embedding"` both moments of an embedding, and
             `"nu/**/embedding"` one of them.
         stochastic_rounding: whether to round stochastically.
-        key: an integer or a PRNG key for stochastic rounding. The same key gives the same run. The state
-            holds the key of the next step. A step that `with_loss_scale` skips leaves the key as it was.
-            None is 0.
-        axis_name: under `shard_map` or `vmap`, as in `with_stochastic_rounding`.
+        key: an integer or a PRNG key for stochastic rounding, as in `with_stochastic_rounding`; None is 0.
+        axis_name: as in `with_stochastic_rounding`.
 
     Returns:
-        A transform. `inner` gets float32 gradients, and its state in float32.
+        A transform. `inner` gets float32 gradients and its state in float32.
 
     Raises:
         ValueError: `dtype` is another dtype, or `key` was given without `stochastic_rounding`; from `init`, a
@@ -97,7 +97,7 @@ def cast_state(
     key = 0 if key is None else key
 
     def rests(path: tuple[Any, ...], may_rest: bool) -> bool:
-        """Whether a leaf of the state rests in `target`."""
+        """Whether a leaf rests in `target`. `may_rest` is from `_read_init`."""
         kept = any(matches(pattern, path_name(path)) for pattern in patterns)
         return may_rest and target != jnp.float32 and not kept
 
@@ -138,11 +138,10 @@ def cast_state(
 
 
 def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
-    """Returns the shapes of the state that `init` makes, and for each leaf whether it may rest in half.
+    """Returns the shapes of the state that `init` makes, and whether each leaf may rest in half.
 
-    Floating arrays may, unless they are made from the values of the parameters. The jaxpr tells that. Values
-    could not: a bias of zeros equals its moment, and inside `jit` there are no values. A few numbers that
-    belong to no parameter may not, such as the coefficients of `optax.contrib.muon`: they save no memory.
+    The jaxpr of `init` shows which arrays are made from the values of the parameters. The values cannot show
+    it: a bias of zeros equals its moment, and there are no values inside `jit`.
     """
     params = at_least_float32(params)
     traced, shapes = jax.make_jaxpr(init, return_shape=True)(params)
@@ -162,7 +161,7 @@ def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
 
 
 def _belongs_to_parameter(path: str, names: set[str]) -> bool:
-    """Whether the path of an array ends with the name of a parameter, such as `mu/head/kernel`."""
+    """Whether the path of an array, such as `mu/head/kernel`, ends with the name of a parameter."""
     keys = path.split("/")
     return any("/".join(keys[start:]) in names for start in range(len(keys) + 1))
 
@@ -174,9 +173,9 @@ def _check_settings(
 
     Args:
         state: what `update` was given.
-        shapes: the state that the wrapped transform makes.
-        resting: a tree like `shapes`: whether a leaf rests in `target`.
-        target, stochastic_rounding: the settings.
+        shapes: the state that the wrapped transform's `init` makes, as shapes.
+        resting: a tree like `shapes` of booleans: whether a leaf rests in `target`.
+        target, stochastic_rounding: the settings of this `cast_state`.
     """
     made, asked = ("with" if flag else "without" for flag in (state.key is not None, stochastic_rounding))
     if made != asked:
@@ -202,22 +201,18 @@ def _check_settings(
 
 
 def _is_floating_array(leaf: Any) -> bool:
-    """Whether `leaf` could rest in half precision. Scalars, such as a loss scale, could not."""
+    """Whether `leaf` is a floating array. A scalar, such as a loss scale, is none."""
     return has_dtype(leaf, jnp.floating) and np.ndim(leaf) > 0
 
 
 def _checked_dtype(dtype: DTypeLike) -> np.dtype:
-    """Returns the dtype in which the state rests.
-
-    Raises:
-        ValueError, TypeError: it is neither bfloat16 nor float32.
-    """
+    """Returns the dtype in which the state rests: bfloat16 or float32; others raise an error."""
     target = parse_dtype(dtype)
     if target == jnp.float16:
         raise ValueError(
             "cast_state: dtype is bfloat16 or float32. Got float16. Adam divides by the root of a mean "
-            "of squares. Gradients 2**20 apart have squares 2**40 apart, all that float16 has. "
-            "So squares become zero, also with a scale for each array. bfloat16 has float32's range."
+            "of squares. The squares of gradients 2**20 apart are 2**40 apart, the whole range of float16: "
+            "squares become zero, even with a scale for each array. bfloat16 has the range of float32."
         )
     if target not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"cast_state: dtype is bfloat16 or float32. Got {target.name}.")
@@ -227,7 +222,7 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
 def _check_patterns_match(patterns: tuple[str, ...], state: Any) -> None:
     """Raises a ValueError if a pattern matches no leaf of `state` that could rest in half precision."""
     names = [name for name, leaf in named_leaves(state) if _is_floating_array(leaf)]
-    if not names:  # The placeholder of `optax.tree_map_params` has no arrays.
+    if not names:  # `optax.tree_map_params` calls `init` with a placeholder that has no arrays.
         return
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):

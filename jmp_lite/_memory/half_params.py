@@ -26,8 +26,8 @@ class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`.
 
     Attributes:
-        masters: a tree like the parameters. Where these are narrower than float32 it has float32 masters of
-            the same shape, elsewhere `optax.MaskedNode()`, which has no arrays.
+        masters: a tree like the parameters. It has a float32 master for each parameter narrower than float32,
+            and `optax.MaskedNode()`, which has no arrays, for each other parameter.
         inner_state: the state of the wrapped transform.
     """
 
@@ -40,17 +40,17 @@ def with_master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps a float32 master of every parameter that rests in half precision, and optimizes the masters.
 
-    An update below `2**-11` is lost in a float16 parameter of 1. The master keeps it. The parameter is the
-    master rounded to nearest (Micikevicius et al., Mixed Precision Training, section 3.1; O2 of Apex,
+    A float16 parameter of 1 loses every update below `2**-11`. Its master keeps them, and the parameter is
+    the master rounded to nearest (Micikevicius et al., Mixed Precision Training, section 3.1; O2 of Apex,
     `multi_precision=True` of MXNet). Parameters of float32 or float64 have no master.
 
-    `inner` runs as in a float32 program: its state is made for the float32 parameters, and its `update` gets
-    float32 gradients and the float32 parameters. Put `with_loss_scale` outside:
+    `inner` runs as in a float32 program: it is initialized with the float32 parameters, and its `update` gets
+    float32 gradients and parameters. Put `with_loss_scale` outside:
 
         tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(3e-4)))
 
-    The parameters decide. Where a parameter is not its master rounded, because you changed it (another
-    checkpoint, a moving average, a clip of the weights), the optimizer goes on from the parameter.
+    If a parameter differs from its rounded master, because you loaded another checkpoint, averaged or clipped
+    the weights, the parameter wins: the optimizer goes on from it.
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`, which then accumulates in float32.
@@ -58,8 +58,8 @@ def with_master_weights(
     Returns:
         A transform, whose `update` needs the parameters. Its updates of half parameters are float32:
         `optax.apply_updates(params, updates)` gives the masters, rounded. The sum is exact unless a parameter
-        shrinks in one step to less than `2**-13` of its old value (`2**-16` in bfloat16). The sum is then off
-        by at most `2**-24` of the old value, as in float32, and the optimizer goes on from the parameter.
+        shrinks in one step to less than `2**-13` of its old value (`2**-16` in bfloat16). Then it is off by
+        at most `2**-24` of the old value, as in float32, and the optimizer goes on from the parameter.
 
     Raises:
         TypeError: `inner` is no optax transform; from `init`, the parameters are shapes; from `update`, the
@@ -117,13 +117,13 @@ def with_stochastic_rounding(
 ) -> optax.GradientTransformationExtraArgs:
     """Rounds the new parameters of half precision stochastically, so that they learn without masters.
 
-    A bfloat16 parameter of 1 and an update of `2**-12`: rounding to nearest never changes the parameter.
-    Stochastic rounding changes it by `2**-8` on the 16th step on average. A parameter needs 2 bytes where
-    `with_master_weights` needs 6. It is noisier: docs/memory.md has the accuracy of both. (Zamirai et al.,
-    Revisiting BFloat16 Training, 2020.)
+    Rounding to nearest never changes a bfloat16 parameter of 1 by updates of `-2**-12`. Stochastic rounding
+    subtracts `2**-8` on one step in 16, which is right on average. A parameter needs 2 bytes instead of the 6
+    of `with_master_weights`, and training is noisier: docs/memory.md has the accuracy of both (Zamirai et
+    al., Revisiting BFloat16 Training, 2020).
 
-    `inner` runs as in a float32 program: its state is made for float32 parameters, and its `update` gets
-    float32 gradients and parameters. The state can rest in bfloat16 as well:
+    `inner` runs as in a float32 program: it is initialized with float32 parameters, and its `update` gets
+    float32 gradients and parameters. Its state can rest in bfloat16 as well:
 
         inner = jmp.cast_state(optax.adamw(3e-4), "bfloat16", stochastic_rounding=True)
         tx = jmp.with_loss_scale(jmp.with_stochastic_rounding(inner))
@@ -131,11 +131,11 @@ def with_stochastic_rounding(
     Args:
         inner: an optax transform, or an `optax.MultiSteps`.
         key: an integer or a PRNG key. The same key gives the same run. The state holds the key of the next
-            step. A step that `with_loss_scale` skips leaves the key as it was.
+            step, and a step that `with_loss_scale` skips does not change it.
         axis_name: under `shard_map`, the axis name or names over which parameters are sharded; under `vmap`,
-            the axis of an ensemble. Without it all shards and members have the same bits, so that equal
-            numbers are rounded alike. Replicated parameters keep the same bits: `shard_map` tells them apart,
-            unless `check_vma=False`. Not needed under `jit`.
+            the axis of an ensemble. Without it all shards or members use the same random bits, so that equal
+            numbers are rounded alike. Replicated parameters always use the same bits on all devices, unless
+            `shard_map` has `check_vma=False`. Not needed under `jit`.
 
     Returns:
         A transform, whose `update` needs the parameters. Its updates of half parameters are float32:
@@ -181,12 +181,7 @@ def with_stochastic_rounding(
 
 
 def _init_in_float32(made_by: str, transform: optax.GradientTransformationExtraArgs, params: Any) -> Any:
-    """Returns the state of the wrapped transform, made for float32 parameters.
-
-    Raises:
-        TypeError: the parameters are shapes.
-        ValueError: the wrapped transform rounds half parameters. It would see float32 masters instead.
-    """
+    """Returns the state of the wrapped transform for float32 parameters. It may not round any itself."""
     check_init(made_by, params)
     state = transform.init(at_least_float32(params))
     rounds = lambda node: isinstance(node, (MasterWeightsState, StochasticRoundingState))
@@ -214,7 +209,7 @@ def _update_in_float32(
         made_by: the name of the wrapper, for errors.
         transform, grads, inner_state, extra_args: the wrapped transform, and what its `update` gets.
         params, full: the parameters as they rest, and the same parameters in float32.
-        key_of: gives the key of a parameter, to round stochastically; or None, to round to nearest.
+        key_of: returns the key that rounds a parameter stochastically, or None to round to nearest.
 
     Returns:
         The updates of `params`, the new parameters before they are rounded, and the new state of `transform`.
@@ -232,11 +227,7 @@ def _update_in_float32(
 
 
 def full_params(params: Any, masters: Any) -> Any:
-    """Returns the parameters in float32: the masters, and the parameters that are not their master rounded.
-
-    Raises:
-        ValueError: the trees differ in structure, a parameter in half has no master, or one in float32 has.
-    """
+    """Returns the parameters in float32: their masters, or themselves if they are not the rounded master."""
 
     def widen(path: tuple[Any, ...], param: Any, master: Any) -> Any:
         has_master = not isinstance(master, optax.MaskedNode)
@@ -250,11 +241,11 @@ def full_params(params: Any, masters: Any) -> Any:
             )
         if not has_master:
             return param
-        # `round_to` in place of a cast: XLA may drop a cast to half, and all parameters would look changed.
+        # Not a cast: XLA may drop a cast to half and back, and then every parameter would look changed.
         unchanged = round_to(master, param.dtype) == param.astype(jnp.float32)
         return jnp.where(unchanged, master, param.astype(jnp.float32))
 
-    # `optax.MaskedNode` has no leaves, so that JAX would see no entry for a parameter without a master.
+    # JAX sees no leaf in `optax.MaskedNode`, which stands for a parameter without a master.
     is_masked = lambda node: isinstance(node, optax.MaskedNode)
     given, known = (jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters))
     if given != known:
@@ -266,9 +257,9 @@ def full_params(params: Any, masters: Any) -> Any:
 
 
 def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:
-    """Returns a state of `inner` made for float32 parameters. Only master weights see the half ones.
+    """Returns a state of `inner` for float32 parameters; only `with_master_weights` sees the half ones.
 
-    So `with_loss_scale` may be outside of `with_master_weights`, with any transforms between them.
+    So `with_loss_scale` works outside of `with_master_weights`, with any transforms between them.
     """
     wide = at_least_float32(params)
     state = inner.init(wide)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._paths import named_leaves, path_name
-from .._tree import cast_leaf, has_dtype, is_half, unwrap
+from .._tree import cast_leaf, has_dtype, is_half, without_nnx_variables
 from .half_params import MasterWeightsState, full_params, is_master_state, master_states
 from .rounding import round_to
 from .wrapper import shapes
@@ -19,18 +19,18 @@ T = TypeVar("T")
 def master_params(opt_state: Any, params: T) -> T:
     """Returns the parameters in float32, as the optimizer has them, for checkpoints and evaluation.
 
-    As Apex's `master_params(optimizer)`. The way back from a checkpoint is `set_master_params`.
+    It is Apex's `master_params(optimizer)`. `set_master_params` puts them back from a checkpoint.
 
     Args:
         opt_state: an optimizer state with a state of `with_master_weights` at any depth: under
-            `with_loss_scale`, in a chain, in `optax.masked`, in several parts of `optax.multi_transform`; a
-            Flax `TrainState`, an `nnx.Optimizer`.
+            `with_loss_scale`, in a chain, in `optax.masked`, in several parts of `optax.multi_transform`, in
+            a Flax `TrainState` or an `nnx.Optimizer`.
         params: the parameters that belong to it.
 
     Returns:
-        A tree like `params`. A parameter in half precision is its master, bit for bit. One without a master,
-        or one that was changed since the last step, is cast. Other parameters are as they are. All arrays are
-        those of the state where possible: copy them before a step that donates the state.
+        A tree like `params`. A half parameter is replaced by its master, bit for bit. If it has no master or
+        was changed since the last step, it is cast to float32. Other parameters stay as they are. The arrays
+        may be those of the state: copy them before a step that donates the state.
 
     Raises:
         ValueError: there is no state of `with_master_weights`, or one of other parameters.
@@ -42,7 +42,7 @@ def master_params(opt_state: Any, params: T) -> T:
         >>> jmp.master_params(opt_state, optax.apply_updates(params, updates))
         {'w': Array(0.99975586, dtype=float32)}
     """
-    params = unwrap(params)
+    params = without_nnx_variables(params)
     masters = _masters_by_path(opt_state, params)
 
     def widen(path: tuple[Any, ...], param: Any) -> Any:
@@ -65,13 +65,13 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
         values: a tree like `params`, of any floating dtype, with the new values.
 
     Returns:
-        The new parameters and the new optimizer state. A parameter in half precision is its master rounded to
-        nearest. All else in the optimizer state is as it was: moments, counts, the loss scale. Arrays are
-        placed on the devices of those that they replace. Of NNX's variables come the arrays, which
-        `nnx.update` puts into the model and into `optimizer.opt_state`.
+        The new parameters and the new optimizer state. A half parameter is its new master, rounded to
+        nearest. Moments, counts and the loss scale stay as they were. New arrays are on the devices of those
+        that they replace. For NNX variables, the arrays are returned: put them into the model and into
+        `optimizer.opt_state` with `nnx.update`.
 
     Raises:
-        ValueError: as in `master_params`; or `values` has other leaves or shapes than `params`.
+        ValueError: as in `master_params`, or the leaves or shapes of `values` are not those of `params`.
 
     Examples:
         >>> params = {"w": jnp.zeros((), jnp.float16)}
@@ -80,8 +80,12 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
         >>> params, opt_state.masters
         ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
     """
-    opt_state, params, values = unwrap(opt_state), unwrap(params), unwrap(values)
-    _masters_by_path(opt_state, params)  # Raises an error if they do not belong together.
+    opt_state, params, values = (
+        without_nnx_variables(opt_state),
+        without_nnx_variables(params),
+        without_nnx_variables(values),
+    )
+    _masters_by_path(opt_state, params)  # Checks that they belong together.
     _check_values(params, values)
     by_path = dict(named_leaves(values))
 
@@ -89,13 +93,13 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
         if not has_dtype(old, jnp.floating):
             return value
         value = jnp.asarray(value)
-        return like(old, round_to(value, old.dtype) if is_half(old) else value)
+        return placed_like(round_to(value, old.dtype) if is_half(old) else value, old)
 
     def with_values(state: Any) -> Any:
         if not is_master_state(state):
             return state
         new = jax.tree_util.tree_map_with_path(
-            lambda path, old: like(old, by_path[path_name(path)]), state.masters
+            lambda path, old: placed_like(by_path[path_name(path)], old), state.masters
         )
         return MasterWeightsState(new, state.inner_state)
 
@@ -103,28 +107,23 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
     return jax.tree.map(param, params, values), new_state
 
 
-def like(old: Any, value: Any) -> jax.Array:
-    """Returns a copy of `value` with the dtype of `old`, on its devices."""
+def placed_like(value: Any, old: Any) -> jax.Array:
+    """Returns a copy of `value` with the dtype and the devices of `old`."""
     if _is_committed(value) and len(value.sharding.device_set) == 1 and not _is_committed(old):
-        # The old array goes with arrays on any devices. One that Orbax put on a device would not.
+        # JAX would not combine an array that Orbax committed to one device with arrays on another.
         value = np.asarray(value)
     value = jnp.array(value, old.dtype, copy=True)
-    # An array that is not committed to a device stays uncommitted: `jax.device_put` commits, and a jitted
-    # step would compile again.
+    # `jax.device_put` commits an array to its devices, and a jitted step would compile again for it.
     return jax.device_put(value, old.sharding) if _is_committed(old) else value
 
 
 def _is_committed(array: Any) -> bool:
-    """Whether an array is bound to its devices. A traced or NumPy array has no sharding."""
+    """Whether an array is committed to its devices. A traced or NumPy array is not."""
     return getattr(array, "sharding", None) is not None and array.committed
 
 
 def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
-    """Returns the masters in `opt_state` by the paths of their parameters.
-
-    Raises:
-        ValueError: there are none, two for one parameter, or masters of other parameters.
-    """
+    """Returns the masters in `opt_state` by the paths of their parameters, having checked that they fit."""
     states = master_states(opt_state)
     if not states:
         raise ValueError(
@@ -136,7 +135,7 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
     by_path: dict[str, jax.Array] = {}
     known = shapes(params)
     for state in states:
-        for name, master in named_leaves(unwrap(state.masters)):
+        for name, master in named_leaves(without_nnx_variables(state.masters)):
             if known.get(name) != jnp.shape(master):
                 raise ValueError(
                     f"The optimizer has a master {name!r} of shape {jnp.shape(master)}, the parameters have "
@@ -151,7 +150,7 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
 
 
 def _check_values(params: Any, values: Any) -> None:
-    """Raises a ValueError if `values` has other leaves or shapes than `params`."""
+    """Raises a ValueError if the leaves or shapes of `values` are not those of `params`."""
     expected, given = shapes(params), shapes(values)
     if given != expected:
         differ = sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name))

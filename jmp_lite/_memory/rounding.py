@@ -31,26 +31,26 @@ _GOLDEN = 0x9E3779B9  # 2**32 divided by the golden ratio: its multiples lie far
 def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
     """Rounds to one of the two neighbours in `dtype`, at random, so that the mean of the result is `x`.
 
-    With a share of t on the way from the lower neighbour to the upper one, `x` becomes the upper one with
-    the probability t. So a sum of many small updates is right on average, where rounding to nearest loses
-    every update below half a unit in the last place (Gupta et al., Deep Learning with Limited Numerical
-    Precision, ICML 2015; Croci et al., Stochastic rounding, 2022).
+    If `x` lies a fraction t of the way from its lower to its upper neighbour, it becomes the upper one with
+    probability t. So a sum of many small updates is right on average, while rounding to nearest loses every
+    update below half a unit in the last place (Gupta et al., Deep Learning with Limited Numerical Precision,
+    ICML 2015; Croci et al., Stochastic rounding, 2022).
 
-    The probability is exact for bfloat16, and for other dtypes to `2**-24`. A number that `dtype` holds stays
-    as it is, also zero, subnormal numbers, inf and NaN. Beyond the largest finite number of `dtype` the
-    result is that of rounding to nearest: 65519 becomes 65504 in float16, and 65520 becomes inf.
+    The probability is exact for bfloat16, and exact to `2**-24` for other dtypes. Numbers that `dtype` holds
+    do not change, including zero, subnormal numbers, inf and NaN. Numbers beyond the largest finite number of
+    `dtype` are rounded to nearest: 65519 becomes 65504 in float16, and 65520 becomes inf.
 
     Args:
-        x: an array of a floating dtype, any shape. float64 is rounded to float32 first.
+        x: a floating array of any shape. float64 is rounded to float32 first.
         dtype: `bfloat16`, `float16`, `float8_e4m3fn` or `float8_e5m2`.
         key: a PRNG key, from `jax.random.key`. The same key gives the same result.
 
     Returns:
-        An array of `dtype` and the shape of `x`.
+        An array of `dtype`, with the shape of `x`.
 
     Raises:
         ValueError: `dtype` is another dtype.
-        TypeError: `x` is no array or is not floating, `dtype` is no dtype, or `key` is no key.
+        TypeError: `x` is no floating array, `dtype` is no dtype, or `key` is no key.
 
     Examples:
         >>> x = jnp.full(4000, 1 + 2**-9)  # A quarter of the way from 1 to 1 + 2**-7.
@@ -83,42 +83,41 @@ def round_leaf(x: jax.Array, dtype: np.dtype, key: "RoundingKey | None", leaf: i
 
 
 def round_to(x: jax.Array, dtype: np.dtype, bits: jax.Array | None = None) -> jax.Array:
-    """Rounds to the numbers of a narrower dtype: to nearest, ties to even; or at random.
+    """Returns `x` in float32, rounded to numbers that `dtype` holds; those too large become inf.
 
     Args:
-        x: an array of a floating dtype, any shape.
+        x: a floating array of any shape.
         dtype: a dtype of fewer bits than float32.
-        bits: random bits of the shape of `x`, uint32; None to round to nearest.
-
-    Returns:
-        float32 numbers that `dtype` holds, the shape of `x`. A number too large for `dtype` becomes inf.
+        bits: random bits, uint32, the shape of `x`; None to round to nearest, ties to even.
     """
     has_float32_exponent = jnp.finfo(dtype).maxexp == jnp.finfo(jnp.float32).maxexp
     return (_drop_bits if has_float32_exponent else _round_on_grid)(x.astype(jnp.float32), dtype, bits)
 
 
 def _drop_bits(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax.Array:
-    """`round_to` for a dtype with float32's exponent, whose numbers are float32's without the last bits.
+    """`round_to` for a dtype with the exponent of float32, whose numbers are float32 without the last bits.
 
-    A number between 0 and all dropped bits is added, and the dropped bits are cut off. A carry runs into the
-    exponent, which is right: the number after 1.99 is 2.0, and the number after the largest one is inf.
+    Adds a number between 0 and all dropped bits, then cuts these bits off. A carry into the exponent is
+    right: the number after 1.99 is 2.0, and the number after the largest one is inf.
     """
     dropped = 23 - jnp.finfo(dtype).nmant
     all_dropped = np.uint32(2**dropped - 1)
     pattern = lax.bitcast_convert_type(x, jnp.uint32)
-    added = (pattern >> dropped & 1) + all_dropped // 2  # To nearest: half, and a tie goes to the even one.
+    added = (
+        pattern >> dropped & 1
+    ) + all_dropped // 2  # To nearest: half, and a tie goes to the even number.
     if bits is not None:
         beyond = jnp.abs(x) > float(jnp.finfo(dtype).max)
         added = jnp.where(beyond, added, bits & all_dropped)
     rounded = lax.bitcast_convert_type((pattern + added) & ~all_dropped, jnp.float32)
-    # A carry out of the mantissa of a NaN would give inf or a number.
+    # A carry out of the mantissa of NaN would make it inf or a number.
     return jnp.where(jnp.isnan(x), x, rounded)
 
 
 def _round_on_grid(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax.Array:
-    """`round_to` for a dtype with a smaller exponent: divides by the gap between its numbers around `x`.
+    """`round_to` for a dtype with a smaller exponent: counts in gaps between its numbers around `x`.
 
-    The gap is a power of two, and no smaller than that of the subnormal numbers. So the division is exact.
+    A gap is a power of two, at least that between subnormal numbers, so the division by it is exact.
     """
     limits = jnp.finfo(dtype)
     size = jnp.abs(x)
@@ -131,7 +130,7 @@ def _round_on_grid(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax
     largest = np.float32(limits.max)
     if bits is not None:
         below = jnp.floor(steps)
-        # In [0, 1): 24 bits are all that float32 holds. A cast of 32 bits could round up to 1.
+        # In [0, 1). A cast of 32 bits to float32, which holds 24, could round up to 1.
         uniform = (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
         rounded = jnp.where(size > largest, rounded, below + (uniform < steps - below).astype(jnp.float32))
     rounded = rounded * lax.bitcast_convert_type(gap, jnp.float32)
@@ -139,29 +138,27 @@ def _round_on_grid(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax
 
 
 def update_to(param: jax.Array, rounded: jax.Array) -> jax.Array:
-    """Returns the update with which `optax.apply_updates` turns `param` into `rounded`.
+    """Returns the float32 update with which `optax.apply_updates` turns `param` into `rounded`.
+
+    The sum is exact if float32 holds the difference, which fails only if `param` is 2**13 times larger than
+    `rounded` in float16, or 2**16 times in bfloat16. Then no float32 update is exact, and the sum is off by
+    at most a unit in the last place of `param` in float32. On a CPU, XLA takes updates below 2**-126 for 0.
 
     Args:
-        param: an array of a dtype narrower than float32.
+        param: an array narrower than float32.
         rounded: the new numbers, from `round_to`, in float32.
-
-    Returns:
-        float32. The sum `param + update` is `rounded` if float32 holds the difference. That is so unless
-        `param` is far larger than `rounded`: by 2**13 for float16, 2**16 for bfloat16. The sum is then off by
-        at most a unit in the last place of float32 at `param`. No float32 update gives the sum exactly there.
-        On a CPU, XLA takes an update below 2**-126 for zero.
     """
     old = param.astype(jnp.float32)
-    # Minus zero is the one number that leaves every parameter as it is: an update of 0.0 turns -0.0 into 0.0.
+    # Only minus zero leaves every parameter as it is: an update of 0.0 turns -0.0 into 0.0.
     return jnp.where(rounded == old, np.float32(-0.0), rounded - old)
 
 
 class RoundingKey(NamedTuple):
-    """The key of one step: two scalars. XLA would fuse all arrays that read one small array into one kernel.
+    """The key of one step: two scalars, since XLA would fuse all readers of one small array into one kernel.
 
     Attributes:
-        word: random, shape `()`, uint32. It stays the same over a run.
-        step: the number of the step, from a random one on, shape `()`, uint32.
+        word: a random number that stays the same over a run, shape `()`, uint32.
+        step: the number of the step, counted from a random number on, shape `()`, uint32.
     """
 
     word: Any
@@ -169,14 +166,9 @@ class RoundingKey(NamedTuple):
 
 
 def first_key(made_by: str, key: Any) -> RoundingKey:
-    """Returns the key of the first step.
+    """Returns the key of the first step of the public function `made_by`, from an integer or a PRNG key.
 
-    Args:
-        made_by: the name of the public function, for the error. Two functions have keys of their own.
-        key: an integer, or a PRNG key.
-
-    Raises:
-        TypeError: `key` is neither.
+    Two functions that are given the same `key` draw different bits.
     """
     if isinstance(key, (int, np.integer)):
         key = jax.random.key(int(key))
@@ -185,11 +177,7 @@ def first_key(made_by: str, key: Any) -> RoundingKey:
 
 
 def rounding_key(made_by: str, key: Any) -> RoundingKey:
-    """Returns the `RoundingKey` that belongs to a PRNG key.
-
-    Raises:
-        TypeError: `key` is no PRNG key.
-    """
+    """Returns the `RoundingKey` that belongs to a PRNG key."""
     dtype = getattr(key, "dtype", None)
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ()
     if not (is_key or (dtype == np.uint32 and key.shape in ((2,), (4,)))):
@@ -200,17 +188,14 @@ def rounding_key(made_by: str, key: Any) -> RoundingKey:
 
 def next_key(key: RoundingKey) -> RoundingKey:
     """Returns the key of the step after that of `key`."""
-    # A state from `flax.serialization` holds NumPy scalars, which warn where they wrap around.
+    # `flax.serialization` restores NumPy scalars, which warn when they wrap around.
     return RoundingKey(key.word, jnp.asarray(key.step) + np.uint32(1))
 
 
 def key_of_shard(key: RoundingKey | None, axis_name: AxisName, x: jax.Array) -> RoundingKey | None:
-    """Returns the key for this device's part of `x`, or this member's, along the named axes.
+    """Returns the key for the part of `x` that this device, or ensemble member, has along the named axes.
 
-    An array that `shard_map` knows to be the same along an axis keeps the key that all devices have.
-
-    Raises:
-        ValueError: there is no such axis.
+    If `shard_map` knows that an array is the same along an axis, all devices have one key.
     """
     if key is None or axis_name is None:
         return key
@@ -223,7 +208,7 @@ def key_of_shard(key: RoundingKey | None, axis_name: AxisName, x: jax.Array) -> 
                 f"Stochastic rounding: axis_name={axis!r} is no axis of a jax.shard_map or jax.vmap around "
                 "the update. Under jit leave axis_name out: devices round apart there."
             ) from error
-        # With `check_vma=False` no type has an axis along which its values vary, that of the index included.
+        # With `check_vma=False` no array is known to vary along an axis, not even the index of the axis.
         if axis in _varying_axes(x) or axis not in _varying_axes(index):
             word = _hash(word + (index.astype(jnp.uint32) + np.uint32(1)) * np.uint32(_GOLDEN))
     return RoundingKey(word, key.step)
@@ -235,21 +220,19 @@ def _varying_axes(x: jax.Array) -> frozenset[str]:
 
 
 def random_bits(key: RoundingKey, leaf: int, x: jax.Array) -> jax.Array:
-    """Returns random bits.
+    """Returns random bits of the shape of `x`, uint32, which repeat after 2**32 elements.
+
+    The bits do not depend on the number of devices. The index of an element is computed from its indices
+    along the axes, so that each device makes the bits of its own part of a sharded array.
 
     Args:
         key: from `first_key`, `next_key` or `rounding_key`.
-        leaf: tells the arrays that are rounded with one key apart.
-        x: the array that is rounded. The bits have its shape, and its sharding on a mesh of explicit axes.
-            The index of an element is made from its indices along the axes, so that each device of a sharded
-            array makes the bits of its own part. The bits do not depend on the number of devices.
-
-    Returns:
-        uint32. An array of more than 2**32 elements has the same bits again after 2**32 elements.
+        leaf: the number of the array among those that are rounded with one key.
+        x: the array to round. The bits have its sharding on a mesh of explicit axes.
     """
     index = jnp.zeros_like(x, jnp.uint32)
     for axis, size in enumerate(x.shape):
-        # One axis alone: on a mesh of explicit axes, each device has the whole of an iota.
+        # One axis at a time: on a mesh of explicit axes, each device holds the whole iota.
         along = [size if other == axis else 1 for other in range(x.ndim)]
         index = index * np.uint32(size % 2**32) + lax.broadcasted_iota(jnp.uint32, along, axis)
     first = _hash(jnp.asarray(key.word) ^ np.uint32(leaf * _GOLDEN % 2**32))

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from .._paths import named_leaves
-from .._tree import unwrap
+from .._tree import without_nnx_variables
 
 RESUME = (
     "To go on from the state of a plain optimizer, of other wrappers or of other settings: "
@@ -16,11 +16,7 @@ RESUME = (
 
 
 def as_transform(made_by: str, inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns the optax transform `inner`, whose `update` takes extra arguments.
-
-    Raises:
-        TypeError: `inner` is no optax transform.
-    """
+    """Returns `inner` as a transform whose `update` takes extra arguments; a TypeError if it is none."""
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
@@ -42,12 +38,7 @@ def check_init(made_by: str, params: Any) -> None:
 def check_update(
     made_by: str, state_class: type, state: Any, params: Any, *, needs_params: bool = False
 ) -> None:
-    """Checks what the `update` of the wrapper `made_by` was given.
-
-    Raises:
-        TypeError: `state` is not of `state_class`.
-        ValueError: there are no parameters, and the wrapper needs them.
-    """
+    """Raises an error if `update` was given another state, or no parameters where it needs them."""
     if not isinstance(state, state_class):
         hint = "The state comes before the parameters." if isinstance(params, state_class) else RESUME
         raise TypeError(
@@ -70,18 +61,15 @@ def update_inner(
     *,
     needs_all: bool = False,
 ) -> tuple[Any, Any]:
-    """Calls the `update` of the wrapped transform, and names gradients or a state that do not fit it.
+    """Calls the `update` of the wrapped transform. A ValueError names gradients or a state that do not fit.
 
     Args:
         made_by: the name of the wrapper.
         transform, grads, state, params, extra_args: the wrapped transform, and what its `update` gets.
-        needs_all: whether every parameter needs an update. `optax.sgd` takes some of the gradients.
-
-    Raises:
-        ValueError: the gradients are not those of the parameters, or the state is that of another transform.
+        needs_all: whether every parameter needs a gradient. `optax.sgd` accepts some of them.
     """
     given, known = shapes(grads), {} if params is None else shapes(differentiated(params))
-    # `optax.contrib.dpsgd` takes the gradients of each example, which all have one axis more.
+    # `optax.contrib.dpsgd` takes gradients with one axis more, that of the examples.
     if params is not None and any(shape[1:] != known.get(name) for name, shape in given.items()):
         _check_shapes(made_by, given, known)
     if needs_all:
@@ -128,4 +116,4 @@ def differentiated(params: Any) -> Any:
 
 def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the leaves of `tree` by their paths."""
-    return {name: np.shape(leaf) for name, leaf in named_leaves(unwrap(tree))}
+    return {name: np.shape(leaf) for name, leaf in named_leaves(without_nnx_variables(tree))}

@@ -1,12 +1,13 @@
 """Whether gradients are finite, in few kernels.
 
-A reduction for each leaf costs a GPU two kernels for each leaf, more than the optimizer itself. So leaves of
-one shape are checked in groups. Small leaves are stacked, which XLA does within the kernel that reads them.
-Stacking would copy large leaves: each is reduced row by row, and the reductions of a group share an operand,
-so that XLA fuses several reductions into one kernel. Each leaf is read once and is not moved: leaves of one
-shape may be sharded in different ways. (A variadic `lax.reduce` over a group needs no shared operand and as
-few kernels, but it gives its operands one sharding: on a mesh of 8 H100s XLA adds an all-to-all for each leaf
-that is sharded in another way.)
+A reduction for each leaf costs a GPU two kernels a leaf, more than the optimizer itself. So leaves of one
+shape are checked in groups. Small leaves are stacked, which XLA does inside the kernel that reads them.
+Stacking large leaves would copy them. They are reduced row by row, and the reductions of a group share an
+operand, because XLA fuses reductions that share one into one kernel. So each leaf is read once, where it is:
+leaves of one shape may have different shardings. (A variadic `lax.reduce` over a group needs no shared
+operand
+and as few kernels, but its operands have one sharding: on a mesh of 8 H100s XLA adds an all-to-all for each
+leaf with another one.)
 
 `python -m benchmarks.compiled.loss_scale_cost` counts the kernels.
 `benchmarks/tests/compiled/test_h100.py` holds them.
@@ -23,20 +24,16 @@ from jax import lax
 from .._tree import has_dtype
 
 _SMALL = 2**16  # Elements of the largest leaf that is stacked.
-# Leaves in a group. Compile time grows steeply with the operands of a kernel: 64 take twice as long.
+# Leaves in a group. The more operands a kernel has, the longer it compiles: with 64, twice as long.
 _GROUP = 16
 _ROW = 256  # Elements of the shortest row: enough for a block of threads.
 _LONGEST_ROW = 2**17  # The shared operand is as long as a row.
 
 
 def leaves_finite(tree: Any) -> jax.Array:
-    """Returns for each leaf whether all of its elements are finite.
+    """Returns whether each leaf is finite, as booleans in the order of `jax.tree.leaves`.
 
-    Args:
-        tree: any pytree. Leaves that are neither floating nor complex count as finite.
-
-    Returns:
-        Booleans in the order of `jax.tree.leaves(tree)`, shape `(number of leaves,)`.
+    Leaves that are neither floating nor complex count as finite.
     """
     leaves = jax.tree.leaves(tree)
     groups: dict[Any, list[int]] = {}
@@ -50,14 +47,14 @@ def leaves_finite(tree: Any) -> jax.Array:
         for indices in groups.values()
         for start in range(0, len(indices), _GROUP)
     ]
-    flags = [_group_finite([jnp.asarray(leaves[index]) for index in part]) for part in parts]
+    flags = [_leaves_of_one_shape_finite([jnp.asarray(leaves[index]) for index in part]) for part in parts]
     order = [index for part in parts for index in part]
     others = sorted(set(range(len(leaves))) - set(order))
     flags = jnp.concatenate([*flags, jnp.ones(len(others), jnp.bool_)])
     if (order := order + others) != sorted(order):
         flags = flags[np.argsort(order)]
-    # Callers read the flags and `flags.all()`. Without the barrier XLA would copy the reductions into both
-    # readers: it would reduce each part of the concatenation, and read the gradients, once more.
+    # Callers read the flags and `flags.all()`. Without the barrier XLA computes the reductions twice, once in
+    # each of these readers, and reads the gradients twice.
     return lax.optimization_barrier(flags)
 
 
@@ -66,14 +63,16 @@ def is_inexact(leaf: Any) -> bool:
     return isinstance(leaf, (float, complex)) or has_dtype(leaf, jnp.inexact)
 
 
-def _group_finite(leaves: list[jax.Array]) -> jax.Array:
+def _leaves_of_one_shape_finite(leaves: list[jax.Array]) -> jax.Array:
     """Returns whether each of some leaves of one shape is finite, shape `(len(leaves),)`."""
     shape = leaves[0].shape
     finite = [jnp.isfinite(leaf) for leaf in leaves]
     if len(leaves) > 1 and math.prod(shape) > _SMALL:
-        if (row := _row(shape)) is None:  # Rows too short for a block of threads, or too long to share.
+        if (
+            row := _row(shape)
+        ) is None:  # The rows are too short for a block of threads, or too long to share.
             return jnp.stack([flags.all() for flags in finite])
-        # XLA removes `x & True`. The barrier hides from it that the operand is all ones.
+        # XLA would remove `x & True`. The barrier hides from it that the shared operand is all ones.
         shared = lax.optimization_barrier(jnp.ones(row, jnp.bool_))
         axes = tuple(range(len(shape) - len(row), len(shape)))
         shared = shared.reshape((1,) * (len(shape) - len(row)) + row)
@@ -83,7 +82,7 @@ def _group_finite(leaves: list[jax.Array]) -> jax.Array:
 
 
 def _row(shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the last axes of `shape`, at most all but one, that make a row; None if no row fits."""
+    """Returns the sizes of the last axes, at most all but one, that make a row; None if no row fits."""
     for axis in range(len(shape) - 1, 0, -1):
         if math.prod(shape[axis:]) >= _ROW:
             return shape[axis:] if math.prod(shape[axis:]) <= _LONGEST_ROW else None
@@ -95,11 +94,11 @@ def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
 
     Args:
         tree: any pytree. Leaves that are neither floating nor complex count as finite.
-        axis_name: under `shard_map`, `pmap` or `vmap`, the axis name or names over which to agree:
-            the answer is true where it is true on all of them.
+        axis_name: under `shard_map`, `pmap` or `vmap`, the axis name or names over which to agree: the answer
+            is true if it is true everywhere along them.
 
     Returns:
-        A boolean scalar, shape `()`. True for a tree without leaves.
+        A boolean, shape `()`; true for a tree without leaves.
 
     Examples:
         >>> bool(jmp.all_finite({"a": jnp.ones(3), "b": jnp.array(jnp.inf)}))
@@ -110,5 +109,5 @@ def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
 
 
 def agree(flags: jax.Array, axis_name: Any) -> jax.Array:
-    """Returns the boolean `flags` that are true everywhere along the named axes."""
+    """Returns, for each of the boolean `flags`, whether it is true everywhere along the named axes."""
     return lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)

@@ -1,4 +1,4 @@
-"""Gradients of a scaled loss, given back true: `value_and_grad` and `grad`."""
+"""`value_and_grad` and `grad`: true gradients from a backward pass with a scaled loss."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,27 +23,25 @@ def value_and_grad(
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[P, tuple[R, Any]]:
-    """Like `jax.value_and_grad`, with the loss scaled on the way back and the gradients unscaled.
+    """Like `jax.value_and_grad`, but the backward pass runs with the scaled loss. The gradients are unscaled.
 
     Args:
-        fun: returns a floating scalar loss, shape `()`, or with `has_aux` a pair of it and anything.
-            It is best float32: the scale enters the backward pass in the dtype of the loss.
+        fun: a function that returns a floating loss, shape `()`, or with `has_aux` a pair `(loss, aux)`. The
+            loss should be float32, since the scale enters the backward pass in its dtype.
         loss_scale: the scale of this step.
-        argnums: which positional arguments to differentiate; what `transform` takes.
+        argnums: which positional arguments to differentiate, in the form that `transform` takes.
         has_aux: whether `fun` returns `(loss, aux)`.
-        transform: a function with the interface of `jax.value_and_grad`, such as
-            `flax.nnx.value_and_grad`, `equinox.filter_value_and_grad`, or a `functools.partial`
-            of one with more settings.
+        transform: a function with the interface of `jax.value_and_grad`, such as `flax.nnx.value_and_grad`,
+            `equinox.filter_value_and_grad`, or a `functools.partial` of one with more settings.
 
     Returns:
-        A function of the arguments of `fun`, keyword arguments included, that gives `(loss, grads)`
-        or `((loss, aux), grads)`. The loss is exactly what `fun` returned. The gradients have been
-        divided by the scale and are float32 for parameters of any dtype (float64 and
-        complex stay).
+        A function of the arguments of `fun` that returns `(loss, grads)` or `((loss, aux), grads)`. The loss
+        is what `fun` returned. The gradients are divided by the scale. They are float32 even for half
+        parameters; float64 and complex gradients keep their dtype.
 
     Raises:
-        TypeError: `fun` is no function, or `loss_scale` is not a loss scale; from the result, the loss is no
-            floating scalar, or the model needs a `transform`.
+        TypeError: `fun` is no function, or `loss_scale` is no loss scale; or, when the result is called, the
+            loss is no floating scalar, or the model needs a `transform`.
 
     Examples:
         >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
@@ -61,7 +59,7 @@ def _true_value_and_grad(
     has_aux: bool,
     transform: Callable[..., Callable[..., Any]],
 ) -> Callable[..., tuple[Any, Any]]:
-    """`value_and_grad` for the public function `made_by`, which errors name."""
+    """`value_and_grad` for the public function `made_by`, which error messages name."""
     if not callable(fun):
         raise TypeError(
             f"{made_by}(fun, loss_scale)(params, ...): fun is a function that returns the loss. "
@@ -77,10 +75,10 @@ def _true_value_and_grad(
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, _LossAndAux]:
         loss, aux = _split(fun(*args, **kwargs), has_aux)
-        # The true loss is an auxiliary output: where the scaled loss overflows, no division undoes it.
+        # The true loss is an auxiliary output, since the scaled loss may overflow.
         return loss_scale.scale(loss), _LossAndAux(loss, aux)
 
-    # Equinox's transforms take no `argnums`, so 0, which is everybody's default, is left out.
+    # Equinox's transforms take no `argnums`, so the default of all transforms, 0, is left out.
     settings = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
     scaled_value_and_grad = transform(scaled, has_aux=True, **settings)
 
@@ -113,7 +111,7 @@ def grad(
     has_aux: bool = False,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[P, Any]:
-    """Like `jax.grad`, with the loss scaled on the way back and the gradients unscaled.
+    """Like `jax.grad`, but the backward pass runs with the scaled loss. The gradients are unscaled.
 
     Args:
         fun: as in `value_and_grad`.
@@ -123,7 +121,7 @@ def grad(
         transform: as in `value_and_grad`: a function like `jax.value_and_grad`, and not like `jax.grad`.
 
     Returns:
-        A function of the arguments of `fun` that gives `grads`, or `(grads, aux)` with `has_aux`.
+        A function of the arguments of `fun` that returns `grads`, or `(grads, aux)` with `has_aux`.
 
     Raises:
         TypeError: as in `value_and_grad`.
@@ -143,7 +141,7 @@ def grad(
 
 
 class _LossAndAux(NamedTuple):
-    """The true loss and the auxiliary output beside the scaled loss."""
+    """The true loss and the auxiliary output of `fun`, returned beside the scaled loss."""
 
     loss: Any
     aux: Any
@@ -153,13 +151,13 @@ _TRANSFORMS = {"flax": "transform=nnx.value_and_grad", "equinox": "transform=eqx
 
 
 def _library(node: Any) -> str | None:
-    """Returns the library of whose modules `node` is one: one that has its own `value_and_grad`."""
+    """Returns the library of a module, if it has a `value_and_grad` of its own, or None."""
     libraries = (base.__module__.split(".")[0] for base in type(node).__mro__ if base.__name__ == "Module")
     return next((library for library in libraries if library in _TRANSFORMS), None)
 
 
 def _needs_transform(error: Exception, args: tuple[Any, ...], argnums: Any) -> str | None:
-    """Returns what to do if JAX cannot differentiate an argument, such as a model that holds functions."""
+    """Returns what to do if JAX cannot differentiate an argument, such as a model with functions in it."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     chosen = [args[number] for number in numbers if -len(args) <= number < len(args)]
     others = [(name, leaf) for name, leaf in named_leaves(chosen) if not is_inexact(leaf)]
@@ -178,7 +176,7 @@ def _needs_transform(error: Exception, args: tuple[Any, ...], argnums: Any) -> s
 
 
 def _split(output: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Returns `(loss, aux)`, having checked that the loss is a floating scalar."""
+    """Returns `(loss, aux)`; a TypeError if the loss is no floating scalar."""
     if has_aux and not (isinstance(output, (tuple, list)) and len(output) == 2):
         raise TypeError(
             f"With has_aux=True the function should return a pair (loss, aux). Got {type(output).__name__}."

@@ -21,33 +21,33 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
     """Returns a layer whose backward pass has a loss scale of its own.
 
     The forward pass is that of `fun`. The backward pass multiplies the gradient that arrives at the layer by
-    a power of two, so that its largest element is between 1 and 2, then runs the backward pass of `fun`, then
-    divides the gradients of the arguments by that power of two in float32. So the half precision inside `fun`
-    sees gradients in the middle of its range, however small or large they are outside. The scale comes from
-    the gradient itself: there is no state, and no overflow by the scale. Both products are exact, but for
-    results below `2**-126`. A gradient that holds inf or NaN is passed on as it is.
+    a power of two, so that its largest element is between 1 and 2. It then runs the backward pass of `fun`,
+    and divides the gradients of the arguments by the same power of two in float32. So the half precision
+    inside `fun` sees gradients in the middle of its range, however small or large they are outside.
 
-    Put the half precision inside, and float32 between the layers:
+    The scale is computed from the gradient: there is no state, and the scale causes no overflow.
+    Multiplication and division are exact, except for results below `2**-126`. A gradient with inf or NaN is
+    passed on unscaled. The cost is a maximum over the gradient that arrives.
+
+    Put the half precision inside, and float32 between the layers. A global loss scale may be used as well:
 
         layer = jmp.scale_layer(jmp.autocast(layer, jnp.float16))
 
-    A global loss scale may be used too. The cost is a maximum over the gradient that arrives.
-
     Args:
         fun: a function of pytrees of arrays, such as the parameters of a layer and its input. The arrays that
-            are differentiated should be float32 or wider. Arrays that `fun` takes from outside are
-            differentiated too.
+            are differentiated should be float32 or wider. Arrays that `fun` closes over are differentiated
+            too.
 
     Returns:
-        A function with the arguments and results of `fun`. Half precision results come as float32. It has no
-        forward-mode derivative (`jax.jvp`), and second derivatives are those of `fun`.
+        A function with the arguments and results of `fun`, with half results cast to float32. It has no
+        forward-mode derivative (`jax.jvp`). Its second derivatives are those of `fun`.
 
     Raises:
-        TypeError: `fun` is no function; or, when the layer is differentiated, with respect to an array in
-            half precision, which cannot hold a gradient without its scale.
+        TypeError: `fun` is no function; or the layer is differentiated with respect to a half array, which
+            cannot hold a gradient without its scale.
 
-    Source: Zhao, Vogel and Ahmed 2019, Adaptive Loss Scaling for Mixed Precision Training, give each layer a
-    scale. They estimate it from statistics of weights and gradients; here the largest element gives it.
+    Source: Zhao, Vogel and Ahmed 2019, Adaptive Loss Scaling for Mixed Precision Training. They estimate the
+    scale of a layer from statistics of weights and gradients; here it comes from the largest element.
 
     Examples:
         >>> w, x = jnp.full((4, 4), 0.5), jnp.ones((2, 4))
@@ -67,10 +67,10 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls a layer as a function of all its arrays: its arguments, and the arrays it takes from outside.
+    """Calls a layer as a function of all its arrays: its arguments, and the arrays that it closes over.
 
-    A `jax.custom_vjp` gives gradients to its arguments alone. `jax.closure_convert` makes arguments of the
-    arrays that `fun` takes from outside.
+    A `jax.custom_vjp` gives gradients only to its arguments, so `jax.closure_convert` makes arguments of the
+    arrays that `fun` closes over.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -90,10 +90,10 @@ def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
-    """Returns a function of arrays, whose names are given, with a scaled backward pass."""
+    """Returns a function of arrays, named `names`, with a scaled backward pass."""
 
     def kept(*arrays: Any) -> Any:
-        # An autocast around the layer casts inside it: a cast outside gets a gradient without its scale.
+        # An autocast around the layer must cast inside it: a cast outside would get an unscaled gradient.
         return checkpoint_name(run(*checkpoint_name(arrays, KEEP_FLOAT32_NAME)), KEEP_FLOAT32_NAME)
 
     def forward(*primals: Any) -> Any:
@@ -117,7 +117,7 @@ def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
 
 
 def _power_of_two(cotangents: Any) -> jax.Array:
-    """Returns the largest power of two that is not above the largest element; 1 for 0, inf and NaN."""
+    """Returns the largest power of two up to the largest element, or 1 if that is 0, inf or NaN."""
     sizes = [
         jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
         for x in jax.tree.leaves(cotangents)
@@ -125,10 +125,10 @@ def _power_of_two(cotangents: Any) -> jax.Array:
     ]
     largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
     exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
-    # Between 2**-126 and 2**126, so that the reciprocal is no subnormal number, which XLA may flush to zero.
+    # From 2**-126 to 2**126. The reciprocal of 2**127 is subnormal, and XLA may flush it to zero.
     exponent = jnp.clip(exponent, 1 << 23, 253 << 23)
     power = lax.bitcast_convert_type(exponent, jnp.float32)
-    # Without the barrier XLA copies the maximum into each kernel that reads it, and computes it there again.
+    # Without the barrier XLA computes the maximum again in each kernel that reads it.
     return lax.optimization_barrier(jnp.where((largest > 0) & jnp.isfinite(largest), power, 1))
 
 
@@ -137,7 +137,7 @@ def _times(tree: Any, factor: jax.Array) -> Any:
 
 
 def _as_array(cotangent: Any) -> Any:
-    """Returns a cotangent as an array: `symbolic_zeros=True` gives a `SymbolicZero` for an unused result."""
+    """Returns a cotangent as an array; that of an unused result is a `SymbolicZero`."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     zero: Any = cotangent  # Its attributes have no types that pyright knows.

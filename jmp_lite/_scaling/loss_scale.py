@@ -1,8 +1,8 @@
-"""Loss scales: none, static and dynamic, as pure functional state.
+"""Loss scales: none, static and dynamic, as immutable pytrees.
 
-Gradients up to 2**-25 are zero in float16, and gradients above 65504 are inf. Multiplying the
-loss by a scale moves the gradients into the range; dividing the gradients by the same scale makes
-them true again (Micikevicius et al., Mixed Precision Training, section 3.2).
+In float16, gradients up to 2**-25 become zero and gradients above 65504 become inf. Multiplying the loss by a
+scale moves the gradients into the range between. Dividing them by the same scale makes them true again
+(Micikevicius et al., Mixed Precision Training, section 3.2).
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ _NO_GRADIENTS = "_overwrite_with_gradient"  # `flax.linen.fp8_ops.OVERWRITE_WITH
 
 @runtime_checkable
 class LossScale(Protocol):
-    """The interface of a loss scale: of the three classes here, or of one of your own.
+    """The interface of a loss scale: that of the three classes here, or of your own.
 
-    A loss scale is a pytree, passes through `jit`, `scan` and checkpoints, and is never changed in
-    place. `scale` multiplies a loss, `unscale` divides gradients by the scale that scaled them, and
-    `adjust` gives the scale of the next step.
+    A loss scale is a pytree. It passes through `jit`, `scan` and checkpoints, and is never changed in place.
+    `scale` multiplies a loss, `unscale` divides gradients by the scale that scaled them, and `adjust` returns
+    the scale of the next step.
 
     Examples:
         >>> isinstance(jmp.StaticLossScale(1024.0), jmp.LossScale)
@@ -52,7 +52,7 @@ class LossScale(Protocol):
         ...
 
     def adjust(self, grads_finite: Any) -> Self:
-        """Returns the scale of the next step. `grads_finite`: whether this step's gradients are finite."""
+        """Returns the next step's scale; `grads_finite` says whether this step's gradients are finite."""
         ...
 
 
@@ -64,7 +64,7 @@ def is_loss_scale(value: Any) -> bool:
 @register_state
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale:
-    """A scale of 1 that touches nothing: for float32 and bfloat16, whose range needs no scaling.
+    """A scale of 1 that changes nothing, for float32 and bfloat16, whose range needs no scaling.
 
     Examples:
         >>> jmp.NoOpLossScale().scale(jnp.float16(3)).dtype
@@ -105,12 +105,12 @@ class _Scaling(Shown):
         """Multiplies the floating and complex leaves of `tree` by the scale.
 
         Args:
-            tree: a loss, or any pytree. Other leaves come through untouched.
+            tree: a loss, or any pytree. Its other leaves stay as they are.
 
         Returns:
-            The tree with float32 leaves, or float64 and complex where they were: a float16 loss of 1
-            times 65536 is 65536, not inf. The gradient that flows back into a float16 loss is still
-            float16, so a loss should be computed in float32.
+            The tree, with half leaves as float32, so that a float16 loss of 1 times 65536 is 65536 and not
+            inf. Still, the gradient that flows back into a float16 loss is float16: compute the loss in
+            float32.
         """
         return self._map(tree, lambda x, scale: x * scale)
 
@@ -118,13 +118,12 @@ class _Scaling(Shown):
         """Divides the floating and complex leaves of `tree` by the scale.
 
         Args:
-            tree: gradients, or any pytree. Integer, boolean, PRNG key, float0 and None leaves come
-                through untouched, and so do the leaves under the key `_overwrite_with_gradient`: statistics
-                of fp8 layers, which Flax hands out instead of gradients.
+            tree: gradients, or any pytree. Integers, booleans, PRNG keys, float0 and None stay as they are.
+                So do leaves under the key `_overwrite_with_gradient`, which are statistics of fp8 layers that
+                Flax returns in place of gradients.
 
         Returns:
-            The tree with float32 leaves, or float64 and complex where they were. Exact if the scale
-            is a power of two.
+            The tree, with half leaves as float32. The division is exact if the scale is a power of two.
         """
         divided = self._map(tree, lambda x, scale: x / scale)
         is_statistic = lambda path: any(getattr(key, "key", None) == _NO_GRADIENTS for key in path)
@@ -135,10 +134,10 @@ class _Scaling(Shown):
     def _map(self, tree: T, operation: Any) -> T:
         def apply(leaf: Any) -> Any:
             if type(leaf) is complex or has_dtype(leaf, jnp.complexfloating):
-                # JAX would make the scale complex. Then (inf + 0j) * (2 + 0j) is inf + NaN j.
+                # JAX would make the scale complex, and (inf + 0j) * (2 + 0j) is inf + NaN j.
                 return jax.lax.complex(apply(jnp.real(leaf)), apply(jnp.imag(leaf)))
             if type(leaf) is float or has_dtype(leaf, jnp.floating):
-                # With `jax_enable_x64` JAX would make a Python float float64.
+                # With `jax_enable_x64` JAX would make a Python float a float64.
                 wide = jnp.asarray(np.float32(leaf) if type(leaf) is float else at_least_float32(leaf))
                 return operation(wide, jnp.asarray(self.loss_scale).astype(wide.dtype))
             return leaf
@@ -170,7 +169,7 @@ class StaticLossScale(_Scaling):
         object.__setattr__(self, "loss_scale", float32_scale("loss_scale", self.loss_scale))
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
-        """Returns itself for any `grads_finite`: the scale is constant."""
+        """Returns itself for any `grads_finite`."""
         del grads_finite
         return self
 
@@ -180,34 +179,33 @@ class StaticLossScale(_Scaling):
 class DynamicLossScale(_Scaling):
     """A scale that looks for the largest value at which gradients stay finite.
 
-    It grows by `factor` on the `period`-th finite step in a row, as in jmp, torch and Apex, and
-    backs off on a step with inf or NaN. It never becomes 0 or inf, and stays a power of two if it and
-    the factors are powers of two.
+    It grows by `factor` on the `period`-th finite step in a row, as in jmp, torch and Apex, and backs off on
+    a step with inf or NaN. It never becomes 0 or inf. It stays a power of two if it and the factors are.
 
     Attributes:
         loss_scale: the factor, shape `()`, float32. Any real number is cast to float32.
         counter: the finite steps since the last growth or back-off, shape `()`, int32. A count above
-            `period`, resumed from a run with a longer period, goes on modulo the period, as in jmp.
-        period: after how many finite steps in a row to grow, at most `2**31 - 1`; 2000 as in jmp and torch.
-        factor: by what to grow, 1 or above. With 1 the scale only falls.
-        min_loss_scale: the least scale after a back-off. 0 stands for the smallest normal float32. A scale
-            that starts below it, as jmp allows, stays where it is until it grows.
-        backoff_factor: by what to multiply on a non-finite step, between 0 and 1. None is `1 / factor`,
-            and 0.5 for a factor of 1.
-        max_loss_scale: the largest scale after a growth. A growth beyond it is left out. By default
-            it is the largest float32.
-        hysteresis: how many non-finite steps to tolerate before backing off. 0 is off. Megatron-LM
-            and DeepSpeed count the step that backs off as well: their 2 is 1 here.
-        hysteresis_refill: when the tolerance is full again: "growth", when the scale grows, or
-            "finite", on every finite step (DeepSpeed's `consecutive_hysteresis`).
-        hysteresis_left: the non-finite steps still tolerated, shape `()`, int32; None, and no leaf,
-            with hysteresis off.
+            `period`, from a run with a longer period, is taken modulo the period, as in jmp.
+        period: how many finite steps in a row make the scale grow, at most `2**31 - 1`. The default, 2000,
+            is that of jmp and torch.
+        factor: what the scale is multiplied by when it grows, 1 or above. With 1 the scale only falls.
+        min_loss_scale: the smallest scale after a back-off; 0 means the smallest normal float32. A scale
+            that starts below it, as jmp allows, does not back off.
+        backoff_factor: what the scale is multiplied by on a non-finite step, between 0 and 1. None means
+            `1 / factor`, or 0.5 for a factor of 1.
+        max_loss_scale: the largest scale. A growth beyond it is left out. The default is the largest float32.
+        hysteresis: how many non-finite steps to tolerate before backing off; 0 for none. Megatron-LM and
+            DeepSpeed also count the step that backs off: their 2 is 1 here.
+        hysteresis_refill: when the full tolerance is restored: "growth", when the scale grows, or "finite",
+            on every finite step (DeepSpeed's `consecutive_hysteresis`).
+        hysteresis_left: how many more non-finite steps are tolerated, shape `()`, int32; None if `hysteresis`
+            is 0.
 
     Raises:
-        ValueError: a scale is no scalar, or is zero, negative, NaN or inf; a setting is out of range; the
-            minimum or the scale is above the maximum.
-        TypeError: a setting is traced; a scale or a setting is no number.
-        UserWarning: a scale is an integer (as in jmp).
+        ValueError: the scale is no scalar, or is zero, negative, NaN or inf; a setting is out of range; or
+            the minimum or the scale is above the maximum.
+        TypeError: a setting is traced, or the scale or a setting is no number.
+        UserWarning: the scale or its minimum is an integer (as in jmp).
 
     Examples:
         >>> scale = jmp.DynamicLossScale(1024.0, period=2)
@@ -232,7 +230,7 @@ class DynamicLossScale(_Scaling):
         serialization.register(type(self))
         for name in ("loss_scale", "min_loss_scale"):
             if type(value := getattr(self, name)) is int or has_dtype(value, jnp.integer):
-                # As in jmp. stacklevel: this method, the generated __init__, the caller.
+                # As in jmp. The frames are this method, the generated `__init__` and the caller.
                 message = f"Expected floating type for {name}. Got {jnp.result_type(value)}."
                 warnings.warn(message, UserWarning, stacklevel=3)
         assign = functools.partial(object.__setattr__, self)  # The dataclass is frozen.
@@ -253,8 +251,8 @@ class DynamicLossScale(_Scaling):
         """Returns the scale of the next step.
 
         Args:
-            grads_finite: a boolean scalar, shape `()`: whether the gradients of the step that this
-                scale scaled are finite on every device.
+            grads_finite: a boolean, shape `()`: whether the gradients that this scale scaled are finite on
+                every device.
 
         Raises:
             ValueError: `grads_finite` is not a boolean scalar.
@@ -268,40 +266,40 @@ class DynamicLossScale(_Scaling):
         counted = jnp.asarray(self.counter) + 1
         grow = finite & (counted == self.period)
         grown = scale * np.float32(self.factor)
-        # The limit is rounded to float32 as the scale is: 0.7 is above the float32 number nearest to it.
+        # The limit is rounded to float32 too: a limit of 0.7 is above the float32 number nearest to it.
         raised = jnp.where(grow & (grown <= np.float32(self.max_loss_scale)), grown, scale)
         back_off, left = self._spend_hysteresis(finite, grow)
-        # `dataclasses.replace` would run the checks of the settings, and make the copies again.
+        # `dataclasses.replace` would check the settings and copy the arrays again.
         return replace_leaves(
             self,
-            loss_scale=jnp.where(back_off, self.lowered(scale), raised),
+            loss_scale=jnp.where(back_off, self.backed_off(scale), raised),
             counter=jnp.where(finite, counted % self.period, 0),
             hysteresis_left=left,
         )
 
-    def lowered(self, scale: Any) -> jax.Array:
-        """Returns what `scale`, shape `()`, backs off to: never below the minimum, never above `scale`.
+    def backed_off(self, scale: Any) -> jax.Array:
+        """Returns the scale that `scale`, shape `()`, backs off to, which is at least the minimum.
 
         Examples:
-            >>> float(jmp.DynamicLossScale().lowered(1024.0))
+            >>> float(jmp.DynamicLossScale().backed_off(1024.0))
             512.0
         """
         scale = jnp.asarray(scale, jnp.float32)
         if self.backoff_factor is None:
-            lowered = scale / np.float32(self.factor if self.factor > 1 else 2)
+            smaller = scale / np.float32(self.factor if self.factor > 1 else 2)
         else:
-            lowered = scale * np.float32(self.backoff_factor)
+            smaller = scale * np.float32(self.backoff_factor)
         minimum = stop = np.float32(self.min_loss_scale)
         if math.frexp(self.min_loss_scale)[0] != 0.5:
-            # A scale that is a power of two stops at the last one above the minimum.
+            # A power of two stays one: it stops at the smallest power of two above the minimum.
             mantissa = jax.lax.bitcast_convert_type(scale, jnp.uint32) & 0x7FFFFF
             above = np.float32(2.0 ** math.frexp(self.min_loss_scale)[1])
             stop = jnp.where(mantissa == 0, above, minimum)
-        # The minimum with `scale` is for a scale that started below the minimum: it stays where it is.
-        return jnp.minimum(scale, jnp.where(lowered < minimum, stop, lowered))
+        # A scale that started below the minimum must not be raised to it.
+        return jnp.minimum(scale, jnp.where(smaller < minimum, stop, smaller))
 
     def _spend_hysteresis(self, finite: jax.Array, grow: jax.Array) -> tuple[jax.Array, Any]:
-        """Whether to back off now, and the tolerance that is left."""
+        """Returns whether to back off now, and the tolerance that is left."""
         if not self.hysteresis:
             return ~finite, None
         left = jnp.asarray(self.hysteresis_left)
@@ -311,7 +309,7 @@ class DynamicLossScale(_Scaling):
 
 
 def _as_flag(grads_finite: Any) -> jax.Array:
-    """Returns what `adjust` was given, having checked that it is one boolean."""
+    """Returns what `adjust` was given as an array; a ValueError if it is not one boolean."""
     shape, dtype = getattr(grads_finite, "shape", ()), getattr(grads_finite, "dtype", type(grads_finite))
     if shape != () or dtype not in (bool, jnp.bool_):
         raise ValueError(

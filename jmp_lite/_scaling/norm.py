@@ -10,31 +10,22 @@ from .finite import is_inexact
 
 
 def squared_norms(tree: Any) -> jax.Array:
-    """Returns for each leaf the sum of the squares of its elements.
+    """Returns the sum of the squares of each leaf, float32 or wider, in the order of `jax.tree.leaves`.
 
-    The sum of a leaf with an inf or NaN is inf or NaN, since no square is negative.
-
-    Args:
-        tree: any pytree of gradients, at least float32. The sum of a leaf that is neither floating nor
-            complex is 0.
-
-    Returns:
-        Sums in the order of `jax.tree.leaves(tree)`, shape `(number of leaves,)`, float32 or wider.
+    A leaf with inf or NaN has the sum inf or NaN, since no square is negative. A leaf that is neither
+    floating nor complex has the sum 0.
     """
     zero = jnp.float32(0)
     leaves = jax.tree.leaves(tree)
-    # As optax: `jnp.abs` of a complex number would compute a root, which is squared again.
+    # As in optax: `jnp.abs` of a complex number computes a root, which would be squared again.
     sums = [jnp.sum(jnp.real(leaf * jnp.conj(leaf))) if is_inexact(leaf) else zero for leaf in leaves]
-    # The flags, the norm and the clip read the sums. Without the barrier XLA would copy the reductions into
-    # each of these readers, and read the gradients once more for each.
+    # The flags, the norm and the clip read the sums. Without the barrier XLA computes the reductions in each
+    # of these readers, and reads the gradients again for each.
     return lax.optimization_barrier(jnp.stack(sums) if sums else jnp.zeros(0))
 
 
 def clip(tree: Any, norm: jax.Array, max_norm: float) -> Any:
-    """Returns the gradients `tree`, of global norm `norm`, scaled down to the norm `max_norm` if it is above.
-
-    Source: `optax.clip_by_global_norm`.
-    """
+    """Returns the gradients `tree`, of global norm `norm`, as `optax.clip_by_global_norm` clips them."""
 
     def scale(leaf: jax.Array) -> jax.Array:
         if not is_inexact(leaf):

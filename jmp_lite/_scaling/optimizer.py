@@ -10,22 +10,22 @@ from .skipping import Skipping, UnscaleState
 
 
 def unscale() -> optax.GradientTransformationExtraArgs:
-    """Divides gradients by the loss scale given to `update`, for a step that threads the scale itself.
+    """Divides gradients by the loss scale that `update` is given, for a step that holds the scale itself.
 
-    Put it first, before every transform that depends on the size of a gradient:
+    Put it before every transform that depends on the size of a gradient:
 
         tx = optax.chain(jmp.unscale(), optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
         tx = jmp.skip_nonfinite(tx)
         updates, opt_state = tx.update(scaled_grads, opt_state, params, loss_scale=loss_scale)
 
-    Gradients from `jmp.value_and_grad` and `jmp.grad` are divided already. `unscale` would divide twice.
+    Gradients from `jmp.value_and_grad` and `jmp.grad` are unscaled already, so leave `unscale` out for them.
 
     Returns:
-        A transform whose `update` needs `loss_scale=`: the `LossScale` that scaled these gradients,
-        before it is adjusted. The gradients come out as `LossScale.unscale` gives them, float32.
+        A transform whose `update` needs `loss_scale=`: the `LossScale` that scaled these gradients, before it
+        is adjusted. Its updates are float32, as from `LossScale.unscale`.
 
     Raises:
-        TypeError: from `update`, if `loss_scale=` was left out or is no loss scale.
+        TypeError: from `update`, `loss_scale=` is missing or is no loss scale.
 
     Examples:
         >>> tx = jmp.unscale()
@@ -62,37 +62,38 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skips the steps whose gradients hold inf or NaN.
 
-    The check comes before everything else, since a clip turns inf into a number. A skipped step
-    leaves the parameters and the state of `inner` bit for bit as they were: moments, counts,
-    schedules, weight decay. A step that is not finite is never applied, however many came in a row;
-    `raise_if_stuck` tells the host. This holds for what is inside. A transform that is chained after this one
-    gets updates of minus zero on a skipped step, and acts on them: weight decay moves the parameters. Put it
-    inside, or select: docs/loss-scaling.md. Nothing branches: `inner` is called as it is, its results are
-    selected, and donated buffers stay in place. The check reads the gradients: an infinite update
-    that `inner` makes of finite gradients is applied.
+    The gradients are checked before everything else, since a clip turns inf into a number. A skipped step
+    leaves the parameters and the state of `inner` bit for bit as they were: moments, counts, schedules,
+    weight decay. A step whose gradients are not finite is never applied, however many came in a row;
+    `raise_if_stuck` tells the host. An infinite update that `inner` makes of finite gradients is applied.
+
+    A transform that is chained after this one runs on skipped steps too, with updates of minus zero, so that
+    weight decay would move the parameters. Put it inside, or select: docs/loss-scaling.md.
+
+    `inner` is called as it is and its results are selected, so that donated buffers stay in place.
 
     Args:
-        inner: an optax transform, or an `optax.MultiSteps`, which then drops a non-finite micro-batch
-            and goes on with the others. Gradients narrower than 32 bits reach it as float32. Its state
-            is made for parameters of at least float32, so that moments do not rest in half precision.
-        clip_norm: clips the gradients to this global norm before `inner`, with the numbers of
-            `optax.clip_by_global_norm`. The norm is then the check, so that gradients are read once for
-            both, and `metrics` reports the norm. Finite gradients above 1.8e19 have squares that float32
-            cannot hold: their norm is inf, and the step is skipped. With `loss_scale=` given to `update`
-            the norm is that of the unscaled gradients. It is an error around `optax.MultiSteps`, where it
-            would clip each micro-batch: put `optax.clip_by_global_norm` into the `MultiSteps`.
-        axis_name: under `shard_map` or `pmap`, the axis name or names over which all devices agree to
-            skip. Not needed under `jit`, nor for gradients that were summed over the axis before. Needed if
-            `inner` has a collective: on a CPU a device that skips a step does not run `inner`.
-        name: tells two optimizers in one tree apart, as `grads_finite(opt_state, name)`.
+        inner: an optax transform, or an `optax.MultiSteps`, which then drops a non-finite micro-batch and
+            goes on with the others. It gets half gradients as float32, and is initialized with parameters of
+            at least float32, so that moments do not rest in half precision.
+        clip_norm: the global norm to which gradients are clipped before `inner`, with the numbers of
+            `optax.clip_by_global_norm`. The norm also serves as the check, so that gradients are read once,
+            and `metrics` reports it. Finite gradients above 1.8e19 have squares that float32 cannot hold, so
+            that their norm is inf and the step is skipped. With `loss_scale=` given to `update`, the norm is
+            that of the unscaled gradients. Around `optax.MultiSteps` a clip is an error, because it would
+            clip each micro-batch: put `optax.clip_by_global_norm` into the `MultiSteps`.
+        axis_name: under `shard_map` or `pmap`, the axis name or names over which all devices agree to skip.
+            It is not needed under `jit`, or for gradients that were summed over the axis before. It is needed
+            if `inner` has a collective: on a CPU a device that skips a step does not run `inner`.
+        name: a name for this optimizer, if a tree holds several: `grads_finite(opt_state, name)`.
 
     Returns:
-        A transform. Extra arguments of `update` reach `inner`. For state that the optimizer does not
-        hold, such as batch statistics, use `select_tree(grads_finite(opt_state), new, old)`.
+        A transform. `update` passes extra arguments on to `inner`. For state outside of the optimizer, such
+        as batch statistics, use `select_tree(grads_finite(opt_state), new, old)`.
 
     Raises:
-        ValueError, TypeError: `inner` is no optax transform, `clip_norm` is no number above 0, or `inner`
-            holds `optax.MultiSteps` and `clip_norm` was given; from `init`, the parameters are shapes; from
+        ValueError, TypeError: `inner` is no optax transform, `clip_norm` is no number above 0, or `clip_norm`
+            was given and `inner` holds `optax.MultiSteps`; from `init`, the parameters are shapes; from
             `update`, the state is not that of this transform and its settings, a gradient belongs to no
             parameter or has another shape, or `loss_scale=` was given and no `unscale()` divides by it.
 
@@ -116,14 +117,12 @@ def with_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Holds a loss scale in the optimizer state, adjusts it after every step, and skips non-finite steps.
 
-    It skips steps as `skip_nonfinite` does.
-    The gradients given to `update` are true ones, from `jmp.value_and_grad` with the scale that
-    `get_loss_scale(opt_state)` returns. Transforms that are chained after this one run on skipped steps too:
-    put weight decay, schedules and clips inside.
+    `update` takes true gradients, from `jmp.value_and_grad` with the scale that `get_loss_scale(opt_state)`
+    returns. Steps are skipped as by `skip_nonfinite`: put weight decay, schedules and clips inside.
 
     Args:
         inner: as in `skip_nonfinite`.
-        loss_scale: the scale to begin with; `DynamicLossScale()` if None.
+        loss_scale: the scale to begin with; None for `DynamicLossScale()`.
         clip_norm: as in `skip_nonfinite`.
         axis_name: as in `skip_nonfinite`.
         name: as in `skip_nonfinite`.

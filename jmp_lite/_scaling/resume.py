@@ -1,9 +1,10 @@
 """Going on from an old optimizer state, under the settings and dtypes of another script: `resume`.
 
-The script's own `tx.init(params)` gives the wanted state. The levels of our wrappers are taken off both
-states. The rest is matched by the names of fields, keys and indices, so that a state of live objects and one
-of plain dicts and lists look alike. Only the links of an optax chain, which have no names, may be matched by
-their order: transforms without arrays come and go. Then the wrappers are put back, with their old values.
+The wanted state is that of the script's own `tx.init(params)`. The states of our wrappers are taken off it
+and off the old state. The rest is matched by the names of fields, keys and indices, so that a state of live
+objects and one of plain dicts and lists look alike. Only the links of an optax chain, which have no names,
+may be matched by their order, because transforms without arrays come and go. Then the wrappers are put back,
+with their old values.
 """
 
 import dataclasses
@@ -17,10 +18,10 @@ import optax
 
 from .._memory.cast_state import CastStateState
 from .._memory.half_params import MasterWeightsState, StochasticRoundingState
-from .._memory.master_params import like
+from .._memory.master_params import placed_like
 from .._memory.wrapper import as_transform, check_init
 from .._paths import path_name
-from .._tree import is_half, replace_leaves, select_tree, unwrap
+from .._tree import is_half, replace_leaves, select_tree, without_nnx_variables
 from .finite import all_finite
 from .loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from .state import SkipNonfiniteState
@@ -38,32 +39,34 @@ def resume(
     dtypes of `cast_state`, stochastic rounding. The values are those of `old_state`: moments, counts, the
     number of a dynamic scale, masters, keys of stochastic rounding.
 
-    The old state may be that of the plain optimizer, or of other wrappers of this package around the same
+    The old state may be that of the plain optimizer, of other wrappers of this package around the same
     optimizer, or of `optax.apply_if_finite`. Values are matched by the names of fields and parameters, and
-    scales by their `name=`. The links of a chain have no names: they are matched by their order, so that a
-    transform without arrays, such as a clip, may come and go.
+    scales by their `name=`. The links of a chain have no names. They are matched by their order, so that a
+    transform without arrays, such as a clip, may be added or removed.
 
-    What the old state does not have is as in `tx.init(params)`: counts of a scale that was not there, and
-    masters, which come from `params`. The old wrappers that `tx` does not have are dropped; the masters too,
-    so take float32 parameters from `jmp.master_params` before. What does not fit the new settings begins
-    anew: a dynamic scale beyond the limits of the new one; the keys, if `tx` rounds in other places than the
-    old optimizer; gradients with inf or NaN that `optax.MultiSteps` has accumulated, in a wrapper around it.
+    Missing values come from `tx.init(params)`: the counts of a new scale, and new masters, which are made
+    from `params`. Old wrappers that `tx` does not have are dropped with their masters, so take the float32
+    parameters from `jmp.master_params` before. These values begin anew if they do not fit the new settings:
+
+    - a dynamic scale beyond the limits of the new one;
+    - the keys, if `tx` rounds in other places than the old optimizer;
+    - gradients with inf or NaN that `optax.MultiSteps` has accumulated, in a wrapper around it.
 
     Args:
         tx: the optimizer of the script, an optax transform with wrappers or without.
         params: the parameters from which the run goes on.
-        old_state: a state that is live or was unpickled; or what Orbax or `flax.serialization` restored
-            without a target, nested dicts and lists. Of an `nnx.Optimizer` its `opt_state`.
+        old_state: a live or unpickled state, or the nested dicts and lists that Orbax or `flax.serialization`
+            restored without a target. Of an `nnx.Optimizer`, its `opt_state`.
 
     Returns:
-        A state as of `tx.init(params)`. Its arrays are copies, on the devices of those of `tx.init(params)`.
-        A value that rests in half precision in `tx` is rounded to nearest. With the settings of before the
-        values are those of before, bit for bit.
+        A state with the structure of `tx.init(params)`. Its arrays are copies, on the same devices as those
+        of `tx.init(params)`. Values that rest in half precision in `tx` are rounded to nearest. With the old
+        settings, all values are bit for bit the old ones.
 
     Raises:
-        ValueError: the old state lacks an array that `tx` needs, has one that `tx` does not know, has one
-            of another shape or kind, or one of 64 bits where `tx` has 32; or a live state is that of another
-            optimizer. All are named.
+        ValueError: the old state lacks an array that `tx` needs, has one that `tx` does not know, or has one
+            of another shape or kind, or of 64 bits where `tx` has 32; or a live state is that of another
+            optimizer. The message names all of them.
         TypeError: `tx` is no optax transform, or the parameters are shapes.
 
     Examples:
@@ -78,10 +81,10 @@ def resume(
     """
     transform = as_transform("resume", tx)
     check_init("resume", params)
-    new, old = unwrap(transform.init(params)), unwrap(old_state)
+    new, old = without_nnx_variables(transform.init(params)), without_nnx_variables(old_state)
     wrappers = ([node for node in _nodes(state) if _is_ours(_fields(node))] for state in (new, old))
-    carrying = _Carrying(unwrap(params), *wrappers)
-    # `with_loss_scale` takes the place of `optax.apply_if_finite`.
+    carrying = _Carrying(without_nnx_variables(params), *wrappers)
+    # `with_loss_scale` replaces `optax.apply_if_finite`, so its level is taken off, unless `tx` has one too.
     stays = any(isinstance(node, optax.ApplyIfFiniteState) for node in _nodes(new))
     if_finite = set(optax.ApplyIfFiniteState._fields)
     is_level = lambda fields: _is_ours(fields) or (fields.keys() == if_finite and not stays)
@@ -96,9 +99,9 @@ class _Carrying:
 
     Attributes:
         params: the parameters.
-        new_wrappers, old_wrappers: the states of our wrappers, from the outermost on.
-        missing, unknown: the paths that only one of the two has.
-        others: what else could not be carried over.
+        new_wrappers, old_wrappers: the states of our wrappers, from the outermost to the innermost.
+        missing, unknown: the paths that only the new or only the old state has.
+        others: sentences about what else could not be carried over.
     """
 
     params: Any
@@ -112,7 +115,7 @@ class _Carrying:
         self.in_params = {optax.MaskedNode, *map(type, _nodes(self.params))}
 
     def values(self, path: Name, new: Any, old: Any) -> Any:
-        """Returns `new` with the values of `old`, both without our wrappers. `path` is for errors."""
+        """Returns `new` with the values of `old`, both without our wrappers. Errors name `path`."""
         below, structure = _children(new)
         if structure is None:
             return self.leaf(path, new, old)
@@ -130,19 +133,19 @@ class _Carrying:
         return self.each(path, below, structure, {name: given[name] for name in wanted if name in given})
 
     def each(self, path: Name, parts: list[tuple[Name, Any]], structure: Any, olds: dict[Name, Any]) -> Any:
-        """Returns the parts of a tree put together, with the values of those that `olds` has."""
+        """Returns a tree of `parts`, with the old values of those that `olds` has."""
         return structure.unflatten(
             [self.values(path + name, part, olds[name]) if name in olds else part for name, part in parts]
         )
 
     def is_state(self, new: Any) -> bool:
-        """Whether a node is the state of a transform or a chain: of classes that parameters do not have."""
+        """Whether a node is the state of a transform or chain, whose class no node of the parameters has."""
         if type(new) is tuple or isinstance(new, dict):  # A dict is the state of `optax.named_chain`.
             return bool(new) and all(map(self.is_state, _fields(new).values()))
         return _is_record(new) and type(new) not in self.in_params
 
     def leaf(self, path: Name, new: Any, old: Any) -> Any:
-        """Returns the value of `old` with the dtype of `new`, on its devices."""
+        """Returns the value of `old` with the dtype and the devices of `new`."""
         name = "/".join(path)
         if (fields := _fields(old)).keys() == {"value"}:  # A variable of NNX, saved.
             old = fields["value"]
@@ -157,17 +160,17 @@ class _Carrying:
         elif jnp.issubdtype(new.dtype, jax.dtypes.extended):
             return jnp.array(old, copy=True)
         else:
-            return like(new, old)
+            return placed_like(old, new)
         return new
 
     def wrapped(self, new: Any, inner: Any) -> Any:
-        """Returns `inner` in the wrappers of `new`, which have their old values."""
+        """Returns `inner` inside the wrappers of `new`, which get their old values."""
         is_wrapper = lambda node: isinstance(node, _OURS)
         put = lambda node, part: self.wrapper(node, part) if is_wrapper(node) else part
         return jax.tree.map(put, new, inner, is_leaf=is_wrapper)
 
     def wrapper(self, new: Any, inner: Any) -> Any:
-        """Returns the state `new` of a wrapper with its old values and those of `inner`, what it wraps."""
+        """Returns the state `new` of a wrapper with its old values, around the state `inner`."""
         inner = self.wrapped(new.inner_state, inner)
         if isinstance(new, MasterWeightsState):
             return MasterWeightsState(self.masters(new.masters), inner)
@@ -180,9 +183,9 @@ class _Carrying:
         return new._replace(inner_state=inner, key=key)
 
     def same(self, new: Any, field: str) -> dict[str, Any] | None:
-        """Returns the old one of the wrappers with `field` that has the name of `new`, by its fields.
+        """Returns the fields of the old wrapper with `field` that has the name of `new`.
 
-        No saved form has names. Without them it is the one that stands where `new` stands among its kind.
+        No saved form keeps the names. Then it is the old wrapper at the position of `new` among its kind.
         """
         has_field = lambda node: field == "loss_scale" or bool(jax.tree.leaves(_fields(node)["key"]))
         news, olds = (
@@ -199,7 +202,7 @@ class _Carrying:
         return _fields(found[0]) if len(found) == 1 else None
 
     def masters(self, new: Any) -> Any:
-        """Returns the masters `new` with the values of all old masters, by the names of the parameters."""
+        """Returns the masters `new` with the values of the old ones, by the names of the parameters."""
         old = {k: v for node in self.old_wrappers for k, v in _saved(_fields(node).get("masters"))[0]}
         known = {k for node in self.new_wrappers for k, _ in _saved(getattr(node, "masters", None))[0]}
         # A parameter that is no longer in half precision needs no master.
@@ -214,16 +217,16 @@ class _Carrying:
         values = {"loss_scale": self.loss_scale(new.loss_scale, old.get("loss_scale"))}
         for name in ("leaf_finite", "grad_norm", "counts"):
             value, before = getattr(new, name), jax.tree.leaves(old.get(name))
-            # Which gradients were finite is of no use where the wrapper has other parameters than before.
+            # The old flags are of no use if the wrapper now has other parameters.
             if value is not None and before and (name != "leaf_finite" or before[0].shape == value.shape):
                 values[name] = self.leaf((name,), value, before[0])
         return values
 
     def loss_scale(self, new: Any, old: Any) -> Any:
-        """Returns the loss scale `new`, with the values of `old` if it is one that changes."""
+        """Returns the loss scale `new`, with the values of `old` if it is a dynamic one."""
         values, _ = _saved(old)
         if isinstance(new, (StaticLossScale, NoOpLossScale)) or not values:
-            return new  # The number of a static scale is a setting.
+            return new  # The number of a static scale is a setting of the script.
         carried = self.each(("loss_scale",), *_saved(new), dict(values))
         if not isinstance(carried, DynamicLossScale):
             return carried
@@ -238,7 +241,7 @@ class _Carrying:
         )
 
     def raise_problems(self) -> None:
-        """Raises a ValueError that names what could not be carried over, if there is such a thing."""
+        """Raises a ValueError that names what could not be carried over, if there is anything."""
         problems = [
             f"{sentence} {', '.join(map(repr, names[:6]))}{' and others' if len(names) > 6 else ''}"
             for sentence, names in (("it lacks", self.missing), ("tx does not know its", self.unknown))
@@ -253,10 +256,10 @@ class _Carrying:
 
 
 def _accumulation(new: Any, carried: Any) -> Any:
-    """Returns the carried state of `optax.MultiSteps`. Gradients that are not finite are no longer in it.
+    """Returns the carried state of `optax.MultiSteps`, which begins anew if its gradients are not finite.
 
-    A wrapper around `optax.MultiSteps` keeps them out, and sees no more of what was accumulated. A wrapper
-    inside lets them in, and skips the step.
+    With a wrapper inside of `optax.MultiSteps`, gradients that are not finite are accumulated and the step is
+    skipped. A wrapper around it would not see them any more.
     """
     if not isinstance(new, optax.MultiStepsState):
         return carried
@@ -277,14 +280,14 @@ def _holds(new: Any, old: Any) -> bool:
 
 
 def _nodes(tree: Any) -> Iterator[Any]:
-    """Yields the nodes of `tree`, leaves too, each before what is below it."""
+    """Yields the nodes and leaves of `tree`, each before those below it."""
     yield tree
     for _, child in _children(tree)[0]:
         yield from _nodes(child)
 
 
 def _plain(state: Any, is_level: Callable[[dict[str, Any]], bool]) -> Any:
-    """Returns `state` without the levels that have fields of a kind: of each its inner state."""
+    """Returns `state` with each level of a kind replaced by its inner state."""
     while is_level(fields := _fields(state)):
         state = fields["inner_state"]
     below, structure = _children(state)
@@ -292,12 +295,12 @@ def _plain(state: Any, is_level: Callable[[dict[str, Any]], bool]) -> Any:
 
 
 def _is_record(node: Any) -> bool:
-    """Whether a node is of a class with named fields, as the states of optax are."""
+    """Whether the class of a node has named fields, like those of optax's states."""
     return hasattr(node, "_fields") or dataclasses.is_dataclass(node)
 
 
 def _links(old: Any) -> list[Any]:
-    """Returns the links with arrays of an old chain, or chain of chains, in their order."""
+    """Returns the links of an old chain, or chain of chains, that have arrays, in their order."""
     if not _is_numbered(old):
         return [old] if jax.tree.leaves(old) else []
     below = sorted(_fields(old).items(), key=lambda child: int(child[0]))  # A dict has "10" before "2".
@@ -305,27 +308,27 @@ def _links(old: Any) -> list[Any]:
 
 
 def _is_numbered(state: Any) -> bool:
-    """Whether an old state looks like a chain's: a tuple, or the list or dict as which it was saved."""
+    """Whether an old state looks like that of a chain: a tuple, or the list or dict that it was saved as."""
     below = _fields(state)
-    # None in a tuple stands for no parameters. A chain has `optax.EmptyState()`.
+    # A tuple with None is one of parameters. A chain would have `optax.EmptyState()`.
     has_none = type(state) is tuple and any(child is None for child in state)
     return bool(below) and all(map(str.isdigit, below)) and not has_none
 
 
 def _saved(tree: Any) -> tuple[list[tuple[Name, Any]], Any]:
-    """As `_named`, of a tree that may be saved by NNX, with each array as the `value` of a variable."""
+    """As `_named`, for a tree that NNX may have saved with each array as the `value` of a variable."""
     leaves, structure = _named(tree)
     return [(name[:-1] if name[-1:] == ("value",) else name, leaf) for name, leaf in leaves], structure
 
 
 def _is_ours(fields: dict[str, Any]) -> bool:
-    """Whether fields are those of a wrapper's state, which may be of an older version."""
+    """Whether fields are those of the state of a wrapper, maybe from an older version of it."""
     rounds = ({"inner_state", "masters"}, {"inner_state", "key"})
     return fields.keys() >= {"inner_state", "loss_scale"} or fields.keys() in rounds
 
 
 def _fields(node: Any) -> dict[str, Any]:
-    """Returns the children of a tree's node by their names."""
+    """Returns the children of a node by their names."""
     return {name: child for (name,), child in _children(node)[0]}
 
 
@@ -335,12 +338,12 @@ def _filled(parts: list[tuple[Name, Any]]) -> dict[Name, Any]:
 
 
 def _children(node: Any) -> tuple[list[tuple[Name, Any]], Any]:
-    """Returns the children of a tree's node with their names, and its structure, which is None for a leaf."""
+    """Returns the children of a node with their names, and its structure, which is None for a leaf."""
     below, structure = _named(node, lambda other: other is not node)
     return ([], None) if below and not below[0][0] else (below, structure)
 
 
 def _named(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[tuple[Name, Any]], Any]:
-    """Returns the leaves of `tree`, each with the names of the keys on its path, and its structure."""
+    """Returns the leaves of `tree` with the names of the keys on their paths, and the structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [(tuple(path_name((key,)) for key in path), leaf) for path, leaf in leaves], structure

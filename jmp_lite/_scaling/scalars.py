@@ -1,6 +1,6 @@
 """The numbers of a loss scale: settings as Python numbers, scales and counts as strongly typed scalars.
 
-All raise a TypeError for what is no number, and a ValueError for what is no scalar or out of range.
+All functions raise a TypeError if a value is no number, and a ValueError if it is no scalar or out of range.
 """
 
 import math
@@ -17,7 +17,7 @@ SMALLEST = float(np.finfo(np.float32).tiny)  # A GPU may flush smaller numbers.
 
 
 def number(name: str, value: Any) -> float:
-    """Returns a setting as a Python number, so that it can be part of a pytree's structure."""
+    """Returns a setting as a Python number, which can be part of a pytree's structure."""
     known = _known(name, value)
     if known is None:
         raise TypeError(
@@ -33,11 +33,11 @@ def whole_number(name: str, value: Any, minimum: int) -> int:
 
 
 def float32_scale(name: str, value: Any, maximum: float = LARGEST) -> Any:
-    """Returns a scale as a strongly typed float32 scalar, above 0 and finite, at most `maximum`."""
+    """Returns a scale above 0 and at most `maximum` as a strongly typed float32 scalar."""
     is_traced = _known(name, value) is None
     scale = _strongly_typed(value, np.float32)
     if is_traced:
-        # A traced scale that is invalid becomes NaN: every step is skipped, and `raise_if_stuck` names it.
+        # An invalid traced scale becomes NaN. Then every step is skipped, and `raise_if_stuck` names it.
         return jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.float32(np.nan))
     if not 0 < float(scale) < math.inf:
         raise ValueError(f"{name} should be above 0 and finite in float32. Got {value}.")
@@ -47,14 +47,14 @@ def float32_scale(name: str, value: Any, maximum: float = LARGEST) -> Any:
 
 
 def int32_count(name: str, value: Any) -> Any:
-    """Returns a counter as a strongly typed int32 scalar, from 0 to 2**31 - 1 unless it is traced."""
+    """Returns a counter as a strongly typed int32 scalar, checked to be 0 or above unless it is traced."""
     if (known := _known(name, value)) is not None:
         _whole(name, known, 0)
     return _strongly_typed(value, np.int32)
 
 
 def _known(name: str, value: Any) -> float | None:
-    """Returns a real scalar as a Python number; None if it is traced."""
+    """Returns a real scalar as a Python number, or None if it is traced."""
     is_python_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_python_number or has_dtype(value, jnp.floating) or has_dtype(value, jnp.integer)):
         raise TypeError(f"{name} should be a number. Got {value!r} of type {type(value).__name__}.")
@@ -74,8 +74,8 @@ def _whole(name: str, known: float, minimum: int) -> int:
 
 def _strongly_typed(value: Any, dtype: Any) -> Any:
     if isinstance(value, jax.Array):
-        # A copy: an optimizer state that holds it may be donated, and the caller's array stays.
+        # Copied, so that donating a state that holds the scale does not delete the caller's array.
         return jnp.array(value, dtype, copy=True)
-    # NumPy, so that building a loss scale starts no backend: `jax.distributed.initialize` comes before one.
+    # An array of NumPy starts no backend. `jax.distributed.initialize` must come before one is started.
     with np.errstate(over="ignore"):
         return np.array(value, dtype)

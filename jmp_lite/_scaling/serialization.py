@@ -1,8 +1,8 @@
-"""Teaches `flax.serialization` the states of this package, if the program has imported it.
+"""Registers the state classes of this package with `flax.serialization`, if the program has imported it.
 
-Flax saves containers, its own classes, and classes that were registered with it. A state registers its class
-when it is made, so `flax.serialization.to_bytes(train_state)` holds the loss scale. The order of the imports
-does not matter, and this package does not import Flax.
+Flax saves containers, its own classes, and registered classes. A state registers its class when it is made,
+so that `flax.serialization.to_bytes(train_state)` contains the loss scale. So Flax may be imported before or
+after this package, which does not import Flax.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ def register(cls: type) -> None:
     """Registers a state class with `flax.serialization`, if the program has imported that."""
     serialization: Any = sys.modules.get("flax.serialization")
     register_with_flax = getattr(serialization, "register_serialization_state", None)
-    if register_with_flax is None:  # Not imported, or this very import is under way.
+    if register_with_flax is None:  # Not imported, or being imported right now.
         return
     names = [field.name for field in dataclasses.fields(cls) if not field.metadata.get("static")]
 
@@ -34,15 +34,15 @@ def register(cls: type) -> None:
                 changes[name] = serialization.from_state_dict(target, value, name=name)
         return replace_leaves(state, **changes)
 
-    # Every state that is made registers its class. Without `override` Flax raises an error the second time.
+    # Each new state registers its class again, which is an error without `override`.
     register_with_flax(cls, to_state_dict, from_state_dict, override=True)
 
 
 def _check(state: Any, saved: Any, names: list[str]) -> None:
     """Raises a ValueError if a saved state cannot be restored into `state`.
 
-    A field that only one of the two has is no error: the tolerance of a hysteresis, a norm, the counter of a
-    scale that was static. Such a field keeps its value in `state`, or is dropped.
+    A field that only one of the two has is no error, such as the tolerance of a hysteresis, or a norm. It
+    keeps its value in `state`, or is dropped.
     """
     kind = type(state).__name__
     if not isinstance(saved, dict) or ("inner_state" in names and "inner_state" not in saved):

@@ -14,7 +14,7 @@ from jax import lax
 from .._memory.half_params import init_for_masters
 from .._memory.wrapper import RESUME, as_transform, check_init, check_update, differentiated, update_inner
 from .._paths import leaf_names
-from .._tree import at_least_float32, has_dtype, select_tree, unwrap
+from .._tree import at_least_float32, has_dtype, select_tree, without_nnx_variables
 from .finite import agree, leaves_finite
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
 from .norm import clip, squared_norms
@@ -23,7 +23,7 @@ from .state import LeafNames, SkipNonfiniteState, count
 
 
 class UnscaleState(NamedTuple):
-    """The state of `unscale`, which holds nothing: it shows that a chain divides by the loss scale."""
+    """The empty state of `unscale`, which shows that a chain divides by the loss scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Skipping:
     name: str | None
 
     def transform(self) -> optax.GradientTransformationExtraArgs:
-        """Returns the optax transform, having checked the settings."""
+        """Returns the optax transform, after a check of the settings."""
         clip_norm = None if self.clip_norm is None else number("clip_norm", self.clip_norm)
         if clip_norm is not None and not 0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm should be above 0 and finite. Got {clip_norm}.")
@@ -52,7 +52,7 @@ class Skipping:
     def init(self, params: Any) -> Any:
         """Returns the state for `params`."""
         check_init(self.made_by, params)
-        names = leaf_names(unwrap(differentiated(params)))
+        names = leaf_names(without_nnx_variables(differentiated(params)))
         inner_state = init_for_masters(self.inner, params)
         accumulates = lambda node: isinstance(node, optax.MultiStepsState)
         if self.clip_norm is not None and any(
@@ -61,7 +61,7 @@ class Skipping:
             raise self._clips_micro_batches()
         return SkipNonfiniteState(
             inner_state=inner_state,
-            # A copy: a donated state must not take the caller's scale, or that of another state, along.
+            # Copied, so that donating the state does not delete the caller's scale.
             loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self.loss_scale),
             leaf_finite=jnp.ones(len(names), jnp.bool_),
             grad_norm=None if self.clip_norm is None else jnp.float32(0),
@@ -73,12 +73,12 @@ class Skipping:
     def update(
         self, updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, SkipNonfiniteState]:
-        """Returns the updates, all minus zero if the step is skipped, and the new state."""
+        """Returns the updates, which are minus zero if the step is skipped, and the new state."""
         self._check_state(state, params)
         self._check_loss_scale(state, extra_args)
-        paths = leaf_names(unwrap(updates))
+        paths = leaf_names(without_nnx_variables(updates))
         names = state.leaf_names.paths
-        if len(names) != state.leaf_finite.shape[-1]:  # `optax.tree_map_params` has lost the names.
+        if len(names) != state.leaf_finite.shape[-1]:  # `optax.tree_map_params` loses the names.
             names = paths
         grads, flags, finite, norm = self._check(at_least_float32(updates), extra_args.get("loss_scale"))
         flags = _in_order(flags, paths, names)
@@ -91,7 +91,7 @@ class Skipping:
             inner_state=new_inner,
             loss_scale=None if self.loss_scale is None else state.loss_scale.adjust(finite),
             leaf_finite=flags,
-            grad_norm=None if norm is None else norm.astype(jnp.float32),  # Also with float64 gradients.
+            grad_norm=None if norm is None else norm.astype(jnp.float32),  # Of float64 gradients too.
             counts=count(state.counts, finite),
             leaf_names=LeafNames(names),
             name=state.name,
@@ -99,7 +99,7 @@ class Skipping:
         return new_updates, new_state
 
     def _check_state(self, state: Any, params: Any) -> None:
-        """Raises an error if `state` is not that of this transform."""
+        """Raises an error if `state` is not one of this transform and its settings."""
         check_update(self.made_by, SkipNonfiniteState, state, params)
         if (state.loss_scale is None) != (self.loss_scale is None):
             other = "skip_nonfinite" if state.loss_scale is None else "with_loss_scale"
@@ -119,7 +119,7 @@ class Skipping:
             )
 
     def _clips_micro_batches(self) -> ValueError:
-        """Returns the error of a clip around an accumulation, which is another algorithm than one inside."""
+        """Returns the error for a clip around an accumulation."""
         return ValueError(
             f"{self.made_by}: clip_norm={self.clip_norm:g} around optax.MultiSteps would clip each "
             "micro-batch. Leave clip_norm out, and clip the accumulated gradients: "
@@ -128,7 +128,7 @@ class Skipping:
         )
 
     def _check_loss_scale(self, state: SkipNonfiniteState, extra_args: dict[str, Any]) -> None:
-        """Raises a TypeError if `update` was given a loss scale that the transform does not use."""
+        """Raises a TypeError if `update` was given a loss scale by which nothing divides."""
         if "loss_scale" not in extra_args:
             return
         if self.loss_scale is not None:
@@ -146,7 +146,7 @@ class Skipping:
             )
 
     def _check(self, grads: Any, loss_scale: Any) -> tuple[Any, jax.Array, jax.Array, jax.Array | None]:
-        """Returns the gradients, clipped if asked; a flag for each leaf; whether all are finite; the norm."""
+        """Returns the (clipped) gradients, the flags of the leaves, whether all are finite, and the norm."""
         norm = None
         if self.clip_norm is None:
             flags = leaves_finite(grads)
@@ -155,12 +155,12 @@ class Skipping:
             squares = squared_norms(grads)
             flags = jnp.isfinite(squares)
             norm = jnp.sqrt(squares.sum())
-            if is_loss_scale(loss_scale):  # `unscale` inside divides the gradients later.
+            if is_loss_scale(loss_scale):  # `unscale` will divide the gradients inside of `inner`.
                 norm = norm / loss_scale.loss_scale
             finite = jnp.isfinite(norm)
             grads = clip(grads, norm, self.clip_norm)
         if self.axis_name is not None:
-            # One collective for all flags. Devices wait for each other in every collective.
+            # One collective for all flags, since devices wait for each other in each.
             agreed = agree(jnp.append(flags, finite), self.axis_name)
             flags, finite = agreed[:-1], agreed[-1]
         return grads, flags, finite, norm
@@ -169,25 +169,25 @@ class Skipping:
 def _update_where(
     finite: jax.Array, update: Callable[..., tuple[Any, Any]], grads: Any, state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """Returns the updates and the new state where `finite`, and elsewhere minus zeros and the old state."""
+    """Returns the updates and the new state if `finite`, and else minus zeros and the old state."""
 
     def select(finite: jax.Array, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, new = update(grads, state, params)
         return jax.tree.map(lambda x: _or_minus_zero(finite, x), updates), _select_state(finite, new, state)
 
-    if not _is_traced(finite):  # JAX would compile a condition anew on each call.
+    if not _is_traced(finite):  # Outside of `jit`, JAX would compile a condition again on each call.
         return select(finite, grads, state, params)
-    # The cache of `jit` gives all branches one trace. XLA folds a select by a constant.
+    # `jit` traces the function once for all branches. XLA removes a select by a constant.
     select = jax.jit(select, inline=True)
     taken, skipped = (functools.partial(select, jnp.bool_(flag)) for flag in (True, False))
     branch = lambda finite, *args: lax.cond(finite, taken, skipped, *args)
-    # XLA for a CPU makes many passes of an update that is selected, and copies most of the donated buffers.
-    # On a GPU the select is free, and the host would wait for a condition.
+    # On a CPU, XLA runs a selected update in many passes and copies most of the donated buffers, so that a
+    # branch is faster. On a GPU a select is free, and a branch would make the host wait.
     return lax.platform_dependent(finite, grads, state, params, cpu=branch, default=select)
 
 
 def _is_traced(x: jax.Array) -> bool:
-    """Whether `x` is an array of a function that is being traced, which is on no device."""
+    """Whether `x` is traced and has no value yet."""
     try:
         x.devices()
     except jax.errors.ConcretizationTypeError:
@@ -196,15 +196,15 @@ def _is_traced(x: jax.Array) -> bool:
 
 
 def _or_minus_zero(finite: jax.Array, update: Any) -> Any:
-    """Returns an update where `finite`, and elsewhere one that changes no parameter."""
-    if not has_dtype(update, jnp.number):  # A key, float0 or boolean, which no parameter is added to.
+    """Returns an update if `finite`, and else one that changes no parameter."""
+    if not has_dtype(update, jnp.number):  # A key, float0 or boolean, which is added to no parameter.
         return update
-    # Minus zero is the one number that leaves every parameter as it is: an update of 0.0 turns -0.0 into 0.0.
+    # Only minus zero leaves every parameter as it is: an update of 0.0 turns -0.0 into 0.0.
     return select_tree(finite, update, -jnp.zeros_like(update))
 
 
 def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Returns the state `new` where `finite`, and elsewhere `old`, bit for bit."""
+    """Returns the state `new` if `finite`, and else `old`, bit for bit."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
             "The optimizer's update returned a state of another structure than it was given: "
@@ -212,22 +212,19 @@ def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
         )
 
     def select(new: Any, old: Any) -> Any:
-        # Some optax states change their dtype on the first step, and `lax.select` takes arrays of one dtype.
-        # PRNG keys have extended dtypes, to which `jnp.asarray` does not cast.
+        # Some states of optax change their dtype on the first step, and `lax.select` needs one dtype.
+        # `jnp.asarray` cannot cast to the extended dtypes of PRNG keys.
         if new is not old and not jnp.issubdtype(jnp.result_type(new), jax.dtypes.extended):
             dtype = jnp.result_type(new, old)
             new, old = jnp.asarray(new, dtype), jnp.asarray(old, dtype)
-        # A leaf that the optimizer hands on as it is needs no select, and its buffer stays.
+        # A leaf that the optimizer returns unchanged needs no select and keeps its buffer.
         return old if new is old else select_tree(finite, new, old)
 
     return jax.tree.map(select, new, old)
 
 
 def _in_order(flags: jax.Array, paths: tuple[str, ...], names: tuple[str, ...]) -> jax.Array:
-    """Sorts the flags of the gradients at `paths` by `names`, the parameters that the optimizer knows.
-
-    A parameter without a gradient counts as finite.
-    """
+    """Returns the flags of the gradients at `paths` in the order of `names`, true if there is none."""
     if paths == names:
         return flags
     if unknown := sorted(set(paths) - set(names)):
@@ -237,21 +234,21 @@ def _in_order(flags: jax.Array, paths: tuple[str, ...], names: tuple[str, ...]) 
         )
     by_name: dict[str, jax.Array] = {}
     for path, flag in zip(paths, flags, strict=True):
-        # The two leaves of {"a": {"b": x}, "a/b": y} have one name.
+        # Two leaves may have one name, as in {"a": {"b": x}, "a/b": y}.
         by_name[path] = by_name[path] & flag if path in by_name else flag
     return jnp.stack([by_name.get(name, jnp.asarray(True)) for name in names])
 
 
 def _same_settings(scale: Any, other: Any) -> bool:
-    """Whether two loss scales are of one class, and two dynamic ones have the same settings."""
+    """Whether two loss scales have the same class and, if they are dynamic, the same settings."""
     if type(scale) is not type(other):
         return False
-    # The settings are part of the structure. A scale of your own may change its structure.
+    # The settings are part of the structure. The structure of a user's own scale may change.
     return not isinstance(scale, DynamicLossScale) or jax.tree.structure(scale) == jax.tree.structure(other)
 
 
 def _describe_settings(scale: Any) -> str:
-    """Returns the class of a loss scale, and the settings that are not the default, for an error.
+    """Returns, for an error, the class of a loss scale and its settings that are not the default.
 
     Examples:
         >>> _describe_settings(jmp.DynamicLossScale(period=100))

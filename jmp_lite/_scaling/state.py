@@ -7,18 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree import STATIC, register_state, unwrap
+from .._tree import STATIC, register_state, without_nnx_variables
 from . import serialization
 from .loss_scale import LossScale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafNames:
-    """The paths of the parameters, in the order of `jax.tree.leaves`. They are part of a state's structure.
+    """The paths of the parameters, in the order of `jax.tree.leaves`, as a part of a state's structure.
 
-    Names are equal by value: `jax.jit` reuses a program for equal structures, and would give the state of one
-    model the names of another. No names equal all names: `optax.tree_map_params` compares a state with the
-    state of a placeholder, whose parameters have no names.
+    Names are compared by value, because `jax.jit` reuses a program for equal structures and would otherwise
+    give the state of one model the names of another.
     """
 
     paths: tuple[str, ...]
@@ -26,28 +25,30 @@ class LeafNames:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LeafNames):
             return False
+        # No names equal any names, so that equality is not transitive, on purpose: `optax.tree_map_params`
+        # compares a state with that of a placeholder, whose parameters have no names.
         return self.paths is other.paths or self.paths == other.paths or not (self.paths and other.paths)
 
     def __hash__(self) -> int:
-        # The hash of a tuple reads all names, and every call of a jitted step asks for it.
+        # Every call of a jitted step hashes the structure. The hash of a tuple would read all names.
         return hash(LeafNames)
 
 
 @register_state
 @dataclasses.dataclass(frozen=True)
 class SkipNonfiniteState:
-    """The state of `skip_nonfinite` and `with_loss_scale`; read it with the functions below.
+    """The state of `skip_nonfinite` and `with_loss_scale`, which `get_loss_scale` and `metrics` read.
 
     Attributes:
         inner_state: the state of the wrapped transform.
-        loss_scale: the loss scale, or None if the caller threads it.
-        leaf_finite: which gradients of the last step were finite, shape `(len(leaf_names),)`, bool.
+        loss_scale: the loss scale; None for `skip_nonfinite`.
+        leaf_finite: whether each gradient of the last step was finite, shape `(len(leaf_names),)`, bool.
         grad_norm: the global norm of the last step's gradients before the clip, shape `()`, float32; None
             without `clip_norm`.
-        counts: three counts, shape `(3,)`, int32: all steps, the skipped steps, and the steps skipped since
-            the last step that was taken. One array costs a GPU one kernel, three scalars cost three.
+        counts: shape `(3,)`, int32: all steps, the skipped steps, and the steps skipped since the last step
+            that was taken. They are one array because a GPU needs a kernel for each array.
         leaf_names: the paths of the parameters, in the order of `leaf_finite`.
-        name: tells this optimizer from another in the same tree.
+        name: the name that tells this optimizer from others in the same tree, or None.
 
     Examples:
         >>> state = jmp.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)})
@@ -77,16 +78,16 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
     """Returns the loss scale that `with_loss_scale` holds.
 
     Args:
-        opt_state: an optimizer state, or a tree that holds one at any depth: a chain, `optax.masked`,
-            `optax.MultiSteps`, `optax.inject_hyperparams`, `optax.multi_transform`, a Flax
-            `TrainState`, an `nnx.Optimizer`.
-        name: the name given to `with_loss_scale`, needed where the tree holds more than one.
+        opt_state: an optimizer state, or a tree with one at any depth: a chain, `optax.masked`,
+            `optax.MultiSteps`, `optax.inject_hyperparams`, `optax.multi_transform`, a Flax `TrainState`, an
+            `nnx.Optimizer`.
+        name: the name given to `with_loss_scale`, which is needed if the tree has more than one.
 
     Returns:
         The scale for this step's loss.
 
     Raises:
-        ValueError: there is none, or more than one to choose from.
+        ValueError: the tree has no loss scale, or more than one to choose from.
 
     Examples:
         >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
@@ -94,18 +95,18 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
         32768.0
     """
     states = [state for state in _find_states(opt_state) if state.loss_scale is not None]
-    return unwrap(_choose(states, name, "with_loss_scale").loss_scale)
+    return without_nnx_variables(_choose(states, name, "with_loss_scale").loss_scale)
 
 
 def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
-    """Returns whether the last step's gradients were finite, and the step was taken.
+    """Returns whether the last step was taken, because its gradients were finite.
 
     Args:
         opt_state: as in `get_loss_scale`.
         name: as in `get_loss_scale`.
 
     Returns:
-        A boolean scalar, shape `()`; true before the first step. One for each member of a batched state.
+        A boolean, shape `()`, or one for each member of a batched state; true before the first step.
 
     Raises:
         ValueError: as in `get_loss_scale`.
@@ -119,7 +120,7 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
 
 
 def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
-    """Returns what to log of `skip_nonfinite` or `with_loss_scale`; works inside `jit` and outside.
+    """Returns the numbers to log from `skip_nonfinite` or `with_loss_scale`, inside `jit` and outside.
 
     Args:
         opt_state: as in `get_loss_scale`.
@@ -128,9 +129,9 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
     Returns:
         Scalars, shape `()`, or one for each member of a batched state:
 
-        - `loss_scale`: the scale of the next step, float32; absent where the caller threads the scale;
+        - `loss_scale`: the scale of the next step, float32; absent with `skip_nonfinite`;
         - `grads_finite`: whether the last step was taken, bool;
-        - `skipped_steps`: how many steps were skipped since the optimizer was initialised, int32;
+        - `skipped_steps`: how many steps were skipped since the optimizer was initialized, int32;
         - `consecutive_skipped_steps`: how many of them since the last step that was taken, int32;
         - `grad_norm`: the global norm of the last step's gradients before the clip, float32; absent
           without `clip_norm`.
@@ -155,13 +156,9 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
 
 
 def find_state(opt_state: Any, name: str | None = None) -> SkipNonfiniteState:
-    """Returns the one state in `opt_state`, or the one called `name`, as arrays and without `inner_state`.
-
-    Raises:
-        ValueError: there is none, or more than one to choose from.
-    """
+    """Returns the one state in `opt_state`, or the one called `name`, as arrays and without `inner_state`."""
     state = _choose(_find_states(opt_state), name, "skip_nonfinite or with_loss_scale")
-    return unwrap(dataclasses.replace(state, inner_state=None))
+    return without_nnx_variables(dataclasses.replace(state, inner_state=None))
 
 
 def _find_states(tree: Any) -> list[SkipNonfiniteState]:

@@ -1,4 +1,4 @@
-"""Tells the host that a run is stuck: too many of its steps are skipped."""
+"""`raise_if_stuck`, which tells the host that too many steps are skipped."""
 
 from typing import Any
 
@@ -25,20 +25,23 @@ def raise_if_stuck(
 ) -> None:
     """Raises on the host if too many steps were skipped.
 
-    Call it outside `jit`, every few steps: it waits for the device. A dynamic scale that starts at
-    `2**15` may rightly skip 15 steps before it has found its value, and one step in `period` from then on.
+    Call it outside `jit`, every few steps, since it waits for the device. A dynamic scale that starts at
+    `2**15` may skip 15 steps until it has found its value, and then one step in `period`.
 
     Args:
-        opt_state: as in `get_loss_scale`. Of a batched or replicated state each member is judged.
+        opt_state: as in `get_loss_scale`. Each member of a batched or replicated state is checked.
         max_consecutive_skips: how many skipped steps in a row are too many.
-        max_skip_rate: the share of skipped steps, over the run so far, above which a run is stuck; 1 never
-            is. It counts once `max_consecutive_skips` steps were skipped in all; and once as many steps were
-            made if the last one was skipped and the dynamic scale is at its minimum, where it cannot help.
+        max_skip_rate: the share of all steps so far above which skipped steps are too many; 1 switches this
+            off. It is checked
+
+            - after `max_consecutive_skips` skipped steps in all;
+            - after `max_consecutive_skips` steps in all, if the last one was skipped and the dynamic scale is
+              at its minimum, so that it cannot help.
         name: as in `get_loss_scale`.
 
     Raises:
-        FloatingPointError: the run is stuck. The message says how many steps were skipped, names the loss
-            scale, and the modules whose gradients were not finite on the last skipped step.
+        FloatingPointError: too many steps were skipped. The message says how many, and names the loss scale
+            and the modules whose gradients were not finite on the last skipped step.
         TypeError: `opt_state` is traced.
         ValueError: as in `get_loss_scale`, or a limit is out of range.
 
@@ -72,10 +75,12 @@ def raise_if_stuck(
 def _complaint(
     state: SkipNonfiniteState, member: tuple[int, ...], max_consecutive_skips: int, max_skip_rate: float
 ) -> str:
-    """Returns the complaint about one member of a state; empty if there is none."""
+    """Returns the complaint about one member of a state, or an empty string."""
     steps, skipped, in_a_row = map(int, np.asarray(state.counts)[member])
     scale = None if state.loss_scale is None else float(_member(state.loss_scale.loss_scale, member))
-    at_minimum = isinstance(state.loss_scale, DynamicLossScale) and state.loss_scale.lowered(scale) == scale
+    at_minimum = (
+        isinstance(state.loss_scale, DynamicLossScale) and state.loss_scale.backed_off(scale) == scale
+    )
     low = at_minimum and in_a_row > 0 and steps >= max_consecutive_skips
     if in_a_row >= max_consecutive_skips:
         said = f"The last {in_a_row} steps were skipped"
@@ -96,13 +101,13 @@ def _complaint(
 
 
 def _member(values: Any, member: tuple[int, ...]) -> Any:
-    """Returns one member of a batched array; the array itself where it is not batched."""
+    """Returns one member of a batched array, or the array itself if it is not batched."""
     array = np.asarray(values)
     return array[member] if array.ndim >= len(member) else array
 
 
 def describe(finite: dict[str, bool], most: int = 6) -> str:
-    """Returns by module which leaves are not finite: at most `most` modules by name.
+    """Returns which leaves are not finite, by the names of at most `most` modules.
 
     Examples:
         >>> finite = {"a/bias": False, "a/kernel": False, "b/bias": False, "b/kernel": True}
