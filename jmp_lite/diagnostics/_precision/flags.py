@@ -14,7 +14,7 @@ from ..._autocast.api import make_plan, run
 from ..._autocast.interpreter import Interpreter, Value
 from ..._autocast.planning.plan import Formats, Run
 from ..._autocast.planning.rules import FLOAT8, Rules, make_rules
-from ..._autocast.report.operations import Operation, is_floating, operations_of
+from ..._autocast.report.operations import Operation, has_floating, operations_of
 from ..._float8.quantize import BACKWARD
 from ..._jaxpr import arguments
 from ..._jaxpr.arguments import Arguments
@@ -206,6 +206,6 @@ def _with_mark(equation: Equation, marks: Iterator[Flags]) -> Equation:
         equation = with_inner_jaxprs(equation, parts)
         # For the equations that JAX makes itself, such as those of the rule of a custom derivative.
         flags = flags.union(*(flags for part in parts for flags in flags_in(part)))
-    elif is_floating(equation):
+    elif has_floating(equation):
         flags = next(marks)
     return flagged(equation, flags) if flags else equation

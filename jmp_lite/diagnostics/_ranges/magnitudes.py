@@ -17,9 +17,11 @@ import numpy as np
 from jax import lax
 
 from ..._autocast.planning.plan import Decision, Run, Take
+from ..._dtypes import HALF_DTYPES
 from ..._jaxpr.read import Array, Equation
+from ..._tree import is_floating
 from .._values.probe import Probe, TapValue, maxima
-from .._values.sites import Kind, Site, is_floating
+from .._values.sites import Kind, Site
 
 LOWEST = -149
 """The exponent of the least float32."""
@@ -244,7 +246,7 @@ def _casts_down(equation: Equation) -> bool:
     if equation.primitive.name != "convert_element_type":
         return False
     taken, given = (var.aval.dtype for var in (*equation.invars, *equation.outvars))
-    return given in (jnp.float16, jnp.bfloat16) and is_floating(equation.invars[0].aval) and taken != given
+    return given in HALF_DTYPES and is_floating(equation.invars[0].aval) and taken != given
 
 
 def _takes_half(decision: Decision | None) -> bool:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..._dtypes import HALF_DTYPES
 from ..._float8.quantize import quantize
 from ..._jaxpr.bind import bind, cast
 from ..._jaxpr.calls import CALLS, Outputs
@@ -36,7 +37,6 @@ from ..._jaxpr.replay import replay
 Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
 
-_HALVES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 _FLOAT32 = np.dtype(np.float32)
 # They run once, in float32, of rounded operands: Tensor Cores and XLA's CPU add up in float32 as well.
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
@@ -193,7 +193,7 @@ class Reference:
         """Returns the parameters that change where the operands or results are in float32."""
         changed: dict[str, Any] = {}
         for name, value in equation.params.items():
-            if isinstance(value, np.dtype) and value in _HALVES:
+            if isinstance(value, np.dtype) and value in HALF_DTYPES:
                 changed[name] = _FLOAT32
             elif hasattr(open_jaxpr(value), "eqns"):  # The sum of a `reduce`, of a scatter.
                 inside = open_jaxpr(value)
@@ -208,7 +208,7 @@ class Reference:
 
 def is_half(var: Var) -> bool:
     """Whether a variable of a jaxpr, or an array, is in half precision."""
-    return getattr(getattr(var, "aval", var), "dtype", None) in _HALVES
+    return getattr(getattr(var, "aval", var), "dtype", None) in HALF_DTYPES
 
 
 def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
@@ -253,4 +253,4 @@ def _in_half(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
 
 
 def _rounds_to_half(equation: Equation) -> bool:
-    return equation.params["mantissa_bits"] in (jnp.finfo(half).nmant for half in _HALVES)
+    return equation.params["mantissa_bits"] in (jnp.finfo(half).nmant for half in HALF_DTYPES)

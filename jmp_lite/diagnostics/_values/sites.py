@@ -5,10 +5,9 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from ..._autocast.planning.plan import Decision, Plan
 from ..._autocast.planning.states import Kind as StateKind
+from ..._dtypes import HALF_DTYPES
 from ..._jaxpr.read import (
     Array,
     Equation,
@@ -112,7 +111,7 @@ class Site:
     @property
     def is_half(self) -> bool:
         """Whether the value is in half precision in the program itself."""
-        return self.dtype in (jnp.float16, jnp.bfloat16)
+        return self.dtype in HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,11 +200,6 @@ def _described(var: Var, value: Any) -> str:
     if value.number is not None:
         return f"{value.number:.4g}"
     return str(var.val) if is_literal(var) else describe(var.aval)
-
-
-def is_floating(value: Any) -> bool:
-    """Whether an array, or a variable's type, holds floating or complex numbers."""
-    return jnp.issubdtype(getattr(value, "dtype", None) or jnp.int32, jnp.inexact)
 
 
 def _direction(equation: Equation, around: str) -> str:
