@@ -41,7 +41,8 @@ def find_nonfinite(
     measures the smallest and the largest element of every floating value, inside jit, loops, branches,
     rematerialization and shards too. Only these numbers come back. An inf or NaN does harm if it reaches the
     loss or a gradient through values that are all not finite; a mask of -inf that a softmax reads does not.
-    An inf that half arithmetic makes does harm too if finite numbers that are wrong are made of it.
+    An inf from half arithmetic also counts if a later operation turns it into a wrong finite number (1/inf =
+    0).
 
     If it begins in the backward pass, the program runs at smaller scales too, to find one that fits.
 

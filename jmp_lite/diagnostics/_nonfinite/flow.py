@@ -49,7 +49,8 @@ class Origin:
         end: the site that makes finite numbers of it which are wrong; None if it reaches the loss or a
             gradient, or does no harm.
         is_derivative: whether the forward pass computes it for the backward pass alone.
-        flushed: a number above 0 that a cast to half has made 0 on the way to an operand; None for none.
+        flushed: the smallest positive number that a cast to half turned into 0 on the way to an operand; None
+            if there is no such cast.
         moment: sorts origins as the program runs.
     """
 

@@ -18,8 +18,8 @@ class Nonfinite:
         operands: dtype and shape of each operand; the number itself if it is written into the program.
         operand_ranges: the same for each operand as `range`; None for integers and numbers.
         module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
-        argument: the path of the argument itself, or of the argument that the operation takes. If it takes
-            none, the path of the last parameter on the way to it. Empty if there is none.
+        argument: the path of the argument itself, or of the argument that the operation takes. Otherwise the
+            last parameter used before it. Empty if there is none.
         is_operand: whether the operation takes the argument. If not the argument is only on the way.
         line: the line of the program that made it, as `file.py:12:4 (function)`.
         direction: `forward`; `derivative`, if the forward pass computes and stores it for the backward pass

@@ -43,9 +43,9 @@ def compare_precision(
     It runs the loss and its gradients in float32 and with all modules in half. If the error is above the
     tolerance, it runs them once for each module with that module alone in half. A function with half products
     of its own, such as a model under a policy or layers with a half `dtype`, is compared with itself in
-    float32. Any other function runs as `autocast` would run it, together with its own half values if it has
-    some. A module is a scope with half values. If the scopes tell no modules apart (NNX, Equinox, plain
-    functions), a module is the argument that holds the parameters. `rules=` of `autocast` selects both.
+    float32. Other functions run under `autocast`; half values of their own stay. A module is a scope with
+    half values. If the scopes tell no modules apart (NNX, Equinox, plain functions), a module is the argument
+    that holds the parameters. `rules=` of `autocast` selects both.
 
     Then it searches for few modules to keep in float32. A module whose own error is above the tolerance is
     among them. It adds the module with the next largest error until the error is small enough, and then

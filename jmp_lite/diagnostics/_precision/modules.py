@@ -15,7 +15,7 @@ _PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are l
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A part of a program that can be in half or in float32.
+    """A named group of operations that share one flag: half or float32.
 
     Attributes:
         name: the scope, or the path of the argument that holds its parameters; empty for what has neither.

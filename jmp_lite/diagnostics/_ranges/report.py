@@ -63,8 +63,8 @@ class RangeReport(Shown):
         gradients: the gradient of each parameter, by its path.
         too_large: the parameters that have values beyond the largest number of the dtype, with the largest
             magnitude.
-        overflows: the operations in half of the program itself that give an inf in the forward pass which
-            does harm; of a program in float32 there are none.
+        overflows: half operations of the program itself whose inf reaches the loss; empty for a program in
+            float32.
         float8: what fp8 makes of the operands of products, by module and direction; empty if the dtype was
             not `float8`, or no product runs in fp8.
 

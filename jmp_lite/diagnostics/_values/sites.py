@@ -94,7 +94,7 @@ class Site:
     def place(self) -> str:
         """The module; without one the object that holds the argument, or the last parameter before.
 
-        A scope such as `eqx.nn.Linear` names a class, and all objects of it.
+        A scope such as `eqx.nn.Linear` is a class name, shared by all its instances.
         """
         holder = (self.argument or self.last_parameter).rpartition("/")[0]
         is_class = "." in self.module.rpartition("/")[2]
