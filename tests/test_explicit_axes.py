@@ -158,6 +158,8 @@ def test_an_inf_in_one_shard_skips_the_step_on_all_devices():
     after, state, _ = trained(jmp.with_loss_scale(adam()), params, x, loss, jit=True, steps=1)
     jax.tree.map(np.testing.assert_array_equal, after, params)
     assert float(jmp.metrics(state)["skipped_steps"]) == 1
+    with pytest.raises(FloatingPointError, match="The last 1 steps were skipped"):
+        jmp.raise_if_stuck(state, max_consecutive_skips=1)
 
 
 def test_trees_and_layers():
@@ -166,8 +168,16 @@ def test_trees_and_layers():
     assert_split(jmp.select_tree(jmp.all_finite(params), params, jax.tree.map(jnp.zeros_like, params)))
     halves, _ = sharded(jnp.bfloat16)
     tx = jmp.with_master_weights(adam())
-    masters = jmp.master_params(tx.init(halves), halves)
-    assert_split(masters)
+    opt_state = tx.init(halves)
+    assert_split(jmp.master_params(opt_state, halves))
+    halves, opt_state = jmp.set_master_params(opt_state, halves, params)
+    assert_split(halves)
+    assert_split(jmp.master_params(opt_state, halves))
+    jax.tree.map(np.testing.assert_array_equal, jmp.master_params(opt_state, halves), params)
+    cast = jmp.cast_params(params, jmp.get_policy("bfloat16"))
+    assert {leaf.dtype for leaf in jax.tree.leaves(cast)} == {np.dtype(jnp.bfloat16)}
+    assert_split(cast)
+    masters = jmp.master_params(opt_state, halves)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(masters)} == {"float32"}
     layer = jmp.scale_layer(lambda w, x: jnp.einsum("bi,ij->bj", x, w, out_sharding=P("data", "model")))
     gradient = jax.jit(jax.grad(lambda w: jnp.sum(layer(w, x) ** 2)))(params["w1"])

@@ -175,8 +175,12 @@ def while_loop(
     bodies: Sequence[Body],
     arrays: Sequence[Array],
     accumulator: Accumulator | None = None,
+    most: int | None = None,
 ) -> Outputs:
-    """The number of iterations is not known, so an accumulator joins the side outputs of the body."""
+    """The number of iterations is not known, so an accumulator joins the side outputs of the body.
+
+    The loop stops after `most` iterations, if that is given.
+    """
     condition, body = bodies
     parts = inner_jaxprs(equation)
     (predicate,) = open_jaxpr(parts[0].jaxpr).outvars
@@ -184,21 +188,23 @@ def while_loop(
     goes_on = lambda carry: condition(*carry)[0][0]
 
     def step(state: Any) -> Any:
-        carry, total = state
+        carry, total, count = state
         # jax.vmap gives a loop a predicate for each example. JAX stops each example on its own when it
         # compiles the primitive, but lax.while_loop takes one predicate.
         masks = goes_on(carry) if predicate.aval.ndim else None
         results, side = body(*carry)
         if masks is not None:
             results = [_where(masks, new, old) for new, old in zip(results, carry)]
-        return results, joined.add(total, side)
+        return results, joined.add(total, side), None if most is None else count + 1
 
     def any_goes_on(state: Any) -> Array:
         masks = goes_on(state[0])
-        return masks.any() if predicate.aval.ndim else masks
+        masks = masks.any() if predicate.aval.ndim else masks
+        return masks if most is None else masks & (state[2] < most)
 
     start = list(arrays[sum(part.constants for part in parts) :])
-    carry, total = lax.while_loop(any_goes_on, step, (start, joined.start))
+    count = None if most is None else jnp.int32(0)
+    carry, total, _ = lax.while_loop(any_goes_on, step, (start, joined.start, count))
     return carry, joined.side(total)
 
 

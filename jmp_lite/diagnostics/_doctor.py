@@ -165,8 +165,10 @@ def doctor(
         skipped: dict[str, str] = {}
         ranges = None
         call = LossCall(running, **how)
-        precision = compare_for_doctor(call, loss_scale, tolerance, args, kwargs)
-        if precision is None:
+        precision = None if nonfinite.cut else compare_for_doctor(call, loss_scale, tolerance, args, kwargs)
+        if nonfinite.cut:
+            skipped["profile_ranges, compare_precision"] = "A while loop does not end."
+        elif precision is None:
             skipped["profile_ranges, compare_precision"] = "The loss or its gradients are not finite."
         elif own and not nonfinite.is_finite:
             skipped["profile_ranges"] = "The loss or its gradients are not finite."

@@ -11,7 +11,7 @@ from .._autocast.report.explain import Report
 from .._autocast.report.operations import Operation
 from .._text import dynamic_scale, power
 from ..programs._roofline import Roofline
-from ._nonfinite.report import NonfiniteReport
+from ._nonfinite.report import CUT, NonfiniteReport
 from ._precision.report import PrecisionReport
 from ._ranges.report import RangeReport, float32_rules
 from ._ranges.scales import TOLERANCE
@@ -55,6 +55,8 @@ def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def of_values(report: NonfiniteReport) -> Iterator[Finding]:
+    for line in report.cut:
+        yield Finding("accuracy", "A while loop did not end in 10,000 iterations.", line, CUT)
     cause = report.cause
     if cause is not None:
         what = str(cause).splitlines()[0]

@@ -1,5 +1,6 @@
 """An assertion about a train step: it leaves its state alone where a batch holds inf or NaN."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -73,9 +74,7 @@ def assert_skips_nonfinite(
     state = jax.tree.map(_as_array, state)
     state = _step_until_taken(train_step, state, batch)
     for value in (np.inf, np.nan):
-        bad = jax.tree.map(
-            lambda leaf, value=value: jnp.full_like(leaf, value) if is_floating(leaf) else leaf, batch
-        )
+        bad = jax.tree.map(functools.partial(_filled, value=value), batch)
         after = _step(train_step, state, bad)
         _check_skipped(state, after, value, ignored)
         state = after
@@ -85,6 +84,12 @@ def assert_skips_nonfinite(
 def _as_array(leaf: Any) -> Any:
     """Returns an array of a number: the step count of Flax's `TrainState` begins as the number 0."""
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def _filled(leaf: Any, value: float) -> Any:
+    """Returns an array of the same library: JAX compiles again for another."""
+    library = jnp if isinstance(leaf, jax.Array) else np
+    return library.full_like(leaf, value) if is_floating(leaf) else leaf
 
 
 def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:

@@ -209,4 +209,5 @@ def _report(reader: _Reader, origins: Sequence[Origin]) -> NonfiniteReport:
         ),
         len(outputs),
         reader.fitting,
+        measured.cut,
     )

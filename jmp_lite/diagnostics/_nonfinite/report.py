@@ -99,6 +99,13 @@ def _range(extent: tuple[float, float] | None) -> str:
     return ", no elements" if low > high else f", {low:.4g} to {high:.4g}"
 
 
+CUT = (
+    "If it ends in float32, its predicate may wait for a residual to become smaller than half precision can "
+    "hold. Compute what the predicate depends on in float32."
+)
+"""What may be wrong with a loop that does not end."""
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonfiniteReport(Shown):
     """Where a loss or its gradients begin to be not finite. `str(report)` says it on one page.
@@ -119,6 +126,8 @@ class NonfiniteReport(Shown):
         loss_scale: the scale at which it ran.
         gradients: the paths of the gradients that are not finite; of a step, of what it returns.
         parameters: how many gradients there are; of a step, how many floating arrays it returns.
+        cut: the lines of the `while` loops that were stopped after 10,000 iterations. What follows them is
+            not what the program computes.
         fitting_scale: the largest power of two below the scale at which the loss and all gradients are
             finite. None if there is none, or if the first inf or NaN is not in the backward pass.
 
@@ -139,6 +148,7 @@ class NonfiniteReport(Shown):
     gradients: tuple[str, ...]
     parameters: int
     fitting_scale: float | None
+    cut: tuple[str, ...] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -189,6 +199,8 @@ class NonfiniteReport(Shown):
 
     def __str__(self) -> str:
         lines = [self.summary()]
+        for line in self.cut:
+            lines += [f"A while loop did not end in 10,000 iterations: {line}", f"    {CUT}"]
         titles = "It begins here:", "From there:" if self._nan_from_inf else "Beside it:"
         for title, origin in zip(titles, self._first()):
             lines += ["", title, str(origin)]

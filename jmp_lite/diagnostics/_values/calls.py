@@ -18,9 +18,11 @@ from ..._jaxpr import calls
 from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.read import Array, Equation
 from .probe import Probe, TapValue
-from .sites import Path, Where
+from .sites import Path, Where, line_of
 from .tap import STEPS, Handler, Records, Tap, as_arrays
 
+MOST_ITERATIONS = 10_000
+"""After so many iterations a tool stops a `while` loop, and says so."""
 KEPT = 8
 """How many iterations of a while loop are kept: the first ones that have more values which are not finite."""
 
@@ -155,7 +157,10 @@ def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list
 def _while(
     tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
 ) -> list[TapValue]:
-    """Of the iterations those are kept in which more values are not finite than in all before."""
+    """Of the iterations those are kept in which more values are not finite than in all before.
+
+    A loop to a tolerance may never end in half precision, so the tap stops it.
+    """
     (condition, _), (inner, inside) = _parts(equation, where, index)
     inside = inside.loop("while", KEPT)
     arrays, operands = as_arrays(operands), operands[condition.constants :]
@@ -163,8 +168,14 @@ def _while(
     body = _Body(tap, inner, inside, operands, functools.partial(tap.enter, equation, where, inside))
     empty = tap.empty(body.trace_until_stable(*arrays[condition.constants + inner.constants :]))
     keeper = _Joined(tap.probe, empty) if tap.probe.adds else _Kept(tap.probe, empty, (*inside.path, STEPS))
-    arrays, records = calls.while_loop(equation, [lambda *carry: (test(*carry), {}), body], arrays, keeper)
+    bodies = [lambda *carry: (test(*carry), {}), body]
+    arrays, records = calls.while_loop(equation, bodies, arrays, keeper, MOST_ITERATIONS)
     tap.records.update(records)
+    if not tap.probe.adds:
+        tap.loops[inside.path] = line_of(equation) or where.line
+        is_cut = jnp.any(test(*arrays)[0]).astype(jnp.int32)
+        steps = (*inside.path, STEPS)
+        tap.records[steps] = jnp.append(tap.records[steps], is_cut)
     return tap.leave(equation, where, index, body.results, arrays)
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from ..._dtypes import HALF_DTYPES
 from ..._float8.quantize import quantize
 from ..._jaxpr.bind import bind, cast
-from ..._jaxpr.calls import CALLS, Outputs
+from ..._jaxpr.calls import CALLS, Outputs, while_loop
 from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from ..._jaxpr.read import (
@@ -33,6 +33,7 @@ from ..._jaxpr.read import (
     open_jaxpr,
 )
 from ..._jaxpr.replay import replay
+from .calls import MOST_ITERATIONS
 
 Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
@@ -123,8 +124,12 @@ class Reference:
 
             return run
 
+        name, arrays = equation.primitive.name, [value.array for value in operands]
         bodies = [body(inner) for inner in inner_jaxprs(equation)]
-        arrays, _ = CALLS[equation.primitive.name](equation, bodies, [value.array for value in operands])
+        if name == "while":
+            arrays, _ = while_loop(equation, bodies, arrays, most=MOST_ITERATIONS)
+        else:
+            arrays, _ = CALLS[name](equation, bodies, arrays)
         return list(map(ReferenceValue, arrays))
 
     def _move(self, equation: Equation, operands: list[ReferenceValue]) -> list[ReferenceValue]:

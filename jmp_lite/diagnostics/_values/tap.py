@@ -24,7 +24,7 @@ from .probe import Probe, TapValue
 from .sites import Kind, Path, Site, Where, make_site, nearest, would_be_half
 
 STEPS = -3
-"""Stands in a path for the numbers of the iterations of a while loop that are kept."""
+"""Stands in a path for the iterations of a while loop that are kept, and whether the loop was cut."""
 _LEAVE = 1_000_000  # More than the inner jaxprs of any equation: what leaves stands after what is inside.
 
 Records: TypeAlias = Side
@@ -47,6 +47,7 @@ class Tap:
         carried: for the entry of each carry of a loop, the site of the result that becomes it in the next
             iteration.
         checked: the sites of the values that the program itself tests for inf and NaN.
+        loops: the line of each while loop, by the path of its body.
         records: what was measured so far in the jaxpr that runs.
     """
 
@@ -57,6 +58,7 @@ class Tap:
         self.sites: dict[Path, Site] = {}
         self.carried: dict[Path, Path | None] = {}
         self.checked: set[Path] = set()
+        self.loops: dict[Path, str] = {}
         self.records: Records = {}
         self._measured: dict[int, tuple[Array, Path | None]] = {}
 

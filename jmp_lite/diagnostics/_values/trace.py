@@ -191,6 +191,7 @@ class Measured:
         sites: every site, by its path.
         records: what was measured at each site, with an axis for each loop around it.
         steps: for the body of each while loop, the numbers of the iterations that were kept.
+        cut: the lines of the while loops that were stopped, since they did not end.
         carried: as in `Tap`.
         checked: as in `Tap`.
         is_step: as in `LossProgram`.
@@ -201,6 +202,7 @@ class Measured:
     sites: dict[Path, Site]
     records: dict[Path, np.ndarray]
     steps: dict[Path, np.ndarray]
+    cut: tuple[str, ...]
     carried: dict[Path, Path | None]
     checked: set[Path]
     is_step: bool
@@ -224,10 +226,13 @@ class Tapped:
         arrays[self._program.scale] = jnp.float32(scale)
         measured, results = jax.tree.map(np.asarray, self._run(arrays))
         records = dict(zip(self._order, measured, strict=True))
+        steps = {path[:-1]: record for path, record in records.items() if path[-1] == STEPS}
+        cut = (self._tap.loops[path] for path, record in steps.items() if (record[..., -1] == 1).any())
         return Measured(
             self._tap.sites,
             {path: record for path, record in records.items() if path[-1] != STEPS},
-            {path[:-1]: record for path, record in records.items() if path[-1] == STEPS},
+            {path: record[..., :-1] for path, record in steps.items()},
+            tuple(dict.fromkeys(cut)),
             self._tap.carried,
             self._tap.checked,
             self._program.is_step,

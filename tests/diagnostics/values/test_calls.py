@@ -1,12 +1,14 @@
 """`find_nonfinite` inside operations that run jaxprs: loops, branches, rematerialization, shards."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jmp_lite.diagnostics import find_nonfinite
+from jmp_lite.diagnostics import doctor, find_nonfinite
 from tests.support.causes import cause_of, w, x
 
 
@@ -141,3 +143,41 @@ def test_inside_shard_map():
     assert cause.iterations == (("shard_map", 0),)
     cause = cause_of(loss, w, jnp.abs(values - 6))
     assert (cause.what, cause.iterations) == ("inf", (("shard_map", 3),))
+
+
+def newton(weight, a, half):
+    """A square root to a float32 tolerance, with iterates in half if `half` is a half dtype."""
+    far = lambda y: jnp.abs(y.astype(jnp.float32) ** 2 - a) > 1e-5
+    better = lambda y: (y + a.astype(half) / y) * jnp.asarray(0.5, half)
+    root = lax.while_loop(far, better, a.astype(half))  # here
+    return jnp.sum(weight) * root.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_loop_that_does_not_end_in_half_is_stopped_and_named(nested):
+    def loss(weight, half):
+        step = lambda total, a: (total + newton(weight, lax.stop_gradient(a), half), None)
+        if nested:
+            return lax.scan(step, 0.0, jnp.array([2.0, 3.0]))[0]
+        return newton(weight, jnp.float32(2), half)
+
+    weight = jnp.ones(3)
+    report = find_nonfinite(lambda w: loss(w, jnp.bfloat16))(weight)
+    lines, first = inspect.getsourcelines(newton)
+    (here,) = [first + number for number, line in enumerate(lines) if line.endswith("# here\n")]
+    (line,) = report.cut
+    assert f"test_calls.py:{here}" in line
+    assert f"A while loop did not end in 10,000 iterations: {line}" in str(report)
+    diagnosis = doctor(lambda w: loss(w, jnp.bfloat16), device=None)(weight)
+    assert (diagnosis.findings[0].what, diagnosis.findings[0].where) == (
+        "A while loop did not end in 10,000 iterations.",
+        line,
+    )
+    assert diagnosis.skipped["profile_ranges, compare_precision"] == "A while loop does not end."
+    assert find_nonfinite(lambda w: loss(w, jnp.float32))(weight).cut == ()
+
+
+def test_a_loop_under_vmap_that_does_not_end_is_stopped():
+    roots = lambda w: jax.vmap(lambda a: newton(w, a, jnp.bfloat16))(jnp.array([2.0, 4.0]))
+    report = find_nonfinite(lambda w: jnp.sum(roots(w)))(jnp.ones(3))
+    assert len(report.cut) == 1
