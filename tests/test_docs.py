@@ -124,6 +124,14 @@ def test_an_api_page_links_to_the_guide_of_each_group_of_names(page):
     assert all((ROOT / "docs" / guide).exists() for guide in guides("".join([head, *groups])))
 
 
+def test_the_files_that_the_tour_of_the_code_names_exist():
+    named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs/development.md").read_text()))
+    rooms = ("jmp_lite", "tests", "benchmarks", "examples")
+    files = [f"/{path.relative_to(ROOT)}" for room in rooms for path in (ROOT / room).rglob("*.py")]
+    assert len(named) > 40
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
 TOPICS = (
     *("accumulation", "DDP", "resume", "evaluate", "log", "clip gradients", "schedule", "several optimizers"),
     *("moving average", "export", "float32 and half", "freeze", "BatchNorm", "rematerialize"),
