@@ -175,6 +175,3 @@ def _syncs(instruction: Instruction) -> list[str]:
         return ["while, of a length that the device decides"]
     name = instruction.target or instruction.opcode
     return [name] if _CALLS_BACK.search(name) else []
-
-
-# The text.

@@ -280,7 +280,7 @@ def test_errors_say_what_was_given():
         find_nonfinite(loss, loss_scale="half")
     with pytest.raises(ValueError, match=r"above 0 and finite. Got 0"):
         find_nonfinite(loss, loss_scale=0.0)
-    with pytest.raises(TypeError, match="LossCall it outside jit"):
+    with pytest.raises(TypeError, match="Call it outside jit"):
         jax.jit(lambda w: find_nonfinite(loss)(w, x).loss)(w)
     with pytest.raises(TypeError, match="floating scalar"):
         find_nonfinite(lambda w: w)(w)

@@ -294,7 +294,7 @@ def test_errors_say_what_was_given():
         profile_ranges(mlp, "float32")
     with pytest.raises(ValueError, match=r"The rule for 'nowhere' selects nothing"):
         profile_ranges(jmp.autocast(mlp, rules={"nowhere": "float32"}))(PARAMS, x)
-    with pytest.raises(TypeError, match=r"profile_ranges reads values. LossCall it outside jit"):
+    with pytest.raises(TypeError, match=r"profile_ranges reads values. Call it outside jit"):
         jax.jit(lambda w: profile_ranges(mlp)(w, x).loss_scale)(PARAMS)
 
 
