@@ -156,7 +156,7 @@ def doctor(
     how: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun)
-    def examine(*args: Any, **kwargs: Any) -> Diagnosis:
+    def doctor_fun(*args: Any, **kwargs: Any) -> Diagnosis:
         args, kwargs = _with_jax_arrays((args, kwargs))
         own = not is_autocast and _has_half_products(explain(fun, "float32")(*args, **kwargs))
         running = fun if own or is_autocast else autocast(fun, jnp.float16 if dtype is None else dtype)
@@ -177,14 +177,14 @@ def doctor(
         findings += [*of_operations(operations), *of_roofline(estimate)]
         return Diagnosis(worst_first(findings), skipped, operations, nonfinite, ranges, precision, estimate)
 
-    return examine
+    return doctor_fun
 
 
 def _step_doctor(call: LossCall, program: Program | None, device: str | None) -> Callable[..., Diagnosis]:
     """Returns the doctor of a train step."""
 
     @functools.wraps(call.fun)
-    def examine(*args: Any, **kwargs: Any) -> Diagnosis:
+    def doctor_fun(*args: Any, **kwargs: Any) -> Diagnosis:
         args, kwargs = _with_jax_arrays((args, kwargs))
         operations = explain(call.fun, "float32")(*args, **kwargs)
         how: dict[str, Any] = {"argnums": call.argnums, "transform": None}
@@ -195,7 +195,7 @@ def _step_doctor(call: LossCall, program: Program | None, device: str | None) ->
         findings += [*of_operations(operations), *of_roofline(estimate)]
         return Diagnosis(worst_first(findings), skipped, operations, nonfinite, None, None, estimate)
 
-    return examine
+    return doctor_fun
 
 
 def _estimate(

@@ -89,11 +89,11 @@ def find_nonfinite(
         )
 
     @functools.wraps(fun)
-    def find(*args: Any, **kwargs: Any) -> NonfiniteReport:
+    def find_nonfinite_fun(*args: Any, **kwargs: Any) -> NonfiniteReport:
         lines = functools.partial(_lines_of_rules, call, args, kwargs)
         return examine(trace("find_nonfinite", call, args, kwargs), scale, lines)
 
-    return find
+    return find_nonfinite_fun
 
 
 def _lines_of_rules(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lines:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from ..._jaxpr.primitives import Category, traits_of
-from .._values.sites import Kind, Path, Site
+from .._values.sites import Path, Site, SiteKind
 from .._values.trace import Measured
 
 Steps = tuple[int, ...]
@@ -136,7 +136,12 @@ class Flow:
         """Returns the first site that makes wrong finite numbers of an inf of half arithmetic, if any."""
         origin = self._sites[instance[0]]
         is_written = {"inf", "-inf"} & set(origin.operands)
-        if not origin.is_half or origin.kind is not Kind.OPERATION or is_written or self._is_nan(instance):
+        if (
+            not origin.is_half
+            or origin.kind is not SiteKind.OPERATION
+            or is_written
+            or self._is_nan(instance)
+        ):
             return None
         todo, seen = [instance], {instance}
         while todo:
@@ -322,5 +327,5 @@ def _reached(path: Path, onwards: Callable[[Path], Iterable[Path]]) -> set[Path]
 def _reads_inf_right(site: Site) -> bool:
     """Whether the result of a site for inf is that for the large number which inf stands for."""
     traits = traits_of(site.operation)
-    is_move = site.kind is not Kind.OPERATION or traits.category is Category.MOVE or traits.keeps_gradient
+    is_move = site.kind is not SiteKind.OPERATION or traits.category is Category.MOVE or traits.keeps_gradient
     return is_move or traits.selects or traits.saturates or site.operation in _LIMITS

@@ -106,7 +106,7 @@ def compare_precision(
     call = LossCall(fun, argnums, has_aux, transform)
 
     @functools.wraps(fun)
-    def compare(*args: Any, **kwargs: Any) -> PrecisionReport:
+    def compare_precision_fun(*args: Any, **kwargs: Any) -> PrecisionReport:
         runs = Runs(FlaggedProgram(call, rules, is_autocast, args, kwargs), scale, loss_scale is None)
         if not runs.is_finite:
             names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
@@ -117,7 +117,7 @@ def compare_precision(
         default = FLOAT8_TOLERANCE if rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
         return report_of(runs, default if tolerance is None else float(tolerance), HARM)
 
-    return compare
+    return compare_precision_fun
 
 
 def _check(tolerance: float | None) -> None:

@@ -64,8 +64,8 @@ class FlaggedProgram:
             self.rules = plain if has_products and not is_autocast else rules
             self.operations = _operations(traced, self.rules, check=True)
             self.wide = "bfloat16" if self.rules.float8 else "float32"
-            self.modules, marks = self._marks(traced, before, call.differentiated)
-            self._program = trace("compare_precision", self._marked(call, marks), args, kwargs)
+            self.modules, flags = self._flags(traced, before, call.differentiated)
+            self._program = trace("compare_precision", self._flagged(call, flags), args, kwargs)
         self.dtype = _half_dtype(self.rules, before)
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
         self.gradients = self._program.gradients
@@ -84,7 +84,7 @@ class FlaggedProgram:
         flags = {flags: is_on[index] for index, flags in enumerate(self._sets)}
         return Reference(flags).run(self._program.jaxpr, arrays)[: 1 + len(self.gradients)]
 
-    def _marks(
+    def _flags(
         self, traced: Arguments, before: Sequence[Operation], parameters: Sequence[str]
     ) -> tuple[tuple[Module, ...], list[Flags]]:
         """Returns the modules, and for each operation the numbers of the modules that it belongs to.
@@ -107,33 +107,33 @@ class FlaggedProgram:
         ]
         modules = (*cast, *own_parts)
         rest = len(modules)
-        # The readers of a half value round its gradients: a cast of the program to float32 needs no mark.
-        marks = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
+        # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
+        flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
         for number, module in enumerate(cast):
             narrow = FLOAT8 if self.rules.float8 else self.rules.dtype.name
             scopes = scopes_for([module], cast, self.wide, narrow)
             rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
-            for flags, operation, kept in zip(
-                marks, self.operations, _operations(traced, rules), strict=True
+            for own_flags, operation, kept in zip(
+                flags, self.operations, _operations(traced, rules), strict=True
             ):
-                if flags and (operation.inputs, operation.outputs) != (kept.inputs, kept.outputs):
-                    flags.add(number)
+                if own_flags and (operation.inputs, operation.outputs) != (kept.inputs, kept.outputs):
+                    own_flags.add(number)
         for number, owner in zip(own, owners, strict=True):
-            marks[number] = {len(cast) + owner, rest}
-        return modules, [frozenset(flags) for flags in marks]
+            flags[number] = {len(cast) + owner, rest}
+        return modules, list(map(frozenset, flags))
 
-    def _marked(self, call: LossCall, marks: Sequence[Flags]) -> LossCall:
-        """Returns the call of the function as autocast runs it, with marked equations."""
+    def _flagged(self, call: LossCall, flags: Sequence[Flags]) -> LossCall:
+        """Returns the call of the function as autocast runs it, with flags in its equations."""
 
         @functools.wraps(call.fun)
-        def marked_fun(*args: Any, **kwargs: Any) -> Any:
+        def flagged_fun(*args: Any, **kwargs: Any) -> Any:
             with only_own_precisions():
                 traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
-            traced = dataclasses.replace(traced, jaxpr=_with_marks(traced.jaxpr, iter(marks)))
+            traced = dataclasses.replace(traced, jaxpr=_with_flags(traced.jaxpr, iter(flags)))
             planner, plan = make_plan(traced, self.rules)
             return traced.outputs(run(planner, plan, traced.arrays, _Interpreter))
 
-        return dataclasses.replace(call, fun=marked_fun)
+        return dataclasses.replace(call, fun=flagged_fun)
 
 
 class _Interpreter(Interpreter):
@@ -141,8 +141,7 @@ class _Interpreter(Interpreter):
 
     def _float8(self, equation: Equation, action: Run, formats: Formats, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
-        marks = flags_of(equation) or frozenset()
-        rest = max(marks, default=0)
+        rest = max(flags_of(equation) or (), default=0)
         arrays = [
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
             for value, dtype, source in zip(operands, formats.dtypes, formats.sources, strict=True)
@@ -194,18 +193,18 @@ def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:
     return np.dtype(jnp.dtype(max(counts, key=lambda name: counts[name])))
 
 
-def _with_marks(jaxpr: Jaxpr, marks: Iterator[Flags]) -> Jaxpr:
-    """Returns a jaxpr with marked equations. `marks` has one for each operation that a report shows."""
-    return with_equations(jaxpr, [_with_mark(equation, marks) for equation in equations(jaxpr)])
+def _with_flags(jaxpr: Jaxpr, flags: Iterator[Flags]) -> Jaxpr:
+    """Returns a jaxpr with flags in its equations: the next of `flags` for each operation of a report."""
+    return with_equations(jaxpr, [_flagged_equation(equation, flags) for equation in equations(jaxpr)])
 
 
-def _with_mark(equation: Equation, marks: Iterator[Flags]) -> Equation:
-    flags: Flags = frozenset()
+def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
+    own: Flags = frozenset()
     if traits_of(equation.primitive.name).category is Category.CALL:
-        parts = [_with_marks(inner.jaxpr, marks) for inner in inner_jaxprs(equation)]
+        parts = [_with_flags(inner.jaxpr, flags) for inner in inner_jaxprs(equation)]
         equation = with_inner_jaxprs(equation, parts)
         # For the equations that JAX makes itself, such as those of the rule of a custom derivative.
-        flags = flags.union(*(flags for part in parts for flags in flags_in(part)))
+        own = own.union(*(each for part in parts for each in flags_in(part)))
     elif is_floating(equation):
-        flags = next(marks)
-    return flagged(equation, flags) if flags else equation
+        own = next(flags)
+    return flagged(equation, own) if own else equation

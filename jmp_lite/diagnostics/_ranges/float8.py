@@ -15,11 +15,11 @@ from ..._autocast.planning.plan import Decision, Plan
 from ..._float8.quantize import BACKWARD, FORWARD, quantize
 from ..._jaxpr.read import Array, Equation
 from .._values.probe import Probe, TapValue
-from .._values.sites import Kind, Site
+from .._values.sites import Site, SiteKind
 from .._values.trace import LossProgram, Tapped
 
 _FORMATS = (FORWARD, BACKWARD)
-_COUNTS = 2 + 2 * len(_FORMATS)
+_COUNTS = 2 + len(_FORMATS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,10 @@ class Float8Range:
         values: how many values there are.
         zeros: how many of them are zero.
         flushed: how many of the others become zero, by the name of the fp8 dtype.
-        subnormal: how many keep fewer digits, by the name of the fp8 dtype.
 
     Examples:
         >>> counts = {"float8_e4m3fn": 3, "float8_e5m2": 1}
-        >>> row = Float8Range("head", "backward", "float8_e5m2", 120, 20, counts, {**counts})
+        >>> row = Float8Range("head", "backward", "float8_e5m2", 120, 20, counts)
         >>> row.lost, row.share(row.flushed["float8_e4m3fn"])
         (0.01, 0.03)
     """
@@ -48,7 +47,6 @@ class Float8Range:
     values: int
     zeros: int
     flushed: dict[str, int]
-    subnormal: dict[str, int]
 
     def share(self, count: int) -> float:
         """Returns `count` as a share of the values that are not zero, from 0 to 1."""
@@ -62,8 +60,8 @@ class Float8Range:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Flushes(Probe):
-    """The probe: counts zeros, and for each fp8 dtype the values that become zero or subnormal."""
+class _FlushCounts(Probe):
+    """The probe: counts zeros, and for each fp8 dtype the values that become zero."""
 
     adds, operands, once = True, True, True
 
@@ -76,12 +74,12 @@ class _Flushes(Probe):
         """Of the backward pass the first operand, which is the cotangent: it has the others from forward."""
         del half
         is_cotangent = site.path[-1] == -1
-        return site.kind is Kind.OPERAND and (
+        return site.kind is SiteKind.OPERAND and (
             site.direction == "forward" or (site.direction == "backward" and is_cotangent)
         )
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
-        """Returns the counts, shape `(6,)`, uint32."""
+        """Returns the counts, shape `(4,)`, uint32."""
         del site, operands
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return self.empty(array.dtype)
@@ -89,9 +87,8 @@ class _Flushes(Probe):
         is_zero = array == 0
         counts = [jnp.uint32(array.size), count(is_zero)]
         for dtype in _FORMATS:
-            sizes = jnp.abs(quantize(array, dtype).array.astype(jnp.float32))
-            tiny = float(jnp.finfo(dtype).tiny)
-            counts += [count((sizes == 0) & ~is_zero), count((sizes > 0) & (sizes < tiny))]
+            rounded = quantize(array, dtype).array.astype(jnp.float32)
+            counts.append(count((rounded == 0) & ~is_zero))
         return jnp.stack(counts)
 
     def empty(self, dtype: object) -> Array:
@@ -104,9 +101,9 @@ class _Flushes(Probe):
         return first + second
 
 
-def flushes(program: LossProgram, plan: Plan, scale: float) -> tuple[Float8Range, ...]:
+def float8_ranges(program: LossProgram, plan: Plan, scale: float) -> tuple[Float8Range, ...]:
     """Returns what fp8 makes of the operands of products, by module and direction."""
-    measured = Tapped(program, _Flushes(), plan)(scale)
+    measured = Tapped(program, _FlushCounts(), plan)(scale)
     groups: dict[tuple[str, str], np.ndarray] = collections.defaultdict(lambda: np.zeros(_COUNTS, np.int64))
     for path in sorted(measured.records):
         site = measured.sites[path]
@@ -120,8 +117,7 @@ def flushes(program: LossProgram, plan: Plan, scale: float) -> tuple[Float8Range
             names[direction == "backward"],
             int(counts[0]),
             int(counts[1]),
-            dict(zip(names, map(int, counts[2::2]))),
-            dict(zip(names, map(int, counts[3::2]))),
+            dict(zip(names, map(int, counts[2:]))),
         )
         for (name, direction), counts in groups.items()
     )

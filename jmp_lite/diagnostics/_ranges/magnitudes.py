@@ -19,7 +19,7 @@ from jax import lax
 from ..._autocast.planning.plan import Decision, Run, Take
 from ..._jaxpr.read import Array, Equation
 from .._values.probe import Probe, TapValue, maxima
-from .._values.sites import Kind, Site, is_floating
+from .._values.sites import Site, SiteKind, is_floating, is_half
 
 LOWEST = -149
 """The exponent of the least float32."""
@@ -171,7 +171,7 @@ class Histogram(Probe):
 
     def wants(self, site: Site, half: bool) -> bool:
         """Arrays that are in half or would be. What the backward pass computes again counts once."""
-        is_new = site.kind not in (Kind.ENTRY, Kind.LEAVE) and site.direction != "recomputed"
+        is_new = site.kind not in (SiteKind.ENTRY, SiteKind.LEAVE) and site.direction != "recomputed"
         return is_new and (half or site.is_half) and not site.array.endswith("[]")
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
@@ -243,8 +243,8 @@ def _casts_down(equation: Equation) -> bool:
     """Whether the program casts to half."""
     if equation.primitive.name != "convert_element_type":
         return False
-    taken, given = (var.aval.dtype for var in (*equation.invars, *equation.outvars))
-    return given in (jnp.float16, jnp.bfloat16) and is_floating(equation.invars[0].aval) and taken != given
+    (taken,), (given,) = equation.invars, equation.outvars
+    return is_half(given) and is_floating(taken.aval) and taken.aval.dtype != given.aval.dtype
 
 
 def _takes_half(decision: Decision | None) -> bool:

@@ -19,9 +19,9 @@ from ..._dtypes import DTypeLike
 from ..._jaxpr.read import Jaxpr, all_equations, open_jaxpr
 from .._nonfinite.find import examine
 from .._nonfinite.report import Nonfinite
-from .._values.sites import Path
+from .._values.sites import Path, is_half
 from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
-from .float8 import flushes
+from .float8 import float8_ranges
 from .magnitudes import Histogram, pooled
 from .report import ModuleRange, RangeReport
 
@@ -86,7 +86,7 @@ def profile_ranges(
     call = LossCall(fun, argnums, has_aux, transform)
 
     @functools.wraps(fun)
-    def profile(*args: Any, **kwargs: Any) -> RangeReport:
+    def profile_ranges_fun(*args: Any, **kwargs: Any) -> RangeReport:
         program = trace("profile_ranges", call, args, kwargs)
         plan = None if _has_half(program.jaxpr) else _plan(program, rules)
         probe = Histogram(rules.dtype)
@@ -102,10 +102,10 @@ def profile_ranges(
             ),
             _too_large(program, rules.dtype),
             _overflows(program, modules, 2.0**exponent) if plan is None else (),
-            flushes(program, plan, 2.0**exponent) if plan is not None and rules.float8 else (),
+            float8_ranges(program, plan, 2.0**exponent) if plan is not None and rules.float8 else (),
         )
 
-    return profile
+    return profile_ranges_fun
 
 
 def _plan(program: LossProgram, rules: Rules) -> Plan:
@@ -122,8 +122,7 @@ def _plan(program: LossProgram, rules: Rules) -> Plan:
 
 def _has_half(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr, or a jaxpr inside it, has half values of its own."""
-    results = (var.aval for equation in all_equations(jaxpr) for var in equation.outvars)
-    return any(getattr(aval, "dtype", None) in (jnp.float16, jnp.bfloat16) for aval in results)
+    return any(is_half(var) for equation in all_equations(jaxpr) for var in equation.outvars)
 
 
 def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[ModuleRange, ...]:

@@ -207,14 +207,12 @@ class RangeReport(Shown):
 
     def float8_rows(self) -> list[tuple[str, ...]]:
         """Returns what fp8 makes of operands as a table of text, with a head."""
-        head = ("module", "direction", "dtype", "values", "zeros")
-        shares = ("flushed in e4m3", "in e5m2", "subnormal in e4m3", "in e5m2")
-        rows: list[tuple[str, ...]] = [(*head, *shares)]
+        head = ("module", "direction", "dtype", "values", "zeros", "flushed in e4m3", "in e5m2")
+        rows: list[tuple[str, ...]] = [head]
         for row in self.float8:
-            counts = (*row.flushed.values(), *row.subnormal.values())
             zeros = row.zeros / row.values if row.values else 0.0
             start = (row.name or "/", row.direction, row.dtype, f"{row.values:,}", f"{zeros:.1%}")
-            rows.append((*start, *(f"{row.share(count):.2%}" for count in counts)))
+            rows.append((*start, *(f"{row.share(count):.2%}" for count in row.flushed.values())))
         return rows
 
     def plot(self, path: str | Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Array
 from .._values.probe import Probe, TapValue
-from .._values.sites import Kind, Path, Site
+from .._values.sites import Path, Site, SiteKind
 from .._values.trace import LossProgram, Measured, Tapped
 
 _LARGEST, _UPDATES, _LOST = range(3)
@@ -66,7 +66,7 @@ class Additions(Probe):
 
 
 def _is_addition(site: Site, array: Array, operands: Sequence[TapValue]) -> bool:
-    is_sum = site.kind is Kind.OPERATION and site.operation in ("add", "sub", "add_any")
+    is_sum = site.kind is SiteKind.OPERATION and site.operation in ("add", "sub", "add_any")
     return is_sum and bool(site.argument) and all(jnp.shape(value.array) == array.shape for value in operands)
 
 
@@ -92,7 +92,7 @@ def updates_of(measured: Measured, program: LossProgram) -> list[Update]:
 
 def _before(site: Site) -> Path | None:
     """Returns the value that a site casts, moves or selects; None for another operation."""
-    moves = site.kind is not Kind.OPERATION or traits_of(site.operation).category is Category.MOVE
+    moves = site.kind is not SiteKind.OPERATION or traits_of(site.operation).category is Category.MOVE
     if moves or site.operation == "convert_element_type":
         return next(iter(site.sources), None)
     # `jnp.where(is_finite, new, old)`: the old value is the first case.

@@ -195,11 +195,11 @@ class _Kept:
         slots, steps, filled, most, iteration = state
         alarms = (self._probe.alarm(record).any() for path, record in side.items() if path[-1] != STEPS)
         bad = sum(map(jnp.int32, alarms), jnp.int32(0))
-        keep = (bad > most) & (filled < KEPT)
-        slot = jnp.where(keep, filled, KEPT)  # mode="drop" ignores the index KEPT.
+        is_worse = (bad > most) & (filled < KEPT)
+        slot = jnp.where(is_worse, filled, KEPT)  # mode="drop" ignores the index KEPT.
         write = lambda old, new: old.at[slot].set(new, mode="drop")
         slots = {path: write(old, side[path]) for path, old in slots.items()}
-        return slots, write(steps, iteration), filled + keep, jnp.maximum(bad, most), iteration + 1
+        return slots, write(steps, iteration), filled + is_worse, jnp.maximum(bad, most), iteration + 1
 
     def side(self, state: Any) -> Records:
         slots, steps, *_ = state

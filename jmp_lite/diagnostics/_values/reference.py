@@ -32,11 +32,11 @@ from ..._jaxpr.read import (
     open_jaxpr,
 )
 from ..._jaxpr.replay import replay
+from .sites import HALVES, is_half
 
 Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
 
-_HALVES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 _FLOAT32 = np.dtype(np.float32)
 # They run once, in float32, of rounded operands: Tensor Cores and XLA's CPU add up in float32 as well.
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
@@ -193,7 +193,7 @@ class Reference:
         """Returns the parameters that change where the operands or results are in float32."""
         changed: dict[str, Any] = {}
         for name, value in equation.params.items():
-            if isinstance(value, np.dtype) and value in _HALVES:
+            if isinstance(value, np.dtype) and value in HALVES:
                 changed[name] = _FLOAT32
             elif hasattr(open_jaxpr(value), "eqns"):  # The sum of a `reduce`, of a scatter.
                 inside = open_jaxpr(value)
@@ -204,11 +204,6 @@ class Reference:
             # The precision of a half product. A GPU would run float32 operands in TF32.
             changed["precision"] = (lax.Precision.HIGHEST,) * 2
         return changed
-
-
-def is_half(var: Var) -> bool:
-    """Whether a variable of a jaxpr, or an array, is in half precision."""
-    return getattr(getattr(var, "aval", var), "dtype", None) in _HALVES
 
 
 def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
@@ -253,4 +248,4 @@ def _in_half(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
 
 
 def _rounds_to_half(equation: Equation) -> bool:
-    return equation.params["mantissa_bits"] in (jnp.finfo(half).nmant for half in _HALVES)
+    return equation.params["mantissa_bits"] in (jnp.finfo(half).nmant for half in HALVES)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..._autocast.planning.plan import Decision, Plan
-from ..._autocast.planning.states import Kind as StateKind
+from ..._autocast.planning.states import Kind
 from ..._jaxpr.read import (
     Array,
     Equation,
@@ -23,11 +24,13 @@ from ..._jaxpr.read import (
 )
 from ..._paths import visible_scope
 
+HALVES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
+
 Path = tuple[int, ...]
 """The place of a site: two numbers for each equation around it and for its own. Paths sort as the program."""
 
 
-class Kind(enum.Enum):
+class SiteKind(enum.Enum):
     """What kind of value is measured."""
 
     INPUT = "an argument of the function, or a constant in it"
@@ -77,7 +80,7 @@ class Site:
     """
 
     path: Path
-    kind: Kind
+    kind: SiteKind
     operation: str
     array: str
     operands: tuple[str, ...]
@@ -112,7 +115,7 @@ class Site:
     @property
     def is_half(self) -> bool:
         """Whether the value is in half precision in the program itself."""
-        return self.dtype in (jnp.float16, jnp.bfloat16)
+        return self.dtype in HALVES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +160,7 @@ class Where:
 
 
 def make_site(
-    path: Path, kind: Kind, equation: Equation, where: Where, operands: Sequence[Any], array: Array
+    path: Path, kind: SiteKind, equation: Equation, where: Where, operands: Sequence[Any], array: Array
 ) -> Site:
     """Returns the site of a value at an equation."""
     exponent = [str(equation.params["y"])] if equation.primitive.name == "integer_pow" else []
@@ -166,7 +169,7 @@ def make_site(
         kind,
         equation.primitive.name,
         describe(array),
-        (*map(_described, equation.invars, operands), *exponent) if kind is Kind.OPERATION else (),
+        (*map(_described, equation.invars, operands), *exponent) if kind is SiteKind.OPERATION else (),
         (*(value.source for value in operands), *(None for _ in exponent)),
         visible_scope(_without_repeats(scope_of(equation, where.scope))),
         _argument_of(operands),
@@ -194,7 +197,7 @@ def _argument_of(operands: Sequence[Any]) -> str:
 
 def would_be_half(decision: Decision | None, number: int) -> bool:
     """Whether autocast would make a result of an equation in half."""
-    return decision is not None and decision.results[number].kind == StateKind.HALF
+    return decision is not None and decision.results[number].kind == Kind.HALF
 
 
 def _described(var: Var, value: Any) -> str:
@@ -206,6 +209,11 @@ def _described(var: Var, value: Any) -> str:
 def is_floating(value: Any) -> bool:
     """Whether an array, or a variable's type, holds floating or complex numbers."""
     return jnp.issubdtype(getattr(value, "dtype", None) or jnp.int32, jnp.inexact)
+
+
+def is_half(value: Any) -> bool:
+    """Whether an array, a variable of a jaxpr or its type is in half precision."""
+    return getattr(getattr(value, "aval", value), "dtype", None) in HALVES
 
 
 def _direction(equation: Equation, around: str) -> str:

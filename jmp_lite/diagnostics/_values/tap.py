@@ -20,7 +20,7 @@ from ..._jaxpr.primitives import traits_of
 from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of, describe
 from ..._jaxpr.replay import replay
 from .probe import Probe, TapValue
-from .sites import Kind, Path, Site, Where, is_floating, make_site, nearest, would_be_half
+from .sites import Path, Site, SiteKind, Where, is_floating, make_site, nearest, would_be_half
 
 STEPS = -3
 """Stands in a path for the numbers of the iterations of a while loop that are kept."""
@@ -94,7 +94,19 @@ class Tap:
         path = (*where.path, -1, number)
         operation = "argument" if name else "constant"
         site = Site(
-            *(path, Kind.INPUT, operation, describe(array), (), (), "", name, last_parameter, "", "forward"),
+            *(
+                path,
+                SiteKind.INPUT,
+                operation,
+                describe(array),
+                (),
+                (),
+                "",
+                name,
+                last_parameter,
+                "",
+                "forward",
+            ),
             where.loops,
             array.dtype,
             is_scaled,
@@ -124,7 +136,7 @@ class Tap:
         for number, array in enumerate(arrays):
             path = (*where.path, index, number)
             source = self.at(
-                path, Kind.OPERATION, equation, where, operands, array, would_be_half(decision, number)
+                path, SiteKind.OPERATION, equation, where, operands, array, would_be_half(decision, number)
             )
             argument = operands[0].argument if is_move or is_cast else ""
             results.append(
@@ -143,7 +155,7 @@ class Tap:
             if value.source is None and getattr(value.array, "ndim", 0):
                 if not self.probe.once or id(value.array) not in self._measured:
                     path = (*where.path, index, -1 - number)
-                    source = self.at(path, Kind.OPERAND, equation, where, [value], value.array, half=True)
+                    source = self.at(path, SiteKind.OPERAND, equation, where, [value], value.array, half=True)
                     # Kept with its array: an `id` is of one object only as long as the object lives.
                     self._measured[id(value.array)] = value.array, source
                 value = value._replace(source=self._measured[id(value.array)][1])
@@ -153,7 +165,7 @@ class Tap:
     def at(
         self,
         path: Path,
-        kind: Kind,
+        kind: SiteKind,
         equation: Equation,
         where: Where,
         operands: Sequence[TapValue],
@@ -190,7 +202,7 @@ class Tap:
         values = []
         for number, (value, array) in enumerate(zip(results, arrays, strict=True)):
             path = (*where.path, index, _LEAVE + number)
-            source = self.at(path, Kind.LEAVE, equation, where, [value], array) or value.source
+            source = self.at(path, SiteKind.LEAVE, equation, where, [value], array) or value.source
             values.append(
                 TapValue(array, source, last_parameter=value.last_parameter, is_scaled=value.is_scaled)
             )
@@ -209,7 +221,7 @@ class Tap:
         """Measures an array that enters a loop or a shard: the whole operand, or a slice of it."""
         where = Where(inside.path, around.scope, around.direction, inside.loops, around.line)
         path = (*inside.path, -1, number)
-        source = self.at(path, Kind.ENTRY, equation, where, [operand], array)
+        source = self.at(path, SiteKind.ENTRY, equation, where, [operand], array)
         if source is None and is_slice:  # What was measured of the whole holds for the slices.
             source = operand.source
         return operand._replace(array=array, source=source, number=None)

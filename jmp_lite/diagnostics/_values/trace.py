@@ -22,7 +22,7 @@ from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import StaticLossScale, is_loss_scale
 from .calls import HANDLERS
 from .probe import Probe, TapValue
-from .sites import Path, Site, Where
+from .sites import Path, Site, Where, is_floating
 from .tap import STEPS, Tap
 
 _SCALE = "_jmp_lite_loss_scale"
@@ -183,11 +183,7 @@ def _step(fun: Callable[..., Any], outputs: list[str]) -> Callable[..., Any]:
 def _floating(tree: Any) -> dict[str, Array]:
     """Returns the floating arrays of a tree by their paths."""
     leaves = zip(leaf_names(tree), jax.tree.leaves(tree))
-    return {
-        name.removesuffix("/value"): leaf
-        for name, leaf in leaves
-        if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.inexact)
-    }
+    return {name.removesuffix("/value"): leaf for name, leaf in leaves if is_floating(leaf)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,14 +247,12 @@ class Tapped:
         results = [self._tap.probe.measure(jnp.asarray(value.array)) for value in outputs]
         return list(records.values()), results
 
-    def _near(self, name: str) -> str:
-        return name if name.split("/")[0] in self._program.parameters else ""
-
     def _values(self, arrays: list[Array]) -> list[TapValue]:
         tap, where = self._tap, Where(plan=self._plan)
         wanted = [0] * len(arrays) if self._plan is None else self._plan.is_wanted
+        parameter = lambda name: name if name.split("/")[0] in self._program.parameters else ""
         inputs = [
-            tap.input(array, name, where, number, self._near(name), bool(wanted[number]), name == _SCALE)
+            tap.input(array, name, where, number, parameter(name), bool(wanted[number]), name == _SCALE)
             for number, (array, name) in enumerate(zip(arrays, self._program.names))
         ]
         return tap.run(self._program.jaxpr, inputs, where)
