@@ -16,6 +16,7 @@ _NAMES = {
     np.dtype(jnp.float32): ("full", "f32", "float32", "fp32"),
     np.dtype(jnp.float64): ("f64", "float64"),
 }
+HALF_DTYPES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 FLOAT8_ADVICE = "For large products in fp8 use jmp.autocast(loss_fn, 'float8')."
 """The advice of an error about fp8: autocast runs fp8, a policy does not."""
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}

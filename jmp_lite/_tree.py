@@ -1,4 +1,4 @@
-"""Maps over pytrees that know which leaves are floating: cast, select, and state classes."""
+"""Casts and selections over pytrees, predicates of leaves, and state classes."""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -21,6 +21,21 @@ def has_dtype(leaf: Any, kind: Any) -> bool:
     """Whether `leaf` is an array, NumPy scalar or `ShapeDtypeStruct` with a dtype of `kind`."""
     is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
     return is_array and jnp.issubdtype(leaf.dtype, kind)
+
+
+def is_floating(value: Any) -> bool:
+    """Whether a number, an array or the type of an array is floating or complex."""
+    dtype = None if isinstance(value, type) else getattr(value, "dtype", None)
+    has_floats = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)
+    return has_floats or isinstance(value, (float, complex))
+
+
+def is_traced(leaf: Any) -> bool:
+    """Whether `leaf` is an array that has no value yet: only an array with a value is on devices."""
+    try:
+        return isinstance(leaf, jax.Array) and not leaf.devices()
+    except jax.errors.ConcretizationTypeError:
+        return True
 
 
 def is_half(leaf: Any) -> bool:

@@ -36,15 +36,18 @@ ROOMS = {
     "_autocast.planning": ("_dtypes", "_paths", "_tree", "_jaxpr", "_float8"),
     "_autocast": ("_dtypes", "_tree", "_jaxpr", "_float8", "_autocast.planning"),
     "_autocast.report": (
-        *("_dtypes", "_paths", "_text", "_jaxpr", "_float8", "_autocast.planning", "_autocast"),
+        *("_dtypes", "_paths", "_text", "_tree", "_jaxpr", "_float8", "_autocast.planning", "_autocast"),
     ),
     "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_jaxpr"),
     "linen": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_flax"),
     "nnx": ("_dtypes", "_paths", "_tree", "_policy", "_flax"),
-    "diagnostics._values": ("_paths", "_scaling", "_jaxpr", "_float8", "_autocast.planning"),
+    "diagnostics._values": (
+        *("_dtypes", "_paths", "_tree", "_scaling", "_jaxpr", "_float8", "_autocast.planning"),
+    ),
     "diagnostics._nonfinite": ("_text", "_jaxpr", "diagnostics._values"),
     "diagnostics._ranges": (
-        *("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
+        *("_dtypes", "_text", "_tree", "_scaling", *AUTOCAST),
+        *("diagnostics._values", "diagnostics._nonfinite"),
     ),
     "diagnostics._precision": ("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values"),
     "programs": ("_paths", "_text"),
@@ -52,7 +55,7 @@ ROOMS = {
         *("_dtypes", "_text", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
         *("diagnostics._ranges", "diagnostics._precision", "programs"),
     ),
-    "testing": ("_dtypes", "_paths", "_text", "_scaling", "_autocast.report", "programs"),
+    "testing": ("_dtypes", "_paths", "_text", "_tree", "_scaling", "_autocast.report", "programs"),
 }
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {

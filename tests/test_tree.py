@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite
-from jmp_lite._tree import STATIC, cast_floating, register_state, replace_leaves
+from jmp_lite._tree import STATIC, cast_floating, is_floating, is_traced, register_state, replace_leaves
 
 FLOATING = ["float16", "bfloat16", "float32", "float8_e4m3fn"]
 
@@ -299,3 +299,37 @@ def test_replacing_leaves_keeps_the_others_and_the_original():
     assert fields(changed) == [4, 7, [1.0, 1.0], "b"]
     assert int(STATE.count) == 1
     assert changed.moments is STATE.moments
+
+
+@pytest.mark.parametrize(
+    ("value", "floating"),
+    [
+        (1.0, True),
+        (1j, True),
+        (np.float16(1), True),
+        (jnp.ones(2, jnp.complex64), True),
+        (jax.ShapeDtypeStruct((2,), jnp.bfloat16), True),
+        (jax.typeof(jnp.ones(2)), True),
+        (1, False),
+        (True, False),
+        (jnp.arange(2), False),
+        (jax.random.key(0), False),
+        (np.zeros(2, jax.dtypes.float0), False),
+        (np.float32, False),
+        (jnp.float32, False),
+        ("float32", False),
+        (None, False),
+    ],
+)
+def test_floating_values_are_numbers_arrays_and_types_of_arrays(value, floating):
+    assert is_floating(value) is floating
+
+
+def test_an_array_is_traced_inside_a_transform_only():
+    seen = []
+    note = lambda x: (seen.append(is_traced(x)), x)[1]
+    jax.jit(note)(jnp.ones(2))
+    jax.vmap(note)(jnp.ones(2))
+    note(jnp.ones(2))
+    assert seen == [True, True, False]
+    assert not is_traced(np.ones(2))

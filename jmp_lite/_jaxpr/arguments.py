@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._paths import argument_names
-from .bind import is_traced
+from .bind import is_jaxpr_tracer
 from .read import Array, Jaxpr
 
 # For each library whose objects a call may change, the adapter that splits them. This is a table of names: no
@@ -148,7 +148,7 @@ def _check_output(fun: Callable[..., Any], leaf: Any) -> None:
     if isinstance(leaf, jax.Array) or callable(leaf):
         return
     held = jax.tree.leaves(dict(getattr(leaf, "__dict__", ())))
-    if any(isinstance(value, jax.Array) and is_traced(value) for value in held):
+    if any(isinstance(value, jax.Array) and is_jaxpr_tracer(value) for value in held):
         kind, name = type(leaf).__name__, getattr(fun, "__name__", repr(fun))
         raise TypeError(
             f"autocast: the output of {name} has a {kind}, which holds arrays and is no pytree: JAX would "

@@ -60,10 +60,10 @@ def _may_be_remembered(equation: Equation) -> bool:
 
 def is_differentiated(operands: Sequence[Array]) -> bool:
     """Whether a derivative, or another transform, may follow what happens to one of the operands."""
-    return any(isinstance(x, jax.Array) and not is_traced(x) for x in operands)
+    return any(isinstance(x, jax.Array) and not is_jaxpr_tracer(x) for x in operands)
 
 
-def is_traced(x: Array) -> bool:
+def is_jaxpr_tracer(x: Array) -> bool:
     """Whether a value stands for an array of a jaxpr that is being traced."""
     return type(x) is _class_in_jaxprs()
 

@@ -1,13 +1,13 @@
 """Rounding float32 to a narrower dtype: to nearest, or up and down at random so that the mean is kept.
 
 The results are float32 numbers that the narrower dtype holds. XLA may drop the casts `float32 -> float16 ->
-float32` of a program (`xla_allow_excess_precision`, on by default), and drops them for a GPU. So the rounding
-is written in integers and powers of two, which XLA leaves as they are.
+float32` of a program (`xla_allow_excess_precision`, on by default), and does so for a GPU. So the rounding is
+written in integers and powers of two, which XLA does not change.
 
-A GPU makes the random bits inside the optimizer's own kernels. Every element hashes its index twice, with
-words of the key: two multiplications and three shifts a hash. This is no generator for simulations, but
-`jax.random.bits` (Threefry) has 20 rounds for each element, and the results of the `rbg` generator go through
-memory.
+A GPU computes the random bits inside the optimizer's own kernels. Every element hashes its index twice with
+words of the key, in two multiplications and three shifts a hash. The bits are too weak for simulations, but
+cheap: `jax.random.bits` (Threefry) has 20 rounds for each element, and the results of the `rbg` generator
+go through memory.
 """
 
 import zlib

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._tree import has_dtype
+from .._tree import is_floating
 
 _SMALL = 2**16  # Elements of the largest leaf that is stacked.
 # Leaves in a group. The more operands a kernel has, the longer it compiles: with 64, twice as long.
@@ -38,7 +38,7 @@ def leaves_finite(tree: Any) -> jax.Array:
     leaves = jax.tree.leaves(tree)
     groups: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        if is_inexact(leaf):
+        if is_floating(leaf):
             # On a mesh of explicit axes JAX stacks only arrays of one sharding.
             leaf_type = jax.typeof(leaf)
             groups.setdefault((leaf_type.shape, leaf_type.sharding), []).append(index)
@@ -56,11 +56,6 @@ def leaves_finite(tree: Any) -> jax.Array:
     # Callers read the flags and `flags.all()`. Without the barrier XLA computes the reductions twice, once in
     # each of these readers, and reads the gradients twice.
     return lax.optimization_barrier(flags)
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Whether `leaf` is a floating or complex number or array."""
-    return isinstance(leaf, (float, complex)) or has_dtype(leaf, jnp.inexact)
 
 
 def _leaves_of_one_shape_finite(leaves: list[jax.Array]) -> jax.Array:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._paths import named_leaves
-from .._tree import at_least_float32
-from .finite import is_inexact
+from .._tree import at_least_float32, is_floating
 from .loss_scale import LossScale, is_loss_scale
 
 P = ParamSpec("P")
@@ -160,7 +159,7 @@ def _needs_transform(error: Exception, args: tuple[Any, ...], argnums: Any) -> s
     """Returns what to do if JAX cannot differentiate an argument, such as a model with functions in it."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     chosen = [args[number] for number in numbers if -len(args) <= number < len(args)]
-    others = [(name, leaf) for name, leaf in named_leaves(chosen) if not is_inexact(leaf)]
+    others = [(name, leaf) for name, leaf in named_leaves(chosen) if not is_floating(leaf)]
     if not (isinstance(error, TypeError) and others):
         return None
     modules = jax.tree.leaves(chosen, is_leaf=lambda node: _library(node) is not None)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .finite import is_inexact
+from .._tree import is_floating
 
 
 def squared_norms(tree: Any) -> jax.Array:
@@ -18,7 +18,7 @@ def squared_norms(tree: Any) -> jax.Array:
     zero = jnp.float32(0)
     leaves = jax.tree.leaves(tree)
     # As in optax: `jnp.abs` of a complex number computes a root, which would be squared again.
-    sums = [jnp.sum(jnp.real(leaf * jnp.conj(leaf))) if is_inexact(leaf) else zero for leaf in leaves]
+    sums = [jnp.sum(jnp.real(leaf * jnp.conj(leaf))) if is_floating(leaf) else zero for leaf in leaves]
     # The flags, the norm and the clip read the sums. Without the barrier XLA computes the reductions in each
     # of these readers, and reads the gradients again for each.
     return lax.optimization_barrier(jnp.stack(sums) if sums else jnp.zeros(0))
@@ -28,7 +28,7 @@ def clip(tree: Any, norm: jax.Array, max_norm: float) -> Any:
     """Returns the gradients `tree`, of global norm `norm`, as `optax.clip_by_global_norm` clips them."""
 
     def scale(leaf: jax.Array) -> jax.Array:
-        if not is_inexact(leaf):
+        if not is_floating(leaf):
             return leaf
         return jnp.where(norm < max_norm, leaf, (leaf / norm.astype(leaf.dtype)) * max_norm)
 

@@ -14,7 +14,7 @@ from jax import lax
 from .._memory.half_params import init_for_masters
 from .._memory.wrapper import RESUME, as_transform, check_init, check_update, differentiated, update_inner
 from .._paths import leaf_names
-from .._tree import at_least_float32, has_dtype, select_tree, without_nnx_variables
+from .._tree import at_least_float32, has_dtype, is_traced, select_tree, without_nnx_variables
 from .finite import agree, leaves_finite
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
 from .norm import clip, squared_norms
@@ -175,7 +175,7 @@ def _update_where(
         updates, new = update(grads, state, params)
         return jax.tree.map(lambda x: _or_minus_zero(finite, x), updates), _select_state(finite, new, state)
 
-    if not _is_traced(finite):  # Outside of `jit`, JAX would compile a condition again on each call.
+    if not is_traced(finite):  # Outside of `jit`, JAX would compile a condition again on each call.
         return select(finite, grads, state, params)
     # `jit` traces the function once for all branches. XLA removes a select by a constant.
     select = jax.jit(select, inline=True)
@@ -184,15 +184,6 @@ def _update_where(
     # On a CPU, XLA runs a selected update in many passes and copies most of the donated buffers, so that a
     # branch is faster. On a GPU a select is free, and a branch would make the host wait.
     return lax.platform_dependent(finite, grads, state, params, cpu=branch, default=select)
-
-
-def _is_traced(x: jax.Array) -> bool:
-    """Whether `x` is traced and has no value yet."""
-    try:
-        x.devices()
-    except jax.errors.ConcretizationTypeError:
-        return True
-    return False
 
 
 def _or_minus_zero(finite: jax.Array, update: Any) -> Any:

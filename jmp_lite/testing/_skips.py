@@ -16,6 +16,7 @@ from .._paths import as_patterns, join, matches, path_name
 from .._scaling.loss_scale import LossScale, is_loss_scale
 from .._scaling.state import SkipNonfiniteState
 from .._text import power
+from .._tree import is_floating
 from ._products import failure
 
 
@@ -64,7 +65,7 @@ def assert_skips_nonfinite(
     )
     if not _scales(state):
         raise failure("assert_skips_nonfinite", "the state holds no loss scale")
-    if not any(map(_is_floating, jax.tree.leaves(batch))):
+    if not any(map(is_floating, jax.tree.leaves(batch))):
         raise TypeError(
             "assert_skips_nonfinite puts inf into the floating values of the batch, and this batch has none. "
             "Give the step one, such as the weights of the examples in the loss."
@@ -73,7 +74,7 @@ def assert_skips_nonfinite(
     state = _step_until_taken(train_step, state, batch)
     for value in (np.inf, np.nan):
         bad = jax.tree.map(
-            lambda leaf, value=value: jnp.full_like(leaf, value) if _is_floating(leaf) else leaf, batch
+            lambda leaf, value=value: jnp.full_like(leaf, value) if is_floating(leaf) else leaf, batch
         )
         after = _step(train_step, state, bad)
         _check_skipped(state, after, value, ignored)
@@ -111,7 +112,7 @@ def _step_until_taken(train_step: Callable[..., Any], state: Any, batch: tuple[A
     for _ in range(_MOST_STEPS):
         before, state = state, _step(train_step, state, batch)
         moved = _moved(before, state, in_optimizer=False)
-        if not _skipped(before, state) and any(map(_is_floating, moved.values())):
+        if not _skipped(before, state) and any(map(is_floating, moved.values())):
             return state
     summary = f"{_MOST_STEPS} steps on the clean batch move no floating leaf outside of the optimizer"
     raise failure("assert_skips_nonfinite", summary)
@@ -192,7 +193,3 @@ def _bits(leaf: Any) -> bytes:
 
 def _copy(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, jax.Array) else leaf  # A batch may hold arrays of NumPy.
-
-
-def _is_floating(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)

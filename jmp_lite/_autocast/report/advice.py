@@ -9,8 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-import jax.numpy as jnp
-
+from ..._dtypes import HALF_DTYPES
 from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import (
@@ -101,7 +100,7 @@ def _origin_of_result(equation: Equation, taken: Sequence[_Origin], call: Equati
     """Returns why an operation gives float32. `taken` says why its operands are in float32."""
     if equation.primitive.name == "convert_element_type":
         (source,) = equation.invars
-        if not is_literal(source) and source.aval.dtype in (jnp.float16, jnp.bfloat16):
+        if not is_literal(source) and source.aval.dtype in HALF_DTYPES:
             return _Origin(f"the program casts to float32, {_line(equation, call)}", widened=True)
         return taken[0] if taken else None
     promoted = next((origin for origin in taken if origin.promoted), None)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr.inner import Inner, Role
@@ -24,6 +23,7 @@ from ..._jaxpr.read import (
     source_line,
 )
 from ..._paths import join, visible_scope
+from ..._tree import is_floating
 from ..planning.plan import Decision, Plan, Run
 from ..planning.states import State
 from .advice import advise_shapes
@@ -133,7 +133,7 @@ def operations_of(
                 yield from operations_of(
                     inner_plan, half, path, times * runs, entering, promotions, inside_read
                 )
-        elif is_floating(equation):
+        elif has_floating(equation):
             arguments = tuple(dict.fromkeys(filter(None, taken)))
             reason = promotions.get(id(equation), decision.reason)
             yield _operation(decision, reason, states, half, visible_scope(path), arguments, times)
@@ -206,11 +206,9 @@ def _taken_in_half(decision: Decision, var: Var, states: dict[Var, State]) -> bo
     return decision.takes_half
 
 
-def is_floating(equation: Equation) -> bool:
-    return any(
-        jnp.issubdtype(getattr(var.aval, "dtype", np.int32), jnp.inexact)
-        for var in (*equation.invars, *equation.outvars)
-    )
+def has_floating(equation: Equation) -> bool:
+    """Whether an operation takes or gives floating or complex values."""
+    return any(is_floating(var.aval) for var in (*equation.invars, *equation.outvars))
 
 
 def _flops(equation: Equation) -> int:

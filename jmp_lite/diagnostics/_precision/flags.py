@@ -14,7 +14,7 @@ from ..._autocast.api import make_plan, run
 from ..._autocast.interpreter import Interpreter, Value
 from ..._autocast.planning.plan import Formats, Run
 from ..._autocast.planning.rules import FLOAT8, Rules, make_rules
-from ..._autocast.report.operations import Operation, is_floating, operations_of
+from ..._autocast.report.operations import Operation, has_floating, operations_of
 from ..._float8.quantize import BACKWARD
 from ..._jaxpr import arguments
 from ..._jaxpr.arguments import Arguments
@@ -205,6 +205,6 @@ def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
         equation = with_inner_jaxprs(equation, parts)
         # For the equations that JAX makes itself, such as those of the rule of a custom derivative.
         own = own.union(*(each for part in parts for each in flags_in(part)))
-    elif is_floating(equation):
+    elif has_floating(equation):
         own = next(flags)
     return flagged(equation, own) if own else equation

@@ -7,8 +7,9 @@ import pathlib
 from collections.abc import Sequence
 
 from ..._autocast.report.operations import Operation
+from ..._dtypes import HALF_DTYPES
 
-_HALVES = ("float16", "bfloat16")
+_HALVES = tuple(dtype.name for dtype in HALF_DTYPES)
 _PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are lines of this library.
 
 

@@ -18,8 +18,9 @@ from jax import lax
 
 from ..._autocast.planning.plan import Decision, Run, Take
 from ..._jaxpr.read import Array, Equation
+from ..._tree import is_floating
 from .._values.probe import Probe, TapValue, maxima
-from .._values.sites import Site, SiteKind, is_floating, is_half
+from .._values.sites import Site, SiteKind, in_half
 
 LOWEST = -149
 """The exponent of the least float32."""
@@ -244,7 +245,7 @@ def _casts_down(equation: Equation) -> bool:
     if equation.primitive.name != "convert_element_type":
         return False
     (taken,), (given,) = equation.invars, equation.outvars
-    return is_half(given) and is_floating(taken.aval) and taken.aval.dtype != given.aval.dtype
+    return in_half(given) and is_floating(taken.aval) and taken.aval.dtype != given.aval.dtype
 
 
 def _takes_half(decision: Decision | None) -> bool:

@@ -19,7 +19,7 @@ from ..._dtypes import DTypeLike
 from ..._jaxpr.read import Jaxpr, all_equations, open_jaxpr
 from .._nonfinite.find import examine
 from .._nonfinite.report import Nonfinite
-from .._values.sites import Path, is_half
+from .._values.sites import Path, in_half
 from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
 from .float8 import float8_ranges
 from .magnitudes import Histogram, pooled
@@ -122,7 +122,7 @@ def _plan(program: LossProgram, rules: Rules) -> Plan:
 
 def _has_half(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr, or a jaxpr inside it, has half values of its own."""
-    return any(is_half(var) for equation in all_equations(jaxpr) for var in equation.outvars)
+    return any(in_half(var) for equation in all_equations(jaxpr) for var in equation.outvars)
 
 
 def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[ModuleRange, ...]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..._dtypes import HALF_DTYPES
 from ..._float8.quantize import quantize
 from ..._jaxpr.bind import bind, cast
 from ..._jaxpr.calls import CALLS, Outputs
@@ -32,7 +33,7 @@ from ..._jaxpr.read import (
     open_jaxpr,
 )
 from ..._jaxpr.replay import replay
-from .sites import HALVES, is_half
+from .sites import in_half
 
 Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
@@ -149,23 +150,23 @@ class Reference:
         name, arrays = equation.primitive.name, [value.array for value in operands]
         if name == "reduce_precision" and _rounds_to_half(equation):
             return [ReferenceValue(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
-        if name == "convert_element_type" and _is_number(operands[0]) and is_half(equation.outvars[0]):
+        if name == "convert_element_type" and _is_number(operands[0]) and in_half(equation.outvars[0]):
             return [
                 ReferenceValue(np.asarray(arrays[0], _FLOAT32))
             ]  # Each operation that takes it rounds it.
-        if not any(map(is_half, (*equation.invars, *equation.outvars))):
+        if not any(map(in_half, (*equation.invars, *equation.outvars))):
             return list(map(ReferenceValue, bind(equation, arrays)))
         if name in _PRODUCTS:
             return self._product(equation, operands, flags)
         if name == _OF_BITS or not (name in PRIMITIVES or name == "convert_element_type"):
-            return list(map(_exact, _in_half(equation, arrays)))
+            return list(map(_exact, _as_written(equation, arrays)))
         rounded = [value.rounded for value in operands if value.rounded is not None]
         if name == "add_any" and len(rounded) == len(operands):
             # It sums the gradients of a value: they are in half if all readers of the value are.
             flags = frozenset[int]().union(*rounded)
         results = bind(equation, arrays, **self._wide_params(equation))
         if flags in self._is_on:
-            halves = map(_widened, _in_half(equation, arrays))
+            halves = map(_widened, _as_written(equation, arrays))
             results = [self._choose(flags, half, array) for half, array in zip(halves, results)]
         return [ReferenceValue(array, flags) for array in results]
 
@@ -181,7 +182,7 @@ class Reference:
 
     def _rounded(self, array: Array, var: Var, flags: Flags | None) -> Array:
         """Rounds an array to the dtype of a half variable, where the flags are on."""
-        if not is_half(var) or flags not in self._is_on:
+        if not in_half(var) or flags not in self._is_on:
             return array
         # `lax.reduce_precision` would make zeros of the subnormal numbers of float16.
         return self._choose(flags, _widened(lax.convert_element_type(array, var.aval.dtype)), array)
@@ -193,14 +194,14 @@ class Reference:
         """Returns the parameters that change where the operands or results are in float32."""
         changed: dict[str, Any] = {}
         for name, value in equation.params.items():
-            if isinstance(value, np.dtype) and value in HALVES:
+            if isinstance(value, np.dtype) and value in HALF_DTYPES:
                 changed[name] = _FLOAT32
             elif hasattr(open_jaxpr(value), "eqns"):  # The sum of a `reduce`, of a scatter.
                 inside = open_jaxpr(value)
                 shapes = [jax.ShapeDtypeStruct(var.aval.shape, _wide_dtype(var)) for var in inside.invars]
                 wide = jax.make_jaxpr(lambda *arrays, value=value: self.run(value, arrays))(*shapes)
                 changed[name] = wide if hasattr(value, "consts") else open_jaxpr(wide)
-        if any(map(is_half, equation.invars)) and equation.params.get("precision", 0) != 0:
+        if any(map(in_half, equation.invars)) and equation.params.get("precision", 0) != 0:
             # The precision of a half product. A GPU would run float32 operands in TF32.
             changed["precision"] = (lax.Precision.HIGHEST,) * 2
         return changed
@@ -212,11 +213,11 @@ def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
 
 
 def _wide_dtype(var: Var) -> Any:
-    return _FLOAT32 if is_half(var) else var.aval.dtype
+    return _FLOAT32 if in_half(var) else var.aval.dtype
 
 
 def _widened(array: Array) -> Array:
-    return lax.convert_element_type(array, _FLOAT32) if is_half(array) else array
+    return lax.convert_element_type(array, _FLOAT32) if in_half(array) else array
 
 
 def _exact(array: Array) -> ReferenceValue:
@@ -225,7 +226,7 @@ def _exact(array: Array) -> ReferenceValue:
 
 
 def _literal(var: Var) -> ReferenceValue:
-    return _exact(np.asarray(var.val, var.aval.dtype) if is_half(var) else var.val)
+    return _exact(np.asarray(var.val, var.aval.dtype) if in_half(var) else var.val)
 
 
 def _is_number(value: ReferenceValue) -> bool:
@@ -238,14 +239,14 @@ def _is_rounded(value: ReferenceValue, flags: Flags | None) -> bool:
     return flags is not None and value.rounded is not None and value.rounded <= flags
 
 
-def _in_half(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
+def _as_written(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
     """Runs an operation as the program has it."""
     halves = [
-        lax.convert_element_type(array, var.aval.dtype) if is_half(var) else array
+        lax.convert_element_type(array, var.aval.dtype) if in_half(var) else array
         for array, var in zip(arrays, equation.invars)
     ]
     return bind(equation, halves)
 
 
 def _rounds_to_half(equation: Equation) -> bool:
-    return equation.params["mantissa_bits"] in (jnp.finfo(half).nmant for half in HALVES)
+    return equation.params["mantissa_bits"] in (jnp.finfo(half).nmant for half in HALF_DTYPES)

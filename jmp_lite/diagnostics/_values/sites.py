@@ -5,11 +5,9 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from ..._autocast.planning.plan import Decision, Plan
 from ..._autocast.planning.states import Kind
+from ..._dtypes import HALF_DTYPES
 from ..._jaxpr.read import (
     Array,
     Equation,
@@ -23,8 +21,6 @@ from ..._jaxpr.read import (
     source_line,
 )
 from ..._paths import visible_scope
-
-HALVES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 
 Path = tuple[int, ...]
 """The place of a site: two numbers for each equation around it and for its own. Paths sort as the program."""
@@ -115,7 +111,7 @@ class Site:
     @property
     def is_half(self) -> bool:
         """Whether the value is in half precision in the program itself."""
-        return self.dtype in HALVES
+        return self.dtype in HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,14 +202,9 @@ def _described(var: Var, value: Any) -> str:
     return str(var.val) if is_literal(var) else describe(var.aval)
 
 
-def is_floating(value: Any) -> bool:
-    """Whether an array, or a variable's type, holds floating or complex numbers."""
-    return jnp.issubdtype(getattr(value, "dtype", None) or jnp.int32, jnp.inexact)
-
-
-def is_half(value: Any) -> bool:
-    """Whether an array, a variable of a jaxpr or its type is in half precision."""
-    return getattr(getattr(value, "aval", value), "dtype", None) in HALVES
+def in_half(value: Any) -> bool:
+    """Whether an array, a variable of a jaxpr or its type is in float16 or bfloat16."""
+    return getattr(getattr(value, "aval", value), "dtype", None) in HALF_DTYPES
 
 
 def _direction(equation: Equation, around: str) -> str:

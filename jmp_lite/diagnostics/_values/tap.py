@@ -19,8 +19,9 @@ from ..._jaxpr.calls import Side
 from ..._jaxpr.primitives import traits_of
 from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of, describe
 from ..._jaxpr.replay import replay
+from ..._tree import is_floating
 from .probe import Probe, TapValue
-from .sites import Path, Site, SiteKind, Where, is_floating, make_site, nearest, would_be_half
+from .sites import Path, Site, SiteKind, Where, make_site, nearest, would_be_half
 
 STEPS = -3
 """Stands in a path for the numbers of the iterations of a while loop that are kept."""

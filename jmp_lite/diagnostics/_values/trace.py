@@ -20,9 +20,10 @@ from ..._jaxpr.read import Array, Jaxpr, constants, without_constants
 from ..._paths import leaf_names
 from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import StaticLossScale, is_loss_scale
+from ..._tree import has_dtype, is_traced
 from .calls import HANDLERS
 from .probe import Probe, TapValue
-from .sites import Path, Site, Where, is_floating
+from .sites import Path, Site, Where
 from .tap import STEPS, Tap
 
 _SCALE = "_jmp_lite_loss_scale"
@@ -115,20 +116,12 @@ def scale_of(caller: str, loss_scale: Any) -> float:
             f"{caller}: loss_scale should be None, a number, or a loss scale such as "
             f"jmp.get_loss_scale(opt_state) or jmp.DynamicLossScale(). Got {type(loss_scale).__name__}."
         )
-    if _is_traced(value):
+    if is_traced(value):
         raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
     number = float(np.asarray(value).reshape(()))
     if not 0 < number < np.inf:
         raise ValueError(f"{caller}: loss_scale should be above 0 and finite. Got {number}.")
     return number
-
-
-def _is_traced(leaf: Any) -> bool:
-    """Whether an array has no value yet: only an array with values is on devices."""
-    try:
-        return isinstance(leaf, jax.Array) and not leaf.devices()
-    except jax.errors.ConcretizationTypeError:
-        return True
 
 
 def trace(caller: str, call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossProgram:
@@ -139,7 +132,7 @@ def trace(caller: str, call: LossCall, args: tuple[Any, ...], kwargs: dict[str, 
     Raises:
         TypeError: an argument is traced.
     """
-    if any(_is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
+    if any(is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
     outputs: list[str] = []
     run = _step(call.fun, outputs) if call.transform is None else _scaled(call, call.transform, outputs)
@@ -183,7 +176,7 @@ def _step(fun: Callable[..., Any], outputs: list[str]) -> Callable[..., Any]:
 def _floating(tree: Any) -> dict[str, Array]:
     """Returns the floating arrays of a tree by their paths."""
     leaves = zip(leaf_names(tree), jax.tree.leaves(tree))
-    return {name.removesuffix("/value"): leaf for name, leaf in leaves if is_floating(leaf)}
+    return {name.removesuffix("/value"): leaf for name, leaf in leaves if has_dtype(leaf, jnp.inexact)}
 
 
 @dataclasses.dataclass(frozen=True)
