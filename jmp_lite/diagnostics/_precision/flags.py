@@ -1,4 +1,4 @@
-"""A loss and its gradients as one compiled program, which takes a flag for each module: float32 or half."""
+"""A loss and its gradients as one compiled program, with a flag for each module: half or float32."""
 
 import dataclasses
 import functools
@@ -43,12 +43,12 @@ class FlaggedProgram:
     """A loss and its gradients, with a flag for each module. It is compiled once.
 
     Attributes:
-        rules: the rules by which autocast runs the function; those of float32 if it does not.
+        rules: the rules of autocast; those of float32 if the function runs as it is.
         operations: the operations of the function.
         modules: the modules that are in half.
         dtype: the half dtype.
-        narrow: the name of the dtype of the modules that are on: that of the half dtype, or `float8`.
-        wide: the name of the dtype of the modules that are off.
+        narrow: the name of the dtype of modules whose flag is on: that of the half dtype, or `float8`.
+        wide: the name of the dtype of modules whose flag is off.
         gradients: the path of each gradient.
     """
 
@@ -89,8 +89,8 @@ class FlaggedProgram:
     ) -> tuple[tuple[Module, ...], list[Flags]]:
         """Returns the modules, and for each operation the numbers of the modules that it belongs to.
 
-        An operation belongs to each module whose rule would take it out of half: a product to one, the
-        activation between two products to both. The last number stands for what no rule takes out.
+        An operation belongs to each module whose rule takes it out of half: a product to one, the activation
+        between two products to both. One more number stands for the operations that no rule takes out.
         """
         pairs = list(zip(self.operations, before, strict=True))
         products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
@@ -99,7 +99,7 @@ class FlaggedProgram:
         cast = cast_modules(products, parameters)
         own = [number for number, operation in enumerate(before) if gives_half(operation)]
         own_parts, owners = own_modules([before[number] for number in own], parameters)
-        # autocast and the program itself may bring values of one module to half.
+        # autocast and the program itself may both cast values of one module to half.
         both = {module.name for module in cast} & {part.name for part in own_parts}
         own_parts = [
             dataclasses.replace(part, name=f"{part.name} (its own casts)") if part.name in both else part
@@ -137,7 +137,7 @@ class FlaggedProgram:
 
 
 class _Interpreter(Interpreter):
-    """Writes the casts of numbers, and the rounding to fp8, into the program, where flags switch them off."""
+    """Keeps the casts of literals and the rounding to fp8 in the program, so that flags switch them."""
 
     def _float8(self, equation: Equation, action: Run, formats: Formats, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
@@ -146,7 +146,7 @@ class _Interpreter(Interpreter):
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
             for value, dtype, source in zip(operands, formats.dtypes, formats.sources, strict=True)
         ]
-        # The last number stands for all casts that no rule takes out. So bfloat16 stays on if fp8 is off.
+        # The flag of everything that no rule takes out. So bfloat16 stays on if fp8 is off.
         with jax.named_scope(flag_scope({rest})):
             (result,) = bind(equation, arrays, **action.params)
         return _with_float8_cotangent(result)
@@ -167,13 +167,13 @@ _with_float8_cotangent.defvjp(
 
 
 class _Number(Value):
-    """A number that is written into the program."""
+    """A literal."""
 
     def copy(self) -> Value:
         return self
 
     def to(self, dtype: Any) -> Array:
-        # JAX computes the cast of a number while tracing, but not that of the result of an operation.
+        # JAX computes the cast of a literal while tracing, but not the cast of an operation's result.
         return self.native if dtype == jnp.float32 else cast(lax.optimization_barrier(self.native), dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a whole train step loses: updates that are lost, and gradients that are all zero."""
+"""What a train step loses in half: updates that are rounded away, and gradients that are all zero."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ _COUNTS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """An addition that makes the new value of an argument of a step.
+    """An addition that computes the new value of a step's argument.
 
     Attributes:
         argument: the path of the argument, such as `params/w`.
         dtype: its dtype.
         line: the line of the addition.
         updates: how many elements have an update that is not zero.
-        lost: how many of these elements are the same numbers after the update.
+        lost: how many of these elements the update leaves as they were.
     """
 
     argument: str
@@ -39,7 +39,7 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Additions(Probe):
-    """The probe: the largest magnitude of each value; what each addition to an argument changes of it.
+    """The probe: the largest magnitude of each value, and what an addition to an argument changes.
 
     Attributes:
         dtypes: the dtype of each argument, by its path.
@@ -76,7 +76,7 @@ def run_step(program: LossProgram) -> Measured:
 
 
 def updates_of(measured: Measured, program: LossProgram) -> list[Update]:
-    """Returns the additions from which a step makes the new values of its arguments."""
+    """Returns the additions that compute the new values of a step's arguments."""
     dtypes = {name: array.dtype for name, array in zip(program.names, program.arrays)}
     updates: dict[Path, Update] = {}
     for output in measured.outputs:
@@ -91,7 +91,7 @@ def updates_of(measured: Measured, program: LossProgram) -> list[Update]:
 
 
 def _before(site: Site) -> Path | None:
-    """Returns the value that a site casts, moves or selects; None for another operation."""
+    """Returns the site of the value that a site casts, moves or selects; None for another operation."""
     moves = site.kind is not SiteKind.OPERATION or traits_of(site.operation).category is Category.MOVE
     if moves or site.operation == "convert_element_type":
         return next(iter(site.sources), None)

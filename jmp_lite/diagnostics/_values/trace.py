@@ -1,6 +1,7 @@
-"""What users give, a loss function or a step and its arguments, as one program.
+"""Traces a loss function or a step with its arguments to one program.
 
-The program of a loss function gives the loss and its scaled gradients, that of a step what the step returns.
+The program of a loss function returns the loss and its scaled gradients; that of a step, what the step
+returns.
 """
 
 import dataclasses
@@ -28,20 +29,19 @@ from .tap import STEPS, Tap
 
 _SCALE = "_jmp_lite_loss_scale"
 EVERY_CAST: Any = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
-"""Options of XLA. XLA may leave out a cast to half and back, so an overflow or an error would not show.
+"""Compiler options for diagnosis. By default XLA may remove a cast to half and back, which hides overflows.
 
-A program of a diagnosis runs a few times at most. It is compiled in half of the time, and runs somewhat
-slower.
+The low optimization level halves the compile time of a program that runs only a few times.
 """
 
 
 Transform: TypeAlias = Callable[..., Callable[..., Any]]
-"""What makes the value and the gradients of a loss function, such as `jax.value_and_grad`."""
+"""Returns a function for the value and the gradients of a loss function, as `jax.value_and_grad` does."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LossCall:
-    """How a loss function is differentiated: what `jmp_lite.value_and_grad` takes.
+    """A loss function and how it is differentiated.
 
     Attributes:
         fun: the loss function, or a step.
@@ -71,14 +71,14 @@ class LossProgram:
     """A loss function and its backward pass, or a step, as one jaxpr without constants.
 
     Attributes:
-        jaxpr: takes the scale and the arrays, gives the outputs, and what else there is.
+        jaxpr: takes the arrays, and returns the outputs and then auxiliary results.
         arrays: the constants of the jaxpr and the arrays among the arguments.
         names: the path of each array among the arguments; empty for a constant.
-        scale: the index of the loss scale among the arrays. A step takes it, and does not read it.
-        outputs: the path of each output: of the loss, which is empty, and of each gradient; of each floating
-            array among what a step returns.
+        scale: the index of the loss scale among the arrays. A step takes it but does not read it.
+        outputs: the path of each output: an empty one for the loss, then one for each gradient; for a step,
+            one for each floating array that it returns.
         parameters: the names of the arguments that are differentiated, or that a step updates.
-        is_step: whether it is a step, whose outputs are no loss and no gradients.
+        is_step: whether it is a step, which has no loss and no gradients as outputs.
     """
 
     jaxpr: Jaxpr
@@ -102,12 +102,7 @@ class LossProgram:
 
 
 def scale_of(caller: str, loss_scale: Any) -> float:
-    """Returns the number of a loss scale: of None, of a number, or of a loss scale.
-
-    Raises:
-        TypeError: `loss_scale` is none of them.
-        ValueError: the scale is not above 0 and finite.
-    """
+    """Returns the value of a loss scale or a number; 1 for None."""
     value = 1.0 if loss_scale is None else loss_scale
     if is_loss_scale(loss_scale) and loss_scale is not None:
         value = loss_scale.loss_scale
@@ -125,13 +120,7 @@ def scale_of(caller: str, loss_scale: Any) -> float:
 
 
 def trace(caller: str, call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossProgram:
-    """Traces a loss function and its backward pass, or a step.
-
-    The loss scale is an argument of the program.
-
-    Raises:
-        TypeError: an argument is traced.
-    """
+    """Traces a loss function and its backward pass, or a step; the loss scale is one more argument."""
     if any(is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
     outputs: list[str] = []
@@ -146,7 +135,7 @@ def trace(caller: str, call: LossCall, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _scaled(call: LossCall, transform: Transform, outputs: list[str]) -> Callable[..., Any]:
-    """Returns a function that gives a loss and its gradients, and writes the paths of both into a list."""
+    """Returns a function that returns the loss and its gradients, and writes their paths to `outputs`."""
 
     @functools.wraps(call.fun)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +150,7 @@ def _scaled(call: LossCall, transform: Transform, outputs: list[str]) -> Callabl
 
 
 def _step(fun: Callable[..., Any], outputs: list[str]) -> Callable[..., Any]:
-    """Returns a function that gives the floating arrays that a step returns, and writes their paths."""
+    """Returns a function that returns the floating arrays of a step, and writes their paths to `outputs`."""
 
     @functools.wraps(fun)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -181,17 +170,17 @@ def _floating(tree: Any) -> dict[str, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a probe has measured in one run of a program.
+    """The measurements of one run of a program.
 
     Attributes:
         sites: every site, by its path.
-        records: what was measured at each site, with an axis for each loop around it.
+        records: the measurement at each site, with an axis for each loop around it.
         steps: for the body of each while loop, the numbers of the iterations that were kept.
         carried: as in `Tap`.
         checked: as in `Tap`.
         is_step: as in `LossProgram`.
-        outputs: the site of each output of the program; None where nothing was measured.
-        results: what was measured of each output.
+        outputs: the site of each output of the program; None for one without a site.
+        results: the measurement of each output.
     """
 
     sites: dict[Path, Site]
