@@ -1,7 +1,6 @@
 """`autocast`, and the parts of a call that other rooms use."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -11,6 +10,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from .._dtypes import DTypeLike
+from .._float8.selection import warn_without_float8
 from .._jaxpr import arguments
 from .._jaxpr.arguments import Arguments
 from .._jaxpr.precision import only_own_precisions
@@ -182,7 +182,7 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
         traced, planner, plan = prepare(fun, settings, args, kwargs)
         planner.scopes.check()
         if plan.float8:
-            _warn_without_fp8()
+            warn_without_float8()
         try:
             return traced.outputs(run(planner, plan, traced.arrays))
         except TypeError as error:
@@ -197,19 +197,6 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
 
     autocast_fun._autocast = (autocast_fun, fun, settings)  # type: ignore[attr-defined]
     return autocast_fun
-
-
-def _warn_without_fp8() -> None:
-    device = jax.local_devices()[0]
-    capability = str(getattr(device, "compute_capability", ""))
-    is_nvidia = device.platform in ("gpu", "cuda") and capability[:1].isdigit()
-    if device.platform == "cpu" or (is_nvidia and float(capability) < 8.9):
-        warnings.warn(
-            f"autocast(..., 'float8') runs on {device.device_kind}, which has no fp8 arithmetic: its "
-            "products have the numbers of fp8, and not its speed. Hopper (H100, H200), Ada (L4) and later "
-            "GPUs multiply fp8.",
-            stacklevel=3,
-        )
 
 
 def settings_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Rules] | None:

@@ -1,8 +1,14 @@
-"""Decides which products of the allow list run in fp8 under `autocast(fun, "float8")`."""
+"""Which products of the allow list run in fp8 under `autocast(fun, "float8")`, and on which devices."""
 
 import math
+import warnings
+
+import jax
 
 from .._jaxpr.read import Equation
+
+FLOAT8 = "float8"
+"""The name of the dtype with which autocast runs large products in fp8. It is no dtype: e4m3 and e5m2 are."""
 
 MULTIPLE = 16
 """cuBLAS multiplies fp8 only if all sizes of a product are multiples of 16."""
@@ -43,3 +49,17 @@ def why_not_float8(equation: Equation, forced: bool) -> str:
     if not forced and 1 / sum(1 / size for size in sizes) < SMALLEST_SIZE:
         return f"{text} is too small to gain"
     return ""
+
+
+def warn_without_float8() -> None:
+    """Warns if the first device has no fp8 arithmetic."""
+    device = jax.local_devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    is_nvidia = device.platform in ("gpu", "cuda") and capability[:1].isdigit()
+    if device.platform == "cpu" or (is_nvidia and float(capability) < 8.9):
+        warnings.warn(
+            f"autocast(..., 'float8') runs on {device.device_kind}, which has no fp8 arithmetic: its "
+            "products have the numbers of fp8, and not its speed. Hopper (H100, H200), Ada (L4) and later "
+            "GPUs multiply fp8.",
+            stacklevel=3,
+        )

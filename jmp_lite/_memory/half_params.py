@@ -119,8 +119,8 @@ def with_stochastic_rounding(
 
     Rounding to nearest never changes a bfloat16 parameter of 1 by updates of `-2**-12`. Stochastic rounding
     subtracts `2**-8` on one step in 16, which is right on average. A parameter needs 2 bytes instead of the 6
-    of `with_master_weights`, and training is noisier: docs/memory.md has the accuracy of both (Zamirai et
-    al., Revisiting BFloat16 Training, 2020).
+    of `with_master_weights`, and training is noisier: the guide on memory compares their accuracy (Zamirai
+    et al., Revisiting BFloat16 Training, 2020).
 
     `inner` runs as in a float32 program: it is initialized with float32 parameters, and its `update` gets
     float32 gradients and parameters. Its state can rest in bfloat16 as well:
@@ -235,7 +235,7 @@ def full_params(params: Any, masters: Any) -> Any:
             now, before = ("float32", "half precision") if has_master else ("half precision", "float32")
             raise ValueError(
                 f"with_master_weights: the parameter {path_name(path)!r} is in {now}, "
-                f"{jnp.result_type(param)}, and was in {before} when the optimizer was initialised. "
+                f"{jnp.result_type(param)}, and was in {before} when the optimizer was initialized. "
                 "optax.apply_updates keeps the dtypes of the parameters. "
                 f"After a change of dtypes: {RESUME}"
             )
@@ -251,7 +251,7 @@ def full_params(params: Any, masters: Any) -> Any:
     if given != known:
         raise ValueError(
             "with_master_weights: the parameters have another structure than those that the optimizer was "
-            f"initialised with: {given}, not {known}."
+            f"initialized with: {given}, not {known}."
         )
     return jax.tree_util.tree_map_with_path(widen, params, masters)
 

@@ -68,7 +68,7 @@ def skip_nonfinite(
     `raise_if_stuck` tells the host. An infinite update that `inner` makes of finite gradients is applied.
 
     A transform that is chained after this one runs on skipped steps too, with updates of minus zero, so that
-    weight decay would move the parameters. Put it inside, or select: docs/loss-scaling.md.
+    weight decay would move the parameters. Put it inside, or use `select_tree` on the results.
 
     `inner` is called as it is and its results are selected, so that donated buffers stay in place.
 

@@ -220,7 +220,7 @@ def _in_order(flags: jax.Array, paths: tuple[str, ...], names: tuple[str, ...]) 
         return flags
     if unknown := sorted(set(paths) - set(names)):
         raise ValueError(
-            f"The gradients have leaves that the optimizer was not initialised with: {unknown[:4]}. "
+            f"The gradients have leaves that the optimizer was not initialized with: {unknown[:4]}. "
             f"It knows {list(names[:4])}{'...' if len(names) > 4 else ''}."
         )
     by_name: dict[str, jax.Array] = {}

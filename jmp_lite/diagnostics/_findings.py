@@ -93,19 +93,7 @@ def of_ranges(report: RangeReport | None, precision: PrecisionReport | None) -> 
     # Lost values are no fault if the gradients are right all the same. A report of no module says nothing.
     if precision is not None and precision.names and precision.is_close and precision.unscaled is None:
         return
-    fates = report.pooled.fates(scale)
-    if fates.lost > TOLERANCE and report.loss_scale < (report.largest_safe_scale or 0):
-        what = (
-            f"{fates.lost:.2%} of the gradients that are not zero become zero in {dtype} at the loss scale "
-            f"{power(report.loss_scale)}."
-        )
-        backward = [row for row in report.modules if row.direction == "backward"]
-        worst = sorted(backward or report.gradients, key=lambda row: -row.fates.lost)[:4]
-        where = ", ".join(f"{row.name or '/'} {row.fates.lost:.0%}" for row in worst)
-        best = report.scales.largest_safe
-        less = report.pooled.fates(best or 0).lost
-        advice = f"Start with {dynamic_scale(best or 0)}: {less:.2%} are lost there."
-        yield Finding("accuracy", what, where, advice)
+    yield from _lost_gradients(report, dtype, scale)
     if report.without_scale:
         names = ", ".join(f"{row.name or '/'} ({row.direction})" for row in report.without_scale[:4])
         advice = f"Keep them in float32: rules={report.rules}. " if report.rules else "Try bfloat16. "
@@ -120,6 +108,21 @@ def of_ranges(report: RangeReport | None, precision: PrecisionReport | None) -> 
         yield Finding(
             "accuracy", what, name, f"Keep it in float32: rules={{{name!r}: 'float32'}}. {_UNTRIED}"
         )
+
+
+def _lost_gradients(report: RangeReport, dtype: str, scale: int) -> Iterator[Finding]:
+    fates, best = report.pooled.fates(scale), report.scales.largest_safe or 0
+    if fates.lost <= TOLERANCE or report.loss_scale >= (report.largest_safe_scale or 0):
+        return
+    what = (
+        f"{fates.lost:.2%} of the gradients that are not zero become zero in {dtype} at the loss scale "
+        f"{power(report.loss_scale)}."
+    )
+    backward = [row for row in report.modules if row.direction == "backward"]
+    worst = sorted(backward or report.gradients, key=lambda row: -row.fates.lost)[:4]
+    where = ", ".join(f"{row.name or '/'} {row.fates.lost:.0%}" for row in worst)
+    less = report.pooled.fates(best).lost
+    yield Finding("accuracy", what, where, f"Start with {dynamic_scale(best)}: {less:.2%} are lost there.")
 
 
 def of_precision(report: PrecisionReport | None) -> Iterator[Finding]:

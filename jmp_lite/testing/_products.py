@@ -48,27 +48,28 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
     wanted = {pattern: parse_dtype(dtype).name for pattern, dtype in dtypes.items()}
 
     def assert_fun(*args: Any, **kwargs: Any) -> None:
-        products = [row for row in _report(fun, args, kwargs) if row.is_product]
-        wrong, used = [], set()
-        for product in products:
-            pattern = next((pattern for pattern in wanted if _selects(pattern, product)), None)
-            used.add(pattern)
-            dtype = _dtype_of(product)
-            if pattern is None:
-                wrong.append(f"{dtype}; no pattern matches it: {_described(product)}")
-            elif dtype != wanted[pattern]:
-                wrong.append(f"{dtype}, not the {wanted[pattern]} of '{pattern}': {_described(product)}")
-        scopes = ", ".join(sorted({product.module or "/" for product in products})) or "none"
-        unused = [
-            f"the pattern '{pattern}' decides about no product." for pattern in wanted if pattern not in used
-        ]
-        if unused:
-            unused.append(f"The modules with products are: {scopes}.")
-        if wrong or unused:
-            summary = f"{len(wrong)} of {len(products)} products are not as asserted"
-            raise failure("assert_precision", summary, [*wrong, *unused])
+        _check([row for row in _report(fun, args, kwargs) if row.is_product], wanted)
 
     return assert_fun
+
+
+def _check(products: Sequence[Operation], wanted: Mapping[str, str]) -> None:
+    """Raises an AssertionError if a product is not in the dtype of the first pattern that matches it."""
+    used = [next((p for p in wanted if _selects(p, product)), None) for product in products]
+    wrong = [
+        f"{_dtype_of(product)}{_fault(pattern, wanted)}: {_described(product)}"
+        for product, pattern in zip(products, used)
+        if pattern is None or _dtype_of(product) != wanted[pattern]
+    ]
+    unused = [
+        f"the pattern '{pattern}' decides about no product." for pattern in wanted if pattern not in used
+    ]
+    if unused:
+        scopes = ", ".join(sorted({product.module or "/" for product in products})) or "none"
+        unused.append(f"The modules with products are: {scopes}.")
+    if wrong or unused:
+        summary = f"{len(wrong)} of {len(products)} products are not as asserted"
+        raise failure("assert_precision", summary, [*wrong, *unused])
 
 
 def _report(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Operation]:
@@ -80,6 +81,10 @@ def _report(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     # `explain` names arguments by the signature. With the attributes of `fun` it would explain its autocast.
     as_it_runs.__wrapped__ = fun  # type: ignore[attr-defined]
     return explain(as_it_runs, "float32")(*args, **kwargs).operations
+
+
+def _fault(pattern: str | None, wanted: Mapping[str, str]) -> str:
+    return "; no pattern matches it" if pattern is None else f", not the {wanted[pattern]} of '{pattern}'"
 
 
 def _selects(pattern: str, product: Operation) -> bool:

@@ -75,7 +75,7 @@ def test_with_loss_scale_turns_down_a_second_loss_scale():
 
 def test_gradients_of_unknown_parameters_are_an_error():
     tx = jmp.skip_nonfinite(optax.sgd(1.0))
-    with pytest.raises(ValueError, match=r"not initialised with: \['b'\]. It knows \['a'\]"):
+    with pytest.raises(ValueError, match=r"not initialized with: \['b'\]. It knows \['a'\]"):
         tx.update({"b": jnp.ones(2)}, tx.init({"a": jnp.ones(2)}))
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._float8.quantize import BACKWARD, FORWARD
-from ..._float8.selection import NOT_FP8, why_not_float8
+from ..._float8.selection import FLOAT8, NOT_FP8, why_not_float8
 from ..._jaxpr.bind import is_reverse_only
 from ..._jaxpr.inner import Inner
 from ..._jaxpr.precision import configured_precision
@@ -49,7 +49,7 @@ from .demand import Analysis, DemandPass, Wanted, wanted_inside
 from .op import Context, Op
 from .pairs import find_pairs, with_paths
 from .plan import Activation, Call, Decision, Formats, Plan, Run, Skip, Take, rounded
-from .rules import FLOAT8, Rules
+from .rules import Rules
 from .ruling import Ruling, estimate_of_state
 from .scopes import Scopes
 from .states import BY_RULE, FLOAT32, HALF, OTHER, Kind, State, entering, join, leaving

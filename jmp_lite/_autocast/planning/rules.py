@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import Primitive, primitives
 
 from ..._dtypes import FLOAT8_ADVICE, DTypeLike, parse_dtype, parse_reduce_dtype
+from ..._float8.selection import FLOAT8
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from ..._paths import as_patterns, matches
 
@@ -25,10 +26,6 @@ ScopeRules = Mapping[str, DTypeLike] | Iterable[tuple[str, DTypeLike]] | None
 
 Patterns = str | Iterable[str] | None
 """A pattern over scopes and argument paths, or several."""
-
-
-FLOAT8 = "float8"
-"""The name of the dtype with which autocast runs large products in fp8. It is no dtype: e4m3 and e5m2 are."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,10 @@ from jax import lax
 from ..._autocast.api import make_plan, run
 from ..._autocast.interpreter import Interpreter, Value
 from ..._autocast.planning.plan import Formats, Run
-from ..._autocast.planning.rules import FLOAT8, Rules, make_rules
+from ..._autocast.planning.rules import Rules, make_rules
 from ..._autocast.report.operations import Operation, has_floating, operations_of
 from ..._float8.quantize import BACKWARD
+from ..._float8.selection import FLOAT8
 from ..._jaxpr import arguments
 from ..._jaxpr.arguments import Arguments
 from ..._jaxpr.bind import bind, cast, reuse
@@ -99,28 +100,27 @@ class FlaggedProgram:
         cast = cast_modules(products, parameters)
         own = [number for number, operation in enumerate(before) if gives_half(operation)]
         own_parts, owners = own_modules([before[number] for number in own], parameters)
-        # autocast and the program itself may both cast values of one module to half.
-        both = {module.name for module in cast} & {part.name for part in own_parts}
-        own_parts = [
-            dataclasses.replace(part, name=f"{part.name} (its own casts)") if part.name in both else part
-            for part in own_parts
-        ]
-        modules = (*cast, *own_parts)
+        modules = (*cast, *_renamed(own_parts, cast))
         rest = len(modules)
         # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
         flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
         for number, module in enumerate(cast):
-            narrow = FLOAT8 if self.rules.float8 else self.rules.dtype.name
-            scopes = scopes_for([module], cast, self.wide, narrow)
-            rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
-            for own_flags, operation, kept in zip(
-                flags, self.operations, _operations(traced, rules), strict=True
-            ):
-                if own_flags and (operation.inputs, operation.outputs) != (kept.inputs, kept.outputs):
-                    own_flags.add(number)
+            for operation_flags in self._taken_out(traced, flags, module, cast):
+                operation_flags.add(number)
         for number, owner in zip(own, owners, strict=True):
             flags[number] = {len(cast) + owner, rest}
         return modules, list(map(frozenset, flags))
+
+    def _taken_out(
+        self, traced: Arguments, flags: list[set[int]], module: Module, cast: Sequence[Module]
+    ) -> Iterator[set[int]]:
+        """Yields the flags of the operations that the rule for a module takes out of half."""
+        narrow = FLOAT8 if self.rules.float8 else self.rules.dtype.name
+        scopes = scopes_for([module], cast, self.wide, narrow)
+        rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
+        for own, now, kept in zip(flags, self.operations, _operations(traced, rules), strict=True):
+            if own and (now.inputs, now.outputs) != (kept.inputs, kept.outputs):
+                yield own
 
     def _flagged(self, call: LossCall, flags: Sequence[Flags]) -> LossCall:
         """Returns the call of the function as autocast runs it, with flags in its equations."""
@@ -175,6 +175,13 @@ class _Number(Value):
     def to(self, dtype: Any) -> Array:
         # JAX computes the cast of a literal while tracing, but not the cast of an operation's result.
         return self.native if dtype == jnp.float32 else cast(lax.optimization_barrier(self.native), dtype)
+
+
+def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
+    """Returns modules of the program's own half values. One that autocast casts too gets another name."""
+    both = {module.name for module in cast} & {part.name for part in own}
+    rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
+    return [rename(part) if part.name in both else part for part in own]
 
 
 def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[Operation]:
