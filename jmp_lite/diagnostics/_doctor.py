@@ -41,7 +41,7 @@ P = ParamSpec("P")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
-    """The report of `doctor`. `str(diagnosis)` says it on one page, worst first.
+    """The report of `doctor`. `print` it for one page, the worst finding first.
 
     Attributes:
         findings: the faults, worst first.
@@ -98,16 +98,16 @@ def doctor(
 ) -> Callable[P, Diagnosis]:
     """Returns a function that runs all diagnostics on a loss function. `print` its result for one page.
 
-    It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. Of a plain float32
+    It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. For a plain float32
     function it examines `autocast(fun, dtype)`. A function with half values of its own, such as a model under
     a policy, is examined as it is, and compared with itself in float32. If the loss or a gradient is not
     finite in float32 either, the parts that would compare with float32 are skipped. With a program it calls
     `roofline` too. Without one it compiles the loss and its gradients for an H100 if the extra `[h100]` is
     installed and `JAX_PLATFORMS` is `cpu`.
 
-    With `transform=None` it examines a whole train step as it is: `explain`, `find_nonfinite`, the arguments
-    whose update is lost in their dtype, and gradients that are all zero. `profile_ranges` and
-    `compare_precision` take a loss function.
+    With `transform=None` it examines a whole train step as it is: with `explain` and `find_nonfinite`, and
+    for updates that are lost in the dtype of an argument and gradients that are all zero. `profile_ranges`
+    and `compare_precision` take a loss function.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `transform=None` a train
@@ -156,7 +156,7 @@ def doctor(
     how: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun)
-    def examine(*args: Any, **kwargs: Any) -> Diagnosis:
+    def doctor_fun(*args: Any, **kwargs: Any) -> Diagnosis:
         args, kwargs = _with_jax_arrays((args, kwargs))
         own = not is_autocast and _has_half_products(explain(fun, "float32")(*args, **kwargs))
         running = fun if own or is_autocast else autocast(fun, jnp.float16 if dtype is None else dtype)
@@ -179,14 +179,14 @@ def doctor(
         findings += [*of_operations(operations), *of_roofline(estimate)]
         return Diagnosis(worst_first(findings), skipped, operations, nonfinite, ranges, precision, estimate)
 
-    return examine
+    return doctor_fun
 
 
 def _step_doctor(call: LossCall, program: Program | None, device: str | None) -> Callable[..., Diagnosis]:
     """Returns the doctor of a train step."""
 
     @functools.wraps(call.fun)
-    def examine(*args: Any, **kwargs: Any) -> Diagnosis:
+    def doctor_fun(*args: Any, **kwargs: Any) -> Diagnosis:
         args, kwargs = _with_jax_arrays((args, kwargs))
         operations = explain(call.fun, "float32")(*args, **kwargs)
         how: dict[str, Any] = {"argnums": call.argnums, "transform": None}
@@ -197,7 +197,7 @@ def _step_doctor(call: LossCall, program: Program | None, device: str | None) ->
         findings += [*of_operations(operations), *of_roofline(estimate)]
         return Diagnosis(worst_first(findings), skipped, operations, nonfinite, None, None, estimate)
 
-    return examine
+    return doctor_fun
 
 
 def _estimate(
@@ -208,7 +208,7 @@ def _estimate(
     device: str | None,
     skipped: dict[str, str],
 ) -> Roofline | None:
-    """Returns the roofline of a call; writes the reason if there is none."""
+    """Returns the roofline of a call; without one, writes the reason into `skipped`."""
     if device is None:
         skipped["roofline"] = "No device was given."
         return None
@@ -219,7 +219,7 @@ def _estimate(
 
 
 def _with_jax_arrays(tree: Any) -> Any:
-    """Returns a tree with its NumPy arrays as JAX arrays: `explain` takes a NumPy array for a constant."""
+    """Returns a tree with its NumPy arrays as JAX arrays: `explain` treats a NumPy array as a constant."""
     is_numpy = lambda leaf: isinstance(leaf, np.ndarray)
     if not any(map(is_numpy, jax.tree.leaves(tree))):
         return tree  # `jax.tree.map` would copy the modules of NNX.

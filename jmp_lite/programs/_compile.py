@@ -1,7 +1,7 @@
 """Compiles a step for a GPU that the machine does not have.
 
-The result is the real optimized program for that GPU: its library calls, kernels and memory. The program
-cannot be run, so it says nothing about time.
+The result is the optimized program for that GPU, with its library calls, kernels and memory. It cannot be
+run, so it tells nothing about time.
 """
 
 import importlib.util
@@ -26,10 +26,10 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
             on each host.
 
     Returns:
-        A mesh with axes of the type `Auto`.
+        A mesh whose axes have the type `Auto`.
 
     Raises:
-        ValueError: the device is not known, or the number of devices is another one.
+        ValueError: the device is not known, or the number of devices is not allowed.
         RuntimeError: the CUDA plugin of JAX is not installed.
 
     Examples:
@@ -50,7 +50,7 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
     count = math.prod(axes.values())
     if count < 1 or (count > 8 and count % 8):
         raise ValueError(f"A mesh has 1 to 8 devices, or a multiple of 8, eight a host. Got {count}.")
-    # Without the plugin the error of JAX does not say what to install.
+    # JAX's own error for a missing plugin does not say what to install.
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise RuntimeError('The CUDA plugin of JAX is not installed: pip install "jmp_lite[h100]".')
     hosts, devices = (1, count) if count <= 8 else (count // 8, 8)
@@ -60,7 +60,7 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
         platform="cuda", topology_name="", target_config=DESCRIPTIONS[device], topology=f"1x{hosts}x{devices}"
     )
     shape = tuple(axes.values())
-    # `Auto` lets XLA choose the shardings inside the program. `Explicit` would make them part of the types.
+    # `Auto` lets XLA choose the shardings inside the program; `Explicit` would make them part of the types.
     return Mesh(
         np.array(topology.devices).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape)
     )
@@ -92,7 +92,7 @@ def compile_for(
         The compiled program. It cannot be run.
 
     Raises:
-        ValueError: as in `mesh_for`; or there is no array among the arguments, which carry the device.
+        ValueError: as in `mesh_for`, or no argument is an array: arrays tell JAX the device.
         RuntimeError: the CUDA plugin of JAX is not installed.
 
     Examples:

@@ -14,7 +14,7 @@ class Device:
     Attributes:
         name: the GPU.
         flops: floating point operations a second of products, by precision: `float32`, `tf32`, `bfloat16`,
-            `float16`, `float8`. A GPU without a format has the rate of the format in which XLA computes.
+            `float16`, `float8`. A GPU without a format has the rate of the format that XLA uses instead.
         bandwidth: bytes a second of the memory.
         memory: bytes of the memory.
         source: title and address of the data sheet.
@@ -27,7 +27,7 @@ class Device:
     source: str
 
     def balance(self, precision: str) -> float:
-        """Returns the FLOPs a byte from which arithmetic is the limit, and not the memory."""
+        """Returns the FLOPs per byte above which arithmetic is the limit instead of memory."""
         return self.flops[precision] / self.bandwidth
 
 

@@ -1,7 +1,7 @@
-"""Parses the text of an optimized XLA program, the one public form in which JAX gives it out.
+"""Parses the text of an optimized XLA program, the only public form in which JAX returns it.
 
-It parses what a report needs: the computations and their instructions. An instruction has an opcode, the
-arrays of its result, the names of its operands and its attributes.
+It parses what a report needs: the computations and their instructions, with opcodes, the arrays of results,
+the names of operands and attributes.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class HloArray:
 
     Attributes:
         dtype: `f32`, `bf16`, `pred`, `f8e4m3fn`, ...
-        shape: its sizes.
+        shape: the sizes of its axes.
     """
 
     dtype: str
@@ -47,10 +47,10 @@ class Instruction:
     Attributes:
         name: its name in the computation.
         opcode: `fusion`, `custom-call`, `copy`, ...
-        arrays: the arrays of the result; those of a tuple one after the other.
+        arrays: the arrays of the result, with the tuples flattened.
         operands: the names of the instructions whose results it takes.
         attributes: the text after the operands, without the metadata.
-        op_name: the scopes and the name of the JAX operation from which XLA made it.
+        op_name: the scopes and the name of the JAX operation that it comes from.
         is_root: whether the computation returns its result.
     """
 
@@ -79,7 +79,7 @@ class Instruction:
 
     @cached_property
     def backend_config(self) -> dict[str, Any]:
-        """The settings of the backend for it; empty if they are no JSON, as for a foreign function."""
+        """The backend's settings for it; empty if they are not JSON, as for a foreign function."""
         _, _, config = self.attributes.partition("backend_config=")
         try:
             # Other attributes may stand behind the JSON: `raw_decode` stops at its end.
@@ -145,7 +145,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A program.
+    """A compiled program.
 
     Attributes:
         computations: by name.
@@ -167,15 +167,11 @@ _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 
 
 def parse(text: str) -> HloModule:
-    """Parses what `Compiled.as_text()` returns.
-
-    Raises:
-        ValueError: the text holds no program.
-    """
+    """Parses what `Compiled.as_text()` returns."""
     computations: dict[str, Computation] = {}
     instructions: dict[str, Instruction] = {}
     entry = None
-    # Not `splitlines`: the scopes of a user may hold characters that Python takes for the end of a line.
+    # Not `splitlines`: a user's scopes may contain characters that Python treats as line ends.
     for line in text.split("\n"):
         if header := _HEADER.match(line):
             instructions = {}
@@ -198,7 +194,7 @@ def parse(text: str) -> HloModule:
 
 
 def _arrays(shapes: str) -> tuple[HloArray, ...]:
-    # XLA writes a size that the device decides, up to a bound, as `<=8`.
+    # XLA writes a size that is known only on the device, up to a bound, as `<=8`.
     return tuple(
         HloArray(dtype, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
         for dtype, sizes in _ARRAY.findall(shapes)

@@ -1,4 +1,4 @@
-"""Finds matrix products, convolutions and attentions, and the dtypes in which they multiply and add."""
+"""Finds matrix products, convolutions and attentions, and the dtypes in which they multiply and sum."""
 
 import dataclasses
 import math
@@ -32,8 +32,8 @@ class Product:
         on_tensor_cores: whether an NVIDIA GPU runs it on Tensor Cores.
         flops: floating point operations of one run; 0 if they are not known. An attention counts its
             products without a mask, two forward and four backward, and no recomputation.
-        times: how often it runs.
-        operation: the scopes and the JAX operation from which XLA made it.
+        times: how many times it runs.
+        operation: the scopes and the JAX operation that it comes from.
 
     Examples:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
@@ -57,7 +57,7 @@ class Product:
 def products_of(
     instruction: Instruction, computation: Computation, module: HloModule, times: int, device: Any
 ) -> Iterator[Product]:
-    """Yields the products that an instruction runs: the instruction itself, or those inside its kernel."""
+    """Yields the products of an instruction: itself, or those inside its kernel."""
     if instruction.operation == "fusion":
         for name in instruction.called("calls"):
             inner = module.computations[name]
@@ -87,7 +87,7 @@ def products_of(
 
 
 def _kind(instruction: Instruction) -> str | None:
-    # XLA rewrites products for a GPU to calls of `__cublas$gemm`, `__cublas$lt$matmul$f8`,
+    # For a GPU, XLA rewrites products to calls of `__cublas$gemm`, `__cublas$lt$matmul$f8`,
     # `__cudnn$convForward`, `__cudnn$fmhaSoftmax` and others; for a CPU to `__onednn$matmul` and others.
     if instruction.operation in ("dot", "ragged-dot", "scaled-dot"):
         return "gemm"
@@ -128,7 +128,7 @@ def _precision(instruction: Instruction, operands: tuple[HloArray, ...], device:
 
 
 def _has_tf32(device: Any) -> bool:
-    """Whether a GPU has TF32, as those from the A100 on do; True if the GPU is not known."""
+    """Whether a GPU has TF32, as the A100 and all later ones; True if the GPU is not known."""
     capability = re.match(r"\d+", getattr(device, "compute_capability", ""))
     return not capability or int(capability[0]) >= 8
 
@@ -155,8 +155,8 @@ def _flops(kind: str, instruction: Instruction, operands: tuple[HloArray, ...], 
             output = operands[0]
         elif "BackwardFilter" in instruction.target:
             output, kernel = operands[1], result
-        # Without cuDNN's own call, the gradient of a convolution with strides spreads its input out by zeros,
-        # which do not count.
+        # Without a call of cuDNN, the gradient of a strided convolution pads its input with zeros between the
+        # elements, which do not count.
         spread = math.prod(map(int, filter(None, instruction.attribute(r"lhs_dilate=([\dx]+)").split("x"))))
         outputs = kernel.shape[labels[1].index("o")]
         return 2 * math.prod(output.shape) * math.prod(kernel.shape) // (outputs * spread)

@@ -1,4 +1,4 @@
-"""What a compiled program does: its products and their dtypes, kernels, bytes, memory, collectives."""
+"""The report of `read_program`: products and their dtypes, kernels, bytes, memory, collectives."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ class Collective:
     Attributes:
         kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, ...
         arrays: the arrays that each device sends.
-        times: how often it runs.
-        operation: the scopes and the JAX operation from which XLA made it.
+        times: how many times it runs.
+        operation: the scopes and the JAX operation that it comes from.
 
     Examples:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -49,14 +49,14 @@ class Launch:
     """A kernel or a library call.
 
     Attributes:
-        name: the name of its instruction in the compiled program, by which a profile names it too.
-        operation: the scopes and the JAX operation from which XLA made it.
+        name: the name of its instruction in the compiled program, which profiles use too.
+        operation: the scopes and the JAX operation that it comes from.
         flops: floating point operations of its products in one run.
         bytes_moved: how many bytes one run reads and writes.
-        float32_bytes: how many of these bytes belong to float32 arrays. Arguments and outputs of the program
-            do not count.
-        half_bytes: how many of these bytes belong to half precision arrays, counted in the same way.
-        times: how often it runs.
+        float32_bytes: how many of these bytes belong to float32 arrays that are not arguments or outputs of
+            the program.
+        half_bytes: how many of these bytes belong to such arrays in half precision.
+        times: how many times it runs.
 
     Examples:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
@@ -82,16 +82,16 @@ class Program(Shown):
         products: the matrix products, convolutions and attentions, in the order of the program.
         collectives: the communications between devices.
         launches: the kernels and library calls, in the order of the program.
-        kernels: how many kernels and library calls one run starts. Each iteration of a loop counts, and so do
-            its condition and counter.
+        kernels: how many kernels and library calls one run starts, those of every iteration of a loop and of
+            its condition and counter included.
         bytes_moved: how many bytes the kernels and library calls read and write.
-        temporary_bytes: memory beside arguments and outputs.
+        temporary_bytes: memory in addition to arguments and outputs.
         argument_bytes: memory of arguments.
         output_bytes: memory of outputs.
         aliased_bytes: memory of outputs that overwrite donated arguments.
-        conditionals: how many conditionals it has. The figures above count both branches.
-        host_syncs: why the host must wait for the device within a run: conditionals, loops whose length the
-            device decides (counted as one iteration above), callbacks.
+        conditionals: how many conditionals it has. The figures above count all branches.
+        host_syncs: why the host must wait for the device during a run: conditionals, callbacks, and loops
+            whose length is known only on the device (counted as one iteration above).
 
     Examples:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())

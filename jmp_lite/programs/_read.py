@@ -1,4 +1,4 @@
-"""Reads what a compiled program does from the text that XLA gives of it: `read_program`."""
+"""Reads a compiled program from the text that XLA prints: `read_program`."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from ._products import operation_of, products_of
 from ._program import Collective, Launch, Program
 from ._traffic import bytes_of
 
-# Instructions that name a buffer or a part of one, or only wait: XLA starts no kernel for them.
+# Instructions that name a buffer or a part of one, or only wait. XLA starts no kernel for them.
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"}
 _NO_KERNEL |= {"add-dependency", "partition-id", "replica-id", "domain"}
 # Instructions that run other computations, whose kernels are counted.
@@ -22,7 +22,7 @@ _CALLS_BACK = re.compile(r"callback|infeed|outfeed|SendToHost|RecvFromHost", re.
 
 
 def read_program(compiled: Any) -> Program:
-    """Returns what a compiled step does.
+    """Returns the products, kernels, bytes and memory of a compiled step.
 
     Args:
         compiled: the result of `jax.jit(step).lower(*args).compile()`, or of `nnx.jit`, for any device.
@@ -33,7 +33,7 @@ def read_program(compiled: Any) -> Program:
         device. `print` it for a table.
 
     Raises:
-        TypeError: `compiled` is no compiled program.
+        TypeError: `compiled` is not a compiled program.
 
     Examples:
         >>> x = jnp.ones((8, 8), jnp.bfloat16)
@@ -51,7 +51,7 @@ def read_program(compiled: Any) -> Program:
 
 
 def _read(text: str, memory: Any, device: Any) -> Program:
-    """Returns what the text of a program says."""
+    """Builds the report from the text of a program."""
     module = parse(text)
     size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
     products, collectives, launches, syncs = [], [], [], []
@@ -97,7 +97,7 @@ def _launch(
     ]
     if not _is_output(instruction, computation, module):
         inner += results
-    # A kernel may read only a part of an operand, so its bytes are split by the sizes of its arrays.
+    # A kernel may read only a part of an operand, so its bytes are split in proportion to its arrays.
     total = sum(operand.size for operand in operands) + sum(array.size for array in results)
     moved = bytes_of(instruction, computation, module)
 
@@ -136,7 +136,7 @@ def _device(compiled: Any) -> Any:
 def _executed(
     module: HloModule, computation: Computation, times: int
 ) -> Iterator[tuple[Instruction, Computation, int]]:
-    """Yields each instruction that runs, its computation and how often; not those inside a kernel."""
+    """Yields each instruction outside of kernels, with its computation and how many times it runs."""
     for instruction in computation:
         yield instruction, computation, times
         names = instruction.called(
@@ -150,20 +150,20 @@ def _executed(
 
 
 def _trips(instruction: Instruction) -> int | None:
-    """Returns the number of iterations of a loop, None if the device decides it; 1 for other instructions."""
+    """Returns the length of a loop, None if only the device knows it; 1 for other instructions."""
     if instruction.opcode != "while":
         return 1
-    # XLA counts the iterations of a loop with a counter of a known start, step and end, such as a `lax.scan`.
+    # XLA knows the length of a loop whose counter has a known start, step and end, such as a `lax.scan`.
     known = instruction.backend_config.get("known_trip_count")
     return int(known["n"]) if known else None
 
 
 def _runs(instruction: Instruction, computation: Computation) -> bool:
     """Whether an instruction starts a kernel or a library call."""
-    # Of an asynchronous instruction the `-start` counts, once.
+    # An asynchronous instruction counts once, by its `-start`.
     if instruction.operation in _NO_KERNEL or instruction.opcode.endswith(("-done", "-update")):
         return False
-    # An array without elements needs no kernel. A call without results runs for its effect.
+    # An array without elements needs no kernel. A call without results runs for its side effect.
     results = computation.results(instruction)
     return not results or any(array.size for array in results)
 
@@ -175,6 +175,3 @@ def _syncs(instruction: Instruction) -> list[str]:
         return ["while, of a length that the device decides"]
     name = instruction.target or instruction.opcode
     return [name] if _CALLS_BACK.search(name) else []
-
-
-# The text.

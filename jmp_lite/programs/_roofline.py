@@ -1,7 +1,7 @@
-"""Estimates how fast a compiled step can be, and what half precision can bring, module by module.
+"""Estimates how fast a compiled step can be, and what half precision can gain, module by module.
 
-A kernel can be no faster than its arithmetic at the peak of the device, than its bytes at the bandwidth of
-the memory, and than a launch. The estimate takes the largest of the three for each kernel.
+The time of a kernel is at least that of its arithmetic at the device's peak rate, of its bytes at the memory
+bandwidth, and of a launch. The estimate is the largest of the three for each kernel.
 
 Source: Williams, Waterman, Patterson, Roofline: an insightful visual performance model, CACM 2009; chapter 4
 of NVIDIA's Training With Mixed Precision.
@@ -18,16 +18,16 @@ from ._program import Launch, Program
 
 @dataclasses.dataclass(frozen=True)
 class ModuleTime:
-    """What one module costs.
+    """The cost of one module.
 
     Attributes:
-        module: its scope; forward and backward together.
+        module: its scope; forward and backward pass together.
         flops: floating point operations of its products in one run.
         bytes_moved: how many bytes its kernels read and write.
         launches: how many kernels and library calls it starts.
-        bound: what most of its time is limited by: `arithmetic`, `memory` or `launches`.
-        seconds: the estimate for the program as it is compiled for each precision.
-        fixed: the seconds in float16 of kernels that half precision makes no faster than TF32 does.
+        bound: what limits most of its time: `arithmetic`, `memory` or `launches`.
+        seconds: the estimate, by precision.
+        fixed: the seconds in float16 of kernels that are no faster in half precision than in TF32.
 
     Examples:
         >>> w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
@@ -47,7 +47,7 @@ class ModuleTime:
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte."""
+        """FLOPs per byte."""
         return self.flops / self.bytes_moved if self.bytes_moved else 0.0
 
 
@@ -57,7 +57,7 @@ class Roofline(Shown):
 
     Attributes:
         device: the GPU.
-        modules: the modules, those with most seconds in float16 first.
+        modules: the modules, the slowest in float16 first.
         seconds: the whole step, by precision.
 
     Examples:
@@ -74,20 +74,20 @@ class Roofline(Shown):
 
     @property
     def fixed_modules(self) -> tuple[ModuleTime, ...]:
-        """The modules with time that half precision does not shorten, those with most of it first."""
+        """The modules with time that half precision does not reduce, those with most of it first."""
         return tuple(sorted((row for row in self.modules if row.fixed), key=lambda row: -row.fixed))
 
     @property
     def fixed_share(self) -> float:
-        """The share of the time in float16 that half precision does not shorten, from 0 to 1."""
+        """The share of the time in float16 that half precision does not reduce, from 0 to 1."""
         return sum(row.fixed for row in self.modules) / self.seconds["float16"]
 
     def speedup(self, precision: str = "float16", over: str = "tf32") -> float:
-        """Returns how many times as fast the step is at best in `precision` as in the precision `over`."""
+        """Returns how many times as fast the step is, at best, in `precision` as in `over`."""
         return self.seconds[over] / self.seconds[precision]
 
     def __str__(self) -> str:
-        """Returns the table, and what stands in the way."""
+        """Returns the table, and the modules that half precision does not speed up."""
         return "\n".join(_lines(self))
 
 
@@ -98,19 +98,19 @@ def roofline(
     depth: int = 2,
     launch_seconds: float = 2e-6,
 ) -> Roofline:
-    """Estimates the time of a compiled step in float32, TF32, bfloat16 and float16. It is an estimate.
+    """Estimates the time of a compiled step in float32, TF32, bfloat16 and float16.
 
-    In another precision than that of the program the products run at the rate of that precision, and all
-    arrays between kernels have its width. Arguments and outputs (parameters, optimizer state, the batch) keep
-    theirs. So the times in half are what half precision brings at best.
+    For a precision that is not the program's own, it assumes that the products run at the rate of that
+    precision and that all arrays between kernels have its width. Arguments and outputs (parameters, optimizer
+    state, the batch) keep their dtypes. So the times in half are the best that half precision can reach.
 
     Args:
         program: the result of `read_program`. For a GPU that the machine does not have, see `compile_for`. A
             program for a CPU has other kernels than one for a GPU.
         device: `"v100"`, `"t4"`, `"a100"`, `"l4"`, `"h100"`, `"h200"` or `"b200"`. The `device.source` of
             the report names the data sheet of the GPU.
-        depth: how many names of a scope are one module.
-        launch_seconds: the least time of a kernel.
+        depth: how many names of a scope make up a module.
+        launch_seconds: the shortest time of a kernel.
 
     Returns:
         The estimate.
@@ -142,7 +142,7 @@ def roofline(
 
 
 def module_of(operation: str, depth: int) -> str:
-    """Returns the first names of a scope, without transforms and without the operation itself.
+    """Returns the first names of a scope, without transforms and the operation itself.
 
     Examples:
         >>> module_of("transpose(jvp(GPT))/blocks_0/attention/dot_general", 2)
@@ -154,7 +154,7 @@ def module_of(operation: str, depth: int) -> str:
     return "/".join(scopes[:depth]) or "(no scope)"
 
 
-# The names that calls and loops add to a scope.
+# Names that calls and loops add to scopes.
 _CALLS = {"checkpoint", "rematted_computation", "remat", "shard_map", "while", "body", "cond", "closed_call"}
 _CALLS |= {"custom_jvp_call", "custom_vjp_call", "pjit"}
 
@@ -169,7 +169,7 @@ def _module(name: str, launches: list[Launch], device: Device, launch_seconds: f
             seconds[precision] += launch.times * max(limit_seconds.values())
         bound = max(times["float16"], key=lambda limit: times["float16"][limit])
         limits[bound] += launch.times * times["float16"][bound]
-        # Within one percent the two are the same: the bytes of a kernel are split by rounding.
+        # Equal within one percent, since the bytes of a kernel are split in proportion and rounded.
         if max(times["float16"].values()) >= 0.99 * max(times["tf32"].values()):
             fixed += launch.times * max(times["float16"].values())
     return ModuleTime(
@@ -184,7 +184,7 @@ def _module(name: str, launches: list[Launch], device: Device, launch_seconds: f
 
 
 def _limits(launch: Launch, device: Device, precision: str, launch_seconds: float) -> dict[str, float]:
-    """Returns the least seconds of one run of a kernel by each of the three limits."""
+    """Returns the shortest time of one run of a kernel by each of the three limits."""
     moved = launch.bytes_moved
     if precision in ("bfloat16", "float16"):
         moved -= launch.float32_bytes / 2

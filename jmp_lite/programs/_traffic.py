@@ -30,9 +30,9 @@ def bytes_of(instruction: Instruction, computation: Computation, module: HloModu
 
 
 def _is_workspace(array: HloArray, instruction: Instruction, module: HloModule) -> bool:
-    """Whether an array is memory for a library's own use."""
+    """Whether an array is scratch memory of a library."""
     # A call of cuBLAS or cuDNN returns its scratch memory as a second result, an array of bytes with one
-    # axis. Its size is the most that the library may use. It says nothing of the bytes that are moved.
+    # axis. Its size is an upper bound for the library, and tells nothing about the bytes that are moved.
     if array.dtype not in ("s8", "u8") or len(array.shape) != 1:
         return False
     inner = [call for name in instruction.called("calls") for call in module.computations[name]]
@@ -47,10 +47,10 @@ def _bytes_read(array: Instruction, inside: Computation) -> int:
             if user.opcode in _SAME_BYTES:
                 total += _bytes_read(user, inside)
             elif user.opcode in _UPDATES and not _only_returned(user, inside):
-                total += array.size  # The kernel goes on with the whole updated array.
+                total += array.size  # The kernel continues with the whole updated array.
             else:
                 total += _read_by(user, index, inside)
-    # A kernel that uses an element twice reads it once from the memory, and then from a register or a cache.
+    # A kernel reads an element once from memory, and then again from a register or a cache.
     return min(total, array.size)
 
 

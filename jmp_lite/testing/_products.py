@@ -14,8 +14,8 @@ from ..programs._read import read_program
 def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -> Callable[..., None]:
     """Returns a function that asserts in which dtype every product of `fun` runs.
 
-    It traces `fun` and computes nothing. It reads the products as they run: of functions of `autocast`, of
-    models under a policy, of casts by hand, and of the gradients of all these.
+    It traces `fun` and computes nothing. It reads the products as they run, under `autocast`, a policy or
+    casts by hand, and in the gradients of all these.
 
     Args:
         fun: any function that JAX can trace: a loss, `jax.grad(autocast(loss_fn))`, a train step.
@@ -92,7 +92,7 @@ def _selects(pattern: str, product: Operation) -> bool:
 
 
 def _dtype_of(product: Operation) -> str:
-    """Returns the dtype of the operands, or both where they differ."""
+    """Returns the dtype of the operands, or both if they differ."""
     return " x ".join(dict.fromkeys(operand.split("[")[0] for operand in product.inputs[:2]))
 
 
@@ -151,6 +151,6 @@ def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
 
 
 def failure(assertion: str, summary: str, lines: Sequence[str] = ()) -> AssertionError:
-    """Returns an error with a message of the form of chex."""
+    """Returns an error whose message has the form of chex's."""
     listed = "".join(f"\n- {line}" for line in lines)
     return AssertionError(f"[jmp_lite] Assertion {assertion} failed: {summary}.{listed}")

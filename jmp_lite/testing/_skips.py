@@ -1,4 +1,4 @@
-"""An assertion about a train step: it leaves its state alone where a batch holds inf or NaN."""
+"""An assertion about a train step: a batch with inf or NaN leaves its state unchanged."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,25 +24,25 @@ from ._products import failure
 def assert_skips_nonfinite(
     train_step: Callable[..., Any], state: Any, *batch: Any, ignore: str | Iterable[str] = ()
 ) -> None:
-    """Asserts that a train step skips a batch with inf or NaN, and goes on after it.
+    """Asserts that a train step skips a batch with inf or NaN, and continues after it.
 
-    It runs the step on the batch until a step is taken, then on the batch with all floating values inf, then
-    with all NaN, then on the batch again. Copies are given to the step, so it may donate its state.
+    It runs the step on the batch until a step is taken, then with all floating values inf, then NaN, then on
+    the batch again. The step gets copies, so it may donate its state.
 
-    - After inf and after NaN every leaf of the state is what it was, bit for bit, but for loss scales and the
-      counters of `with_loss_scale`.
-    - The loss scale is what its `adjust` makes of a step that is not finite: a dynamic scale falls.
-    - A clean step afterwards moves a floating leaf outside of the optimizer: the parameters. A large loss
-      scale may skip the first ones.
+    - After inf and after NaN every leaf of the state is unchanged, bit for bit, except for loss scales and
+      the counters of `with_loss_scale`.
+    - The loss scale is what `adjust(False)` returns: a dynamic scale falls.
+    - A clean step afterwards changes a floating leaf outside of the optimizer, the parameters. A large loss
+      scale may skip the first clean steps.
 
     Args:
         train_step: called as `train_step(state, *batch)`. It returns the new state, or a tuple that begins
-            with it. The structure, shapes and dtypes of a state do not change.
+            with it. The structure, shapes and dtypes of the state stay the same.
         state: any pytree that holds the state of `with_loss_scale` or a loss scale: a tuple of parameters and
             optimizer state, a `TrainState`, the state of a split NNX module.
-        batch: the other arguments; some of them are floating.
-        ignore: patterns over the paths of the state, for leaves that may move on a skipped step: a step
-            count, a random key.
+        batch: the other arguments, with some floating values.
+        ignore: patterns over the paths of the state, for leaves that may change on a skipped step, such as a
+            step count or a random key.
 
     Raises:
         AssertionError: one of these does not hold. The message names the leaves that moved, such as batch
@@ -82,7 +82,7 @@ def assert_skips_nonfinite(
 
 
 def _as_array(leaf: Any) -> Any:
-    """Returns an array of a number: the step count of Flax's `TrainState` begins as the number 0."""
+    """Returns a leaf as an array: the step count of Flax's `TrainState` starts as the number 0."""
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
@@ -93,7 +93,7 @@ def _filled(leaf: Any, value: float) -> Any:
 
 
 def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
-    """Returns the new state, of copies, since the step may donate its arguments."""
+    """Returns the new state. The step gets copies, since it may donate its arguments."""
     result = train_step(*jax.tree.map(_copy, (state, *batch)))
     structure = jax.tree.structure(state)
     if jax.tree.structure(result) != structure:
@@ -110,7 +110,7 @@ def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) ->
 
 
 def _step_until_taken(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
-    """Returns the state after the first step that moves the parameters.
+    """Returns the state after the first step that changes the parameters.
 
     A large loss scale skips the first steps, and an optimizer that accumulates waits.
     """
@@ -124,7 +124,7 @@ def _step_until_taken(train_step: Callable[..., Any], state: Any, batch: tuple[A
 
 
 def _skipped(before: Any, after: Any) -> bool:
-    """Whether a step was skipped, as the optimizer says; without one, as the loss scale says."""
+    """Whether a step was skipped, by the optimizer's flags; without an optimizer, by the loss scale."""
     flags = [bool(jnp.all(node.leaf_finite)) for node in _nodes(after) if _is_optimizer(node)]
     if flags:
         return not all(flags)
@@ -132,7 +132,7 @@ def _skipped(before: Any, after: Any) -> bool:
 
 
 def _check_skipped(before: Any, after: Any, value: float, ignored: Sequence[str]) -> None:
-    """Raises an AssertionError if a leaf has moved, or if a loss scale is not what `adjust` makes of it."""
+    """Raises an AssertionError if a leaf has changed, or if a loss scale is not what `adjust` returns."""
     is_ignored = lambda name: any(matches(pattern, name) for pattern in ignored)
     moved = [name for name in _moved(before, after) if not is_ignored(name)]
     if moved:

@@ -1,4 +1,4 @@
-"""Finds the operation at which a loss or its gradients begin to be not finite.
+"""Finds the operation at which a loss or its gradients become inf or NaN.
 
 Read `extremes` (the measurement), `flow` (where inf and NaN begin), `case`, `advice`, `report`,
 `rules` (lines of custom derivatives), then `find`.

@@ -1,4 +1,4 @@
-"""An origin of inf or NaN, what else is known of it, and the operations from which its operands come."""
+"""An origin of inf or NaN with everything that the advice about it depends on."""
 
 import dataclasses
 import linecache
@@ -16,7 +16,7 @@ Extent = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An origin, and what else is known.
+    """An origin and its context.
 
     Attributes:
         origin: the origin.
@@ -44,17 +44,17 @@ class Case:
 
     @property
     def is_derivative(self) -> bool:
-        """Whether it is a part of the backward pass, or computed for it."""
+        """Whether it is in the backward pass, or computed for it."""
         return self.site.direction == "backward" or self.origin.is_derivative
 
     def extent(self, number: int) -> Extent | None:
-        """Returns the smallest and the largest element of an operand; None where they are not known."""
+        """Returns the smallest and the largest element of an operand; None if they are not known."""
         if number >= len(self.origin.operands):
             return None
         return self.origin.operands[number] or self.site.number(number)
 
     def low(self, number: int) -> float:
-        """Returns the smallest element of an operand; NaN where it is not known."""
+        """Returns the smallest element of an operand; NaN if it is not known."""
         extent = self.extent(number)
         return np.nan if extent is None else extent[0]
 
@@ -64,7 +64,7 @@ class Case:
         return extent is not None and extent[0] <= 0 <= extent[1]
 
     def behind(self, number: int, names: Collection[str], steps: int = 6) -> Site | None:
-        """Returns the nearest site, of an operation among `names`, from which an operand comes."""
+        """Returns the nearest operation among `names` that an operand was computed from."""
         sources = self.site.sources
         level = [sources[number]] if number < len(sources) else []
         for _ in range(steps):
@@ -76,9 +76,9 @@ class Case:
         return None
 
     def on_the_line(self, names: Collection[str]) -> str:
-        """Returns the operation among `names` that the same line of the program has; empty for none.
+        """Returns an operation among `names` on the same line of the program; empty if there is none.
 
-        JAX gives the operations of a derivative the line of the operation of which it is.
+        JAX gives the operations of a derivative the line of the operation that is differentiated.
         """
         here = (site for site in self.sites.values() if site.line == self.site.line != "")
         return next((site.operation for site in here if site.operation in names), "")
@@ -95,9 +95,9 @@ def largest(dtype: np.dtype) -> float:
 
 
 def lost_number(site: Site) -> float | None:
-    """Returns a number of the program that is 0 in the dtype of a site; None if there is none on its line.
+    """Returns a number on the line of a site that is 0 in its dtype; None if there is none.
 
-    JAX writes 0 into the program for such a number. So it is read from the line itself.
+    The jaxpr has 0 for such a number, so it is read from the source.
     """
     file, _, line = site.line.partition(" ")[0].rpartition(":")[0].rpartition(":")
     written = re.findall(r"\d+\.?\d*e-\d+|0?\.0\d*", linecache.getline(file, int(line)) if line else "")

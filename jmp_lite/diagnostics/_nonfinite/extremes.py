@@ -20,13 +20,13 @@ class Extremes(Probe):
         del site, operands
         if jnp.iscomplexobj(array):
             array = jnp.stack([array.real, array.imag])
-        if array.dtype.itemsize == 1:  # The formats of 8 bits differ in their inf and NaN: float32 has both.
+        if array.dtype.itemsize == 1:  # Not every fp8 format has inf and NaN; float32 has both.
             array = array.astype(jnp.float32)
         if not array.size:
             return self.empty(array.dtype)  # XLA has no minimum of an array without elements.
-        # The bits are compared as integers, in the order NaN, -inf, ..., inf, NaN. A minimum of floats may
-        # lose a NaN: XLA's CPU backend does not promise to keep it. The bits of negative numbers fall as the
-        # numbers rise, so all of them but the sign are inverted.
+        # The bits are compared as integers, in the order NaN, -inf, ..., inf, NaN: XLA's CPU backend does not
+        # promise that a minimum of floats keeps a NaN. The bits of negative numbers fall as the numbers
+        # rise, so all of them but the sign are inverted.
         whole = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[array.dtype.itemsize]
         order = lambda bits: jnp.where(bits < 0, bits ^ jnp.iinfo(whole).max, bits)
         ordered = order(lax.bitcast_convert_type(array, whole))

@@ -1,4 +1,4 @@
-"""Where a loss or its gradients begin to be not finite: `find_nonfinite`."""
+"""Finds where a loss or its gradients become inf or NaN: `find_nonfinite`."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from .rules import Lines, lines_of_rules, own_line
 P = ParamSpec("P")
 
 LOWEST = -24
-"""The smallest scale that is tried, as a power of two: a loss of 1 is then the least number of float16."""
+"""The exponent of the smallest scale that is tried. It makes a loss of 1 the smallest number of float16."""
 
 
 def find_nonfinite(
@@ -35,26 +35,27 @@ def find_nonfinite(
     has_aux: bool = False,
     transform: Transform | None = jax.value_and_grad,
 ) -> Callable[P, NonfiniteReport]:
-    """Returns a function that finds the operation at which a loss or its gradients begin to be not finite.
+    """Returns a function that finds the operation at which a loss or its gradients become inf or NaN.
 
     It runs the loss and its backward pass as `jmp_lite.value_and_grad` does, as one compiled program that
-    measures the smallest and the largest element of every floating value, inside jit, loops, branches,
-    rematerialization and shards too. Only these numbers come back. An inf or NaN does harm if it reaches the
-    loss or a gradient through values that are all not finite; a mask of -inf that a softmax reads does not.
-    An inf from half arithmetic also counts if a later operation turns it into a wrong finite number (1/inf =
-    0).
+    measures the smallest and the largest element of every floating value, also inside jit, loops, branches,
+    rematerialization and shards. Only these numbers return to the host. An inf or NaN is harmful if it
+    reaches the loss or a gradient through values that are all inf or NaN; a mask of -inf that a softmax reads
+    is not. An inf from half arithmetic is also harmful if a later operation turns it into a wrong finite
+    number (1/inf = 0).
 
-    If it begins in the backward pass, the program runs at smaller scales too, to find one that fits.
+    If the first inf or NaN is in the backward pass, the program also runs at smaller loss scales, to find one
+    that fits.
 
-    With `transform=None` it runs any function as it is, such as a whole train step. Then the inf or NaN does
-    harm that reaches what the function returns, or that the step tests before it leaves its update out.
+    With `transform=None` it runs any function as it is, such as a whole train step. Then an inf or NaN is
+    harmful if it reaches what the function returns, or a value that the step tests to skip its update.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`: plain, with a model under a
             policy, or from `jmp_lite.autocast`. With `transform=None` any function that returns a pytree. It
             is not changed.
         loss_scale: the scale of the step, such as `jmp.get_loss_scale(opt_state)`; a number; or None for 1.
-        argnums: as in `jmp_lite.value_and_grad`; of a step, which arguments are the parameters.
+        argnums: as in `jmp_lite.value_and_grad`; for a step, which arguments are the parameters.
         has_aux: whether `fun` returns `(loss, aux)`.
         transform: as in `jmp_lite.value_and_grad`; None for a step.
 
@@ -89,11 +90,11 @@ def find_nonfinite(
         )
 
     @functools.wraps(fun)
-    def find(*args: Any, **kwargs: Any) -> NonfiniteReport:
+    def find_nonfinite_fun(*args: Any, **kwargs: Any) -> NonfiniteReport:
         lines = functools.partial(_lines_of_rules, call, args, kwargs)
         return examine(trace("find_nonfinite", call, args, kwargs), scale, lines)
 
-    return find
+    return find_nonfinite_fun
 
 
 def _lines_of_rules(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lines:
@@ -101,7 +102,7 @@ def _lines_of_rules(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def examine(program: LossProgram, scale: float, lines: Callable[[], Lines] = dict) -> NonfiniteReport:
-    """Runs a program at a loss scale, and returns where its values begin to be not finite."""
+    """Runs a program at a loss scale, and reports where its values become inf or NaN."""
     tapped = Tapped(program, Extremes())
     measured = tapped(scale)
     origins = Flow(measured).origins()
@@ -117,7 +118,7 @@ def examine(program: LossProgram, scale: float, lines: Callable[[], Lines] = dic
 def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
     """Returns the largest power of two below `scale` at which the loss and all gradients are finite.
 
-    None if there is none. Larger scales only overflow more, so it halves the range of exponents.
+    None if there is none. Larger scales only overflow more, so a binary search over the exponents finds it.
     """
     is_finite = lambda exponent: not Flow(tapped(2.0**exponent)).bad_outputs()
     low, high = LOWEST, math.ceil(math.log2(scale))
@@ -131,7 +132,7 @@ def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Says in words what an origin is.
+    """Turns origins into the rows of a report.
 
     Attributes:
         program: the loss and its gradients as one jaxpr.
@@ -148,7 +149,7 @@ class _Reader:
     rules: Lines
 
     def read(self, origin: Origin) -> Nonfinite:
-        """Returns what there is to say of an origin."""
+        """Returns an origin as a row of the report."""
         site = origin.site
         argument = site.argument or site.last_parameter
         scale = None if self.measured.is_step else self.scale

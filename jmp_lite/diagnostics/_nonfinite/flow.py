@@ -1,13 +1,13 @@
-"""Where values that are not finite come from, and whether they do harm.
+"""Where inf and NaN come from, and whether they are harmful.
 
-An instance is a site in one iteration of each loop around it. An instance that is not finite is an origin if
-its operands are finite. An origin does harm in two ways:
+An instance is a site in one iteration of each loop around it. It is bad if it has an inf or NaN, and an
+origin if it is bad and its operands are not. An origin is harmful in two ways:
 
-- A chain of instances that are not finite leads from it to the loss or to a gradient.
-- It is an inf that half arithmetic makes of finite numbers, and a chain leads from it to an operation that
-  makes finite numbers of it which are wrong. `rsqrt` of an overflow is 0, and no number would be.
+- A chain of bad instances leads from it to the loss or to a gradient.
+- It is an inf that half arithmetic computes from finite numbers, and a chain leads from it to an operation
+  that turns it into wrong finite numbers. `rsqrt` of an overflow is 0, which it is for no finite number.
 
-A mask of -inf that a softmax reads does no harm: `exp` of -inf is 0, as is `exp` of a large negative number.
+A mask of -inf that a softmax reads is harmless: `exp` of -inf is 0, as is `exp` of a large negative number.
 """
 
 import collections
@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from ..._jaxpr.primitives import Category, traits_of
-from .._values.sites import Kind, Path, Site
+from .._values.sites import Path, Site, SiteKind
 from .._values.trace import Measured
 
 Steps = tuple[int, ...]
 Instance = tuple[Path, Steps]
 """A site, and the index of the iteration in each loop around it."""
 
-# Their results for inf are those for the large number that inf stands for.
+# Their result for inf is also right for the large number that has become inf.
 _LIMITS = frozenset({"exp", "exp2", "expm1", "atan", "atan2", "erf", "erfc", "argmax", "argmin"})
 # Each shard takes the operands of all shards.
 _COLLECTIVES = frozenset(
@@ -36,18 +36,18 @@ _COLLECTIVES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """An instance at which values begin to be not finite.
+    """An instance at which an inf or NaN begins.
 
     Attributes:
         site: the site.
         iterations: the number of the iteration in each loop around it.
-        is_nan: whether the value has a NaN, and no operand has one. If not it has an inf, and all operands
+        is_nan: whether the value has a NaN and no operand has one. Otherwise it has an inf, and all operands
             are finite.
         extent: the smallest and the largest element.
-        operands: the same of each operand of the site; None where it is not known.
-        is_harmful: whether it reaches the loss or a gradient, or ends in finite numbers that are wrong.
-        end: the site that makes finite numbers of it which are wrong; None if it reaches the loss or a
-            gradient, or does no harm.
+        operands: the extent of each operand of the site; None if it is not known.
+        is_harmful: whether it reaches the loss or a gradient, or ends in wrong finite numbers.
+        end: the site that turns it into wrong finite numbers; None if it reaches the loss or a gradient, or
+            is harmless.
         is_derivative: whether the forward pass computes it for the backward pass alone.
         flushed: the smallest positive number that a cast to half turned into 0 on the way to an operand; None
             if there is no such cast.
@@ -67,14 +67,14 @@ class Origin:
 
 
 class Flow:
-    """The instances of one run that are not finite, and how they come from one another."""
+    """The bad instances of one run, and which of them were computed from which."""
 
     def __init__(self, measured: Measured) -> None:
         self._measured = measured
         self._sites, self._records = measured.sites, measured.records
 
     def origins(self) -> list[Origin]:
-        """Returns where values begin to be not finite, in the order of the program."""
+        """Returns the origins in the order of the program."""
         harmful = self._harmful()
         origins = [
             self._origin(instance, instance in harmful)
@@ -93,9 +93,10 @@ class Flow:
         ]
 
     def _harmful(self) -> set[Instance]:
-        """Returns the instances that are not finite and from which an output that is not finite was made."""
+        """Returns the bad instances from which a bad output was computed."""
         outputs = {self._measured.outputs[index] for index in self.bad_outputs()}
-        # A step that tests its gradients leaves them out. A loss that tests a value guards against it.
+        # A step that tests its gradients skips its update, so no output shows them. A loss that tests a value
+        # is guarded against it.
         outputs |= self._measured.checked if self._measured.is_step else set()
         todo = [instance for path in outputs if path is not None for instance in self._bad_instances(path)]
         seen = set(todo)
@@ -103,7 +104,7 @@ class Flow:
             instance = todo.pop()
             bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
             nans = [operand for operand in bad if self._is_nan(operand)]
-            # An operation passes a NaN on. So a NaN comes from the operands that have a NaN, if any has one.
+            # Operations propagate NaN. So a NaN comes from the operands that have a NaN, if any has one.
             for operand in nans if nans and self._is_nan(instance) else bad:
                 if operand not in seen:
                     seen.add(operand)
@@ -112,7 +113,7 @@ class Flow:
 
     def _begins(self, instance: Instance) -> bool:
         bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
-        # An operation may make a NaN of infs (inf - inf). So a NaN begins also if an operand has an inf.
+        # An operation may compute a NaN from infs (inf - inf). So a NaN may begin at operands with an inf.
         return not (any(map(self._is_nan, bad)) if self._is_nan(instance) else bad)
 
     def _origin(self, instance: Instance, is_harmful: bool) -> Origin:
@@ -133,10 +134,15 @@ class Flow:
         )
 
     def _end(self, instance: Instance) -> Site | None:
-        """Returns the first site that makes wrong finite numbers of an inf of half arithmetic, if any."""
+        """Returns the first site that turns an inf of half arithmetic into wrong finite numbers, if any."""
         origin = self._sites[instance[0]]
         is_written = {"inf", "-inf"} & set(origin.operands)
-        if not origin.is_half or origin.kind is not Kind.OPERATION or is_written or self._is_nan(instance):
+        if (
+            not origin.is_half
+            or origin.kind is not SiteKind.OPERATION
+            or is_written
+            or self._is_nan(instance)
+        ):
             return None
         todo, seen = [instance], {instance}
         while todo:
@@ -149,7 +155,7 @@ class Flow:
         return None
 
     def _flushed(self, site: Site, steps: Steps) -> float | None:
-        """Returns the smallest number above 0 that a cast right before a site makes 0; None for none."""
+        """Returns the smallest positive number that a cast right before a site turns into 0, if any."""
         for path in site.sources:
             cast = None if path is None else self._sites[path]
             if cast is None or cast.operation != "convert_element_type" or cast.sources[0] is None:
@@ -167,7 +173,7 @@ class Flow:
         return any(self._sites[path].is_scaled for path in self._made_of(site.path))
 
     def _readers(self, instance: Instance) -> Iterator[Instance]:
-        """Yields the instances that were made from an instance."""
+        """Yields the instances that were computed from an instance."""
         path, steps = instance
         for reader in self._reading[path]:
             depth = len(self._sites[reader].loops)
@@ -182,7 +188,7 @@ class Flow:
                 yield entry, following
 
     def _operands(self, instance: Instance) -> Iterator[Instance]:
-        """Yields the instances from which an instance was made."""
+        """Yields the instances that an instance was computed from."""
         path, steps = instance
         site = self._sites[path]
         before = self._before(site, steps) if path in self._measured.carried else None
@@ -198,12 +204,12 @@ class Flow:
             depth = len(self._sites[source].loops)
             if depth <= len(steps):
                 yield from self._of_shards(source, steps[:depth], site)
-            else:  # What leaves a loop comes from any of its iterations.
+            else:  # What leaves a loop may come from any of its iterations.
                 bad = self._bad_instances(source)
                 yield from (instance for instance in bad if instance[1][: len(steps)] == steps)
 
     def _of_shards(self, source: Path, steps: Steps, site: Site) -> Iterator[Instance]:
-        """Yields an operand of a site: of all shards if the site is an operation between shards."""
+        """Yields the instances of an operand of a site: those of all shards if the site is a collective."""
         shards = [depth for depth, loop in enumerate(site.loops[: len(steps)]) if loop.kind == "shard_map"]
         if site.operation not in _COLLECTIVES or not shards:
             yield source, steps
@@ -214,8 +220,8 @@ class Flow:
 
     def _before(self, site: Site, steps: Steps) -> Steps | None:
         """Returns the iteration before an iteration of the innermost loop; None for the first iteration."""
-        # A carry enters the first iteration from outside, and each other from the iteration before. Of a
-        # while loop only some iterations are kept: the one before in the records stands for the one before.
+        # A carry enters the first iteration from outside, and each other one from the iteration before. Only
+        # some iterations of a while loop are kept: there the previous record stands for it.
         return self._step(site, steps, -1)
 
     def _step(self, site: Site, steps: Steps, by: int) -> Steps | None:
@@ -225,14 +231,14 @@ class Flow:
         return (*around, moved) if 0 <= moved < loop.length else None
 
     def _iterations(self, site: Site, steps: Steps) -> Steps:
-        """Returns the numbers of iterations, from the indexes of those that are kept."""
+        """Returns the numbers of iterations for their indexes among those that are kept."""
         return tuple(
             int(self._measured.steps[loop.path][steps[: depth + 1]]) if loop.kind == "while" else step
             for depth, (loop, step) in enumerate(zip(site.loops, steps))
         )
 
     def _moment(self, site: Site, steps: Steps) -> tuple[int, ...]:
-        """Returns the path of a site with the iterations in it."""
+        """Returns the path of a site with the iterations inserted, which sorts as the program runs."""
         moment: list[int] = []
         start = 0
         for loop, step in zip(site.loops, steps):
@@ -263,13 +269,13 @@ class Flow:
 
     @functools.cache  # noqa: B019
     def _sources_of(self, path: Path) -> set[Path]:
-        """Returns the sites from which a value was made, in any iteration."""
+        """Returns the sites that a value was computed from, in any iteration."""
         carried = self._measured.carried
         return _reached(path, lambda path: filter(None, (*self._sites[path].sources, carried.get(path))))
 
     @functools.cache  # noqa: B019
     def _made_of(self, path: Path) -> set[Path]:
-        """Returns the sites that were made from a value, in any iteration."""
+        """Returns the sites that were computed from a value, in any iteration."""
         return _reached(path, lambda path: (*self._reading[path], *self._entries[path]))
 
     @functools.cache  # noqa: B019
@@ -320,7 +326,7 @@ def _reached(path: Path, onwards: Callable[[Path], Iterable[Path]]) -> set[Path]
 
 
 def _reads_inf_right(site: Site) -> bool:
-    """Whether the result of a site for inf is that for the large number which inf stands for."""
+    """Whether the result of a site for inf is right for the large number that has become inf."""
     traits = traits_of(site.operation)
-    is_move = site.kind is not Kind.OPERATION or traits.category is Category.MOVE or traits.keeps_gradient
+    is_move = site.kind is not SiteKind.OPERATION or traits.category is Category.MOVE or traits.keeps_gradient
     return is_move or traits.selects or traits.saturates or site.operation in _LIMITS

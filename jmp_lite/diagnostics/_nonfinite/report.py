@@ -1,4 +1,4 @@
-"""The report of `find_nonfinite`: the operations at which values begin to be not finite."""
+"""The report of `find_nonfinite`: the operations at which an inf or NaN begins."""
 
 import dataclasses
 import math
@@ -8,27 +8,27 @@ from ..._text import Shown, power
 
 @dataclasses.dataclass(frozen=True)
 class Nonfinite:
-    """One operation, argument or constant at which values begin to be not finite.
+    """An operation, argument or constant at which an inf or NaN begins.
 
     Attributes:
         what: `inf` or `NaN`.
         operation: the primitive, as `jax.make_jaxpr` prints it; `argument` or `constant` for an input.
         result: the dtype and shape of the result, such as `float16[8,128]`.
         range: the smallest and the largest element of the result.
-        operands: dtype and shape of each operand; the number itself if it is written into the program.
+        operands: dtype and shape of each operand; the number itself if it is a literal.
         operand_ranges: the same for each operand as `range`; None for integers and numbers.
         module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
         argument: the path of the argument itself, or of the argument that the operation takes. Otherwise the
             last parameter used before it. Empty if there is none.
-        is_operand: whether the operation takes the argument. If not the argument is only on the way.
+        is_operand: whether the operation takes the argument itself.
         line: the line of the program that made it, as `file.py:12:4 (function)`.
-        direction: `forward`; `derivative`, if the forward pass computes and stores it for the backward pass
-            alone; `backward`; or `recomputed`, a part of the forward pass that runs once more in the backward
-            pass. Empty for the parts of a step that are not in a backward pass.
+        direction: `forward`; `derivative` if the forward pass computes it only for the backward pass;
+            `backward`; or `recomputed` in the backward pass. Empty for the parts of a step that are not in a
+            backward pass.
         iterations: for each loop around it, outermost first, its kind and the number of the iteration, from
-            0. The slice of a scan, also if the scan runs backwards; the shard of a `shard_map`.
-        end: the operation that makes finite numbers of it which are wrong, and its line; empty if it reaches
-            an output.
+            0. For a scan it is the index of the slice, also in reverse; for a `shard_map`, of the shard.
+        end: the operation that turns it into wrong finite numbers, and its line; empty if it reaches an
+            output.
         index: the index of the first such element of an argument or constant; None for an operation.
         advice: what to do.
 
@@ -108,24 +108,23 @@ CUT = (
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonfiniteReport(Shown):
-    """Where a loss or its gradients begin to be not finite. `str(report)` says it on one page.
+    """Where a loss or its gradients become inf or NaN. `print` it for one page.
 
-    An inf or NaN does harm if it reaches the loss or a gradient. An inf that half arithmetic makes of finite
-    numbers does harm too if finite numbers that are wrong are made of it: `rsqrt` of it is 0. Of a step, what
-    it returns stands for the loss and the gradients, and so does a value that it tests for inf and NaN.
+    An inf or NaN is harmful if it reaches the loss or a gradient. An inf from half arithmetic is also harmful
+    if a later operation turns it into wrong finite numbers, as `rsqrt` returns 0 for it. For a step, its
+    results and the values that it tests for inf and NaN stand for the loss and the gradients.
 
     Attributes:
-        first_inf: the first operation of finite operands that gives an inf which does harm; None if there
-            is none.
-        first_nan: the first operation of operands without a NaN that gives a NaN which does harm; None if
-            there is none.
-        others: the further operations at which an inf or NaN begins that does harm.
-        harmless: the operations at which an inf or NaN begins that does none, such as a mask of -inf that
-            only a softmax reads.
+        first_inf: the first operation that gives a harmful inf for finite operands; None if there is none.
+        first_nan: the first operation that gives a harmful NaN for operands without NaN; None if there is
+            none.
+        others: the other operations at which a harmful inf or NaN begins.
+        harmless: the operations at which a harmless inf or NaN begins, such as a mask of -inf that only a
+            softmax reads.
         loss: the loss; None for a step.
         loss_scale: the scale at which it ran.
-        gradients: the paths of the gradients that are not finite; of a step, of what it returns.
-        parameters: how many gradients there are; of a step, how many floating arrays it returns.
+        gradients: the paths of the gradients that are not finite; for a step, of its results.
+        parameters: how many gradients there are; for a step, how many floating arrays it returns.
         cut: the lines of the `while` loops that were stopped after 10,000 iterations. What follows them is
             not what the program computes.
         fitting_scale: the largest power of two below the scale at which the loss and all gradients are
@@ -152,12 +151,12 @@ class NonfiniteReport(Shown):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and all gradients are finite; of a step, all that it returns."""
+        """Whether the loss and all gradients are finite; for a step, all of its results."""
         return (self.loss is None or math.isfinite(self.loss)) and not self.gradients
 
     @property
     def cause(self) -> Nonfinite | None:
-        """The first inf or NaN that does harm; None if there is none."""
+        """The first harmful inf or NaN; None if there is none."""
         return self._first()[0] if self._first() else None
 
     @property

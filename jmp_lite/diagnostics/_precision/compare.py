@@ -23,9 +23,9 @@ from .report import Difference, ModuleDifference, PrecisionReport
 P = ParamSpec("P")
 
 FLOAT8_TOLERANCE = 0.25
-"""The error of the gradients that fp8 may have: twice the `eps` of e4m3. That of a sound block is 0.12."""
+"""The tolerance for the gradients in fp8, twice the `eps` of e4m3. A healthy transformer block has 0.12."""
 HARM = 0.1
-"""The error that `doctor` reports. The gradients of a sound model with ReLUs may be wrong by some percent."""
+"""The error from which `doctor` reports a fault: ReLUs alone may cost a healthy model some percent."""
 
 
 def compare_precision(
@@ -47,11 +47,11 @@ def compare_precision(
     half values. If the scopes tell no modules apart (NNX, Equinox, plain functions), a module is the argument
     that holds the parameters. `rules=` of `autocast` selects both.
 
-    Then it searches for few modules to keep in float32. A module whose own error is above the tolerance is
-    among them. It adds the module with the next largest error until the error is small enough, and then
-    leaves out each module that is not needed. With `tolerance=0` it measures each module, and nothing is left
-    to search. The error is that of the gradients; where they are close and the loss is off by more than 0.1,
-    as that of a sum which stops growing, it is that of the loss.
+    Then it searches for a small set of modules to keep in float32. The set contains each module whose own
+    error is above the tolerance. The search adds the module with the next largest error until the error is
+    small enough, and then drops each module that is not needed. With `tolerance=0` it measures each module,
+    and nothing is left to search. The error is that of the gradients. If they are close and the loss is off
+    by more than 0.1, as with a sum that stops growing, it is that of the loss.
 
     If no loss scale is given, and the error in float16 is above the tolerance, it tries `2**15`, the start
     of `DynamicLossScale`. If this scale more than halves the error, all runs in half use it. The report then
@@ -106,7 +106,7 @@ def compare_precision(
     call = LossCall(fun, argnums, has_aux, transform)
 
     @functools.wraps(fun)
-    def compare(*args: Any, **kwargs: Any) -> PrecisionReport:
+    def compare_precision_fun(*args: Any, **kwargs: Any) -> PrecisionReport:
         runs = Runs(FlaggedProgram(call, rules, is_autocast, args, kwargs), scale, loss_scale is None)
         if not runs.is_finite:
             names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
@@ -117,7 +117,7 @@ def compare_precision(
         default = FLOAT8_TOLERANCE if rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
         return report_of(runs, default if tolerance is None else float(tolerance), HARM)
 
-    return compare
+    return compare_precision_fun
 
 
 def _check(tolerance: float | None) -> None:
@@ -150,7 +150,7 @@ class Runs:
         self.is_finite = not self.bad and math.isfinite(self.loss)
 
     def keeping(self, modules: Iterable[Module]) -> Difference:
-        """Returns the error with these modules in float32 and the others in half."""
+        """Returns the error with some modules in float32 and the others in half."""
         kept = frozenset(modules)
         if (self.scale, kept) not in self._differences:
             loss, *gradients = self.program(set(self.program.modules) - kept, self.scale)
@@ -161,11 +161,7 @@ class Runs:
         return self._differences[self.scale, kept]
 
     def try_scale(self, tolerance: float) -> Difference | None:
-        """Takes the loss scale with which float16 starts, if the gradients need one.
-
-        Returns:
-            The error of everything in half without it; None if the scale stays.
-        """
+        """Switches to the first scale of `DynamicLossScale` if it helps; returns the error before or None."""
         unscaled = self.keeping(())
         if not self.may_scale or unscaled.gradients <= tolerance:
             return None
@@ -176,7 +172,7 @@ class Runs:
         return None
 
     def rules(self, kept: Sequence[Module]) -> dict[str, str]:
-        """Returns the rules for these modules and those of the function that still select something."""
+        """Returns the rules for some modules, with those of the function that still select something."""
         rules, modules = self.program.rules, self.program.modules
         scopes = scopes_for(kept, modules, self.program.wide, self.program.narrow)
         rules = dataclasses.replace(rules, scopes=(*scopes, *rules.scopes))
@@ -190,10 +186,7 @@ class Runs:
 
 @jax.jit
 def _sums(half: list[Array], full: list[Array], units: list[float]) -> list[Array]:
-    """Returns for each gradient the squares of three norms, in units.
-
-    They are the norms of the difference, of the gradient in half, and of the gradient in float32.
-    """
+    """Returns for each gradient the squared norms of the difference, of half and of float32, in units."""
     square = lambda x: jnp.sum(jnp.real(x * jnp.conj(x)))
     scaled = ((one / unit, other / unit) for one, other, unit in zip(half, full, units))
     return [jnp.stack([square(one - other), square(one), square(other)]) for one, other in scaled]
@@ -207,13 +200,7 @@ def _difference(half: float, full: float, sums: np.ndarray) -> Difference:
 
 
 def _error(difference: float, half: float, full: float) -> tuple[float, float]:
-    """Returns the relative error and the cosine of a vector, from three squares of norms.
-
-    Args:
-        difference: the square of the difference of the vector in half and the vector in float32.
-        half: the square of the vector in half.
-        full: the square of the vector in float32.
-    """
+    """Returns the relative error and the cosine of a vector, from squared norms as `_sums` has them."""
     if not math.isfinite(difference + half + full):
         return math.inf, math.nan
     if not full:
@@ -223,11 +210,10 @@ def _error(difference: float, half: float, full: float) -> tuple[float, float]:
 
 
 def report_of(runs: Runs, tolerance: float, harm: float) -> PrecisionReport:
-    """Returns the report; measures the modules only if the error of all together is above the tolerance.
+    """Returns the report, which measures the modules only if their joint error is above the tolerance.
 
-    The gradients of a wrong loss may be right, as those of a sum that stops growing. Such a loss is measured
-    if its error is above `harm`, since a loss that is a small difference of large numbers has a large
-    relative error.
+    The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is measured
+    only if its error is above `harm`: a small difference of large numbers has a large relative error.
     """
     program, half = runs.program, runs.keeping(())
     is_loss = half.gradients <= tolerance and half.loss > max(tolerance, harm)
@@ -265,7 +251,7 @@ def report_of(runs: Runs, tolerance: float, harm: float) -> PrecisionReport:
 def compare_for_doctor(
     call: LossCall, loss_scale: Any, tolerance: float | None, args: Any, kwargs: Any
 ) -> PrecisionReport | None:
-    """Returns the report for `doctor`, which calls larger errors harmless. None if float32 is not finite."""
+    """Returns the report for `doctor`, which tolerates more; None if the loss is not finite in float32."""
     _check(tolerance)
     is_autocast = settings_of(call.fun) is not None
     fun, rules = given_rules("doctor", call.fun, None, jnp.float32)

@@ -1,4 +1,4 @@
-"""A loss and its gradients as one compiled program, which takes a flag for each module: float32 or half."""
+"""A loss and its gradients as one compiled program, with a flag for each module: half or float32."""
 
 import dataclasses
 import functools
@@ -44,12 +44,12 @@ class FlaggedProgram:
     """A loss and its gradients, with a flag for each module. It is compiled once.
 
     Attributes:
-        rules: the rules by which autocast runs the function; those of float32 if it does not.
+        rules: the rules of autocast; those of float32 if the function runs as it is.
         operations: the operations of the function.
         modules: the modules that are in half.
         dtype: the half dtype.
-        narrow: the name of the dtype of the modules that are on: that of the half dtype, or `float8`.
-        wide: the name of the dtype of the modules that are off.
+        narrow: the name of the dtype of modules whose flag is on: that of the half dtype, or `float8`.
+        wide: the name of the dtype of modules whose flag is off.
         gradients: the path of each gradient.
     """
 
@@ -65,8 +65,8 @@ class FlaggedProgram:
             self.rules = plain if has_products and not is_autocast else rules
             self.operations = _operations(traced, self.rules, check=True)
             self.wide = "bfloat16" if self.rules.float8 else "float32"
-            self.modules, marks = self._marks(traced, before, call.differentiated)
-            self._program = trace("compare_precision", self._marked(call, marks), args, kwargs)
+            self.modules, flags = self._flags(traced, before, call.differentiated)
+            self._program = trace("compare_precision", self._flagged(call, flags), args, kwargs)
         self.dtype = _half_dtype(self.rules, before)
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
         self.gradients = self._program.gradients
@@ -85,13 +85,13 @@ class FlaggedProgram:
         flags = {flags: is_on[index] for index, flags in enumerate(self._sets)}
         return Reference(flags).run(self._program.jaxpr, arrays)[: 1 + len(self.gradients)]
 
-    def _marks(
+    def _flags(
         self, traced: Arguments, before: Sequence[Operation], parameters: Sequence[str]
     ) -> tuple[tuple[Module, ...], list[Flags]]:
         """Returns the modules, and for each operation the numbers of the modules that it belongs to.
 
-        An operation belongs to each module whose rule would take it out of half: a product to one, the
-        activation between two products to both. The last number stands for what no rule takes out.
+        An operation belongs to each module whose rule takes it out of half: a product to one, the activation
+        between two products to both. One more number stands for the operations that no rule takes out.
         """
         pairs = list(zip(self.operations, before, strict=True))
         products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
@@ -102,52 +102,51 @@ class FlaggedProgram:
         own_parts, owners = own_modules([before[number] for number in own], parameters)
         modules = (*cast, *_renamed(own_parts, cast))
         rest = len(modules)
-        # The readers of a half value round its gradients: a cast of the program to float32 needs no mark.
-        marks = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
+        # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
+        flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
         for number, module in enumerate(cast):
-            for flags in self._taken_out(traced, marks, module, cast):
-                flags.add(number)
+            for operation_flags in self._taken_out(traced, flags, module, cast):
+                operation_flags.add(number)
         for number, owner in zip(own, owners, strict=True):
-            marks[number] = {len(cast) + owner, rest}
-        return modules, [frozenset(flags) for flags in marks]
+            flags[number] = {len(cast) + owner, rest}
+        return modules, list(map(frozenset, flags))
 
     def _taken_out(
-        self, traced: Arguments, marks: list[set[int]], module: Module, cast: Sequence[Module]
+        self, traced: Arguments, flags: list[set[int]], module: Module, cast: Sequence[Module]
     ) -> Iterator[set[int]]:
-        """Yields the marks of the operations that the rule for a module takes out of half."""
+        """Yields the flags of the operations that the rule for a module takes out of half."""
         narrow = FLOAT8 if self.rules.float8 else self.rules.dtype.name
         scopes = scopes_for([module], cast, self.wide, narrow)
         rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
-        for flags, now, kept in zip(marks, self.operations, _operations(traced, rules), strict=True):
-            if flags and (now.inputs, now.outputs) != (kept.inputs, kept.outputs):
-                yield flags
+        for own, now, kept in zip(flags, self.operations, _operations(traced, rules), strict=True):
+            if own and (now.inputs, now.outputs) != (kept.inputs, kept.outputs):
+                yield own
 
-    def _marked(self, call: LossCall, marks: Sequence[Flags]) -> LossCall:
-        """Returns the call of the function as autocast runs it, with marked equations."""
+    def _flagged(self, call: LossCall, flags: Sequence[Flags]) -> LossCall:
+        """Returns the call of the function as autocast runs it, with flags in its equations."""
 
         @functools.wraps(call.fun)
-        def marked_fun(*args: Any, **kwargs: Any) -> Any:
+        def flagged_fun(*args: Any, **kwargs: Any) -> Any:
             with only_own_precisions():
                 traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
-            traced = dataclasses.replace(traced, jaxpr=_with_marks(traced.jaxpr, iter(marks)))
+            traced = dataclasses.replace(traced, jaxpr=_with_flags(traced.jaxpr, iter(flags)))
             planner, plan = make_plan(traced, self.rules)
             return traced.outputs(run(planner, plan, traced.arrays, _Interpreter))
 
-        return dataclasses.replace(call, fun=marked_fun)
+        return dataclasses.replace(call, fun=flagged_fun)
 
 
 class _Interpreter(Interpreter):
-    """Writes the casts of numbers, and the rounding to fp8, into the program, where flags switch them off."""
+    """Keeps the casts of literals and the rounding to fp8 in the program, so that flags switch them."""
 
     def _float8(self, equation: Equation, action: Run, formats: Formats, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
-        marks = flags_of(equation) or frozenset()
-        rest = max(marks, default=0)
+        rest = max(flags_of(equation) or (), default=0)
         arrays = [
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
             for value, dtype, source in zip(operands, formats.dtypes, formats.sources, strict=True)
         ]
-        # The last number stands for all casts that no rule takes out. So bfloat16 stays on if fp8 is off.
+        # The flag of everything that no rule takes out. So bfloat16 stays on if fp8 is off.
         with jax.named_scope(flag_scope({rest})):
             (result,) = bind(equation, arrays, **action.params)
         return _with_float8_cotangent(result)
@@ -168,13 +167,13 @@ _with_float8_cotangent.defvjp(
 
 
 class _Number(Value):
-    """A number that is written into the program."""
+    """A literal."""
 
     def copy(self) -> Value:
         return self
 
     def to(self, dtype: Any) -> Array:
-        # JAX computes the cast of a number while tracing, but not that of the result of an operation.
+        # JAX computes the cast of a literal while tracing, but not the cast of an operation's result.
         return self.native if dtype == jnp.float32 else cast(lax.optimization_barrier(self.native), dtype)
 
 
@@ -201,18 +200,18 @@ def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:
     return np.dtype(jnp.dtype(max(counts, key=lambda name: counts[name])))
 
 
-def _with_marks(jaxpr: Jaxpr, marks: Iterator[Flags]) -> Jaxpr:
-    """Returns a jaxpr with marked equations. `marks` has one for each operation that a report shows."""
-    return with_equations(jaxpr, [_with_mark(equation, marks) for equation in equations(jaxpr)])
+def _with_flags(jaxpr: Jaxpr, flags: Iterator[Flags]) -> Jaxpr:
+    """Returns a jaxpr with flags in its equations: the next of `flags` for each operation of a report."""
+    return with_equations(jaxpr, [_flagged_equation(equation, flags) for equation in equations(jaxpr)])
 
 
-def _with_mark(equation: Equation, marks: Iterator[Flags]) -> Equation:
-    flags: Flags = frozenset()
+def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
+    own: Flags = frozenset()
     if traits_of(equation.primitive.name).category is Category.CALL:
-        parts = [_with_marks(inner.jaxpr, marks) for inner in inner_jaxprs(equation)]
+        parts = [_with_flags(inner.jaxpr, flags) for inner in inner_jaxprs(equation)]
         equation = with_inner_jaxprs(equation, parts)
         # For the equations that JAX makes itself, such as those of the rule of a custom derivative.
-        flags = flags.union(*(flags for part in parts for flags in flags_in(part)))
+        own = own.union(*(each for part in parts for each in flags_in(part)))
     elif has_floating(equation):
-        flags = next(marks)
-    return flagged(equation, flags) if flags else equation
+        own = next(flags)
+    return flagged(equation, own) if own else equation

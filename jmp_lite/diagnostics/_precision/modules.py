@@ -1,4 +1,4 @@
-"""The modules of a program: which operations are in half, and by which names users know them."""
+"""The modules of a program: its half operations, grouped under names that users know."""
 
 import dataclasses
 import glob
@@ -18,11 +18,9 @@ class Module:
     """A named group of operations that share one flag: half or float32.
 
     Attributes:
-        name: the scope, or the path of the argument that holds its parameters; empty for what has neither.
-        pattern: the pattern that selects it in `rules=` of `autocast`; empty if the program itself makes its
-            half values.
-        lines: the first lines of the user that make half values, as `file.py:12:4 (function)`; empty with a
-            pattern.
+        name: the scope, or the path of the argument that holds its parameters; empty without either.
+        pattern: the pattern that selects it in `rules=` of `autocast`; empty if the program itself casts.
+        lines: without a pattern, the user's first lines that make half values, as `file.py:12:4 (function)`.
         remedy: without a pattern, how to keep it in float32, in words.
     """
 
@@ -38,22 +36,18 @@ class Module:
 
 
 def is_in_half(operation: Operation) -> bool:
-    """Whether an operation takes or gives half values, or rounds to few digits."""
+    """Whether an operation takes or returns half values, or rounds to few digits."""
     return gives_half(operation) or any(value.startswith(_HALVES) for value in operation.inputs)
 
 
 def cast_modules(products: Sequence[Operation], parameters: Sequence[str]) -> list[Module]:
-    """Returns the modules of the products that autocast brings to half."""
+    """Returns the modules of the products that autocast casts to half."""
     names = dict.fromkeys(_modules(_paths(products, parameters)))
     return [Module(name, f"/{glob.escape(name)}") for name in names if name]
 
 
 def own_modules(operations: Sequence[Operation], parameters: Sequence[str]) -> tuple[list[Module], list[int]]:
-    """Returns the modules of the operations that the program itself has in half.
-
-    Returns:
-        The modules, and for each operation the index of its module.
-    """
+    """Returns the modules of the program's own half operations, and the index of each operation's module."""
     names = _modules(_paths(operations, parameters))
     has_policy = any(operation.source.startswith(_PACKAGE) for operation in operations)
     members: dict[str, list[Operation]] = {name: [] for name in names}
@@ -83,27 +77,20 @@ def _is_of_library(line: str) -> bool:
 
 
 def gives_half(operation: Operation) -> bool:
-    """Whether an operation gives half values, or rounds to few digits."""
+    """Whether an operation returns half values, or rounds to few digits."""
     is_half = any(value.startswith(_HALVES) for value in operation.outputs)
     return is_half or operation.name == "reduce_precision"
 
 
 def _makes_half(operation: Operation) -> bool:
-    """Whether an operation gives half values, of others."""
+    """Whether an operation makes half values from others."""
     return gives_half(operation) and not all(value.startswith(_HALVES) for value in operation.inputs)
 
 
 def scopes_for(
     kept: Sequence[Module], modules: Sequence[Module], wide: str, narrow: str
 ) -> tuple[tuple[str, str], ...]:
-    """Returns rules that keep some modules in one dtype and the others in another, also those within them.
-
-    Args:
-        kept: the modules to keep.
-        modules: all modules.
-        wide: the name of the dtype of the modules in `kept`.
-        narrow: the name of the dtype of the others.
-    """
+    """Returns rules for the dtype `wide` of the modules in `kept` and `narrow` of the others, also nested."""
     scopes = []
     selected = [module for module in modules if module.pattern]
     # Of the patterns that match, the first one wins: that of the innermost module.
@@ -116,7 +103,7 @@ def scopes_for(
 
 
 def _paths(operations: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
-    """Returns for each operation the path of the module or of the argument that it belongs to."""
+    """Returns for each operation the path of its module or argument."""
     paths = [_path(operation, parameters) for operation in operations]
     if len(set(paths)) < 2:  # A jitted loss has one scope for all.
         paths = [_argument(operation, parameters) or operation.scope for operation in operations]
@@ -131,7 +118,7 @@ def _modules(operation_paths: Sequence[str]) -> list[str]:
 
 
 def _path(operation: Operation, parameters: Sequence[str]) -> str:
-    """Returns the scope of an operation; the argument where the scope is that of a class or of an einsum."""
+    """Returns the scope of an operation; its argument if the scope names a class or is missing."""
     names = operation.scope.split("/")
     if "->" in names[-1]:  # `jnp.einsum` names a scope by its equation, such as `bi,io->bo`.
         names = names[:-1]
@@ -155,6 +142,6 @@ def _shared(paths: Sequence[list[str]]) -> int:
 
 
 def _end(path: list[str], shared: int) -> int:
-    """Returns where a path is cut: after the first name that is not shared, and an index behind it."""
+    """Returns where to cut a path: after the first name that is not shared, and an index behind it."""
     following = range(shared + 1, len(path))
     return next((position for position in following if not path[position].isdigit()), len(path))

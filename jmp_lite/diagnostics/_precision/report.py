@@ -1,11 +1,11 @@
-"""The report of `compare_precision`: the error of each module in half, and the fewest rules against it."""
+"""The report of `compare_precision`: the error of each module in half, and rules that reduce it."""
 
 import dataclasses
 
 from ..._float8.selection import FLOAT8
 from ..._text import Shown, aligned, power
 
-_NOISE = 1e-5  # What another order of float32 sums may change.
+_NOISE = 1e-5  # What a different order of float32 sums may change.
 
 
 def _short(dtype: str) -> str:
@@ -37,15 +37,15 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleDifference:
-    """What one module costs.
+    """The error that one module costs.
 
     Attributes:
         module: the scope, or the path of the argument that holds its parameters.
         own: the error if this module alone is in half, and all others in float32; for `float8` if it alone is
             in fp8, and all others in bfloat16.
-        pattern: the pattern that selects it in `rules=` of `autocast`. It is empty if the function itself
-            makes the half values: by casts, a policy, or the `dtype` of layers.
-        lines: then the first lines that make them, as `file.py:12:4 (function)`.
+        pattern: the pattern that selects it in `rules=` of `autocast`; empty if the function itself makes the
+            half values, by casts, a policy or the `dtype` of layers.
+        lines: without a pattern, the first lines that make half values, as `file.py:12:4 (function)`.
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
@@ -62,7 +62,7 @@ class ModuleDifference:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PrecisionReport(Shown):
-    """The accuracy that each module costs in half precision. `str(report)` says it on one page.
+    """The accuracy that each module costs in half precision. `print` it for one page.
 
     Attributes:
         dtype: the name of the dtype that is compared with float32.
@@ -70,22 +70,21 @@ class PrecisionReport(Shown):
         loss_scale: the loss scale of the runs in half.
         loss: the loss in float32.
         names: the modules that are in half, in the order of the program.
-        modules: what each of them costs, that with the largest error first; empty if the error of all
-            together is within the tolerance.
-        half: the error with all of them in half; for `float8` in fp8.
+        modules: what each of them costs, the largest error first; empty if the error of all together is
+            within the tolerance.
+        half: the error with all of them in half, or in fp8 for `float8`.
         unscaled: that error at the loss scale 1, if no loss scale was given and the gradients need one. All
             other errors are then at `loss_scale`. Otherwise None.
-        rest: the error with all of them in the kept dtype. In float32 it is 0, but for products that no rule
-            selects. None if `modules` is empty.
-        measure: `gradients` or `loss`: which error is too large, or is to be small.
+        rest: the error with all of them in the kept dtype. In float32 it is 0, except for products that no
+            rule selects. None if `modules` is empty.
+        measure: `gradients` or `loss`: which error is compared with the tolerance.
         tolerance: the largest error that is allowed.
-        kept: modules in float32, none of which can be left out, that bring the error to the tolerance or
-            below. None if all modules together are not enough.
-        rules: those of them that autocast brings to half, to paste as `rules=` of `autocast`, with the rules
-            that the function had before; None as in `kept`.
-        remedies: for the others how to keep them in float32, in words.
-        with_rules: the error that is left if these modules are in float32: it was measured. None as in
-            `kept`.
+        kept: the modules to keep in float32, none of which can be left out. None if all modules together do
+            not bring the error to the tolerance.
+        rules: the `rules=` of `autocast` for those of them that autocast casts, with the rules that the
+            function had before; None if `kept` is None.
+        remedies: how to keep the others in float32, in words.
+        with_rules: the measured error with `kept` in float32; None if `kept` is None.
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))

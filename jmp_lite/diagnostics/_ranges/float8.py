@@ -1,7 +1,7 @@
-"""Counts what fp8 flushes to zero of the operands of products, for `profile_ranges(fun, "float8")`.
+"""Counts the operands of products that fp8 flushes to zero, for `profile_ranges(fun, "float8")`.
 
-Each operand has a scale of its own, from its largest magnitude. So no value overflows. Much smaller values
-become zero.
+Each operand has a scale of its own, computed from its largest magnitude. So no value overflows, and much
+smaller values become zero.
 """
 
 import collections
@@ -15,7 +15,7 @@ from ..._autocast.planning.plan import Decision, Plan
 from ..._float8.quantize import BACKWARD, FORWARD, quantize
 from ..._jaxpr.read import Array, Equation
 from .._values.probe import Probe, TapValue
-from .._values.sites import Kind, Site
+from .._values.sites import Site, SiteKind
 from .._values.trace import LossProgram, Tapped
 
 _FORMATS = (FORWARD, BACKWARD)
@@ -24,12 +24,12 @@ _COUNTS = 2 + len(_FORMATS)
 
 @dataclasses.dataclass(frozen=True)
 class Float8Range:
-    """What fp8 makes of the operands of the products of one module, in one direction.
+    """What fp8 flushes to zero among the operands of one module's products, in one direction.
 
     Attributes:
         name: the module, as in `ModuleRange`.
         direction: `forward` for activations and weights, `backward` for cotangents.
-        dtype: the fp8 dtype that autocast takes: `float8_e4m3fn` forward, `float8_e5m2` backward.
+        dtype: the fp8 dtype that autocast uses: `float8_e4m3fn` forward, `float8_e5m2` backward.
         values: how many values there are.
         zeros: how many of them are zero.
         flushed: how many of the others become zero, by the name of the fp8 dtype.
@@ -55,26 +55,26 @@ class Float8Range:
 
     @property
     def lost(self) -> float:
-        """The share of the values that become zero in the dtype that autocast takes."""
+        """The share of the values that become zero in the dtype that autocast uses."""
         return self.share(self.flushed[self.dtype])
 
 
 @dataclasses.dataclass(frozen=True)
-class _Flushes(Probe):
+class _FlushCounts(Probe):
     """The probe: counts zeros, and for each fp8 dtype the values that become zero."""
 
     adds, operands, once = True, True, True
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
-        """Those of products in fp8."""
+        """Whether the operation is a product in fp8."""
         del equation
         return decision is not None and decision.in_float8
 
     def wants(self, site: Site, half: bool) -> bool:
-        """Of the backward pass the first operand, which is the cotangent: it has the others from forward."""
+        """In the backward pass only the cotangent, the first operand: the forward pass has the others."""
         del half
         is_cotangent = site.path[-1] == -1
-        return site.kind is Kind.OPERAND and (
+        return site.kind is SiteKind.OPERAND and (
             site.direction == "forward" or (site.direction == "backward" and is_cotangent)
         )
 
@@ -101,9 +101,9 @@ class _Flushes(Probe):
         return first + second
 
 
-def flushes(program: LossProgram, plan: Plan, scale: float) -> tuple[Float8Range, ...]:
-    """Returns what fp8 makes of the operands of products, by module and direction."""
-    measured = Tapped(program, _Flushes(), plan)(scale)
+def float8_ranges(program: LossProgram, plan: Plan, scale: float) -> tuple[Float8Range, ...]:
+    """Returns what fp8 flushes to zero among the operands of products, by module and direction."""
+    measured = Tapped(program, _FlushCounts(), plan)(scale)
     groups: dict[tuple[str, str], np.ndarray] = collections.defaultdict(lambda: np.zeros(_COUNTS, np.int64))
     for path in sorted(measured.records):
         site = measured.sites[path]

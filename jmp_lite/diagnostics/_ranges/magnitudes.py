@@ -1,9 +1,9 @@
-"""Counts values by their magnitude. The counts say what half precision does to the values at any loss scale.
+"""Counts values by magnitude, which tells what half precision does to them at any loss scale.
 
-A value is 2**e times a number from 1 to 2. A power of two as a loss scale adds to `e` and changes nothing
-else. So one count by `e`, with the few values apart that round at the edges of the range, says for every
-scale how many values overflow, are subnormal or become zero. The counts are exact: rounding to nearest, ties
-to even, as IEEE 754 and the hardware have it.
+A value is 2**e times a number from 1 to 2. A loss scale that is a power of two adds to `e` and changes
+nothing else. So one count by `e`, in which the values that round at the edges of the range stand apart, tells
+for every scale how many values overflow, are subnormal or become zero. The counts are exact for rounding to
+nearest, ties to even, as in IEEE 754.
 """
 
 import dataclasses
@@ -17,20 +17,19 @@ import numpy as np
 from jax import lax
 
 from ..._autocast.planning.plan import Decision, Run, Take
-from ..._dtypes import HALF_DTYPES
 from ..._jaxpr.read import Array, Equation
 from ..._tree import is_floating
 from .._values.probe import Probe, TapValue, maxima
-from .._values.sites import Kind, Site
+from .._values.sites import Site, SiteKind, in_half
 
 LOWEST = -149
-"""The exponent of the least float32."""
+"""The exponent of the smallest float32."""
 BINS = 277
-"""The powers of two that float32 has, subnormal numbers included."""
+"""How many powers of two float32 has, with its subnormal numbers."""
 _CLASSES = 4  # 1 exactly; the numbers between; those that round up below the range; those that overflow.
 _ZERO, _INF, _NAN = BINS * _CLASSES, BINS * _CLASSES + 1, BINS * _CLASSES + 2
 _COUNTS = _NAN + 1
-"""The number of counts in a record. The bits of the largest and smallest magnitude follow."""
+"""The number of counts in a record, which are followed by the bits of the largest and smallest magnitude."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +82,8 @@ class Magnitudes:
         zeros: how many values are zero.
         infs: how many values are inf or -inf.
         nans: how many values are NaN.
-        smallest: the least magnitude that is finite and not zero; 0 for none.
-        largest: the largest magnitude that is finite; 0 for none.
+        smallest: the smallest magnitude that is finite and not zero; 0 if there is none.
+        largest: the largest finite magnitude; 0 if there is none.
 
     Examples:
         >>> report = profile_ranges(lambda w: jnp.sum(w * jnp.array([1.0, 2.0**-30])))(jnp.ones(2))
@@ -117,7 +116,7 @@ class Magnitudes:
         digits, least, most = int(info.nmant), int(info.minexp), int(info.maxexp) - 1
         exponents = np.arange(BINS)[:, None] + (LOWEST + exponent)
         kinds = np.arange(_CLASSES)
-        # Half of the least number rounds to zero, and all above it to the least number.
+        # Half of the smallest number rounds to zero, and everything above it to the smallest number.
         half_of_least = least - digits - 1
         flushed = (exponents < half_of_least) | ((exponents == half_of_least) & (kinds == 0))
         overflowed = (exponents > most) | ((exponents == most) & (kinds == 3))
@@ -168,12 +167,12 @@ class Histogram(Probe):
     adds, operands = True, True
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
-        """Those that are cast to half, or would be."""
+        """Whether the program or autocast casts an operand to half."""
         return _takes_half(decision) or _casts_down(equation)
 
     def wants(self, site: Site, half: bool) -> bool:
-        """Arrays that are in half or would be. What the backward pass computes again counts once."""
-        is_new = site.kind not in (Kind.ENTRY, Kind.LEAVE) and site.direction != "recomputed"
+        """Whether it is an array that is in half, or would be. Recomputed values are not counted again."""
+        is_new = site.kind not in (SiteKind.ENTRY, SiteKind.LEAVE) and site.direction != "recomputed"
         return is_new and (half or site.is_half) and not site.array.endswith("[]")
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
@@ -181,7 +180,7 @@ class Histogram(Probe):
         del site, operands
         if jnp.iscomplexobj(array):
             array = jnp.stack([array.real, array.imag])
-        # The bits are compared as integers. XLA's CPU backend takes a subnormal float32 for zero, also in
+        # The bits are compared as integers: XLA's CPU backend treats a subnormal float32 as zero, also in
         # comparisons.
         bits = lax.bitcast_convert_type(jnp.asarray(array, jnp.float32), jnp.uint32) & 0x7FFFFFFF
         if not bits.size:
@@ -190,7 +189,7 @@ class Histogram(Probe):
         index = jnp.where(finite, self._index(bits), jnp.where(bits == 0x7F800000, _INF, _NAN))
         index = jnp.where(bits == 0, _ZERO, index)
         counts = jnp.zeros(_COUNTS, jnp.uint32).at[index.ravel()].add(1)
-        # The bits of the smallest are inverted: a maximum then joins both extremes, and 0 stands for none.
+        # The bits of the smallest are inverted, so that a maximum joins both extremes and 0 stands for none.
         none = jnp.uint32(0)
         extremes = maxima(jnp.where(finite, bits, none), jnp.where(finite & (bits > 0), ~bits, none))
         return jnp.concatenate([counts, jnp.stack(extremes)])
@@ -245,8 +244,8 @@ def _casts_down(equation: Equation) -> bool:
     """Whether the program casts to half."""
     if equation.primitive.name != "convert_element_type":
         return False
-    taken, given = (var.aval.dtype for var in (*equation.invars, *equation.outvars))
-    return given in HALF_DTYPES and is_floating(equation.invars[0].aval) and taken != given
+    (taken,), (given,) = equation.invars, equation.outvars
+    return in_half(given) and is_floating(taken.aval) and taken.aval.dtype != given.aval.dtype
 
 
 def _takes_half(decision: Decision | None) -> bool:

@@ -11,11 +11,7 @@ from .scales import Scales
 
 
 def draw(report: Any, path: str | pathlib.Path) -> None:
-    """Draws the report into a file.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draws a report into a file."""
     try:
         figures: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:
@@ -31,7 +27,7 @@ def draw(report: Any, path: str | pathlib.Path) -> None:
 
 
 def _draw_histogram(axes: Any, report: Any) -> None:
-    """The gradients by magnitude at a scale of 1, with the range of the dtype (the guide's figure 2)."""
+    """Draws the gradients by magnitude at a scale of 1, and the range of the dtype (NVIDIA's figure 2)."""
     histogram, info = report.pooled.histogram, jnp.finfo(report.dtype)
     total = report.pooled.values
     shares = [count / total for count in histogram.values()]
@@ -55,7 +51,7 @@ def _draw_histogram(axes: Any, report: Any) -> None:
 
 
 def _draw_curve(axes: Any, scales: Scales, loss_scale: float) -> None:
-    """The shares of the gradients that each loss scale loses (the guide's figure 3)."""
+    """Draws the shares of the gradients that each loss scale loses (NVIDIA's figure 3)."""
     shown = range(-10, 41)
     fates = [scales.fates[exponent] for exponent in shown]
     counts: dict[str, Any] = {

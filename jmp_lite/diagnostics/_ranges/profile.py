@@ -19,9 +19,9 @@ from ..._dtypes import DTypeLike
 from ..._jaxpr.read import Jaxpr, all_equations, open_jaxpr
 from .._nonfinite.find import examine
 from .._nonfinite.report import Nonfinite
-from .._values.sites import Path
+from .._values.sites import Path, in_half
 from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
-from .float8 import flushes
+from .float8 import float8_ranges
 from .magnitudes import Histogram, pooled
 from .report import ModuleRange, RangeReport
 
@@ -37,22 +37,22 @@ def profile_ranges(
     has_aux: bool = False,
     transform: Transform = jax.value_and_grad,
 ) -> Callable[P, RangeReport]:
-    """Returns a function that says how much a half dtype loses of a step, and which loss scale recovers it.
+    """Returns a function that measures what a half dtype loses of a step, and which loss scale recovers it.
 
     It runs the loss and its backward pass once, as one compiled program, and counts the magnitudes of the
-    values. Only the counts come back.
+    values. Only the counts return to the host.
 
     A float32 function, or one that `jmp_lite.autocast` returned, runs in float32, so no value is lost yet. It
-    counts the values that `autocast(fun, dtype)` makes in half, or gives to a product in half. If the program
-    has half values of its own, such as a model under a policy, it counts these. A value that the program
-    casts is counted before the cast. A value that a product in half has flushed to zero counts as a zero. If
-    half values of the program are inf, it runs once more and names the operations that overflow and do harm,
-    as `find_nonfinite` does. To see all values, give the plain model.
+    counts the values that `autocast(fun, dtype)` computes in half, or casts to half for a product. If the
+    program has half values of its own, such as a model under a policy, it counts these. A value that the
+    program casts is counted before the cast. A value that a half product has flushed to zero counts as a
+    zero. If half values of the program are inf, it runs again and names the operations whose overflow is
+    harmful, as `find_nonfinite` does. To see all values, give it the plain model.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
-        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. With `"float8"` the report also says what fp8
-            flushes to zero of the operands of products. For a function that `autocast` returned it is the
+        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. With `"float8"` the report also counts the
+            operands of products that fp8 flushes to zero. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
         loss_scale: the scale of the step: a loss scale, a number, or None for 1. It is rounded down to a
             power of two.
@@ -86,7 +86,7 @@ def profile_ranges(
     call = LossCall(fun, argnums, has_aux, transform)
 
     @functools.wraps(fun)
-    def profile(*args: Any, **kwargs: Any) -> RangeReport:
+    def profile_ranges_fun(*args: Any, **kwargs: Any) -> RangeReport:
         program = trace("profile_ranges", call, args, kwargs)
         plan = None if _has_half(program.jaxpr) else _plan(program, rules)
         probe = Histogram(rules.dtype)
@@ -102,10 +102,10 @@ def profile_ranges(
             ),
             _too_large(program, rules.dtype),
             _overflows(program, modules, 2.0**exponent) if plan is None else (),
-            flushes(program, plan, 2.0**exponent) if plan is not None and rules.float8 else (),
+            float8_ranges(program, plan, 2.0**exponent) if plan is not None and rules.float8 else (),
         )
 
-    return profile
+    return profile_ranges_fun
 
 
 def _plan(program: LossProgram, rules: Rules) -> Plan:
@@ -121,9 +121,8 @@ def _plan(program: LossProgram, rules: Rules) -> Plan:
 
 
 def _has_half(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr, or a jaxpr inside it, has half values of its own."""
-    results = (var.aval for equation in all_equations(jaxpr) for var in equation.outvars)
-    return any(getattr(aval, "dtype", None) in (jnp.float16, jnp.bfloat16) for aval in results)
+    """Whether a program has half values of its own."""
+    return any(in_half(var) for equation in all_equations(jaxpr) for var in equation.outvars)
 
 
 def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[ModuleRange, ...]:
@@ -141,8 +140,8 @@ def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[Modul
 
 
 def _overflows(program: LossProgram, modules: Sequence[ModuleRange], scale: float) -> tuple[Nonfinite, ...]:
-    """Returns the operations of the forward pass in half that give an inf which does harm."""
-    # Of a mask of -inf the counts do not tell. So the program runs once more, with another probe.
+    """Returns the half operations of the forward pass with a harmful inf."""
+    # The counts do not tell a harmless mask of -inf apart. So the program runs again with another probe.
     if not any(row.magnitudes.infs for row in modules):
         return ()
     report = examine(program, scale)

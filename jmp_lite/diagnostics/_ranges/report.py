@@ -23,10 +23,10 @@ class ModuleRange:
 
     Attributes:
         name: the module: named scopes, Flax modules and jitted functions, joined by slashes. Without one, the
-            object that holds the last parameter on the way to the values. For a gradient, the path of the
-            parameter.
+            object that holds the last parameter that the values were computed from. For a gradient, the path
+            of the parameter.
         direction: `forward` or `backward`.
-        magnitudes: their magnitudes. Of the backward pass they are those at a scale of 1.
+        magnitudes: their magnitudes; in the backward pass, at a scale of 1.
         scale: the loss scale of the report as a power of two: its exponent in the backward pass, else 0.
 
     Examples:
@@ -54,19 +54,19 @@ class ModuleRange:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RangeReport(Shown):
-    """How much half precision loses of the values of a step. `str(report)` says it on one page.
+    """How much of a step half precision loses. `print` it for one page.
 
     Attributes:
         dtype: the half dtype.
         loss_scale: the loss scale, a power of two.
         modules: the values that are half or would be, by module and direction, in the order of the program.
         gradients: the gradient of each parameter, by its path.
-        too_large: the parameters that have values beyond the largest number of the dtype, with the largest
+        too_large: the parameters with values beyond the largest number of the dtype, and their largest
             magnitude.
         overflows: half operations of the program itself whose inf reaches the loss; empty for a program in
             float32.
-        float8: what fp8 makes of the operands of products, by module and direction; empty if the dtype was
-            not `float8`, or no product runs in fp8.
+        float8: what fp8 flushes to zero among the operands of products, by module and direction; empty if
+            the dtype was not `float8`, or no product runs in fp8.
 
     Examples:
         >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(jnp.ones((8, 4)), jnp.ones((2, 8)))
@@ -86,7 +86,7 @@ class RangeReport(Shown):
 
     @cached_property
     def pooled(self) -> Magnitudes:
-        """The magnitudes of all gradients at a scale of 1: of parameters, and within the backward pass."""
+        """The magnitudes of all gradients at a scale of 1, those inside the backward pass included."""
         return pooled([row.magnitudes for row in self._gradients()], self.dtype)
 
     def _gradients(self) -> tuple[ModuleRange, ...]:
@@ -120,9 +120,9 @@ class RangeReport(Shown):
 
     @property
     def without_scale(self) -> tuple[ModuleRange, ...]:
-        """The backward passes of modules, and the gradients, that no scale serves.
+        """The backward passes of modules, and the gradients, for which no loss scale is large enough.
 
-        At every scale that is safe for all, more than 1 % of their values that are not zero become zero.
+        Even at the largest safe scale, more than 1 % of their nonzero values become zero.
         """
         safe = self.scales.largest_safe
         if safe is None:
@@ -131,12 +131,12 @@ class RangeReport(Shown):
 
     @property
     def rules(self) -> dict[str, str]:
-        """Rules that keep the modules without a scale in float32, to paste: `autocast(..., rules=...)`."""
+        """Rules that keep the modules in `without_scale` in float32, for `autocast(..., rules=...)`."""
         return float32_rules(row for row in self.without_scale if row in self.modules)
 
     @property
     def float8_rules(self) -> dict[str, str]:
-        """Rules that keep modules in bfloat16: those whose operands lose more than 1 % to zero in fp8."""
+        """Rules that keep in bfloat16 the modules of which fp8 flushes more than 1 % to zero."""
         lost = (row for row in self.float8 if row.lost > TOLERANCE)
         return {row.name: "bfloat16" for row in lost if row.name}
 
@@ -206,10 +206,9 @@ class RangeReport(Shown):
         return rows
 
     def float8_rows(self) -> list[tuple[str, ...]]:
-        """Returns what fp8 makes of operands as a table of text, with a head."""
-        head = ("module", "direction", "dtype", "values", "zeros")
-        shares = ("flushed in e4m3", "in e5m2")
-        rows: list[tuple[str, ...]] = [(*head, *shares)]
+        """Returns the counts of fp8 as a table of text, with a head."""
+        head = ("module", "direction", "dtype", "values", "zeros", "flushed in e4m3", "in e5m2")
+        rows: list[tuple[str, ...]] = [head]
         for row in self.float8:
             zeros = row.zeros / row.values if row.values else 0.0
             start = (row.name or "/", row.direction, row.dtype, f"{row.values:,}", f"{zeros:.1%}")
@@ -217,7 +216,7 @@ class RangeReport(Shown):
         return rows
 
     def plot(self, path: str | Path) -> None:
-        """Draws the histogram of the gradients, and what each loss scale loses of them, into a file.
+        """Draws the histogram of the gradients, and the share that each loss scale loses, into a file.
 
         Args:
             path: the file; its ending says the format, such as `.png`, `.svg` or `.pdf`.

@@ -9,12 +9,12 @@ import numpy as np
 from .magnitudes import Fates, Magnitudes
 
 EXPONENTS = range(-24, 128)
-"""The loss scales that are looked at, as powers of two."""
+"""The exponents of the loss scales that are considered."""
 
 TOLERANCE = 0.01
 """The share of the values of a module that may be lost before the module is named."""
 
-# The shares that a smaller scale may lose more, for the room that it leaves: of values, and of their digits.
+# How much more a smaller scale may lose for its headroom: the share of zeros, and of subnormal numbers.
 _OF_VALUES, _OF_DIGITS = 0.001, 0.01
 
 
@@ -27,8 +27,8 @@ class Scales:
         largest_safe: the exponent of the largest power of two at which the largest gradient times the scale
             is below the largest number of the dtype, 65504 in float16; None if there is none, or if no
             gradient is finite and not zero.
-        suggested: the exponent of a static scale, with room for larger gradients: the smallest power of two
-            from 1 to the largest safe one at which at most 0.1 % of the gradients more become zero than at
+        suggested: the exponent of a static scale with headroom for larger gradients: the smallest power of
+            two, from 1 to the largest safe one, at which at most 0.1 % more of the gradients are lost than at
             the largest safe one, and at most 1 % more are subnormal.
 
     Examples:
@@ -43,7 +43,7 @@ class Scales:
 
 
 def scales_for(gradients: Magnitudes) -> Scales:
-    """Returns what each loss scale does to gradients, which were measured at a scale of 1."""
+    """Returns what each loss scale does to gradients that were measured at a scale of 1."""
     fates = {exponent: gradients.fates(exponent) for exponent in EXPONENTS}
     safe = largest_safe(gradients.largest, gradients.dtype)
     if safe is None:

@@ -1,4 +1,4 @@
-"""What a whole train step loses: updates that are lost, and gradients that are all zero."""
+"""What a train step loses in half: updates that are rounded away, and gradients that are all zero."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Array
 from .._values.probe import Probe, TapValue
-from .._values.sites import Kind, Path, Site
+from .._values.sites import Path, Site, SiteKind
 from .._values.trace import LossProgram, Measured, Tapped
 
 _LARGEST, _UPDATES, _LOST = range(3)
@@ -20,14 +20,14 @@ _COUNTS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """An addition that makes the new value of an argument of a step.
+    """An addition that computes the new value of a step's argument.
 
     Attributes:
         argument: the path of the argument, such as `params/w`.
         dtype: its dtype.
         line: the line of the addition.
         updates: how many elements have an update that is not zero.
-        lost: how many of these elements are the same numbers after the update.
+        lost: how many of these elements the update leaves as they were.
     """
 
     argument: str
@@ -39,7 +39,7 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Additions(Probe):
-    """The probe: the largest magnitude of each value; what each addition to an argument changes of it.
+    """The probe: the largest magnitude of each value, and what an addition to an argument changes.
 
     Attributes:
         dtypes: the dtype of each argument, by its path.
@@ -66,7 +66,7 @@ class Additions(Probe):
 
 
 def _is_addition(site: Site, array: Array, operands: Sequence[TapValue]) -> bool:
-    is_sum = site.kind is Kind.OPERATION and site.operation in ("add", "sub", "add_any")
+    is_sum = site.kind is SiteKind.OPERATION and site.operation in ("add", "sub", "add_any")
     return is_sum and bool(site.argument) and all(jnp.shape(value.array) == array.shape for value in operands)
 
 
@@ -76,7 +76,7 @@ def run_step(program: LossProgram) -> Measured:
 
 
 def updates_of(measured: Measured, program: LossProgram) -> list[Update]:
-    """Returns the additions from which a step makes the new values of its arguments."""
+    """Returns the additions that compute the new values of a step's arguments."""
     dtypes = {name: array.dtype for name, array in zip(program.names, program.arrays)}
     updates: dict[Path, Update] = {}
     for output in measured.outputs:
@@ -91,8 +91,8 @@ def updates_of(measured: Measured, program: LossProgram) -> list[Update]:
 
 
 def _before(site: Site) -> Path | None:
-    """Returns the value that a site casts, moves or selects; None for another operation."""
-    moves = site.kind is not Kind.OPERATION or traits_of(site.operation).category is Category.MOVE
+    """Returns the site of the value that a site casts, moves or selects; None for another operation."""
+    moves = site.kind is not SiteKind.OPERATION or traits_of(site.operation).category is Category.MOVE
     if moves or site.operation == "convert_element_type":
         return next(iter(site.sources), None)
     # `jnp.where(is_finite, new, old)`: the old value is the first case.

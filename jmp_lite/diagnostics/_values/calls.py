@@ -1,7 +1,7 @@
-"""The tap inside operations that run jaxprs: one handler each, which gives the machine the bodies to run.
+"""The tap inside operations that run jaxprs, with one handler for each operation.
 
-The program of a tap is differentiated already. So rules of custom derivatives have been used up, and a call
-that only they or a transform would look at runs as a part of the program around it.
+A tap runs programs that are already differentiated. Custom derivative rules have been applied, so a call that
+exists only for them or for a transform runs inline.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from .tap import STEPS, Handler, Records, Tap, as_arrays
 MOST_ITERATIONS = 10_000
 """After so many iterations a tool stops a `while` loop, and says so."""
 KEPT = 8
-"""How many iterations of a while loop are kept: the first ones that have more values which are not finite."""
+"""How many iterations of a while loop are kept: the first with more non-finite values than any before."""
 
 
 class _Body:
     """An inner jaxpr as a body for `_jaxpr.calls`: it measures, and its records are its side outputs.
 
     Attributes:
-        operands: a value for each input. The arrays of the last ones come with each call of the body.
-        results: what is known of the results of the last call.
+        operands: a value for each input. Each call of the body brings new arrays for the last ones.
+        results: the results of the last call.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class _Body:
         operands: Sequence[TapValue],
         enter: Callable[[int, TapValue, Array], TapValue] | None = None,
     ) -> None:
-        """Makes a body. `enter` measures an array that enters it, and takes its index and its operand too."""
+        """Makes a body. `enter` measures an array that enters it, given the index and the operand."""
         self._tap, self._inner, self._inside = tap, inner, inside
         self._enter = enter or (lambda _, operand, array: operand._replace(array=array))
         self.operands = list(operands)
@@ -63,7 +63,7 @@ class _Body:
     def trace_until_stable(self, *arrays: Any) -> Records:
         """Traces a loop's body until its gradient carries are known. Returns the shapes of the records.
 
-        A sum of gradients starts as zeros, and is a gradient from the second iteration on.
+        A sum of gradients starts as zeros, and becomes a gradient in the second iteration.
         """
         first = len(self.operands) - len(arrays)
         while True:
@@ -77,7 +77,7 @@ class _Body:
 
 
 def _parts(equation: Equation, where: Where, index: int) -> list[tuple[Inner, Where]]:
-    """Returns the jaxprs of an equation, each with the part of the program around it."""
+    """Returns the inner jaxprs of an equation, each with its surroundings."""
     return [
         (inner, where.inside(index, number, equation)) for number, inner in enumerate(inner_jaxprs(equation))
     ]
@@ -86,7 +86,7 @@ def _parts(equation: Equation, where: Where, index: int) -> list[tuple[Inner, Wh
 def _inline(
     tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
 ) -> list[TapValue]:
-    """Runs a call as a part of the program around it; of a linear system, the solver."""
+    """Runs a call inline. For a linear solve, that is the solver."""
     ((inner, inside),) = (part for part in _parts(equation, where, index) if None not in part[0].results)
     return tap.run(inner.jaxpr, [operands[number] for number in inner.operands], inside)
 
@@ -110,7 +110,7 @@ def _cond(tap: Tap, equation: Equation, where: Where, index: int, operands: list
     arrays, records = calls.cond(equation, bodies, arrays, empty)
     tap.records.update(records)
     results = tap.leave(equation, where, index, bodies[0].results, arrays)
-    for number, result in enumerate(results):  # Each result comes from any of the branches.
+    for number, result in enumerate(results):  # A result may come from any branch.
         if result.source is not None:
             sources = tuple(body.results[number].source for body in bodies)
             tap.sites[result.source] = dataclasses.replace(tap.sites[result.source], sources=sources)
@@ -122,7 +122,7 @@ def _cond(tap: Tap, equation: Equation, where: Where, index: int, operands: list
 def _shard_map(
     tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
 ) -> list[TapValue]:
-    """Every shard gives records of its own; a probe that adds joins them."""
+    """Each shard has records of its own, which are joined if the probe adds."""
     ((inner, inside),) = _parts(equation, where, index)
     mesh, manual = equation.params["mesh"], equation.params["newly_manual_axes"]
     shards = math.prod(mesh.shape[name] for name in mesh.axis_names if name in manual)
@@ -136,7 +136,7 @@ def _shard_map(
 
 
 def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]) -> list[TapValue]:
-    """Records of the iterations are stacked, or joined."""
+    """The records of the iterations are stacked, or joined if the probe adds."""
     ((inner, inside),) = _parts(equation, where, index)
     inside = inside.loop("scan", equation.params["length"], equation.params["reverse"])
 
@@ -157,7 +157,7 @@ def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list
 def _while(
     tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
 ) -> list[TapValue]:
-    """Of the iterations those are kept in which more values are not finite than in all before.
+    """Keeps the iterations with more non-finite values than any before, or joins all if the probe adds.
 
     A loop to a tolerance may never end in half precision, so the tap stops it.
     """
@@ -194,7 +194,7 @@ class _Joined:
 
 
 class _Kept:
-    """Keeps the records of some iterations of a while loop, whose number is not known beforehand."""
+    """Keeps the records of a few iterations, since the length of a while loop is not known in advance."""
 
     def __init__(self, probe: Probe, empty: Records, steps: Path) -> None:
         self._probe, self._steps = probe, steps
@@ -206,11 +206,11 @@ class _Kept:
         slots, steps, filled, most, iteration = state
         alarms = (self._probe.alarm(record).any() for path, record in side.items() if path[-1] != STEPS)
         bad = sum(map(jnp.int32, alarms), jnp.int32(0))
-        keep = (bad > most) & (filled < KEPT)
-        slot = jnp.where(keep, filled, KEPT)  # mode="drop" ignores the index KEPT.
+        is_worse = (bad > most) & (filled < KEPT)
+        slot = jnp.where(is_worse, filled, KEPT)  # mode="drop" ignores the index KEPT.
         write = lambda old, new: old.at[slot].set(new, mode="drop")
         slots = {path: write(old, side[path]) for path, old in slots.items()}
-        return slots, write(steps, iteration), filled + keep, jnp.maximum(bad, most), iteration + 1
+        return slots, write(steps, iteration), filled + is_worse, jnp.maximum(bad, most), iteration + 1
 
     def side(self, state: Any) -> Records:
         slots, steps, *_ = state

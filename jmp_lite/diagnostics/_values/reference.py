@@ -1,9 +1,9 @@
-"""The reference in float32: runs a jaxpr with all its half values in float32, and rounds some of them.
+"""The reference in float32: runs a jaxpr with its half values as float32 arrays, and rounds some of them.
 
-A half value of the program is a float32 array here. `flagged` of `_jaxpr.read` has written into each equation
-the flags that it belongs to. Where all of these flags are on, the equation gives what it gives in the
-program. Where one of them is off, it computes in float32, and a cast to half does nothing. So one compiled
-program gives the loss and the gradients as they are, in float32, and with any modules in float32.
+`flagged` of `_jaxpr.read` has written the flags of each equation into it. If all of them are on, the equation
+computes what it computes in the program. If one of them is off, it computes in float32, and a cast to half
+does nothing. So one compiled program computes the loss and the gradients as they are, in float32, and with
+any set of modules in float32.
 """
 
 import functools
@@ -34,12 +34,13 @@ from ..._jaxpr.read import (
 )
 from ..._jaxpr.replay import replay
 from .calls import MOST_ITERATIONS
+from .sites import in_half
 
 Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
 
 _FLOAT32 = np.dtype(np.float32)
-# They run once, in float32, of rounded operands: Tensor Cores and XLA's CPU add up in float32 as well.
+# These run once, in float32, on rounded operands: Tensor Cores and XLA's CPU backend also sum in float32.
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 _OF_BITS = "bitcast_convert_type"  # Its result depends on the bits of a number.
 # The program of a loss and its gradients is differentiated already: these calls are parts of the program.
@@ -50,7 +51,7 @@ _INLINE = (
 
 
 def in_float8(x: Array, dtype: np.dtype) -> Array:
-    """Returns `x`, rounded to an fp8 dtype. `Reference` leaves the rounding out where its flags are off."""
+    """Returns `x` rounded to an fp8 dtype. `Reference` skips the rounding if its flags are off."""
     return cast(_round_to_float8(cast(x, _FLOAT32), dtype=dtype), x.dtype)
 
 
@@ -64,8 +65,8 @@ class ReferenceValue(NamedTuple):
     """A value of the program.
 
     Attributes:
-        array: the value; float32 where the program has half.
-        rounded: the value is one of the half numbers where all these flags are on; None if that is not known.
+        array: the value, in float32 where the program has half.
+        rounded: if all these flags are on, the value is a half number; None if that is not known.
     """
 
     array: Array
@@ -76,7 +77,7 @@ class Reference:
     """Runs jaxprs in float32."""
 
     def __init__(self, is_on: Mapping[Flags, Array]) -> None:
-        """Makes a reference. `is_on` says for each set of flags in the jaxprs whether all of them are on."""
+        """Makes a reference. `is_on` has a bool for each set of flags in the jaxprs: whether all are on."""
         self._is_on = is_on
 
     def run(self, jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
@@ -86,7 +87,7 @@ class Reference:
     def _run(
         self, jaxpr: Jaxpr, values: Sequence[ReferenceValue], around: Flags | None
     ) -> list[ReferenceValue]:
-        """Runs a jaxpr inside a call, whose flags hold where an equation has none."""
+        """Runs a jaxpr. Equations without flags of their own have those `around` it."""
 
         def action(
             index: int, equation: Equation, read: Callable[[Var], ReferenceValue]
@@ -146,31 +147,29 @@ class Reference:
     def _operation(
         self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
     ) -> list[ReferenceValue]:
-        """Runs an operation in half and in float32, and takes the result that the flags ask for.
+        """Runs an operation in half and in float32, and selects one result by the flags.
 
-        In half, a sum may stop growing, and XLA multiplies by the rounded reciprocal of a divisor. So a
-        rounded float32 result would not be the same.
+        To round the float32 result would not be the same: in half, a sum may stop growing, and XLA divides
+        by a multiplication with the rounded reciprocal.
         """
         name, arrays = equation.primitive.name, [value.array for value in operands]
         if name == "reduce_precision" and _rounds_to_half(equation):
             return [ReferenceValue(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
-        if name == "convert_element_type" and _is_number(operands[0]) and is_half(equation.outvars[0]):
-            return [
-                ReferenceValue(np.asarray(arrays[0], _FLOAT32))
-            ]  # Each operation that takes it rounds it.
-        if not any(map(is_half, (*equation.invars, *equation.outvars))):
+        if name == "convert_element_type" and _is_number(operands[0]) and in_half(equation.outvars[0]):
+            return [ReferenceValue(np.asarray(arrays[0], _FLOAT32))]  # Each of its readers rounds it.
+        if not any(map(in_half, (*equation.invars, *equation.outvars))):
             return list(map(ReferenceValue, bind(equation, arrays)))
         if name in _PRODUCTS:
             return self._product(equation, operands, flags)
         if name == _OF_BITS or not (name in PRIMITIVES or name == "convert_element_type"):
-            return list(map(_exact, _in_half(equation, arrays)))
+            return list(map(_exact, _as_written(equation, arrays)))
         rounded = [value.rounded for value in operands if value.rounded is not None]
         if name == "add_any" and len(rounded) == len(operands):
-            # It sums the gradients of a value: they are in half if all readers of the value are.
+            # `add_any` sums the gradients of a value, which are in half if all readers of the value are.
             flags = frozenset[int]().union(*rounded)
         results = bind(equation, arrays, **self._wide_params(equation))
         if flags in self._is_on:
-            halves = map(_widened, _in_half(equation, arrays))
+            halves = map(_widened, _as_written(equation, arrays))
             results = [self._choose(flags, half, array) for half, array in zip(halves, results)]
         return [ReferenceValue(array, flags) for array in results]
 
@@ -185,17 +184,17 @@ class Reference:
         return [ReferenceValue(self._rounded(result, equation.outvars[0], flags), flags)]
 
     def _rounded(self, array: Array, var: Var, flags: Flags | None) -> Array:
-        """Rounds an array to the dtype of a half variable, where the flags are on."""
-        if not is_half(var) or flags not in self._is_on:
+        """Rounds an array to the dtype of a half variable if the flags are on."""
+        if not in_half(var) or flags not in self._is_on:
             return array
-        # `lax.reduce_precision` would make zeros of the subnormal numbers of float16.
+        # `lax.reduce_precision` would flush the subnormal numbers of float16 to zero.
         return self._choose(flags, _widened(lax.convert_element_type(array, var.aval.dtype)), array)
 
     def _choose(self, flags: Flags | None, on: Array, off: Array) -> Array:
         return off if flags is None or flags not in self._is_on else jnp.where(self._is_on[flags], on, off)
 
     def _wide_params(self, equation: Equation) -> dict[str, Any]:
-        """Returns the parameters that change where the operands or results are in float32."""
+        """Returns the parameters of an equation that change when its operands and results are float32."""
         changed: dict[str, Any] = {}
         for name, value in equation.params.items():
             if isinstance(value, np.dtype) and value in HALF_DTYPES:
@@ -205,15 +204,10 @@ class Reference:
                 shapes = [jax.ShapeDtypeStruct(var.aval.shape, _wide_dtype(var)) for var in inside.invars]
                 wide = jax.make_jaxpr(lambda *arrays, value=value: self.run(value, arrays))(*shapes)
                 changed[name] = wide if hasattr(value, "consts") else open_jaxpr(wide)
-        if any(map(is_half, equation.invars)) and equation.params.get("precision", 0) != 0:
-            # The precision of a half product. A GPU would run float32 operands in TF32.
+        if any(map(in_half, equation.invars)) and equation.params.get("precision", 0) != 0:
+            # A product that the program has in half. By default a GPU would run its float32 operands in TF32.
             changed["precision"] = (lax.Precision.HIGHEST,) * 2
         return changed
-
-
-def is_half(var: Var) -> bool:
-    """Whether a variable of a jaxpr, or an array, is in half precision."""
-    return getattr(getattr(var, "aval", var), "dtype", None) in HALF_DTYPES
 
 
 def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
@@ -222,36 +216,36 @@ def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
 
 
 def _wide_dtype(var: Var) -> Any:
-    return _FLOAT32 if is_half(var) else var.aval.dtype
+    return _FLOAT32 if in_half(var) else var.aval.dtype
 
 
 def _widened(array: Array) -> Array:
-    return lax.convert_element_type(array, _FLOAT32) if is_half(array) else array
+    return lax.convert_element_type(array, _FLOAT32) if in_half(array) else array
 
 
 def _exact(array: Array) -> ReferenceValue:
-    """Returns an array of the program as a value: all its numbers are half numbers if it is in half."""
+    """Returns an array of the program as a value that needs no rounding."""
     return ReferenceValue(_widened(array), frozenset())
 
 
 def _literal(var: Var) -> ReferenceValue:
-    return _exact(np.asarray(var.val, var.aval.dtype) if is_half(var) else var.val)
+    return _exact(np.asarray(var.val, var.aval.dtype) if in_half(var) else var.val)
 
 
 def _is_number(value: ReferenceValue) -> bool:
-    """Whether a value is written into the program, so that XLA knows it."""
+    """Whether a value is a literal scalar, which XLA knows."""
     return isinstance(value.array, (float, np.generic, np.ndarray)) and np.ndim(value.array) == 0
 
 
 def _is_rounded(value: ReferenceValue, flags: Flags | None) -> bool:
-    """Whether a value is known to be rounded where all of some flags are on."""
+    """Whether a value is known to be rounded if all flags are on."""
     return flags is not None and value.rounded is not None and value.rounded <= flags
 
 
-def _in_half(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
-    """Runs an operation as the program has it."""
+def _as_written(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
+    """Runs an operation in the dtypes that it has in the program."""
     halves = [
-        lax.convert_element_type(array, var.aval.dtype) if is_half(var) else array
+        lax.convert_element_type(array, var.aval.dtype) if in_half(var) else array
         for array, var in zip(arrays, equation.invars)
     ]
     return bind(equation, halves)

@@ -1,4 +1,4 @@
-"""Sites: the places of a program at which a value is measured, and where each of them stands."""
+"""Sites: the points of a program at which values are measured."""
 
 import dataclasses
 import enum
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..._autocast.planning.plan import Decision, Plan
-from ..._autocast.planning.states import Kind as StateKind
+from ..._autocast.planning.states import Kind
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr.read import (
     Array,
@@ -23,10 +23,10 @@ from ..._jaxpr.read import (
 from ..._paths import visible_scope
 
 Path = tuple[int, ...]
-"""The place of a site: two numbers for each equation around it and for its own. Paths sort as the program."""
+"""The position of a site: two numbers for each equation around it and its own. Paths sort as the program."""
 
 
-class Kind(enum.Enum):
+class SiteKind(enum.Enum):
     """What kind of value is measured."""
 
     INPUT = "an argument of the function, or a constant in it"
@@ -43,7 +43,7 @@ class Loop:
     Attributes:
         kind: `scan`, `while` or `shard_map`.
         path: the path of its body. All paths in the body begin with it.
-        length: the number of iterations or shards; of a while loop how many of them are kept.
+        length: the number of iterations or shards; for a while loop, of the iterations that are kept.
         reverse: whether a scan runs from the last slice to the first.
     """
 
@@ -55,28 +55,28 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One place of the program at which a value is measured.
+    """A point of the program at which a value is measured.
 
     Attributes:
-        path: where it stands in the program.
+        path: the position in the program.
         kind: what kind of value it is.
         operation: the primitive; for an input, `argument` or `constant`.
         array: the dtype and shape, such as `float16[8,128]`.
         operands: dtype and shape of each operand of the operation, or the number where it is a literal.
-        sources: for each operand the site at which it was measured; None where nothing measured it.
+        sources: for each operand, the site at which it was measured; None if it was not measured.
         module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
-        argument: the path of the argument that it is, or that the operation takes; empty for none.
-        last_parameter: the path of the last parameter on the way to it; empty for none.
+        argument: the path of the argument that it is, or that the operation takes; empty if there is none.
+        last_parameter: the path of the last parameter that it was computed from; empty if there is none.
         line: the line of the program, as `file.py:12:4 (function)`.
-        direction: `forward`, `backward`, or `recomputed`: a part of the forward pass that the backward pass
-            computes again.
+        direction: `forward`, `backward`, or `recomputed` for the parts of the forward pass that the backward
+            pass runs again.
         loops: the loops around it, outermost first.
         dtype: the dtype of the value.
-        is_scaled: whether the loss scale is on the way to the value: whether it is a gradient.
+        is_scaled: whether it depends on the loss scale, as gradients do.
     """
 
     path: Path
-    kind: Kind
+    kind: SiteKind
     operation: str
     array: str
     operands: tuple[str, ...]
@@ -92,7 +92,7 @@ class Site:
 
     @property
     def place(self) -> str:
-        """The module; without one the object that holds the argument, or the last parameter before.
+        """The module; without one, the object that holds the argument or the last parameter.
 
         A scope such as `eqx.nn.Linear` is a class name, shared by all its instances.
         """
@@ -101,7 +101,7 @@ class Site:
         return holder if holder and (is_class or not self.module) else self.module
 
     def number(self, operand: int) -> tuple[float, float] | None:
-        """Returns twice the number that is written into the program as an operand; None for another one."""
+        """Returns a literal operand as its range, the number twice; None for any other operand."""
         try:
             number = float(self.operands[operand])
         except (IndexError, ValueError):  # A dtype and shape, such as `float16[8]`.
@@ -116,15 +116,15 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """The part of the program around a jaxpr.
+    """The surroundings of a jaxpr in the program.
 
     Attributes:
         path: the path of the jaxpr.
         scope: the scopes around it.
         direction: as in `Site`.
         loops: the loops around it.
-        line: the line of the call around it, for operations that have none of their own.
-        plan: what autocast would do in it; None if nobody asks.
+        line: the line of the call around it, for operations without a line of their own.
+        plan: the plan of autocast for it, if the tap runs with one.
     """
 
     path: Path = ()
@@ -135,11 +135,11 @@ class Where:
     plan: Plan | None = None
 
     def decision(self, index: int) -> Decision | None:
-        """Returns what autocast would do with an equation."""
+        """Returns what autocast would do with an equation, if there is a plan."""
         return None if self.plan is None else self.plan.decisions[index]
 
     def inside(self, index: int, number: int, equation: Equation) -> "Where":
-        """Returns the part of the program around an inner jaxpr of an equation."""
+        """Returns the surroundings of an inner jaxpr of an equation."""
         decision = self.decision(index)
         return Where(
             (*self.path, index, number),
@@ -151,12 +151,12 @@ class Where:
         )
 
     def loop(self, kind: str, length: int, reverse: bool = False) -> "Where":
-        """Returns the same part, as the body of a loop."""
+        """Returns the same surroundings inside one more loop."""
         return dataclasses.replace(self, loops=(*self.loops, Loop(kind, self.path, length, reverse)))
 
 
 def make_site(
-    path: Path, kind: Kind, equation: Equation, where: Where, operands: Sequence[Any], array: Array
+    path: Path, kind: SiteKind, equation: Equation, where: Where, operands: Sequence[Any], array: Array
 ) -> Site:
     """Returns the site of a value at an equation."""
     exponent = [str(equation.params["y"])] if equation.primitive.name == "integer_pow" else []
@@ -165,11 +165,11 @@ def make_site(
         kind,
         equation.primitive.name,
         describe(array),
-        (*map(_described, equation.invars, operands), *exponent) if kind is Kind.OPERATION else (),
+        (*map(_described, equation.invars, operands), *exponent) if kind is SiteKind.OPERATION else (),
         (*(value.source for value in operands), *(None for _ in exponent)),
         visible_scope(_without_repeats(scope_of(equation, where.scope))),
         _argument_of(operands),
-        nearest(operands),
+        last_parameter_of(operands),
         line_of(equation) or where.line,
         _direction(equation, where.direction),
         where.loops,
@@ -178,13 +178,13 @@ def make_site(
     )
 
 
-def nearest(operands: Sequence[Any]) -> str:
-    """Returns the last parameter on the way to a result of some operands."""
+def last_parameter_of(operands: Sequence[Any]) -> str:
+    """Returns the last parameter that any of some operands was computed from."""
     return next((value.last_parameter for value in reversed(operands) if value.last_parameter), "")
 
 
 def _argument_of(operands: Sequence[Any]) -> str:
-    """Returns the path of the argument among some operands: of the last parameter if there is one."""
+    """Returns the path of the last parameter among some operands; without one, of the last argument."""
     parameters = [
         value.argument for value in operands if value.argument and value.argument == value.last_parameter
     ]
@@ -193,13 +193,18 @@ def _argument_of(operands: Sequence[Any]) -> str:
 
 def would_be_half(decision: Decision | None, number: int) -> bool:
     """Whether autocast would make a result of an equation in half."""
-    return decision is not None and decision.results[number].kind == StateKind.HALF
+    return decision is not None and decision.results[number].kind == Kind.HALF
 
 
 def _described(var: Var, value: Any) -> str:
     if value.number is not None:
         return f"{value.number:.4g}"
     return str(var.val) if is_literal(var) else describe(var.aval)
+
+
+def in_half(value: Any) -> bool:
+    """Whether an array, a variable of a jaxpr or its type is in float16 or bfloat16."""
+    return getattr(getattr(value, "aval", value), "dtype", None) in HALF_DTYPES
 
 
 def _direction(equation: Equation, around: str) -> str:
@@ -211,12 +216,12 @@ def _direction(equation: Equation, around: str) -> str:
 
 
 def line_of(equation: Equation) -> str:
-    """Returns the line of the program that made an equation; empty if JAX knows none."""
+    """Returns the line of the program that an equation comes from; empty if JAX knows none."""
     return source_line(equation).removeprefix("<unknown>")
 
 
 def _without_repeats(scope: str) -> str:
-    """Returns a scope as the forward pass has it: for `jax.checkpoint` JAX writes `a/a`, and adds a name."""
+    """Returns a scope as in the forward pass: under `jax.checkpoint` JAX repeats it, `a/a`, with a name."""
     names = [name for name in scope.split("/") if name != "rematted_computation"]
     half = len(names) // 2
     return "/".join(names[:half] if names[:half] == names[half:] else names)

@@ -1,8 +1,8 @@
 """The tap: runs a jaxpr again, and measures values on the way.
 
-A probe says which values are measured, and how. Each measurement is a small array, made right where the value
-is. The measurements leave loops, branches, rematerialization and shards as further results, so all of it is
-one program, and no value is kept for longer than the program itself keeps it.
+A probe chooses the values and measures them. Each measurement is a small array that is computed right where
+the value is. Measurements leave loops, branches, rematerialization and shards as additional results. So all
+of this is one program, which keeps no value longer than the original program does.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of, d
 from ..._jaxpr.replay import replay
 from ..._tree import is_floating
 from .probe import Probe, TapValue
-from .sites import Kind, Path, Site, Where, make_site, nearest, would_be_half
+from .sites import Path, Site, SiteKind, Where, last_parameter_of, make_site, would_be_half
 
 STEPS = -3
-"""Stands in a path for the iterations of a while loop that are kept, and whether the loop was cut."""
-_LEAVE = 1_000_000  # More than the inner jaxprs of any equation: what leaves stands after what is inside.
+"""Ends the path of the record with the iterations of a while loop that are kept, and whether it was cut."""
+_LEAVE = 1_000_000  # More than any equation has inner jaxprs: what leaves sorts after what is inside.
 
 Records: TypeAlias = Side
 """What was measured at each site, by its path."""
@@ -44,11 +44,10 @@ class Tap:
     Attributes:
         probe: what is measured.
         sites: every site that was met, by its path.
-        carried: for the entry of each carry of a loop, the site of the result that becomes it in the next
-            iteration.
+        carried: for the entry of each loop carry, the site of the result that enters the next iteration.
         checked: the sites of the values that the program itself tests for inf and NaN.
         loops: the line of each while loop, by the path of its body.
-        records: what was measured so far in the jaxpr that runs.
+        records: the measurements so far in the jaxpr that runs.
     """
 
     def __init__(self, probe: Probe, handlers: Mapping[str, Handler]) -> None:
@@ -63,11 +62,7 @@ class Tap:
         self._measured: dict[int, tuple[Array, Path | None]] = {}
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[TapValue], where: Where) -> list[TapValue]:
-        """Runs the equations of a jaxpr, and measures.
-
-        Returns:
-            A value for each output.
-        """
+        """Runs the equations of a jaxpr, measures, and returns a value for each output."""
         fixed = [self.input(array, "", where, -2 - n) for n, array in enumerate(constants(jaxpr))]
 
         def action(index: int, equation: Equation, read: Callable[[Var], TapValue]) -> list[TapValue]:
@@ -97,7 +92,19 @@ class Tap:
         path = (*where.path, -1, number)
         operation = "argument" if name else "constant"
         site = Site(
-            *(path, Kind.INPUT, operation, describe(array), (), (), "", name, last_parameter, "", "forward"),
+            *(
+                path,
+                SiteKind.INPUT,
+                operation,
+                describe(array),
+                (),
+                (),
+                "",
+                name,
+                last_parameter,
+                "",
+                "forward",
+            ),
             where.loops,
             array.dtype,
             is_scaled,
@@ -113,21 +120,21 @@ class Tap:
         if equation.primitive.name == "is_finite" and operands[0].source is not None:
             self.checked.add(operands[0].source)
         is_cast = equation.primitive.name == "convert_element_type"
-        # What was measured of the operand holds for the result, which has the same elements.
-        # The bits of a value of fp8 lead back to the value.
+        # The result has the elements of the operand, so the measurement of the operand holds for it. The
+        # bits of an fp8 tensor stand for the tensor.
         is_move = traits_of(equation.primitive.name).keeps_elements
         is_move = is_move or equation.primitive.name == "bitcast_convert_type"
         if is_move or (is_cast and (self.probe.operands or _survives_cast(operands[0].number, arrays[0]))):
             moved = [operand._replace(array=array) for operand, array in zip(operands, arrays)]
             if all(_is_known(value) for value in moved):
                 return moved
-        decision, last_parameter = where.decision(index), nearest(operands)
+        decision, last_parameter = where.decision(index), last_parameter_of(operands)
         is_scaled = any(value.is_scaled for value in operands)
         results = []
         for number, array in enumerate(arrays):
             path = (*where.path, index, number)
             source = self.at(
-                path, Kind.OPERATION, equation, where, operands, array, would_be_half(decision, number)
+                path, SiteKind.OPERATION, equation, where, operands, array, would_be_half(decision, number)
             )
             argument = operands[0].argument if is_move or is_cast else ""
             results.append(
@@ -146,8 +153,8 @@ class Tap:
             if value.source is None and getattr(value.array, "ndim", 0):
                 if not self.probe.once or id(value.array) not in self._measured:
                     path = (*where.path, index, -1 - number)
-                    source = self.at(path, Kind.OPERAND, equation, where, [value], value.array, half=True)
-                    # Kept with its array: an `id` is of one object only as long as the object lives.
+                    source = self.at(path, SiteKind.OPERAND, equation, where, [value], value.array, half=True)
+                    # Kept with its array, since an `id` is unique only while its object lives.
                     self._measured[id(value.array)] = value.array, source
                 value = value._replace(source=self._measured[id(value.array)][1])
             measured.append(value)
@@ -156,7 +163,7 @@ class Tap:
     def at(
         self,
         path: Path,
-        kind: Kind,
+        kind: SiteKind,
         equation: Equation,
         where: Where,
         operands: Sequence[TapValue],
@@ -175,7 +182,7 @@ class Tap:
         if not self.probe.wants(site, half):
             return None
         self.sites[site.path] = site
-        # XLA would run the reductions of a constant array while it compiles, and take minutes for it.
+        # Without the barrier XLA would fold the reductions of constant arrays, which takes minutes.
         self.records[site.path] = self.probe.measure(lax.optimization_barrier(array), site, operands)
         return site.path
 
@@ -189,11 +196,11 @@ class Tap:
         results: Sequence[TapValue],
         arrays: Sequence[Array],
     ) -> list[TapValue]:
-        """Measures what leaves an equation, as the results that its jaxprs gave."""
+        """Measures what leaves an equation; `results` are the same values inside of its jaxprs."""
         values = []
         for number, (value, array) in enumerate(zip(results, arrays, strict=True)):
             path = (*where.path, index, _LEAVE + number)
-            source = self.at(path, Kind.LEAVE, equation, where, [value], array) or value.source
+            source = self.at(path, SiteKind.LEAVE, equation, where, [value], array) or value.source
             values.append(
                 TapValue(array, source, last_parameter=value.last_parameter, is_scaled=value.is_scaled)
             )
@@ -212,14 +219,14 @@ class Tap:
         """Measures an array that enters a loop or a shard: the whole operand, or a slice of it."""
         where = Where(inside.path, around.scope, around.direction, inside.loops, around.line)
         path = (*inside.path, -1, number)
-        source = self.at(path, Kind.ENTRY, equation, where, [operand], array)
-        if source is None and is_slice:  # What was measured of the whole holds for the slices.
+        source = self.at(path, SiteKind.ENTRY, equation, where, [operand], array)
+        if source is None and is_slice:  # The measurement of the whole holds for its slices.
             source = operand.source
         return operand._replace(array=array, source=source, number=None)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Records]:
-        """Gives the measurements inside the `with` statement a dictionary of their own."""
+        """Collects the measurements inside the `with` statement in a dictionary of their own."""
         # JAX traces the body of a loop more than once: each trace measures the same values.
         outer, self.records, self._measured = (self.records, self._measured), {}, {}
         try:
@@ -228,7 +235,7 @@ class Tap:
             self.records, self._measured = outer
 
     def empty(self, shapes: Mapping[Path, Any]) -> Records:
-        """Returns the records of a part of the program that did not run, of the shapes that they have."""
+        """Returns the records, of the given shapes, of a part of the program that does not run."""
         return {
             path: jnp.full(shape.shape, -1, jnp.int32)
             if path[-1] == STEPS
@@ -248,7 +255,7 @@ def _is_known(value: TapValue) -> bool:
 
 
 def _survives_cast(number: float | None, array: Array) -> bool:
-    """Whether a number stays the same number in the dtype of an array; no cast makes a finite one inf."""
+    """Whether the cast of a literal to the dtype of an array does not make a finite number inf."""
     if number is None or not is_floating(array):
         return False
     with np.errstate(over="ignore"):

@@ -1,6 +1,7 @@
-"""What users give, a loss function or a step and its arguments, as one program.
+"""Traces a loss function or a step with its arguments to one program.
 
-The program of a loss function gives the loss and its scaled gradients, that of a step what the step returns.
+The program of a loss function returns the loss and its scaled gradients; that of a step, what the step
+returns.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from ..._jaxpr.read import Array, Jaxpr, constants, without_constants
 from ..._paths import leaf_names
 from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import StaticLossScale, is_loss_scale
-from ..._tree import is_traced
+from ..._tree import has_dtype, is_traced
 from .calls import HANDLERS
 from .probe import Probe, TapValue
 from .sites import Path, Site, Where
@@ -28,20 +29,19 @@ from .tap import STEPS, Tap
 
 _SCALE = "_jmp_lite_loss_scale"
 EVERY_CAST: Any = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
-"""Options of XLA. XLA may leave out a cast to half and back, so an overflow or an error would not show.
+"""Compiler options for diagnosis. By default XLA may remove a cast to half and back, which hides overflows.
 
-A program of a diagnosis runs a few times at most. It is compiled in half of the time, and runs somewhat
-slower.
+The low optimization level halves the compile time of a program that runs only a few times.
 """
 
 
 Transform: TypeAlias = Callable[..., Callable[..., Any]]
-"""What makes the value and the gradients of a loss function, such as `jax.value_and_grad`."""
+"""Returns a function for the value and the gradients of a loss function, as `jax.value_and_grad` does."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LossCall:
-    """How a loss function is differentiated: what `jmp_lite.value_and_grad` takes.
+    """A loss function and how it is differentiated.
 
     Attributes:
         fun: the loss function, or a step.
@@ -71,14 +71,14 @@ class LossProgram:
     """A loss function and its backward pass, or a step, as one jaxpr without constants.
 
     Attributes:
-        jaxpr: takes the scale and the arrays, gives the outputs, and what else there is.
+        jaxpr: takes the arrays, and returns the outputs and then auxiliary results.
         arrays: the constants of the jaxpr and the arrays among the arguments.
         names: the path of each array among the arguments; empty for a constant.
-        scale: the index of the loss scale among the arrays. A step takes it, and does not read it.
-        outputs: the path of each output: of the loss, which is empty, and of each gradient; of each floating
-            array among what a step returns.
+        scale: the index of the loss scale among the arrays. A step takes it but does not read it.
+        outputs: the path of each output: an empty one for the loss, then one for each gradient; for a step,
+            one for each floating array that it returns.
         parameters: the names of the arguments that are differentiated, or that a step updates.
-        is_step: whether it is a step, whose outputs are no loss and no gradients.
+        is_step: whether it is a step, which has no loss and no gradients as outputs.
     """
 
     jaxpr: Jaxpr
@@ -102,12 +102,7 @@ class LossProgram:
 
 
 def scale_of(caller: str, loss_scale: Any) -> float:
-    """Returns the number of a loss scale: of None, of a number, or of a loss scale.
-
-    Raises:
-        TypeError: `loss_scale` is none of them.
-        ValueError: the scale is not above 0 and finite.
-    """
+    """Returns the value of a loss scale or a number; 1 for None."""
     value = 1.0 if loss_scale is None else loss_scale
     if is_loss_scale(loss_scale) and loss_scale is not None:
         value = loss_scale.loss_scale
@@ -125,13 +120,7 @@ def scale_of(caller: str, loss_scale: Any) -> float:
 
 
 def trace(caller: str, call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossProgram:
-    """Traces a loss function and its backward pass, or a step.
-
-    The loss scale is an argument of the program.
-
-    Raises:
-        TypeError: an argument is traced.
-    """
+    """Traces a loss function and its backward pass, or a step; the loss scale is one more argument."""
     if any(is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
     outputs: list[str] = []
@@ -146,7 +135,7 @@ def trace(caller: str, call: LossCall, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _scaled(call: LossCall, transform: Transform, outputs: list[str]) -> Callable[..., Any]:
-    """Returns a function that gives a loss and its gradients, and writes the paths of both into a list."""
+    """Returns a function that returns the loss and its gradients, and writes their paths to `outputs`."""
 
     @functools.wraps(call.fun)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +150,7 @@ def _scaled(call: LossCall, transform: Transform, outputs: list[str]) -> Callabl
 
 
 def _step(fun: Callable[..., Any], outputs: list[str]) -> Callable[..., Any]:
-    """Returns a function that gives the floating arrays that a step returns, and writes their paths."""
+    """Returns a function that returns the floating arrays of a step, and writes their paths to `outputs`."""
 
     @functools.wraps(fun)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -176,27 +165,23 @@ def _step(fun: Callable[..., Any], outputs: list[str]) -> Callable[..., Any]:
 def _floating(tree: Any) -> dict[str, Array]:
     """Returns the floating arrays of a tree by their paths."""
     leaves = zip(leaf_names(tree), jax.tree.leaves(tree))
-    return {
-        name.removesuffix("/value"): leaf
-        for name, leaf in leaves
-        if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.inexact)
-    }
+    return {name.removesuffix("/value"): leaf for name, leaf in leaves if has_dtype(leaf, jnp.inexact)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a probe has measured in one run of a program.
+    """The measurements of one run of a program.
 
     Attributes:
         sites: every site, by its path.
-        records: what was measured at each site, with an axis for each loop around it.
+        records: the measurement at each site, with an axis for each loop around it.
         steps: for the body of each while loop, the numbers of the iterations that were kept.
         cut: the lines of the while loops that were stopped, since they did not end.
         carried: as in `Tap`.
         checked: as in `Tap`.
         is_step: as in `LossProgram`.
-        outputs: the site of each output of the program; None where nothing was measured.
-        results: what was measured of each output.
+        outputs: the site of each output of the program; None for one without a site.
+        results: the measurement of each output.
     """
 
     sites: dict[Path, Site]
@@ -249,14 +234,12 @@ class Tapped:
         results = [self._tap.probe.measure(jnp.asarray(value.array)) for value in outputs]
         return list(records.values()), results
 
-    def _near(self, name: str) -> str:
-        return name if name.split("/")[0] in self._program.parameters else ""
-
     def _values(self, arrays: list[Array]) -> list[TapValue]:
         tap, where = self._tap, Where(plan=self._plan)
         wanted = [0] * len(arrays) if self._plan is None else self._plan.is_wanted
+        parameter = lambda name: name if name.split("/")[0] in self._program.parameters else ""
         inputs = [
-            tap.input(array, name, where, number, self._near(name), bool(wanted[number]), name == _SCALE)
+            tap.input(array, name, where, number, parameter(name), bool(wanted[number]), name == _SCALE)
             for number, (array, name) in enumerate(zip(arrays, self._program.names))
         ]
         return tap.run(self._program.jaxpr, inputs, where)
