@@ -80,11 +80,7 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
         >>> params, opt_state.masters
         ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
     """
-    opt_state, params, values = (
-        without_nnx_variables(opt_state),
-        without_nnx_variables(params),
-        without_nnx_variables(values),
-    )
+    opt_state, params, values = map(without_nnx_variables, (opt_state, params, values))
     _masters_by_path(opt_state, params)  # Checks that they belong together.
     _check_values(params, values)
     by_path = dict(named_leaves(values))

@@ -5,9 +5,8 @@ shape are checked in groups. Small leaves are stacked, which XLA does inside the
 Stacking large leaves would copy them. They are reduced row by row, and the reductions of a group share an
 operand, because XLA fuses reductions that share one into one kernel. So each leaf is read once, where it is:
 leaves of one shape may have different shardings. (A variadic `lax.reduce` over a group needs no shared
-operand
-and as few kernels, but its operands have one sharding: on a mesh of 8 H100s XLA adds an all-to-all for each
-leaf with another one.)
+operand and as few kernels, but its operands have one sharding: on a mesh of 8 H100s XLA adds an all-to-all
+for each leaf with another one.)
 
 `python -m benchmarks.compiled.loss_scale_cost` counts the kernels.
 `benchmarks/tests/compiled/test_h100.py` holds them.
@@ -63,9 +62,7 @@ def _leaves_of_one_shape_finite(leaves: list[jax.Array]) -> jax.Array:
     shape = leaves[0].shape
     finite = [jnp.isfinite(leaf) for leaf in leaves]
     if len(leaves) > 1 and math.prod(shape) > _SMALL:
-        if (
-            row := _row(shape)
-        ) is None:  # The rows are too short for a block of threads, or too long to share.
+        if (row := _row(shape)) is None:  # Too short for a block of threads, or too long to share.
             return jnp.stack([flags.all() for flags in finite])
         # XLA would remove `x & True`. The barrier hides from it that the shared operand is all ones.
         shared = lax.optimization_barrier(jnp.ones(row, jnp.bool_))
