@@ -153,8 +153,10 @@ def main(arguments: list[str] | None = None) -> Story:
     assert ranges is not None
     options.output.mkdir(parents=True, exist_ok=True)
     ranges.plot(options.output / "diagnosis.png")
-    # 3. With the scale that the report names.
-    learned, _ = train(mended.loss, ranges.dynamic_scale, data, options.steps)
+    # 3. With the loss scale that the doctor has tried.
+    assert second.precision is not None
+    scale = jmp.DynamicLossScale(second.precision.loss_scale)
+    learned, _ = train(mended.loss, scale, data, options.steps)
     print(f"\n=== With the scale: the loss goes from {learned[:10].mean():.3e} to {learned[-10:].mean():.3e}")
     print(f"The picture is {options.output}/diagnosis.png.")
     return Story(stuck, first, second, flat, learned, ranges)

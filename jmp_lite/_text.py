@@ -3,6 +3,9 @@
 import dataclasses
 import html
 import math
+import os
+import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,6 +59,16 @@ def _number(value: Any) -> str:
         return str(value)
 
 
+def plural(count: int, noun: str) -> str:
+    """Returns a count with its noun.
+
+    Examples:
+        >>> plural(1, "matmul"), plural(2, "matmul")
+        ('1 matmul', '2 matmuls')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def dynamic_scale(exponent: int) -> str:
     """Returns the code of a dynamic loss scale that starts at a power of two; below 1 it needs a minimum.
 
@@ -76,3 +89,37 @@ def power(scale: float) -> str:
     """
     mantissa, exponent = math.frexp(scale)
     return f"2**{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+WIDTH = 90
+"""The columns of a report: a notebook and the pages of the documentation show no more."""
+
+
+def wrapped(text: str, indent: int = 0, width: int = WIDTH) -> list[str]:
+    """Returns the lines of a paragraph, at most 90 columns wide; those after the first are indented further.
+
+    Examples:
+        >>> wrapped("short", 4)
+        ['    short']
+    """
+    first, more = " " * indent, " " * (indent + 4 if indent else 0)
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=more,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def shortened(text: str) -> str:
+    """Returns a text in which the path of each file begins at the current directory, or at its package.
+
+    Examples:
+        >>> shortened("/usr/lib/python3.12/site-packages/optax/_src/base.py:3:1 (update)")
+        'optax/_src/base.py:3:1 (update)'
+    """
+    here = os.getcwd().rstrip(os.sep) + os.sep
+    text = re.sub(r"\S*/(?:site|dist)-packages/", "", text).replace(here, "")
+    return re.sub(r"[\w.]+\.<locals>\.", "", text)  # Functions inside functions.

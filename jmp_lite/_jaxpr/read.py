@@ -275,4 +275,21 @@ def users_line(equation: Equation) -> str:
     return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in outside), line)
 
 
+def calling_line(equation: Equation) -> str:
+    """Returns the line outside of all packages that made an equation; empty if its own line is there."""
+    if not any(name in source_line(equation) for name in _PACKAGES):
+        return ""
+    return _calling_line(equation.source_info.traceback)
+
+
+@functools.lru_cache(
+    maxsize=4096
+)  # A traceback has dozens of frames, and the operations of a layer share it.
+def _calling_line(traceback: Any) -> str:
+    is_package = lambda name: any(package in name for package in _PACKAGES) or name.startswith((_OURS, _JAX))
+    outside = (frame for frame in traceback.frames if not is_package(frame.file_name))
+    return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in outside), "")
+
+
+_PACKAGES = ("site-packages", "dist-packages")
 _OURS, _JAX = (os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), inspect.getfile(jax)))

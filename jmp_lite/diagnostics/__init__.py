@@ -16,6 +16,7 @@ from ._findings import Finding as Finding
 from ._nonfinite.find import find_nonfinite as find_nonfinite
 from ._nonfinite.report import Nonfinite as Nonfinite
 from ._nonfinite.report import NonfiniteReport as NonfiniteReport
+from ._nonfinite.report import Trial as Trial
 from ._precision.compare import compare_precision as compare_precision
 from ._precision.report import Difference as Difference
 from ._precision.report import ModuleDifference as ModuleDifference

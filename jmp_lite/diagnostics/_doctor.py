@@ -13,24 +13,25 @@ import numpy as np
 from .._autocast.api import autocast, given_rules, settings_of
 from .._autocast.report.explain import Report, explain
 from .._dtypes import DTypeLike
-from .._text import Shown
+from .._text import Shown, wrapped
 from ..programs._compile import compile_for
 from ..programs._program import Program
 from ..programs._read import read_program
 from ..programs._roofline import Roofline, roofline
 from ._findings import (
     Finding,
+    of_accuracy,
     of_operations,
-    of_precision,
-    of_ranges,
     of_roofline,
     of_step,
+    of_step_in_float32,
     of_values,
     worst_first,
 )
-from ._nonfinite.find import find_nonfinite
+from ._nonfinite.find import examine
 from ._nonfinite.report import NonfiniteReport
-from ._precision.compare import compare_for_doctor
+from ._precision.compare import compare_for_doctor, runs_of
+from ._precision.modules import gives_half
 from ._precision.report import PrecisionReport
 from ._ranges.profile import profile_ranges
 from ._ranges.report import RangeReport
@@ -44,6 +45,7 @@ class Diagnosis(Shown):
     """The report of `doctor`. `print` it for one page, the worst finding first.
 
     Attributes:
+        examined: the program that was examined: yours as it is, or autocast of it.
         findings: the faults, worst first.
         skipped: the parts that were not run, each with the reason.
         operations: the report of `explain`.
@@ -54,10 +56,11 @@ class Diagnosis(Shown):
 
     Examples:
         >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
-        >>> diagnosis.nonfinite.cause.operation, diagnosis.skipped["roofline"]
-        ('log', 'No device was given.')
+        >>> diagnosis.examined, diagnosis.nonfinite.cause.operation
+        ('autocast(fun, "float16") of your float32 program', 'log')
     """
 
+    examined: str
     findings: tuple[Finding, ...]
     skipped: dict[str, str]
     operations: Report
@@ -70,17 +73,17 @@ class Diagnosis(Shown):
         return f"Diagnosis({len(self.findings)} findings)"
 
     def __str__(self) -> str:
-        lines = [self.nonfinite.summary(), self.operations.summary() + "."]
+        head = (f"Examined: {self.examined}.", self.nonfinite.summary(), self.operations.summary() + ".")
+        lines = [line for text in head for line in wrapped(text)]
         lines += [f"\n{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
-        lines += [] if self.findings else ["", "Nothing is wrong."]
+        lines += [] if self.findings else ["", "No fault was found."]
         if self.roofline is not None:
             best = self.roofline.speedup()
-            lines += [
-                "",
-                f"On {self.roofline.device.name} float16 is at best {best:.2f} times as fast as TF32.",
-            ]
+            name = self.roofline.device.name
+            lines += ["", f"On {name} float16 is at best {best:.2f} times as fast as TF32."]
         lines += [""] if self.skipped else []
-        lines += [f"Skipped: {part}. {reason}" for part, reason in self.skipped.items()]
+        for part, reason in self.skipped.items():
+            lines += wrapped(f"Not examined: {part}. {reason}")
         return "\n".join(lines)
 
 
@@ -98,16 +101,18 @@ def doctor(
 ) -> Callable[P, Diagnosis]:
     """Returns a function that runs all diagnostics on a loss function. `print` its result for one page.
 
-    It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. For a plain float32
-    function it examines `autocast(fun, dtype)`. A function with half values of its own, such as a model under
-    a policy, is examined as it is, and compared with itself in float32. If the loss or a gradient is not
-    finite in float32 either, the parts that would compare with float32 are skipped. With a program it calls
-    `roofline` too. Without one it compiles the loss and its gradients for an H100 if the extra `[h100]` is
-    installed and `JAX_PLATFORMS` is `cpu`.
+    It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. A float32 function is
+    examined as `autocast(fun, dtype)`. A function with half products of its own, such as a model under a
+    policy, is examined as it is, and compared with itself in float32; so is one with any half values, unless
+    `dtype` is given. The report says which program it has examined. If the loss or a gradient is not finite
+    in float32 either, the parts that would compare with float32 are skipped. If `find_nonfinite` finds a
+    smaller loss scale that helps, the other parts use it. With a program it calls `roofline` too. Without one
+    it compiles the loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS`
+    is `cpu`.
 
-    With `transform=None` it examines a whole train step as it is: with `explain` and `find_nonfinite`, and
-    for updates that are lost in the dtype of an argument and gradients that are all zero. `profile_ranges`
-    and `compare_precision` take a loss function.
+    With `transform=None` it examines a whole train step as it is: with `explain` and `find_nonfinite`, for
+    updates that are lost in the dtype of an argument and gradients that are all zero, and by comparing its
+    results with those of the same step in float32. `profile_ranges` takes a loss function.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `transform=None` a train
@@ -158,26 +163,32 @@ def doctor(
     @functools.wraps(fun)
     def doctor_fun(*args: Any, **kwargs: Any) -> Diagnosis:
         args, kwargs = _with_jax_arrays((args, kwargs))
-        own = not is_autocast and _has_half_products(explain(fun, "float32")(*args, **kwargs))
+        own = not is_autocast and _is_own(explain(fun, "float32")(*args, **kwargs), dtype is not None)
         running = fun if own or is_autocast else autocast(fun, jnp.float16 if dtype is None else dtype)
         operations = explain(running, "float32" if own else None)(*args, **kwargs)
-        nonfinite = find_nonfinite(running, loss_scale=scale, **how)(*args, **kwargs)
-        skipped: dict[str, str] = {}
-        ranges = None
         call = LossCall(running, **how)
-        precision = None if nonfinite.cut else compare_for_doctor(call, loss_scale, tolerance, args, kwargs)
+        runs = functools.cache(lambda: runs_of("doctor", call, scale, loss_scale is None, args, kwargs))
+        nonfinite = examine(call, args, kwargs, scale, runs)
+        skipped: dict[str, str] = {}
+        ranges = precision = None
         if nonfinite.cut:
-            skipped["profile_ranges, compare_precision"] = "A while loop does not end."
-        elif precision is None:
-            skipped["profile_ranges, compare_precision"] = "The loss or its gradients are not finite."
-        elif own and not nonfinite.is_finite:
-            skipped["profile_ranges"] = "The loss or its gradients are not finite."
+            skipped["the values in half"] = "A while loop does not end."
+        elif not runs().is_finite:
+            skipped["the values in half"] = "The loss or its gradients are not finite in float32."
         else:
-            ranges = profile_ranges(running, dtype if own else None, loss_scale=scale, **how)(*args, **kwargs)
+            best = nonfinite.smaller_scale
+            runs().scale = runs().scale if best is None else best
+            own_dtype = dtype if own else None
+            ranges = profile_ranges(running, own_dtype, loss_scale=best or scale, **how)(*args, **kwargs)
+            precision = compare_for_doctor(runs(), tolerance, ranges.largest_safe_scale)
         estimate = _estimate(call, args, kwargs, program, device, skipped)
-        findings = [*of_values(nonfinite), *of_ranges(ranges, precision), *of_precision(precision)]
-        findings += [*of_operations(operations), *of_roofline(estimate)]
-        return Diagnosis(worst_first(findings), skipped, operations, nonfinite, ranges, precision, estimate)
+        findings = [*of_values(nonfinite), *of_accuracy(nonfinite, ranges, precision)]
+        findings += _of_speed(findings, operations, estimate)
+        examined = _examined(own, is_autocast, operations)
+        sorted_findings = worst_first(findings)
+        return Diagnosis(
+            examined, sorted_findings, skipped, operations, nonfinite, ranges, precision, estimate
+        )
 
     return doctor_fun
 
@@ -189,15 +200,43 @@ def _step_doctor(call: LossCall, program: Program | None, device: str | None) ->
     def doctor_fun(*args: Any, **kwargs: Any) -> Diagnosis:
         args, kwargs = _with_jax_arrays((args, kwargs))
         operations = explain(call.fun, "float32")(*args, **kwargs)
-        how: dict[str, Any] = {"argnums": call.argnums, "transform": None}
-        nonfinite = find_nonfinite(call.fun, **how)(*args, **kwargs)
-        skipped = {"profile_ranges, compare_precision": "They take the loss function, not the step."}
-        estimate = _estimate(call, args, kwargs, program, device, skipped)
+        runs = functools.cache(lambda: runs_of("doctor", call, 1.0, False, args, kwargs))
+        nonfinite = examine(call, args, kwargs, 1.0, runs)
+        skipped: dict[str, str] = {}
         findings = [*of_values(nonfinite), *of_step(call, args, kwargs)]
-        findings += [*of_operations(operations), *of_roofline(estimate)]
-        return Diagnosis(worst_first(findings), skipped, operations, nonfinite, None, None, estimate)
+        if nonfinite.cut or not runs().is_finite:
+            skipped["the values in half"] = "The results of the step are not finite in float32."
+        elif not findings:
+            findings += of_step_in_float32(runs())
+        estimate = _estimate(call, args, kwargs, program, device, skipped)
+        findings += _of_speed(findings, operations, estimate)
+        examined = "your train step as it is"
+        return Diagnosis(
+            examined, worst_first(findings), skipped, operations, nonfinite, None, None, estimate
+        )
 
     return doctor_fun
+
+
+def _examined(own: bool, is_autocast: bool, operations: Report) -> str:
+    """Returns which program is examined, in words."""
+    if is_autocast:
+        return "your function of autocast"
+    name = operations.dtype
+    return (
+        "your program as it is, with its own half values"
+        if own
+        else f'autocast(fun, "{name}") of your float32 program'
+    )
+
+
+def _of_speed(
+    findings: Sequence[Finding], operations: Report, estimate: Roofline | None
+) -> Sequence[Finding]:
+    """Returns the findings about speed; none beside a run that is not finite."""
+    if any(finding.severity == "not finite" for finding in findings):
+        return ()
+    return [*of_operations(operations), *of_roofline(estimate)]
 
 
 def _estimate(
@@ -210,7 +249,6 @@ def _estimate(
 ) -> Roofline | None:
     """Returns the roofline of a call; without one, writes the reason into `skipped`."""
     if device is None:
-        skipped["roofline"] = "No device was given."
         return None
     if program is None and not _can_compile():
         skipped["roofline"] = 'Give program=, or install "jmp_lite[h100]" and set JAX_PLATFORMS=cpu.'
@@ -226,8 +264,9 @@ def _with_jax_arrays(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_numpy(leaf) else leaf, tree)
 
 
-def _has_half_products(report: Report) -> bool:
-    return any(operation.on_tensor_cores for operation in report.operations)
+def _is_own(report: Report, is_given: bool) -> bool:
+    """Whether a function runs as it is: it has half products, or half values and no dtype was given."""
+    return any(each.on_tensor_cores if is_given else gives_half(each) for each in report.operations)
 
 
 def _can_compile() -> bool:

@@ -9,18 +9,18 @@ import numpy as np
 
 from .._autocast.report.explain import Report
 from .._autocast.report.operations import Operation
-from .._text import dynamic_scale, power
+from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
 from ..programs._roofline import Roofline
 from ._nonfinite.report import CUT, NonfiniteReport
+from ._precision.compare import HARM, Runs
 from ._precision.report import PrecisionReport
-from ._ranges.report import RangeReport, float32_rules
+from ._ranges.report import RangeReport
 from ._ranges.scales import TOLERANCE
 from ._ranges.updates import run_step, updates_of, zero_gradients
 from ._values.trace import LossCall, trace
 
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""
-_UNTRIED = "This was not tried."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,11 @@ class Finding:
     advice: str
 
     def __str__(self) -> str:
-        lines = [f"[{self.severity}] {self.what}", self.where, self.advice]
-        return "\n    ".join(line for line in lines if line)
+        lines = wrapped(shortened(f"[{self.severity}] {self.what}"), width=WIDTH - len("10. "))
+        for text in filter(None, (self.where, self.advice)):
+            own = text.split("\n")
+            lines += own if len(own) > 1 else wrapped(shortened(text), 4)
+        return "\n".join(lines)
 
 
 def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -57,11 +60,9 @@ def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 def of_values(report: NonfiniteReport) -> Iterator[Finding]:
     for line in report.cut:
         yield Finding("accuracy", "A while loop did not end in 10,000 iterations.", line, CUT)
-    cause = report.cause
-    if cause is not None:
-        what = str(cause).splitlines()[0]
-        untried = f" {_UNTRIED}" if "rules=" in cause.advice else ""
-        yield Finding("not finite", what, cause.line, cause.advice + untried)
+    if report.cause is not None:
+        what, *where = str(report.cause).split("\n")
+        yield Finding("not finite", what, "\n".join(where), "\n".join(report.advice()))
 
 
 def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
@@ -84,65 +85,78 @@ def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
             yield Finding("accuracy", what, update.line, advice)
 
 
-def of_ranges(report: RangeReport | None, precision: PrecisionReport | None) -> Iterator[Finding]:
-    if report is None:
+def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
+    """Yields the tree of a step's results that is furthest from the same step in float32, if it is far."""
+    error = runs.keeping(())
+    if error.gradients <= HARM:
         return
+    what = f"The results in {error.group} are" if error.group else "The result of the step is"
+    what += f" off: the relative error against the step in float32 is {error.gradients:.1e}."
+    groups = sorted(runs.program.groups, key=lambda group: group.name)
+    helpful = [group for group in groups if runs.keeping([group]).gradients <= HARM]
+    kept = helpful[:1] or groups
+    after = runs.keeping(kept).gradients
+    advice = f"To mend it: {runs.change(kept)}. Then the error is {after:.1e}." if after <= HARM else ""
+    yield Finding("accuracy", what, "", advice)
+
+
+def of_accuracy(
+    nonfinite: NonfiniteReport, ranges: RangeReport | None, precision: PrecisionReport | None
+) -> Iterator[Finding]:
+    """Yields what is finite and wrong: one finding for one cause, and one loss scale on a page."""
+    if ranges is None or precision is None:
+        return
+    if precision.names and precision.is_close:
+        if precision.unscaled is not None:
+            yield _scale_finding(ranges, precision)
+        return
+    # An inf that has no remedy of its own, or one in half that a scale does not mend, is in this error.
+    if nonfinite.cause is None or nonfinite.smaller_scale is not None:
+        yield from _of_precision(precision)
+    if not precision.names:
+        yield from _of_ranges(ranges)
+
+
+def _scale_finding(ranges: RangeReport, precision: PrecisionReport) -> Finding:
+    """Returns the finding that the gradients need a loss scale, which was tried."""
+    fates = ranges.pooled.fates(int(np.log2(ranges.loss_scale)))
+    lost = f"{fates.lost:.2%} of the gradients that are not zero become zero, and " if fates.lost > 0 else ""
+    what = f"Without a loss scale {lost}the error in {precision.dtype} is {precision.unscaled}."
+    backward = [row for row in ranges.modules if row.direction == "backward"]
+    worst = sorted(backward or ranges.gradients, key=lambda row: -row.fates.lost)[:4]
+    where = ", ".join(f"{row.name or '/'} {row.fates.lost:.0%}" for row in worst if row.fates.lost)
+    start = dynamic_scale(int(np.log2(precision.loss_scale)))
+    advice = f"Start with {start}: at this scale the error is {precision.half}."
+    return Finding("accuracy", what, f"Lost, by module: {where}" if where else "", advice)
+
+
+def _of_ranges(report: RangeReport) -> Iterator[Finding]:
+    """Yields what a dtype would lose of a program that has no module to compare."""
     dtype, scale = report.dtype.name, int(np.log2(report.loss_scale))
     if report.static_scale is None:
-        what = "All gradients are zero, or none is finite."
-        yield Finding("accuracy", what, "", "Try a loss scale, and the plain model.")
+        yield Finding("accuracy", "All gradients are zero, or none is finite.", "", "")
         return
-    # Lost values are no fault if the gradients are right all the same. A report of no module says nothing.
-    if precision is not None and precision.names and precision.is_close and precision.unscaled is None:
-        return
-    yield from _lost_gradients(report, dtype, scale)
-    if report.without_scale:
-        names = ", ".join(f"{row.name or '/'} ({row.direction})" for row in report.without_scale[:4])
-        advice = f"Keep them in float32: rules={report.rules}. " if report.rules else "Try bfloat16. "
-        advice += f"Or give each layer a scale of its own: jmp.scale_layer. {_UNTRIED}"
-        yield Finding("accuracy", f"No loss scale serves these gradients in {dtype}.", names, advice)
-    if overflowing := report.overflowing:
-        what = f"Values of the forward pass are beyond the range of {dtype}, where no loss scale helps."
-        where = ", ".join(row.name for row in overflowing)
-        yield Finding("accuracy", what, where, f"rules={float32_rules(overflowing)}, or bfloat16. {_UNTRIED}")
-    for name, largest in report.too_large.items():
-        what = f"A parameter has {largest:.4g}, beyond the range of {dtype}."
-        yield Finding(
-            "accuracy", what, name, f"Keep it in float32: rules={{{name!r}: 'float32'}}. {_UNTRIED}"
-        )
-
-
-def _lost_gradients(report: RangeReport, dtype: str, scale: int) -> Iterator[Finding]:
     fates, best = report.pooled.fates(scale), report.scales.largest_safe or 0
     if fates.lost <= TOLERANCE or report.loss_scale >= (report.largest_safe_scale or 0):
         return
     what = (
-        f"{fates.lost:.2%} of the gradients that are not zero become zero in {dtype} at the loss scale "
+        f"{fates.lost:.2%} of the gradients that are not zero would become zero in {dtype} at the loss scale "
         f"{power(report.loss_scale)}."
     )
-    backward = [row for row in report.modules if row.direction == "backward"]
-    worst = sorted(backward or report.gradients, key=lambda row: -row.fates.lost)[:4]
-    where = ", ".join(f"{row.name or '/'} {row.fates.lost:.0%}" for row in worst)
     less = report.pooled.fates(best).lost
-    yield Finding("accuracy", what, where, f"Start with {dynamic_scale(best)}: {less:.2%} are lost there.")
+    advice = f"At {power(2.0**best)}, where the largest gradient fits, it would be {less:.2%}."
+    yield Finding("accuracy", what, "", advice)
 
 
-def of_precision(report: PrecisionReport | None) -> Iterator[Finding]:
-    if report is None:
+def _of_precision(report: PrecisionReport) -> Iterator[Finding]:
+    if not report.names or report.is_close:
         return
-    if report.unscaled is not None and report.is_close:
-        what = f"Without a loss scale the error in {report.dtype} is {report.unscaled}."
-        advice = (
-            f"Start with jmp.DynamicLossScale(): at {power(report.loss_scale)} the error is {report.half}."
-        )
-        yield Finding("accuracy", what, "", advice)
-    elif not report.is_close:
-        worst = [
-            f"{row.module} {getattr(row.own, report.measure):.1e} {' '.join(row.lines[:2])}".strip()
-            for row in report.modules[:4]
-        ]
-        where = f"Alone in half, of the {report.measure}: {', '.join(worst)}"
-        yield Finding("accuracy", report.summary(), where, report.advice())
+    worst = [
+        f"{row.module} {getattr(row.own, report.measure):.1e} {' '.join(row.lines[:2])}".strip()
+        for row in report.modules[:4]
+    ]
+    where = f"The relative error of the {report.measure} with one module alone in half: {', '.join(worst)}"
+    yield Finding("accuracy", report.summary(), where, report.advice())
 
 
 def of_operations(report: Report) -> Iterator[Finding]:
@@ -152,7 +166,7 @@ def of_operations(report: Report) -> Iterator[Finding]:
         slow[product.reason].append(product)
     for reason, products in slow.items():
         share = sum(product.flops for product in products) / total
-        what = f"{len(products)} products, {share:.0%} of the FLOPs, are not in half: {reason}."
+        what = f"{plural(len(products), 'matmul')}, {share:.0%} of the FLOPs, not in half: {reason}."
         advice = "Cast the float32 operands of these products to half, or give the plain model to autocast."
         yield Finding("speed", what, _where(products), "" if "rule for" in reason else advice)
     sizes: dict[str, list[Operation]] = collections.defaultdict(list)
@@ -160,7 +174,7 @@ def of_operations(report: Report) -> Iterator[Finding]:
         if operation.advice:
             sizes[operation.advice].append(operation)
     for advice, products in sizes.items():
-        what = f"{len(products)} products have a size that Tensor Cores run slowly."
+        what = f"{plural(len(products), 'matmul')} of a size that Tensor Cores run slowly."
         yield Finding("speed", what, _where(products), advice)
 
 

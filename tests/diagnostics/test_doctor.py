@@ -1,5 +1,7 @@
 """`doctor` names what is wrong, worst first, and skips what makes no sense."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +36,7 @@ def test_a_healthy_step_has_no_findings():
     params = {"a": jnp.eye(16) / 4, "b": jnp.eye(16)}
     diagnosis = doctor(lambda params, x: jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"]))(params, X)
     assert diagnosis.findings == ()
-    assert "Nothing is wrong." in str(diagnosis)
+    assert "No fault was found." in str(diagnosis)
     assert diagnosis.nonfinite.is_finite
     assert diagnosis.precision.is_close
     assert list(diagnosis.skipped) == ["roofline"]
@@ -54,21 +56,15 @@ def test_the_findings_are_those_of_the_parts_worst_first():
     diagnosis = doctor(faulty, "float16")(FAULTY, np.asarray(X))
     order = [_findings.SEVERITIES.index(each) for each in severities(diagnosis)]
     assert order == sorted(order)
-    assert set(severities(diagnosis)) == {"not finite", "accuracy", "speed"}
+    assert severities(diagnosis) == ["not finite"]  # One finding for one cause, and none of speed beside it.
     first = diagnosis.findings[0]
     assert "inf from" in first.what
     assert "head" in first.what
     assert "test_doctor.py" in first.where
-    parameter, error = finding(diagnosis, "A parameter has 1e+06"), finding(diagnosis, "the error is")
-    assert parameter.where == "params/head"
-    assert parameter.advice.endswith("'float32'}. This was not tried.")
-    assert "rules={'/head': 'float32'}" in error.advice
-    assert "Then the error is" in error.advice  # compare_precision has tried these.
-    sizes = [each.advice for each in diagnosis.findings if "run slowly" in each.what]
-    assert any("N = 15: pad it to 16" in each for each in sizes)
-    assert any("K = 15: pad it to 16" in each for each in sizes)
+    assert "rules={'/head': 'float32'}: helps" in first.advice
     text = str(diagnosis)
-    assert all(each.what in text and each.advice in text for each in diagnosis.findings)
+    assert all(each.advice in text for each in diagnosis.findings)
+    assert text.startswith('Examined: autocast(fun, "float16") of your float32 program.')
     assert diagnosis.precision.rules == {"/head": "float32"}
 
 
@@ -82,11 +78,45 @@ def test_the_advice_of_the_doctor_heals():
 def test_gradients_that_underflow_get_a_scale_that_saves_them():
     loss = lambda w, x: jnp.mean(jnp.sin(jax.named_scope("head")(jnp.matmul)(x, w))) * 1e-7
     w = jax.random.normal(jax.random.key(0), (16, 8)) / 4
-    found = finding(doctor(loss)(w, X), "become zero in float16 at the loss scale 2**0")
-    assert found.what.startswith("100.00% of the gradients")
-    assert found.where == "/ 100%, head 100%"
+    found = finding(doctor(loss)(w, X), "Without a loss scale 100.00% of the gradients")
+    assert found.where == "Lost, by module: / 100%, head 100%"
     exponent = int(found.advice.split("2.0**")[1].split(")")[0])
     assert doctor(loss, loss_scale=2.0**exponent)(w, X).findings == ()
+
+
+def test_a_page_has_one_loss_scale():
+    loss = lambda w, x: jnp.mean(jnp.sin(jax.named_scope("head")(jnp.matmul)(x, w))) * 1e-7
+    text = str(doctor(loss, device=None)(jax.random.normal(jax.random.key(0), (16, 8)) / 4, X))
+    assert set(re.findall(r"2\.0\*\*(\d+)", text)) == {"15"}
+
+
+def test_after_an_overflow_the_rest_is_compared_at_the_scale_that_fits():
+    """A healthy model at the first scale of a DynamicLossScale, whose first steps overflow."""
+    loss = lambda w, x: jnp.sum(jnp.sin(jax.named_scope("head")(jnp.matmul)(x, w))) * 40
+    w = jax.random.normal(jax.random.key(0), (16, 8)) / 4
+    diagnosis = doctor(loss, loss_scale=jmp.DynamicLossScale(), device=None)(w, X)
+    assert [each.severity for each in diagnosis.findings if each.severity != "speed"] == ["not finite"]
+    (trial,) = diagnosis.nonfinite.remedies
+    assert diagnosis.precision.loss_scale == trial.loss_scale < 2.0**15
+    assert diagnosis.precision.is_close
+
+
+def test_the_program_that_the_user_runs_is_the_one_that_is_examined():
+    """Casts to bfloat16 beside float32 products: not judged as autocast in float16, unless a dtype "
+    "is given."""
+
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params["a"]).astype(jnp.bfloat16).astype(jnp.float32)
+        return jnp.sum(hidden @ params["b"])
+
+    params = {"a": jnp.eye(16) / 4, "b": 1e5 * jnp.eye(16)}
+    own = doctor(loss, device=None)(params, X)
+    assert own.examined == "your program as it is, with its own half values"
+    assert [each.severity for each in own.findings if each.severity != "speed"] == []
+    assert own.precision.dtype == "bfloat16"
+    given = doctor(loss, "float16", device=None)(params, X)
+    assert given.examined == 'autocast(fun, "float16") of your float32 program'
+    assert given.findings[0].severity == "not finite"
 
 
 def test_gradients_that_a_loss_scale_makes_exact_need_no_rules():
@@ -94,7 +124,7 @@ def test_gradients_that_a_loss_scale_makes_exact_need_no_rules():
     loss = lambda w, x: jnp.mean(jnp.sin(x @ w) @ w.T) * 2e-5
     w = jax.random.normal(jax.random.key(0), (16, 8)) / 4
     found = finding(doctor(loss, tolerance=0.001)(w, X), "Without a loss scale")
-    assert found.advice.startswith("Start with jmp.DynamicLossScale(): at 2**15 the error is")
+    assert found.advice.startswith("Start with jmp.DynamicLossScale(2.0**15): at this scale the error is")
     assert doctor(loss, tolerance=0.01, loss_scale=2.0**15)(w, X).findings == ()
 
 
@@ -110,8 +140,8 @@ def test_a_loss_that_is_not_finite_in_float32_either_skips_the_comparison():
     diagnosis = doctor(lambda w, x: jnp.sum(jnp.log(x @ w)))(-jnp.ones((16, 8)), X)
     assert severities(diagnosis)[0] == "not finite"
     assert diagnosis.ranges is diagnosis.precision is None
-    assert "not finite" in diagnosis.skipped["profile_ranges, compare_precision"]
-    assert "Skipped: profile_ranges, compare_precision" in str(diagnosis)
+    assert "not finite in float32" in diagnosis.skipped["the values in half"]
+    assert "Not examined: the values in half." in str(diagnosis)
 
 
 def test_a_product_that_a_constant_promotes_is_named():

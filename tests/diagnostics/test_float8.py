@@ -52,15 +52,13 @@ def test_the_counts_are_those_of_the_operands():
     body = rows["body", "forward"]
     assert (body.dtype, body.values) == (E4, 16 * 64 + 64 * 32)
     assert body.flushed[E4] == flushed(X, FORWARD) + flushed(PARAMS["body"], FORWARD)
-    assert report.float8_rules == {"head": "bfloat16", "body": "bfloat16"}
-    assert "Keep these in bfloat16: rules={'head': 'bfloat16'" in str(report)
+    assert "Operands of products in fp8" in str(report)
 
 
 @pytest.mark.slow
 def test_an_outlier_flushes_the_rest_of_its_tensor():
     x = X.at[0, 0].set(1e5)
     report = profile_ranges(float8(two_layers))(PARAMS, x)
-    assert report.float8_rules == {"body": "bfloat16"}
     row = report.float8[0]
     assert row.lost == row.flushed[E4] / row.values > 0.1
     # With the module in bfloat16 its tensors are no operands in fp8.
@@ -122,7 +120,7 @@ def test_the_rules_keep_the_worst_module_in_bfloat16():
     report = compare_precision(float8(two_layers), tolerance=1.01 * error)(PARAMS, X)
     assert report.kept == ("body",)
     assert report.rules == {"/body": "bfloat16", "**": "float8"}
-    assert report.advice().startswith("Keep these in bfloat16")
+    assert report.advice().startswith("Keep body in bfloat16")
     rules = jmp.autocast(two_layers, "float8", rules=report.rules)
     assert direct_error(rules) == pytest.approx(report.with_rules.gradients, rel=1e-3)
 
@@ -145,7 +143,7 @@ def test_a_sound_model_in_fp8_is_no_finding():
 @pytest.mark.slow
 def test_the_origin_of_an_inf_is_found_behind_the_bits_of_fp8():
     report = find_nonfinite(float8(two_layers))(PARAMS, X.at[0, 3].set(jnp.inf))
-    assert "argument x has inf already" in str(report)
+    assert "The data in x is not finite" in report.hint
     overflow = lambda params, x: two_layers(params, jnp.exp(100 * x))
     report = find_nonfinite(float8(overflow))(PARAMS, X)
     assert report.cause.operation == "exp"

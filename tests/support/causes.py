@@ -11,14 +11,25 @@ w = jnp.linspace(-0.5, 0.5, 16).reshape(4, 4)
 
 
 def cause_of(fun, *args, scale=None, **settings):
-    """The cause, having checked that the loss or a gradient is not finite, as `value_and_grad` finds them."""
+    """The cause that the report names."""
+    return checked_report(fun, *args, scale=scale, **settings).cause
+
+
+def advice_of(fun, *args, scale=None, **settings):
+    """What the report says of the cause in one line: what was tried, and hints."""
+    return " ".join(" ".join(checked_report(fun, *args, scale=scale, **settings).advice()).split())
+
+
+def checked_report(fun, *args, scale=None, **settings):
+    """The report, having checked that the loss or a gradient is not finite, as `value_and_grad` "
+    "finds them."""
     report = find_nonfinite(fun, loss_scale=scale, **settings)(*args)
     used = jmp.NoOpLossScale() if scale is None else jmp.StaticLossScale(scale)
     value, grads = jmp.value_and_grad(fun, used, **settings)(*args)
     loss = value[0] if settings.get("has_aux") else value
     assert report.is_finite == bool(jmp.all_finite((loss, grads)))
     np.testing.assert_allclose(report.loss, loss, rtol=1e-3)
-    return report.cause
+    return report
 
 
 def half(fun):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
@@ -11,18 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr import arguments
-from ..._jaxpr.read import Array
+from ..._jaxpr.read import Array, all_equations
+from .._precision.compare import Runs, runs_of
+from .._precision.modules import is_of_library
+from .._values.reference import is_narrow
 from .._values.sites import Site
 from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
-from .advice import advise
-from .case import Case
 from .extremes import Extremes
 from .flow import Flow, Origin
+from .hints import hint
 from .report import Nonfinite, NonfiniteReport
 from .rules import Lines, lines_of_rules, own_line
+from .trials import Trials
 
 P = ParamSpec("P")
 
+MOST_LINES = 4
+"""How many lines of the way to the loss are named at most."""
 LOWEST = -24
 """The exponent of the smallest scale that is tried. It makes a loss of 1 the smallest number of float16."""
 
@@ -41,11 +47,13 @@ def find_nonfinite(
     measures the smallest and the largest element of every floating value, also inside jit, loops, branches,
     rematerialization and shards. Only these numbers return to the host. An inf or NaN is harmful if it
     reaches the loss or a gradient through values that are all inf or NaN; a mask of -inf that a softmax reads
-    is not. An inf from half arithmetic is also harmful if a later operation turns it into a wrong finite
-    number (1/inf = 0).
+    is not. An inf from half arithmetic may also become a finite number that is wrong (1/inf = 0). Then the
+    program is compared with itself in float32, and the inf is harmful if that changes the result.
 
-    If the first inf or NaN is in the backward pass, the program also runs at smaller loss scales, to find one
-    that fits.
+    Against the cause it tries remedies, each by running the program: a smaller loss scale if the cause is in
+    the backward pass; the module of the cause, and then few other modules, in float32; bfloat16 in place of
+    float16. A remedy helps if the loss and the gradients are within 0.1 of those in float32. If float32 is
+    not finite either, the report says so, and may add a hint.
 
     With `transform=None` it runs any function as it is, such as a whole train step. Then an inf or NaN is
     harmful if it reaches what the function returns, or a value that the step tests to skip its update.
@@ -91,28 +99,49 @@ def find_nonfinite(
 
     @functools.wraps(fun)
     def find_nonfinite_fun(*args: Any, **kwargs: Any) -> NonfiniteReport:
-        lines = functools.partial(_lines_of_rules, call, args, kwargs)
-        return examine(trace("find_nonfinite", call, args, kwargs), scale, lines)
+        runs = lambda: runs_of("find_nonfinite", call, scale, loss_scale is None, args, kwargs)
+        return examine(call, args, kwargs, scale, runs)
 
     return find_nonfinite_fun
 
 
-def _lines_of_rules(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lines:
-    return lines_of_rules(arguments.trace(call.fun, args, kwargs, False, (np.ndarray,)).jaxpr)
+def examine(
+    call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float, runs: Callable[[], Runs]
+) -> NonfiniteReport:
+    """Runs a function at a loss scale, and reports where its values become inf or NaN.
 
-
-def examine(program: LossProgram, scale: float, lines: Callable[[], Lines] = dict) -> NonfiniteReport:
-    """Runs a program at a loss scale, and reports where its values become inf or NaN."""
+    `runs` gives the runs that compare the function with float32. It is called only if there is an inf or NaN.
+    """
+    program = trace("find_nonfinite", call, args, kwargs)
     tapped = Tapped(program, Extremes())
     measured = tapped(scale)
     origins = Flow(measured).origins()
-    harmful = [origin for origin in origins if origin.is_harmful]
-    fitting = None
-    if harmful and harmful[0].site.is_scaled:
-        fitting = _fitting_scale(tapped, scale)
+    has_half = any(is_narrow(var) for each in all_equations(program.jaxpr) for var in each.outvars)
+    is_bad = any(origin.is_harmful or origin.end for origin in origins)
+    trials = Trials(runs()) if is_bad and has_half and not measured.cut else None
+    if trials is not None and not any(origin.is_harmful for origin in origins):
+        is_harmful = lambda origin: origin.end is not None and trials.is_harmful(origin)
+        origins = [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
     is_backward = any(origin.site.direction == "backward" for origin in origins)
-    rules = lines() if is_backward and not measured.is_step else {}
-    return _report(_Reader(program, measured, scale, fitting, rules), origins)
+    rules = _lines_of_rules(call, args, kwargs) if is_backward and not measured.is_step else {}
+    reader = _Reader(program, measured, scale, rules)
+    report, cause = _report(reader, origins)
+    if cause is None:
+        return report
+    fitting = _fitting_scale(tapped, scale) if cause.site.is_scaled else None
+    report = dataclasses.replace(report, fitting_scale=fitting)
+    tried = () if trials is None else trials.of_cause(cause, fitting)
+    return dataclasses.replace(
+        report,
+        tried=tried,
+        is_finite_in_float32=None if trials is None else trials.runs.is_finite,
+        rounded=trials.runs.program.rounded_numbers() if trials is not None and tried else (),
+        hint="" if tried else hint(cause, measured.sites, program.parameters),
+    )
+
+
+def _lines_of_rules(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lines:
+    return lines_of_rules(arguments.trace(call.fun, args, kwargs, False, (np.ndarray,)).jaxpr)
 
 
 def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
@@ -138,22 +167,19 @@ class _Reader:
         program: the loss and its gradients as one jaxpr.
         measured: the smallest and the largest element of each value.
         scale: the loss scale.
-        fitting: a smaller scale at which the gradients are finite; None if there is none.
         rules: the lines of backward rules.
     """
 
     program: LossProgram
     measured: Measured
     scale: float
-    fitting: float | None
     rules: Lines
 
     def read(self, origin: Origin) -> Nonfinite:
         """Returns an origin as a row of the report."""
         site = origin.site
         argument = site.argument or site.last_parameter
-        scale = None if self.measured.is_step else self.scale
-        case = Case(origin, self.measured.sites, self.program.parameters, scale, self.fitting)
+        line = own_line(site, self.rules) if site.direction == "backward" else site.line
         return Nonfinite(
             "NaN" if origin.is_nan else "inf",
             site.operation,
@@ -164,13 +190,25 @@ class _Reader:
             site.module,
             argument,
             bool(site.argument),
-            own_line(site, self.rules) if site.direction == "backward" else site.line,
+            line,
+            site.caller if line == site.line else "",
             self._direction(origin),
             tuple((loop.kind, number) for loop, number in zip(site.loops, origin.iterations)),
+            self._way(origin),
             "" if origin.end is None else f"{origin.end.operation}, {origin.end.line}".rstrip(", "),
             self._index(site, origin.is_nan),
-            advise(case),
         )
+
+    def _way(self, origin: Origin) -> tuple[str, ...]:
+        """Returns the first operation on each line between an origin and an output: the first few "
+        "and the last."""
+        lines: dict[str, str] = {}
+        for site, is_nan in origin.way:
+            if site.line != origin.site.line and not is_of_library(site.line):
+                line = os.path.basename(site.line.partition(" ")[0])
+                lines.setdefault(site.line, f"{'NaN' if is_nan else 'inf'} from {site.operation}, {line}")
+        way = list(lines.values())
+        return tuple(way if len(way) <= MOST_LINES else [*way[: MOST_LINES - 1], way[-1]])
 
     def _direction(self, origin: Origin) -> str:
         direction = "derivative" if origin.is_derivative else origin.site.direction
@@ -190,7 +228,8 @@ def _first_index(flags: Array) -> Array:
     return jnp.argmax(flags.ravel())
 
 
-def _report(reader: _Reader, origins: Sequence[Origin]) -> NonfiniteReport:
+def _report(reader: _Reader, origins: Sequence[Origin]) -> tuple[NonfiniteReport, Origin | None]:
+    """Returns the report without what is tried, and the origin that it names as the cause."""
     harmful = [origin for origin in origins if origin.is_harmful]
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
@@ -198,17 +237,21 @@ def _report(reader: _Reader, origins: Sequence[Origin]) -> NonfiniteReport:
     measured, is_step = reader.measured, reader.measured.is_step
     # The first output of a loss function is the loss.
     outputs = list(zip(reader.program.outputs, measured.results))[0 if is_step else 1 :]
-    return NonfiniteReport(
+    others = (origin for origin in harmful if origin not in (first_inf, first_nan))
+    # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
+    harmless = (origin for origin in origins if not origin.is_harmful and not (harmful and origin.end))
+    report = NonfiniteReport(
         read(first_inf),
         read(first_nan),
-        tuple(reader.read(origin) for origin in harmful if origin not in (first_inf, first_nan)),
-        tuple(reader.read(origin) for origin in origins if not origin.is_harmful),
+        tuple(map(reader.read, others)),
+        tuple(map(reader.read, harmless)),
         None if is_step else float(measured.results[0][0]),
         reader.scale,
         tuple(
             name for name, ends in outputs if np.isnan(ends).any() or -np.inf == ends[0] or ends[1] == np.inf
         ),
         len(outputs),
-        reader.fitting,
+        None,
         measured.cut,
     )
+    return report, first_inf if report.cause is report.first_inf else first_nan

@@ -4,10 +4,9 @@ An instance is a site in one iteration of each loop around it. It is bad if it h
 origin if it is bad and its operands are not. An origin is harmful in two ways:
 
 - A chain of bad instances leads from it to the loss or to a gradient.
-- It is an inf that half arithmetic computes from finite numbers, and a chain leads from it to an operation
-  that turns it into wrong finite numbers. `rsqrt` of an overflow is 0, which it is for no finite number.
-
-A mask of -inf that a softmax reads is harmless: `exp` of -inf is 0, as is `exp` of a large negative number.
+- It is an inf that half arithmetic computes from finite numbers, and an operation turns it into finite
+  numbers that are wrong: `rsqrt` of an overflow is 0. Nothing in the flow tells this from a mask, whose `exp`
+  is rightly 0. So such an origin is a suspect, and `trials` compares the program with float32.
 """
 
 import collections
@@ -24,9 +23,9 @@ from .._values.trace import Measured
 Steps = tuple[int, ...]
 Instance = tuple[Path, Steps]
 """A site, and the index of the iteration in each loop around it."""
+Extent = tuple[float, float]
+"""The smallest and the largest element of a value."""
 
-# Their result for inf is also right for the large number that has become inf.
-_LIMITS = frozenset({"exp", "exp2", "expm1", "atan", "atan2", "erf", "erfc", "argmax", "argmin"})
 # Each shard takes the operands of all shards.
 _COLLECTIVES = frozenset(
     {"psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_to_all", "reduce_scatter"}
@@ -45,24 +44,22 @@ class Origin:
             are finite.
         extent: the smallest and the largest element.
         operands: the extent of each operand of the site; None if it is not known.
-        is_harmful: whether it reaches the loss or a gradient, or ends in wrong finite numbers.
-        end: the site that turns it into wrong finite numbers; None if it reaches the loss or a gradient, or
-            is harmless.
+        is_harmful: whether it reaches the loss or a gradient.
+        end: for a suspect, the site that turns it into finite numbers; otherwise None.
+        way: the sites with an inf or NaN on the way to the loss or a gradient, in order.
         is_derivative: whether the forward pass computes it for the backward pass alone.
-        flushed: the smallest positive number that a cast to half turned into 0 on the way to an operand; None
-            if there is no such cast.
         moment: sorts origins as the program runs.
     """
 
     site: Site
     iterations: Steps
     is_nan: bool
-    extent: tuple[float, float]
-    operands: tuple[tuple[float, float] | None, ...]
+    extent: Extent
+    operands: tuple[Extent | None, ...]
     is_harmful: bool
     end: Site | None
+    way: tuple[tuple[Site, bool], ...]
     is_derivative: bool
-    flushed: float | None
     moment: tuple[int, ...]
 
 
@@ -75,9 +72,9 @@ class Flow:
 
     def origins(self) -> list[Origin]:
         """Returns the origins in the order of the program."""
-        harmful = self._harmful()
+        following = self._following()
         origins = [
-            self._origin(instance, instance in harmful)
+            self._origin(instance, following)
             for path in self._records
             for instance in self._bad_instances(path)
             if self._begins(instance)
@@ -92,49 +89,61 @@ class Flow:
             if path is not None and self._bad(path).any()
         ]
 
-    def _harmful(self) -> set[Instance]:
-        """Returns the bad instances from which a bad output was computed."""
+    def _following(self) -> dict[Instance, Instance | None]:
+        """Returns the bad instances from which a bad output was computed, each with the next one on "
+        "the way."""
         outputs = {self._measured.outputs[index] for index in self.bad_outputs()}
         # A step that tests its gradients skips its update, so no output shows them. A loss that tests a value
         # is guarded against it.
         outputs |= self._measured.checked if self._measured.is_step else set()
-        todo = [instance for path in outputs if path is not None for instance in self._bad_instances(path)]
-        seen = set(todo)
+        starts = [instance for path in outputs if path is not None for instance in self._bad_instances(path)]
+        following: dict[Instance, Instance | None] = dict.fromkeys(starts)
+        todo = collections.deque(starts)
         while todo:
-            instance = todo.pop()
+            instance = todo.popleft()
             bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
             nans = [operand for operand in bad if self._is_nan(operand)]
             # Operations propagate NaN. So a NaN comes from the operands that have a NaN, if any has one.
             for operand in nans if nans and self._is_nan(instance) else bad:
-                if operand not in seen:
-                    seen.add(operand)
+                if operand not in following:
+                    following[operand] = instance
                     todo.append(operand)
-        return seen
+        return following
+
+    def _way(
+        self, instance: Instance, following: dict[Instance, Instance | None]
+    ) -> Iterator[tuple[Site, bool]]:
+        """Yields the operations after an instance on the way to an output, and whether each gives a NaN."""
+        following_one = following.get(instance)
+        while following_one is not None:
+            site = self._sites[following_one[0]]
+            if site.kind is SiteKind.OPERATION and traits_of(site.operation).category is not Category.MOVE:
+                yield site, self._is_nan(following_one)
+            following_one = following[following_one]
 
     def _begins(self, instance: Instance) -> bool:
         bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
         # An operation may compute a NaN from infs (inf - inf). So a NaN may begin at operands with an inf.
         return not (any(map(self._is_nan, bad)) if self._is_nan(instance) else bad)
 
-    def _origin(self, instance: Instance, is_harmful: bool) -> Origin:
+    def _origin(self, instance: Instance, following: dict[Instance, Instance | None]) -> Origin:
         path, steps = instance
         site = self._sites[path]
-        end = None if is_harmful else self._end(instance)
         return Origin(
             site,
             self._iterations(site, steps),
             self._is_nan(instance),
             self._extent(path, steps),
             tuple(None if source is None else self._extent_at(source, steps) for source in site.sources),
-            is_harmful or end is not None,
-            end,
+            instance in following,
+            None if instance in following else self._end(instance),
+            tuple(self._way(instance, following)),
             self._is_derivative(site),
-            self._flushed(site, steps),
             self._moment(site, steps),
         )
 
     def _end(self, instance: Instance) -> Site | None:
-        """Returns the first site that turns an inf of half arithmetic into wrong finite numbers, if any."""
+        """Returns the first site that turns an inf of half arithmetic into finite numbers, if any."""
         origin = self._sites[instance[0]]
         is_written = {"inf", "-inf"} & set(origin.operands)
         if (
@@ -147,22 +156,11 @@ class Flow:
         todo, seen = [instance], {instance}
         while todo:
             for path, steps in self._readers(todo.pop()):
-                if self._is_finite(path, steps) and not _reads_inf_right(self._sites[path]):
+                if self._is_finite(path, steps) and not _passes_on(self._sites[path]):
                     return self._sites[path]
                 if self._is_bad((path, steps)) and (path, steps) not in seen:
                     seen.add((path, steps))
                     todo.append((path, steps))
-        return None
-
-    def _flushed(self, site: Site, steps: Steps) -> float | None:
-        """Returns the smallest positive number that a cast right before a site turns into 0, if any."""
-        for path in site.sources:
-            cast = None if path is None else self._sites[path]
-            if cast is None or cast.operation != "convert_element_type" or cast.sources[0] is None:
-                continue
-            before, after = self._extent_at(cast.sources[0], steps), self._extent_at(cast.path, steps)
-            if before is not None and after is not None and before[0] > 0 >= after[0]:
-                return before[0]
         return None
 
     def _is_derivative(self, site: Site) -> bool:
@@ -306,11 +304,11 @@ class Flow:
         path, steps = instance
         return bool(self._nan(path)[steps])
 
-    def _extent(self, path: Path, steps: Steps) -> tuple[float, float]:
+    def _extent(self, path: Path, steps: Steps) -> Extent:
         low, high = self._records[path][steps]
         return float(low), float(high)
 
-    def _extent_at(self, source: Path, steps: Steps) -> tuple[float, float] | None:
+    def _extent_at(self, source: Path, steps: Steps) -> Extent | None:
         depth = len(self._sites[source].loops)
         return self._extent(source, steps[:depth]) if depth <= len(steps) else None
 
@@ -325,8 +323,8 @@ def _reached(path: Path, onwards: Callable[[Path], Iterable[Path]]) -> set[Path]
     return seen
 
 
-def _reads_inf_right(site: Site) -> bool:
-    """Whether the result of a site for inf is right for the large number that has become inf."""
+def _passes_on(site: Site) -> bool:
+    """Whether a site moves or selects elements: where its result is finite, it has left the inf out."""
     traits = traits_of(site.operation)
     is_move = site.kind is not SiteKind.OPERATION or traits.category is Category.MOVE or traits.keeps_gradient
-    return is_move or traits.selects or traits.saturates or site.operation in _LIMITS
+    return is_move or traits.selects

@@ -1,9 +1,13 @@
 """The report of `find_nonfinite`: the operations at which an inf or NaN begins."""
 
+import collections
 import dataclasses
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from ..._text import Shown, power
+from ..._text import Shown, power, shortened, wrapped
+from .._precision.report import Difference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +26,16 @@ class Nonfinite:
             last parameter used before it. Empty if there is none.
         is_operand: whether the operation takes the argument itself.
         line: the line of the program that made it, as `file.py:12:4 (function)`.
+        caller: where `line` is in a library, the user's line that called it; otherwise empty.
         direction: `forward`; `derivative` if the forward pass computes it only for the backward pass;
             `backward`; or `recomputed` in the backward pass. Empty for the parts of a step that are not in a
             backward pass.
         iterations: for each loop around it, outermost first, its kind and the number of the iteration, from
             0. For a scan it is the index of the slice, also in reverse; for a `shard_map`, of the shard.
+        way: the operations between it and the loss or a gradient, such as `NaN from sub, file.py:13:4`.
         end: the operation that turns it into wrong finite numbers, and its line; empty if it reaches an
             output.
         index: the index of the first such element of an argument or constant; None for an operation.
-        advice: what to do.
 
     Examples:
         >>> report = find_nonfinite(lambda w, x: jnp.sum(w / x))(jnp.ones(4), jnp.arange(4.0))
@@ -48,30 +53,32 @@ class Nonfinite:
     argument: str
     is_operand: bool
     line: str
+    caller: str
     direction: str
     iterations: tuple[tuple[str, int], ...]
+    way: tuple[str, ...]
     end: str
     index: tuple[int, ...] | None
-    advice: str
 
     def __str__(self) -> str:
         if self.operation in ("argument", "constant"):
             name = f"{self.operation} {self.argument}".strip()
             at = f"first at {list(self.index)}" if self.index is not None else ""
-            lines = [f"{self.what} in the {name}, {self.result}, {at}".rstrip(", ")]
-        else:
-            lines = [self._head()]
-            lines += [
-                f"    takes {text}{_range(extent)}"
-                for text, extent in zip(self.operands, self.operand_ranges)
-            ]
-            lines += [f"    gives {self.result}{_range(self.range)}"]
-            lines += [f"    {self.line}"] if self.line else []
-            lines += [f"    ends in {self.end}, whose result is finite, and wrong"] if self.end else []
-        return "\n".join([*lines, *([f"    {self.advice}"] if self.advice else [])])
+            return f"{self.what} in the {name}, {self.result}, {at}".rstrip(", ")
+        lines = [shortened(line) for line in (self.caller, self.line) if line]
+        pairs = collections.Counter(zip(self.operands, self.operand_ranges))
+        lines += [
+            f"takes {text}{_range(ends)}{', twice' if n > 1 else ''}" for (text, ends), n in pairs.items()
+        ]
+        lines += [f"gives {self.result}{_range(self.range)}"]
+        lines += [f"ends in {shortened(self.end)}, whose result is finite, and wrong"] if self.end else []
+        lines += [f"from there: {'; '.join(map(shortened, self.way))}"] if self.way else []
+        return "\n".join([self.head(), *(line for text in lines for line in wrapped(text, 4))])
 
-    def _head(self) -> str:
+    def head(self) -> str:
         """Returns the operation and where it is, in one line."""
+        if self.operation in ("argument", "constant"):
+            return f"{self.what} in the {self.operation} {self.argument}".strip()
         module = f" in {self.module}" if self.module else ""
         argument = f" {'near' if self.is_operand else 'after'} {self.argument}" if self.argument else ""
         comma = "," if module and argument else ""
@@ -106,6 +113,43 @@ CUT = (
 """What may be wrong with a loop that does not end."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One change of the program that was run, and what it brought.
+
+    Attributes:
+        change: what to write, in the notation of the program: a loss scale, rules of autocast, the casts to
+            leave out, another dtype.
+        error: how far the loss and the gradients are then from those in float32, as relative errors.
+        helps: whether both errors are at most 0.1.
+        loss_scale: the loss scale of the change; None if it is that of the step.
+        rules: the `rules=` of `autocast`; empty for another change.
+        lines: the lines whose casts to half are left out; empty for another change.
+        arguments: the arguments that are passed in float32; empty for another change.
+        dtype: `bfloat16` if it is used in place of float16; otherwise empty.
+
+    Examples:
+        >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
+        >>> fun = jmp.autocast(lambda w, x: jnp.mean(x @ w["a"] @ w["b"] / 1e6), jnp.float16)
+        >>> [(trial.change, trial.helps) for trial in find_nonfinite(fun)(w, x).tried]
+        [("rules={'/w/b': 'float32'}", True), ('bfloat16 in place of float16', True)]
+    """
+
+    change: str
+    error: Difference
+    helps: bool
+    loss_scale: float | None = None
+    rules: Mapping[str, str] = MappingProxyType({})
+    lines: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        worst = max(self.error.loss, self.error.gradients)
+        outcome = f"{worst:.1e} from float32" if math.isfinite(worst) else "still not finite"
+        return f"{shortened(self.change)}: {'helps' if self.helps else 'does not help'}, {outcome}"
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonfiniteReport(Shown):
     """Where a loss or its gradients become inf or NaN. `print` it for one page.
@@ -129,6 +173,13 @@ class NonfiniteReport(Shown):
             not what the program computes.
         fitting_scale: the largest power of two below the scale at which the loss and all gradients are
             finite. None if there is none, or if the first inf or NaN is not in the backward pass.
+        tried: the changes that were run, for the cause; empty if the program has no half values, or is not
+            finite in float32 either.
+        is_finite_in_float32: whether the loss and all gradients are finite in float32, with the numbers of
+            the source as they are written. None if this was not run.
+        rounded: the numbers on lines of the program that are 0 or inf in half precision, each as a sentence;
+            empty if no remedy was tried.
+        hint: a well-known reason why the operation gives inf or NaN; empty if there is a change that helps.
 
     Examples:
         >>> report = find_nonfinite(lambda w: jnp.sum(w["head"]) * 1e3, loss_scale=2.0**120)(
@@ -148,6 +199,10 @@ class NonfiniteReport(Shown):
     parameters: int
     fitting_scale: float | None
     cut: tuple[str, ...] = ()
+    tried: tuple[Trial, ...] = ()
+    is_finite_in_float32: bool | None = None
+    rounded: tuple[str, ...] = ()
+    hint: str = ""
 
     @property
     def is_finite(self) -> bool:
@@ -160,8 +215,38 @@ class NonfiniteReport(Shown):
         return self._first()[0] if self._first() else None
 
     @property
+    def remedies(self) -> tuple[Trial, ...]:
+        """The changes that bring the loss and the gradients to those in float32."""
+        return tuple(trial for trial in self.tried if trial.helps)
+
+    @property
     def _nan_from_inf(self) -> bool:
-        return self.first_nan is not None and self.first_nan.advice.startswith("An operand has inf")
+        extents = [extent for extent in self.first_nan.operand_ranges if extent] if self.first_nan else []
+        return any(math.isinf(end) for extent in extents for end in extent)
+
+    @property
+    def smaller_scale(self) -> float | None:
+        """The smaller loss scale that alone makes the result right; None if there is none."""
+        scales = [trial.loss_scale for trial in self.remedies]
+        return self.fitting_scale if self.fitting_scale in scales else None
+
+    def advice(self) -> list[str]:
+        """Returns the paragraphs about the cause: what was tried, or that float32 is not finite either."""
+        if self.cause is None:
+            return []
+        if self.tried:
+            title = "Tried, with the relative error of the loss or the gradients:"
+            lines = [line for trial in self.tried for line in wrapped(str(trial), 4)]
+            none = [] if self.remedies else ["None of these helps."]
+            numbers = [line for text in self.rounded for line in wrapped(shortened(text))]
+            return ["\n".join([*numbers, title, *lines, *none])]
+        either = (
+            ["With every operation in float32 it is not finite either."]
+            if self.is_finite_in_float32 is False
+            else []
+        )
+        hint = [f"A hint: {self.hint}"] if self.hint else []
+        return ["\n".join(wrapped(" ".join([*either, *hint])))] if either or hint else []
 
     def _first(self) -> list[Nonfinite]:
         """Returns the first inf and the first NaN.
@@ -197,20 +282,21 @@ class NonfiniteReport(Shown):
         return f"NonfiniteReport({self.summary() if cause is None else str(cause).splitlines()[0]})"
 
     def __str__(self) -> str:
-        lines = [self.summary()]
+        lines = wrapped(self.summary())
         for line in self.cut:
-            lines += [f"A while loop did not end in 10,000 iterations: {line}", f"    {CUT}"]
-        titles = "It begins here:", "From there:" if self._nan_from_inf else "Beside it:"
-        for title, origin in zip(titles, self._first()):
-            lines += ["", title, str(origin)]
+            lines += wrapped(f"A while loop did not end in 10,000 iterations: {shortened(line)}")
+            lines += wrapped(CUT, 4)
+        lines += ["", "It begins here:", str(self.cause)] if self.cause is not None else []
+        lines += [line for paragraph in self.advice() for line in ("", paragraph)]
+        for origin in self._first()[1:]:
+            lines += ["", "From there:" if self._nan_from_inf else "Beside it:", origin.head()]
+            lines += wrapped(shortened(origin.line), 4)
         if self.others:
-            lines += [
-                "",
-                f"It begins at {len(self.others)} further operations, such as:",
-                str(self.others[0]),
-            ]
+            count = len(self.others)
+            lines += ["", f"It begins at {count} further operation{'s' if count > 1 else ''}, such as:"]
+            lines += [self.others[0].head(), *wrapped(shortened(self.others[0].line), 4)]
         if self.harmless:
-            heads = dict.fromkeys(str(origin).splitlines()[0] for origin in self.harmless)
+            heads = dict.fromkeys(origin.head() for origin in self.harmless)
             lines += ["", "Harmless, since it reaches no result:"]
             lines += [f"    {head}" for head in list(heads)[:5]]
             lines += [f"    and {len(heads) - 5} more"] if len(heads) > 5 else []

@@ -8,7 +8,6 @@ from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..._autocast.api import given_rules, settings_of
 from ..._dtypes import DTypeLike
@@ -17,7 +16,8 @@ from ..._scaling.loss_scale import DynamicLossScale
 from .._values.trace import LossCall, scale_of
 from .fewest import fewest
 from .flags import FlaggedProgram
-from .modules import Module, scopes_for
+from .groups import groups_of
+from .modules import Module, in_words, scopes_for
 from .report import Difference, ModuleDifference, PrecisionReport
 
 P = ParamSpec("P")
@@ -107,7 +107,8 @@ def compare_precision(
 
     @functools.wraps(fun)
     def compare_precision_fun(*args: Any, **kwargs: Any) -> PrecisionReport:
-        runs = Runs(FlaggedProgram(call, rules, is_autocast, args, kwargs), scale, loss_scale is None)
+        program = FlaggedProgram(call, rules, is_autocast, args, kwargs, is_given=dtype is not None)
+        runs = Runs(program, scale, loss_scale is None)
         if not runs.is_finite:
             names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
             raise ValueError(
@@ -134,42 +135,77 @@ class Runs:
         program: the program.
         scale: the loss scale of the runs in half.
         may_scale: whether another loss scale may be tried.
-        loss: the loss in float32.
-        bad: the gradients that are not finite in float32.
+        loss: the loss in float32; None for a step.
+        bad: the gradients that are not finite in float32; for a step, the results.
         is_finite: whether the loss and all gradients are finite in float32.
     """
 
     def __init__(self, program: FlaggedProgram, scale: float, may_scale: bool) -> None:
         self.program, self.scale = program, scale
-        self.may_scale = may_scale and program.narrow == "float16"
-        loss, *self._gradients = program(None, 1.0)
-        self.loss = float(loss)
-        self._sizes = [float(jnp.max(jnp.abs(gradient), initial=0)) for gradient in self._gradients]
+        self.may_scale = may_scale and program.narrow == "float16" and not program.is_step
+        self._full = program(None, 1.0)
+        self.loss = None if program.is_step else float(self._full[0])
+        self._groups = groups_of(program, self._full)
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
-        self.bad = [name for name, size in zip(program.gradients, self._sizes) if not math.isfinite(size)]
-        self.is_finite = not self.bad and math.isfinite(self.loss)
+        names = program.outputs[0 if program.is_step else 1 :]
+        finite = [bool(jnp.isfinite(array).all()) for array in self._full[-len(names) :]] if names else []
+        self.bad = [name for name, good in zip(names, finite) if not good]
+        self.is_finite = not self.bad and (self.loss is None or math.isfinite(self.loss))
 
     def keeping(self, modules: Iterable[Module]) -> Difference:
         """Returns the error with some modules in float32 and the others in half."""
         kept = frozenset(modules)
         if (self.scale, kept) not in self._differences:
-            loss, *gradients = self.program(set(self.program.modules) - kept, self.scale)
-            units = [size or 1.0 for size in self._sizes]  # The squares of small gradients would be zero.
-            sums = _sums(gradients, self._gradients, units)
-            sums = np.square(units)[:, None] * np.asarray(sums, np.float64).reshape(-1, 3)
-            self._differences[self.scale, kept] = _difference(float(loss), self.loss, sums)
+            outputs = self.program(self.program.groups - kept, self.scale)
+            self._differences[self.scale, kept] = self._difference(outputs)
         return self._differences[self.scale, kept]
 
-    def try_scale(self, tolerance: float) -> Difference | None:
-        """Switches to the first scale of `DynamicLossScale` if it helps; returns the error before or None."""
+    def at(self, scale: float, modules: Iterable[Module] = ()) -> Difference:
+        """Returns the error at another loss scale, with some modules in float32."""
+        before, self.scale = self.scale, scale
+        try:
+            return self.keeping(modules)
+        finally:
+            self.scale = before
+
+    def in_bfloat16(self) -> Difference:
+        """Returns the error with bfloat16 in place of float16."""
+        return self._difference(self.program.in_bfloat16(self.scale))
+
+    def _difference(self, outputs: Sequence[Array]) -> Difference:
+        """Returns the errors of outputs: of the loss, and of the group of other outputs that is "
+        "furthest off."""
+        loss_error = 0.0
+        if self.loss is not None:
+            distance = abs(float(outputs[0]) - self.loss)
+            loss_error = distance / abs(self.loss) if self.loss else distance
+        errors = {group: group.error(outputs, self._full) for group in self._groups}
+        worst = max(errors, key=lambda group: errors[group][0], default=None)
+        error, cosine = (0.0, 1.0) if worst is None else errors[worst]
+        name = "" if worst is None else worst.name
+        return Difference(loss_error if math.isfinite(loss_error) else math.inf, error, cosine, name)
+
+    def try_scale(self, tolerance: float, other: float | None = None) -> Difference | None:
+        """Switches to a loss scale that helps: the first of `DynamicLossScale`, or else `other`.
+
+        Returns the error before; None if no loss scale is missing.
+        """
         unscaled = self.keeping(())
         if not self.may_scale or unscaled.gradients <= tolerance:
             return None
-        before, self.scale = self.scale, DynamicLossScale.loss_scale
-        if self.keeping(()).gradients < unscaled.gradients / 2:
+        errors = {scale: self.at(scale).gradients for scale in (DynamicLossScale.loss_scale,)}
+        if other is not None and not any(error <= tolerance for error in errors.values()):
+            errors[other] = self.at(other).gradients
+        best = min(errors, key=lambda scale: errors[scale])
+        if errors[best] < unscaled.gradients / 2:
+            self.scale = best
             return unscaled
-        self.scale = before
         return None
+
+    def change(self, kept: Sequence[Module]) -> str:
+        """Returns what to write to keep modules in float32, in the notation of the program."""
+        rules, own = self.rules(kept), [module for module in kept if not module.pattern]
+        return "; ".join([*([f"rules={rules}"] if rules else []), *([in_words(own)] if own else [])])
 
     def rules(self, kept: Sequence[Module]) -> dict[str, str]:
         """Returns the rules for some modules, with those of the function that still select something."""
@@ -184,42 +220,18 @@ class Runs:
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
-@jax.jit
-def _sums(half: list[Array], full: list[Array], units: list[float]) -> list[Array]:
-    """Returns for each gradient the squared norms of the difference, of half and of float32, in units."""
-    square = lambda x: jnp.sum(jnp.real(x * jnp.conj(x)))
-    scaled = ((one / unit, other / unit) for one, other, unit in zip(half, full, units))
-    return [jnp.stack([square(one - other), square(one), square(other)]) for one, other in scaled]
-
-
-def _difference(half: float, full: float, sums: np.ndarray) -> Difference:
-    """Returns the errors of a loss and of its gradients, for which `sums` has what `_sums` returns."""
-    distance = abs(half - full)
-    loss_error = distance / abs(full) if full else distance
-    return Difference(loss_error if math.isfinite(loss_error) else math.inf, *_error(*sums.sum(axis=0)))
-
-
-def _error(difference: float, half: float, full: float) -> tuple[float, float]:
-    """Returns the relative error and the cosine of a vector, from squared norms as `_sums` has them."""
-    if not math.isfinite(difference + half + full):
-        return math.inf, math.nan
-    if not full:
-        return (math.inf, 0.0) if difference else (0.0, 1.0)
-    cosine = (half + full - difference) / 2 / math.sqrt(half * full) if half else 0.0
-    return math.sqrt(difference / full), min(1.0, max(-1.0, cosine))
-
-
-def report_of(runs: Runs, tolerance: float, harm: float) -> PrecisionReport:
+def report_of(runs: Runs, tolerance: float, harm: float, scale: float | None = None) -> PrecisionReport:
     """Returns the report, which measures the modules only if their joint error is above the tolerance.
 
     The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is measured
     only if its error is above `harm`: a small difference of large numbers has a large relative error.
+    `scale` is another loss scale to try.
     """
     program, half = runs.program, runs.keeping(())
     is_loss = half.gradients <= tolerance and half.loss > max(tolerance, harm)
     measure = "loss" if is_loss else "gradients"
     tolerance = max(tolerance, harm) if is_loss else tolerance
-    unscaled = None if is_loss else runs.try_scale(tolerance)
+    unscaled = None if is_loss else runs.try_scale(tolerance, scale)
     error = lambda modules: getattr(runs.keeping(modules), measure)
     is_close = error(()) <= tolerance
     own = {
@@ -233,7 +245,7 @@ def report_of(runs: Runs, tolerance: float, harm: float) -> PrecisionReport:
         program.narrow,
         program.wide,
         runs.scale,
-        runs.loss,
+        float(runs.loss or 0.0),
         tuple(module.label for module in program.modules),
         tuple(ModuleDifference(module.label, own[module], module.pattern, module.lines) for module in order),
         runs.keeping(()),
@@ -243,21 +255,21 @@ def report_of(runs: Runs, tolerance: float, harm: float) -> PrecisionReport:
         tolerance,
         None if kept is None else tuple(module.label for module in kept),
         None if kept is None else runs.rules(kept),
-        {module.label: module.remedy for module in kept or () if module.remedy},
+        "" if kept is None else runs.change(kept),
         None if kept is None else runs.keeping(kept),
     )
 
 
-def compare_for_doctor(
-    call: LossCall, loss_scale: Any, tolerance: float | None, args: Any, kwargs: Any
-) -> PrecisionReport | None:
-    """Returns the report for `doctor`, which tolerates more; None if the loss is not finite in float32."""
-    _check(tolerance)
+def runs_of(caller: str, call: LossCall, scale: float, may_scale: bool, args: Any, kwargs: Any) -> Runs:
+    """Returns the runs of a function as autocast runs it, if autocast returned it, and else as it is."""
     is_autocast = settings_of(call.fun) is not None
-    fun, rules = given_rules("doctor", call.fun, None, jnp.float32)
+    fun, rules = given_rules(caller, call.fun, None, jnp.float32)
     program = FlaggedProgram(dataclasses.replace(call, fun=fun), rules, is_autocast, args, kwargs)
-    runs = Runs(program, scale_of("doctor", loss_scale), loss_scale is None)
-    if not runs.is_finite:
-        return None
-    harm = FLOAT8_TOLERANCE if rules.float8 else HARM
-    return report_of(runs, harm if tolerance is None else tolerance, harm)
+    return Runs(program, scale, may_scale)
+
+
+def compare_for_doctor(runs: Runs, tolerance: float | None, scale: float | None) -> PrecisionReport:
+    """Returns the report for `doctor`, which tolerates more; `scale` is another loss scale to try."""
+    _check(tolerance)
+    harm = FLOAT8_TOLERANCE if runs.program.rules.float8 else HARM
+    return report_of(runs, harm if tolerance is None else tolerance, harm, scale)

@@ -1,7 +1,9 @@
 """A loss and its gradients as one compiled program, with a flag for each module: half or float32."""
 
+import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
@@ -28,6 +30,7 @@ from ..._jaxpr.read import (
     Equation,
     Jaxpr,
     Var,
+    all_equations,
     equations,
     flag_scope,
     flagged,
@@ -35,9 +38,11 @@ from ..._jaxpr.read import (
     is_float32,
     with_equations,
 )
+from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, in_float8
 from .._values.trace import EVERY_CAST, LossCall, trace
-from .modules import Module, cast_modules, gives_half, is_in_half, own_modules, scopes_for
+from .modules import Module, cast_modules, gives_half, is_in_half, is_of_library, own_modules, scopes_for
+from .sources import sources_of
 
 
 class FlaggedProgram:
@@ -50,45 +55,90 @@ class FlaggedProgram:
         dtype: the half dtype.
         narrow: the name of the dtype of modules whose flag is on: that of the half dtype, or `float8`.
         wide: the name of the dtype of modules whose flag is off.
-        gradients: the path of each gradient.
+        outputs: the path of each output: an empty one for the loss, then one for each gradient; for a step,
+            one for each floating array that it returns.
+        parameters: the floating parameters by their paths.
+        groups: the modules, and the sources of the half values of the program itself: casts in lines of the
+            user, and arguments in half.
+        is_step: whether the function is a step.
+        has_float16: whether a value of it is in float16.
     """
 
-    def __init__(self, call: LossCall, rules: Rules, is_autocast: bool, args: Any, kwargs: Any) -> None:
-        """Traces and plans the function. A function with half products of its own runs as it is."""
+    def __init__(
+        self, call: LossCall, rules: Rules, is_autocast: bool, args: Any, kwargs: Any, is_given: bool = True
+    ) -> None:
+        """Traces and plans the function.
+
+        A function with half products of its own runs as it is, and so does one with any half values of its
+        own unless the user has given the dtype of `rules`.
+        """
         # By default a GPU runs float32 products in TF32, whose error is that of float16.
+        self.is_step = call.transform is None
         with jax.default_matmul_precision("highest"):
             with only_own_precisions():
                 traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
             plain = make_rules(jnp.float32)
             before = _operations(traced, plain)
-            has_products = any(operation.on_tensor_cores for operation in before)
-            self.rules = plain if has_products and not is_autocast else rules
+            is_own = any(each.on_tensor_cores if is_given else gives_half(each) for each in before)
+            self.rules = plain if is_own and not is_autocast else rules
             self.operations = _operations(traced, self.rules, check=True)
             self.wide = "bfloat16" if self.rules.float8 else "float32"
-            self.modules, flags = self._flags(traced, before, call.differentiated)
+            self.modules, self._sources, flags = self._flags(traced, before, call.differentiated)
+            self.groups = frozenset((*self.modules, *self._sources))
+            self._flags_by_line = _by_line(self.operations, flags)
             self._program = trace("compare_precision", self._flagged(call, flags), args, kwargs)
         self.dtype = _half_dtype(self.rules, before)
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
-        self.gradients = self._program.gradients
+        self.outputs = self._program.outputs
+        self.parameters = self._program.floating_parameters
+        every = (var for each in all_equations(self._program.jaxpr) for var in each.outvars)
+        self.has_float16 = any(getattr(var.aval, "dtype", None) == jnp.float16 for var in every)
+        self._numbers = lost_numbers(self._program.jaxpr)
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
         self._run = jax.jit(self._outputs, compiler_options=EVERY_CAST)
 
     def __call__(self, half: Set[Module] | None, scale: float) -> list[Array]:
-        """Returns the loss and the gradients with some modules in half; None for everything in float32."""
-        on = {index for index, module in enumerate(self.modules) if module in (half or ())}
-        on |= {len(self.modules)} if half is not None else set()
+        """Returns the outputs with some of the groups in half; None for everything in float32."""
+        groups = (*self.modules, *self._sources)
+        on = {number for number, group in enumerate(groups) if group in (half or ())}
+        on |= {len(groups)} if half is not None else set()
         arrays = list(self._program.arrays)
         arrays[self._program.scale] = jnp.float32(scale)
         return self._run(arrays, np.array([flags <= on for flags in self._sets], bool))
 
+    def groups_on(self, line: str) -> list[Module]:
+        """Returns the groups with an operation on a line of the program: sources, or modules without them."""
+        groups = (*self.modules, *self._sources)
+        found = [
+            groups[number] for number in sorted(self._flags_by_line.get(line, ())) if number < len(groups)
+        ]
+        sources = [group for group in found if group in self._sources]
+        return sorted(sources, key=lambda source: not source.is_argument) or found
+
+    def rounded_numbers(self) -> tuple[str, ...]:
+        """Returns a sentence for each number on a line of the program that is 0 or inf in half precision."""
+        return tuple(
+            f"The number {number:g} on {line.partition(' ')[0]} is {value:g} in {dtype.name}."
+            for (line, dtype, value), number in self._numbers.items()
+            if value in (0, math.inf, -math.inf) and not is_of_library(line)
+        )
+
+    def in_bfloat16(self, scale: float) -> list[Array]:
+        """Returns the outputs with bfloat16 in place of float16. This is a program of its own."""
+        arrays = list(self._program.arrays)
+        arrays[self._program.scale] = jnp.float32(scale)
+        reference = Reference({}, self._numbers, jnp.bfloat16)
+        run = lambda arrays: reference.run(self._program.jaxpr, arrays)[: len(self.outputs)]
+        return jax.jit(run, compiler_options=EVERY_CAST)(arrays)
+
     def _outputs(self, arrays: Sequence[Array], is_on: Array) -> list[Array]:
         flags = {flags: is_on[index] for index, flags in enumerate(self._sets)}
-        return Reference(flags).run(self._program.jaxpr, arrays)[: 1 + len(self.gradients)]
+        return Reference(flags, self._numbers).run(self._program.jaxpr, arrays)[: len(self.outputs)]
 
     def _flags(
         self, traced: Arguments, before: Sequence[Operation], parameters: Sequence[str]
-    ) -> tuple[tuple[Module, ...], list[Flags]]:
-        """Returns the modules, and for each operation the numbers of the modules that it belongs to.
+    ) -> tuple[tuple[Module, ...], tuple[Module, ...], list[Flags]]:
+        """Returns the modules, the sources, and for each operation the numbers of those that it belongs to.
 
         An operation belongs to each module whose rule takes it out of half: a product to one, the activation
         between two products to both. One more number stands for the operations that no rule takes out.
@@ -101,15 +151,18 @@ class FlaggedProgram:
         own = [number for number, operation in enumerate(before) if gives_half(operation)]
         own_parts, owners = own_modules([before[number] for number in own], parameters)
         modules = (*cast, *_renamed(own_parts, cast))
-        rest = len(modules)
+        found = sources_of(traced, self.is_step) if own else []
+        sources = tuple(sorted(frozenset[Module]().union(*found), key=lambda source: source.name))
+        rest = len(modules) + len(sources)
         # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
         flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
         for number, module in enumerate(cast):
             for operation_flags in self._taken_out(traced, flags, module, cast):
                 operation_flags.add(number)
         for number, owner in zip(own, owners, strict=True):
-            flags[number] = {len(cast) + owner, rest}
-        return modules, list(map(frozenset, flags))
+            of_sources = (len(modules) + sources.index(source) for source in found[number])
+            flags[number] = {len(cast) + owner, rest, *of_sources}
+        return modules, sources, list(map(frozenset, flags))
 
     def _taken_out(
         self, traced: Arguments, flags: list[set[int]], module: Module, cast: Sequence[Module]
@@ -189,6 +242,14 @@ def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[Op
     if check:
         planner.scopes.check()
     return list(operations_of(plan, rules.dtype, "", 1, traced.names, {}))
+
+
+def _by_line(operations: Sequence[Operation], flags: Sequence[Flags]) -> dict[str, set[int]]:
+    """Returns for each line of the program the flags of its operations."""
+    lines: dict[str, set[int]] = collections.defaultdict(set)
+    for operation, own in zip(operations, flags, strict=True):
+        lines[operation.source] |= own
+    return lines
 
 
 def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:

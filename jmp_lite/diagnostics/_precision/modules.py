@@ -1,5 +1,6 @@
 """The modules of a program: its half operations, grouped under names that users know."""
 
+import collections
 import dataclasses
 import glob
 import itertools
@@ -7,9 +8,9 @@ import pathlib
 from collections.abc import Sequence
 
 from ..._autocast.report.operations import Operation
-from ..._dtypes import HALF_DTYPES
+from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
 
-_HALVES = tuple(dtype.name for dtype in HALF_DTYPES)
+_HALVES = tuple(dtype.name for dtype in (*HALF_DTYPES, *FLOAT8_DTYPES))
 _PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are lines of this library.
 
 
@@ -21,13 +22,17 @@ class Module:
         name: the scope, or the path of the argument that holds its parameters; empty without either.
         pattern: the pattern that selects it in `rules=` of `autocast`; empty if the program itself casts.
         lines: without a pattern, the user's first lines that make half values, as `file.py:12:4 (function)`.
-        remedy: without a pattern, how to keep it in float32, in words.
+        remedy: without a pattern, how to keep it in float32, in words; empty if `casts`.
+        casts: the half dtype to which `lines` cast; empty if they are no casts.
+        is_argument: whether it is an argument in half, and all that is computed from it in half.
     """
 
     name: str
     pattern: str
     lines: tuple[str, ...] = ()
     remedy: str = ""
+    casts: str = ""
+    is_argument: bool = False
 
     @property
     def label(self) -> str:
@@ -59,20 +64,38 @@ def own_modules(operations: Sequence[Operation], parameters: Sequence[str]) -> t
 
 def _own_module(name: str, operations: Sequence[Operation], has_policy: bool) -> Module:
     makers = [operation.source for operation in operations if _makes_half(operation)]
-    users = lambda lines: tuple(dict.fromkeys(line for line in lines if not _is_of_library(line)))[:4]
+    users = lambda lines: tuple(dict.fromkeys(line for line in lines if not is_of_library(line)))[:4]
     lines = users(makers) or users(operation.source for operation in operations)
     parts = name.split("/")[1:]
     path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)
     if users(makers):
-        remedy = f"compute in float32 what these lines cast to half: {', '.join(lines)}"
-    elif has_policy and path:
-        remedy = f"policy.with_rules({{{path!r}: 'float32'}})"
-    else:
-        remedy = f"give {name or 'these operations'} float32 operands, or dtype=jnp.float32"
-    return Module(name, "", lines, remedy)
+        first = next(operation for operation in operations if operation.source in lines)
+        return Module(name, "", lines, casts=first.outputs[0].partition("[")[0])
+    if has_policy and path:
+        return Module(name, "", lines, f"policy.with_rules({{{path!r}: 'float32'}})")
+    return Module(
+        name, "", lines, f"give {name or 'these operations'} float32 operands, or dtype=jnp.float32"
+    )
 
 
-def _is_of_library(line: str) -> bool:
+def in_words(modules: Sequence[Module]) -> str:
+    """Returns how to keep modules without a pattern in float32, in the notation of the program."""
+    casts: dict[str, set[str]] = collections.defaultdict(set)
+    for module in modules:
+        casts[module.casts].update(line.partition(" ")[0] for line in module.lines if module.casts)
+    words = [
+        f"compute in float32 what {'these lines cast' if len(lines) > 1 else 'this line casts'} to {dtype}: "
+        f"{', '.join(sorted(lines))}"
+        for dtype, lines in casts.items()
+        if lines
+    ]
+    arguments = [module.name for module in modules if module.is_argument]
+    words += [f"pass these arguments in float32: {', '.join(arguments)}"] if arguments else []
+    return "; ".join([*words, *(module.remedy for module in modules if module.remedy)])
+
+
+def is_of_library(line: str) -> bool:
+    """Whether a line is no line of the user's program."""
     return not line or line.startswith((_PACKAGE, "<unknown>")) or "site-packages" in line
 
 

@@ -21,6 +21,7 @@ class Difference:
         gradients: the norm of the difference of all gradients over the norm of those in float32; inf if a
             gradient is not finite.
         cosine: of the angle between all gradients and those in float32; NaN if a gradient is not finite.
+        group: for a step, which compares its results by trees, the path of the tree that is furthest off.
 
     Examples:
         >>> print(Difference(loss=1e-4, gradients=2e-3, cosine=0.999998))
@@ -30,6 +31,7 @@ class Difference:
     loss: float
     gradients: float
     cosine: float
+    group: str = ""
 
     def __str__(self) -> str:
         return f"{self.loss:.2e} in the loss, {self.gradients:.2e} in the gradients, cosine {self.cosine:.6f}"
@@ -83,7 +85,8 @@ class PrecisionReport(Shown):
             not bring the error to the tolerance.
         rules: the `rules=` of `autocast` for those of them that autocast casts, with the rules that the
             function had before; None if `kept` is None.
-        remedies: how to keep the others in float32, in words.
+        change: what to write to keep them in float32: these rules, the casts to leave out, or the rules of a
+            policy. Empty if `kept` is None.
         with_rules: the measured error with `kept` in float32; None if `kept` is None.
 
     Examples:
@@ -106,7 +109,7 @@ class PrecisionReport(Shown):
     tolerance: float
     kept: tuple[str, ...] | None
     rules: dict[str, str] | None
-    remedies: dict[str, str]
+    change: str
     with_rules: Difference | None
 
     @property
@@ -140,10 +143,8 @@ class PrecisionReport(Shown):
                 f"No set of modules brings the error below the tolerance: with all of them in "
                 f"{self.kept_dtype} it is {self.rest}."
             )
-        how = [f"rules={self.rules}"] if self.rules else []
-        how += [f"{name} ({remedy})" for name, remedy in self.remedies.items()]
-        keep = f"Keep these in {self.kept_dtype} (none of them can be left out): {'; '.join(how)}."
-        return f"{keep} Then the error is {self.with_rules}."
+        keep = f"Keep {', '.join(self.kept)} in {self.kept_dtype}; none of them can be left out."
+        return f"{keep} To do so: {self.change}. Then the error is {self.with_rules}."
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""

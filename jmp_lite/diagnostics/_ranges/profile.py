@@ -8,7 +8,6 @@ from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..._autocast.api import given_rules
 from ..._autocast.planning.demand import Wanted
@@ -17,8 +16,6 @@ from ..._autocast.planning.planner import Planner
 from ..._autocast.planning.rules import Rules
 from ..._dtypes import DTypeLike
 from ..._jaxpr.read import Jaxpr, all_equations, open_jaxpr
-from .._nonfinite.find import examine
-from .._nonfinite.report import Nonfinite
 from .._values.sites import Path, in_half
 from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
 from .float8 import float8_ranges
@@ -46,8 +43,7 @@ def profile_ranges(
     counts the values that `autocast(fun, dtype)` computes in half, or casts to half for a product. If the
     program has half values of its own, such as a model under a policy, it counts these. A value that the
     program casts is counted before the cast. A value that a half product has flushed to zero counts as a
-    zero. If half values of the program are inf, it runs again and names the operations whose overflow is
-    harmful, as `find_nonfinite` does. To see all values, give it the plain model.
+    zero. To see all values, give it the plain model.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
@@ -100,8 +96,6 @@ def profile_ranges(
                 ModuleRange(name, "backward", probe.read(record), exponent)
                 for name, record in zip(program.gradients, measured.results[1:])
             ),
-            _too_large(program, rules.dtype),
-            _overflows(program, modules, 2.0**exponent) if plan is None else (),
             float8_ranges(program, plan, 2.0**exponent) if plan is not None and rules.float8 else (),
         )
 
@@ -137,30 +131,3 @@ def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[Modul
         scale = exponent if direction == "backward" else 0
         modules.append(ModuleRange(name, direction, together.shifted(-scale), scale))
     return tuple(modules)
-
-
-def _overflows(program: LossProgram, modules: Sequence[ModuleRange], scale: float) -> tuple[Nonfinite, ...]:
-    """Returns the half operations of the forward pass with a harmful inf."""
-    # The counts do not tell a harmless mask of -inf apart. So the program runs again with another probe.
-    if not any(row.magnitudes.infs for row in modules):
-        return ()
-    report = examine(program, scale)
-    infs = (origin for origin in (report.first_inf, *report.others) if origin is not None)
-    is_half = lambda origin: origin.result.startswith(("float16", "bfloat16"))
-    return tuple(
-        origin
-        for origin in infs
-        if origin.what == "inf" and is_half(origin) and origin.direction in ("forward", "derivative")
-    )
-
-
-def _too_large(program: LossProgram, dtype: np.dtype) -> dict[str, float]:
-    """Returns the parameters of a loss beyond the range of a dtype, each with its largest magnitude."""
-    limit = float(jnp.finfo(dtype).max)
-    too_large = {}
-    for name, array in zip(program.names, program.arrays):
-        if name.split("/")[0] in program.parameters and jnp.issubdtype(array.dtype, jnp.floating):
-            largest = float(jnp.max(jnp.abs(array.astype(jnp.float32)), initial=0))
-            if largest > limit:
-                too_large[name] = largest
-    return too_large

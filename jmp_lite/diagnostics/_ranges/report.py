@@ -1,16 +1,13 @@
 """The report of `profile_ranges`: how much half precision loses, and the loss scale that recovers it."""
 
 import dataclasses
-from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 
 from ..._scaling.loss_scale import DynamicLossScale
-from ..._text import Shown, aligned, dynamic_scale, power
-from .._nonfinite.report import Nonfinite
+from ..._text import Shown, aligned, dynamic_scale, power, wrapped
 from .float8 import Float8Range
 from .magnitudes import Fates, Magnitudes, pooled
 from .picture import draw
@@ -61,17 +58,13 @@ class RangeReport(Shown):
         loss_scale: the loss scale, a power of two.
         modules: the values that are half or would be, by module and direction, in the order of the program.
         gradients: the gradient of each parameter, by its path.
-        too_large: the parameters with values beyond the largest number of the dtype, and their largest
-            magnitude.
-        overflows: half operations of the program itself whose inf reaches the loss; empty for a program in
-            float32.
         float8: what fp8 flushes to zero among the operands of products, by module and direction; empty if
             the dtype was not `float8`, or no product runs in fp8.
 
     Examples:
         >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(jnp.ones((8, 4)), jnp.ones((2, 8)))
-        >>> report.static_scale, report.without_scale, report.rules
-        (65536.0, (), {})
+        >>> report.static_scale, report.without_scale, report.overflowing
+        (65536.0, (), ())
         >>> float(report.dynamic_scale.loss_scale) == report.largest_safe_scale == 2.0**44
         True
     """
@@ -80,8 +73,6 @@ class RangeReport(Shown):
     loss_scale: float
     modules: tuple[ModuleRange, ...]
     gradients: tuple[ModuleRange, ...]
-    too_large: dict[str, float]
-    overflows: tuple[Nonfinite, ...] = ()
     float8: tuple[Float8Range, ...] = ()
 
     @cached_property
@@ -130,17 +121,6 @@ class RangeReport(Shown):
         return tuple(row for row in self._gradients() if row.magnitudes.fates(safe).lost > TOLERANCE)
 
     @property
-    def rules(self) -> dict[str, str]:
-        """Rules that keep the modules in `without_scale` in float32, for `autocast(..., rules=...)`."""
-        return float32_rules(row for row in self.without_scale if row in self.modules)
-
-    @property
-    def float8_rules(self) -> dict[str, str]:
-        """Rules that keep in bfloat16 the modules of which fp8 flushes more than 1 % to zero."""
-        lost = (row for row in self.float8 if row.lost > TOLERANCE)
-        return {row.name: "bfloat16" for row in lost if row.name}
-
-    @property
     def overflowing(self) -> tuple[ModuleRange, ...]:
         """The modules with values that overflow in the forward pass, where no loss scale helps."""
         return tuple(row for row in self.modules if row.fates.overflowed and row.direction == "forward")
@@ -161,33 +141,19 @@ class RangeReport(Shown):
         return f"RangeReport({self.summary()})"
 
     def __str__(self) -> str:
-        lines = [self.summary(), "", *aligned(self.rows(), left=2)]
+        lines = [*wrapped(self.summary()), "", *aligned(self.rows(), left=2)]
         if self.without_scale:
             names = ", ".join(f"{row.name or '/'} ({row.direction})" for row in self.without_scale[:6])
-            lines += ["", f"No scale serves these: more than 1 % becomes zero at every safe scale: {names}."]
-            lines += [f"Keep them in float32: rules={self.rules}"] if self.rules else []
-            lines += ["Or give each layer a scale of its own: jmp.scale_layer."]
+            lines += ["", *wrapped(f"More than 1 % of these becomes zero at every safe scale: {names}.")]
         if self.overflowing:
-            rules = float32_rules(self.overflowing)
-            lines += ["", f"Values overflow in the forward pass, where no loss scale helps: rules={rules}"]
-        for overflow in self.overflows:
-            lines += [
-                "",
-                "A value of the program overflows in half, where no loss scale helps:",
-                str(overflow),
-            ]
+            names = ", ".join(row.name or "/" for row in self.overflowing)
+            text = f"Values overflow in the forward pass, where no loss scale helps: {names}."
+            lines += ["", *wrapped(text)]
+        if self.without_scale or self.overflowing:
+            lines += wrapped("compare_precision says whether this matters, and which rules help.")
         if self.float8:
-            lines += [
-                "",
-                "Operands of products in fp8. None overflows: each tensor has a scale of its own.",
-                "",
-            ]
-            lines += aligned(self.float8_rows(), left=3)
-            rules = self.float8_rules
-            lines += ["", f"Keep these in bfloat16: rules={rules}" if rules else "None loses more than 1 %."]
-        for name, largest in self.too_large.items():
-            limit = float(jnp.finfo(self.dtype).max)
-            lines += ["", f"The parameter {name} has {largest:.4g}, beyond {limit:g}: keep it in float32."]
+            text = "Operands of products in fp8. None overflows: each tensor has a scale of its own."
+            lines += ["", *wrapped(text), "", *aligned(self.float8_rows(), left=3)]
         return "\n".join(lines)
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -225,8 +191,3 @@ class RangeReport(Shown):
             ImportError: matplotlib is not installed.
         """
         draw(self, path)
-
-
-def float32_rules(modules: Iterable[ModuleRange]) -> dict[str, str]:
-    """Returns the rules that keep modules in float32."""
-    return {module.name: "float32" for module in modules if module.name}

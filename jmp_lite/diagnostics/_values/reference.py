@@ -8,6 +8,7 @@ any set of modules in float32.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._dtypes import HALF_DTYPES
+from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
 from ..._float8.quantize import quantize
 from ..._jaxpr.bind import bind, cast
 from ..._jaxpr.calls import CALLS, Outputs, while_loop
@@ -34,12 +35,13 @@ from ..._jaxpr.read import (
 )
 from ..._jaxpr.replay import replay
 from .calls import MOST_ITERATIONS
-from .sites import in_half
+from .numbers import Numbers, written_number
 
 Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
 
 _FLOAT32 = np.dtype(np.float32)
+_NARROW = frozenset((*HALF_DTYPES, *FLOAT8_DTYPES))
 # These run once, in float32, on rounded operands: Tensor Cores and XLA's CPU backend also sum in float32.
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 _OF_BITS = "bitcast_convert_type"  # Its result depends on the bits of a number.
@@ -76,13 +78,22 @@ class ReferenceValue(NamedTuple):
 class Reference:
     """Runs jaxprs in float32."""
 
-    def __init__(self, is_on: Mapping[Flags, Array]) -> None:
-        """Makes a reference. `is_on` has a bool for each set of flags in the jaxprs: whether all are on."""
-        self._is_on = is_on
+    def __init__(
+        self, is_on: Mapping[Flags, Array], numbers: Numbers = MappingProxyType({}), wide: Any = np.float32
+    ) -> None:
+        """Makes a reference.
+
+        Args:
+            is_on: for each set of flags in the jaxprs a bool: whether all of them are on.
+            numbers: the numbers of the program that half precision rounds, as they are written.
+            wide: the dtype of values whose flags are off. With `bfloat16` and no flags, the program runs in
+                bfloat16 where it has float16.
+        """
+        self._is_on, self._numbers, self._wide = is_on, numbers, np.dtype(wide)
 
     def run(self, jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
         """Runs a jaxpr on arrays; returns its outputs, in float32 where the jaxpr gives half."""
-        return [value.array for value in self._run(jaxpr, [_exact(array) for array in arrays], None)]
+        return [value.array for value in self._run(jaxpr, [self._exact(array) for array in arrays], None)]
 
     def _run(
         self, jaxpr: Jaxpr, values: Sequence[ReferenceValue], around: Flags | None
@@ -93,8 +104,9 @@ class Reference:
             index: int, equation: Equation, read: Callable[[Var], ReferenceValue]
         ) -> Sequence[ReferenceValue]:
             del index
-            operands, flags = list(map(read, equation.invars)), flags_of(equation)
+            flags = flags_of(equation)
             flags = around if flags is None else flags
+            operands = [self._operand(equation, var, read(var), flags) for var in equation.invars]
             name = equation.primitive.name
             with context_of(equation):
                 if name == "jit" and equation.params["name"] == "_round_to_float8":
@@ -111,7 +123,30 @@ class Reference:
                     return self._move(equation, operands)
                 return self._operation(equation, operands, flags)
 
-        return replay(jaxpr, [*map(_exact, constants(jaxpr)), *values], _literal, action)
+        return replay(jaxpr, [*map(self._exact, constants(jaxpr)), *values], self._literal, action)
+
+    def _operand(
+        self, equation: Equation, var: Var, value: ReferenceValue, flags: Flags | None
+    ) -> ReferenceValue:
+        """Returns an operand: a number that half precision has rounded as it is written, without "
+        "the flags."""
+        number = written_number(self._numbers, equation, var)
+        if number is None:
+            return value
+        return ReferenceValue(self._choose(flags, value.array, np.asarray(number, self._wide)), flags)
+
+    def _literal(self, var: Var) -> ReferenceValue:
+        return self._exact(np.asarray(var.val, var.aval.dtype) if is_narrow(var) else var.val)
+
+    def _exact(self, array: Array) -> ReferenceValue:
+        """Returns an array of the program as a value that needs no rounding."""
+        return ReferenceValue(self._widened(array), frozenset())
+
+    def _widened(self, array: Array) -> Array:
+        return lax.convert_element_type(array, self._wide) if is_narrow(array) else array
+
+    def _wide_dtype(self, var: Var) -> Any:
+        return self._wide if is_narrow(var) else var.aval.dtype
 
     def _call(
         self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
@@ -155,21 +190,21 @@ class Reference:
         name, arrays = equation.primitive.name, [value.array for value in operands]
         if name == "reduce_precision" and _rounds_to_half(equation):
             return [ReferenceValue(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
-        if name == "convert_element_type" and _is_number(operands[0]) and in_half(equation.outvars[0]):
-            return [ReferenceValue(np.asarray(arrays[0], _FLOAT32))]  # Each of its readers rounds it.
-        if not any(map(in_half, (*equation.invars, *equation.outvars))):
+        if name == "convert_element_type" and _is_number(operands[0]) and is_narrow(equation.outvars[0]):
+            return [ReferenceValue(np.asarray(arrays[0], self._wide))]  # Each of its readers rounds it.
+        if not any(map(is_narrow, (*equation.invars, *equation.outvars))):
             return list(map(ReferenceValue, bind(equation, arrays)))
         if name in _PRODUCTS:
             return self._product(equation, operands, flags)
         if name == _OF_BITS or not (name in PRIMITIVES or name == "convert_element_type"):
-            return list(map(_exact, _as_written(equation, arrays)))
+            return list(map(self._exact, _as_written(equation, arrays)))
         rounded = [value.rounded for value in operands if value.rounded is not None]
         if name == "add_any" and len(rounded) == len(operands):
             # `add_any` sums the gradients of a value, which are in half if all readers of the value are.
             flags = frozenset[int]().union(*rounded)
         results = bind(equation, arrays, **self._wide_params(equation))
         if flags in self._is_on:
-            halves = map(_widened, _as_written(equation, arrays))
+            halves = map(self._widened, _as_written(equation, arrays))
             results = [self._choose(flags, half, array) for half, array in zip(halves, results)]
         return [ReferenceValue(array, flags) for array in results]
 
@@ -185,10 +220,10 @@ class Reference:
 
     def _rounded(self, array: Array, var: Var, flags: Flags | None) -> Array:
         """Rounds an array to the dtype of a half variable if the flags are on."""
-        if not in_half(var) or flags not in self._is_on:
+        if not is_narrow(var) or flags not in self._is_on:
             return array
         # `lax.reduce_precision` would flush the subnormal numbers of float16 to zero.
-        return self._choose(flags, _widened(lax.convert_element_type(array, var.aval.dtype)), array)
+        return self._choose(flags, self._widened(lax.convert_element_type(array, var.aval.dtype)), array)
 
     def _choose(self, flags: Flags | None, on: Array, off: Array) -> Array:
         return off if flags is None or flags not in self._is_on else jnp.where(self._is_on[flags], on, off)
@@ -197,14 +232,16 @@ class Reference:
         """Returns the parameters of an equation that change when its operands and results are float32."""
         changed: dict[str, Any] = {}
         for name, value in equation.params.items():
-            if isinstance(value, np.dtype) and value in HALF_DTYPES:
-                changed[name] = _FLOAT32
+            if isinstance(value, np.dtype) and value in _NARROW:
+                changed[name] = self._wide
             elif hasattr(open_jaxpr(value), "eqns"):  # The sum of a `reduce`, of a scatter.
                 inside = open_jaxpr(value)
-                shapes = [jax.ShapeDtypeStruct(var.aval.shape, _wide_dtype(var)) for var in inside.invars]
+                shapes = [
+                    jax.ShapeDtypeStruct(var.aval.shape, self._wide_dtype(var)) for var in inside.invars
+                ]
                 wide = jax.make_jaxpr(lambda *arrays, value=value: self.run(value, arrays))(*shapes)
                 changed[name] = wide if hasattr(value, "consts") else open_jaxpr(wide)
-        if any(map(in_half, equation.invars)) and equation.params.get("precision", 0) != 0:
+        if any(map(is_narrow, equation.invars)) and equation.params.get("precision", 0) != 0:
             # A product that the program has in half. By default a GPU would run its float32 operands in TF32.
             changed["precision"] = (lax.Precision.HIGHEST,) * 2
         return changed
@@ -215,21 +252,9 @@ def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
     return {flags for equation in all_equations(jaxpr) if (flags := flags_of(equation)) is not None}
 
 
-def _wide_dtype(var: Var) -> Any:
-    return _FLOAT32 if in_half(var) else var.aval.dtype
-
-
-def _widened(array: Array) -> Array:
-    return lax.convert_element_type(array, _FLOAT32) if in_half(array) else array
-
-
-def _exact(array: Array) -> ReferenceValue:
-    """Returns an array of the program as a value that needs no rounding."""
-    return ReferenceValue(_widened(array), frozenset())
-
-
-def _literal(var: Var) -> ReferenceValue:
-    return _exact(np.asarray(var.val, var.aval.dtype) if in_half(var) else var.val)
+def is_narrow(value: Any) -> bool:
+    """Whether an array, a variable of a jaxpr or its type is in half precision or fp8."""
+    return getattr(getattr(value, "aval", value), "dtype", None) in _NARROW
 
 
 def _is_number(value: ReferenceValue) -> bool:
@@ -245,7 +270,7 @@ def _is_rounded(value: ReferenceValue, flags: Flags | None) -> bool:
 def _as_written(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
     """Runs an operation in the dtypes that it has in the program."""
     halves = [
-        lax.convert_element_type(array, var.aval.dtype) if in_half(var) else array
+        lax.convert_element_type(array, var.aval.dtype) if is_narrow(var) else array
         for array, var in zip(arrays, equation.invars)
     ]
     return bind(equation, halves)

@@ -13,6 +13,7 @@ from ..._jaxpr.read import (
     Equation,
     Var,
     call_scope,
+    calling_line,
     describe,
     is_literal,
     is_recomputed,
@@ -73,6 +74,7 @@ class Site:
         loops: the loops around it, outermost first.
         dtype: the dtype of the value.
         is_scaled: whether it depends on the loss scale, as gradients do.
+        caller: the user's line if `line` is in a library; otherwise empty.
     """
 
     path: Path
@@ -89,6 +91,7 @@ class Site:
     loops: tuple[Loop, ...]
     dtype: Any
     is_scaled: bool
+    caller: str = ""
 
     @property
     def place(self) -> str:
@@ -175,6 +178,7 @@ def make_site(
         where.loops,
         array.dtype,
         any(value.is_scaled for value in operands),
+        calling_line(equation),
     )
 
 

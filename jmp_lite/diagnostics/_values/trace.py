@@ -94,6 +94,13 @@ class LossProgram:
         """The path of each gradient; none for a step."""
         return () if self.is_step else self.outputs[1:]
 
+    @property
+    def floating_parameters(self) -> dict[str, Array]:
+        """The floating arrays among the parameters, by their paths."""
+        arrays = zip(self.names, self.arrays)
+        own = {name: array for name, array in arrays if name.split("/")[0] in self.parameters}
+        return {name: array for name, array in own.items() if has_dtype(array, jnp.floating)}
+
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns the outputs: the loss and the gradients, or what a step returns."""
         # A Jaxpr is a ClosedJaxpr since JAX 0.11.

@@ -13,7 +13,7 @@ import jmp_lite as jmp
 from jmp_lite import linen
 from jmp_lite.diagnostics import doctor, find_nonfinite, profile_ranges
 from jmp_lite.diagnostics._nonfinite.extremes import Extremes
-from tests.support.causes import cause_of, half, w, x
+from tests.support.causes import advice_of, cause_of, checked_report, half, w, x
 from tests.support.policies import F16
 
 # Broken runs.
@@ -38,13 +38,7 @@ def test_a_mask_of_1e9_in_float16():
     assert cause.range == (-np.inf, 0.0)
     assert (cause.module, cause.result) == ("attention", "float16[3,3]")
     assert "test_find.py" in cause.line
-    assert "mask of -1e+09" in cause.advice
-    assert "jnp.finfo(jnp.float16).min / 2" in cause.advice
-
-
-@pytest.mark.slow
-def test_the_advice_for_a_mask_helps():
-    assert find_nonfinite(attention(jnp.finfo(jnp.float16).min))(w, x).is_finite
+    assert "this line casts to float16" in advice_of(attention(-1e9), w, x)
 
 
 def test_a_mask_that_only_a_softmax_reads_is_harmless():
@@ -102,7 +96,7 @@ def test_an_overflow_in_the_backward_pass_of_one_block_and_the_scale_that_fits()
     finite = jax.jit(lambda scale: jmp.all_finite(scaled(scale)))
     fitting = max(2.0**k for k in range(-24, 17) if finite(2.0**k))
     assert report.fitting_scale == fitting
-    assert f"At a scale of 2**{int(np.log2(fitting))} it would fit" in cause.advice
+    assert [trial.loss_scale for trial in report.remedies] == [fitting]
     assert find_nonfinite(loss, loss_scale=fitting)(params, x).is_finite
 
 
@@ -110,8 +104,9 @@ def test_a_scale_below_1_is_offered_with_a_minimum_below_1():
     def loss(w, x):
         return jnp.sum((x @ w).astype(jnp.float16).astype(jnp.float32)) * 3e5
 
-    advice = find_nonfinite(loss)(w, x).cause.advice
-    assert advice.endswith("it would fit: jmp.DynamicLossScale(2.0**-3, min_loss_scale=2.0**-24).")
+    (trial,) = find_nonfinite(loss)(w, x).tried
+    assert trial.change == "jmp.DynamicLossScale(2.0**-3, min_loss_scale=2.0**-24)"
+    assert trial.helps
     scale = jmp.DynamicLossScale(2.0**-3, min_loss_scale=2.0**-24)
     assert float(scale.adjust(jnp.bool_(False)).loss_scale) == 2.0**-4
     assert find_nonfinite(loss, loss_scale=scale)(w, x).is_finite
@@ -131,18 +126,21 @@ def test_one_bad_batch_of_five(bad):
         step = lambda total, batch: (total + jnp.mean((batch @ w) ** 2), None)
         return lax.scan(step, 0.0, batches)[0] / 5
 
-    cause = cause_of(jmp.autocast(loss, jnp.float16), w, batches)
+    report = checked_report(jmp.autocast(loss, jnp.float16), w, batches)
+    cause = report.cause
     assert (cause.operation, cause.argument, cause.index) == ("argument", "batches", (3, 1, 2))
     assert cause.what == ("NaN" if np.isnan(bad) else "inf")
-    assert "Clean the data" in cause.advice
-    assert "[3, 1, 2]" in str(cause)
+    assert "The data in batches is not finite" in report.hint
+    assert report.tried == ()
+    assert "[3, 1, 2]" in str(report)
 
 
 def test_a_bad_parameter_is_named():
     params = {"head": {"kernel": w.at[1, 2].set(jnp.nan)}}
-    cause = cause_of(lambda params, x: jnp.mean(x @ params["head"]["kernel"]), params, x)
+    report = checked_report(lambda params, x: jnp.mean(x @ params["head"]["kernel"]), params, x)
+    cause = report.cause
     assert (cause.argument, cause.index) == ("params/head/kernel", (1, 2))
-    assert "parameter params/head/kernel has NaN" in cause.advice
+    assert "The parameter params/head/kernel was not finite before the step" in report.hint
 
 
 # Other operations. Most are in test_broken_runs.py.
@@ -152,57 +150,58 @@ def test_a_bad_parameter_is_named():
 @pytest.mark.parametrize(
     ("fun", "advice"),
     [
-        (lambda w: jnp.arccos(w + 1), "The derivative of acos is infinite at -1 and 1"),
-        (lambda w: jnp.arcsin(w - 1), "The derivative of asin is infinite at -1 and 1"),
-        (jnp.cbrt, "The derivative of cbrt is infinite at 0"),
-        (lambda w: jnp.linalg.inv(w), "The matrix is singular: a pivot is 0"),
+        (lambda w: jnp.arccos(w + 1), "derivative of acos, which is infinite at -1 and 1"),
+        (lambda w: jnp.arcsin(w - 1), "derivative of asin, which is infinite at -1 and 1"),
+        (jnp.cbrt, "derivative of cbrt, which is infinite at 0"),
+        (lambda w: jnp.linalg.inv(w), "The matrix may be singular"),
         (lambda w: jnp.linalg.svd(w + jnp.eye(4))[0][0], "infinite for equal eigenvalues"),
         (
             lambda w: w.astype(jnp.float16) / jnp.maximum(jnp.abs(w), 1e-12).astype(jnp.float16),
-            "1e-12 is 0 in float16",
+            "cast to float16",
         ),
     ],
 )
 def test_causes_behind_functions(fun, advice):
     loss = lambda w, x: jnp.sum(fun(w * 0)).astype(jnp.float32)
-    assert advice in cause_of(loss, w, x).advice
+    assert advice in advice_of(loss, w, x)
 
 
 @pytest.mark.slow
 def test_a_square_beyond_float32():
     cause = cause_of(lambda w, x: jnp.sum((w * 1e20) ** 2), w, x)
     assert cause.operation == "integer_pow"
-    assert "3.4e+38, where float32 ends: the program itself diverges" in cause.advice
+    assert cause.range == (np.inf, np.inf) or cause.range[1] == np.inf
+    assert advice_of(lambda w, x: jnp.sum((w * 1e20) ** 2), w, x) == ""
 
 
 @pytest.mark.slow
 def test_a_loss_beyond_65504():
-    cause = cause_of(half(lambda w, x: jnp.sum(jnp.float16(30000.0) * jnp.ones(4, jnp.float16) + w[0])), w, x)
-    assert cause.result == "float16[]"
-    assert "Compute the loss in float32" in cause.advice
+    fun = half(lambda w, x: jnp.sum(jnp.float16(30000.0) * jnp.ones(4, jnp.float16) + w[0]))
+    assert cause_of(fun, w, x).result == "float16[]"
+    assert "bfloat16 in place of float16: helps" in advice_of(fun, w, x)
 
 
 @pytest.mark.slow
-def test_an_activation_beyond_65504_asks_for_a_rule_of_its_module():
+def test_an_activation_beyond_65504_has_the_line_of_its_cast_as_a_remedy():
     def fun(w, x):
         with jax.named_scope("wide"):
             return jnp.mean(jnp.sin((jnp.abs(x) * 3e4) @ (jnp.abs(w) * 10)))
 
-    cause = cause_of(half(fun), w, x)
-    assert cause.module == "wide"
-    assert '{"wide": "float32"}' in cause.advice
-    assert "65504" in cause.advice
+    assert cause_of(half(fun), w, x).module == "wide"
+    assert "tests/support/causes.py" in advice_of(half(fun), w, x)
 
 
 @pytest.mark.slow
-def test_the_rule_of_the_advice_helps():
+def test_the_rule_that_was_tried_helps():
     def fun(w, x):
         with jax.named_scope("wide"):
             y = (jnp.abs(x) * 3e4) @ (jnp.abs(w) * 10)
-        return jnp.mean(jnp.sin(y))
+        return jnp.mean(jnp.sin(y * 1e-4))
 
-    assert '{"wide": "float32"}' in cause_of(jmp.autocast(fun, jnp.float16), w, x).advice
-    assert find_nonfinite(jmp.autocast(fun, jnp.float16, rules={"wide": "float32"}))(w, x).is_finite
+    (rule, bfloat16) = find_nonfinite(jmp.autocast(fun, jnp.float16))(w, x).tried
+    assert rule.helps
+    assert (rule.change, bfloat16.dtype) == (f"rules={rule.rules}", "bfloat16")
+    assert find_nonfinite(jmp.autocast(fun, jnp.float16, rules=rule.rules))(w, x).is_finite
 
 
 def test_values_of_8_bits():
@@ -226,6 +225,7 @@ def test_the_report():
     text = str(report)
     assert "It begins here:\ninf from log" in text
     assert "    takes float32[4,4], -0 to 0\n    gives float32[4,4], -inf to -inf" in text
+    assert "A hint: The smallest operand of the logarithm is" in text
     assert repr(report).startswith("NonfiniteReport(inf from log")
     with pytest.raises(AttributeError):
         report.loss = 0.0
@@ -257,12 +257,13 @@ def test_an_overflow_that_the_next_iteration_makes_finite_and_wrong():
             return carry * carry, lax.rsqrt(carry)  # 300 * 300 is inf in float16, and its rsqrt 0.
 
         start = lax.stop_gradient(w[0, 0] * 0 + 300).astype(jnp.float16)
-        return jnp.sum(w) + jnp.sum(lax.scan(body, start, length=3)[1].astype(jnp.float32))
+        return jnp.sum(w) + jnp.sum(lax.scan(body, start, length=3)[1][1:].astype(jnp.float32))
 
     report = find_nonfinite(loss)(w, x)
     assert report.is_finite
     assert (report.cause.operation, report.cause.iterations) == ("mul", (("scan", 0),))
-    assert re.search(r"ends in rsqrt, .*test_find.py.*, whose result is finite, and wrong", str(report))
+    text = " ".join(str(report).split())
+    assert re.search(r"ends in rsqrt, .*test_find.py.*, whose result is finite, and wrong", text)
 
 
 def test_a_step_has_its_own_scale_and_dtypes():
@@ -300,7 +301,7 @@ def test_a_cause_in_the_forward_pass_stands_before_one_in_the_backward_pass():
 
     report = find_nonfinite(loss)(w, x)
     assert report.cause.operation == "log"
-    assert "jax.nn.log_softmax" in report.cause.advice
+    assert "jax.nn.log_softmax" in report.hint
     assert (report.first_nan.operation, report.first_nan.direction) == ("div", "backward")
     assert "\n\nBeside it:\nNaN from div" in str(report)
 

@@ -9,7 +9,7 @@ from flax import nnx
 import jmp_lite as jmp
 from jmp_lite import nnx as jmp_nnx
 from jmp_lite.diagnostics import find_nonfinite
-from tests.support.causes import cause_of, half, w, x
+from tests.support.causes import cause_of, checked_report, half, w, x
 from tests.support.policies import F16
 
 
@@ -46,9 +46,9 @@ def test_an_equinox_model():
     assert cause.operation == "log"
     wide = eqx.tree_at(lambda model: model.layers[1].weight, model, model.layers[1].weight * 1e6)
     loss = jmp.autocast(lambda model, x: jnp.sum(jnp.sin(jax.vmap(model)(x))), jnp.float16)
-    cause = cause_of(loss, wide, x, transform=eqx.filter_value_and_grad)
-    assert cause.argument.endswith("layers/1/weight")
-    assert "layers/1" in cause.advice
+    report = checked_report(loss, wide, x, transform=eqx.filter_value_and_grad)
+    assert report.cause.argument.endswith("layers/1/weight")
+    assert "layers/1" in report.remedies[0].change
 
 
 def test_has_aux_argnums_and_keywords():
@@ -88,6 +88,6 @@ def test_a_loss_that_is_a_constant():
 
 def test_a_loss_in_half_carries_the_scale_in_half():
     loss = lambda w, x: jnp.mean((x @ w).astype(jnp.float16))
-    cause = cause_of(loss, w, x, scale=2.0**16)
-    assert (cause.direction, cause.operation) == ("backward", "convert_element_type")
-    assert "2**15 it would fit" in cause.advice
+    report = checked_report(loss, w, x, scale=2.0**16)
+    assert (report.cause.direction, report.cause.operation) == ("backward", "convert_element_type")
+    assert [trial.loss_scale for trial in report.remedies] == [2.0**15]

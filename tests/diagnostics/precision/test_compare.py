@@ -12,7 +12,7 @@ import pytest
 import jmp_lite as jmp
 from jmp_lite.diagnostics import compare_precision
 from jmp_lite.diagnostics._precision import flags
-from jmp_lite.diagnostics._precision.compare import _error
+from jmp_lite.diagnostics._precision.groups import error_of
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
@@ -91,7 +91,7 @@ def test_the_error_of_a_module_is_that_of_this_module_alone_in_half(linen_report
     ("squares", "expected"), [((0, 0, 0), (0, 1)), ((1, 1, 0), (np.inf, 0)), ((4, 0, 4), (1, 0))]
 )
 def test_the_error_of_gradients_that_are_zero(squares, expected):
-    assert _error(*squares) == expected
+    assert error_of(*squares) == expected
 
 
 def test_a_value_that_two_products_read():

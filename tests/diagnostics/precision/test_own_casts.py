@@ -56,7 +56,7 @@ def test_gradients_that_are_summed_in_half_are_found():
     (finding,) = diagnosis.findings
     assert "8.75e-01 in the gradients" in finding.what
     assert "embed" in finding.where
-    assert "lines cast to half: " in finding.advice
+    assert "this line casts to float16: " in finding.advice
     assert "test_own_casts.py" in finding.advice
     assert diagnosis.precision.with_rules.gradients < 1e-3
 
@@ -99,7 +99,7 @@ def test_layers_with_a_dtype_of_their_own_are_told_apart():
     assert {"Net/stem", "Net/head"} <= set(report.names)
     assert np.isfinite(next(row.own.loss for row in report.modules if row.module == "Net/stem"))
     assert next(row.own.loss for row in report.modules if row.module == "Net/head") == np.inf
-    assert "Net/head (give Net/head float32 operands, or dtype=jnp.float32)" in report.advice()
+    assert "give Net/head float32 operands, or dtype=jnp.float32" in report.advice()
 
 
 def test_everything_in_half_is_the_program_itself():
@@ -130,7 +130,7 @@ def test_a_function_of_autocast_with_casts_of_its_own_has_both():
     report = compare_precision(jmp.autocast(loss, HALF), tolerance=0.0)(params, X)
     assert set(report.names) == {"stem", "head", "stem (its own casts)", "sums"}
     assert set(report.rules) == {"/stem", "/head"}
-    assert set(report.remedies) >= {"sums"}
+    assert "give sums float32 operands" in report.change
     assert report.rest.gradients < 1e-6
     assert all(bool(row.pattern) != bool(row.lines) for row in report.modules)
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jmp_lite.diagnostics import doctor, find_nonfinite
-from tests.support.causes import cause_of, w, x
+from tests.support.causes import advice_of, cause_of, w, x
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_inside_remat_and_a_custom_derivative():
     cause = cause_of(loss, w, x)
     assert (cause.operation, cause.direction) == ("div", "backward")
     assert "block" in cause.module
-    assert "divides by zero" in cause.advice
+    assert "guard the divisor" in advice_of(loss, w, x)
 
 
 def test_what_remat_computes_again_is_named_as_such():
@@ -113,7 +113,6 @@ def test_what_remat_computes_again_is_named_as_such():
     again = [each for each in report.others if each.direction == "recomputed"]
     assert again[0].operation == "exp"
     assert again[0].module == report.cause.module == "block/inside"
-    assert again[0].advice == report.cause.advice
 
 
 def test_what_a_backward_rule_computes_again_is_no_gradient():
@@ -125,8 +124,7 @@ def test_what_a_backward_rule_computes_again_is_no_gradient():
     report = find_nonfinite(lambda w, x: jnp.sum(layer(w)), loss_scale=2.0**4)(w, x)
     assert report.cause.direction == "backward"
     assert report.fitting_scale is None
-    assert "at this scale" not in report.cause.advice
-    assert "Keep the" in report.cause.advice
+    assert [trial.dtype for trial in report.tried] == ["bfloat16"]
 
 
 @pytest.mark.slow
@@ -167,13 +165,13 @@ def test_a_loop_that_does_not_end_in_half_is_stopped_and_named(nested):
     (here,) = [first + number for number, line in enumerate(lines) if line.endswith("# here\n")]
     (line,) = report.cut
     assert f"test_calls.py:{here}" in line
-    assert f"A while loop did not end in 10,000 iterations: {line}" in str(report)
+    assert "A while loop did not end in 10,000 iterations:" in str(report)
     diagnosis = doctor(lambda w: loss(w, jnp.bfloat16), device=None)(weight)
     assert (diagnosis.findings[0].what, diagnosis.findings[0].where) == (
         "A while loop did not end in 10,000 iterations.",
         line,
     )
-    assert diagnosis.skipped["profile_ranges, compare_precision"] == "A while loop does not end."
+    assert diagnosis.skipped["the values in half"] == "A while loop does not end."
     assert find_nonfinite(lambda w: loss(w, jnp.float32))(weight).cut == ()
 
 

@@ -22,7 +22,7 @@ HALF = jnp.float16
 # Masks and softmax.
 
 
-@loss((W, X), "convert_element_type", "A mask of -1e+09 is -inf in float16")
+@loss((W, X), "convert_element_type", "this line casts to float16")
 def a_mask_of_1e9_in_float16(w, x):
     scores = ((x @ w) @ x.T).astype(HALF)
     mask = jnp.where(jnp.tri(3, k=-1, dtype=bool), 0.0, -1e9)
@@ -30,7 +30,7 @@ def a_mask_of_1e9_in_float16(w, x):
     return jnp.mean(jax.nn.softmax(scores).astype(jnp.float32) @ x)
 
 
-@loss((W, X), "add", "Two masks are added")
+@loss((W, X), "add", "this line casts to float16")
 def two_masks_of_the_least_number(w, x):
     scores = ((x @ w) @ x.T).astype(HALF)
     causal = jnp.where(jnp.tri(3, k=-1, dtype=bool), 0, jnp.finfo(HALF).min).astype(HALF)
@@ -39,7 +39,7 @@ def two_masks_of_the_least_number(w, x):
     return jnp.mean(jax.nn.softmax(scores + mask).astype(jnp.float32) @ x)
 
 
-@loss((W, X), "select_n", "let no row be masked as a whole")
+@loss((W, X), "select_n", "a row may be masked as a whole")
 def a_softmax_of_a_row_that_is_masked_as_a_whole(w, x):
     scores = jnp.where(jnp.tri(3, k=-1, dtype=bool), (x @ w) @ x.T, -jnp.inf)  # here
     return jnp.mean(jax.nn.softmax(scores) @ x)
@@ -48,7 +48,7 @@ def a_softmax_of_a_row_that_is_masked_as_a_whole(w, x):
 # Operations at the edge of where they are defined.
 
 
-@loss(100 * ONES, "exp", "Subtract the maximum")
+@loss(100 * ONES, "exp", "the maximum is subtracted first")
 def an_exp_of_a_large_number(w):
     return jnp.sum(jnp.exp(w))  # here
 
@@ -58,12 +58,12 @@ def a_logsumexp_by_hand(w):
     return jnp.log(jnp.sum(jnp.exp(w)))  # here
 
 
-@loss(ZEROS, "log", "log of 0")
+@loss(ZEROS, "log", "smallest operand of the logarithm is 0")
 def a_log_of_zero(w):
     return jnp.sum(jnp.log(w))  # here
 
 
-@loss((ONES, ZEROS), "div", "A division by zero")
+@loss((ONES, ZEROS), "div", "A divisor is 0")
 def a_division_by_zero(w, x):
     return jnp.sum(w / x)  # here
 
@@ -73,37 +73,37 @@ def counts_of_an_empty_batch(w, mask):
     return jnp.sum(w * mask) / jnp.sum(mask)  # here
 
 
-@loss((ONES, 1e-39), "div", "multiplies by the reciprocal")
+@loss((ONES, 1e-39), "div", "subnormal in float32")
 def a_division_by_a_tiny_number(w, temperature):
     return jnp.sum(jnp.tanh(1e-9 * w / temperature))  # here
 
 
-@loss(ZEROS, "div", "derivative of a square root")
+@loss(ZEROS, "div", "derivative of sqrt, which is infinite at 0")
 def the_gradient_of_a_root_at_zero(w):
     return jnp.sum(jnp.sqrt(w))  # here
 
 
-@loss(ZEROS, "div", "derivative of a square root")
+@loss(ZEROS, "div", "derivative of sqrt, which is infinite at 0")
 def the_gradient_of_a_norm_at_zero(w):
     return jnp.linalg.norm(w)  # here
 
 
-@loss(ZEROS, "pow", "derivative of x ** 0.5 is infinite at 0")
+@loss(ZEROS, "pow", "derivative of pow, which is infinite at 0")
 def the_gradient_of_a_power_at_zero(w):
     return jnp.sum(w**0.5)  # here
 
 
-@loss(ZEROS, "rsqrt", "1 / sqrt(0)")
+@loss(ZEROS, "rsqrt", "The root of 0 is divided by")
 def an_rsqrt_of_zero(w):
     return jnp.sum(lax.rsqrt(w))  # here
 
 
-@loss(-ONES, "sqrt", "sqrt of -1")
+@loss(-ONES, "sqrt", "smallest operand of the root is -1")
 def a_root_of_a_negative_number(w):
     return jnp.sum(jnp.sqrt(w))  # here
 
 
-@loss((ZEROS, ZEROS), "div integer_pow mul", "derivative of atan2 at (0, 0)")
+@loss((ZEROS, ZEROS), "div integer_pow mul", "does not exist at (0, 0)")
 def the_gradient_of_arctan2_at_the_origin(y, x):
     return jnp.sum(jnp.arctan2(y, x))  # here
 
@@ -114,7 +114,7 @@ def a_variance_as_a_difference(w):
     return jnp.sum((w - mean) / jnp.sqrt(square - mean**2))  # here
 
 
-@loss((ZEROS, ONES), "div integer_pow", "put a jnp.where around the divisor")
+@loss((ZEROS, ONES), "div integer_pow", "guard the operand")
 def a_where_that_does_not_guard_the_gradient(w, x):
     return jnp.sum(jnp.where(w > 0, x / w, 0.0))  # here
 
@@ -127,7 +127,7 @@ def an_index_out_of_bounds(w):
 # Linear algebra.
 
 
-@loss((np.ones((3, 3), np.float32), np.ones(3, np.float32)), "div triangular_solve", "matrix is singular")
+@loss((np.ones((3, 3), np.float32), np.ones(3, np.float32)), "div triangular_solve", "may be singular")
 def a_solve_with_a_singular_matrix(w, x):
     return jnp.sum(jnp.linalg.solve(w, x))  # here
 
@@ -145,7 +145,7 @@ def the_gradient_of_eigenvectors_of_equal_eigenvalues(w):
 # The range of float16.
 
 
-@loss(300 * ONES, "mul integer_pow square", "65504")
+@loss(300 * ONES, "mul integer_pow square", "this line casts to float16")
 def the_square_of_300_in_float16(w):
     with jax.named_scope("wide"):
         h = w.astype(HALF)
@@ -153,32 +153,32 @@ def the_square_of_300_in_float16(w):
     return jnp.mean(h.astype(jnp.float32))
 
 
-@loss(30000 * ONES, "reduce_sum", "Compute the loss in float32")
+@loss(30000 * ONES, "reduce_sum", "this line casts to float16")
 def a_loss_beyond_65504(w):
     return jnp.sum(w.astype(HALF), dtype=HALF).astype(jnp.float32)  # here
 
 
-@loss((W, X), "convert_element_type", "At a scale of 2**14 it would fit", scale=2.0**16)
+@loss((W, X), "convert_element_type", "jmp.DynamicLossScale(2.0**14)", scale=2.0**16)
 def a_gradient_beyond_65504(w, x):
     h = x.astype(HALF) @ w.astype(HALF)
     return 3 * jnp.sum(h.astype(jnp.float32))  # here
 
 
-@loss((ZEROS, 1e-8), "div", "1e-08 is 0 in float16; the smallest is 6e-08")
+@loss((ZEROS, 1e-8), "div", "is 0 in float16")
 def an_epsilon_that_is_zero_in_float16(w, epsilon):
     h = w.astype(HALF)
     h = h / (jnp.abs(h) + epsilon)  # here
     return jnp.sum(h.astype(jnp.float32))
 
 
-@loss(ZEROS, "rsqrt div", "1e-08 is 0 in float16; the smallest is 6e-08")
+@loss(ZEROS, "rsqrt div", "is 0 in float16")
 def an_epsilon_of_a_layer_norm(w):
     h = w.astype(HALF)
     h = (h - h.mean()) * lax.rsqrt(h.var() + 1e-8)  # here
     return jnp.sum(h.astype(jnp.float32))
 
 
-@loss(ZEROS, "div", "1e-08 is 0 in float16; the smallest is 6e-08")
+@loss(ZEROS, "div", "is 0 in float16")
 def an_epsilon_beside_a_root(w):
     h = w.astype(HALF)
     h = (h - h.mean()) / (lax.stop_gradient(h.std()) + 1e-8)  # here
@@ -188,12 +188,12 @@ def an_epsilon_beside_a_root(w):
 # Arithmetic with inf, and bad inputs.
 
 
-@loss((ZEROS, np.float32(3e38) * ONES), "mul", "3.4e+38")
+@loss((ZEROS, np.float32(3e38) * ONES), "mul", "")
 def zero_times_inf(w, x):
     return jnp.sum(w * (x * 10))  # here
 
 
-@loss((ONES, np.float32(3e38) * ONES), "mul", "3.4e+38")
+@loss((ONES, np.float32(3e38) * ONES), "mul", "")
 def inf_minus_inf(w, x):
     big = w * x * 10  # here
     return jnp.sum(big - big)
@@ -203,7 +203,7 @@ BAD = np.tile(X, (5, 1, 1))
 BAD[3, 1, 2] = np.nan
 
 
-@loss((W, BAD), "argument", "Clean the data", index=(3, 1, 2))
+@loss((W, BAD), "argument", "The data in batches is not finite", index=(3, 1, 2))
 def a_nan_in_the_data(w, batches):
     return jnp.mean((batches @ w) ** 2)
 
@@ -212,7 +212,7 @@ BAD_W = W.copy()
 BAD_W[1, 2] = np.nan
 
 
-@loss((BAD_W, X), "argument", "An earlier update wrote it", index=(1, 2))
+@loss((BAD_W, X), "argument", "an earlier update wrote it", index=(1, 2))
 def a_nan_in_a_parameter(w, x):
     return jnp.mean((x @ w) ** 2)
 
@@ -222,7 +222,7 @@ def a_nan_in_a_parameter(w, x):
 STEPS = np.array([3, 2, 1, 0, 5], np.float32)
 
 
-@loss((ONES, STEPS), "log", "log of 0", iterations=(("scan", 3),))
+@loss((ONES, STEPS), "log", "smallest operand of the logarithm is 0", iterations=(("scan", 3),))
 def in_a_scan(w, xs):
     def body(carry, x):
         return carry + jnp.sum(jnp.log(x * w)), None  # here
@@ -230,7 +230,7 @@ def in_a_scan(w, xs):
     return lax.scan(body, 0.0, xs)[0]
 
 
-@loss((ONES, STEPS), "log", "log of 0", iterations=(("scan", 3),))
+@loss((ONES, STEPS), "log", "smallest operand of the logarithm is 0", iterations=(("scan", 3),))
 def in_a_scan_with_remat(w, xs):
     @jax.checkpoint
     def body(carry, x):
@@ -239,7 +239,7 @@ def in_a_scan_with_remat(w, xs):
     return lax.scan(body, 0.0, xs)[0]
 
 
-@loss((ONES, STEPS), "log", "log of 0", iterations=(("while", 3),))
+@loss((ONES, STEPS), "log", "smallest operand of the logarithm is 0", iterations=(("while", 3),))
 def in_a_while(w, xs):
     def body(carry):
         n, total = carry
@@ -248,14 +248,14 @@ def in_a_while(w, xs):
     return lax.stop_gradient(lax.while_loop(lambda c: c[0] < 5, body, (0, 0.0))[1]) + w.sum()
 
 
-@loss((ZEROS, 1.0), "log", "log of 0")
+@loss((ZEROS, 1.0), "log", "smallest operand of the logarithm is 0")
 def in_a_branch(w, x):
     first = lambda w: jnp.sum(w)
     second = lambda w: jnp.sum(jnp.log(w))  # here
     return lax.cond(x > 2, first, second, w)
 
 
-@loss(ZEROS, "div", "divides by zero")
+@loss(ZEROS, "div", "derivative of sqrt")
 def in_the_backward_rule_of_a_custom_vjp(w):
     @jax.custom_vjp
     def root(x):
@@ -268,7 +268,7 @@ def in_the_backward_rule_of_a_custom_vjp(w):
     return jnp.sum(root(w))
 
 
-@loss(ZEROS, "div", "divides by zero")
+@loss(ZEROS, "div", "derivative of sqrt")
 def in_the_rule_of_a_custom_jvp(w):
     @jax.custom_jvp
     def root(x):
@@ -282,12 +282,17 @@ def in_the_rule_of_a_custom_jvp(w):
     return jnp.sum(root(w))
 
 
-@loss((ONES, X), "log", "log of -2.909")
+@loss((ONES, X), "log", "logarithm is -2.909")
 def under_vmap(w, x):
     return jnp.sum(jax.vmap(lambda row: jnp.log(row @ w))(x))  # here
 
 
-@loss((ONES, np.array([2, 1, 0, 3], np.float32)), "log", "log of 0", iterations=(("shard_map", 2),))
+@loss(
+    (ONES, np.array([2, 1, 0, 3], np.float32)),
+    "log",
+    "smallest operand of the logarithm is 0",
+    iterations=(("shard_map", 2),),
+)
 def in_a_shard(w, x):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec

@@ -20,23 +20,23 @@ HALF, BF16 = jnp.float16, jnp.bfloat16
 # Not finite.
 
 
-@public(np.float32([0, 4]), "div", "derivative of a square root", source="jax-ml/jax#347")
+@public(np.float32([0, 4]), "div", "derivative of sqrt, which is infinite at 0", source="jax-ml/jax#347")
 def a_where_after_a_root(w):
     roots = jnp.sqrt(w)  # here
     return jnp.sum(jnp.where(roots > 1, roots, 1.0))
 
 
-@public(ZEROS, "div", "derivative of a square root", source="jax-ml/jax#21723")
+@public(ZEROS, "div", "derivative of sqrt, which is infinite at 0", source="jax-ml/jax#21723")
 def the_square_of_a_norm(w):
     return jnp.linalg.norm(w) ** 2  # here
 
 
-@public(np.float32([-200, -100, 0]), "exp", "exp of 200", source="jax-ml/jax#777")
+@public(np.float32([-200, -100, 0]), "exp", "beyond 88.7 in float32", source="jax-ml/jax#777")
 def a_sigmoid_by_hand(w):
     return jnp.sum(1 / (1 + jnp.exp(-w)))  # here
 
 
-@public(np.float32([0, 100]), "exp", "Subtract the maximum", source="jax-ml/jax#23842")
+@public(np.float32([0, 100]), "exp", "the maximum is subtracted first", source="jax-ml/jax#23842")
 def an_exp_behind_a_where(w):
     return jnp.log(jnp.sum(jnp.where(jnp.array([True, False]), jnp.exp(w), 0.0)))  # here
 
@@ -55,13 +55,13 @@ def a_cross_entropy_of_labels_that_are_all_ignored(logits, labels):
     return jnp.sum(losses * used) / jnp.sum(used)  # here
 
 
-@public((ONES, np.array([1, 0])), "select_n", "number -inf", source="pytorch/pytorch#11551")
+@public((ONES, np.array([1, 0])), "select_n", "The inf is written", source="pytorch/pytorch#11551")
 def a_loss_that_ignores_a_logit_of_minus_inf(w, used):
     logits = jnp.where(jnp.arange(4) < 2, w, -jnp.inf)  # here
     return jnp.sum(jax.nn.log_softmax(logits) * jnp.repeat(used, 2))
 
 
-@public(ZEROS, "rsqrt", "1e-12 is 0 in float16; the smallest is 6e-08", source="pytorch/pytorch#41527")
+@public(ZEROS, "rsqrt", "The number 1e-12 on", source="pytorch/pytorch#41527")
 def a_layer_norm_of_zeros(w):
     h = w.astype(HALF)
     centred = h - jnp.mean(h)
@@ -72,7 +72,7 @@ def a_layer_norm_of_zeros(w):
 @public(
     ZEROS,
     "log",
-    "1e-08 is 0 in float16; the smallest is 6e-08",
+    "is 0 in float16",
     source="rwightman/efficientdet-pytorch#291",
 )
 def the_logarithm_of_a_box(w):
@@ -80,7 +80,7 @@ def the_logarithm_of_a_box(w):
     return jnp.sum(jnp.log(sizes).astype(jnp.float32))  # here
 
 
-@public((ONES, ZEROS), "div", "division by zero", step=True, source="google-deepmind/optax#1743")
+@public((ONES, ZEROS), "div", "0 / 0", step=True, source="google-deepmind/optax#1743")
 def gradients_over_their_norm(w, x):
     grads = jax.grad(lambda w: jnp.sum(w * x))(w)
     grads = grads / jnp.sqrt(jnp.sum(grads**2))  # here
@@ -90,14 +90,26 @@ def gradients_over_their_norm(w, x):
 # Finite, and wrong.
 
 
-@public(300 * ONES, "integer_pow square mul", "65504", finite=True, source="pytorch/pytorch#133085")
+@public(
+    300 * ONES,
+    "integer_pow square mul",
+    "this line casts to float16",
+    finite=True,
+    source="pytorch/pytorch#133085",
+)
 def an_rms_norm_in_float16(w):
     h = w.astype(HALF)
     h = h * lax.rsqrt(jnp.mean(h**2, axis=-1, keepdims=True) + HALF(1e-6))  # here
     return jnp.sum(h.astype(jnp.float32))
 
 
-@public(1000 * ONES, "integer_pow square mul", "65504", finite=True, source="xlite-dev/LeetCUDA#335")
+@public(
+    1000 * ONES,
+    "integer_pow square mul",
+    "this line casts to float16",
+    finite=True,
+    source="xlite-dev/LeetCUDA#335",
+)
 def a_division_by_a_deviation_that_overflows(w):
     h = w.astype(HALF) * jnp.array([1, -1, 1, -1], HALF)
     deviation = jnp.sqrt(lax.stop_gradient(jnp.mean(h * h)))  # here
@@ -107,7 +119,7 @@ def a_division_by_a_deviation_that_overflows(w):
 @public(
     (300 * ONES, ONES),
     "integer_pow square mul",
-    "65504",
+    "this line casts to float16",
     finite=True,
     step=True,
     source="tracel-ai/burn#5699",

@@ -2,8 +2,10 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import jmp_lite as jmp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,13 +16,14 @@ class Run:
         fun: a loss function, or a whole step. The faulty line ends with the comment `here`.
         args: the arguments.
         operation: the operation at which the fault begins; several where JAX's versions differ.
-        says: words that the advice should have.
+        says: words that the report should have of what was tried, or of its hint.
         step: whether `fun` is a whole step, with no gradients to take.
         finite: whether all results are finite, and wrong.
         scale: the loss scale.
         dtype: the dtype for `doctor`; None for float16.
         iterations: the loops around the operation, and the number of the iteration in each.
         index: the index of the first bad element of an argument.
+        rules: for a function of autocast in float16, its rules; None for a function that runs as it is.
         source: the public issue of which it is a small version.
         file: the library that has the faulty line, where it is not in `fun`.
     """
@@ -35,6 +38,7 @@ class Run:
     dtype: str | None = None
     iterations: tuple[tuple[str, int], ...] = ()
     index: tuple[int, ...] | None = None
+    rules: Mapping[str, str] | None = None
     source: str = ""
     file: str = ""
 
@@ -42,6 +46,11 @@ class Run:
     def name(self) -> str:
         """The name of the function."""
         return self.fun.__name__
+
+    @property
+    def given(self) -> Callable[..., Any]:
+        """The function that the tools are given."""
+        return self.fun if self.rules is None else jmp.autocast(self.fun, "float16", rules=self.rules)
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ def _loss(params, x):
 @step(
     (PARAMS, ADAM.init(PARAMS), ONES),
     "div",
-    "1e-08 is 0 in float16; the smallest is 6e-08",
+    "arguments in float32: params",
     file="optax/_src/transform.py",
 )
 def the_epsilon_of_adam_in_float16(params, state, x):
@@ -34,7 +34,7 @@ def the_epsilon_of_adam_in_float16(params, state, x):
     return optax.apply_updates(params, updates), state
 
 
-@step((ONES, jnp.int32(0), ONES), "rsqrt div pow", "1 / sqrt(0)")
+@step((ONES, jnp.int32(0), ONES), "rsqrt div pow", "The root of 0 is divided by")
 def a_schedule_at_step_zero(w, count, x):
     rate = 0.1 * jax.lax.rsqrt(count.astype(jnp.float32))  # here
     return w - rate * jax.grad(lambda w: jnp.mean((w * x) ** 2))(w), count + 1
