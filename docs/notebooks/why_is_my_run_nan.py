@@ -115,7 +115,7 @@ diagnostics.find_nonfinite(broken, loss_scale=jmp.StaticLossScale(1.0))(
 # %% [markdown]
 # -1e9 is beyond the range of float16, so the mask is -inf. The first row of an
 # image sees nothing: all its scores are -inf, and its softmax is NaN. The
-# report names the remedy.
+# report has tried what helps. Here the mask gets a number that float16 holds.
 #
 # ## The run goes on, and does not learn
 
@@ -127,8 +127,7 @@ print(f"the loss goes from {start:.3e} to {end:.3e}")
 
 # %% [markdown]
 # Nothing is inf, so no step is skipped, and no tool that looks for NaN says
-# anything. `profile_ranges` counts what float16 makes zero, and tries the loss
-# scales.
+# anything. `profile_ranges` counts what float16 makes zero at each loss scale.
 
 # %%
 ranges = diagnostics.profile_ranges(mended, loss_scale=jmp.NoOpLossScale())(

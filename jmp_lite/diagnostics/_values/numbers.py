@@ -48,13 +48,16 @@ def _key(equation: Equation, var: Var) -> tuple[str, np.dtype, float] | None:
 def _on_the_line(line: str, dtype: np.dtype, value: float, equation: Equation) -> float | None:
     """Returns the number that is rounded to `value`: on the line, or for inf in the function above it."""
     name = equation.primitive.name
-    is_arithmetic = traits_of(name).category is not Category.MOVE and not traits_of(name).selects
+    traits = traits_of(name)
+    if traits.compares or name in ("max", "min"):
+        return None  # A softmax starts its maximum with -inf, and compares with it.
+    is_arithmetic = traits.category is not Category.MOVE and not traits.selects
     if value == 0 and not is_arithmetic:
         return None  # The 0 of `jnp.where(mask, x, 0)`, on a line that has an epsilon as well.
     file, _, rest = line.partition(" ")[0].rpartition(":")[0].rpartition(":")
     number = int(rest) if rest.isdigit() else 0
     lost = _lost(linecache.getline(file, number), dtype, value)
-    while math.isinf(value) and not lost and number > 1:
+    while math.isinf(value) and is_arithmetic and not lost and number > 1:
         number -= 1
         text = linecache.getline(file, number)
         lost = _lost(text, dtype, value)
