@@ -61,8 +61,8 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
     for line in report.cut:
         yield Finding("accuracy", "A while loop did not end in 10,000 iterations.", line, CUT)
     if report.cause is not None:
-        what, *where = str(report.cause).split("\n")
-        yield Finding("not finite", what, "\n".join(where), "\n".join(report.advice()))
+        where, advice = "\n".join(report.cause.details()), "\n".join(report.advice())
+        yield Finding("not finite", report.cause.head(), where, advice)
 
 
 def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:

@@ -61,19 +61,22 @@ class Nonfinite:
     index: tuple[int, ...] | None
 
     def __str__(self) -> str:
+        return "\n".join([*wrapped(self.head()), *self.details()])
+
+    def details(self) -> list[str]:
+        """Returns the lines below the head: where it is, what it took and gave, and where it leads."""
         if self.operation in ("argument", "constant"):
-            name = f"{self.operation} {self.argument}".strip()
-            at = f"first at {list(self.index)}" if self.index is not None else ""
-            return f"{self.what} in the {name}, {self.result}, {at}".rstrip(", ")
-        lines = [shortened(line) for line in (self.caller, self.line) if line]
+            at = f", first at {list(self.index)}" if self.index is not None else ""
+            return [f"    {self.result}{at}"]
+        lines = [line for line in (self.caller, self.line) if line]
         pairs = collections.Counter(zip(self.operands, self.operand_ranges))
         lines += [
             f"takes {text}{_range(ends)}{', twice' if n > 1 else ''}" for (text, ends), n in pairs.items()
         ]
         lines += [f"gives {self.result}{_range(self.range)}"]
-        lines += [f"ends in {shortened(self.end)}, whose result is finite, and wrong"] if self.end else []
-        lines += [f"from there: {'; '.join(map(shortened, self.way))}"] if self.way else []
-        return "\n".join([self.head(), *(line for text in lines for line in wrapped(text, 4))])
+        lines += [f"ends in {self.end}, whose result is finite, and wrong"] if self.end else []
+        lines += [f"from there: {'; '.join(self.way)}"] if self.way else []
+        return [line for text in lines for line in wrapped(shortened(text), 4)]
 
     def head(self) -> str:
         """Returns the operation and where it is, in one line."""
@@ -289,15 +292,15 @@ class NonfiniteReport(Shown):
         lines += ["", "It begins here:", str(self.cause)] if self.cause is not None else []
         lines += [line for paragraph in self.advice() for line in ("", paragraph)]
         for origin in self._first()[1:]:
-            lines += ["", "From there:" if self._nan_from_inf else "Beside it:", origin.head()]
+            lines += ["", "From there:" if self._nan_from_inf else "Beside it:", *wrapped(origin.head())]
             lines += wrapped(shortened(origin.line), 4)
         if self.others:
             count = len(self.others)
             lines += ["", f"It begins at {count} further operation{'s' if count > 1 else ''}, such as:"]
-            lines += [self.others[0].head(), *wrapped(shortened(self.others[0].line), 4)]
+            lines += [*wrapped(self.others[0].head()), *wrapped(shortened(self.others[0].line), 4)]
         if self.harmless:
             heads = dict.fromkeys(origin.head() for origin in self.harmless)
             lines += ["", "Harmless, since it reaches no result:"]
-            lines += [f"    {head}" for head in list(heads)[:5]]
+            lines += [line for head in list(heads)[:5] for line in wrapped(head, 4)]
             lines += [f"    and {len(heads) - 5} more"] if len(heads) > 5 else []
         return "\n".join(lines)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from ..._float8.selection import FLOAT8
-from ..._text import Shown, aligned, power
+from ..._text import Shown, aligned, power, shortened, wrapped
 
 _NOISE = 1e-5  # What a different order of float32 sums may change.
 
@@ -160,13 +160,15 @@ class PrecisionReport(Shown):
         return f"PrecisionReport({self.summary()})"
 
     def __str__(self) -> str:
+        summary, advice = wrapped(self.summary()), wrapped(shortened(self.advice()))
         if not self.names:
-            return self.summary()
+            return "\n".join(summary)
         if self.rest is None:
-            return f"{self.summary()}\n{self.advice()} tolerance=0 measures each module."
-        lines = [self.summary(), "", *aligned(self.rows())]
+            return "\n".join([*summary, *wrapped(f"{self.advice()} tolerance=0 measures each module.")])
+        lines = [*summary, "", *aligned(self.rows())]
         if self.dtype == FLOAT8:
-            lines += ["", f"With all modules in bfloat16 the error is {self.rest}."]
+            lines += ["", *wrapped(f"With all modules in bfloat16 the error is {self.rest}.")]
         elif max(self.rest.gradients, self.rest.loss) > _NOISE:
-            lines += ["", f"With all modules in float32 this is left, which no rule selects: {self.rest}."]
-        return "\n".join([*lines, "", self.advice()])
+            text = f"With all modules in float32 this is left, which no rule selects: {self.rest}."
+            lines += ["", *wrapped(text)]
+        return "\n".join([*lines, "", *advice])
