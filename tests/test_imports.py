@@ -44,12 +44,12 @@ ROOMS = {
     "diagnostics._values": (
         *("_dtypes", "_paths", "_tree", "_scaling", "_jaxpr", "_float8", "_autocast.planning"),
     ),
-    "diagnostics._nonfinite": ("_text", "_jaxpr", "diagnostics._values"),
-    "diagnostics._ranges": (
-        *("_dtypes", "_text", "_tree", "_scaling", *AUTOCAST),
-        *("diagnostics._values", "diagnostics._nonfinite"),
-    ),
     "diagnostics._precision": ("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values"),
+    "diagnostics._nonfinite": (
+        *("_text", "_scaling", "_jaxpr"),
+        *("diagnostics._values", "diagnostics._precision"),
+    ),
+    "diagnostics._ranges": ("_dtypes", "_text", "_tree", "_scaling", *AUTOCAST, "diagnostics._values"),
     "programs": ("_paths", "_text"),
     "diagnostics": (
         *("_dtypes", "_text", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
@@ -71,10 +71,10 @@ FILES = {
     "_autocast": "interpreter traced_rule custom_rules calls keep api",
     "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",
-    "diagnostics._values": "sites probe tap calls trace reference",
-    "diagnostics._nonfinite": "extremes flow case advice report rules find",
+    "diagnostics._values": "sites probe tap calls trace numbers reference",
+    "diagnostics._precision": "modules sources flags groups fewest report compare",
+    "diagnostics._nonfinite": "extremes flow hints report trials rules find",
     "diagnostics._ranges": "magnitudes float8 scales picture report profile updates",
-    "diagnostics._precision": "modules flags fewest report compare",
     "programs": "_hlo _traffic _products _program _read _gpus _compile _roofline",
     "diagnostics": "_findings _doctor",
     "testing": "_products _skips",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
+from jmp_lite._jaxpr.read import all_equations
 from tests.support.jaxprs import product_kinds
 
 
@@ -70,3 +71,109 @@ def test_a_pattern_that_selects_nothing_is_an_error():
         jmp.autocast(stream, half_sums="blok")(PARAMS, X)
     with pytest.raises(TypeError, match="half_sums= takes patterns over scopes"):
         jmp.autocast(stream, half_sums=3)
+
+
+# Through loops: the carry of a scanned stack.
+
+STACK = (
+    jax.random.normal(keys[0], (6, 16, 32)) / 4,
+    jax.random.normal(keys[1], (6, 32, 16)) / 6,
+)
+
+
+def scanned(wrap=lambda body: body):
+    def loss(stack, x):
+        def block(x, weights):
+            inner, outer = weights
+            with jax.named_scope("block"):
+                normed = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+                return x + jax.nn.relu(normed @ inner) @ outer, None
+
+        return jnp.mean(jnp.square(jax.lax.scan(wrap(block), x, stack)[0]))
+
+    return loss
+
+
+def kept(fun):
+    """The dtypes of what the backward pass keeps of the stream."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda stack, x: jax.vjp(fun, stack, x)[1], STACK, X))
+    return {leaf.dtype.name for leaf in leaves if leaf.shape == (6, 8, 16)}
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, lambda body: body], ids=["remat", "plain"])
+def test_the_carry_of_a_scanned_stack_is_kept_in_half(wrap):
+    loss = scanned(wrap)
+    assert "float32" in kept(jmp.autocast(loss, "bfloat16"))
+    assert kept(jmp.autocast(loss, "bfloat16", half_sums="**")) == {"bfloat16"}
+    inside = jmp.autocast(jax.value_and_grad(loss), "bfloat16", half_sums="**")
+    shapes = {
+        var.aval.dtype.name
+        for equation in all_equations(jax.make_jaxpr(inside)(STACK, X))
+        if equation.primitive.name == "scan"
+        for var in (*equation.invars, *equation.outvars)
+        if var.aval.shape in ((8, 16), (6, 8, 16)) and jnp.issubdtype(var.aval.dtype, jnp.floating)
+    }
+    # The cotangent of the stream, a carry of the backward pass, stays in float32.
+    assert shapes == {"bfloat16", "float32"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [jax.checkpoint, lambda body: body], ids=["remat", "plain"])
+def test_both_orders_of_a_scanned_stack_are_as_near_float32_as_casts_by_hand(wrap):
+    def by_hand(stack, x):
+        stack, x = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (stack, x))
+
+        def block(x, weights):
+            inner, outer = weights
+            wide = x.astype(jnp.float32)
+            normed = (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5)
+            return x + jax.nn.relu(normed.astype(x.dtype) @ inner) @ outer, None
+
+        return jnp.mean(jnp.square(jax.lax.scan(wrap(block), x, stack)[0].astype(jnp.float32)))
+
+    def flat(fun):
+        loss, grads = jax.value_and_grad(fun)(STACK, X)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves((loss, grads))} == {"float32"}
+        return float(loss), np.concatenate(
+            [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(grads)]
+        )
+
+    loss = scanned(wrap)
+    exact = flat(loss)[1]
+    error = lambda gradient: np.linalg.norm(gradient - exact) / np.linalg.norm(exact)
+    outside, gradient = flat(jmp.autocast(loss, "bfloat16", half_sums="**"))
+    inside, grads = jmp.autocast(jax.value_and_grad(loss), "bfloat16", half_sums="**")(STACK, X)
+    other = np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(grads)])
+    assert outside == float(inside)
+    bar = 1.1 * error(flat(by_hand)[1])
+    assert error(gradient) < bar
+    assert error(other) < bar
+
+
+def test_two_streams_that_change_places_are_both_in_half():
+    def loss(w, x):
+        body = lambda carry, w: ((carry[1] + jnp.tanh(carry[1] @ w), carry[0]), None)
+        first, second = jax.lax.scan(body, (x, 2 * x), w)[0]
+        return jnp.mean(first * second)
+
+    w = jnp.ones((4, 16, 16)) / 16
+    exact, found = (
+        jax.value_and_grad(f)(w, X) for f in (loss, jmp.autocast(loss, "bfloat16", half_sums="**"))
+    )
+    np.testing.assert_allclose(found[0], exact[0], rtol=0.05)
+    assert np.linalg.norm(found[1] - exact[1]) < 0.05 * np.linalg.norm(exact[1])
+
+
+def test_the_carry_of_a_while_loop_stays_in_float32():
+    def loss(w, x):
+        body = lambda carry: (carry[0] + 1, carry[1] + jnp.tanh(carry[1] @ w))
+        return jnp.mean(jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, x))[1])
+
+    fun = jmp.autocast(loss, "bfloat16", half_sums="**")
+    (loop,) = (
+        e
+        for e in all_equations(jax.make_jaxpr(fun)(STACK[0][0] @ STACK[1][0], X))
+        if e.primitive.name == "while"
+    )
+    assert [var.aval.dtype.name for var in loop.outvars if var.aval.shape == (8, 16)] == ["float32"]
+    assert np.isfinite(float(fun(STACK[0][0] @ STACK[1][0], X)))

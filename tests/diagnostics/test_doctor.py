@@ -102,8 +102,7 @@ def test_after_an_overflow_the_rest_is_compared_at_the_scale_that_fits():
 
 
 def test_the_program_that_the_user_runs_is_the_one_that_is_examined():
-    """Casts to bfloat16 beside float32 products: not judged as autocast in float16, unless a dtype "
-    "is given."""
+    """Casts to bfloat16 beside float32 products are not judged as autocast in float16."""
 
     def loss(params, x):
         hidden = jnp.tanh(x @ params["a"]).astype(jnp.bfloat16).astype(jnp.float32)

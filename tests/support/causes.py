@@ -21,8 +21,7 @@ def advice_of(fun, *args, scale=None, **settings):
 
 
 def checked_report(fun, *args, scale=None, **settings):
-    """The report, having checked that the loss or a gradient is not finite, as `value_and_grad` "
-    "finds them."""
+    """The report, having checked with `value_and_grad` that the loss or a gradient is not finite."""
     report = find_nonfinite(fun, loss_scale=scale, **settings)(*args)
     used = jmp.NoOpLossScale() if scale is None else jmp.StaticLossScale(scale)
     value, grads = jmp.value_and_grad(fun, used, **settings)(*args)

@@ -16,7 +16,7 @@ from .op import Context, Op
 from .plan import Decision, Inside, Move, Plan, Run, Skip, Take, conversion
 from .rules import Rules, fits
 from .ruling import KEPT, Ruling
-from .states import FLOAT32, HALF, OTHER, Kind, State, broadcast, may_be_rounded, moved
+from .states import FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, broadcast, may_be_rounded, moved
 
 
 def in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:
@@ -177,7 +177,7 @@ def decide_half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision
     XLA would leave out the cast of a float32 sum to half, and store the sum in float32.
     """
     reason = f"half_sums='{pattern}' selects it"
-    return Decision(op, Category.INFER, Run(_in_half(op, operands)), _halves(op), reason, changed=True)
+    return Decision(op, Category.INFER, Run(_in_half(op, operands)), (HALF_SUM,), reason, changed=True)
 
 
 def decide_move(op: Op, operands: Sequence[State], wanted: bool, backward: bool) -> Decision:

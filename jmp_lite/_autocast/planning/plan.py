@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._jaxpr.inner import Inner
+from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Equation, Jaxpr, Var, constants, open_jaxpr
 from .demand import Demand
@@ -136,11 +136,14 @@ class Inside:
     def reads(self) -> tuple[int, ...]:
         """The indexes of the half operands of the call that the jaxpr reads in float32.
 
-        Carries and constants of loops enter in float32.
+        Constants of loops enter in float32. A carry is one value an iteration, without a path beside it.
         """
-        inputs = zip(self.inner.operands, self.enter, open_jaxpr(self.plan.jaxpr).invars)
+        invars = open_jaxpr(self.plan.jaxpr).invars
+        inputs = zip(self.inner.operands, self.inner.roles, self.enter, invars)
         return tuple(
-            index for index, take, var in inputs if take is Take.HALF and var in self.plan.pairs.read
+            index
+            for index, role, take, var in inputs
+            if role is not Role.CARRY and take is Take.HALF and var in self.plan.pairs.read
         )
 
 

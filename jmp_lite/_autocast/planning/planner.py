@@ -52,7 +52,7 @@ from .plan import Activation, Call, Decision, Formats, Plan, Run, Skip, Take, ro
 from .rules import Rules
 from .ruling import Ruling, estimate_of_state
 from .scopes import Scopes
-from .states import BY_RULE, FLOAT32, HALF, OTHER, Kind, State, entering, join, leaving
+from .states import BY_RULE, FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, entering, join, leaving
 
 
 class Planner:
@@ -228,7 +228,15 @@ class Planner:
         if op.name == "custom_linear_solve":  # It takes no pairs: half matrices enter in float32.
             inputs = [FLOAT32 if state.is_half else state for state in inputs]
         context = self._demand_pass.context(op, inner, analysis)
-        return self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
+        while True:
+            plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
+            # A residual stream in half is carried in half, so that a backward pass keeps it in half.
+            ends = enumerate(plan.results[: inner.carried])
+            streams = [inner.constants + k for k, state in ends if state.half_sum]
+            streams = [number for number in streams if inputs[number] == FLOAT32] if op.name == "scan" else []
+            if not streams:
+                return plan
+            inputs = [HALF_SUM if number in streams else state for number, state in enumerate(inputs)]
 
 
 def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) -> tuple[State, ...]:
@@ -237,7 +245,9 @@ def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) ->
     for inner, plan in zip(op.inner, plans):
         for index, carry, state in zip(inner.results, inner.carries, plan.results):
             if index is not None:
-                state = leaving(state, carry, op.name == "scan" and wanted[index] > Wanted.NO)
+                is_scan = op.name == "scan"
+                is_wide = carry and not (is_scan and state.half_sum)
+                state = leaving(state, is_wide, is_scan and wanted[index] > Wanted.NO)
                 results[index] = join(results[index], state) if index in results else state
     return tuple(results[index] for index in range(len(op.equation.outvars)))
 

@@ -39,6 +39,7 @@ class State:
             float32.
         float32_result: the value is an argument, at most moved, and this pattern of `float32_results` selects
             it: products of it give float32. Empty for none.
+        half_sum: the value is a residual sum that `half_sums` selects, at most moved.
         float8_rule: the value is an argument, at most moved, and this rule of an autocast to float8
             selects it: the pattern, and the dtype that products of it take.
     """
@@ -49,6 +50,7 @@ class State:
     constant: bool = False
     wide_gradient: bool = False
     float32_result: str = ""
+    half_sum: bool = False
     float8_rule: tuple[str, str] | None = None
 
     @property
@@ -61,6 +63,7 @@ OTHER = State(Kind.OTHER)
 FLOAT32 = State(Kind.FLOAT32)
 BY_RULE = State(Kind.BY_RULE)
 HALF = State(Kind.HALF)
+HALF_SUM = State(Kind.HALF, half_sum=True)
 
 
 def moved(op: Op, state: State, out: Var) -> State:
@@ -111,6 +114,8 @@ def join(first: State, second: State) -> State:
         return first
     if Kind.OTHER in (first.kind, second.kind):
         return OTHER
+    if first.is_half and second.is_half:
+        return HALF
     if Kind.HALF in (first.kind, second.kind):
         return FLOAT32
     kind = max(first.kind, second.kind, Kind.ADAPTS)

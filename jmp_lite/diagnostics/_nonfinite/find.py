@@ -200,8 +200,7 @@ class _Reader:
         )
 
     def _way(self, origin: Origin) -> tuple[str, ...]:
-        """Returns the first operation on each line between an origin and an output: the first few "
-        "and the last."""
+        """Returns the first operation on each line between an origin and an output; of many only a few."""
         lines: dict[str, str] = {}
         for site, is_nan in origin.way:
             if site.line != origin.site.line and not is_of_library(site.line):

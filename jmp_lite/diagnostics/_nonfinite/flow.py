@@ -90,8 +90,7 @@ class Flow:
         ]
 
     def _following(self) -> dict[Instance, Instance | None]:
-        """Returns the bad instances from which a bad output was computed, each with the next one on "
-        "the way."""
+        """Returns the bad instances that lead to a bad output, each with the next one on the way."""
         outputs = {self._measured.outputs[index] for index in self.bad_outputs()}
         # A step that tests its gradients skips its update, so no output shows them. A loss that tests a value
         # is guarded against it.

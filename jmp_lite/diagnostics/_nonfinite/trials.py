@@ -31,8 +31,7 @@ class Trials:
     tolerance: float = HARM
 
     def of_cause(self, origin: Origin, fitting: float | None) -> tuple[Trial, ...]:
-        """Returns what was tried against an origin; `fitting` is a smaller scale that gives finite "
-        "numbers."""
+        """Returns what was tried; `fitting` is a smaller loss scale that gives finite numbers."""
         return tuple(self._tried(origin, fitting)) if self.runs.is_finite else ()
 
     def _tried(self, origin: Origin, fitting: float | None) -> Iterator[Trial]:
@@ -82,8 +81,7 @@ class Trials:
         return _worst(self._run(kept)[0])
 
     def _run(self, kept: Collection[Module]) -> tuple[Difference, float | None]:
-        """Returns the error with some groups in float32, and the loss scale if one that was not "
-        "given helps."""
+        """Returns the error with some groups in float32, and a loss scale that was not given if it helps."""
         error = self.runs.keeping(kept)
         if _worst(error) <= self.tolerance or not self.runs.may_scale:
             return error, None

@@ -173,8 +173,7 @@ class Runs:
         return self._difference(self.program.in_bfloat16(self.scale))
 
     def _difference(self, outputs: Sequence[Array]) -> Difference:
-        """Returns the errors of outputs: of the loss, and of the group of other outputs that is "
-        "furthest off."""
+        """Returns the errors of the loss and of the group of other outputs that is furthest off."""
         loss_error = 0.0
         if self.loss is not None:
             distance = abs(float(outputs[0]) - self.loss)

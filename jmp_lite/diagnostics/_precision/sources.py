@@ -79,8 +79,7 @@ class _Search:
         self.found: dict[int, Sources] = {}
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Origin], around: str = "") -> list[_Origin]:
-        """Follows the values of a jaxpr; returns what its outputs come from. `around` is the line "
-        "of its call."""
+        """Follows the values of a jaxpr, whose call is on the line `around`; returns those of its outputs."""
         inside = open_jaxpr(jaxpr)
         known: dict[Var, _Origin] = dict(zip(inside.invars, inputs, strict=True))
         read = lambda var: _Origin() if is_literal(var) else known.get(var, _Origin())

@@ -128,8 +128,7 @@ class Reference:
     def _operand(
         self, equation: Equation, var: Var, value: ReferenceValue, flags: Flags | None
     ) -> ReferenceValue:
-        """Returns an operand: a number that half precision has rounded as it is written, without "
-        "the flags."""
+        """Returns an operand; with the flags off a number as it is written, which half had rounded."""
         number = written_number(self._numbers, equation, var)
         if number is None:
             return value

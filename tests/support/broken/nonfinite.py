@@ -1,4 +1,4 @@
-"""Losses whose value or gradients are not finite, one for each cause that docs/diagnosis.md names."""
+"""Losses whose value or gradients are not finite, one for each cause that docs/causes.md names."""
 
 import functools
 

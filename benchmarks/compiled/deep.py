@@ -1,0 +1,136 @@
+"""What a scanned, rematerialized stack of LLaMA's size keeps and moves at its true depth, on one of many H100s.
+
+    python -m benchmarks.compiled.deep                 # 7B on 8 GPUs and 70B on 256, four ways: five minutes.
+    python -m benchmarks.compiled.deep --sizes 7B
+
+The arrays are abstract: nothing is run, and no array is made. `by hand` casts the parameters and the stream to
+bfloat16, as Flax's layers with `dtype=bfloat16` do, and computes its norms in float32. The program is the loss
+and its gradients, without an optimizer.
+"""
+
+import argparse
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jmp_lite as jmp
+from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
+from jmp_lite.programs import Program, read_program, roofline
+
+BF16 = jnp.bfloat16
+WAYS: dict[str, dict[str, Any] | None] = {
+    "by hand": None,
+    "autocast": {},
+    'autocast, `half_sums="**"`': {"half_sums": "**"},
+    'autocast, `half_sums="**"`, `allow=["gather"]`': {"half_sums": "**", "allow": ["gather"]},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The shape of a stack and of its mesh: `data` devices for FSDP, `model` devices for tensor parallelism."""
+
+    width: int
+    hidden: int
+    heads: int
+    shared_heads: int
+    layers: int
+    data: int
+    model: int
+    sequence: int = 4096
+    vocabulary: int = 32000
+
+
+SIZES = {
+    "7B": Size(4096, 11008, 32, 32, 32, data=8, model=1),
+    "70B": Size(8192, 28672, 64, 8, 80, data=32, model=8),
+}
+
+
+def shapes(size: Size) -> dict[str, tuple[tuple[int, ...], PartitionSpec]]:
+    """Returns the shape and the sharding of each parameter; those of the layers are stacked."""
+    head = size.width // size.heads
+    across, along = PartitionSpec(None, "data", "model"), PartitionSpec(None, "model", "data")
+    layers, width, hidden = size.layers, size.width, size.hidden
+    return {
+        "embed": ((size.vocabulary, width), PartitionSpec("model", "data")),
+        "head": ((width, size.vocabulary), PartitionSpec("data", "model")),
+        "norm": ((width,), PartitionSpec()),
+        "norm_1": ((layers, width), PartitionSpec()),
+        "norm_2": ((layers, width), PartitionSpec()),
+        "query": ((layers, width, size.heads * head), across),
+        "key": ((layers, width, size.shared_heads * head), across),
+        "value": ((layers, width, size.shared_heads * head), across),
+        "out": ((layers, size.heads * head, width), along),
+        "gate": ((layers, width, hidden), across),
+        "up": ((layers, width, hidden), across),
+        "down": ((layers, hidden, width), along),
+    }
+
+
+def loss_of(size: Size, dtype: Any = None) -> Any:
+    """Returns the loss; with a dtype, with casts by hand."""
+    cast = (lambda x: x) if dtype is None else (lambda x: x.astype(dtype))
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        return cast(wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5) * scale)
+
+    def block(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        p = {name: leaf if name.startswith("norm") else cast(leaf) for name, leaf in p.items()}
+        split = lambda y: y.reshape(*y.shape[:-1], -1, size.width // size.heads)
+        h = norm(x, p["norm_1"])
+        query, key, value = (split(h @ p[name]) for name in ("query", "key", "value"))
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = x + mixed.reshape(*x.shape[:-1], -1) @ p["out"]
+        h = norm(x, p["norm_2"])
+        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
+
+    def loss(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        layers = {name: leaf for name, leaf in params.items() if name not in ("embed", "head", "norm")}
+        x = cast(params["embed"])[tokens[:, :-1]]
+        x = jax.lax.scan(jax.checkpoint(block), x, layers)[0]
+        logits = (norm(x, params["norm"]) @ cast(params["head"])).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    return loss
+
+
+def program(size: Size, way: str) -> Program:
+    """Compiles the loss and its gradients for the mesh of a size."""
+    settings = WAYS[way]
+    mesh = gpu_mesh({"data": size.data, "model": size.model})
+    loss = loss_of(size, BF16) if settings is None else jmp.autocast(loss_of(size), BF16, **settings)
+    on_mesh = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    params = {name: on_mesh(shape, jnp.float32, spec) for name, (shape, spec) in shapes(size).items()}
+    tokens = on_mesh((size.data, size.sequence + 1), jnp.int32, PartitionSpec("data"))
+    shardings = {name: leaf.sharding for name, leaf in params.items()}
+
+    def step(params: Any, tokens: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        return value, jax.lax.with_sharding_constraint(grads, shardings)
+
+    return read_program(compile_for_gpu(step, params, tokens, mesh=mesh))
+
+
+def main() -> None:
+    """Prints a line of the table for each size and each way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="which stacks")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which casts")
+    options = parser.parse_args()
+    print("| | | temporaries GB | GB moved | estimated ms |\n| --- | --- | ---: | ---: | ---: |")
+    for name in options.sizes:
+        for way in options.ways:
+            compiled = program(SIZES[name], way)
+            time = roofline(compiled, "h100").seconds["float16"]
+            cells = f"{compiled.temporary_bytes / 1e9:.2f} | {compiled.bytes_moved / 1e9:,.0f} | {1e3 * time:,.0f}"
+            print(f"| {name} | {way} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
