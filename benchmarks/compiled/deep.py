@@ -1,11 +1,12 @@
-"""What a scanned, rematerialized stack of LLaMA's size keeps and moves at its true depth, on one of many H100s.
+"""What a scanned, rematerialized stack of LLaMA's size keeps and moves at its true depth, on an H100.
 
     python -m benchmarks.compiled.deep                 # 7B on 8 GPUs and 70B on 256, four ways: five minutes.
     python -m benchmarks.compiled.deep --sizes 7B
+    python -m benchmarks.compiled.deep --errors        # Of the gradient, run on this machine: a minute.
 
-The arrays are abstract: nothing is run, and no array is made. `by hand` casts the parameters and the stream to
-bfloat16, as Flax's layers with `dtype=bfloat16` do, and computes its norms in float32. The program is the loss
-and its gradients, without an optimizer.
+The arrays are abstract: nothing is run, and no array is made. `by hand` casts the parameters and the stream
+to bfloat16, as Flax's layers with `dtype=bfloat16` do, and computes its norms in float32. The program is the
+loss and its gradients, without an optimizer.
 """
 
 import argparse
@@ -31,7 +32,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The shape of a stack and of its mesh: `data` devices for FSDP, `model` devices for tensor parallelism."""
+    """The shape of a stack and of its mesh: `data` devices for FSDP, `model` for tensor parallelism."""
 
     width: int
     hidden: int
@@ -71,9 +72,12 @@ def shapes(size: Size) -> dict[str, tuple[tuple[int, ...], PartitionSpec]]:
     }
 
 
-def loss_of(size: Size, dtype: Any = None) -> Any:
-    """Returns the loss; with a dtype, with casts by hand."""
+def loss_of(size: Size, mesh: Any, dtype: Any = None) -> Any:
+    """Returns the loss; with a dtype, with casts by hand. The constraints are those of tensor parallelism."""
     cast = (lambda x: x) if dtype is None else (lambda x: x.astype(dtype))
+    on = lambda x, *spec: jax.lax.with_sharding_constraint(
+        x, NamedSharding(mesh, PartitionSpec("data", *spec))
+    )
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -81,19 +85,20 @@ def loss_of(size: Size, dtype: Any = None) -> Any:
 
     def block(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
         p = {name: leaf if name.startswith("norm") else cast(leaf) for name, leaf in p.items()}
-        split = lambda y: y.reshape(*y.shape[:-1], -1, size.width // size.heads)
+        split = lambda y: on(y.reshape(*y.shape[:-1], -1, size.width // size.heads), None, "model", None)
         h = norm(x, p["norm_1"])
         query, key, value = (split(h @ p[name]) for name in ("query", "key", "value"))
         mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        x = x + mixed.reshape(*x.shape[:-1], -1) @ p["out"]
+        x = on(x + on(mixed.reshape(*x.shape[:-1], -1), None, "model") @ p["out"])
         h = norm(x, p["norm_2"])
-        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
+        hidden = on(jax.nn.silu(h @ p["gate"]) * (h @ p["up"]), None, "model")
+        return on(x + hidden @ p["down"]), None
 
     def loss(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
         layers = {name: leaf for name, leaf in params.items() if name not in ("embed", "head", "norm")}
-        x = cast(params["embed"])[tokens[:, :-1]]
+        x = on(cast(params["embed"])[tokens[:, :-1]])
         x = jax.lax.scan(jax.checkpoint(block), x, layers)[0]
-        logits = (norm(x, params["norm"]) @ cast(params["head"])).astype(jnp.float32)
+        logits = on((norm(x, params["norm"]) @ cast(params["head"])).astype(jnp.float32), None, "model")
         picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
@@ -104,8 +109,11 @@ def program(size: Size, way: str) -> Program:
     """Compiles the loss and its gradients for the mesh of a size."""
     settings = WAYS[way]
     mesh = gpu_mesh({"data": size.data, "model": size.model})
-    loss = loss_of(size, BF16) if settings is None else jmp.autocast(loss_of(size), BF16, **settings)
-    on_mesh = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    loss = loss_of(size, mesh, BF16 if settings is None else None)
+    loss = loss if settings is None else jmp.autocast(loss, BF16, **settings)
+    on_mesh = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(mesh, spec)
+    )
     params = {name: on_mesh(shape, jnp.float32, spec) for name, (shape, spec) in shapes(size).items()}
     tokens = on_mesh((size.data, size.sequence + 1), jnp.int32, PartitionSpec("data"))
     shardings = {name: leaf.sharding for name, leaf in params.items()}
@@ -117,18 +125,61 @@ def program(size: Size, way: str) -> Program:
     return read_program(compile_for_gpu(step, params, tokens, mesh=mesh))
 
 
+def stack_of(dtype: Any = None) -> Any:
+    """Returns the loss of a small scanned stack with norms and residual sums; with a dtype, cast by hand."""
+    cast = (lambda x: x) if dtype is None else (lambda x: x.astype(dtype))
+
+    def block(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        inner, outer = map(cast, weights)
+        wide = x.astype(jnp.float32)
+        normed = (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5)
+        return x + jax.nn.gelu(cast(normed) @ inner) @ outer, None
+
+    def loss(stack: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+        y = jax.lax.scan(jax.checkpoint(block), cast(x), stack)[0].astype(jnp.float32)
+        return jnp.mean(jnp.square(jnp.tanh(y)))
+
+    return loss
+
+
+def errors(depth: int, seed: int, width: int = 64) -> dict[str, float]:
+    """Returns the relative error of the gradient in bfloat16 for each way to cast a stack of some depth."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    inner = jax.random.normal(keys[0], (depth, width, 2 * width)) / width**0.5
+    outer = jax.random.normal(keys[1], (depth, 2 * width, width)) / (2 * width * depth) ** 0.5
+    x = jax.random.normal(keys[2], (128, width))
+    gradient = lambda loss: jnp.concatenate(
+        [leaf.ravel() for leaf in jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))((inner, outer), x))]
+    )
+    exact = gradient(stack_of())
+    error = lambda loss: float(jnp.linalg.norm(gradient(loss) - exact) / jnp.linalg.norm(exact))
+    return {
+        "autocast": error(jmp.autocast(stack_of(), BF16)),
+        "half_sums": error(jmp.autocast(stack_of(), BF16, half_sums="**")),
+        "by hand": error(stack_of(BF16)),
+    }
+
+
 def main() -> None:
     """Prints a line of the table for each size and each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="which stacks")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which casts")
+    parser.add_argument("--errors", action="store_true", help="the errors of the gradient instead")
     options = parser.parse_args()
+    if options.errors:
+        for depth in (8, 32, 80):
+            found = [errors(depth, seed) for seed in range(3)]
+            cells = (", ".join(f"{row[way]:.1e}" for row in found) for way in found[0])
+            print(f"| {depth} | {' | '.join(cells)} |", flush=True)
+        return
     print("| | | temporaries GB | GB moved | estimated ms |\n| --- | --- | ---: | ---: | ---: |")
     for name in options.sizes:
         for way in options.ways:
             compiled = program(SIZES[name], way)
             time = roofline(compiled, "h100").seconds["float16"]
-            cells = f"{compiled.temporary_bytes / 1e9:.2f} | {compiled.bytes_moved / 1e9:,.0f} | {1e3 * time:,.0f}"
+            kept, moved = compiled.temporary_bytes / 1e9, compiled.bytes_moved / 1e9
+            cells = f"{kept:.2f} | {moved:,.0f} | {1e3 * time:,.0f}"
             print(f"| {name} | {way} | {cells} |", flush=True)
 
 

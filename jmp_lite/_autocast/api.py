@@ -130,6 +130,7 @@ def autocast(
         half_sums: a pattern or several over scopes, as in `rules`. The residual sums that they select, which
             add two values of one shape, give half: a residual stream in half moves fewer bytes, and its
             rounding errors pile up from layer to layer. By default the stream of a transformer stays float32.
+            The carry of a `scan` that such a sum computes is half as well.
 
     Returns:
         A function with the signature of `fun`.
