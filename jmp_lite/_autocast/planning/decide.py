@@ -106,7 +106,7 @@ def _selects(operands: Sequence[State]) -> bool:
 _SELECTS = "it picks float32 numbers by zeros and ones, and float32 operations read its result"
 _BY_RULE = "a rule keeps one of its arguments in float32"
 # Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
-# would widen the operands.
+# would widen the operands. (`diagnostics/_values/reference.py` names the products as well.)
 _GIVES_FLOAT32 = ("dot_general",)
 _FLOAT32_DTYPE = np.dtype(np.float32)
 

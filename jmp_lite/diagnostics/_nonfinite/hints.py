@@ -169,6 +169,7 @@ def _pole(origin: Origin, sites: Sites) -> str:
     return f"{origin.site.operation} has poles. It took numbers from {numbers[0]:.4g} to {numbers[1]:.4g}."
 
 
+# The first that fits is given, so the special ones come first.
 _HINTS: tuple[Callable[[Origin, Sites], str], ...] = (
     *(_index, _mask, _subnormal, _derivative, _factorization, _logarithm, _root, _division),
     *(_exponential, _pole),
