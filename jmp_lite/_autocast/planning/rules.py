@@ -30,7 +30,7 @@ Patterns = str | Iterable[str] | None
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The options of one autocast, after all checks. A new option with patterns also needs `Scopes.cache_key`.
+    """The options of one autocast, after all checks. An option with patterns also needs `Scopes.cache_key`.
 
     Attributes:
         dtype: float16 or bfloat16; float32 for an autocast that changes nothing.

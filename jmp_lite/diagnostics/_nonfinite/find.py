@@ -116,28 +116,42 @@ def examine(
     tapped = Tapped(program, Extremes())
     measured = tapped(scale)
     origins = Flow(measured).origins()
-    has_half = any(is_narrow(var) for each in all_equations(program.jaxpr) for var in each.outvars)
     is_bad = any(origin.is_harmful or origin.end for origin in origins)
-    trials = Trials(runs()) if is_bad and has_half and not measured.cut else None
-    if trials is not None and not any(origin.is_harmful for origin in origins):
-        is_harmful = lambda origin: origin.end is not None and trials.is_harmful(origin)
-        origins = [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
+    trials = Trials(runs()) if is_bad and _has_half(program) and not measured.cut else None
+    if trials is not None:
+        origins = _tested(origins, trials)
     is_backward = any(origin.site.direction == "backward" for origin in origins)
     rules = _lines_of_rules(call, args, kwargs) if is_backward and not measured.is_step else {}
-    reader = _Reader(program, measured, scale, rules)
-    report, cause = _report(reader, origins)
+    report, cause = _report(_Reader(program, measured, scale, rules), origins)
     if cause is None:
         return report
     fitting = _fitting_scale(tapped, scale) if cause.site.is_scaled else None
     report = dataclasses.replace(report, fitting_scale=fitting)
-    tried = () if trials is None else trials.of_cause(cause, fitting)
-    return dataclasses.replace(
-        report,
-        tried=tried,
-        is_finite_in_float32=None if trials is None else trials.runs.is_finite,
-        rounded=trials.runs.program.rounded_numbers() if trials is not None and tried else (),
-        hint="" if tried else hint(cause, measured.sites, program.parameters),
-    )
+    if trials is not None:
+        report = _with_trials(report, cause, trials)
+    if report.tried:
+        return report
+    return dataclasses.replace(report, hint=hint(cause, measured.sites, program.parameters))
+
+
+def _has_half(program: LossProgram) -> bool:
+    variables = (var for equation in all_equations(program.jaxpr) for var in equation.outvars)
+    return any(map(is_narrow, variables))
+
+
+def _tested(origins: Sequence[Origin], trials: Trials) -> list[Origin]:
+    """Returns origins; if none reaches a result, the program is compared with float32 for the suspects."""
+    if any(origin.is_harmful for origin in origins):
+        return list(origins)
+    is_harmful = lambda origin: origin.end is not None and trials.is_harmful(origin)
+    return [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
+
+
+def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> NonfiniteReport:
+    tried = trials.of_cause(cause, report.fitting_scale)
+    numbers = trials.runs.program.rounded_numbers() if tried else ()
+    is_finite = trials.runs.is_finite
+    return dataclasses.replace(report, tried=tried, is_finite_in_float32=is_finite, rounded=numbers)
 
 
 def _lines_of_rules(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lines:
@@ -236,21 +250,23 @@ def _report(reader: _Reader, origins: Sequence[Origin]) -> tuple[NonfiniteReport
     measured, is_step = reader.measured, reader.measured.is_step
     # The first output of a loss function is the loss.
     outputs = list(zip(reader.program.outputs, measured.results))[0 if is_step else 1 :]
-    others = (origin for origin in harmful if origin not in (first_inf, first_nan))
     # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
-    harmless = (origin for origin in origins if not origin.is_harmful and not (harmful and origin.end))
+    harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
     report = NonfiniteReport(
         read(first_inf),
         read(first_nan),
-        tuple(map(reader.read, others)),
+        tuple(reader.read(origin) for origin in harmful if origin not in (first_inf, first_nan)),
         tuple(map(reader.read, harmless)),
         None if is_step else float(measured.results[0][0]),
         reader.scale,
-        tuple(
-            name for name, ends in outputs if np.isnan(ends).any() or -np.inf == ends[0] or ends[1] == np.inf
-        ),
+        tuple(name for name, ends in outputs if _is_bad(ends)),
         len(outputs),
         None,
         measured.cut,
     )
     return report, first_inf if report.cause is report.first_inf else first_nan
+
+
+def _is_bad(ends: np.ndarray) -> bool:
+    """Whether an array with these ends has an inf or NaN; one without elements has the ends inf and -inf."""
+    return bool(np.isnan(ends).any() or ends[0] == -np.inf or ends[1] == np.inf)
