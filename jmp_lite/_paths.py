@@ -7,6 +7,7 @@ module.
 
 import difflib
 import fnmatch
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -125,6 +126,7 @@ def as_patterns(patterns: str | Iterable[str], takes: str) -> tuple[str, ...]:
     return given
 
 
+@functools.lru_cache(maxsize=1 << 16)  # Each operation of a scope asks again.
 def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` selects the leaf or subtree `name`.
 

@@ -277,14 +277,13 @@ def users_line(equation: Equation) -> str:
 
 def calling_line(equation: Equation) -> str:
     """Returns the line outside of all packages that made an equation; empty if its own line is there."""
-    if not any(name in source_line(equation) for name in _PACKAGES):
+    line = source_line(equation)
+    if not line.startswith(_OURS) and not any(name in line for name in _PACKAGES):
         return ""
     return _calling_line(equation.source_info.traceback)
 
 
-@functools.lru_cache(
-    maxsize=4096
-)  # A traceback has dozens of frames, and the operations of a layer share it.
+@functools.lru_cache(maxsize=4096)  # The operations of a layer share a traceback.
 def _calling_line(traceback: Any) -> str:
     is_package = lambda name: any(package in name for package in _PACKAGES) or name.startswith((_OURS, _JAX))
     outside = (frame for frame in traceback.frames if not is_package(frame.file_name))

@@ -134,7 +134,7 @@ def _of_ranges(report: RangeReport) -> Iterator[Finding]:
     """Yields what a dtype would lose of a program that has no module to compare."""
     dtype, scale = report.dtype.name, int(np.log2(report.loss_scale))
     if report.static_scale is None:
-        yield Finding("accuracy", "All gradients are zero, or none is finite.", "", "")
+        yield Finding("accuracy", "All gradients are zero.", "", "")
         return
     fates, best = report.pooled.fates(scale), report.scales.largest_safe or 0
     if fates.lost <= TOLERANCE or report.loss_scale >= (report.largest_safe_scale or 0):
@@ -172,7 +172,7 @@ def of_operations(report: Report) -> Iterator[Finding]:
     sizes: dict[str, list[Operation]] = collections.defaultdict(list)
     for operation in report.operations:
         if operation.advice:
-            sizes[operation.advice].append(operation)
+            sizes[operation.advice.partition(" (")[0]].append(operation)
     for advice, products in sizes.items():
         what = f"{plural(len(products), 'matmul')} of a size that Tensor Cores run slowly."
         yield Finding("speed", what, _where(products), advice)

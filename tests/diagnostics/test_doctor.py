@@ -1,13 +1,16 @@
 """`doctor` names what is wrong, worst first, and skips what makes no sense."""
 
+import ast
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jmp_lite as jmp
+from jmp_lite import linen
 from jmp_lite.diagnostics import _doctor, _findings, doctor
 from jmp_lite.programs import read_program
 
@@ -188,3 +191,39 @@ def test_bad_input_is_named():
         doctor(jmp.autocast(faulty), "float16")
     with pytest.raises(TypeError, match="Got str"):
         doctor(faulty, loss_scale="big")
+
+
+def test_a_loss_that_is_zero_but_for_rounding_is_no_fault():
+    """PPO at its first step: the ratio is 1, and the advantages are centred."""
+
+    def ppo(w, obs, old, advantages):
+        return -jnp.mean(jnp.exp(jax.nn.log_softmax(obs @ w)[:, 0] - old) * advantages)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    obs, w = jax.random.normal(keys[0], (64, 8)), 0.3 * jax.random.normal(keys[1], (8, 8))
+    advantages = jax.random.normal(keys[2], (64,))
+    old = jax.nn.log_softmax(obs @ w)[:, 0]
+    diagnosis = doctor(jmp.autocast(ppo, "bfloat16"))(w, obs, old, advantages - advantages.mean())
+    assert [each for each in diagnosis.findings if each.severity != "speed"] == []
+    assert diagnosis.precision.half.loss < 0.1
+
+
+def test_the_rules_of_a_policy_are_given_as_one_that_the_policy_takes():
+    class Policy(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jax.nn.log_softmax(nn.Dense(4, name="logits")(nn.Dense(8, name="body")(x)))
+
+    bf16 = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+    x = jax.random.normal(jax.random.key(1), (8, 8))
+    model = linen.with_policy(Policy(), bf16)
+    old = model.init(jax.random.key(0), x)
+    new = jax.tree.map(lambda p: p + 3e-4 * jax.random.normal(jax.random.key(2), p.shape), old)
+
+    def divergence(params, x):
+        first, second = model.apply(old, x), model.apply(params, x)
+        return jnp.mean(jnp.sum(jnp.exp(first) * (first - second), -1))
+
+    report = doctor(divergence)(new, x).precision
+    (rules,) = re.findall(r"policy\.with_rules\((\{.*?\})\)", report.change)
+    linen.with_policy(Policy(), bf16.with_rules(ast.literal_eval(rules))).apply(new, x)

@@ -29,6 +29,7 @@ P = ParamSpec("P")
 
 MOST_LINES = 4
 """How many lines of the way to the loss are named at most."""
+HALF_LOSS = "The loss is {dtype}, so its scaled cotangent is {dtype} too. Return a float32 loss."
 LOWEST = -24
 """The exponent of the smallest scale that is tried. It makes a loss of 1 the smallest number of float16."""
 
@@ -85,7 +86,7 @@ def find_nonfinite(
         ('div', (0.0, 3.0), inf)
         >>> step = lambda w, g: w - 0.1 * g / jnp.sqrt(jnp.sum(g * g))
         >>> print(find_nonfinite(step, transform=None)(w, jnp.zeros(4)).summary())
-        1 of 1 results of the step are not finite (the only one).
+        The result of the step is not finite.
     """
     if not callable(fun):
         raise TypeError(f"find_nonfinite takes a loss function first. Got {fun!r}.")
@@ -149,9 +150,11 @@ def _tested(origins: Sequence[Origin], trials: Trials) -> list[Origin]:
 
 def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> NonfiniteReport:
     tried = trials.of_cause(cause, report.fitting_scale)
-    numbers = trials.runs.program.rounded_numbers() if tried else ()
+    facts = trials.runs.program.rounded_numbers() if tried else ()
+    if cause.site.is_scaled and cause.site.array.endswith("[]") and cause.site.is_half:
+        facts = (HALF_LOSS.format(dtype=cause.site.dtype.name), *facts)
     is_finite = trials.runs.is_finite
-    return dataclasses.replace(report, tried=tried, is_finite_in_float32=is_finite, rounded=numbers)
+    return dataclasses.replace(report, tried=tried, is_finite_in_float32=is_finite, rounded=facts)
 
 
 def _lines_of_rules(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lines:
@@ -243,7 +246,9 @@ def _first_index(flags: Array) -> Array:
 
 def _report(reader: _Reader, origins: Sequence[Origin]) -> tuple[NonfiniteReport, Origin | None]:
     """Returns the report without what is tried, and the origin that it names as the cause."""
-    harmful = [origin for origin in origins if origin.is_harmful]
+    # What the forward pass computes for the backward pass alone does not make the loss inf.
+    is_later = lambda origin: origin.is_derivative or origin.site.direction == "backward"
+    harmful = sorted((origin for origin in origins if origin.is_harmful), key=is_later)
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
     read = lambda origin: None if origin is None else reader.read(origin)

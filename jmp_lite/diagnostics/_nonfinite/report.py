@@ -266,19 +266,26 @@ class NonfiniteReport(Shown):
     def summary(self) -> str:
         """Returns one line: the loss, the gradients, and the loss scale."""
         inside = " A value inside of it is not finite." if self.is_finite and self.cause is not None else ""
-        few = ", ".join(name or "the only one" for name in self.gradients[:4])
-        more = f" and {len(self.gradients) - 4} more" if len(self.gradients) > 4 else ""
-        bad = f"{len(self.gradients)} of {self.parameters} {{}} are not finite ({few}{more})"
         if self.loss is None:
-            good = f"All {self.parameters} results of the step are finite"
-            return f"{bad.format('results of the step') if self.gradients else good}.{inside}"
-        scale = f"the loss scale is {power(self.loss_scale)}"
+            results = self._finite("result of the step", "results of the step")
+            return f"{results[0].upper()}{results[1:]}.{inside}"
+        gradients, scale = (
+            self._finite("gradient", "gradients"),
+            f"the loss scale is {power(self.loss_scale)}",
+        )
         if self.is_finite:
-            return (
-                f"The loss, {self.loss:.6g}, and all {self.parameters} gradients are finite; {scale}.{inside}"
-            )
-        good = f"all {self.parameters} gradients are finite"
-        return f"The loss is {self.loss:.6g}; {bad.format('gradients') if self.gradients else good}; {scale}."
+            return f"The loss, {self.loss:.6g}, is finite, and {gradients}; {scale}.{inside}"
+        return f"The loss is {self.loss:.6g}; {gradients}; {scale}."
+
+    def _finite(self, one: str, several: str) -> str:
+        """Returns which of the outputs are finite, in words."""
+        bad = [name for name in self.gradients if name]
+        names = f" ({', '.join(bad[:4])}{f' and {len(bad) - 4} more' if len(bad) > 4 else ''})" if bad else ""
+        if self.parameters == 1:
+            return f"the {one}{names} is {'not ' if self.gradients else ''}finite"
+        if not self.gradients:
+            return f"all {self.parameters} {several} are finite"
+        return f"{len(self.gradients)} of {self.parameters} {several} are not finite{names}"
 
     def __repr__(self) -> str:
         cause = self.cause

@@ -60,12 +60,21 @@ class Trials:
         near = self.runs.program.groups_on(origin.site.line)
         for kept in (*([group] for group in near), near):
             if kept and self._error(kept) <= self.tolerance:
-                return kept
+                return self._needed(kept)
         groups = sorted(self.runs.program.groups, key=lambda group: group.name)
         if len(groups) > MOST_GROUPS:
             return groups
         own = {group: self._error(set(groups) - {group}) for group in groups}
         return fewest(sorted(own, key=lambda group: -own[group]), self._error, self.tolerance) or groups
+
+    def _needed(self, kept: Sequence[Module]) -> list[Module]:
+        """Returns groups without those that can be left out."""
+        needed = list(kept)
+        for group in kept:
+            others = [other for other in needed if other != group]
+            if others and self._error(others) <= self.tolerance:
+                needed = others
+        return needed
 
     def _in_float32(self, kept: Sequence[Module]) -> Trial:
         lines = dict.fromkeys(line for group in kept if group.casts for line in group.lines)

@@ -146,6 +146,7 @@ class Runs:
         self._full = program(None, 1.0)
         self.loss = None if program.is_step else float(self._full[0])
         self._groups = groups_of(program, self._full)
+        self._size = max(abs(self.loss or 0.0), _first_order(program, self._full))
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
         names = program.outputs[0 if program.is_step else 1 :]
         finite = [bool(jnp.isfinite(array).all()) for array in self._full[-len(names) :]] if names else []
@@ -176,8 +177,7 @@ class Runs:
         """Returns the errors of the loss and of the group of other outputs that is furthest off."""
         loss_error = 0.0
         if self.loss is not None:
-            distance = abs(float(outputs[0]) - self.loss)
-            loss_error = distance / abs(self.loss) if self.loss else distance
+            loss_error = abs(float(outputs[0]) - self.loss) / (self._size or 1.0)
         errors = {group: group.error(outputs, self._full) for group in self._groups}
         worst = max(errors, key=lambda group: errors[group][0], default=None)
         error, cosine = (0.0, 1.0) if worst is None else errors[worst]
@@ -217,6 +217,19 @@ class Runs:
         # A pattern may occur twice: the first one counts.
         dtypes = dict(reversed(rules.scopes))
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
+
+
+def _first_order(program: FlaggedProgram, full: Sequence[Array]) -> float:
+    """Returns how much the parameters contribute to a loss, to first order.
+
+    A loss may be zero but for rounding, as that of PPO at the first step. Its relative error says nothing.
+    """
+    parameters, gradients = list(program.parameters.values()), full[1:]
+    if program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
+        return 0.0
+    products = (jnp.vdot(jnp.asarray(p, jnp.float32), jnp.real(g)) for p, g in zip(parameters, gradients))
+    total = sum(abs(float(product)) for product in products)
+    return total if math.isfinite(total) else 0.0
 
 
 def report_of(runs: Runs, tolerance: float, harm: float, scale: float | None = None) -> PrecisionReport:

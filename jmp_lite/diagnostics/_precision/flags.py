@@ -149,7 +149,7 @@ class FlaggedProgram:
             products = [product for product in products if product.in_fp8]
         cast = cast_modules(products, parameters)
         own = [number for number, operation in enumerate(before) if gives_half(operation)]
-        own_parts, owners = own_modules([before[number] for number in own], parameters)
+        own_parts, owners = own_modules([before[number] for number in own], parameters, traced.names)
         modules = (*cast, *_renamed(own_parts, cast))
         found = sources_of(traced, self.is_step) if own else []
         sources = tuple(sorted(frozenset[Module]().union(*found), key=lambda source: source.name))

@@ -73,14 +73,12 @@ def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:
 def _old(program: FlaggedProgram, full: Sequence[Array], numbers: Sequence[int]) -> tuple[Array, ...] | None:
     """Returns the parameters of which some outputs are the new values; None if they are something else.
 
-    A step changes float32 parameters by a small part. A parameter in half is compared by its value: that its
-    update is rounded away is a finding of its own.
+    A step changes its parameters by a small part, which their values would hide.
     """
     old = list(program.parameters.values())
     new = [full[number] for number in numbers]
     if [array.shape for array in old] != [array.shape for array in new]:
         return None
-    if any(array.dtype != jnp.float32 for array in old):
-        return None
+    old = [jnp.asarray(array, jnp.float32) for array in old]
     moves = sum(float(jnp.sum(jnp.square(a - b))) for a, b in zip(new, old))
     return tuple(old) if moves < sum(float(jnp.sum(jnp.square(a))) for a in old) / 4 else None

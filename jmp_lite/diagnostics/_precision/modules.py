@@ -5,7 +5,7 @@ import dataclasses
 import glob
 import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..._autocast.report.operations import Operation
 from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
@@ -22,7 +22,8 @@ class Module:
         name: the scope, or the path of the argument that holds its parameters; empty without either.
         pattern: the pattern that selects it in `rules=` of `autocast`; empty if the program itself casts.
         lines: without a pattern, the user's first lines that make half values, as `file.py:12:4 (function)`.
-        remedy: without a pattern, how to keep it in float32, in words; empty if `casts`.
+        policy: the path of a module under a policy of jmp_lite, which a rule of the policy selects.
+        layer: otherwise, how to keep it in float32, in words.
         casts: the half dtype to which `lines` cast; empty if they are no casts.
         is_argument: whether it is an argument in half, and all that is computed from it in half.
     """
@@ -30,7 +31,8 @@ class Module:
     name: str
     pattern: str
     lines: tuple[str, ...] = ()
-    remedy: str = ""
+    policy: str = ""
+    layer: str = ""
     casts: str = ""
     is_argument: bool = False
 
@@ -51,18 +53,25 @@ def cast_modules(products: Sequence[Operation], parameters: Sequence[str]) -> li
     return [Module(name, f"/{glob.escape(name)}") for name in names if name]
 
 
-def own_modules(operations: Sequence[Operation], parameters: Sequence[str]) -> tuple[list[Module], list[int]]:
-    """Returns the modules of the program's own half operations, and the index of each operation's module."""
+def own_modules(
+    operations: Sequence[Operation], parameters: Sequence[str], paths: Collection[str]
+) -> tuple[list[Module], list[int]]:
+    """Returns the modules of the program's own half operations, and the index of each operation's module.
+
+    `paths` are the paths of all arguments; `parameters` the names of those that are differentiated.
+    """
     names = _modules(_paths(operations, parameters))
     has_policy = any(operation.source.startswith(_PACKAGE) for operation in operations)
     members: dict[str, list[Operation]] = {name: [] for name in names}
     for name, operation in zip(names, operations):
         members[name].append(operation)
-    modules = [_own_module(name, own, has_policy) for name, own in members.items()]
+    modules = [_own_module(name, own, has_policy, paths) for name, own in members.items()]
     return modules, [[*members].index(name) for name in names]
 
 
-def _own_module(name: str, operations: Sequence[Operation], has_policy: bool) -> Module:
+def _own_module(
+    name: str, operations: Sequence[Operation], has_policy: bool, paths: Collection[str]
+) -> Module:
     makers = [operation.source for operation in operations if _makes_half(operation)]
     users = lambda lines: tuple(dict.fromkeys(line for line in lines if not is_of_library(line)))[:4]
     lines = users(makers) or users(operation.source for operation in operations)
@@ -71,11 +80,12 @@ def _own_module(name: str, operations: Sequence[Operation], has_policy: bool) ->
     if users(makers):
         first = next(operation for operation in operations if operation.source in lines)
         return Module(name, "", lines, casts=first.outputs[0].partition("[")[0])
-    if has_policy and path:
-        return Module(name, "", lines, f"policy.with_rules({{{path!r}: 'float32'}})")
-    return Module(
-        name, "", lines, f"give {name or 'these operations'} float32 operands, or dtype=jnp.float32"
-    )
+    # A policy has rules for modules with parameters, and none for the functions that they call.
+    if has_policy and any(f"/{path}/" in f"/{parameter}" for parameter in paths if path):
+        return Module(name, "", lines, policy=path)
+    is_argument = any(f"{parameter}/".startswith(f"{name}/") for parameter in paths)
+    how = "float32 operands for" if has_policy or is_argument else "dtype=jnp.float32 in"
+    return Module(name, "", lines, layer=f"{how} {name or 'the operations outside of modules'}")
 
 
 def in_words(modules: Sequence[Module]) -> str:
@@ -91,7 +101,12 @@ def in_words(modules: Sequence[Module]) -> str:
     ]
     arguments = [module.name for module in modules if module.is_argument]
     words += [f"pass these arguments in float32: {', '.join(arguments)}"] if arguments else []
-    return "; ".join([*words, *(module.remedy for module in modules if module.remedy)])
+    policies = ", ".join(f"{module.policy!r}: 'float32'" for module in modules if module.policy)
+    words += [f"policy.with_rules({{{policies}}})"] if policies else []
+    layers = [module.layer for module in modules if module.layer]
+    # A layer with a dtype of its own casts its parameters and inputs itself.
+    named = [layer for layer in layers if layer.startswith("dtype=")]
+    return "; ".join([*words, *(named or layers)])
 
 
 def is_of_library(line: str) -> bool:

@@ -17,7 +17,8 @@ class Difference:
     """How far a loss and its gradients are from those in float32.
 
     Attributes:
-        loss: the difference of the losses over the loss in float32; inf if the loss is not finite.
+        loss: the difference of the losses over the loss in float32, or over what the parameters contribute to
+            it to first order, if that is larger; inf if the loss is not finite.
         gradients: the norm of the difference of all gradients over the norm of those in float32; inf if a
             gradient is not finite.
         cosine: of the angle between all gradients and those in float32; NaN if a gradient is not finite.
@@ -143,8 +144,10 @@ class PrecisionReport(Shown):
                 f"No set of modules brings the error below the tolerance: with all of them in "
                 f"{self.kept_dtype} it is {self.rest}."
             )
-        keep = f"Keep {', '.join(self.kept)} in {self.kept_dtype}; none of them can be left out."
-        return f"{keep} To do so: {self.change}. Then the error is {self.with_rules}."
+        names = ", ".join("the operations outside of modules" if name == "/" else name for name in self.kept)
+        each = "; none of them can be left out" if len(self.kept) > 1 else ""
+        keep = f"Keep {names} in {self.kept_dtype}{each}. To do so: {self.change}."
+        return f"{keep} Then the error is {self.with_rules}."
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""

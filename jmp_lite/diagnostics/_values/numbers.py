@@ -54,18 +54,29 @@ def _on_the_line(line: str, dtype: np.dtype, value: float, equation: Equation) -
     is_arithmetic = traits.category is not Category.MOVE and not traits.selects
     if value == 0 and not is_arithmetic:
         return None  # The 0 of `jnp.where(mask, x, 0)`, on a line that has an epsilon as well.
-    file, _, rest = line.partition(" ")[0].rpartition(":")[0].rpartition(":")
-    number = int(rest) if rest.isdigit() else 0
-    lost = _lost(linecache.getline(file, number), dtype, value)
-    while math.isinf(value) and is_arithmetic and not lost and number > 1:
-        number -= 1
-        text = linecache.getline(file, number)
+    where, _, _ = line.partition(" ")
+    file, number, column = [*where.split(":"), "", ""][:3]
+    row = int(number) if number.isdigit() else 0
+    lost = _lost(_expression(linecache.getline(file, row), int(column or 0)), dtype, value)
+    while math.isinf(value) and is_arithmetic and not lost and row > 1:
+        row -= 1
+        text = linecache.getline(file, row)
         lost = _lost(text, dtype, value)
         if text.lstrip().startswith(("def ", "class ")):
             break
     if lost:  # Of several the one that is nearest to the range of the dtype.
         return float(np.copysign(min(lost) if math.isinf(value) else max(lost), value))
     return _EPSILON if value == 0 and name == "add" else None
+
+
+def _expression(line: str, column: int) -> str:
+    """Returns the expression that begins in a column, from 0: up to a comma or bracket that ends it."""
+    depth = 0
+    for index, letter in enumerate(line[column:], column):
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth < 0 or (letter == "," and not depth):
+            return line[column:index]
+    return line[column:]
 
 
 def _lost(text: str, dtype: np.dtype, value: float) -> set[float]:

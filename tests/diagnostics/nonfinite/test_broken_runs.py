@@ -22,7 +22,7 @@ NOT_FINITE = [run for run in KNOWN if not run.finite]
 FINITE_AND_WRONG = [run for run in (*FINITE, *STEPS, *REMEDIED, *WRONG, *PUBLIC) if run.finite]
 OVERFLOWS = [run for run in FINITE_AND_WRONG if {"mul", "exp"} & set(run.operation)]
 LOST = [run for run in FINITE_AND_WRONG if run.says in ("update is lost", "gradients are all zero")]
-OFF = [run for run in WRONG if run.step]
+OFF = [run for run in WRONG if run.step and not run.operation]
 
 
 def report_of(run):

@@ -221,7 +221,7 @@ def test_complex_values():
 
 def test_the_report():
     report = find_nonfinite(lambda w, x: jnp.sum(jnp.log(w * 0)))(w, x)
-    assert report.summary().startswith("The loss is -inf; 1 of 1 gradients are not finite")
+    assert report.summary().startswith("The loss is -inf; the gradient is not finite; ")
     text = str(report)
     assert "It begins here:\ninf from log" in text
     assert "    takes float32[4,4], -0 to 0\n    gives float32[4,4], -inf to -inf" in text
@@ -230,7 +230,7 @@ def test_the_report():
     with pytest.raises(AttributeError):
         report.loss = 0.0
     fine = find_nonfinite(lambda w, x: jnp.sum(w * 0))(w, x)
-    assert str(fine) == "The loss, 0, and all 1 gradients are finite; the loss scale is 2**0."
+    assert str(fine) == "The loss, 0, is finite, and the gradient is finite; the loss scale is 2**0."
 
 
 def test_the_head_says_where_the_parameter_stands():

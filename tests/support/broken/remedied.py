@@ -32,7 +32,7 @@ def a_root_of_a_maximum_with_zero(d):
 # Numbers that half precision rounds.
 
 
-@loss((ONES, np.int32(1)), "div", "1 - 0.999 may be 0")
+@loss((ONES, np.int32(1)), "div", CAST)
 def a_bias_correction_in_bfloat16(m, t):
     return jnp.sum((m.astype(BF16) / (1 - BF16(0.999) ** t)).astype(jnp.float32))  # here
 
@@ -190,3 +190,9 @@ def the_second_moment_of_adam_underflows(w, nu, x):
     gradient = jax.grad(lambda w: jnp.mean(1e-3 * w * x))(w)
     nu = (0.999 * nu + 0.001 * gradient.astype(HALF) ** 2).astype(HALF)  # here
     return w - 1e-3 * gradient / (jnp.sqrt(nu.astype(jnp.float32)) + 1e-8), nu
+
+
+@wrong((np.ones(4, np.float16), 300 * np.ones(4, np.float16)), "mul", "in float32", step=True)
+def an_overflow_that_cancels_an_update(w, grads):
+    norm = jnp.sqrt(jnp.sum(grads * grads))  # here
+    return w - HALF(0.1) * grads / norm
