@@ -205,7 +205,6 @@ def test_a_loss_that_is_zero_but_for_rounding_is_no_fault():
     old = jax.nn.log_softmax(obs @ w)[:, 0]
     diagnosis = doctor(jmp.autocast(ppo, "bfloat16"))(w, obs, old, advantages - advantages.mean())
     assert [each for each in diagnosis.findings if each.severity != "speed"] == []
-    assert diagnosis.precision.half.loss < 0.1
 
 
 def test_the_rules_of_a_policy_are_given_as_one_that_the_policy_takes():

@@ -87,20 +87,19 @@ class Trials:
         return self._trial(change, error, **how)
 
     def _error(self, kept: Collection[Module]) -> float:
-        return _worst(self._run(kept)[0])
+        return self._worst(self._run(kept)[0])
 
     def _run(self, kept: Collection[Module]) -> tuple[Difference, float | None]:
         """Returns the error with some groups in float32, and a loss scale that was not given if it helps."""
         error = self.runs.keeping(kept)
-        if _worst(error) <= self.tolerance or not self.runs.may_scale:
+        if self._worst(error) <= self.tolerance or not self.runs.may_scale:
             return error, None
         scaled = self.runs.at(DynamicLossScale.loss_scale, kept)
-        helps = _worst(scaled) < _worst(error)
+        helps = self._worst(scaled) < self._worst(error)
         return (scaled, DynamicLossScale.loss_scale) if helps else (error, None)
 
     def _trial(self, change: str, error: Difference, **how: Any) -> Trial:
-        return Trial(change, error, _worst(error) <= self.tolerance, **how)
+        return Trial(change, error, self._worst(error) <= self.tolerance, **how)
 
-
-def _worst(error: Difference) -> float:
-    return max(error.loss, error.gradients)
+    def _worst(self, error: Difference) -> float:
+        return max(self.runs.loss_error(error), error.gradients)

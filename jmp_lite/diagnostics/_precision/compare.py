@@ -146,7 +146,7 @@ class Runs:
         self._full = program(None, 1.0)
         self.loss = None if program.is_step else float(self._full[0])
         self._groups = groups_of(program, self._full)
-        self._size = max(abs(self.loss or 0.0), _first_order(program, self._full))
+        self._contribution = _first_order(program, self._full)
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
         names = program.outputs[0 if program.is_step else 1 :]
         finite = [bool(jnp.isfinite(array).all()) for array in self._full[-len(names) :]] if names else []
@@ -177,12 +177,22 @@ class Runs:
         """Returns the errors of the loss and of the group of other outputs that is furthest off."""
         loss_error = 0.0
         if self.loss is not None:
-            loss_error = abs(float(outputs[0]) - self.loss) / (self._size or 1.0)
+            distance = abs(float(outputs[0]) - self.loss)
+            loss_error = distance / abs(self.loss) if self.loss else distance
         errors = {group: group.error(outputs, self._full) for group in self._groups}
         worst = max(errors, key=lambda group: errors[group][0], default=None)
         error, cosine = (0.0, 1.0) if worst is None else errors[worst]
         name = "" if worst is None else worst.name
         return Difference(loss_error if math.isfinite(loss_error) else math.inf, error, cosine, name)
+
+    def loss_error(self, error: Difference) -> float:
+        """Returns the error of a loss, over what the parameters contribute to it if that is larger.
+
+        A loss may be zero but for rounding, as PPO's is at its first step: its relative error says nothing.
+        """
+        size = abs(self.loss or 0.0)
+        is_small = 0 < size < self._contribution and math.isfinite(error.loss)
+        return error.loss * size / self._contribution if is_small else error.loss
 
     def try_scale(self, tolerance: float, other: float | None = None) -> Difference | None:
         """Switches to a loss scale that helps: the first of `DynamicLossScale`, or else `other`.
@@ -220,10 +230,7 @@ class Runs:
 
 
 def _first_order(program: FlaggedProgram, full: Sequence[Array]) -> float:
-    """Returns how much the parameters contribute to a loss, to first order.
-
-    A loss may be zero but for rounding, as that of PPO at the first step. Its relative error says nothing.
-    """
+    """Returns how much the parameters contribute to a loss, to first order."""
     parameters, gradients = list(program.parameters.values()), full[1:]
     if program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
         return 0.0
@@ -240,7 +247,7 @@ def report_of(runs: Runs, tolerance: float, harm: float, scale: float | None = N
     `scale` is another loss scale to try.
     """
     program, half = runs.program, runs.keeping(())
-    is_loss = half.gradients <= tolerance and half.loss > max(tolerance, harm)
+    is_loss = half.gradients <= tolerance and runs.loss_error(half) > max(tolerance, harm)
     measure = "loss" if is_loss else "gradients"
     tolerance = max(tolerance, harm) if is_loss else tolerance
     unscaled = None if is_loss else runs.try_scale(tolerance, scale)

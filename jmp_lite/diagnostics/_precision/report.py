@@ -17,8 +17,7 @@ class Difference:
     """How far a loss and its gradients are from those in float32.
 
     Attributes:
-        loss: the difference of the losses over the loss in float32, or over what the parameters contribute to
-            it to first order, if that is larger; inf if the loss is not finite.
+        loss: the difference of the losses over the loss in float32; inf if the loss is not finite.
         gradients: the norm of the difference of all gradients over the norm of those in float32; inf if a
             gradient is not finite.
         cosine: of the angle between all gradients and those in float32; NaN if a gradient is not finite.
