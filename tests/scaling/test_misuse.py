@@ -278,7 +278,7 @@ def test_a_model_without_transform_gets_the_line(name, made_by, wrap):
     swapped = lambda x, model: fun(model, x)
     with pytest.raises(TypeError, match=line):
         made_by(wrap(swapped), jmp.StaticLossScale(8.0), argnums=(0, 1))(jnp.ones((4, 3)), build())
-    made_by(wrap(fun), jmp.StaticLossScale(8.0), transform=transform)(build(), jnp.ones((4, 3)))
+    jax.eval_shape(made_by(wrap(fun), jmp.StaticLossScale(8.0), transform=transform), build(), jnp.ones((4, 3)))
 
 
 def test_other_trees_name_both_lines_and_the_leaf():

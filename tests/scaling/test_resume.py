@@ -111,7 +111,6 @@ def moments(state):
     return adam
 
 
-@pytest.mark.cases(fast=10)
 @pytest.mark.cases(fast=49)
 @pytest.mark.parametrize("before", WRAPPED)
 @pytest.mark.parametrize("after", WRAPPED)
@@ -180,7 +179,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=0)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_goes_on_under_a_loss_scale_and_in_bfloat16_and_back(name, tmp_path):
     plain = OPTIMIZERS[name]
@@ -240,6 +239,7 @@ def test_a_state_of_an_older_version_gives_what_it_has():
 # Settings
 
 
+@pytest.mark.cases(fast=2, slow=0)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_settings_of_a_dynamic_scale_are_those_of_the_script(form, tmp_path):
     old_tx = jmp.with_loss_scale(ADAM, jmp.DynamicLossScale(8.0, period=100, hysteresis=3))
@@ -421,6 +421,7 @@ def test_a_masked_tuple_does_not_take_the_moments_of_its_neighbour():
         (jmp.cast_state(optax.lion(1e-3)), jmp.cast_state(ADAM), "does not belong"),
     ],
 )
+@pytest.mark.cases(fast=18, slow=0)
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_live_state_of_other_settings_is_named_with_resume(before, after, says, jit):
     state = before.init(PARAMS)
@@ -428,4 +429,4 @@ def test_a_live_state_of_other_settings_is_named_with_resume(before, after, says
     with pytest.raises((ValueError, TypeError), match=rf"(?s){says}.*jmp\.resume\(tx, params, opt_state\)"):
         update(grads(0), state, PARAMS)
     if says != "does not belong":
-        update(grads(0), jmp.resume(after, PARAMS, state), PARAMS)
+        jax.eval_shape(after.update, grads(0), jmp.resume(after, PARAMS, state), PARAMS)
