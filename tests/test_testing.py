@@ -151,6 +151,7 @@ def make_step(tx, params=None, select=True):
     return train_step, (params, tx.init(params), jnp.zeros(8), jax.tree.map(jnp.copy, params))
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     "tx",
     [
@@ -167,6 +168,7 @@ def test_a_step_that_selects_its_other_state_passes(tx):
     assert float(state[0]["w"][0, 0]) == np.float32(0.1)  # The step was given copies.
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("batch", [np.ones((4, 8), np.float32), 1.0, np.float32(1)])
 def test_a_batch_of_numpy_and_of_numbers(batch):
     train_step, state = make_step(jmp.with_loss_scale(optax.adamw(0.1)))
@@ -206,6 +208,7 @@ def test_it_names_what_a_step_changes_inside_of_the_optimizer_state():
         assert_skips_nonfinite(counts, state, x)
 
 
+@pytest.mark.slow
 def test_a_step_count_outside_of_the_optimizer_is_named_and_may_be_ignored():
     tx = jmp.with_loss_scale(optax.adamw(0.1))
     state = train_state.TrainState.create(apply_fn=network.apply, params=variables["params"], tx=tx)
@@ -287,6 +290,7 @@ def test_what_it_cannot_examine_is_an_error(state, batch, error, message):
         assert_skips_nonfinite(lambda state, batch: batch.sum(), state, batch)
 
 
+@pytest.mark.slow
 def test_an_equinox_model_in_the_state():
     tx = jmp.with_loss_scale(optax.sgd(0.1))
     model = eqx.nn.MLP(8, 2, 4, 1, key=jax.random.key(0))

@@ -44,6 +44,7 @@ def test_gradients():
     assert_type(jmp.grad(loss_fn, scale)(PARAMS, X), Any)
 
 
+@pytest.mark.slow
 def test_a_wrapped_function_keeps_its_arguments_and_its_result():
     assert_type(jmp.autocast(loss_fn, jnp.float16)(PARAMS, x=X), jax.Array)
     assert_type(jmp.autocast(dtype="float16")(loss_fn)(PARAMS, X), jax.Array)

@@ -35,7 +35,7 @@ def test_masks_of_attention_give_finite_values_and_gradients(mask, half):
     keep = jnp.tril(jnp.ones((6, 6), bool))
     fun = lambda q, k, v: attention(MASKS[mask], q, k, v, keep)
     loss = lambda f: lambda *args: jnp.sum(jnp.sin(f(*args)))
-    assert_close(jmp.autocast(fun, half)(q, k, v), fun(q, k, v), half, factor=8)
+    assert_close(jax.jit(jmp.autocast(fun, half))(q, k, v), jax.jit(fun)(q, k, v), half, factor=8)
     assert products(jmp.autocast(fun, half), q, k, v) == [(half, half)] * 2
     expected = jax.jit(jax.grad(loss(fun), (0, 1, 2)))(q, k, v)
     assert all(jnp.isfinite(grad).all() for grad in expected)

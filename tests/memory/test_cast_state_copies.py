@@ -46,7 +46,7 @@ def test_copies_of_half_parameters_are_float32(wrap):
     halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     tx = jmp.with_loss_scale(wrap(jmp.cast_state(contrib.prodigy())))
     state = tx.init(halves)
-    _, state = tx.update(halves, state, halves)
+    _, state = jax.eval_shape(tx.update, halves, state, halves)
     is_prodigy = lambda node: isinstance(node, contrib.ProdigyState)
     (prodigy,) = [n for n in jax.tree.leaves(state, is_leaf=is_prodigy) if is_prodigy(n)]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(prodigy.params0)} == {"float32"}
@@ -82,6 +82,7 @@ def curve(tx, steps):
     return np.asarray(run((START, tx.init(START))))
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("settings", [{}, {"stochastic_rounding": True}], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("name", ["mechanize of sgd", "prodigy", "dog", "cocob"])
 def test_optimizers_that_measure_a_distance_learn_as_fast_as_in_float32(name, settings):

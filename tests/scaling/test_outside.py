@@ -37,7 +37,7 @@ def selecting_step(tx):
 PAIRS = [("weight decay", jmp.with_loss_scale), ("momentum", jmp.skip_nonfinite), ("schedule", jmp.with_loss_scale)]
 
 
-@pytest.mark.cases(fast=2, slow=1)
+@pytest.mark.cases(fast=1, slow=2)
 @pytest.mark.parametrize(("name", "wrap"), PAIRS)
 def test_what_is_chained_after_acts_on_a_skipped_step_and_selecting_stops_it(name, wrap):
     tx = optax.chain(wrap(optax.adam(1e-2)), OUTSIDE[name])
@@ -53,7 +53,7 @@ def test_what_is_chained_after_acts_on_a_skipped_step_and_selecting_stops_it(nam
         assert float(jmp.get_loss_scale(kept[1]).loss_scale) == 2.0**14
 
 
-@pytest.mark.cases(fast=1, slow=2)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_selecting_changes_nothing_on_a_step_that_is_taken_and_inside_all_is_kept(name):
     tx = optax.chain(jmp.with_loss_scale(optax.adam(1e-2)), OUTSIDE[name])
