@@ -11,18 +11,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
+from tests.support.arrays import normal
 from tests.support.jaxprs import products
 from tests.support.small_programs import ORDERS
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 SPECS = {"w1": P(None, "model"), "w2": P("model"), "b": P()}
-_keys = jax.random.split(jax.random.key(0), 3)
-WHOLE = {
-    "w1": 0.1 * jax.random.normal(_keys[0], (16, 32)),
-    "w2": 0.1 * jax.random.normal(_keys[1], (32, 16)),
-    "b": jnp.zeros(16),
-}
-X = jax.random.normal(_keys[2], (32, 16))
+WHOLE = {"w1": normal(0, 16, 32, scale=0.1), "w2": normal(1, 32, 16, scale=0.1), "b": jnp.zeros(16)}
+X = normal(2, 32, 16)
 
 
 @pytest.fixture(autouse=True)

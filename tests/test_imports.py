@@ -149,7 +149,9 @@ def test_no_module_imports_private_modules_of_jax():
             found += [module for module in others(name) if module.startswith("jax.extend")]
         # These change between releases without a word.
         text = MODULES[name].read_text()
-        return found + [word for word in ("jax._src", "jax.core", "jax.interpreters", "jax._") if word in text]
+        return found + [
+            word for word in ("jax._src", "jax.core", "jax.interpreters", "jax._") if word in text
+        ]
 
     assert not {name: found for name in MODULES if (found := private(name))}
 

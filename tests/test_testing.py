@@ -16,6 +16,7 @@ from flax.training import train_state
 import jmp_lite as jmp
 import jmp_lite.linen
 from jmp_lite.testing import assert_precision, assert_skips_nonfinite, assert_tensor_cores
+from tests.support.arrays import normal
 from tests.support.compiled_programs import compiled, h100
 
 
@@ -28,7 +29,9 @@ class Network(nn.Module):
 
 
 network, x = Network(), jnp.ones((4, 8))
-variables = network.init(jax.random.key(0), x)
+variables = jax.tree.map(
+    lambda p: normal(0, *p.shape, scale=0.5), jax.eval_shape(network.init, jax.random.key(0), x)
+)
 
 
 def loss_fn(variables, x):

@@ -110,7 +110,10 @@ def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half, o
     entropy = lambda w, x: -jnp.mean(jnp.log(1 - jax.nn.sigmoid(x @ w + 4) + 1e-7))
     for fun in (regression, entropy):
         expected = jax.jit(jax.value_and_grad(fun))(W, X)
-        inside, outside = jax.value_and_grad(jmp.autocast(fun, half)), jmp.autocast(jax.value_and_grad(fun), half)
+        inside, outside = (
+            jax.value_and_grad(jmp.autocast(fun, half)),
+            jmp.autocast(jax.value_and_grad(fun), half),
+        )
         assert_close(jax.jit(inside if order == "inside" else outside)(W, X), expected, half, factor=16)
 
 

@@ -100,8 +100,8 @@ def _sine(x):
 _sine.defvjp(lambda x: (_sine(x), x), lambda x, g: (g * jnp.cos(x),))
 
 LEAKY = {
-    "relu": lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w),
     "custom_vjp": lambda w, x: jnp.sum(_sine(x @ w) @ w),
+    "relu": lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w),
     "scan of a custom_vjp": lambda w, x: lax.scan(lambda c, _: (_sine(c @ w), None), x, length=2)[0].sum(),
     "scale_layer": lambda w, x: jmp.scale_layer(lambda w, x: x @ w)(w, x).sum(),
 }
@@ -116,7 +116,7 @@ def nothing_to_search():
     gc.unfreeze()
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", LEAKY)
 def test_no_tracer_leaks(name, nothing_to_search):
     fun = LEAKY[name]
@@ -152,7 +152,9 @@ CALLS = {
     "jit": jax.jit(column),
     "checkpoint": jax.checkpoint(column),
     "cond": lambda x: lax.cond(x[0, 0] < 9, column, lambda x: (x.T, x[:, 0]), x),
-    "scan": lambda x: jax.tree.map(lambda y: y[0], lax.scan(lambda _, x: (None, column(x)), None, x[None])[1]),
+    "scan": lambda x: jax.tree.map(
+        lambda y: y[0], lax.scan(lambda _, x: (None, column(x)), None, x[None])[1]
+    ),
     "custom_jvp": _jvp,
     "custom_vjp": _vjp,
 }

@@ -11,6 +11,7 @@ from jax import lax
 
 import jmp_lite as jmp
 from jmp_lite._float8.selection import SMALLEST_SIZE
+from tests.support.arrays import normal
 from tests.support.jaxprs import equations, product_kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast.*'float8'")
@@ -18,10 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 E4, E5, HALF, FULL = "float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"
 FORWARD, BACKWARD, SWAPPED = (E4, E4, HALF), (E5, E4, HALF), (E4, E5, HALF)
 EVERYWHERE = {"**": "float8"}  # Small products too.
-
-
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def shape(*sizes):
@@ -283,6 +280,7 @@ def test_in_a_shard_map_each_device_has_its_own_scale():
         assert relative_error(found[1][small], exact[1][small]) < 0.2
 
 
+@pytest.mark.slow
 def test_a_sharded_batch_has_the_gradients_of_one_device():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
@@ -347,6 +345,7 @@ def test_with_masters_in_half_and_a_state_in_half():
     assert updates.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_scaled_layer_has_true_gradients():
     loss = lambda layer: lambda w, x: 1e-33 * jnp.sum(jnp.square(layer(w, x)))
     grads = lambda layer: 1e33 * jax.jit(jax.grad(loss(layer)))(W, XS)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
+from tests.support.arrays import normal
 from tests.support.jaxprs import product_kinds
 
 
@@ -18,12 +19,8 @@ def stream(params, x):
     return jnp.mean(jnp.square(x))
 
 
-keys = jax.random.split(jax.random.key(0), 7)
-PARAMS = [
-    (jax.random.normal(keys[2 * n], (16, 32)) / 4, jax.random.normal(keys[2 * n + 1], (32, 16)) / 6)
-    for n in range(3)
-]
-X = jax.random.normal(keys[6], (8, 16))
+PARAMS = [(normal(n, 16, 32, scale=1 / 4), normal(3 + n, 32, 16, scale=1 / 6)) for n in range(3)]
+X = normal(6, 8, 16)
 
 
 def sums(fun):

@@ -158,7 +158,7 @@ def test_a_numpy_argument_is_indexed_by_a_traced_order():
 # Decisions.
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("half", HALVES)
 def test_an_einsum_that_sums_nothing_is_an_element_wise_product(half):
     scale = jnp.full((2, 8), 0.5)
@@ -256,7 +256,7 @@ SOLVERS = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=7)
+@pytest.mark.cases(slow=8)
 @both_orders
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_an_overflow_that_enters_a_linear_solver_reaches_the_check(solver, order):

@@ -10,6 +10,7 @@ from jax import lax
 
 from jmp_lite._float8.product import float8_product, multiply
 from jmp_lite._float8.quantize import BACKWARD, FORWARD, quantize
+from tests.support.arrays import normal
 
 FORMATS = [FORWARD, BACKWARD]
 TOP = {FORWARD: 448.0, BACKWARD: 57344.0}
@@ -25,10 +26,6 @@ def emulated(x, dtype):
 
 
 QUANTIZE = jax.jit(quantize, static_argnums=1)
-
-
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
@@ -172,5 +169,7 @@ def test_what_a_rematerialization_keeps_is_finite(policy):
     loss = lambda x, w: jnp.sum(jnp.tanh(product_of(x, w)).astype(jnp.float32))
     kept = jax.checkpoint(loss, policy=getattr(jax.checkpoint_policies, policy))
     assert np.abs(np.asarray(quantize(x, FORWARD).array, np.float32)).max() > 240
-    for gradient, expected in zip(jax.jit(jax.grad(kept, (0, 1)))(x, w), jax.jit(jax.grad(loss, (0, 1)))(x, w)):
+    for gradient, expected in zip(
+        jax.jit(jax.grad(kept, (0, 1)))(x, w), jax.jit(jax.grad(loss, (0, 1)))(x, w)
+    ):
         np.testing.assert_allclose(gradient, expected, rtol=0.02, atol=0.02)

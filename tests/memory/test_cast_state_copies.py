@@ -8,9 +8,10 @@ import pytest
 from optax import contrib
 
 import jmp_lite as jmp
+from tests.support.arrays import normal
 from tests.support.steps import bits
 
-PARAMS = {"w": jax.random.normal(jax.random.key(2), (16, 8)), "b": jnp.zeros(8), "one": jnp.ones(8)}
+PARAMS = {"w": normal(2, 16, 8), "b": jnp.zeros(8), "one": jnp.ones(8)}
 COPIES = {
     "mechanize": (contrib.mechanize(optax.adam(1e-2)), {"x0"}),
     "mechanize of sgd": (contrib.mechanize(optax.sgd(1e-2)), {"x0"}),
@@ -64,9 +65,9 @@ def test_a_few_numbers_that_belong_to_no_parameter_stay_float32_and_a_flat_momen
     assert lookahead.inner_state.fast_state[0].mu["w"].dtype == jnp.bfloat16
 
 
-MATRIX = jax.random.normal(jax.random.key(0), (64, 16))
-TARGET = jax.random.normal(jax.random.key(1), (16,)) * 3
-START = {"w": jax.random.normal(jax.random.key(2), (16,)) * 3}
+MATRIX = normal(0, 64, 16)
+TARGET = normal(1, 16, scale=3.0)
+START = {"w": normal(2, 16, scale=3.0)}
 
 
 def curve(tx, steps):

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
+from tests.support.arrays import normal
 
 F16 = jnp.float16
 LAYERS, WIDTH = 40, 16
-KEYS = jax.random.split(jax.random.key(0), LAYERS + 1)
-W = jnp.stack([jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in KEYS[:LAYERS]])
-X = jax.random.normal(KEYS[-1], (8, WIDTH))
+W, X = normal(0, LAYERS, WIDTH, WIDTH, scale=WIDTH**-0.5), normal(1, 8, WIDTH)
 
 
 def layer(w, x):

@@ -34,7 +34,11 @@ def selecting_step(tx):
 
 
 # The other pairs say the same.
-PAIRS = [("weight decay", jmp.with_loss_scale), ("momentum", jmp.skip_nonfinite), ("schedule", jmp.with_loss_scale)]
+PAIRS = [
+    ("weight decay", jmp.with_loss_scale),
+    ("momentum", jmp.skip_nonfinite),
+    ("schedule", jmp.with_loss_scale),
+]
 
 
 @pytest.mark.cases(fast=1, slow=2)

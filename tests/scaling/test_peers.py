@@ -331,6 +331,7 @@ def test_keras_lets_the_scale_reach_zero(keras):
     assert ours[-1] == min(ours) == 1.0
 
 
+@pytest.mark.slow
 def test_keras_lets_the_scale_reach_inf(keras):
     theirs, ours = keras_scales(keras, 1e-30, 200), our_scales(FINE, 200)
     assert theirs[0] == ours[0] == 2.0**16

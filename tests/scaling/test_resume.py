@@ -115,7 +115,7 @@ def moments(state):
 # Each wrapper is on both sides, beside the optimizer without one and beside its neighbours.
 NAMES = [*WRAPPED]
 CHANGES = [*(("plain", name) for name in NAMES), *((name, "plain") for name in NAMES[1:])]
-CHANGES += [*zip(NAMES[1:], NAMES[2:]), *zip(NAMES[2:], NAMES[1:])]
+CHANGES += [change for pair in itertools.pairwise(NAMES[1:]) for change in (pair, pair[::-1])]
 CHANGES += [pair for pair in itertools.product(NAMES, NAMES) if pair not in CHANGES]
 
 
