@@ -66,13 +66,13 @@ def test_a_gradient_that_is_missing_or_unknown_is_named(wrap, optimizer):
     if optimizer == "sgd":
         pytest.skip("optax.sgd has no state, and takes a part of the gradients.")
     tx = WRAPPERS[wrap](OPTIMIZERS[optimizer])
-    state = tx.init(HALVES)
+    state = jax.eval_shape(tx.init, HALVES)
     missing = {**PARAMS, "head": {"w": PARAMS["head"]["w"]}}
     for grads in (missing, {**missing, "head": {**missing["head"], "b": None}}):
         with pytest.raises(ValueError, match=r"The gradients lack the parameters \['head/b'\]"):
-            tx.update(grads, state, HALVES)
+            jax.eval_shape(tx.update, grads, state, HALVES)
     with pytest.raises(ValueError, match=r"The gradients have leaves that .*: \['tail'\]"):
-        tx.update({**PARAMS, "tail": jnp.ones(2)}, state, HALVES)
+        jax.eval_shape(tx.update, {**PARAMS, "tail": jnp.ones(2)}, state, HALVES)
 
 
 def test_masters_need_a_gradient_of_each_parameter():
@@ -92,6 +92,7 @@ def test_errors_of_the_optimizer_itself_come_through():
             tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.slow
 def test_gradients_of_each_example_have_an_axis_more():
     private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0))
     grads = jax.tree.map(lambda p: jnp.stack([p, -2 * p]) / 8, PARAMS)
