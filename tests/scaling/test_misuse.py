@@ -1,6 +1,7 @@
 """What careless users write: each mistake has a message that says what was given and what to do."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
@@ -259,11 +260,15 @@ class Normed(nnx.Module):
         return self.dropout(self.norm(self.linear(x)))
 
 
-MLP = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+@functools.cache
+def mlp():
+    return eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+
+
 MODELS = {
-    "equinox": (lambda: MLP, lambda m, x: jnp.sum(jax.vmap(m)(x)), eqx.filter_value_and_grad),
+    "equinox": (mlp, lambda m, x: jnp.sum(jax.vmap(m)(x)), eqx.filter_value_and_grad),
     "nnx": (Normed, lambda m, x: jnp.sum(m(x) ** 2), nnx.value_and_grad),
-    "in a dict": (lambda: {"m": MLP}, lambda m, x: jnp.sum(jax.vmap(m["m"])(x)), eqx.filter_value_and_grad),
+    "in a dict": (lambda: {"m": mlp()}, lambda m, x: jnp.sum(jax.vmap(m["m"])(x)), eqx.filter_value_and_grad),
 }
 
 
