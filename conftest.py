@@ -1,10 +1,12 @@
 """Settings for JAX that must be there before it starts, the names of the doctests, and the mark `cases`.
 
-JAX gets eight virtual CPU devices and a fast compiler.
+JAX gets eight virtual CPU devices and a fast compiler. `--cpu-limit` fails a fast test that is slow.
 """
 
 import collections
 import os
+import time
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
@@ -67,3 +69,31 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             fast, slow = mark.kwargs.get("fast", 0), mark.kwargs.get("slow", len(items))
             if seen[test] > fast:
                 item.add_marker("slow" if seen[test] <= fast + slow else "exhaustive")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-limit", type=float, help="fail each test without a mark that takes more seconds of CPU time"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Measures the time of this process, compilation included, whatever else the machine does."""
+    start = time.process_time()
+    yield
+    spent, limit = time.process_time() - start, item.config.getoption("--cpu-limit")
+    marked = any(item.get_closest_marker(mark) for mark in ("slow", "exhaustive", "gpu"))
+    if limit is not None and spent > limit and not marked:
+        pytest.fail(
+            f"took {spent:.1f} s of CPU time, more than {limit:g} s: compile less, or mark the test slow.",
+            pytrace=False,
+        )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Gives a process all tests of a file: what they share is compiled once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)

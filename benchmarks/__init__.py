@@ -1,6 +1,7 @@
 """Benchmarks of jmp_lite. Nothing in `jmp_lite` imports them. Read the rooms in this order:
 
 `device.py`: the device and the versions to which figures belong.
+`command.py`: the parser and the file of results of a command.
 `arms/`: the ways to train one model that are compared, in JAX and in PyTorch. The other rooms use them.
 `ported/`: public programs in float16: the changed lines, and a tiny run of each. The programs are not here.
 `compiled/`: what a program does. A step is compiled for an H100 that need not be there; nothing is run.

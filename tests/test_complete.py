@@ -60,7 +60,7 @@ class Start:
         return history
 
 
-@pytest.fixture(scope="module", params=["linen", "nnx"])
+@pytest.fixture(scope="module", params=["linen", pytest.param("nnx", marks=pytest.mark.exhaustive)])
 def start(request):
     return Start("--flax", request.param, "--accumulate", "2")
 
@@ -79,6 +79,7 @@ def moved(a, b):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", ["an inf in the batch", "a scale too large"])
 @pytest.mark.parametrize("waiting", [0, 1], ids=["nothing accumulated", "one accumulated"])
 def test_a_skipped_micro_batch_leaves_every_bit(start, cause, waiting):
@@ -104,6 +105,7 @@ def test_a_skipped_micro_batch_leaves_every_bit(start, cause, waiting):
     assert int(after.step) == int(before.step) + 1
 
 
+@pytest.mark.slow
 def test_inf_and_nan_move_nothing_but_the_step_count(start):
     x, y = start.batches[0]
     assert_skips_nonfinite(start.train_step, start.state(), x, y, ignore="step")
@@ -111,6 +113,7 @@ def test_inf_and_nan_move_nothing_but_the_step_count(start):
         assert_skips_nonfinite(start.train_step, start.state(), x, y)
 
 
+@pytest.mark.slow
 def test_the_average_and_the_parameters_wait_for_an_update(start):
     first = jax.device_get(start.state())
     (one, _), (two, _) = start.run(start.state(), start.batches[:2])
@@ -146,6 +149,7 @@ def test_both_apis_of_flax_have_the_same_losses(monkeypatch):
     assert len({float(loss) for _, loss in one}) == 4
 
 
+@pytest.mark.slow
 def test_dropout_differs_from_step_to_step_and_evaluation_has_none(start):
     x, _ = start.batches[0]
     train = [start.forward(start.params, start.batch_stats, x, jax.random.key(k))[0] for k in (0, 0, 1)]
@@ -259,6 +263,7 @@ def test_every_option_has_help(capsys):
     assert all(len(option.split("  ", 1)[1].split()) >= 3 for option in options)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path, monkeypatch, capsys):
     path, command = tmp_path / "run", ["--epochs", "1", "--accumulate", "2"]
     complete.main([*command, "--checkpoint", str(path)])
@@ -276,6 +281,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path, monkeypatch, capsys
     assert stopped.value.code.startswith("IsADirectoryError")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stuck_ends_with_the_advice(monkeypatch):
     few = complete.load_data()
     monkeypatch.setattr(complete, "load_data", lambda: [few[0] * np.nan, *few[1:]])
@@ -295,6 +301,7 @@ def test_each_precision_learns_the_digits(all_images, flax, precision, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 12
 
 
+@pytest.mark.slow
 def test_a_nan_loss_of_a_step_that_was_taken_ends_the_program(monkeypatch, capsys):
     """The losses of skipped steps are left out; all others count."""
     assert complete.mean_loss([1.0, np.nan, 3.0], [True, False, True]) == 2.0

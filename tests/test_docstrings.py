@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import flax.linen as nn
-import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "jmp_lite").rglob("*.py"))
@@ -16,21 +15,20 @@ SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples")
 
 
 def listed():
-    """Yields the page and the public object of each entry of the API pages, and its full name."""
+    """Yields the full name, the page and the public object of each entry of the API pages."""
     for page in sorted((ROOT / "docs/api").glob("*.md")):
         for module, name in re.findall(r"^::: (.*)\.(\w+)$", page.read_text(), re.MULTILINE):
-            yield pytest.param(page, getattr(importlib.import_module(module), name), id=f"{module}.{name}")
+            yield f"{module}.{name}", page, getattr(importlib.import_module(module), name)
 
 
 def methods(entries):
-    """Yields the page and the function of each public method and property of the classes in `entries`."""
-    for entry in entries:
-        page, value = entry.values
+    """Yields the full name, the page and the function of each public method of the classes in `entries`."""
+    for full_name, page, value in entries:
         own = vars(value) if inspect.isclass(value) and not issubclass(value, nn.Module) else {}
         for name, member in own.items():
             member = getattr(member, "fget", member) or getattr(member, "func", None)
             if not name.startswith("_") and inspect.isfunction(member):
-                yield pytest.param(page, member, id=f"{entry.id}.{name}")
+                yield f"{full_name}.{name}", page, member
 
 
 PUBLIC = list(listed())
@@ -64,63 +62,76 @@ def code_of(value):
     return "\n".join([*lines, *blocks])
 
 
-@pytest.mark.parametrize(("page", "value"), PUBLIC)
-def test_every_public_name_has_an_example(page, value):
-    assert code_of(value)
+def test_every_public_name_has_an_example():
+    assert not [name for name, _, value in PUBLIC if not code_of(value)]
 
 
-@pytest.mark.parametrize(("page", "value"), PUBLIC)
-def test_each_argument_of_a_public_name_has_an_entry_of_its_own(page, value):
+def undescribed(value):
+    """Returns the arguments, or the fields of a class, that have no entry, and the entries for nothing."""
     texts = sections(value)
     if not inspect.isclass(value):
-        assert described(texts.get("Args", "")) == arguments(value)
-    else:
-        # `_` is `dataclasses.KW_ONLY`. Flax adds `parent` and `name` to the fields of a module.
-        others = {"_", *(("parent", "name") if issubclass(value, nn.Module) else ())}
-        fields = set(inspect.get_annotations(value)) - others
-        assert sorted(described(texts.get("Attributes", ""))) == sorted(fields)
+        names, entries = arguments(value), described(texts.get("Args", ""))
+        return set() if names == entries else {*names, *entries}
+    # `_` is `dataclasses.KW_ONLY`. Flax adds `parent` and `name` to the fields of a module.
+    others = {"_", *(("parent", "name") if issubclass(value, nn.Module) else ())}
+    return set(described(texts.get("Attributes", ""))) ^ (set(inspect.get_annotations(value)) - others)
 
 
-@pytest.mark.parametrize(("page", "method"), METHODS)
-def test_a_method_says_what_its_arguments_are(page, method):
-    texts = sections(method)
-    names = described(texts.get("Args", ""))
-    assert names in ([], arguments(method))
-    code = " ".join(re.findall(r"`[^`]*`", texts[""]))
-    assert set(arguments(method)) <= {*names, *re.findall(r"\w+", code)}
+def test_each_argument_of_a_public_name_has_an_entry_of_its_own():
+    assert not {name: found for name, _, value in PUBLIC if (found := undescribed(value))}
 
 
-@pytest.mark.parametrize(("page", "value"), [*PUBLIC, *METHODS])
-def test_examples_use_the_names_that_the_page_gives(page, value):
+def test_a_method_says_what_its_arguments_are():
+    offenders = []
+    for name, _, method in METHODS:
+        texts = sections(method)
+        names = described(texts.get("Args", ""))
+        code = " ".join(re.findall(r"`[^`]*`", texts[""]))
+        said = {*names, *re.findall(r"\w+", code)}
+        if names not in ([], arguments(method)) or not set(arguments(method)) <= said:
+            offenders.append(name)
+    assert not offenders
+
+
+def unknown_names(page, value):
+    """Returns the names that the examples of `value` use and neither define nor get from the page."""
     imports = ast.parse(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]).body
     given = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
     nodes = list(ast.walk(ast.parse(code_of(value))))
     given |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     given |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     given |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    assert {node.id for node in nodes if isinstance(node, ast.Name)} <= given | set(dir(builtins))
+    return {node.id for node in nodes if isinstance(node, ast.Name)} - given - set(dir(builtins))
 
 
-@pytest.mark.parametrize(("page", "value"), [*PUBLIC, *METHODS])
-def test_the_text_of_a_public_docstring_is_no_markup_by_accident(page, value):
+def test_examples_use_the_names_that_the_page_gives():
+    entries = [*PUBLIC, *METHODS]
+    assert not {name: found for name, page, value in entries if (found := unknown_names(page, value))}
+
+
+def test_the_text_of_a_public_docstring_is_no_markup_by_accident():
     """Two powers in one paragraph, 2**e and 2**n, are bold text between them; x[1][2] is a link."""
-    texts = sections(value)
-    text = re.sub(r"^    .*$", "", texts[""], flags=re.MULTILINE)  # Without the blocks of code.
-    text += "".join(texts[name] for name in texts if name not in ("", "Examples"))
-    text = re.sub(r"`[^`]*`", "", text)
-    assert "**" not in text
-    assert "][" not in text
+    offenders = []
+    for name, _, value in [*PUBLIC, *METHODS]:
+        texts = sections(value)
+        text = re.sub(r"^    .*$", "", texts[""], flags=re.MULTILINE)  # Without the blocks of code.
+        text += "".join(texts[section] for section in texts if section not in ("", "Examples"))
+        text = re.sub(r"`[^`]*`", "", text)
+        if "**" in text or "][" in text:
+            offenders.append(name)
+    assert not offenders
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_prompt_stands_in_an_examples_section(path):
+def test_a_prompt_stands_in_an_examples_section():
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
-    for node in nodes:
-        doc = ast.get_docstring(node) or ""
-        examples = re.findall(r"^Examples:\n((?: +.*\n|\n)*)", doc + "\n", re.MULTILINE)
-        assert len(examples) <= 1
-        assert doc.count(">>> ") == "".join(examples).count(">>> "), doc
+    offenders = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            doc = (ast.get_docstring(node) if isinstance(node, kinds) else "") or ""
+            examples = re.findall(r"^Examples:\n((?: +.*\n|\n)*)", doc + "\n", re.MULTILINE)
+            if len(examples) > 1 or doc.count(">>> ") != "".join(examples).count(">>> "):
+                offenders.append((path, doc))
+    assert not offenders
 
 
 def test_the_tests_see_methods_and_names():

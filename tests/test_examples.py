@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from PIL import Image
-from tensorboardX.proto.event_pb2 import Event
 from tqdm import tqdm
 
 import jmp_lite as jmp
@@ -180,6 +178,8 @@ def test_float16_reaches_float32_on_digits_with_a_scale_and_visibly_not_without(
 
 def events(folder):
     """The scalars in the event file of TensorBoard in a folder, as (name, step, value)."""
+    from tensorboardX.proto.event_pb2 import Event
+
     (file,) = folder.glob("events.out.tfevents.*")
     data, start = file.read_bytes(), 0
     while start < len(data):  # Each record is its length, a checksum, the event, a checksum.
@@ -315,6 +315,8 @@ def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path)
         return [int(path.name) for path in (folder / "float16").glob("*") if path.name.isdigit()]
 
     def last_state(folder):
+        import orbax.checkpoint as ocp
+
         with ocp.CheckpointManager(folder / "float16") as checkpoints:
             assert checkpoints.latest_step() == 40
             return checkpoints.restore(40, args=ocp.args.StandardRestore())

@@ -11,18 +11,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
+from tests.support.arrays import normal
 from tests.support.jaxprs import products
 from tests.support.small_programs import ORDERS
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 SPECS = {"w1": P(None, "model"), "w2": P("model"), "b": P()}
-_keys = jax.random.split(jax.random.key(0), 3)
-WHOLE = {
-    "w1": 0.1 * jax.random.normal(_keys[0], (16, 32)),
-    "w2": 0.1 * jax.random.normal(_keys[1], (32, 16)),
-    "b": jnp.zeros(16),
-}
-X = jax.random.normal(_keys[2], (32, 16))
+WHOLE = {"w1": normal(0, 16, 32, scale=0.1), "w2": normal(1, 32, 16, scale=0.1), "b": jnp.zeros(16)}
+X = normal(2, 32, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +59,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -120,7 +117,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.cases(fast=len(TRANSFORMS))
+@pytest.mark.cases(slow=len(TRANSFORMS))
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_a_transform_trains_as_on_one_device(name, jit):
@@ -141,15 +138,16 @@ def test_a_transform_trains_as_on_one_device(name, jit):
         assert_split(resumed.inner_state[0].mu)
 
 
-def test_stochastic_rounding_gives_each_element_the_bits_that_it_has_on_one_device():
-    key = jax.random.key(3)
-    for dtype in ("bfloat16", "float8_e4m3fn"):
-        params, _ = sharded()
-        for name in ("w1", "w2"):
-            rounded = jax.jit(jmp.stochastic_round, static_argnums=1)(params[name], dtype, key)
-            assert rounded.sharding.is_equivalent_to(params[name].sharding, 2)
-            expected = jmp.stochastic_round(np.asarray(WHOLE[name]), dtype, key)
-            np.testing.assert_array_equal(np.asarray(rounded, np.float32), np.asarray(expected, np.float32))
+@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_stochastic_rounding_gives_each_element_the_bits_that_it_has_on_one_device(dtype):
+    key, (params, _) = jax.random.key(3), sharded()
+    stochastic_round = jax.jit(jmp.stochastic_round, static_argnums=1)
+    for name in ("w1", "w2"):
+        rounded = stochastic_round(params[name], dtype, key)
+        assert rounded.sharding.is_equivalent_to(params[name].sharding, 2)
+        expected = stochastic_round(np.asarray(WHOLE[name]), dtype, key)
+        np.testing.assert_array_equal(np.asarray(rounded, np.float32), np.asarray(expected, np.float32))
 
 
 def test_an_inf_in_one_shard_skips_the_step_on_all_devices():
@@ -162,6 +160,7 @@ def test_an_inf_in_one_shard_skips_the_step_on_all_devices():
         jmp.raise_if_stuck(state, max_consecutive_skips=1)
 
 
+@pytest.mark.slow
 def test_trees_and_layers():
     params, x = sharded()
     assert bool(jmp.all_finite(params))

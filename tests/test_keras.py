@@ -58,6 +58,7 @@ def names(model):
     return [variable.path.split("/")[-1] for variable in model.non_trainable_variables]
 
 
+@pytest.mark.slow
 def test_a_step_trains_and_moves_statistics_and_seeds(start, batch):
     first = jax.device_get(start.state())
     trainable, others, opt_state, loss = start.step(*start.state(), *batch)
@@ -95,6 +96,7 @@ def test_the_products_are_half_and_the_rest_is_not(start, batch):
     assert not dtypes["rsqrt"]  # Of BatchNormalization.
 
 
+@pytest.mark.slow
 def test_the_losses_of_regularizers_are_added(batch):
     def loss(strength):
         keras.utils.set_random_seed(0)

@@ -16,6 +16,7 @@ from flax.training import train_state
 import jmp_lite as jmp
 import jmp_lite.linen
 from jmp_lite.testing import assert_precision, assert_skips_nonfinite, assert_tensor_cores
+from tests.support.arrays import normal
 from tests.support.compiled_programs import compiled, h100
 
 
@@ -28,7 +29,9 @@ class Network(nn.Module):
 
 
 network, x = Network(), jnp.ones((4, 8))
-variables = network.init(jax.random.key(0), x)
+variables = jax.tree.map(
+    lambda p: normal(0, *p.shape, scale=0.5), jax.eval_shape(network.init, jax.random.key(0), x)
+)
 
 
 def loss_fn(variables, x):
@@ -151,6 +154,7 @@ def make_step(tx, params=None, select=True):
     return train_step, (params, tx.init(params), jnp.zeros(8), jax.tree.map(jnp.copy, params))
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     "tx",
     [
@@ -167,6 +171,7 @@ def test_a_step_that_selects_its_other_state_passes(tx):
     assert float(state[0]["w"][0, 0]) == np.float32(0.1)  # The step was given copies.
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("batch", [np.ones((4, 8), np.float32), 1.0, np.float32(1)])
 def test_a_batch_of_numpy_and_of_numbers(batch):
     train_step, state = make_step(jmp.with_loss_scale(optax.adamw(0.1)))
@@ -206,6 +211,7 @@ def test_it_names_what_a_step_changes_inside_of_the_optimizer_state():
         assert_skips_nonfinite(counts, state, x)
 
 
+@pytest.mark.slow
 def test_a_step_count_outside_of_the_optimizer_is_named_and_may_be_ignored():
     tx = jmp.with_loss_scale(optax.adamw(0.1))
     state = train_state.TrainState.create(apply_fn=network.apply, params=variables["params"], tx=tx)
@@ -287,6 +293,7 @@ def test_what_it_cannot_examine_is_an_error(state, batch, error, message):
         assert_skips_nonfinite(lambda state, batch: batch.sum(), state, batch)
 
 
+@pytest.mark.slow
 def test_an_equinox_model_in_the_state():
     tx = jmp.with_loss_scale(optax.sgd(0.1))
     model = eqx.nn.MLP(8, 2, 4, 1, key=jax.random.key(0))

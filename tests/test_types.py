@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import nnx
 
 import jmp_lite as jmp
@@ -44,6 +45,7 @@ def test_gradients():
     assert_type(jmp.grad(loss_fn, scale)(PARAMS, X), Any)
 
 
+@pytest.mark.slow
 def test_a_wrapped_function_keeps_its_arguments_and_its_result():
     assert_type(jmp.autocast(loss_fn, jnp.float16)(PARAMS, x=X), jax.Array)
     assert_type(jmp.autocast(dtype="float16")(loss_fn)(PARAMS, X), jax.Array)

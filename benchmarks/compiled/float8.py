@@ -16,7 +16,6 @@ products. The estimate has 0.6 ms for the attention at width 2048, in proportion
 
 import argparse
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 import jmp_lite as jmp
+from benchmarks.command import compiled_with, make_parser, write_json
 from benchmarks.device import versions
 from examples.models.attention import attention
 from examples.models.gpt2 import Block
@@ -155,15 +155,12 @@ def table(found: dict[str, Any]) -> list[str]:
             f"| {row['width']:,} | {row['attention']} | {pair('kernels', 1)} | {fp8.fp8} of {fp8.products} "
             f"| {sizes} | {bfloat16.seconds / fp8.seconds:.2f} times |"
         )
-    versions = ", ".join(f"{library} {version}" for library, version in found["versions"].items())
-    return [*lines, "", f"bfloat16 / fp8. Compiled with {versions}."]
+    return [*lines, "", f"bfloat16 / fp8. {compiled_with(found)}"]
 
 
 def main() -> None:
     """Compiles both arms, prints a table and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--width", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--triton", action=argparse.BooleanOptionalAction, default=True)
@@ -184,7 +181,7 @@ def main() -> None:
     found = {"versions": {name: versions()[name] for name in ("jax", "jaxlib")}, "rows": rows}
     print(*table(found), sep="\n")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ On an H100 this batch and the next larger one are then run for two steps. Withou
 the limit XLA computes values again instead of keeping them, so more fits, and the step is slower.
 """
 
-import argparse
-import json
 import pathlib
 from typing import Any
 
@@ -18,6 +16,7 @@ import jax
 
 from benchmarks.arms.jax_arms import JaxArm, facts
 from benchmarks.arms.worker import ArmFailed, Worker
+from benchmarks.command import make_parser, write_json
 from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.compiled.predict import PRETENDED
 from benchmarks.device import HAS_GPU, device_name, versions
@@ -66,9 +65,7 @@ def runs(family: str, arm: str, batch_size: int, size: str) -> str | None:
 
 def main() -> None:
     """Looks for the largest batch of each arm, prints it and writes it as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("family", nargs="?", choices=FAMILIES, default="gpt2-small")
     parser.add_argument("--arms", nargs="*", default=list(ARMS))
     parser.add_argument("--step", type=int, default=4, help="try multiples of this")
@@ -91,7 +88,7 @@ def main() -> None:
             }
         print(f"{arm:20}{batch_size:6}  {'; '.join(map(str, found[arm].values()))[:100]}", flush=True)
         path = folder / f"largest-batch-{options.family}.json"
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(path, found)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ The stack has LLaMA's parts: RMS norms, attention, SwiGLU, no biases, and a head
 abstract: nothing is run, and no array is made. `autocast, gather` is `autocast(..., allow=["gather"])`.
 """
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_lite as jmp
+from benchmarks.command import make_parser
 from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
 from benchmarks.compiled.step import moved
 from jmp_lite.linen import with_policy
@@ -109,7 +109,7 @@ def sent(program: Program) -> dict[str, float]:
 
 def main() -> None:
     """Prints a line of the table for each mesh and each way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()

@@ -8,10 +8,8 @@ GPT step in float16. `plain` has no loss scale. Nothing is run: the figures are 
 from `jmp_lite.programs.read_program`.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import time
@@ -23,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.arms.loss_scalers import SCALE, SCALERS, Scaler, step_of, with_gradients
+from benchmarks.command import make_parser, write_json
 from benchmarks.compiled.gpt import gpt, gpt_loss
 from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.device import versions
@@ -159,9 +158,7 @@ def table(title: str, rows: list[Row]) -> str:
 
 def main() -> None:
     """Compiles the cases asked for, prints their tables and writes them as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("out/loss_scale_cost.json"))
     arguments = parser.parse_args()
@@ -173,8 +170,7 @@ def main() -> None:
         rows = [case(arm) for arm in arms]
         print(table(title, rows), end="\n\n", flush=True)
         found["cases"][name] = {"title": title, "rows": [dataclasses.asdict(row) for row in rows]}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(found, indent=1))
+    write_json(arguments.json, found)
     print(f"{found['versions']}; written to {arguments.json}")
 
 

@@ -7,7 +7,6 @@ Two cases for each arm of `benchmarks.arms.memory_arms`, both with donated state
 the gradients and AdamW alone. `gpt`: a whole training step of GPT-2 small, with its casts. Nothing is run.
 """
 
-import argparse
 import json
 import math
 import pathlib
@@ -20,6 +19,7 @@ import optax
 
 import jmp_lite as jmp
 from benchmarks.arms.memory_arms import ARMS, MemoryArm
+from benchmarks.command import make_parser, write_json
 from benchmarks.compiled.gpt import gpt
 from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.device import versions
@@ -149,9 +149,7 @@ CASES: dict[str, Callable[[MemoryArm], tuple[Program, Any, Any]]] = {
 
 def main() -> None:
     """Compiles the cases asked for and writes their figures as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/memory.json"))
@@ -166,8 +164,7 @@ def main() -> None:
         for arm in options.arms:
             found[case][arm] = facts(*CASES[case](ARMS[arm]))
             print(f"{case:10} {arm:28} {found[case][arm]}", flush=True)
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import statistics
 
 from PIL import Image
 
+from benchmarks.command import compiled_with
 from benchmarks.compiled import float8, loss_scale_cost, memory, predict
 from benchmarks.ported import page as ported
 
@@ -29,8 +30,7 @@ def cost(*cases: str) -> str:
         for case in (found["cases"][name] for name in cases)
     ]
     body = "\n\n".join(tables)
-    versions = ", ".join(f"{library} {version}" for library, version in found["versions"].items())
-    return f"```text\n{body}\n```\n\nCompiled with {versions}."
+    return f"```text\n{body}\n```\n\n{compiled_with(found)}"
 
 
 def models() -> str:
@@ -43,8 +43,7 @@ def memory_table(which: str) -> str:
     if which == "accuracy":
         return "\n".join(memory.accuracy_table(json.loads((RESULTS / "cpu" / "memory.json").read_text())))
     found = json.loads((RESULTS / "memory.json").read_text())
-    versions = ", ".join(f"{library} {version}" for library, version in found["versions"].items())
-    return "\n".join([*memory.cost_table(found), "", f"Compiled with {versions}."])
+    return "\n".join([*memory.cost_table(found), "", compiled_with(found)])
 
 
 def float8_cost() -> str:

@@ -9,13 +9,13 @@ is a GPU, the same step is compiled for it as well. Nothing is run. A file of re
 same versions compiled before. This needs `pip install -e ".[h100]"`.
 """
 
-import argparse
 import json
 import pathlib
 import time
 from typing import Any
 
 from benchmarks.arms.jax_arms import JaxArm, arms_of, check_program, facts
+from benchmarks.command import make_parser, read_json, write_json
 from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.device import HAS_GPU, device_name, versions
 from examples.models import FAMILIES
@@ -52,7 +52,7 @@ def predict(family: str, arm: str, pretend: bool = True, size: str = "full") -> 
 
 def kept(path: pathlib.Path) -> dict[str, Any]:
     """Returns the arms in a file of results that the installed versions have compiled."""
-    found = json.loads(path.read_text()) if path.exists() else {}
+    found = read_json(path)
     return found["arms"] if found.get("versions") == versions() else {}
 
 
@@ -90,9 +90,7 @@ def summary(folder: pathlib.Path) -> list[str]:
 
 def main() -> None:
     """Compiles the steps asked for, prints a table and writes it as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all if none is named")
     parser.add_argument("--arms", nargs="*", default=list(WANTED))
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
@@ -113,8 +111,7 @@ def main() -> None:
             for arm in (each for each in options.arms if each in known):
                 found["arms"][arm] = predict(family, arm, pretend, options.size)
                 print(line(family, arm, where, found["arms"][arm]), flush=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(path, found)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ The step is loss, gradients, loss scale and AdamW, donated. `by hand` casts para
 `jmp_lite.linen.with_policy`. Nothing is run: the figures are those of the compiled program.
 """
 
-import argparse
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
@@ -21,6 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_lite as jmp
+from benchmarks.command import make_parser, write_json
 from benchmarks.compiled.gpt import CASTS, Loss, gpt, gpt_loss
 from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
 from examples.models.gpt2 import GPT2
@@ -92,9 +91,7 @@ def row(casts: str, program: Program) -> str:
 
 def main() -> None:
     """Compiles the steps asked for, prints a line or a report of each and writes them as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--casts", nargs="*", choices=CASTS, default=list(CASTS))
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
     parser.add_argument("--devices", type=int, default=1, help="how many GPUs: 1 to 8, or a multiple of 8")
@@ -120,8 +117,7 @@ def main() -> None:
         if options.report:
             print(program, end="\n\n")
         found[casts] = dataclasses.asdict(program) | {"tensor_core_share": program.tensor_core_share}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(found, indent=1))
+    write_json(options.json, found)
     print(f"jax {jax.__version__}; written to {options.json}")
 
 

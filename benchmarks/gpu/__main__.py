@@ -21,6 +21,7 @@ import sys
 import time
 from typing import Any
 
+from benchmarks.command import read_json, write_json
 from benchmarks.device import HAS_GPU, device_name, versions
 from benchmarks.gpu import files
 from benchmarks.gpu.pieces import SLOTS, make_pieces
@@ -63,7 +64,7 @@ def run(pieces: list[Piece], options: argparse.Namespace, began: float) -> int:
     earlier = options.earlier or out
     out.mkdir(parents=True, exist_ok=True)
     name = RESULTS.format(f"{device_name()}-pretended" if options.pretend else device_name())
-    found = files.read_results(earlier / name) or {"calls": [], "pieces": {}, "files": {}}
+    found = read_json(earlier / name) or {"calls": [], "pieces": {}, "files": {}}
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     files.restore(work, found["files"])
@@ -84,7 +85,7 @@ def run(pieces: list[Piece], options: argparse.Namespace, began: float) -> int:
         if ended:  # Then no piece is being timed.
             found["calls"][-1]["caches"] = files.pack_caches(work / "cache", out)
             files.pack_logs(work / "logs", out)
-        files.write_atomically(out / name, files.to_json(found))
+        write_json(out / name, found)
 
     queue = Queue(
         pieces=pieces,
@@ -148,7 +149,7 @@ def unpack(folder: pathlib.Path, results: pathlib.Path) -> int:
         print(f"{folder} has no {RESULTS.format('*')}", file=sys.stderr)
         return 1
     for path in paths:
-        found = files.read_results(path)
+        found = read_json(path)
         device = path.stem.removeprefix(RESULTS.format("").removesuffix(".json"))
         if device.endswith("-pretended") and results == TABLES:
             print(f"{path} is of a pretended GPU, and not for the tables: name --results", file=sys.stderr)
@@ -162,9 +163,7 @@ def unpack(folder: pathlib.Path, results: pathlib.Path) -> int:
         short = {
             name: {k: v for k, v in each.items() if k != "tail"} for name, each in found["pieces"].items()
         }
-        files.write_atomically(
-            other / "pieces.json", files.to_json({"calls": found["calls"], "pieces": short})
-        )
+        write_json(other / "pieces.json", {"calls": found["calls"], "pieces": short})
         print(table(found["files"]))
         print(f"{len(found['files'])} files of {path} are in {results}")
     return 0

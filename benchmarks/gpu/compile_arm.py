@@ -13,8 +13,8 @@ import pathlib
 from typing import Any
 
 from benchmarks.arms.worker import make_arm
+from benchmarks.command import make_parser, write_json
 from benchmarks.device import HAS_GPU, versions
-from benchmarks.gpu.files import write_atomically
 from examples.models import FAMILIES
 from jmp_lite.programs import Program, read_program, roofline
 
@@ -35,9 +35,7 @@ def targets(program: Program) -> dict[str, int]:
 
 def arm_parser(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser of the options that name one arm of a model."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(description)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("arm")
     parser.add_argument("--size", choices=("small", "full"), default="full")
@@ -58,7 +56,7 @@ def main() -> None:
         program = read_program(arm.run)
         found["targets"] = targets(program)
         found["roofline_seconds"] = dict(roofline(program).seconds)
-    write_atomically(options.json, json.dumps(found | {"versions": versions()}, indent=1))
+    write_json(options.json, found | {"versions": versions()})
     print(json.dumps(found, indent=1))
 
 

@@ -12,30 +12,11 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from benchmarks.command import to_json, write_atomically
+
 MIB = 2**20
 CACHE_FILES, CACHE_BYTES = 3, 15 * MIB  # How many tar files of caches there are, and the size of each.
 FIRST = "xla_gpu_per_fusion_autotune_cache_dir"  # XLA's autotuning results are small: they travel first.
-
-
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a file. A process that is killed meanwhile leaves the old file as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    with new.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-
-
-def to_json(content: Any) -> str:
-    """Returns JSON with a line a value: small enough, and readable."""
-    return json.dumps(content, indent=1) + "\n"
-
-
-def read_results(path: pathlib.Path) -> dict[str, Any]:
-    """Returns what `write_atomically` has written as JSON; an empty dict without such a file."""
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def collect(work: pathlib.Path, patterns: Iterable[str], known: dict[str, Any]) -> bool:

@@ -9,9 +9,7 @@ process and take turns. If float8 is below 1.15 times as fast as bfloat16 at wid
 dropped from autocast.
 """
 
-import argparse
 import functools
-import json
 import math
 import pathlib
 import statistics
@@ -24,9 +22,9 @@ import jax.numpy as jnp
 
 import jmp_lite as jmp
 from benchmarks.arms.jax_arms import cudnn_attention
+from benchmarks.command import make_parser, write_json
 from benchmarks.compiled.float8 import ARMS, TOKENS, block, block_model
 from benchmarks.device import HAS_GPU, clocks, device_name, versions
-from benchmarks.gpu.files import write_atomically
 from examples.models.attention import attention
 from jmp_lite.programs import read_program
 
@@ -108,9 +106,7 @@ def cosine(a: Any, b: Any) -> float:
 
 def main() -> None:
     """Measures one width, prints the times and writes them as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--width", type=int, default=AT_WIDTH)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--steps", type=int, default=20)
@@ -128,7 +124,7 @@ def main() -> None:
         **measure(options.width, options.tokens, options.steps, options.blocks, rules),
         "clocks": clocks(),
     }
-    write_atomically(options.json, json.dumps(found, indent=1))
+    write_json(options.json, found)
     for arm, figures in found["arms"].items():
         print(f"{arm:32}{figures['ms']:10.3f} ms {figures['kernels']:6} kernels  {figures['products']}")
     print(f"float8 is {found['times_bfloat16']:.3f} times as fast; cosine {found['gradient_cosine']:.4f}")

@@ -6,7 +6,6 @@ The report has the GPU, its driver, clocks and memory, the cores, the versions, 
 measured: bytes copied a second, and products of 8192 x 8192 matrices.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -18,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.command import make_parser, write_json
 from benchmarks.device import HAS_GPU, clocks, device_name, memory_bytes, versions
-from benchmarks.gpu.files import write_atomically
 
 PRECISIONS = {"float16": jnp.float16, "bfloat16": jnp.bfloat16, "TF32": jnp.float32, "float32": jnp.float32}
 
@@ -84,17 +83,15 @@ def ceilings(size: int) -> dict[str, float]:
 
 def main() -> None:
     """Prints the report and writes it as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--size", type=int, default=8192, help="of the matrices that are multiplied")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("out/machine.json"))
     options = parser.parse_args()
     found = report() | {"check_seconds": round(check(), 2)}
-    write_atomically(options.json, json.dumps(found, indent=1))
+    write_json(options.json, found)
     found["ceilings"] = ceilings(options.size)
     found["clocks_busy"] = clocks()
-    write_atomically(options.json, json.dumps(found, indent=1))
+    write_json(options.json, found)
     print(json.dumps(found, indent=1))
 
 

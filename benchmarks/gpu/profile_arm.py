@@ -3,16 +3,15 @@
 python -m benchmarks.gpu.profile_arm gpt2-small float16
 """
 
-import json
 import pathlib
 import tempfile
 
 import jax
 
 from benchmarks.arms.jax_arms import JaxArm
+from benchmarks.command import write_json
 from benchmarks.device import device_name, versions
 from benchmarks.gpu.compile_arm import arm_parser
-from benchmarks.gpu.files import write_atomically
 from benchmarks.gpu.profiles import read_profile, seconds_by_module, table
 from examples.models import FAMILIES
 from jmp_lite.programs import Program, read_program, roofline
@@ -65,7 +64,7 @@ def main() -> None:
         ],
         "launches": len(program.launches),
     }
-    write_atomically(options.json, json.dumps(content, indent=1))
+    write_json(options.json, content)
     print(text)
 
 

@@ -8,9 +8,7 @@ in one process and take turns: a block of steps of one, a block of steps of the 
 blocks of one turn.
 """
 
-import argparse
 import importlib.util
-import json
 import pathlib
 import statistics
 import time
@@ -21,9 +19,9 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.arms.loss_scalers import SCALE, SCALERS, step_of, with_gradients
+from benchmarks.command import make_parser, write_json
 from benchmarks.compiled.loss_scale_cost import many_leaves
 from benchmarks.device import clocks, device_name, versions
-from benchmarks.gpu.files import write_atomically
 from jmp_lite.programs import read_program
 
 
@@ -99,9 +97,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Times the arms, prints the table and writes it as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--width", type=int, default=1024, help="of the 62 matrices, which have 768 columns")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--blocks", type=int, default=9)
@@ -111,7 +107,7 @@ def main() -> None:
     found: dict[str, Any] = {"device": device_name(), "versions": versions(), "width": options.width}
     found["arms"] = measure(shapes, options.steps, options.blocks)
     found["clocks"] = clocks()
-    write_atomically(options.json, json.dumps(found, indent=1))
+    write_json(options.json, found)
     print(table(found))
 
 

@@ -8,7 +8,6 @@ CLONE is the folder of a clone of the program's repository at the port's revisio
 has a copy.
 """
 
-import argparse
 import importlib
 import json
 import pathlib
@@ -18,6 +17,7 @@ import sys
 import tempfile
 from typing import Any
 
+from benchmarks.command import make_parser
 from benchmarks.device import versions
 from benchmarks.ported import port as ports
 from benchmarks.ported.page import RESULTS, program
@@ -63,9 +63,7 @@ def measure(module: str, clone: pathlib.Path, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("name", nargs="?", choices=NAMES, help="the program")
     parser.add_argument("clone", nargs="?", type=pathlib.Path, help="the folder of a clone of its repository")
     parser.add_argument("--steps", type=int, default=60, help="how many steps to train (default: 60)")

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_lite as jmp
+from benchmarks.command import make_parser, write_json
 from benchmarks.device import device_name, versions
 from benchmarks.timed.spread import draw, table
 from examples.models import data, gpt2, resnet, unet
@@ -240,9 +241,7 @@ def _number(value: Any) -> float | None:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Trains the families asked for, writes the JSON, prints the tables and draws the picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--size", choices=("small", "large"), default="small")
     parser.add_argument("--families", nargs="+", choices=tasks("small"), default=list(tasks("small")))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="with --json: add them")
@@ -307,7 +306,7 @@ def _train(options: argparse.Namespace, path: pathlib.Path) -> dict[str, Any]:
         arms = {arm: arms[arm] for arm in ARMS if arm in arms}
         found["families"][name] = {"title": task.title, "steps": steps, "arms": arms}
         found["seconds"] = round(time.perf_counter() - began)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(path, found)
     return found
 
 

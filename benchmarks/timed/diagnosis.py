@@ -7,7 +7,6 @@ The loss is that of one sequence of 1,024 tokens, in float16. The first line is 
 `each_module` is `compare_precision` with `tolerance=0`.
 """
 
-import argparse
 import resource
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import jmp_lite as jmp
+from benchmarks.command import make_parser
 from examples.models import FAMILIES
 from jmp_lite import diagnostics
 
@@ -55,7 +55,7 @@ def measure(tool: str, size: str) -> tuple[float, float, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints a line for each tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--size", choices=("small", "full"), default="full")
     parser.add_argument("--alone", action="store_true", help="run the one tool in this process")

@@ -28,6 +28,7 @@ import numpy as np
 import optax
 
 import jmp_lite as jmp
+from benchmarks.command import make_parser, write_json
 from benchmarks.device import device_name, versions
 from examples.models import data, gpt2
 from jmp_lite._float8.quantize import BACKWARD, FORWARD
@@ -225,9 +226,7 @@ def main(arguments: list[str] | None = None, size: Size | None = None) -> dict[s
         arguments: those of the command line.
         size: another size than that of the documentation.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--table", action="store_true", help="nothing is trained")
     path = pathlib.Path("benchmarks/results") / device_name() / "float8.json"
@@ -260,7 +259,7 @@ def _train(options: argparse.Namespace, size: Size) -> dict[str, Any]:
             run = train(seed, start)
             found["arms"][arm].append(run)
             found["cpu_seconds"] = round(time.process_time())
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(options.json, found)
             seconds = time.process_time() - began
             print(f"{arm}, seed {seed}: {run}, {seconds:.0f} s", file=sys.stderr, flush=True)
     return found

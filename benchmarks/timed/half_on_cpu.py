@@ -6,7 +6,6 @@ Steps of AdamW of an MLP, a GPT and a CNN. The arms take turns, and their times 
 process. The table gives how many times as fast as XLA's float32 each arm is. PyTorch runs eagerly.
 """
 
-import argparse
 import dataclasses
 import importlib.util
 import itertools
@@ -21,6 +20,7 @@ import optax
 
 import jmp_lite as jmp
 from benchmarks.arms.loss_scalers import SCALERS
+from benchmarks.command import make_parser
 from benchmarks.device import versions
 from benchmarks.timed.interleaved import machine, milliseconds
 from examples.models import gpt2, resnet
@@ -147,7 +147,7 @@ def measure(workload: Workload, arms: Sequence[str], blocks: int, count: int) ->
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--size", choices=WORKLOADS, default="full")
     parser.add_argument("--blocks", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="in a block")

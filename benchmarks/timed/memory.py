@@ -8,7 +8,6 @@ language model of `examples/language_model.py` on Python's own sources. A seed h
 and the same batches in every arm. Nothing is tuned for an arm.
 """
 
-import argparse
 import json
 import pathlib
 import sys
@@ -24,6 +23,7 @@ from flax import nnx
 
 import jmp_lite as jmp
 from benchmarks.arms.memory_arms import ARMS, MemoryArm
+from benchmarks.command import make_parser, write_json
 from benchmarks.device import device_name, versions
 from examples import digits, language_model
 from jmp_lite.nnx import with_policy
@@ -81,9 +81,7 @@ TASKS: dict[str, Callable[..., list[dict[str, float]]]] = {
 
 def main() -> None:
     """Trains the arms asked for and writes their results as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
@@ -104,8 +102,7 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(options.json, found)
 
 
 if __name__ == "__main__":

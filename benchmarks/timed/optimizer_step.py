@@ -6,7 +6,6 @@ Each arm unscales float16 gradients, checks them, takes a step of AdamW and adds
 state are donated. The arms take turns, and their times are the CPU time of the process.
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.arms.loss_scalers import SCALE, SCALERS, step_of, with_gradients
+from benchmarks.command import make_parser
 from benchmarks.device import versions
 from benchmarks.timed.interleaved import machine, milliseconds
 
@@ -48,7 +48,7 @@ def table(times: dict[str, float]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--leaves", type=int, default=10)
     parser.add_argument("--width", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=15)

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.command import make_parser, write_json
 from benchmarks.device import HAS_GPU, device_name, memory_bytes, versions
 from benchmarks.timed.flops import training_flops
 from benchmarks.timed.session import REFERENCE, Protocol, Session
@@ -119,7 +120,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         found["arms"] = kept | {arm: session.results[arm] for arm in arms if arm in session.results}
         found["clocks"] = session.clocks
         found["seconds"] = round(time.monotonic() - began, 1)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(path, found)
 
     session.save = save
     session.run()
@@ -128,9 +129,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--quick", action="store_true", help="the small size, few steps")
     parser.add_argument("--arms", nargs="*", help="some arms only; --list shows all")

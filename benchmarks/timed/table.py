@@ -7,12 +7,13 @@ Ratios are between arms of one file, which took turns on one device. A device wi
 The tables of a GPU are also written into docs/performance.md, after `<!-- times -->`.
 """
 
-import argparse
 import json
 import pathlib
 import statistics
 from collections.abc import Iterator
 from typing import Any
+
+from benchmarks.command import make_parser
 
 # NVIDIA's measurements on V100s, mixed precision over float32: "Training with Mixed Precision", section 1,
 # and the table of examples. Of a range this is the lower end.
@@ -206,9 +207,7 @@ def filled(page: str, tables: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the tables and draws the picture of each device."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("docs/speed.png"))
     parser.add_argument("--page", type=pathlib.Path, default=pathlib.Path("docs/performance.md"))

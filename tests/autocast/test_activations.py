@@ -11,7 +11,7 @@ from tests.support.jaxprs import equations, operands_of, products
 from tests.support.small_programs import HALVES, W, X
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "fun",
@@ -25,9 +25,9 @@ from tests.support.small_programs import HALVES, W, X
 def test_the_derivative_of_an_activation_that_float16_does_not_hold_gives_no_nan(fun, half):
     x, mask = jnp.array([[1e-6, 1.0]]), jnp.array([[0.0, 1.0]])  # At 1e-6 the derivative is beyond 65504.
     loss = lambda x, w: jnp.sum((fun(x @ w) @ w) * mask)
-    expected = jax.grad(loss, (0, 1))(x, jnp.eye(2))
+    expected = jax.jit(jax.grad(loss, (0, 1)))(x, jnp.eye(2))
     for grad in (jax.grad(jmp.autocast(loss, half), (0, 1)), jmp.autocast(jax.grad(loss, (0, 1)), half)):
-        x_grad, w_grad = grad(x, jnp.eye(2))
+        x_grad, w_grad = jax.jit(grad)(x, jnp.eye(2))
         assert jnp.isfinite(x_grad).all()
         assert jnp.isfinite(w_grad).all()
         assert float(x_grad[0, 0]) == 0.0
@@ -51,7 +51,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=6)
+@pytest.mark.cases(slow=7)
 @pytest.mark.parametrize(("half", "order"), [("float16", "inside")])
 @pytest.mark.parametrize("name", GROUPS)
 def test_activation_functions_of_many_operations_have_the_derivatives_of_float32(name, half, order):
@@ -79,6 +79,7 @@ def test_a_learned_scale_that_half_does_not_hold_is_applied_in_float32(half):
             assert_close(grad(params, X * 1e-3), jax.grad(fun)(params, X * 1e-3), half, factor=16)
 
 
+@pytest.mark.cases(fast=2, slow=0)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", ["gelu", "gelu with erf"])
 def test_a_bias_that_the_program_broadcasts_itself_costs_nothing(name, half):
@@ -95,7 +96,8 @@ def test_a_bias_that_the_program_broadcasts_itself_costs_nothing(name, half):
     explicit, implicit = layers(lambda y: y + jnp.broadcast_to(bias, y.shape)), layers(lambda y: y + bias)
     assert saved(explicit) == saved(implicit)
     assert {dtype for _, dtype in saved(explicit)} == {half}
-    assert_close(jax.grad(jmp.autocast(explicit, half))(W), jax.grad(implicit)(W), half, factor=16)
+    grad = lambda fun: jax.jit(jax.grad(fun))(W)
+    assert_close(grad(jmp.autocast(explicit, half)), grad(implicit), half, factor=16)
 
 
 @pytest.mark.cases(fast=1)
@@ -107,15 +109,15 @@ def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half, o
     regression = lambda w, x: jnp.mean(((x @ w)[:, 0] + bias - target) ** 2)
     entropy = lambda w, x: -jnp.mean(jnp.log(1 - jax.nn.sigmoid(x @ w + 4) + 1e-7))
     for fun in (regression, entropy):
-        expected = jax.value_and_grad(fun)(W, X)
-        result = (
-            jax.value_and_grad(jmp.autocast(fun, half))(W, X)
-            if order == "inside"
-            else jmp.autocast(jax.value_and_grad(fun), half)(W, X)
+        expected = jax.jit(jax.value_and_grad(fun))(W, X)
+        inside, outside = (
+            jax.value_and_grad(jmp.autocast(fun, half)),
+            jmp.autocast(jax.value_and_grad(fun), half),
         )
-        assert_close(result, expected, half, factor=16)
+        assert_close(jax.jit(inside if order == "inside" else outside)(W, X), expected, half, factor=16)
 
 
+@pytest.mark.cases(fast=1, slow=0)
 @pytest.mark.parametrize("half", HALVES)
 def test_an_activation_that_products_and_residual_sums_read_rests_in_half(half):
     """As in a ResNet, whose last activation only a mean reads. Each sum is computed in float32."""
@@ -129,7 +131,8 @@ def test_an_activation_that_products_and_residual_sums_read_rests_in_half(half):
     assert operands_of("max", jmp.autocast(blocks, half), W) == [half] * 3 + ["float32"]
     sums = [o for o in jmp.explain(blocks, half)(W).operations if o.name == "add"]
     assert [o.outputs for o in sums] == [(f"{half}[4,8]",)] * 2 + [("float32[4,8]",)]
-    assert_close(jax.grad(jmp.autocast(blocks, half))(W), jax.grad(blocks)(W), half, factor=16)
+    grad = lambda fun: jax.jit(jax.grad(fun))(W)
+    assert_close(grad(jmp.autocast(blocks, half)), grad(blocks), half, factor=16)
 
 
 @pytest.mark.parametrize("half", HALVES)

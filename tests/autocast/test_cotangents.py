@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import jmp_lite as jmp
+from tests.support.arrays import normal
 from tests.support.jaxprs import rounded_sums
 from tests.support.small_programs import HALVES
 
@@ -116,7 +117,7 @@ LOSSES = {
 }
 
 
-X = jax.random.normal(jax.random.key(0), (N, WIDTH))
+X = normal(0, N, WIDTH)
 SCALE = 2.0**14  # Of float16, for gradients of a loss of 1e-4.
 
 

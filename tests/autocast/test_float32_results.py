@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 import jmp_lite as jmp
+from tests.support.arrays import normal
 from tests.support.jaxprs import product_kinds
 
 
@@ -25,9 +26,8 @@ def loss_fn(params, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(network(params, x), y).mean()
 
 
-keys = jax.random.split(jax.random.key(0), 3)
-PARAMS = {"body": jax.random.normal(keys[0], (16, 32)), "head": 2 * jax.random.normal(keys[1], (32, 64))}
-X, Y = jax.random.normal(keys[2], (8, 16)), jnp.arange(8)
+PARAMS = {"body": normal(0, 16, 32), "head": normal(1, 32, 64, scale=2.0)}
+X, Y = normal(2, 8, 16), jnp.arange(8)
 
 
 def kinds(half):
@@ -47,10 +47,10 @@ def test_in_both_orders_only_the_selected_product_gives_float32(half, pattern):
 
 
 def test_the_gradients_are_those_of_the_plain_autocast_to_the_rounding_of_half():
-    exact = jax.grad(loss_fn)(PARAMS, X, Y)
+    exact = jax.jit(jax.grad(loss_fn))(PARAMS, X, Y)
     orders = [
-        jax.grad(jmp.autocast(loss_fn, "bfloat16", float32_results="head"))(PARAMS, X, Y),
-        jmp.autocast(jax.grad(loss_fn), "bfloat16", float32_results="head")(PARAMS, X, Y),
+        jax.jit(jax.grad(jmp.autocast(loss_fn, "bfloat16", float32_results="head")))(PARAMS, X, Y),
+        jax.jit(jmp.autocast(jax.grad(loss_fn), "bfloat16", float32_results="head"))(PARAMS, X, Y),
     ]
     for name in exact:
         np.testing.assert_array_equal(orders[0][name], orders[1][name])
@@ -61,7 +61,7 @@ def test_the_gradients_are_those_of_the_plain_autocast_to_the_rounding_of_half()
 def test_large_logits_lose_nothing_but_the_rounding_of_the_operands():
     """Of the same operands in half, the log probabilities are exact to float32."""
     half = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
-    hidden, head = half(jax.random.normal(keys[0], (64, 32))), half(3 * jax.random.normal(keys[1], (32, 128)))
+    hidden, head = half(normal(3, 64, 32)), half(normal(4, 32, 128, scale=3.0))
 
     def log_probabilities(hidden, head):
         with jax.named_scope("head"):
@@ -78,7 +78,7 @@ def test_large_logits_lose_nothing_but_the_rounding_of_the_operands():
 
 @pytest.mark.slow
 def test_inside_loops_rematerialization_and_jit():
-    stack = jax.random.normal(keys[0], (3, 16, 16)) / 4
+    stack = normal(5, 3, 16, 16, scale=1 / 4)
 
     def body(h, w):
         with jax.named_scope("wide"):
@@ -121,8 +121,8 @@ def test_explain_says_which_pattern_kept_the_result():
 
 def test_with_reduce_dtype_the_weight_gradient_is_float32_too():
     fun = jmp.autocast(loss_fn, "float16", reduce_dtype="float32", float32_results="head")
-    grads = jax.grad(fun)(PARAMS, X, Y)
-    exact = jax.grad(loss_fn)(PARAMS, X, Y)
+    grads = jax.jit(jax.grad(fun))(PARAMS, X, Y)
+    exact = jax.jit(jax.grad(loss_fn))(PARAMS, X, Y)
     for name in exact:
         assert np.linalg.norm(grads[name] - exact[name]) < 2e-3 * np.linalg.norm(exact[name])
     counts = product_kinds(lambda params: jax.vjp(lambda params: fun(params, X, Y), params)[0], PARAMS)

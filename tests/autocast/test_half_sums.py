@@ -7,6 +7,7 @@ import pytest
 
 import jmp_lite as jmp
 from jmp_lite._jaxpr.read import all_equations
+from tests.support.arrays import normal
 from tests.support.jaxprs import product_kinds
 
 
@@ -19,12 +20,8 @@ def stream(params, x):
     return jnp.mean(jnp.square(x))
 
 
-keys = jax.random.split(jax.random.key(0), 7)
-PARAMS = [
-    (jax.random.normal(keys[2 * n], (16, 32)) / 4, jax.random.normal(keys[2 * n + 1], (32, 16)) / 6)
-    for n in range(3)
-]
-X = jax.random.normal(keys[6], (8, 16))
+PARAMS = [(normal(n, 16, 32, scale=1 / 4), normal(3 + n, 32, 16, scale=1 / 6)) for n in range(3)]
+X = normal(6, 8, 16)
 
 
 def sums(fun):
@@ -75,10 +72,7 @@ def test_a_pattern_that_selects_nothing_is_an_error():
 
 # Through loops: the carry of a scanned stack.
 
-STACK = (
-    jax.random.normal(keys[0], (6, 16, 32)) / 4,
-    jax.random.normal(keys[1], (6, 32, 16)) / 6,
-)
+STACK = (normal(10, 6, 16, 32, scale=1 / 4), normal(11, 6, 32, 16, scale=1 / 6))
 
 
 def scanned(wrap=lambda body: body):

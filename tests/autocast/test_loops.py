@@ -36,6 +36,7 @@ def stops_at_its_own_limit(row, limit):
     )
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("order", ["inside", "outside"])
 def test_a_vmapped_while_loop_stops_each_example_at_its_own_limit(order):
     rows = jnp.abs(X) * jnp.sign(W.sum(1))
@@ -142,7 +143,7 @@ def kept_by_iterations(fun, *args):
     return sorted((leaf.shape, leaf.dtype.name) for leaf in leaves)
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_an_lstm_keeps_its_gates_in_half_and_computes_the_rest_again(half):
     fun = lambda x, w: jnp.sum(lstm(x, w) * X)

@@ -24,7 +24,7 @@ both_orders = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 # Loops.
 
 
-@pytest.mark.cases(fast=1, slow=3)
+@pytest.mark.cases(slow=3)
 @both_orders
 @pytest.mark.parametrize("half", HALVES)
 def test_a_loop_may_compute_complex_numbers(half, order):
@@ -42,6 +42,7 @@ def test_a_loop_may_compute_complex_numbers(half, order):
         assert_close(jax.jit(order(fun, half))(STACK), jax.jit(jax.grad(fun))(STACK), half, factor=16)
 
 
+@pytest.mark.slow
 def test_a_program_with_symbolic_sizes_can_be_exported():
     batch = jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), jnp.float32)
     rows = jnp.ones((5, 8))
@@ -66,7 +67,7 @@ def test_a_program_with_symbolic_sizes_can_be_exported():
 # Meshes with explicit axes.
 
 
-@pytest.mark.cases(fast=1, slow=3)
+@pytest.mark.cases(slow=3)
 @both_orders
 @pytest.mark.parametrize("half", HALVES)
 def test_explicit_axes(half, order):
@@ -157,7 +158,7 @@ def test_a_numpy_argument_is_indexed_by_a_traced_order():
 # Decisions.
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("half", HALVES)
 def test_an_einsum_that_sums_nothing_is_an_element_wise_product(half):
     scale = jnp.full((2, 8), 0.5)
@@ -218,7 +219,7 @@ def test_none_is_no_rule_and_what_is_no_list_says_so():
 # Derivatives.
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("half", HALVES)
 def test_a_shared_result_of_a_custom_vjp_under_vmap_needs_no_cotangent(half):
     """diffrax's default adjoint under `jax.vmap`."""
@@ -255,7 +256,7 @@ SOLVERS = {
 }
 
 
-@pytest.mark.cases(fast=2, slow=6)
+@pytest.mark.cases(slow=8)
 @both_orders
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_an_overflow_that_enters_a_linear_solver_reaches_the_check(solver, order):

@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from sklearn.datasets import load_digits
 
 import jmp_lite as jmp
 from tests.support import models
@@ -49,7 +48,9 @@ class Classifier(nn.Module):
 
 def digits():
     """Training and test images `(batch, 64)` and their labels."""
-    images, labels = load_digits(return_X_y=True)
+    import sklearn.datasets
+
+    images, labels = sklearn.datasets.load_digits(return_X_y=True)
     images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
     return (images[:1344], labels[:1344]), (images[1344:], labels[1344:])
 

@@ -40,6 +40,7 @@ def convolution(library, dtype=None):
     return nnx.Conv(1, 8, (1, 1), dtype=dtype, rngs=RNGS)
 
 
+@pytest.mark.cases(fast=2, slow=4)
 @each_library
 @each_policy
 def test_the_gradients_of_an_embedding_row_are_summed_in_float32(library, policy):
@@ -54,6 +55,7 @@ def test_the_gradients_of_an_embedding_row_are_summed_in_float32(library, policy
     assert count(embedding(library, policy.compute_dtype)) == stuck[np.dtype(policy.compute_dtype).name]
 
 
+@pytest.mark.cases(fast=2, slow=4)
 @each_library
 @each_policy
 def test_the_gradients_of_a_bias_are_summed_in_float32(library, policy):
@@ -84,6 +86,7 @@ class NnxRows(nnx.Module):
         return x + self.embedding(positions)
 
 
+@pytest.mark.cases(slow=6)
 @each_library
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_the_gradient_of_rows_that_a_batch_shares_is_summed_in_float32_on_request(library, shape):

@@ -17,7 +17,7 @@ from tests.support.linen_layers import MODELS, ConvNet, Recurrent, each_model, l
 from tests.support.policies import BF16, F16, IMAGES, each_policy
 
 
-@pytest.mark.cases(fast=1, slow=2)
+@pytest.mark.cases(fast=0, slow=3)
 @pytest.mark.parametrize(
     ("name", "policy", "train"),
     [
@@ -53,7 +53,7 @@ def test_every_product_of_forward_and_backward_takes_half_operands(model, x):
     assert set(dtypes) == {("float16", "float16")}
 
 
-@pytest.mark.cases(fast=1, slow=2)
+@pytest.mark.cases(slow=3)
 @each_model
 def test_parameters_keep_their_paths_values_and_dtype(model, x):
     plain = model.init(jax.random.key(0), x, train=False)
@@ -122,6 +122,7 @@ def test_a_recurrent_carry_stays_float32(policy):
     assert {"float32"} in dtypes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["linen", "nnx"])
 def test_without_flax_the_import_names_the_extra(module):
     script = f"import sys; sys.modules['flax'] = None; import jmp_lite; import jmp_lite.{module}"

@@ -20,7 +20,7 @@ def run(model, x):
     return y, nnx.as_pure(grads)
 
 
-@pytest.mark.cases(fast=1, slow=3)
+@pytest.mark.cases(fast=0, slow=3)
 @pytest.mark.parametrize(
     ("name", "policy", "train"),
     [
@@ -59,7 +59,7 @@ def test_the_fast_attention_of_jax_runs_in_half_too():
     assert ("float32", "float32") not in products_of_grad(half_model, x)
 
 
-@pytest.mark.cases(fast=3)
+@pytest.mark.cases(fast=1, slow=3)
 @each_model
 def test_every_product_of_forward_and_backward_takes_half_operands(make, x):
     dtypes = products_of_grad(with_policy(make(nnx.Rngs(0)), F16), x)
@@ -67,6 +67,7 @@ def test_every_product_of_forward_and_backward_takes_half_operands(make, x):
     assert set(dtypes) == {("float16", "float16")}
 
 
+@pytest.mark.cases(fast=3, slow=0)
 @each_model
 def test_the_state_keeps_its_paths_values_and_dtypes(make, x):
     model = make(nnx.Rngs(0))

@@ -95,6 +95,7 @@ def test_the_same_class_under_a_policy_is_one_type_so_that_jit_compiles_once():
     assert type(with_policy(ConvNet(nnx.Rngs(0)), F16)) is type(with_policy(ConvNet(nnx.Rngs(1)), F16))
 
 
+@pytest.mark.slow
 def test_an_optimizer_trains_in_float16_and_skips_the_bad_step():
     model = with_policy(ConvNet(nnx.Rngs(0)), F16)
     tx = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(2.0**10, period=2))

@@ -90,7 +90,7 @@ def test_products_take_half_and_give_weights_their_gradients_in_float32(kind, na
     assert takes == 0 or (kind, name) == ("nnx", "attention")  # JAX's own attention, of its weights.
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=0, slow=2)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_a_gradient_that_half_cannot_hold_comes_out(kind):
     """2,048 times 2 times 32 is 131,072, which is inf in float16."""
@@ -171,6 +171,7 @@ def test_a_layer_that_users_wrote_keeps_its_compute_dtype():
 DEVICES = 4
 
 
+@pytest.mark.slow
 def test_under_an_explicit_mesh_the_gradient_is_split_as_the_weight_is():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     model = nn.DenseGeneral((3, 4), use_bias=False)

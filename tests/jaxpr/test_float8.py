@@ -10,6 +10,7 @@ from jax import lax
 
 from jmp_lite._float8.product import float8_product, multiply
 from jmp_lite._float8.quantize import BACKWARD, FORWARD, quantize
+from tests.support.arrays import normal
 
 FORMATS = [FORWARD, BACKWARD]
 TOP = {FORWARD: 448.0, BACKWARD: 57344.0}
@@ -24,8 +25,7 @@ def emulated(x, dtype):
     return (x / step).astype(np.float32).astype(dtype).astype(np.float64), step
 
 
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+QUANTIZE = jax.jit(quantize, static_argnums=1)
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
@@ -33,7 +33,7 @@ def normal(seed, *shape):
 @pytest.mark.parametrize("size", [1.0, 3e-30, 7e25])
 def test_the_values_are_those_of_numpy(dtype, source, size):
     x = (size * normal(0, 32, 48)).astype(source)
-    quantized = quantize(x, dtype)
+    quantized = QUANTIZE(x, dtype)
     expected, step = emulated(x.astype(jnp.float32), dtype)
     assert quantized.array.dtype == dtype
     assert float(quantized.step) == step
@@ -45,7 +45,7 @@ def test_the_values_are_those_of_numpy(dtype, source, size):
 def test_the_step_is_a_power_of_two_and_nothing_overflows(dtype, largest, index):
     x = np.zeros(4, np.float32)
     x[index] = -largest
-    quantized = quantize(jnp.asarray(x), dtype)
+    quantized = QUANTIZE(jnp.asarray(x), dtype)
     assert np.frexp(float(quantized.step))[0] == 0.5
     value = abs(float(quantized.array[index]))
     assert value <= 0.86 * TOP[dtype]
@@ -58,7 +58,7 @@ def test_the_step_is_a_power_of_two_and_nothing_overflows(dtype, largest, index)
 @pytest.mark.parametrize("x", [0.0, 1e-45, -1e-40])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_zeros_and_subnormal_numbers_stay_finite(x, dtype):
-    quantized = quantize(jnp.full((2, 3), x, jnp.float32), dtype)
+    quantized = QUANTIZE(np.full((2, 3), x, np.float32), dtype)
     assert np.isfinite(np.asarray(quantized.array, np.float32)).all()
     assert float(quantized.step) == 2.0**-126
     value = np.asarray(quantized.array, np.float64) * float(quantized.step)
@@ -76,16 +76,20 @@ def product_of(
     )
 
 
+PRODUCT = jax.jit(product_of)
+WIDE = jax.jit(lambda x, w: product_of(x, w, dtype="float32"))
+PULLBACK = jax.jit(lambda x, w, cotangent: jax.vjp(product_of, x, w)[1](cotangent))
+
+
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_inf_or_a_nan_reaches_the_result(bad, which):
     operands = [normal(0, 16, 32), normal(1, 32, 16)]
     operands[which] = operands[which].at[3, 4].set(bad)
-    result = product_of(*operands)
-    assert not np.isfinite(np.asarray(result, np.float32)).all()
+    assert not np.isfinite(np.asarray(PRODUCT(*operands), np.float32)).all()
     cotangent = jnp.full((16, 16), 1.0, jnp.bfloat16).at[2, 1].set(bad)
     x, w = normal(0, 16, 32), normal(1, 32, 16)
-    for gradient in jax.vjp(product_of, x, w)[1](cotangent):
+    for gradient in PULLBACK(x, w, cotangent):
         assert not np.isfinite(gradient).all()
 
 
@@ -96,7 +100,7 @@ SIZES = [(1e-36, 1e3), (1e-30, 1.0), (1e-20, 1e-12), (1e20, 1e15), (1e38, 1e-3),
 def test_the_ends_of_the_range_of_float32(sizes):
     x, w = (size * (jnp.abs(normal(seed, 32, 32)) / 4) for seed, size in enumerate(sizes))
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    result = np.asarray(product_of(x, w, dtype="float32"), np.float64)
+    result = np.asarray(WIDE(x, w), np.float64)
     np.testing.assert_allclose(result, expected, rtol=0.05)
 
 
@@ -111,21 +115,23 @@ DIMENSIONS = {
 }
 
 
+@pytest.mark.cases(fast=4)
 @pytest.mark.parametrize("case", DIMENSIONS)
 def test_values_and_gradients_are_those_of_numpy(case):
     left, right, sums = DIMENSIONS[case]
     x, w = normal(0, *left), normal(1, *right)
     run = lambda x, w: product_of(x, w, (sums, ((), ())), ("float32", "float32"), "float32")
-    result, pullback = jax.vjp(run, x, w)
+    result = jax.jit(run)(x, w)
     (x8, x_step), (w8, w_step) = emulated(x, FORWARD), emulated(w, FORWARD)
     expected = np.tensordot(x8, w8, sums)
     np.testing.assert_allclose(result, expected * x_step * w_step, rtol=1e-5, atol=1e-5)
 
     cotangent = normal(2, *result.shape)
-    dx, dw = pullback(cotangent)
+    pullback = lambda fun: jax.jit(lambda x, w, cotangent: jax.vjp(fun, x, w)[1](cotangent))
+    dx, dw = pullback(run)(x, w, cotangent)
     g8, g_step = emulated(cotangent.astype(jnp.bfloat16), BACKWARD)
     product = lambda x, w: lax.dot_general(x, w, (sums, ((), ())))
-    gradients = jax.vjp(product, jnp.float32(x8), jnp.float32(w8))[1](jnp.float32(g8))
+    gradients = pullback(product)(jnp.float32(x8), jnp.float32(w8), jnp.float32(g8))
     np.testing.assert_allclose(dx, gradients[0] * g_step * w_step, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(dw, gradients[1] * g_step * x_step, rtol=1e-5, atol=1e-4)
     assert (dx.dtype, dw.dtype) == (x.dtype, w.dtype)
@@ -137,11 +143,11 @@ def test_a_cotangent_that_is_summed_over_its_first_axes_goes_second(dtype):
     g, x = normal(0, 2, 24, 16), normal(1, 2, 24, 4, 32)
     dimensions = (((0, 1), (0, 1)), ((), ()))
     (equation,) = jax.make_jaxpr(lambda g, x: lax.dot_general(g, x, dimensions))(g, x).eqns
-    quantized = quantize(g, dtype), quantize(x, FORWARD)
+    quantized = QUANTIZE(g, dtype), QUANTIZE(x, FORWARD)
     run = lambda *quantized: multiply(equation, *quantized, jnp.float32)
     (g8, g_step), (x8, x_step) = emulated(g, dtype), emulated(x, FORWARD)
     expected = np.tensordot(g8, x8, ((0, 1), (0, 1))) * g_step * x_step
-    np.testing.assert_allclose(run(*quantized), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(run)(*quantized), expected, rtol=1e-5, atol=1e-5)
     (dot,) = (e for e in jax.make_jaxpr(run)(*quantized).eqns if e.primitive.name == "dot_general")
     sizes = [var.aval.shape[0] for var in dot.invars]
     assert sizes == ([4, 16] if dtype == BACKWARD else [16, 4])
@@ -155,6 +161,7 @@ def test_the_sums_of_the_gradients_ask_for_float32_and_those_of_the_product_do_n
     assert text.count("precision=HIGHEST") == 2
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("policy", ["everything_saveable", "dots_saveable", "nothing_saveable"])
 def test_what_a_rematerialization_keeps_is_finite(policy):
     """JAX rounds each kept value by `reduce_precision`. In e4m3 this operation makes NaN of 384."""
@@ -162,5 +169,7 @@ def test_what_a_rematerialization_keeps_is_finite(policy):
     loss = lambda x, w: jnp.sum(jnp.tanh(product_of(x, w)).astype(jnp.float32))
     kept = jax.checkpoint(loss, policy=getattr(jax.checkpoint_policies, policy))
     assert np.abs(np.asarray(quantize(x, FORWARD).array, np.float32)).max() > 240
-    for gradient, expected in zip(jax.grad(kept, (0, 1))(x, w), jax.grad(loss, (0, 1))(x, w)):
+    for gradient, expected in zip(
+        jax.jit(jax.grad(kept, (0, 1)))(x, w), jax.jit(jax.grad(loss, (0, 1)))(x, w)
+    ):
         np.testing.assert_allclose(gradient, expected, rtol=0.02, atol=0.02)

@@ -8,9 +8,10 @@ import pytest
 from optax import contrib
 
 import jmp_lite as jmp
+from tests.support.arrays import normal
 from tests.support.steps import bits
 
-PARAMS = {"w": jax.random.normal(jax.random.key(2), (16, 8)), "b": jnp.zeros(8), "one": jnp.ones(8)}
+PARAMS = {"w": normal(2, 16, 8), "b": jnp.zeros(8), "one": jnp.ones(8)}
 COPIES = {
     "mechanize": (contrib.mechanize(optax.adam(1e-2)), {"x0"}),
     "mechanize of sgd": (contrib.mechanize(optax.sgd(1e-2)), {"x0"}),
@@ -46,7 +47,7 @@ def test_copies_of_half_parameters_are_float32(wrap):
     halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     tx = jmp.with_loss_scale(wrap(jmp.cast_state(contrib.prodigy())))
     state = tx.init(halves)
-    _, state = tx.update(halves, state, halves)
+    _, state = jax.eval_shape(tx.update, halves, state, halves)
     is_prodigy = lambda node: isinstance(node, contrib.ProdigyState)
     (prodigy,) = [n for n in jax.tree.leaves(state, is_leaf=is_prodigy) if is_prodigy(n)]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(prodigy.params0)} == {"float32"}
@@ -64,9 +65,9 @@ def test_a_few_numbers_that_belong_to_no_parameter_stay_float32_and_a_flat_momen
     assert lookahead.inner_state.fast_state[0].mu["w"].dtype == jnp.bfloat16
 
 
-MATRIX = jax.random.normal(jax.random.key(0), (64, 16))
-TARGET = jax.random.normal(jax.random.key(1), (16,)) * 3
-START = {"w": jax.random.normal(jax.random.key(2), (16,)) * 3}
+MATRIX = normal(0, 64, 16)
+TARGET = normal(1, 16, scale=3.0)
+START = {"w": normal(2, 16, scale=3.0)}
 
 
 def curve(tx, steps):
@@ -82,6 +83,7 @@ def curve(tx, steps):
     return np.asarray(run((START, tx.init(START))))
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("settings", [{}, {"stochastic_rounding": True}], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("name", ["mechanize of sgd", "prodigy", "dog", "cocob"])
 def test_optimizers_that_measure_a_distance_learn_as_fast_as_in_float32(name, settings):

@@ -232,6 +232,7 @@ def test_one_compilation_no_weak_types_and_all_in_place():
     assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_the_masters_are_sharded_as_the_parameters():
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))

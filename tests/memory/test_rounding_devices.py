@@ -51,6 +51,7 @@ def equal_shards(split):
     return sum(np.array_equal(a, b) for i, a in enumerate(shards) for b in shards[:i])
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("rounding", ROUNDING)
 def test_shards_of_equal_values_round_alike_without_axis_name_and_apart_with_it(rounding):
     alike, _ = changed(ROUNDING[rounding](), False)
@@ -60,6 +61,7 @@ def test_shards_of_equal_values_round_alike_without_axis_name_and_apart_with_it(
     assert len(np.unique(apart["split"])) > 1
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("rounding", ROUNDING)
 @pytest.mark.parametrize("axis_name", ["data", ("data", "model"), ["data"]])
 def test_replicated_arrays_keep_the_same_bits_on_all_devices(rounding, axis_name):
@@ -73,6 +75,7 @@ def test_replicated_arrays_keep_the_same_bits_on_all_devices(rounding, axis_name
     np.testing.assert_array_equal(split[:, 0], split[:, 1])
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("rounding", ROUNDING)
 def test_two_axes_give_each_part_bits_of_its_own(rounding):
     specs = {"split": P("data", "model"), "whole": P()}
@@ -83,6 +86,7 @@ def test_two_axes_give_each_part_bits_of_its_own(rounding):
     assert len({part.tobytes() for part in parts}) == 8
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("rounding", ROUNDING)
 def test_members_of_an_ensemble_round_apart_with_axis_name(rounding):
     members = jnp.ones((3, WIDTH), jnp.bfloat16)
@@ -92,8 +96,8 @@ def test_members_of_an_ensemble_round_apart_with_axis_name(rounding):
         updates, state = tx.update(jnp.full(WIDTH, 1.37 * 2.0**-10), state, params)
         return state.inner_state.trace if rounding == "state" else optax.apply_updates(params, updates)
 
-    alike = jax.vmap(functools.partial(train, ROUNDING[rounding]()))(members)
-    apart = jax.vmap(functools.partial(train, ROUNDING[rounding](axis_name="e")), axis_name="e")(members)
+    run = lambda **axis: jax.vmap(functools.partial(train, ROUNDING[rounding](**axis)), **axis)
+    alike, apart = jax.jit(run())(members), jax.jit(run(axis_name="e"))(members)
     count = lambda trees: len({np.asarray(member).tobytes() for member in trees})
     assert (count(alike), count(apart)) == (1, 3)
 

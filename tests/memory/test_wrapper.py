@@ -43,14 +43,15 @@ EACH_WRAPPER_AND_OPTIMIZER = [
 
 
 @pytest.mark.parametrize(("wrap", "optimizer"), EACH_WRAPPER_AND_OPTIMIZER)
-@pytest.mark.parametrize("shape", [(3,), (4, 3)])
-def test_a_gradient_of_another_shape_is_named(shape, wrap, optimizer):
+def test_a_gradient_of_another_shape_is_named(wrap, optimizer):
     """JAX would broadcast the first shape and refuse the second."""
     tx = WRAPPERS[wrap](OPTIMIZERS[optimizer])
-    grads = {**PARAMS, "head": {**PARAMS["head"], "w": jnp.ones(shape)}}
-    shapes = re.escape(f"has the shape {shape}, and its parameter has (2, 3)")
-    with pytest.raises(ValueError, match=rf"The gradient 'head/w' {shapes}"):
-        jax.jit(tx.update)(grads, tx.init(HALVES), HALVES)
+    state = jax.eval_shape(tx.init, HALVES)
+    for shape in ((3,), (4, 3)):
+        grads = {**PARAMS, "head": {**PARAMS["head"], "w": jnp.ones(shape)}}
+        shapes = re.escape(f"has the shape {shape}, and its parameter has (2, 3)")
+        with pytest.raises(ValueError, match=rf"The gradient 'head/w' {shapes}"):
+            jax.eval_shape(tx.update, grads, state, HALVES)
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
@@ -65,13 +66,13 @@ def test_a_gradient_that_is_missing_or_unknown_is_named(wrap, optimizer):
     if optimizer == "sgd":
         pytest.skip("optax.sgd has no state, and takes a part of the gradients.")
     tx = WRAPPERS[wrap](OPTIMIZERS[optimizer])
-    state = tx.init(HALVES)
+    state = jax.eval_shape(tx.init, HALVES)
     missing = {**PARAMS, "head": {"w": PARAMS["head"]["w"]}}
     for grads in (missing, {**missing, "head": {**missing["head"], "b": None}}):
         with pytest.raises(ValueError, match=r"The gradients lack the parameters \['head/b'\]"):
-            tx.update(grads, state, HALVES)
+            jax.eval_shape(tx.update, grads, state, HALVES)
     with pytest.raises(ValueError, match=r"The gradients have leaves that .*: \['tail'\]"):
-        tx.update({**PARAMS, "tail": jnp.ones(2)}, state, HALVES)
+        jax.eval_shape(tx.update, {**PARAMS, "tail": jnp.ones(2)}, state, HALVES)
 
 
 def test_masters_need_a_gradient_of_each_parameter():
@@ -91,10 +92,11 @@ def test_errors_of_the_optimizer_itself_come_through():
             tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.slow
 def test_gradients_of_each_example_have_an_axis_more():
     private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0))
     grads = jax.tree.map(lambda p: jnp.stack([p, -2 * p]) / 8, PARAMS)
-    expected, _ = private.update(grads, private.init(PARAMS))
+    expected, _ = jax.jit(private.update)(grads, private.init(PARAMS))
     tx = jmp.skip_nonfinite(jmp.cast_state(private))
     updates, _ = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
     for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
@@ -164,6 +166,7 @@ def test_a_key_without_rounding_is_an_error(key):
         jmp.cast_state(optax.adam(1e-3), key=key)
 
 
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize(
     "build", [WRAPPERS["cast_state"], WRAPPERS["with_stochastic_rounding"], WRAPPERS["nested"]]
 )

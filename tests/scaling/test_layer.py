@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
+from tests.support.arrays import normal
 
 F16 = jnp.float16
 LAYERS, WIDTH = 40, 16
-KEYS = jax.random.split(jax.random.key(0), LAYERS + 1)
-W = jnp.stack([jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in KEYS[:LAYERS]])
-X = jax.random.normal(KEYS[-1], (8, WIDTH))
+W, X = normal(0, LAYERS, WIDTH, WIDTH, scale=WIDTH**-0.5), normal(1, 8, WIDTH)
 
 
 def layer(w, x):
@@ -51,6 +50,7 @@ def expected():
     return full
 
 
+@pytest.mark.cases(fast=0, slow=2)
 @pytest.mark.parametrize("remat", [False, True])
 def test_all_layers_learn_where_no_global_scale_serves_them(expected, remat):
     half = jmp.autocast(layer, F16)
@@ -130,7 +130,8 @@ def test_the_half_inside_sees_a_cotangent_between_1_and_2(cotangent):
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_inf_and_nan_reach_the_check(bad):
     scaled = jmp.scale_layer(jmp.autocast(layer, F16))
-    grads = jax.vjp(scaled, W[0], X)[1](jnp.ones((8, WIDTH)).at[3, 2].set(bad))
+    pullback = jax.jit(lambda cotangent: jax.vjp(scaled, W[0], X)[1](cotangent))
+    grads = pullback(jnp.ones((8, WIDTH)).at[3, 2].set(bad))
     assert not bool(jmp.all_finite(grads))
 
 

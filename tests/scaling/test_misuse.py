@@ -1,6 +1,7 @@
 """What careless users write: each mistake has a message that says what was given and what to do."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
@@ -77,6 +78,7 @@ def test_a_gradient_that_is_missing(wrap):
         tx.update({"b": jnp.ones(())}, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.cases(fast=4, slow=4)
 @pytest.mark.parametrize("number", [0.0, -1.0, np.inf, np.nan])
 @pytest.mark.parametrize("scale", [jmp.StaticLossScale, jmp.DynamicLossScale])
 def test_an_invalid_scale_that_is_traced_skips_every_step_and_is_named(scale, number):
@@ -258,16 +260,22 @@ class Normed(nnx.Module):
         return self.dropout(self.norm(self.linear(x)))
 
 
-MLP = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+@functools.cache
+def mlp():
+    return eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+
+
 MODELS = {
-    "equinox": (lambda: MLP, lambda m, x: jnp.sum(jax.vmap(m)(x)), eqx.filter_value_and_grad),
+    "equinox": (mlp, lambda m, x: jnp.sum(jax.vmap(m)(x)), eqx.filter_value_and_grad),
     "nnx": (Normed, lambda m, x: jnp.sum(m(x) ** 2), nnx.value_and_grad),
-    "in a dict": (lambda: {"m": MLP}, lambda m, x: jnp.sum(jax.vmap(m["m"])(x)), eqx.filter_value_and_grad),
+    "in a dict": (lambda: {"m": mlp()}, lambda m, x: jnp.sum(jax.vmap(m["m"])(x)), eqx.filter_value_and_grad),
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda fun: fun, lambda fun: jmp.autocast(fun, "float16")])
-@pytest.mark.parametrize("made_by", [jmp.value_and_grad, jmp.grad])
+@pytest.mark.parametrize(
+    ("made_by", "wrap"),
+    [(jmp.value_and_grad, lambda fun: fun), (jmp.grad, lambda fun: jmp.autocast(fun, "float16"))],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_without_transform_gets_the_line(name, made_by, wrap):
     build, fun, transform = MODELS[name]

@@ -37,11 +37,9 @@ def spoil(tree, index, value, where=0.0):
 
 
 def random_tree(seed, scale=1.0):
-    leaves, structure = jax.tree.flatten(make_tree())
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return structure.unflatten(
-        [scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)]
-    )
+    numbers = np.random.default_rng(seed)
+    draw = lambda leaf: jnp.asarray(scale * numbers.normal(size=leaf.shape), jnp.float32)
+    return jax.tree.map(draw, make_tree())
 
 
 INNERS = {"adamw": optax.adamw(1e-2), "momentum": optax.sgd(0.1, momentum=0.9), "plain": optax.sgd(1.0)}
@@ -85,6 +83,7 @@ def test_gradients_within_the_norm_do_not_change():
     np.testing.assert_allclose(jmp.metrics(state)["grad_norm"], 0.125 * 28**0.5, rtol=4 * EPS)
 
 
+@pytest.mark.cases(fast=1, slow=0)
 @pytest.mark.parametrize("name", INNERS)
 @hypothesis.given(index=st.integers(0, LEAVES - 1), value=st.sampled_from(BAD), where=st.floats(0, 1))
 @hypothesis.settings(max_examples=15)
@@ -122,6 +121,7 @@ def test_a_norm_that_overflows_though_no_leaf_does_is_reported():
         jmp.raise_if_stuck(state, 1)
 
 
+@pytest.mark.cases(fast=1, slow=0)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_gradients_in_half_are_squared_in_float32(dtype):
     tx = jmp.skip_nonfinite(optax.sgd(1.0), clip_norm=1.0)
@@ -149,30 +149,29 @@ def test_a_threaded_scale_clips_the_unscaled_gradients():
     loss_scale = jmp.StaticLossScale(2.0**10)
     tx = jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.sgd(1.0)), clip_norm=1.0)
     grads = random_tree(0)
-    updates, state = tx.update(
+    updates, state = jax.jit(tx.update)(
         jax.tree.map(lambda g: g * 2.0**10, grads), tx.init(grads), grads, loss_scale=loss_scale
     )
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    expected, _ = clipped.update(grads, clipped.init(grads), grads)
+    expected, _ = jax.jit(clipped.update)(grads, clipped.init(grads), grads)
     for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=16 * EPS)
     np.testing.assert_allclose(state.grad_norm, optax.tree.norm(grads), rtol=16 * EPS)
 
 
 @pytest.mark.parametrize(
-    "wrap",
+    ("wrap", "made_by"),
     [
-        lambda steps: steps,
-        lambda steps: steps.gradient_transformation(),
-        lambda steps: optax.chain(optax.identity(), steps.gradient_transformation()),
-        lambda steps: optax.masked(steps.gradient_transformation(), True),
-        jmp.with_master_weights,
-        lambda steps: jmp.with_stochastic_rounding(jmp.cast_state(steps)),
+        (lambda steps: steps, jmp.with_loss_scale),
+        (lambda steps: steps.gradient_transformation(), jmp.skip_nonfinite),
+        (lambda steps: optax.chain(optax.identity(), steps.gradient_transformation()), jmp.with_loss_scale),
+        (lambda steps: optax.masked(steps.gradient_transformation(), True), jmp.skip_nonfinite),
+        (jmp.with_master_weights, jmp.skip_nonfinite),
+        (lambda steps: jmp.with_stochastic_rounding(jmp.cast_state(steps)), jmp.with_loss_scale),
     ],
 )
-@pytest.mark.parametrize("made_by", [jmp.with_loss_scale, jmp.skip_nonfinite])
 def test_a_clip_around_an_accumulation_is_an_error_with_the_line_that_clips_what_is_accumulated(
-    made_by, wrap
+    wrap, made_by
 ):
     params = jnp.zeros(4)
     with pytest.raises(

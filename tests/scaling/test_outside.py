@@ -33,8 +33,16 @@ def selecting_step(tx):
     return step
 
 
-@pytest.mark.parametrize("wrap", [jmp.with_loss_scale, jmp.skip_nonfinite])
-@pytest.mark.parametrize("name", OUTSIDE)
+# The other pairs say the same.
+PAIRS = [
+    ("weight decay", jmp.with_loss_scale),
+    ("momentum", jmp.skip_nonfinite),
+    ("schedule", jmp.with_loss_scale),
+]
+
+
+@pytest.mark.cases(fast=1, slow=2)
+@pytest.mark.parametrize(("name", "wrap"), PAIRS)
 def test_what_is_chained_after_acts_on_a_skipped_step_and_selecting_stops_it(name, wrap):
     tx = optax.chain(wrap(optax.adam(1e-2)), OUTSIDE[name])
     params, state = make_step(tx)(make_params(), tx.init(make_params()), make_grads(0))
@@ -49,6 +57,7 @@ def test_what_is_chained_after_acts_on_a_skipped_step_and_selecting_stops_it(nam
         assert float(jmp.get_loss_scale(kept[1]).loss_scale) == 2.0**14
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_selecting_changes_nothing_on_a_step_that_is_taken_and_inside_all_is_kept(name):
     tx = optax.chain(jmp.with_loss_scale(optax.adam(1e-2)), OUTSIDE[name])

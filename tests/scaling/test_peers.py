@@ -183,6 +183,7 @@ def test_flax_leaves_the_powers_of_two():
     assert float(ours.loss_scale) == 2.0**125
 
 
+@pytest.mark.slow
 def test_replicas_that_average_their_gradients_stay_together_as_with_flax():
     """The row of the table "From Flax's DynamicScale": `axis_name=` there is `lax.pmean` here."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",))
@@ -321,6 +322,7 @@ def our_scales(flag, steps):
     return scales[1:].tolist()
 
 
+@pytest.mark.slow
 def test_keras_lets_the_scale_reach_zero(keras):
     theirs, ours = keras_scales(keras, np.inf, 200), our_scales(OVERFLOW, 200)
     assert theirs[0] == ours[0] == 2.0**14
@@ -329,6 +331,7 @@ def test_keras_lets_the_scale_reach_zero(keras):
     assert ours[-1] == min(ours) == 1.0
 
 
+@pytest.mark.slow
 def test_keras_lets_the_scale_reach_inf(keras):
     theirs, ours = keras_scales(keras, 1e-30, 200), our_scales(FINE, 200)
     assert theirs[0] == ours[0] == 2.0**16

@@ -5,6 +5,7 @@ import tarfile
 
 import pytest
 
+from benchmarks.command import write_json
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import files
 
@@ -41,7 +42,7 @@ def test_all_files_together_are_fewer_and_smaller_than_a_rented_machine_gives_ba
 def test_a_file_that_is_being_written_does_not_replace_the_last_whole_one(tmp_path):
     known = {}
     path = tmp_path / "results" / "cpu" / "neumf.json"
-    files.write_atomically(path, '{"arms": 1}')
+    write_json(path, {"arms": 1})
     assert files.collect(tmp_path, ["results/*/neumf.json"], known)
     assert not files.collect(tmp_path, ["results/*/neumf.json"], known)
     path.write_text('{"arms": ')
@@ -77,7 +78,7 @@ def test_results_are_unpacked_to_where_the_tables_are_drawn_from(tmp_path, devic
             "machine.json": {"cores": 16},
         },
     }
-    files.write_atomically(tmp_path / f"gpu-results-{device}.json", json.dumps(content))
+    write_json(tmp_path / f"gpu-results-{device}.json", content)
     assert command.main(["--unpack", str(tmp_path), "--results", str(tmp_path / "results")]) == 0
     read = lambda name: json.loads((tmp_path / "results" / name).read_text())
     timed = read(f"{device.removesuffix('-pretended')}/neumf.json")

@@ -18,6 +18,7 @@ from flax import nnx
 from examples.models.attention import attention
 from examples.models.resnet import Basic, ResNet
 from examples.models.unet import UNet
+from tests.support.arrays import normal
 
 from .cases import IMAGES, NEXT_TOKEN, ROWS, SEQUENCES, Case, equinox_case, linen_case, nnx_case
 from .cases import TEXT as TEXT
@@ -28,7 +29,7 @@ from .in_jax import EquinoxTransformer, haiku_case, plain_case
 from .in_linen import LinenExperts, LinenLSTM, LinenTransformer
 from .in_nnx import NnxExperts, NnxLSTM, NnxMLP, NnxResNet, NnxTransformer, NnxUNet
 
-LARGE_IMAGES = jax.random.normal(jax.random.key(6), (4, 20, 20, 3))
+LARGE_IMAGES = normal(6, 4, 20, 20, 3)
 LinenResNet = functools.partial(ResNet, classes=5, stages=(1, 1), block=Basic, features=8, stem=3)
 
 

@@ -14,12 +14,13 @@ from flax import nnx
 
 import jmp_lite as jmp
 from jmp_lite.nnx import with_policy
+from tests.support.arrays import integers, normal
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 16, 2, 8, 17
-ROWS = jax.random.normal(jax.random.key(1), (12, 6))
-IMAGES = jax.random.normal(jax.random.key(2), (4, 8, 8, 3))
-SEQUENCES = jax.random.normal(jax.random.key(3), (4, 7, 6))
-TEXT = jax.random.randint(jax.random.key(4), (3, LENGTH), 0, VOCABULARY)
+ROWS = normal(1, 12, 6)
+IMAGES = normal(2, 4, 8, 8, 3)
+SEQUENCES = normal(3, 4, 7, 6)
+TEXT = integers(4, VOCABULARY, 3, LENGTH)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
