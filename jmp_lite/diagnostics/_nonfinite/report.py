@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from ..._text import Shown, power, shortened, wrapped
 from .._precision.report import Difference
@@ -142,7 +141,7 @@ class Trial:
     error: Difference
     helps: bool
     loss_scale: float | None = None
-    rules: Mapping[str, str] = MappingProxyType({})
+    rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lines: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     dtype: str = ""
