@@ -72,6 +72,7 @@ def test_zeros_are_no_losses():
     assert row.lost == 0
 
 
+@pytest.mark.slow
 def test_loops_are_summed_and_recomputed_layers_count_once():
     def loss(w, x):
         with jax.named_scope("body"):
@@ -83,6 +84,7 @@ def test_loops_are_summed_and_recomputed_layers_count_once():
     assert rows == {"forward": 3 * (16 * 32 + 32 * 32), "backward": 3 * 16 * 32}
 
 
+@pytest.mark.slow
 def test_without_products_in_fp8_there_are_no_rows():
     report = profile_ranges(two_layers, "float8")(PARAMS, X)  # The products are small.
     assert report.float8 == ()
@@ -115,6 +117,7 @@ def test_the_errors_are_those_of_the_functions_themselves():
     assert "module alone in fp8" in str(report)
 
 
+@pytest.mark.slow
 def test_the_rules_keep_the_worst_module_in_bfloat16():
     error = direct_error(float8(two_layers, body="bfloat16"))
     report = compare_precision(float8(two_layers), tolerance=1.01 * error)(PARAMS, X)
