@@ -1,4 +1,4 @@
-"""Decides in which precision one operation runs, and why. There is one function for each category."""
+"""Decides in which precision one operation runs, and why."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,19 +7,58 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr.inner import Role
-from ..._jaxpr.precision import params_with_precision
+from ..._float8.quantize import BACKWARD, FORWARD
+from ..._float8.selection import FLOAT8, NOT_FP8, why_not_float8
 from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import AUTOCAST_SCOPE, Var, is_float32
-from .demand import Wanted
-from .op import Context, Op
-from .plan import Decision, Inside, Move, Plan, Run, Skip, Take, conversion
+from ..._jaxpr.read import Var, is_float32
+from .demand import Analysis, Wanted
+from .op import Op
+from .plan import Decision, Formats, Move, Run, Skip, Take, conversion
 from .rules import Rules, fits
 from .ruling import KEPT, Ruling
+from .scopes import Scopes
 from .states import FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, broadcast, may_be_rounded, moved
 
+_SELECTS = "it picks float32 numbers by zeros and ones, and float32 operations read its result"
+_BY_RULE = "a rule keeps one of its arguments in float32"
+# Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
+# would widen the operands. (`diagnostics/_values/reference.py` names the products as well.)
+_GIVES_FLOAT32 = ("dot_general",)
+_FLOAT32_DTYPE = np.dtype(np.float32)
 
-def in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:
+
+def decide(
+    op: Op,
+    ruling: Ruling,
+    operands: Sequence[State],
+    wanted: Wanted,
+    analysis: Analysis,
+    rules: Rules,
+    scopes: Scopes,
+) -> Decision:
+    """Decides about an operation that runs no jaxprs. `wanted` says how its results are wanted in half.
+
+    Raises:
+        ValueError: `float32_results` selects an operation that cannot give float32 from half operands.
+    """
+    if ruling.reason:
+        return _kept(op, operands, ruling, rules.dtype)
+    if op.is_cast:
+        return _cast(op, operands[0])
+    if ruling.half_sum:
+        return _half_sum(op, operands, ruling.half_sum)
+    is_constant_outer = op.name == "outer_product" and all(state.constant for state in operands)
+    if ruling.category is Category.ALLOW and not is_constant_outer:
+        return _product(op, ruling, operands, wanted, analysis, rules, scopes)
+    if op.name in ("outer_product", "elementwise_product"):
+        return _outer(op, operands, wanted, rules)
+    if ruling.category is Category.MOVE:
+        is_wanted = op.equation.outvars[0] in analysis.demand.wanted
+        return _move(op, operands, is_wanted, analysis.context.is_backward(op))
+    return _infer(op, operands, wanted, rules.dtype)
+
+
+def _in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:
     """Runs an operation in float32. A result that is computed from literals alone adapts to its readers."""
     constant = all(state.constant for state in operands) and not op.equation.effects and ruling.reason != KEPT
     state = State(Kind.ADAPTS, constant=True) if constant else FLOAT32
@@ -28,9 +67,9 @@ def in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:
     return Decision(op, ruling.category, _in_full(operands), results, ruling.reason, changed)
 
 
-def decide_kept(op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype) -> Decision:
+def _kept(op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype) -> Decision:
     """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
-    decision = in_float32(op, operands, ruling)
+    decision = _in_float32(op, operands, ruling)
     if ruling.category is not Category.ALLOW or not _widens(op, half):
         return decision
     # JAX would multiply the float32 cotangent with half operands, on no Tensor Core.
@@ -48,23 +87,44 @@ def _widens(op: Op, half: np.dtype) -> bool:
     )
 
 
-def decide_product(
-    op: Op, operands: Sequence[State], rules: Rules, wanted: Wanted, makes_weight_gradient: bool
+def _product(
+    op: Op,
+    ruling: Ruling,
+    operands: Sequence[State],
+    wanted: Wanted,
+    analysis: Analysis,
+    rules: Rules,
+    scopes: Scopes,
 ) -> Decision:
-    """Decides about an operation of the allow list: half operands, unless a rule keeps one in float32.
+    """Decides about a product: half operands, unless a rule keeps one of them in float32.
 
-    A product that makes a weight gradient gives float32.
+    Raises:
+        ValueError: `float32_results` selects an operation that cannot give float32 from half operands.
     """
     if any(state.kind == Kind.BY_RULE for state in operands):
-        return in_float32(op, operands, Ruling(Category.ALLOW, _BY_RULE))
+        return _in_float32(op, operands, Ruling(Category.ALLOW, _BY_RULE))
     if _selects(operands) and not wanted:
-        return in_float32(op, operands, Ruling(Category.ALLOW, _SELECTS))
-    primitive = op.equation.primitive.name
-    takes = _in_half(op, operands)
-    params = _half_params(op, rules.dtype)
+        return _in_float32(op, operands, Ruling(Category.ALLOW, _SELECTS))
+    decision = _product_in_half(op, operands, analysis, rules)
+    if not decision.takes_half:
+        return decision
+    is_backward = analysis.context.is_backward(op)
+    by_argument = next((state.float32_result for state in operands if state.float32_result), "")
+    pattern = ruling.float32_result or by_argument
+    if pattern and not is_backward:
+        scopes.note_used("float32_results", pattern)
+        decision = _with_float32_result(decision, pattern, rules.dtype)
+    return _in_float8(decision, operands, analysis, rules) if rules.float8 else decision
+
+
+def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis, rules: Rules) -> Decision:
+    """Decides about a product of half operands. One that makes a weight gradient may give float32."""
+    primitive, half = op.equation.primitive.name, rules.dtype
+    takes, params = _in_half(op, operands), _half_params(op, half)
     reason = f"{primitive} is on the allow list"
-    action, results, half = Run(takes, params), _halves(op), rules.dtype
-    if primitive in _GIVES_FLOAT32 and makes_weight_gradient:
+    action, results = Run(takes, params), _halves(op)
+    reduces = rules.reduce_dtype is not None and analysis.makes_weight_gradient(op)
+    if primitive in _GIVES_FLOAT32 and reduces:
         reason += "; it makes a weight gradient, which it gives in float32"
         params["preferred_element_type"] = _FLOAT32_DTYPE
         action = Run(takes, params, gradients=(half, half), swapped=True)
@@ -75,7 +135,7 @@ def decide_product(
     return Decision(op, Category.ALLOW, action, results, reason, changed=True)
 
 
-def with_float32_result(decision: Decision, pattern: str, half: np.dtype) -> Decision:
+def _with_float32_result(decision: Decision, pattern: str, half: np.dtype) -> Decision:
     """Returns the decision about a product of half operands that gives float32.
 
     The Tensor Core sums in float32, so the result is not rounded. The products of the derivatives take half
@@ -103,43 +163,59 @@ def _selects(operands: Sequence[State]) -> bool:
     return sorted(state.kind for state in operands) == [Kind.BINARY, Kind.FLOAT32]
 
 
-_SELECTS = "it picks float32 numbers by zeros and ones, and float32 operations read its result"
-_BY_RULE = "a rule keeps one of its arguments in float32"
-# Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
-# would widen the operands. (`diagnostics/_values/reference.py` names the products as well.)
-_GIVES_FLOAT32 = ("dot_general",)
-_FLOAT32_DTYPE = np.dtype(np.float32)
-
-
-def decide_outer(op: Op, operands: Sequence[State], rules: Rules, wanted: Wanted) -> Decision:
-    """Decides about a product without a sum, which runs as an element-wise operation does.
-
-    Its gradients are products of half operands. The outer product itself may need float32, such as the
-    product of positions and frequencies. In a backward pass `decide_product` decides.
-    """
-    if any(state.kind == Kind.BY_RULE for state in operands):
-        return in_float32(op, operands, Ruling(Category.INFER, _BY_RULE))
-    decision = decide_infer(op, operands, wanted, rules.dtype)
-    if decision.takes_half:
-        params = _half_params(op, rules.dtype)
-        return dataclasses.replace(decision, action=Run(_in_half(op, operands), params))
-    is_constant = all(state.constant for state in operands)
-    gives_products = rules.halves_products and op.name == "outer_product" and not is_constant
-    if not gives_products or any(state.wide_gradient for state in operands):
-        return decision
-    action = dataclasses.replace(_in_full(operands), gradients=(rules.dtype, rules.dtype))
-    # The result is in float32, also where `decide_infer` would store it in half.
-    results = _results(op, operands, FLOAT32) if decision.gives_half else decision.results
-    return dataclasses.replace(decision, action=action, results=results, changed=True)
-
-
 def _half_params(op: Op, half: np.dtype) -> dict[str, Any]:
     """Returns the parameters of a product that change for half operands: precisions are of float32."""
     changed = {"preferred_element_type": half, "precision": None}
     return {name: value for name, value in changed.items() if op.equation.params.get(name) is not None}
 
 
-def decide_infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) -> Decision:
+def _in_float8(decision: Decision, operands: Sequence[State], analysis: Analysis, rules: Rules) -> Decision:
+    """Returns the decision about a product in fp8; if it stays in bfloat16, the decision says why."""
+    action, half = decision.action, rules.dtype
+    assert isinstance(action, Run)
+    by_scope = rules.pattern_for(analysis.context.scope_of(decision.op))
+    selecting = filter(None, (by_scope, *(state.float8_rule for state in operands)))
+    pattern, dtype = min(selecting, key=rules.scopes.index, default=("", ""))
+    if pattern and dtype != FLOAT8:
+        why_not = f"the rule for '{pattern}'"
+    else:
+        why_not = why_not_float8(decision.op.equation, forced=dtype == FLOAT8)
+    if why_not:
+        return dataclasses.replace(decision, reason=decision.reason + NOT_FP8 + why_not)
+    # JAX's transpose of a product has the cotangent as its first operand.
+    first = BACKWARD if analysis.context.is_backward(decision.op) else FORWARD
+    # XLA writes a float32 activation once, in bfloat16, for all its readers. A weight is in memory in
+    # float32.
+    sources = tuple(_FLOAT32_DTYPE if state.exact_source else half for state in operands)
+    gradients = action.gradients or (half, half)
+    action = dataclasses.replace(action, gradients=gradients, float8=Formats((first, FORWARD), sources))
+    return dataclasses.replace(decision, action=action, reason=f"{decision.reason}; in fp8")
+
+
+def _outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules) -> Decision:
+    """Decides about a product without a sum, which runs as an element-wise operation does.
+
+    Its gradients are products of half operands. The outer product itself may need float32, such as the
+    product of positions and frequencies. In a backward pass `_product` decides.
+    """
+    half = rules.dtype
+    if any(state.kind == Kind.BY_RULE for state in operands):
+        return _in_float32(op, operands, Ruling(Category.INFER, _BY_RULE))
+    decision = _infer(op, operands, wanted, half)
+    if decision.takes_half:
+        action = Run(_in_half(op, operands), _half_params(op, half))
+        return dataclasses.replace(decision, action=action)
+    is_constant = all(state.constant for state in operands)
+    gives_products = rules.halves_products and op.name == "outer_product" and not is_constant
+    if not gives_products or any(state.wide_gradient for state in operands):
+        return decision
+    action = dataclasses.replace(_in_full(operands), gradients=(half, half))
+    # The result is in float32, also where `_infer` would store it in half.
+    results = _results(op, operands, FLOAT32) if decision.gives_half else decision.results
+    return dataclasses.replace(decision, action=action, results=results, changed=True)
+
+
+def _infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) -> Decision:
     """Decides about an element-wise operation: the widest type of its operands; half only if wanted."""
     known = [
         (var, state, broadcast(op, var, state.kind))
@@ -163,7 +239,7 @@ def decide_infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dty
     elif not wanted and any(map(is_float32, op.equation.outvars)):
         reason = "float32 operations read its result"
     if reason:
-        return in_float32(op, operands, Ruling(Category.INFER, reason))
+        return _in_float32(op, operands, Ruling(Category.INFER, reason))
     if all(may_be_rounded(op, var, state, kind) for var, state, kind in known):
         reason = "its operands are in half, or take the type of the others"
         return Decision(op, Category.INFER, Run(_in_half(op, operands)), _halves(op), reason, changed=True)
@@ -171,7 +247,7 @@ def decide_infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dty
     return _store_half(op, operands, reason)
 
 
-def decide_half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
+def _half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
     """Decides about a residual sum that `half_sums` selects: it adds in half.
 
     XLA would leave out the cast of a float32 sum to half, and store the sum in float32.
@@ -180,7 +256,7 @@ def decide_half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision
     return Decision(op, Category.INFER, Run(_in_half(op, operands)), (HALF_SUM,), reason, changed=True)
 
 
-def decide_move(op: Op, operands: Sequence[State], wanted: bool, backward: bool) -> Decision:
+def _move(op: Op, operands: Sequence[State], wanted: bool, backward: bool) -> Decision:
     """Decides about an operation that moves data: each operand keeps its dtype.
 
     `wanted` says whether any operation wants the first result in half.
@@ -209,7 +285,7 @@ def _moves_both(op: Op, operand: State, wanted: bool, backward: bool) -> bool:
     return (op.traits.gathers or turns) and operand.kind != Kind.OTHER
 
 
-def decide_cast(op: Op, operand: State) -> Decision:
+def _cast(op: Op, operand: State) -> Decision:
     """Decides about a cast of the program. autocast obeys it. A cast from float32 to float32 does nothing."""
     (source,), (target,) = op.equation.invars, op.equation.outvars
     action: Run | Skip = Run((Take.AS_IS,))
@@ -230,37 +306,8 @@ def decide_cast(op: Op, operand: State) -> Decision:
     return Decision(op, Category.AS_TRACED, action, (result,), reason, changed)
 
 
-def decide_inside(
-    op: Op, operands: Sequence[State], plans: Sequence[Plan], results: Sequence[State]
-) -> tuple[Inside, ...]:
-    """Returns how a call runs its jaxprs.
-
-    If the body of a loop wants a constant in half, the loop gets the constant in both dtypes. So the constant
-    is cast once, outside the loop.
-    """
-
-    def enter(index: int, role: Role, state: State, is_wanted: bool) -> Take:
-        if role is Role.CONSTANT and is_wanted and state.kind not in (Kind.OTHER, Kind.LITERAL):
-            return Take.HOISTED
-        if role is Role.CONSTANT and state.is_half:  # The gradients of all iterations are summed in float32.
-            return Take.HOISTED
-        return conversion(operands[index], state)
-
-    def leave(state: State, index: int | None) -> Take:
-        return conversion(state, FLOAT32 if index is None else results[index])
-
-    return tuple(
-        Inside(
-            inner,
-            plan,
-            tuple(map(enter, inner.operands, inner.roles, plan.inputs, plan.is_wanted)),
-            tuple(map(leave, plan.results, inner.results)),
-        )
-        for inner, plan in zip(op.inner, plans)
-    )
-
-
 def _in_full(operands: Sequence[State]) -> Run:
+    """Returns the action of an operation that takes its operands in float32."""
     return Run(tuple(conversion(state, FLOAT32) for state in operands))
 
 
@@ -301,22 +348,3 @@ def _results(op: Op, operands: Sequence[State], state: State) -> tuple[State, ..
     """Returns `state` for each float32 result. Results of other dtypes are never changed."""
     other = State(Kind.OTHER, constant=all(state.constant for state in operands))
     return tuple(state if is_float32(var) else other for var in op.equation.outvars)
-
-
-def with_configured_precision(decision: Decision, precision: Any, context: Context) -> Decision:
-    """Returns a decision by which a float32 product runs in the precision of `jax_default_matmul_precision`.
-
-    autocast traces a program without the option (`_jaxpr/precision.py`). Products with a precision of their
-    own keep it; those that autocast brings to half need none, nor do those of another autocast inside.
-    """
-    action, op = decision.action, decision.op
-    if precision is None or not isinstance(action, Run) or decision.takes_half:
-        return decision
-    is_product, is_inside = op.traits.category is Category.ALLOW, AUTOCAST_SCOPE in context.scope_of(op)
-    if is_product and is_inside and not any(map(is_float32, op.equation.invars)):
-        return decision
-    params = params_with_precision(op.equation, precision)
-    if not params:
-        return decision
-    action = dataclasses.replace(action, params={**params, **action.params})
-    return dataclasses.replace(decision, action=action, changed=True)

@@ -25,32 +25,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._float8.quantize import BACKWARD, FORWARD
-from ..._float8.selection import FLOAT8, NOT_FP8, why_not_float8
 from ..._jaxpr.bind import is_reverse_only
-from ..._jaxpr.inner import Inner
-from ..._jaxpr.precision import configured_precision
+from ..._jaxpr.inner import Inner, Role
+from ..._jaxpr.precision import configured_precision, params_with_precision
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import AUTOCAST_SCOPE, Array, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
 from .activations import inner_members
-from .decide import (
-    decide_cast,
-    decide_half_sum,
-    decide_infer,
-    decide_inside,
-    decide_kept,
-    decide_move,
-    decide_outer,
-    decide_product,
-    with_configured_precision,
-    with_float32_result,
-)
+from .decide import decide
 from .demand import Analysis, DemandPass, Wanted, wanted_inside
 from .op import Context, Op
 from .pairs import find_pairs, with_paths
-from .plan import Activation, Call, Decision, Formats, Plan, Run, Skip, Take, rounded
+from .plan import Activation, Call, Decision, Inside, Plan, Run, Skip, Take, conversion, rounded
 from .rules import Rules
-from .ruling import Ruling, estimate_of_state
+from .ruling import estimate_of_state
 from .scopes import Scopes
 from .states import BY_RULE, FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, entering, join, leaving
 
@@ -117,8 +104,11 @@ class Planner:
         for op, ruling in zip(analysis.ops, analysis.rulings):
             operands = [state_of(var) for var in op.equation.invars]
             wanted = analysis.demand.of_results(op)
-            decision = self._decide(op, ruling, operands, wanted, analysis)
-            decisions.append(with_configured_precision(decision, self.rules.precision, context))
+            if ruling.category is Category.CALL:
+                decisions.append(self._decide_call(op, operands, analysis))
+            else:
+                decision = decide(op, ruling, operands, wanted, analysis, self.rules, self.scopes)
+                decisions.append(_with_configured_precision(decision, self.rules.precision, context))
             if wanted is Wanted.BY_PRODUCTS_ONLY and analysis.activations.may_end(op):
                 decisions[-1] = _activation(analysis, decisions, known) or decisions[-1]
             known.update(zip(op.equation.outvars, decisions[-1].results, strict=True))
@@ -141,70 +131,6 @@ class Planner:
             float8=any(each.in_float8 or any(plan.float8 for plan in each.inner) for each in decisions),
         )
 
-    def _decide(
-        self, op: Op, ruling: Ruling, operands: list[State], wanted: Wanted, analysis: Analysis
-    ) -> Decision:
-        half = self.rules.dtype
-        if ruling.category is Category.CALL:
-            return self._decide_call(op, operands, analysis)
-        if ruling.reason:
-            return decide_kept(op, operands, ruling, half)
-        if op.is_cast:
-            return decide_cast(op, operands[0])
-        if ruling.half_sum:
-            return decide_half_sum(op, operands, ruling.half_sum)
-        is_constant = all(state.constant for state in operands)
-        match ruling.category:
-            case Category.ALLOW if not (op.name == "outer_product" and is_constant):
-                reduces = self.rules.reduce_dtype is not None and analysis.makes_weight_gradient(op)
-                decision = decide_product(op, operands, self.rules, wanted, reduces)
-                if pattern := self._float32_result(decision, ruling, operands, analysis):
-                    decision = with_float32_result(decision, pattern, half)
-                return self._with_float8(decision, operands, analysis) if self.rules.float8 else decision
-            case _ if op.name in ("outer_product", "elementwise_product"):
-                return decide_outer(op, operands, self.rules, wanted)
-            case Category.MOVE:
-                is_wanted = op.equation.outvars[0] in analysis.demand.wanted
-                return decide_move(op, operands, is_wanted, analysis.context.is_backward(op))
-        return decide_infer(op, operands, wanted, half)
-
-    def _float32_result(
-        self, decision: Decision, ruling: Ruling, operands: Sequence[State], analysis: Analysis
-    ) -> str:
-        """Returns the pattern of `float32_results` that selects a product of half operands, if any."""
-        is_backward = analysis.context.is_backward(decision.op)
-        if not self.rules.float32_results or not decision.takes_half or is_backward:
-            return ""
-        by_argument = (state.float32_result for state in operands if state.float32_result)
-        pattern = ruling.float32_result or next(by_argument, "")
-        if pattern:
-            self.scopes.note_used("float32_results", pattern)
-        return pattern
-
-    def _with_float8(self, decision: Decision, operands: Sequence[State], analysis: Analysis) -> Decision:
-        """Returns the decision about a product in fp8; if it stays in bfloat16, the decision says why."""
-        action = decision.action
-        if not decision.takes_half or not isinstance(action, Run):
-            return decision
-        by_scope = self.rules.pattern_for(analysis.context.scope_of(decision.op))
-        rules = filter(None, (by_scope, *(state.float8_rule for state in operands)))
-        pattern, dtype = min(rules, key=self.rules.scopes.index, default=("", ""))
-        if pattern and dtype != FLOAT8:
-            why_not = f"the rule for '{pattern}'"
-        else:
-            why_not = why_not_float8(decision.op.equation, forced=dtype == FLOAT8)
-        if why_not:
-            return dataclasses.replace(decision, reason=decision.reason + NOT_FP8 + why_not)
-        # JAX's transpose of a product has the cotangent as its first operand.
-        first = BACKWARD if analysis.context.is_backward(decision.op) else FORWARD
-        # XLA writes a float32 activation once, in bfloat16, for all its readers. A weight is in memory in
-        # float32.
-        half = self.rules.dtype
-        sources = tuple(np.dtype(np.float32) if state.exact_source else half for state in operands)
-        gradients = action.gradients or (half, half)
-        action = dataclasses.replace(action, gradients=gradients, float8=Formats((first, FORWARD), sources))
-        return dataclasses.replace(decision, action=action, reason=f"{decision.reason}; in fp8")
-
     def _decide_call(self, op: Op, operands: list[State], analysis: Analysis) -> Decision:
         wanted = [analysis.demand.of_var(var) for var in op.equation.outvars]
         plans = [self._plan_inside(op, inner, operands, wanted, analysis) for inner in op.inner]
@@ -216,7 +142,7 @@ class Planner:
         changed = solves or has_half or any(plan.changed for plan in plans)
         action: Run | Call = Run((Take.AS_IS,) * len(operands))
         if changed:
-            inside = decide_inside(op, operands, plans, results)
+            inside = _inside(op, operands, plans, results)
             action = Call(_handler(op, operands, plans), inside, op.recomputes)
         reason = "decided inside, operation by operation"
         return Decision(op, Category.CALL, action, results, reason, changed, tuple(plans))
@@ -237,6 +163,36 @@ class Planner:
             if not streams:
                 return plan
             inputs = [HALF_SUM if number in streams else state for number, state in enumerate(inputs)]
+
+
+def _inside(
+    op: Op, operands: Sequence[State], plans: Sequence[Plan], results: Sequence[State]
+) -> tuple[Inside, ...]:
+    """Returns how a call runs its jaxprs.
+
+    If the body of a loop wants a constant in half, the loop gets the constant in both dtypes. So the constant
+    is cast once, outside the loop.
+    """
+
+    def enter(index: int, role: Role, state: State, is_wanted: bool) -> Take:
+        if role is Role.CONSTANT and is_wanted and state.kind not in (Kind.OTHER, Kind.LITERAL):
+            return Take.HOISTED
+        if role is Role.CONSTANT and state.is_half:  # The gradients of all iterations are summed in float32.
+            return Take.HOISTED
+        return conversion(operands[index], state)
+
+    def leave(state: State, index: int | None) -> Take:
+        return conversion(state, FLOAT32 if index is None else results[index])
+
+    return tuple(
+        Inside(
+            inner,
+            plan,
+            tuple(map(enter, inner.operands, inner.roles, plan.inputs, plan.is_wanted)),
+            tuple(map(leave, plan.results, inner.results)),
+        )
+        for inner, plan in zip(op.inner, plans)
+    )
 
 
 def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) -> tuple[State, ...]:
@@ -262,6 +218,25 @@ def _handler(op: Op, operands: Sequence[State], plans: Sequence[Plan]) -> str:
         return op.name
     own_dtypes = any(state.wide_gradient for state in operands) or any(plan.float8 for plan in plans)
     return "custom_vjp_call" if own_dtypes or is_reverse_only(op.equation) else op.name
+
+
+def _with_configured_precision(decision: Decision, precision: Any, context: Context) -> Decision:
+    """Returns a decision by which a float32 product runs in the precision of `jax_default_matmul_precision`.
+
+    autocast traces a program without the option (`_jaxpr/precision.py`). Products with a precision of their
+    own keep it; those that autocast brings to half need none, nor do those of another autocast inside.
+    """
+    action, op = decision.action, decision.op
+    if precision is None or not isinstance(action, Run) or decision.takes_half:
+        return decision
+    is_product, is_inside = op.traits.category is Category.ALLOW, AUTOCAST_SCOPE in context.scope_of(op)
+    if is_product and is_inside and not any(map(is_float32, op.equation.invars)):
+        return decision
+    params = params_with_precision(op.equation, precision)
+    if not params:
+        return decision
+    action = dataclasses.replace(action, params={**params, **action.params})
+    return dataclasses.replace(decision, action=action, changed=True)
 
 
 _PART = "part of a function of half values, computed in float32"
