@@ -236,8 +236,7 @@ def full_params(params: Any, masters: Any) -> Any:
             raise ValueError(
                 f"with_master_weights: the parameter {path_name(path)!r} is in {now}, "
                 f"{jnp.result_type(param)}, and was in {before} when the optimizer was initialized. "
-                "optax.apply_updates keeps the dtypes of the parameters. "
-                f"After a change of dtypes: {RESUME}"
+                f"optax.apply_updates keeps the dtypes of the parameters. After a change of dtypes: {RESUME}"
             )
         if not has_master:
             return param

@@ -46,9 +46,8 @@ def _index(origin: Origin, sites: Sites) -> str:
     if origin.site.operation not in ("gather", "dynamic_gather") or not origin.is_nan:
         return ""
     return (
-        "JAX fills elements whose index is out of bounds with NaN. The indices may be beyond the "
-        "table, such as "
-        "labels or tokens."
+        "JAX fills elements whose index is out of bounds with NaN. The indices may be beyond the table, "
+        "such as labels or tokens."
     )
 
 
@@ -57,9 +56,8 @@ def _mask(origin: Origin, sites: Sites) -> str:
     if not {"inf", "-inf"} & set(origin.site.operands):
         return ""
     return (
-        "The inf is written, not computed. If it is a mask, a row may be masked as a whole: a "
-        "softmax over it "
-        "is NaN. A function such as ndtri writes it at its poles."
+        "The inf is written, not computed. If it is a mask, a row may be masked as a whole: a softmax over "
+        "it is NaN. A function such as ndtri writes it at its poles."
     )
 
 
@@ -74,9 +72,8 @@ def _derivative(origin: Origin, sites: Sites) -> str:
     if not name or not any(map(_has_zero, (*origin.operands, *_numbers(origin.site)))):
         return ""
     return (
-        f"This may be the derivative of {name}, which {_DERIVATIVES[name]}. A jnp.where around the "
-        "result does "
-        "not help the gradients: guard the operand."
+        f"This may be the derivative of {name}, which {_DERIVATIVES[name]}. A jnp.where around the result "
+        "does not help the gradients: guard the operand."
     )
 
 
@@ -99,8 +96,7 @@ def _root(origin: Origin, sites: Sites) -> str:
     if low < 0:
         return (
             f"The smallest operand of the root is {low:.4g}. A variance as E[x^2] - E[x]^2 may become "
-            "negative by "
-            "rounding, which jnp.mean((x - jnp.mean(x)) ** 2) never does."
+            "negative by rounding, which jnp.mean((x - jnp.mean(x)) ** 2) never does."
         )
     return "The root of 0 is divided by. Often a small number is added inside of the root."
 
@@ -115,9 +111,8 @@ def _division(origin: Origin, sites: Sites) -> str:
         return ""
     if origin.site.operands[divisor].startswith(("float16", "bfloat16")):
         return (
-            "The divisor is 0 in half precision, in which 1 - 0.999 may be 0, and a small number "
-            "that is added "
-            "may be lost."
+            "The divisor is 0 in half precision, in which 1 - 0.999 may be 0, and a small number that is "
+            "added may be lost."
         )
     if origin.is_nan:
         return (
@@ -145,9 +140,8 @@ def _exponential(origin: Origin, sites: Sites) -> str:
     if origin.site.operation not in ("exp", "exp2", "expm1", "sinh", "cosh", "logistic"):
         return ""
     return (
-        "exp is inf beyond 88.7 in float32, and beyond 11.1 in float16. Often the maximum is "
-        "subtracted first, as "
-        "jax.nn.softmax and jax.nn.logsumexp do."
+        "exp is inf beyond 88.7 in float32, and beyond 11.1 in float16. Often the maximum is subtracted "
+        "first, as jax.nn.softmax and jax.nn.logsumexp do."
     )
 
 
