@@ -3,9 +3,9 @@
     pip install nvidia-cudnn-cu13                       # 500 MB. XLA asks cuDNN for its kernels.
     python -m benchmarks.compiled.attention             # Six programs: four minutes.
 
-`jax.nn.dot_product_attention(..., implementation="cudnn")` takes half inputs only, and autocast traces the model
-in float32. So the model is given `flash_attention`, which casts its inputs to half. The program is the loss and
-its gradients. Nothing is run: the figures are those of the compiled programs.
+cuDNN's attention takes half inputs only, and autocast traces the model in float32. So the model is given an
+attention that casts its inputs to half. The program is the loss and its gradients. Nothing is run:
+the figures are those of the compiled programs.
 """
 
 import functools
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import jmp_lite as jmp
+from benchmarks.arms.jax_arms import cudnn_attention
 from benchmarks.command import make_parser
 from benchmarks.compiled.gpt import gpt, gpt_loss
 from benchmarks.compiled.h100 import compile_for_gpu
@@ -27,18 +28,9 @@ HAS_CUDNN = bool(importlib.util.find_spec("nvidia") and importlib.util.find_spec
 """Whether cuDNN is installed."""
 
 
-def flash_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, dtype: Any = jnp.bfloat16, **settings: Any
-) -> jax.Array:
-    """Returns cuDNN's attention in half precision, in the dtype of `query`."""
-    query, key, value, result = (*(x.astype(dtype) for x in (query, key, value)), query.dtype)
-    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-    return attend(query, key, value, **settings).astype(result)
-
-
-def with_flash_attention(model: GPT2) -> GPT2:
+def with_cudnn_attention(model: GPT2) -> GPT2:
     """Returns a GPT-2 whose attention is cuDNN's."""
-    return model.clone(attention=flash_attention)
+    return model.clone(attention=functools.partial(cudnn_attention, jnp.bfloat16))
 
 
 ORDERS: dict[str, Callable[..., Any]] = {
@@ -63,11 +55,11 @@ def main() -> None:
     if not HAS_CUDNN:
         parser.error("cuDNN is not installed: pip install nvidia-cudnn-cu13")
     model = gpt(length=options.length, layers=options.layers)
-    flash = with_flash_attention(model)
+    cudnn = with_cudnn_attention(model)
     by_hand = lambda model: jax.value_and_grad(gpt_loss(model, "by hand", jnp.bfloat16))
     print("| attention | casts | kernels | GB moved | temporaries GB |")
     print("| --- | --- | ---: | ---: | ---: |")
-    for name, each in (("XLA's", model), ("cuDNN's", flash)):
+    for name, each in (("XLA's", model), ("cuDNN's", cudnn)):
         ways = {order: wrap(gpt_loss(each, "none", jnp.bfloat16)) for order, wrap in ORDERS.items()}
         for way, gradients in {**ways, "by hand": by_hand(each)}.items():
             program = loss_and_gradients(each, gradients)

@@ -66,6 +66,7 @@ def test_an_outlier_flushes_the_rest_of_its_tensor():
     assert names == {"head"}
 
 
+@pytest.mark.slow
 def test_zeros_are_no_losses():
     row = profile_ranges(float8(two_layers))(PARAMS, X.at[:8].set(0.0)).float8[0]
     assert row.zeros == 8 * 64
