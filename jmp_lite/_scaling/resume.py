@@ -2,9 +2,8 @@
 
 The wanted state is that of the script's own `tx.init(params)`. The states of our wrappers are taken off it
 and off the old state. The rest is matched by the names of fields, keys and indices, so that a state of live
-objects and one of plain dicts and lists look alike. Only the links of an optax chain, which have no names,
-may be matched by their order, because transforms without arrays come and go. Then the wrappers are put back,
-with their old values.
+objects and one of plain dicts and lists look alike. Only the links of an optax chain, which have no names, are
+matched by their order. Then the wrappers are put back, with their old values.
 """
 
 import dataclasses
@@ -86,8 +85,8 @@ def resume(
     carrying = _Carrying(without_nnx_variables(params), *wrappers)
     # `with_loss_scale` replaces `optax.apply_if_finite`, so its level is taken off, unless `tx` has one too.
     stays = any(isinstance(node, optax.ApplyIfFiniteState) for node in _nodes(new))
-    if_finite = set(optax.ApplyIfFiniteState._fields)
-    is_level = lambda fields: _is_ours(fields) or (fields.keys() == if_finite and not stays)
+    is_if_finite = lambda fields: not stays and fields.keys() == set(optax.ApplyIfFiniteState._fields)
+    is_level = lambda fields: _is_ours(fields) or is_if_finite(fields)
     state = carrying.wrapped(new, carrying.values((), _plain(new, is_level), _plain(old, is_level)))
     carrying.raise_problems()
     return state
@@ -187,11 +186,7 @@ class _Carrying:
 
         No saved form keeps the names. Then it is the old wrapper at the position of `new` among its kind.
         """
-        has_field = lambda node: field == "loss_scale" or bool(jax.tree.leaves(_fields(node)["key"]))
-        news, olds = (
-            [node for node in nodes if field in _fields(node) and has_field(node)]
-            for nodes in (self.new_wrappers, self.old_wrappers)
-        )
+        news, olds = (_with_field(nodes, field) for nodes in (self.new_wrappers, self.old_wrappers))
         names, old_names = ([getattr(node, "name", None) for node in nodes] for nodes in (news, olds))
         if len(olds) > 1 and any(old_names) and names != old_names:
             found = [old for old, name in zip(olds, old_names, strict=True) if name == new.name]
@@ -325,6 +320,12 @@ def _is_ours(fields: dict[str, Any]) -> bool:
     """Whether fields are those of the state of a wrapper, maybe from an older version of it."""
     rounds = ({"inner_state", "masters"}, {"inner_state", "key"})
     return fields.keys() >= {"inner_state", "loss_scale"} or fields.keys() in rounds
+
+
+def _with_field(nodes: list[Any], field: str) -> list[Any]:
+    """Returns the wrappers that have a field: with `key`, those that round stochastically."""
+    is_used = lambda node: field == "loss_scale" or jax.tree.leaves(_fields(node)[field])
+    return [node for node in nodes if field in _fields(node) and is_used(node)]
 
 
 def _fields(node: Any) -> dict[str, Any]:

@@ -140,13 +140,7 @@ def doctor(
         >>> diagnosis.findings[0].advice  # doctest: +ELLIPSIS
         'Start with jmp.DynamicLossScale(2.0**15): at this scale the error is ...'
     """
-    if not callable(fun):
-        raise TypeError(f"doctor takes a loss function first. Got {fun!r}.")
-    if program is not None and not isinstance(program, Program):
-        raise TypeError(
-            f"doctor: program should be what read_program returns. Got {type(program).__name__}; write "
-            "program=read_program(jax.jit(step).lower(*args).compile())."
-        )
+    _check(fun, program)
     if transform is None:
         if dtype is not None or loss_scale is not None:
             raise ValueError(
@@ -190,6 +184,16 @@ def doctor(
         )
 
     return doctor_fun
+
+
+def _check(fun: Any, program: Any) -> None:
+    if not callable(fun):
+        raise TypeError(f"doctor takes a loss function first. Got {fun!r}.")
+    if program is not None and not isinstance(program, Program):
+        raise TypeError(
+            f"doctor: program should be what read_program returns. Got {type(program).__name__}; write "
+            "program=read_program(jax.jit(step).lower(*args).compile())."
+        )
 
 
 def _step_doctor(call: LossCall, program: Program | None, device: str | None) -> Callable[..., Diagnosis]:

@@ -201,8 +201,7 @@ class DemandPass:
             if ends:
                 (out,) = op.equation.outvars
                 absorbed |= activations.members[out]
-                for source in activations.sources[out]:
-                    demand.want([source], Wanted.INDIRECTLY)
+                demand.want(activations.sources[out], Wanted.INDIRECTLY)
             if ruling.category is Category.CALL:
                 self._want_operands_of_call(op, analysis)
                 continue

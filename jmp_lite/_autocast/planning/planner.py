@@ -37,7 +37,7 @@ from .op import Context, Op
 from .pairs import find_pairs, with_paths
 from .plan import Activation, Call, Decision, Inside, Plan, Run, Skip, Take, conversion, rounded
 from .rules import Rules
-from .ruling import estimate_of_state
+from .ruling import Ruling, estimate_of_state
 from .scopes import Scopes
 from .states import BY_RULE, FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, entering, join, leaving
 
@@ -104,11 +104,7 @@ class Planner:
         for op, ruling in zip(analysis.ops, analysis.rulings):
             operands = [state_of(var) for var in op.equation.invars]
             wanted = analysis.demand.of_results(op)
-            if ruling.category is Category.CALL:
-                decisions.append(self._decide_call(op, operands, analysis))
-            else:
-                decision = decide(op, ruling, operands, wanted, analysis, self.rules, self.scopes)
-                decisions.append(_with_configured_precision(decision, self.rules.precision, context))
+            decisions.append(self._decide(op, ruling, operands, wanted, analysis))
             if wanted is Wanted.BY_PRODUCTS_ONLY and analysis.activations.may_end(op):
                 decisions[-1] = _activation(analysis, decisions, known) or decisions[-1]
             known.update(zip(op.equation.outvars, decisions[-1].results, strict=True))
@@ -130,6 +126,14 @@ class Planner:
             changed=any(decision.changed for decision in decisions),
             float8=any(each.in_float8 or any(plan.float8 for plan in each.inner) for each in decisions),
         )
+
+    def _decide(
+        self, op: Op, ruling: Ruling, operands: list[State], wanted: Wanted, analysis: Analysis
+    ) -> Decision:
+        if ruling.category is Category.CALL:
+            return self._decide_call(op, operands, analysis)
+        decision = decide(op, ruling, operands, wanted, analysis, self.rules, self.scopes)
+        return _with_configured_precision(decision, self.rules.precision, analysis.context)
 
     def _decide_call(self, op: Op, operands: list[State], analysis: Analysis) -> Decision:
         wanted = [analysis.demand.of_var(var) for var in op.equation.outvars]

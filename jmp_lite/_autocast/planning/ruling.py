@@ -183,11 +183,9 @@ def _estimate(op: Op, ruling: Ruling, operands: list[Kind], index: int) -> Kind:
         (source,) = op.equation.invars
         return operands[0] if is_float32(source) else _estimate_of_cast(source.aval.dtype)
     if ruling.category is Category.MOVE:
-        kind = operands[op.moved_operand(index)]
-        return Kind.ADAPTS if kind == Kind.ARGUMENT and op.makes_adapting(out) else kind
-    if ruling.half_sum:
-        return Kind.ADAPTS
-    if ruling.is_half_product and not ruling.float32_result and Kind.BY_RULE not in operands:
+        return _estimate_of_move(op, operands, index)
+    is_half = ruling.is_half_product and not ruling.float32_result and Kind.BY_RULE not in operands
+    if is_half or ruling.half_sum:
         return Kind.ADAPTS
     is_elementwise = ruling.category is Category.INFER and not ruling.reason
     return _widest(op, operands) if is_elementwise else Kind.FLOAT32
@@ -199,6 +197,12 @@ def _widest(op: Op, operands: list[Kind]) -> Kind:
         for var, kind in zip(op.equation.invars, operands)
     ]
     return max(Kind.ADAPTS, min(max(kinds), Kind.FLOAT32))
+
+
+def _estimate_of_move(op: Op, operands: list[Kind], index: int) -> Kind:
+    kind = operands[op.moved_operand(index)]
+    is_adapting = kind == Kind.ARGUMENT and op.makes_adapting(op.equation.outvars[index])
+    return Kind.ADAPTS if is_adapting else kind
 
 
 def _estimate_of_cast(source: jnp.dtype) -> Kind:

@@ -124,15 +124,9 @@ def operations_of(
         if live is not None and id(equation) not in live:
             pass
         elif decision.category is Category.CALL:
-            path = call_scope(path, equation)
-            for inner, inner_plan in zip(op.inner, decision.inner):
-                looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
-                runs = _known(equation.params.get("length", 1)) if looped else 1
-                entering = [taken[index] for index in inner.operands]
-                inside_read = None if live is None else _read_inside(equation, inner, looped, live)
-                yield from operations_of(
-                    inner_plan, half, path, times * runs, entering, promotions, inside_read
-                )
+            yield from _operations_of_call(
+                decision, half, call_scope(path, equation), times, taken, promotions, live
+            )
         elif has_floating(equation):
             arguments = tuple(dict.fromkeys(filter(None, taken)))
             reason = promotions.get(id(equation), decision.reason)
@@ -140,6 +134,25 @@ def operations_of(
         if decision.category is Category.MOVE or op.is_cast:
             paths[equation.outvars[0]] = taken[0]
         states.update(zip(equation.outvars, decision.results))
+
+
+def _operations_of_call(
+    decision: Decision,
+    half: Any,
+    scope: str,
+    times: int,
+    origins: Sequence[str],
+    promotions: Mapping[int, str],
+    live: dict[int, set[Var]] | None,
+) -> Iterator[Operation]:
+    """Yields the operations of the plans inside a call. `origins` are those of its operands."""
+    equation = decision.op.equation
+    for inner, plan in zip(decision.op.inner, decision.inner):
+        looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
+        runs = _known(equation.params.get("length", 1)) if looped else 1
+        entering = [origins[index] for index in inner.operands]
+        read = None if live is None else _read_inside(equation, inner, looped, live)
+        yield from operations_of(plan, half, scope, times * runs, entering, promotions, read)
 
 
 def _live(inside: Jaxpr, read: Sequence[bool]) -> dict[int, set[Var]]:

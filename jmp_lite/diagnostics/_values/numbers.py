@@ -58,15 +58,21 @@ def _on_the_line(line: str, dtype: np.dtype, value: float, equation: Equation) -
     file, number, column = [*where.split(":"), "", ""][:3]
     row = int(number) if number.isdigit() else 0
     lost = _lost(_expression(linecache.getline(file, row), int(column or 0)), dtype, value)
-    while math.isinf(value) and is_arithmetic and not lost and row > 1:
-        row -= 1
-        text = linecache.getline(file, row)
-        lost = _lost(text, dtype, value)
-        if text.lstrip().startswith(("def ", "class ")):
-            break
+    if not lost and math.isinf(value) and is_arithmetic:
+        lost = _lost_above(file, row, dtype, value)
     if lost:  # Of several the one that is nearest to the range of the dtype.
         return float(np.copysign(min(lost) if math.isinf(value) else max(lost), value))
     return _EPSILON if value == 0 and name == "add" else None
+
+
+def _lost_above(file: str, row: int, dtype: np.dtype, value: float) -> set[float]:
+    """Returns the numbers that are rounded to `value` on the nearest such line above, within the function."""
+    for above in range(row - 1, 0, -1):
+        text = linecache.getline(file, above)
+        lost = _lost(text, dtype, value)
+        if lost or text.lstrip().startswith(("def ", "class ")):
+            return lost
+    return set()
 
 
 def _expression(line: str, column: int) -> str:

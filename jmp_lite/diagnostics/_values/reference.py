@@ -197,10 +197,8 @@ class Reference:
             return self._product(equation, operands, flags)
         if name == _OF_BITS or not (name in PRIMITIVES or name == "convert_element_type"):
             return list(map(self._exact, _as_written(equation, arrays)))
-        rounded = [value.rounded for value in operands if value.rounded is not None]
-        if name == "add_any" and len(rounded) == len(operands):
-            # `add_any` sums the gradients of a value, which are in half if all readers of the value are.
-            flags = frozenset[int]().union(*rounded)
+        if name == "add_any":
+            flags = _flags_of_sum(operands, flags)
         results = bind(equation, arrays, **self._wide_params(equation))
         if flags in self._is_on:
             halves = map(self._widened, _as_written(equation, arrays))
@@ -264,6 +262,12 @@ def _is_number(value: ReferenceValue) -> bool:
 def _is_rounded(value: ReferenceValue, flags: Flags | None) -> bool:
     """Whether a value is known to be rounded if all flags are on."""
     return flags is not None and value.rounded is not None and value.rounded <= flags
+
+
+def _flags_of_sum(operands: Sequence[ReferenceValue], flags: Flags | None) -> Flags | None:
+    """Returns the flags of an `add_any`: the gradients of a value are in half if all readers of it are."""
+    rounded = [value.rounded for value in operands if value.rounded is not None]
+    return frozenset[int]().union(*rounded) if len(rounded) == len(operands) else flags
 
 
 def _as_written(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
