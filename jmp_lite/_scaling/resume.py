@@ -2,8 +2,8 @@
 
 The wanted state is that of the script's own `tx.init(params)`. The states of our wrappers are taken off it
 and off the old state. The rest is matched by the names of fields, keys and indices, so that a state of live
-objects and one of plain dicts and lists look alike. Only the links of an optax chain, which have no names, are
-matched by their order. Then the wrappers are put back, with their old values.
+objects and one of plain dicts and lists look alike. Only the links of an optax chain have no names, so they
+are matched by their order. Then the wrappers are put back, with their old values.
 """
 
 import dataclasses

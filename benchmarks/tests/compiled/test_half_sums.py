@@ -1,4 +1,4 @@
-"""With `half_sums`, autocast moves at most the bytes that a policy moves in the step of a transformer."""
+"""With `half_sums`, autocast moves the bytes of casts by hand in the step of a transformer, and of a policy."""
 
 import functools
 import json
@@ -7,7 +7,7 @@ import pytest
 
 import jmp_lite as jmp
 from benchmarks.arms.jax_arms import JaxArm
-from benchmarks.compiled import predict
+from benchmarks.compiled import by_hand, predict
 from benchmarks.compiled.h100 import compile_for_gpu
 from benchmarks.compiled.pages import RESULTS
 from examples.models import FAMILIES
@@ -24,3 +24,10 @@ def test_a_residual_stream_in_half_moves_no_byte_more_than_a_policy(family, monk
     compiled = compile_for_gpu(arm.step, *arm.shapes(), donate_argnums=0, pretend=True)
     assert read_program(compiled).bytes_moved <= arms["float16"]["bytes_moved"]
     assert arms["float16 autocast"]["bytes_moved"] > 1.01 * arms["float16"]["bytes_moved"]
+
+
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("family", ["bert-base", "gpt2-small"])
+def test_a_residual_stream_in_half_moves_the_bytes_of_casts_by_hand(family):
+    casts, ours = (by_hand.program(family, way).bytes_moved for way in ("by hand", [*by_hand.WAYS][-1]))
+    assert ours <= 1.01 * casts
