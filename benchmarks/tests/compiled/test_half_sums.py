@@ -1,4 +1,4 @@
-"""With `half_sums`, autocast moves the bytes of casts by hand in the step of a transformer, and of a policy."""
+"""With `half_sums`, autocast moves the bytes of casts by hand, or of a policy, in a transformer's step."""
 
 import functools
 import json
