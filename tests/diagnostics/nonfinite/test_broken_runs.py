@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:Run
 
 
 def cases(runs):
-    """The named kinds of faults are fast, unless many remedies are tried; those after public issues are slow."""
+    """The named kinds of faults are fast; those of many remedies and after public issues are slow."""
     slow = lambda run: [pytest.mark.slow] if run.source or run in REMEDIED else []
     return [pytest.param(run, marks=slow(run), id=run.name) for run in runs]
 
