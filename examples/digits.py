@@ -157,13 +157,13 @@ def train_arm(arm: str, size: str, epochs: int, seeds: int, data: Any, progress:
             seconds.append((time.perf_counter() - start) / steps_an_epoch)
             progress.update(steps_an_epoch)
         accuracy, test_loss = evaluate(params, batch_stats, test_x, test_y)
-        losses, scales = np.asarray(history).T
+        history = np.asarray(history)
         runs.append(
             Run(
                 accuracy=float(accuracy),
                 test_loss=float(test_loss),
-                losses=losses,
-                scales=scales,
+                losses=history[:, 0],
+                scales=history[:, 1],
                 skipped_steps=int(jmp.metrics(opt_state)["skipped_steps"]),
                 milliseconds=1e3 * min(seconds),
                 temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,

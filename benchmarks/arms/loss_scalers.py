@@ -105,7 +105,8 @@ def flax_dynamic_scale(tx: Any, clip_norm: float | None = None) -> Scaler:
     tx = _clipped(tx, clip_norm)
 
     def init(params: Any, scale: float) -> Any:
-        return tx.init(params), DynamicScale(scale=jnp.float32(scale))
+        initial: Any = jnp.float32(scale)
+        return tx.init(params), DynamicScale(scale=initial)
 
     def step(loss: Loss, params: Any, state: Any, statistics: Any) -> Any:
         inner, dynamic_scale = state

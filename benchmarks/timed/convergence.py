@@ -211,13 +211,13 @@ def train_arm(task: Task, arm: str, starts: list[Any], steps: int) -> list[dict[
             batch = task.train.batch(_batch_seed(seed, step))
             params, state, opt_state, metrics = train_step(params, state, opt_state, batch)
             history.append(metrics)
-        losses, scales = np.asarray(history, np.float64).T
+        measured_steps = np.asarray(history, np.float64)
         lost += [share_lost(task.train, params, state, first)] if measured else []
         held_out = [evaluate(params, state, *task.held_out.batch(seed)) for seed in range(HELD_OUT_BATCHES)]
         run = {
             "seed": seed,
-            "losses": _curve(losses, np.mean),
-            "scales": _curve(scales, lambda part: part[-1]),
+            "losses": _curve(measured_steps[:, 0], np.mean),
+            "scales": _curve(measured_steps[:, 1], lambda part: part[-1]),
             "skipped_steps": int(jmp.metrics(opt_state)["skipped_steps"]),
             "held_out_loss": _number(np.mean(held_out)),
         }
