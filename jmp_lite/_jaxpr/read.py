@@ -8,7 +8,6 @@ them:
 - `source_info.traceback.frames`, the lines that led to an equation;
 - `primitive.get_bind_params`, which turns the parameters of an equation into those of `bind`;
 - the names that JAX itself writes into a name stack: `jvp(`, `transpose(` and `rematted_computation`;
-- `bwd` of a `custom_vjp_call`, a function that can be wrapped;
 - the names of the parameters of the operations that run jaxprs.
 
 Only this file reads them, and for the parameters `inner` and `calls`. tests/jaxpr/test_read.py has a test for
@@ -21,7 +20,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, TypeAlias
 
 import jax
@@ -224,16 +223,6 @@ def _flags_in_stack(name_stack: Any) -> frozenset[int] | None:
 def bind_params(primitive: Primitive, params: dict[str, Any]) -> dict[str, Any]:
     """Returns the parameters of an equation as `primitive.bind` takes them: functions in place of jaxprs."""
     return primitive.get_bind_params(params)
-
-
-def params_with_backward_rule(equation: Equation, around: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the parameters of a `custom_vjp_call` with a function around its backward rule.
-
-    Args:
-        equation: the call.
-        around: takes the rule, a function of flat arrays, and what the rule takes.
-    """
-    return equation.params | {"bwd": equation.params["bwd"].wrap(around, (), None)}
 
 
 def is_transposed(equation: Equation) -> bool:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr import arguments
 from ..._jaxpr.read import Array, all_equations
 from .._precision.compare import Runs, runs_of
 from .._precision.modules import is_of_library
@@ -22,7 +21,6 @@ from .extremes import Extremes
 from .flow import Flow, Origin
 from .hints import hint
 from .report import Nonfinite, NonfiniteReport
-from .rules import Lines, lines_of_rules, own_line
 from .trials import Trials
 
 P = ParamSpec("P")
@@ -121,9 +119,7 @@ def examine(
     trials = Trials(runs()) if is_bad and _has_half(program) and not measured.cut else None
     if trials is not None:
         origins = _tested(origins, trials)
-    is_backward = any(origin.site.direction == "backward" for origin in origins)
-    rules = _lines_of_rules(call, args, kwargs) if is_backward and not measured.is_step else {}
-    report, cause = _report(_Reader(program, measured, scale, rules), origins)
+    report, cause = _report(_Reader(program, measured, scale), origins)
     if cause is None:
         return report
     fitting = _fitting_scale(tapped, scale) if cause.site.is_scaled else None
@@ -157,10 +153,6 @@ def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> Nonf
     return dataclasses.replace(report, tried=tried, is_finite_in_float32=is_finite, rounded=facts)
 
 
-def _lines_of_rules(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lines:
-    return lines_of_rules(arguments.trace(call.fun, args, kwargs, False, (np.ndarray,)).jaxpr)
-
-
 def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
     """Returns the largest power of two below `scale` at which the loss and all gradients are finite.
 
@@ -184,19 +176,16 @@ class _Reader:
         program: the loss and its gradients as one jaxpr.
         measured: the smallest and the largest element of each value.
         scale: the loss scale.
-        rules: the lines of backward rules.
     """
 
     program: LossProgram
     measured: Measured
     scale: float
-    rules: Lines
 
     def read(self, origin: Origin) -> Nonfinite:
         """Returns an origin as a row of the report."""
         site = origin.site
         argument = site.argument or site.last_parameter
-        line = own_line(site, self.rules) if site.direction == "backward" else site.line
         return Nonfinite(
             "NaN" if origin.is_nan else "inf",
             site.operation,
@@ -207,8 +196,8 @@ class _Reader:
             site.module,
             argument,
             bool(site.argument),
-            line,
-            site.caller if line == site.line else "",
+            site.line,
+            site.caller,
             self._direction(origin),
             tuple((loop.kind, number) for loop, number in zip(site.loops, origin.iterations)),
             self._way(origin),

@@ -39,7 +39,7 @@ def two_masks_of_the_least_number(w, x):
     return jnp.mean(jax.nn.softmax(scores + mask).astype(jnp.float32) @ x)
 
 
-@loss((W, X), "select_n", "a row may be masked as a whole")
+@loss((W, X), "select_n", "it may mask a whole row")
 def a_softmax_of_a_row_that_is_masked_as_a_whole(w, x):
     scores = jnp.where(jnp.tri(3, k=-1, dtype=bool), (x @ w) @ x.T, -jnp.inf)  # here
     return jnp.mean(jax.nn.softmax(scores) @ x)
@@ -93,7 +93,7 @@ def the_gradient_of_a_power_at_zero(w):
     return jnp.sum(w**0.5)  # here
 
 
-@loss(ZEROS, "rsqrt", "The root of 0 is divided by")
+@loss(ZEROS, "rsqrt", "divides by the root of 0")
 def an_rsqrt_of_zero(w):
     return jnp.sum(lax.rsqrt(w))  # here
 
@@ -262,10 +262,10 @@ def in_the_backward_rule_of_a_custom_vjp(w):
         return jnp.sqrt(x)
 
     def backward(y, g):
-        return (g / (2 * y),)  # here
+        return (g / (2 * y),)
 
     root.defvjp(lambda x: (jnp.sqrt(x), jnp.sqrt(x)), backward)
-    return jnp.sum(root(w))
+    return jnp.sum(root(w))  # here
 
 
 @loss(ZEROS, "div", "derivative of sqrt")

@@ -55,7 +55,7 @@ def a_cross_entropy_of_labels_that_are_all_ignored(logits, labels):
     return jnp.sum(losses * used) / jnp.sum(used)  # here
 
 
-@public((ONES, np.array([1, 0])), "select_n", "The inf is written", source="pytorch/pytorch#11551")
+@public((ONES, np.array([1, 0])), "select_n", "The inf is a constant", source="pytorch/pytorch#11551")
 def a_loss_that_ignores_a_logit_of_minus_inf(w, used):
     logits = jnp.where(jnp.arange(4) < 2, w, -jnp.inf)  # here
     return jnp.sum(jax.nn.log_softmax(logits) * jnp.repeat(used, 2))
