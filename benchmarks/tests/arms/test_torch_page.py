@@ -20,13 +20,14 @@ import torch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE = (Path(__file__).parents[3] / "docs/migrating/torch.md").read_text()
-SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+TWINS = (Path(__file__).parent / "torch_programs.md").read_text()  # PyTorch's, but for the first.
 TRAINING = ["One program", "Clip by value", "Accumulation", "Several losses and optimizers"]
 TRAINING += ["Gradient penalty", "Schedule, average and log"]
 
 
 def blocks(section, language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.DOTALL | re.MULTILINE)
+    text = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", f"{PAGE}\n{TWINS}", re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```$", "\n".join(text), re.DOTALL | re.MULTILINE)
 
 
 def run_page(language):

@@ -1,0 +1,45 @@
+"""What mkdocs.yml cannot say: the address of the repository, links into it, and the tables of the API pages."""
+
+import importlib
+import inspect
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
+
+
+def on_config(config: Any) -> Any:
+    """The address stands in pyproject.toml."""
+    config.repo_url = REPOSITORY
+    config.repo_name = REPOSITORY.removeprefix("https://github.com/")
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Resolves links to files outside of `docs/`, which the site does not have, and fills the tables of the API."""
+    markdown = re.sub(
+        r"\]\((?:\.\./)+((?:examples|benchmarks|tests)/[^)]*)\)", rf"]({REPOSITORY}/blob/main/\1)", markdown
+    )
+    own = Path(page.file.src_uri).stem
+    return re.sub(
+        r"^<!-- summaries(?: of (.*?))? -->$", lambda found: summaries(found[1] or own), markdown, flags=re.MULTILINE
+    )
+
+
+def summaries(page: str) -> str:
+    """Returns a table of the names on an API page, each with the first sentence of its docstring."""
+    rows = ["| | |", "| --- | --- |"]
+    for module, name in re.findall(r"^::: (.*)\.(\w+)$", (DOCS / f"api/{page}.md").read_text(), re.MULTILINE):
+        text = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
+        first = re.split(r"(?<=\.)\s", text, maxsplit=1)[0].replace("\n", " ")
+        rows.append(f"| [`{name}`][{module}.{name}] | {first} |")
+    return "\n".join(rows)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """mkdocs-jupyter loads MathJax from another server. The notebooks have no formulas."""
+    return re.sub(r"<script data-mkdocs-jupyter-mathjax=.*?</script>", "", output, flags=re.DOTALL)

@@ -1,0 +1,198 @@
+"""The rules of other libraries, written out, beside ours: what the pages of docs/migrating/ say of them."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_lite as jmp
+
+PAGES = Path(__file__).parents[2] / "docs/migrating"
+
+
+def scales_of(loss_scale, finite):
+    adjust, scales = jax.jit(lambda scale, finite: scale.adjust(finite)), []
+    for each in finite:
+        loss_scale = adjust(loss_scale, jnp.asarray(each))
+        scales.append(float(loss_scale.loss_scale))
+    return scales
+
+
+def steps(share=0.8, count=240):
+    """Whether the gradients of each step are finite; mostly not in the second quarter."""
+    return np.random.default_rng(0).random(count) < np.repeat([0.9, 0.2, 0.9, share], count // 4)
+
+
+def apex(finite, window, scale=2.0**16, largest=2.0**24):
+    unskipped = 0
+    for each in finite:
+        scale, unskipped = (scale, unskipped + 1) if each else (scale / 2, 0)
+        if unskipped == window:
+            scale, unskipped = min(largest, 2 * scale), 0
+        yield scale
+
+
+def test_apex_falls_without_a_minimum_and_stops_at_its_maximum():
+    finite = np.r_[np.zeros(20, bool), np.random.default_rng(0).random(300) < 0.95]
+    ours = jmp.DynamicLossScale(2.0**16, period=4, min_loss_scale=0.0, max_loss_scale=2.0**24)
+    found = scales_of(ours, finite)
+    assert found == list(apex(finite, window=4))
+    assert (min(found), max(found)) == (2.0**-4, 2.0**24)
+
+
+def tensorflow(finite, scale, period, multiplier=2.0):
+    good = 0
+    for each in finite:
+        if not each:
+            good, scale = 0, max(scale / multiplier, 1.0)
+        elif good + 1 >= period:
+            good, scale = 0, scale * multiplier
+        else:
+            good += 1
+        yield scale
+
+
+def test_tensorflow_has_the_same_rule():
+    assert scales_of(jmp.DynamicLossScale(2.0**15, period=4), steps()) == list(tensorflow(steps(), 2.0**15, 4))
+
+
+def megatron(finite, scale, window, hysteresis, minimum):
+    good, left = 0, hysteresis
+    for each in finite:
+        if each:
+            good += 1
+            if good == window:
+                good, left, scale = 0, hysteresis, 2 * scale
+        else:
+            good, left = 0, left - 1
+            if left <= 0:
+                scale = max(scale / 2, minimum)
+        yield scale
+
+
+@pytest.mark.parametrize("hysteresis", [1, 3])
+def test_megatron_counts_the_step_that_lowers_the_scale_too(hysteresis):
+    ours = jmp.DynamicLossScale(2.0**16, period=4, hysteresis=hysteresis - 1, min_loss_scale=4.0)
+    found = scales_of(ours, steps(0.7))
+    assert found == list(megatron(steps(0.7), 2.0**16, 4, hysteresis, 4.0))
+    assert min(found) == 4
+    assert max(found) > 2.0**16
+
+
+def deepspeed(finite, scale, window, hysteresis, consecutive, minimum):
+    good, left = 0, hysteresis
+    for each in finite:
+        if not each:
+            good = 0
+            if left == 1:
+                scale = max(scale / 2, minimum)
+            else:
+                left -= 1
+        else:
+            good += 1
+            grows = good > 1 and (good - 1) % window == 0
+            left = hysteresis if consecutive or grows else left
+            scale = 2 * scale if grows else scale
+        yield scale
+
+
+def test_deepspeed_does_not_count_the_first_finite_step():
+    short = [True] * 7 + [False] * 2 + [True] * 4
+    theirs = [8, 8, 8, 16, 16, 16, 32, 32, 16, 16, 16, 16, 32]
+    assert list(deepspeed(short, 8.0, 3, 2, False, 1.0)) == theirs
+    ours = scales_of(jmp.DynamicLossScale(8.0, period=3, hysteresis=1), short)
+    assert ours == [8, 8, 16, 16, 16, 32, 32, 32, 16, 16, 16, 32, 32]
+
+
+@pytest.mark.parametrize(("hysteresis", "consecutive"), [(2, False), (3, True)])
+def test_the_loss_scale_of_the_page_follows_deepspeed_step_by_step(hysteresis, consecutive):
+    names = {}
+    exec("".join(re.findall(r"```python\n(.*?)```", (PAGES / "deepspeed.md").read_text(), re.DOTALL)), names)
+    settings = {"window": 4, "hysteresis": hysteresis, "consecutive": consecutive, "min_loss_scale": 4.0}
+    ours = names["DeepSpeedLossScale"](jnp.float32(2.0**16), left=hysteresis, **settings)
+    theirs = deepspeed(steps(0.7), 2.0**16, 4, hysteresis, consecutive, 4.0)
+    assert scales_of(ours, steps(0.7)) == list(theirs)
+
+
+def test_a_run_that_starts_at_megatrons_scale_skips_until_it_fits():
+    loss_fn = jmp.autocast(lambda w: jnp.sum(w @ jnp.ones((8, 8))), jnp.float16)
+
+    @jax.jit
+    def next_scale(loss_scale):
+        finite = jmp.all_finite(jmp.grad(loss_fn, loss_scale)(jnp.ones((8, 8))))
+        return finite, loss_scale.adjust(finite)
+
+    def skipped_at_the_start(loss_scale):
+        for skipped in range(100):
+            finite, loss_scale = next_scale(loss_scale)
+            if finite:
+                return skipped
+
+    assert skipped_at_the_start(jmp.DynamicLossScale(2.0**32, hysteresis=1)) == 21
+    assert skipped_at_the_start(jmp.DynamicLossScale(2.0**15)) == 3
+
+
+def nnabla(finite, scale, N, factor=2.0):
+    counter = 0
+    for each in finite:
+        if not each:
+            scale, counter = scale / factor, 0
+        else:
+            if counter > N:
+                scale, counter = scale * factor, 0
+            counter += 1
+        yield scale
+
+
+def test_nnabla_grows_later():
+    finite = [True] * 9 + [False]
+    assert list(nnabla(finite, 8.0, N=3)) == [8, 8, 8, 8, 16, 16, 16, 16, 32, 16]
+    assert scales_of(jmp.DynamicLossScale(8.0, period=3), finite) == [8, 8, 16, 16, 16, 32, 32, 32, 64, 32]
+
+
+def test_mxnets_sgd_with_multi_precision_moves_the_same_masters():
+    lr, momentum, decay, scale = 0.1, 0.9, 1e-4, 128.0
+    grads = np.random.default_rng(0).normal(0, 1e-3, 50).astype(np.float32)
+    master, velocity = np.float32(1), np.float32(0)
+    for grad in grads:  # `rescale_grad=1/128`, on float16 gradients.
+        grad = np.float32(np.float16(grad * np.float32(scale))) * np.float32(1 / scale)
+        velocity = np.float32(momentum) * velocity - np.float32(lr) * (grad + np.float32(decay) * master)
+        master = master + velocity
+
+    def loss_fn(params, grad):
+        return params.astype(jnp.float32) * grad  # Its gradient is `grad`, in float16 for float16 parameters.
+
+    tx = optax.chain(optax.add_decayed_weights(decay), optax.sgd(lr, momentum))
+    tx = jmp.with_loss_scale(jmp.with_master_weights(tx), jmp.StaticLossScale(scale))
+    params = jnp.float16(1)
+    opt_state = tx.init(params)
+    for grad in grads:
+        _, found = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, grad)
+        updates, opt_state = tx.update(found, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert params == np.float16(master)
+    assert abs(jmp.master_params(opt_state, params) - master) < 1e-6
+
+
+@pytest.mark.parametrize(("make", "same"), [("sgd", True), ("adam", False)])
+def test_caffe2_scales_the_learning_rate_which_is_not_the_same_for_adam(make, same):
+    S, lr, decay = 1024.0, 0.1, 1e-3
+    inner = lambda rate: optax.sgd(rate, momentum=0.9) if make == "sgd" else optax.adam(rate)
+
+    def train(tx, factor):
+        params = jnp.linspace(-1, 1, 8)
+        state = tx.init(params)
+        for step in range(20):
+            updates, state = tx.update(jnp.sin(jnp.arange(8.0) + step / 10) * factor, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    plain = train(optax.chain(optax.add_decayed_weights(decay), inner(lr)), 1)
+    theirs = train(optax.chain(optax.add_decayed_weights(decay * S), inner(lr / S)), S)
+    assert jnp.allclose(theirs, plain, atol=1e-5) == same
+    if not same:  # S times smaller.
+        assert jnp.abs(theirs - jnp.linspace(-1, 1, 8)).max() < 0.01 < 0.5 < jnp.abs(plain - jnp.linspace(-1, 1, 8)).max()
