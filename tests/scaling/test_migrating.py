@@ -2,12 +2,16 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
 
 import jmp_lite as jmp
 
@@ -196,3 +200,138 @@ def test_caffe2_scales_the_learning_rate_which_is_not_the_same_for_adam(make, sa
     assert jnp.allclose(theirs, plain, atol=1e-5) == same
     if not same:  # S times smaller.
         assert jnp.abs(theirs - jnp.linspace(-1, 1, 8)).max() < 0.01 < 0.5 < jnp.abs(plain - jnp.linspace(-1, 1, 8)).max()
+
+
+def run_page(name):
+    """What the code of a page leaves behind."""
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), re.DOTALL):
+        exec(compile(block, f"{name}.md", "exec"), names)
+    return names
+
+
+def finite_step(tx, scaled_loss):
+    """A step with the scale and the selection by hand."""
+
+    @jax.jit
+    def step(params, opt_state, loss_scale, x):
+        grads = loss_scale.unscale(jax.grad(scaled_loss)(params, loss_scale, x))
+        finite = jmp.all_finite(grads)
+        updates, new_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_state
+        return *jmp.select_tree(finite, new, (params, opt_state)), loss_scale.adjust(finite)
+
+    return step
+
+
+def assert_close(ours, theirs, start, share=0.02):
+    assert jnp.abs(ours - theirs).max() < share * jnp.abs(theirs - start).max()
+
+
+@pytest.mark.slow
+def test_a_program_with_flaxs_dynamic_scale_and_dtypes_trains_as_the_one_of_the_page():
+    page = run_page("flax")
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Dense(16, dtype=jnp.float16)(x))
+            return nn.Dense(4, dtype=jnp.float16)(x).astype(jnp.float32)
+
+    class ScaledState(TrainState):
+        dynamic_scale: Any = None
+
+    @jax.jit
+    def flax_step(state, x):
+        loss_fn = lambda params: jnp.mean((state.apply_fn(params, x) - 1) ** 2)
+        dynamic_scale, is_finite, _, grads = state.dynamic_scale.value_and_grad(loss_fn)(state.params)
+        new = state.apply_gradients(grads=grads)
+        keep = lambda new, old: jnp.where(is_finite, new, old)
+        return new.replace(
+            params=jax.tree.map(keep, new.params, state.params),
+            opt_state=jax.tree.map(keep, new.opt_state, state.opt_state),
+            dynamic_scale=dynamic_scale,
+        )
+
+    start = page["start"]
+    state = ScaledState.create(
+        apply_fn=Network().apply,
+        params=start,
+        tx=optax.adam(1e-2),
+        dynamic_scale=DynamicScale(scale=1024.0, growth_interval=3),
+    )
+    scales = []
+    for x in page["batches"]:
+        state = flax_step(state, x)
+        scales.append(float(state.dynamic_scale.scale))
+    assert scales == page["scales"]
+    kernel = lambda params: params["params"]["Dense_0"]["kernel"]
+    assert_close(kernel(page["state"].params), kernel(state.params), kernel(start))
+
+
+@pytest.mark.slow
+def test_a_program_with_haikus_policies_trains_as_the_one_of_the_page():
+    page = run_page("haiku")
+    hk, network, start, tx = page["hk"], page["network"], page["start"], optax.adam(1e-2)
+    loss_fn = lambda params, scale, x: scale.scale(jnp.mean((network.apply(params, x) - 1) ** 2))
+    step, loss_scale = finite_step(tx, loss_fn), jmp.DynamicLossScale(2.0**10, period=4)
+    params, opt_state, scales = start, tx.init(start), []
+    hk.mixed_precision.set_policy(page["Network"], jmp.get_policy("p=f32,c=f16,o=f32"))
+    for x in page["batches"]:
+        params, opt_state, loss_scale = step(params, opt_state, loss_scale, x)
+        scales.append(float(loss_scale.loss_scale))
+    hk.mixed_precision.clear_policy(page["Network"])
+    assert scales == page["scales"]
+    weight = lambda params: params["network/body"]["w"]
+    assert_close(weight(page["params"]), weight(params), weight(start))
+
+
+@pytest.mark.slow
+def test_an_equinox_program_by_hand_trains_as_the_one_of_the_page():
+    page, tx = run_page("equinox"), optax.adam(1e-2)
+    arrays, static = page["eqx"].partition(page["start"], page["eqx"].is_array)
+    to_half = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float16), tree)
+
+    def scaled_loss(arrays, scale, x):
+        half_model = page["eqx"].combine(to_half(arrays), static)
+        output = jax.vmap(half_model)(x.astype(jnp.float16)).astype(jnp.float32)
+        return scale.scale(jnp.mean((output - 1) ** 2))
+
+    step, loss_scale, params, opt_state = (
+        finite_step(tx, scaled_loss),
+        jmp.StaticLossScale(1024.0),
+        arrays,
+        tx.init(arrays),
+    )
+    for x in page["batches"]:
+        params, opt_state, _ = step(params, opt_state, loss_scale, x)
+    weight = lambda model: model.layers[0].weight
+    assert_close(weight(page["model"]), weight(params), weight(arrays), 0.05)
+
+
+def test_optax_with_a_scale_by_hand_takes_the_steps_of_with_loss_scale():
+    batches = np.random.default_rng(0).normal(size=(16, 8, 16)).astype(np.float32)
+    batches[5, 0, 0] = np.inf
+    S, start = 2.0**10, jnp.full((16, 4), 0.1)
+    by_hand = optax.apply_if_finite(optax.chain(optax.scale(1 / S), optax.adam(1e-2)), 10)
+    ours = jmp.with_loss_scale(optax.adam(1e-2), jmp.StaticLossScale(S))
+    half_loss = jmp.autocast(lambda params, x: jnp.mean((x @ params - 1) ** 2), jnp.float16)
+
+    def train(tx, grad_fn):
+        @jax.jit
+        def step(params, opt_state, x):
+            updates, opt_state = tx.update(grad_fn(params, opt_state, x), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params, opt_state = start, tx.init(start)
+        for x in batches:
+            params, opt_state = step(params, opt_state, x)
+        return params, opt_state
+
+    scaled = lambda params, _, x: jax.grad(lambda params: S * half_loss(params, x))(params)
+    theirs, _ = train(by_hand, scaled)
+    params, opt_state = train(
+        ours, lambda params, state, x: jmp.grad(half_loss, jmp.get_loss_scale(state))(params, x)
+    )
+    assert_close(params, theirs, start, 0.01)
+    assert jmp.metrics(opt_state)["skipped_steps"] == 1
