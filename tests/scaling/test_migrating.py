@@ -112,6 +112,7 @@ def test_deepspeed_does_not_count_the_first_finite_step():
     assert ours == [8, 8, 16, 16, 16, 32, 32, 32, 16, 16, 16, 32, 32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hysteresis", "consecutive"), [(2, False), (3, True)])
 def test_the_loss_scale_of_the_page_follows_deepspeed_step_by_step(hysteresis, consecutive):
     names = {}
@@ -158,6 +159,7 @@ def test_nnabla_grows_later():
     assert scales_of(jmp.DynamicLossScale(8.0, period=3), finite) == [8, 8, 16, 16, 16, 32, 32, 32, 64, 32]
 
 
+@pytest.mark.slow
 def test_mxnets_sgd_with_multi_precision_moves_the_same_masters():
     lr, momentum, decay, scale = 0.1, 0.9, 1e-4, 128.0
     grads = np.random.default_rng(0).normal(0, 1e-3, 50).astype(np.float32)
@@ -309,6 +311,7 @@ def test_an_equinox_program_by_hand_trains_as_the_one_of_the_page():
     assert_close(weight(page["model"]), weight(params), weight(arrays), 0.05)
 
 
+@pytest.mark.slow
 def test_optax_with_a_scale_by_hand_takes_the_steps_of_with_loss_scale():
     batches = np.random.default_rng(0).normal(size=(16, 8, 16)).astype(np.float32)
     batches[5, 0, 0] = np.inf
