@@ -136,11 +136,13 @@ def test_the_files_that_the_tour_of_the_code_names_exist():
 
 
 TOPICS = (
-    *("accumulation", "DDP", "resume", "evaluate", "log", "clip gradients", "schedule", "several optimizers"),
-    *("moving average", "export", "float32 and half", "freeze", "BatchNorm", "rematerialize"),
-    *("scan over layers", "gradient penalty", "FSDP", "checkpoints", "custom kernel", "mix modules"),
-    *("inside the backward pass", "random keys", "dtype argument", "LoRA", "first skipped", "mean loss NaN"),
-    *("OOM", "Apple, AMD", "fp8", "to a tolerance", "K-FAC"),
+    *("use gradient accumulation", "accumulate with BatchNorm", "DDP", "resume", "evaluate", "log"),
+    *("clip gradients", "schedule", "several optimizers", "moving average", "export", "float32 and half"),
+    *("freeze", "train with BatchNorm", "rematerialize", "scan over layers", "gradient penalty", "FSDP"),
+    *("checkpoints", "custom kernel", "mix modules", "inside the backward pass", "random keys"),
+    *("dtype argument", "LoRA", "first skipped", "mean loss NaN", "OOM", "Apple, AMD", "fp8", "to a tolerance"),
+    *("K-FAC", "learning rate", "one layer in float32", "gradients accumulate", "bfloat16 weights"),
+    *("preferred_element_type", "jitted function", "flash attention", "Hugging Face"),
 )
 
 
