@@ -1,4 +1,4 @@
-"""What mkdocs.yml cannot say: the address of the repository, links into it, and the tables of the API pages."""
+"""What mkdocs.yml cannot say: the address of the repository, links into it, tables of the API pages."""
 
 import importlib
 import inspect
@@ -20,13 +20,16 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Resolves links to files outside of `docs/`, which the site does not have, and fills the tables of the API."""
+    """Resolves links to files outside `docs/`, which the site does not have, and fills the API's tables."""
     markdown = re.sub(
         r"\]\((?:\.\./)+((?:examples|benchmarks|tests)/[^)]*)\)", rf"]({REPOSITORY}/blob/main/\1)", markdown
     )
     own = Path(page.file.src_uri).stem
     return re.sub(
-        r"^<!-- summaries(?: of (.*?))? -->$", lambda found: summaries(found[1] or own), markdown, flags=re.MULTILINE
+        r"^<!-- summaries(?: of (.*?))? -->$",
+        lambda found: summaries(found[1] or own),
+        markdown,
+        flags=re.MULTILINE,
     )
 
 

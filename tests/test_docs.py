@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import jmp_lite
-
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "getting-started.md")
@@ -140,9 +138,9 @@ TOPICS = (
     *("clip gradients", "schedule", "several optimizers", "moving average", "export", "float32 and half"),
     *("freeze", "train with BatchNorm", "rematerialize", "scan over layers", "gradient penalty", "FSDP"),
     *("checkpoints", "custom kernel", "mix modules", "inside the backward pass", "random keys"),
-    *("dtype argument", "LoRA", "first skipped", "mean loss NaN", "OOM", "Apple, AMD", "fp8", "to a tolerance"),
-    *("K-FAC", "learning rate", "one layer in float32", "gradients accumulate", "bfloat16 weights"),
-    *("preferred_element_type", "jitted function", "flash attention", "Hugging Face"),
+    *("dtype argument", "LoRA", "first skipped", "mean loss NaN", "OOM", "Apple, AMD", "fp8"),
+    *("to a tolerance", "K-FAC", "learning rate", "one layer in float32", "gradients accumulate"),
+    *("bfloat16 weights", "preferred_element_type", "jitted function", "flash attention", "Hugging Face"),
 )
 
 
