@@ -35,7 +35,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def summaries(page: str) -> str:
     """Returns a table of the names on an API page, each with the first sentence of its docstring."""
-    rows = ["| | |", "| --- | --- |"]
+    rows = ["| Name | |", "| --- | --- |"]
     for module, name in re.findall(r"^::: (.*)\.(\w+)$", (DOCS / f"api/{page}.md").read_text(), re.MULTILINE):
         text = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
         first = re.split(r"(?<=\.)\s", text, maxsplit=1)[0].replace("\n", " ")
