@@ -10,6 +10,8 @@ from typing import Any
 DOCS = Path(__file__).parent
 PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
+# How a search ranks pages: "NaN" is Diagnosis, not nanoGPT; "GradScaler" is torch.amp, not the home page.
+RANKS = {"diagnosis.md": 4, "causes.md": 2, "migrating/torch.md": 2, "ported-programs.md": 0.3}
 
 
 def on_config(config: Any) -> Any:
@@ -24,6 +26,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(
         r"\]\((?:\.\./)+((?:examples|benchmarks|tests)/[^)]*)\)", rf"]({REPOSITORY}/blob/main/\1)", markdown
     )
+    if rank := RANKS.get(page.file.src_uri):
+        page.meta["search"] = {"boost": rank}
     own = Path(page.file.src_uri).stem
     return re.sub(
         r"^<!-- summaries(?: of (.*?))? -->$",
