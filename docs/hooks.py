@@ -29,12 +29,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if rank := RANKS.get(page.file.src_uri):
         page.meta["search"] = {"boost": rank}
     own = Path(page.file.src_uri).stem
-    return re.sub(
-        r"^<!-- summaries(?: of (.*?))? -->$",
-        lambda found: summaries(found[1] or own),
-        markdown,
-        flags=re.MULTILINE,
-    )
+    if "<!-- all summaries -->" in markdown:
+        names = re.findall(r" api/(.*)\.md$", (DOCS.parent / "mkdocs.yml").read_text(), re.MULTILINE)
+        tables = (f"## [{title(name)}]({name}.md)\n\n{summaries(name)}" for name in names if name != own)
+        return markdown.replace("<!-- all summaries -->", "\n\n".join(tables))
+    return markdown.replace("<!-- summaries -->", summaries(own))
+
+
+def title(page: str) -> str:
+    """Returns the heading of an API page."""
+    return re.match("# (.*)", (DOCS / f"api/{page}.md").read_text())[1]
 
 
 def summaries(page: str) -> str:

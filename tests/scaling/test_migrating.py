@@ -340,3 +340,35 @@ def test_optax_with_a_scale_by_hand_takes_the_steps_of_with_loss_scale():
     )
     assert_close(params, theirs, start, 0.01)
     assert jmp.metrics(opt_state)["skipped_steps"] == 1
+
+
+def test_apply_if_finite_takes_the_steps_of_skip_nonfinite_until_it_applies_a_nan():
+    def train(tx, grads):
+        params = jnp.float32(1)
+        opt_state, update = tx.init(params), jax.jit(tx.update)
+        for grad in grads:
+            updates, opt_state = update(jnp.float32(grad), opt_state, params)
+            params = optax.apply_updates(params, updates)
+        return params, opt_state
+
+    theirs, ours = optax.apply_if_finite(optax.adam(0.1), 2), jmp.skip_nonfinite(optax.adam(0.1))
+    grads = [0.5, np.inf, 0.3, np.nan, np.nan, -0.2]
+    (their_params, their_state), (params, opt_state) = train(theirs, grads), train(ours, grads)
+    assert params == their_params
+    metrics = jmp.metrics(opt_state)
+    assert metrics["skipped_steps"] == their_state.total_notfinite == 3
+    assert metrics["consecutive_skipped_steps"] == their_state.notfinite_count == 0
+    grads = [0.5, np.nan, np.nan, np.nan]
+    assert jnp.isnan(train(theirs, grads)[0])
+    assert train(ours, grads)[0] == train(ours, grads[:1])[0]
+
+
+def test_what_differs_from_jmp_beside_what_test_peers_runs():
+    jmp_of_deepmind = pytest.importorskip("jmp")
+    loss = jnp.float16(1)
+    assert jmp_of_deepmind.StaticLossScale(2.0).unscale(loss).dtype == jnp.float16
+    assert jmp.StaticLossScale(2.0).unscale(loss).dtype == jnp.float32
+    assert jmp_of_deepmind.StaticLossScale(0.0).loss_scale == 0
+    with pytest.raises(ValueError, match="should be above 0"):
+        jmp.StaticLossScale(0.0)
+    assert jax.tree.leaves((jmp_of_deepmind.StaticLossScale(2.0), jmp.StaticLossScale(2.0))) == [2]  # Ours.
