@@ -33,7 +33,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         names = re.findall(r" api/(.*)\.md$", (DOCS.parent / "mkdocs.yml").read_text(), re.MULTILINE)
         tables = (f"## [{title(name)}]({name}.md)\n\n{summaries(name)}" for name in names if name != own)
         return markdown.replace("<!-- all summaries -->", "\n\n".join(tables))
-    return markdown.replace("<!-- summaries -->", summaries(own))
+    if "<!-- summaries -->" in markdown:
+        return markdown.replace("<!-- summaries -->", summaries(own))
+    return markdown
 
 
 def title(page: str) -> str:
