@@ -15,7 +15,7 @@ FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "getting-started.md")
 BLOCKS = {page: re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) for page in PAGES}
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCKS[page]], ids=lambda page: page.name)
 @pytest.mark.filterwarnings("ignore:Expected floating type")
 def test_the_python_blocks_of_a_page_run(page):

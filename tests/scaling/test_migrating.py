@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -113,15 +113,56 @@ def test_deepspeed_does_not_count_the_first_finite_step():
     assert ours == [8, 8, 16, 16, 16, 32, 32, 32, 16, 16, 16, 32, 32]
 
 
+class DeepSpeedLossScale(NamedTuple):
+    loss_scale: Any
+    good: Any = 0
+    left: Any = 2
+    window: Any = 1000
+    hysteresis: Any = 2
+    consecutive: Any = False
+    min_loss_scale: Any = 1.0
+
+    def scale(self, tree):
+        return jmp.StaticLossScale(self.loss_scale).scale(tree)
+
+    def unscale(self, tree):
+        return jmp.StaticLossScale(self.loss_scale).unscale(tree)
+
+    def adjust(self, grads_finite):
+        good = jnp.where(grads_finite, self.good + 1, 0)
+        grows = (good > 1) & ((good - 1) % self.window == 0)
+        falls = ~grads_finite & (self.left == 1)
+        lowered = jnp.maximum(self.loss_scale / 2, self.min_loss_scale)
+        refill = grows | (grads_finite & self.consecutive)
+        left = jnp.where(grads_finite, self.left, jnp.maximum(self.left - 1, 1))
+        return self._replace(
+            loss_scale=jnp.where(grows, 2 * self.loss_scale, jnp.where(falls, lowered, self.loss_scale)),
+            good=good,
+            left=jnp.where(refill, self.hysteresis, left),
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("hysteresis", "consecutive"), [(2, False), (3, True)])
-def test_the_loss_scale_of_the_page_follows_deepspeed_step_by_step(hysteresis, consecutive):
-    names = {}
-    exec("".join(re.findall(r"```python\n(.*?)```", (PAGES / "deepspeed.md").read_text(), re.DOTALL)), names)
+def test_a_loss_scale_of_a_user_follows_deepspeed_step_by_step(hysteresis, consecutive):
     settings = {"window": 4, "hysteresis": hysteresis, "consecutive": consecutive, "min_loss_scale": 4.0}
-    ours = names["DeepSpeedLossScale"](jnp.float32(2.0**16), left=hysteresis, **settings)
+    ours = DeepSpeedLossScale(jnp.float32(2.0**16), left=hysteresis, **settings)
     theirs = deepspeed(steps(0.7), 2.0**16, 4, hysteresis, consecutive, 4.0)
     assert scales_of(ours, steps(0.7)) == list(theirs)
+
+
+@pytest.mark.slow
+def test_with_loss_scale_holds_a_loss_scale_of_a_user():
+    tx = jmp.with_loss_scale(optax.sgd(0.1), DeepSpeedLossScale(jnp.float32(2.0**16), window=1))
+    params = jnp.float32(1)
+    opt_state = tx.init(params)
+    for x in (1.0, 1.0, jnp.inf, jnp.inf):
+        grads = jmp.grad(lambda params, x: params * x, jmp.get_loss_scale(opt_state))(params, jnp.float32(x))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    # Grown once, tolerated one inf, fallen once.
+    assert jmp.get_loss_scale(opt_state).loss_scale == 2.0**16
+    assert jnp.allclose(params, 0.8)
 
 
 def test_a_run_that_starts_at_megatrons_scale_skips_until_it_fits():
@@ -235,6 +276,11 @@ def assert_close(ours, theirs, start, share=0.02):
 @pytest.mark.slow
 def test_a_program_with_flaxs_dynamic_scale_and_dtypes_trains_as_the_one_of_the_page():
     page = run_page("flax")
+    saved, loss_scale = page["saved"], page["loss_scale"]
+    for _ in range(9):
+        saved, *_ = saved.value_and_grad(lambda w: w**2)(jnp.float32(1))
+        loss_scale = loss_scale.adjust(jnp.bool_(True))
+        assert saved.scale == loss_scale.loss_scale
 
     class Network(nn.Module):
         @nn.compact
