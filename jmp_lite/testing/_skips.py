@@ -11,7 +11,7 @@ import numpy as np
 try:
     import chex
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("jmp_lite.testing needs chex: pip install 'jmp_lite[testing]'.") from error
+    raise ModuleNotFoundError("jmp_lite.testing needs chex: pip install chex.") from error
 
 from .._paths import as_patterns, join, matches, path_name
 from .._scaling.loss_scale import LossScale, is_loss_scale

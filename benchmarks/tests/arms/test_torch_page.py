@@ -18,26 +18,40 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
+import jmp_lite as jmp
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE = (Path(__file__).parents[3] / "docs/migrating/torch.md").read_text()
-SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+TWINS = (Path(__file__).parent / "torch_programs.md").read_text()  # PyTorch's, but for the first.
 TRAINING = ["One program", "Clip by value", "Accumulation", "Several losses and optimizers"]
-TRAINING += ["Gradient penalty", "Schedule, average and log"]
+TRAINING += ["Gradient penalty"]
+SECTIONS = [*TRAINING, "Schedule, average and log", "Off", "A saved scaler", "Evaluation"]
+SECTIONS += ["Custom autograd functions", "DDP"]
 
 
 def blocks(section, language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.DOTALL | re.MULTILINE)
+    text = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", f"{PAGE}\n{TWINS}", re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```$", "\n".join(text), re.DOTALL | re.MULTILINE)
 
 
 def run_page(language):
     """What each section of the page leaves behind."""
     names, after = {}, {}
-    for section in (*TRAINING, "Off", "A saved scaler", "Evaluation", "Custom autograd functions", "DDP"):
+    for section in SECTIONS:
         # In "Accumulation" the second block of ours is another rule than PyTorch's.
         for block in blocks(section, language)[: 1 if section == "Accumulation" else None]:
             exec(compile(block, f"{section}, {language}", "exec"), names)
         after[section] = dict(names)
     return after
+
+
+AVERAGED = """
+(params, opt_state), train_step, average, scales = start(advances), make_step(advances), None, []
+for x in batches:
+    params, opt_state = train_step(params, opt_state, x)
+    scales.append(float(jmp.get_loss_scale(opt_state).loss_scale))
+    average = params if average is None else optax.incremental_update(params, average, 0.1)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +90,12 @@ def test_the_second_optimizer_goes_on_while_the_first_skips(theirs, ours):
 
 
 def test_schedule_average_and_skipped_steps_are_those_of_pytorch(theirs, ours):
-    theirs, ours = theirs["Schedule, average and log"], ours["Schedule, average and log"]
-    assert float(ours["rate"]) == pytest.approx(theirs["rate"])
-    assert ours["skipped"] == theirs["skipped"] == 1
+    theirs, ours = theirs["Schedule, average and log"], dict(ours["Schedule, average and log"])
+    exec(AVERAGED, ours)
+    assert float(ours["schedule"](ours["counts"][1])) == pytest.approx(theirs["rate"])
+    assert ours["jmp"].metrics(ours["opt_state"])["skipped_steps"] == theirs["skipped"] == 1
+    assert ours["scales"] == theirs["scales"]
+    assert_close(ours["params"], weights(theirs["model"]))
     assert_close(ours["average"], weights(theirs["average"].module))
 
 
@@ -118,7 +135,6 @@ def test_a_wrapped_model_computes_what_pytorch_computes(theirs, ours):
 
 
 def test_pytorch_computes_custom_functions_in_half_and_with_cast_inputs_in_float32(theirs):
-    """Ours are in the page."""
     assert theirs["Custom autograd functions"]["seen"] == [torch.float16] * 3
     seen = []
 
@@ -132,6 +148,20 @@ def test_pytorch_computes_custom_functions_in_half_and_with_cast_inputs_in_float
     with torch.autocast("cpu", torch.float16):
         Exact.apply(torch.ones(2, 2, dtype=torch.float16))
     assert seen == [torch.float32]
+
+
+def test_both_rules_of_a_custom_vjp_run_in_half_here():
+    product = jax.custom_vjp(lambda x, w: x @ w)
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, grad: (grad @ saved[1].T, saved[0].T @ grad))
+    x, w = jnp.ones((8, 16)), jnp.ones((16, 4))
+
+    def matmuls_in_half(loss_fn):
+        report = jmp.explain(jax.grad(loss_fn, (0, 1)), jnp.float16)(x, w)
+        return [each.in_half for each in report.operations if each.name == "dot_general"]
+
+    assert matmuls_in_half(lambda x, w: jnp.sum(product(x, w) ** 2)) == [True] * 3
+    in_float32 = jmp.full_precision(product)
+    assert matmuls_in_half(lambda x, w: jnp.sum(in_float32(x, w) ** 2)) == [False] * 3
 
 
 CHILD = """

@@ -1,0 +1,420 @@
+"""The rules of other libraries, written out, beside ours: what the pages of docs/migrating/ say of them."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
+
+import jmp_lite as jmp
+
+PAGES = Path(__file__).parents[2] / "docs/migrating"
+
+
+def scales_of(loss_scale, finite):
+    adjust, scales = jax.jit(lambda scale, finite: scale.adjust(finite)), []
+    for each in finite:
+        loss_scale = adjust(loss_scale, jnp.asarray(each))
+        scales.append(float(loss_scale.loss_scale))
+    return scales
+
+
+def steps(share=0.8, count=240):
+    """Whether the gradients of each step are finite; mostly not in the second quarter."""
+    return np.random.default_rng(0).random(count) < np.repeat([0.9, 0.2, 0.9, share], count // 4)
+
+
+def apex(finite, window, scale=2.0**16, largest=2.0**24):
+    unskipped = 0
+    for each in finite:
+        scale, unskipped = (scale, unskipped + 1) if each else (scale / 2, 0)
+        if unskipped == window:
+            scale, unskipped = min(largest, 2 * scale), 0
+        yield scale
+
+
+def test_apex_falls_without_a_minimum_and_stops_at_its_maximum():
+    finite = np.r_[np.zeros(20, bool), np.random.default_rng(0).random(300) < 0.95]
+    ours = jmp.DynamicLossScale(2.0**16, period=4, min_loss_scale=0.0, max_loss_scale=2.0**24)
+    found = scales_of(ours, finite)
+    assert found == list(apex(finite, window=4))
+    assert (min(found), max(found)) == (2.0**-4, 2.0**24)
+
+
+def tensorflow(finite, scale, period, multiplier=2.0):
+    good = 0
+    for each in finite:
+        if not each:
+            good, scale = 0, max(scale / multiplier, 1.0)
+        elif good + 1 >= period:
+            good, scale = 0, scale * multiplier
+        else:
+            good += 1
+        yield scale
+
+
+def test_tensorflow_has_the_same_rule():
+    found = scales_of(jmp.DynamicLossScale(2.0**15, period=4), steps())
+    assert found == list(tensorflow(steps(), 2.0**15, 4))
+
+
+def megatron(finite, scale, window, hysteresis, minimum):
+    good, left = 0, hysteresis
+    for each in finite:
+        if each:
+            good += 1
+            if good == window:
+                good, left, scale = 0, hysteresis, 2 * scale
+        else:
+            good, left = 0, left - 1
+            if left <= 0:
+                scale = max(scale / 2, minimum)
+        yield scale
+
+
+@pytest.mark.parametrize("hysteresis", [1, 3])
+def test_megatron_counts_the_step_that_lowers_the_scale_too(hysteresis):
+    ours = jmp.DynamicLossScale(2.0**16, period=4, hysteresis=hysteresis - 1, min_loss_scale=4.0)
+    found = scales_of(ours, steps(0.7))
+    assert found == list(megatron(steps(0.7), 2.0**16, 4, hysteresis, 4.0))
+    assert min(found) == 4
+    assert max(found) > 2.0**16
+
+
+def deepspeed(finite, scale, window, hysteresis, consecutive, minimum):
+    good, left = 0, hysteresis
+    for each in finite:
+        if not each:
+            good = 0
+            if left == 1:
+                scale = max(scale / 2, minimum)
+            else:
+                left -= 1
+        else:
+            good += 1
+            grows = good > 1 and (good - 1) % window == 0
+            left = hysteresis if consecutive or grows else left
+            scale = 2 * scale if grows else scale
+        yield scale
+
+
+def test_deepspeed_does_not_count_the_first_finite_step():
+    short = [True] * 7 + [False] * 2 + [True] * 4
+    theirs = [8, 8, 8, 16, 16, 16, 32, 32, 16, 16, 16, 16, 32]
+    assert list(deepspeed(short, 8.0, 3, 2, False, 1.0)) == theirs
+    ours = scales_of(jmp.DynamicLossScale(8.0, period=3, hysteresis=1), short)
+    assert ours == [8, 8, 16, 16, 16, 32, 32, 32, 16, 16, 16, 32, 32]
+
+
+class DeepSpeedLossScale(NamedTuple):
+    loss_scale: Any
+    good: Any = 0
+    left: Any = 2
+    window: Any = 1000
+    hysteresis: Any = 2
+    consecutive: Any = False
+    min_loss_scale: Any = 1.0
+
+    def scale(self, tree):
+        return jmp.StaticLossScale(self.loss_scale).scale(tree)
+
+    def unscale(self, tree):
+        return jmp.StaticLossScale(self.loss_scale).unscale(tree)
+
+    def adjust(self, grads_finite):
+        good = jnp.where(grads_finite, self.good + 1, 0)
+        grows = (good > 1) & ((good - 1) % self.window == 0)
+        falls = ~grads_finite & (self.left == 1)
+        lowered = jnp.maximum(self.loss_scale / 2, self.min_loss_scale)
+        refill = grows | (grads_finite & self.consecutive)
+        left = jnp.where(grads_finite, self.left, jnp.maximum(self.left - 1, 1))
+        return self._replace(
+            loss_scale=jnp.where(grows, 2 * self.loss_scale, jnp.where(falls, lowered, self.loss_scale)),
+            good=good,
+            left=jnp.where(refill, self.hysteresis, left),
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hysteresis", "consecutive"), [(2, False), (3, True)])
+def test_a_loss_scale_of_a_user_follows_deepspeed_step_by_step(hysteresis, consecutive):
+    settings = {"window": 4, "hysteresis": hysteresis, "consecutive": consecutive, "min_loss_scale": 4.0}
+    ours = DeepSpeedLossScale(jnp.float32(2.0**16), left=hysteresis, **settings)
+    theirs = deepspeed(steps(0.7), 2.0**16, 4, hysteresis, consecutive, 4.0)
+    assert scales_of(ours, steps(0.7)) == list(theirs)
+
+
+@pytest.mark.slow
+def test_with_loss_scale_holds_a_loss_scale_of_a_user():
+    tx = jmp.with_loss_scale(optax.sgd(0.1), DeepSpeedLossScale(jnp.float32(2.0**16), window=1))
+    params = jnp.float32(1)
+    opt_state = tx.init(params)
+    for x in (1.0, 1.0, jnp.inf, jnp.inf):
+        grads = jmp.grad(lambda params, x: params * x, jmp.get_loss_scale(opt_state))(params, jnp.float32(x))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    # Grown once, tolerated one inf, fallen once.
+    assert jmp.get_loss_scale(opt_state).loss_scale == 2.0**16
+    assert jnp.allclose(params, 0.8)
+
+
+def test_a_run_that_starts_at_megatrons_scale_skips_until_it_fits():
+    loss_fn = jmp.autocast(lambda w: jnp.sum(w @ jnp.ones((8, 8))), jnp.float16)
+
+    @jax.jit
+    def next_scale(loss_scale):
+        finite = jmp.all_finite(jmp.grad(loss_fn, loss_scale)(jnp.ones((8, 8))))
+        return finite, loss_scale.adjust(finite)
+
+    def skipped_at_the_start(loss_scale):
+        for skipped in range(100):
+            finite, loss_scale = next_scale(loss_scale)
+            if finite:
+                return skipped
+
+    assert skipped_at_the_start(jmp.DynamicLossScale(2.0**32, hysteresis=1)) == 21
+    assert skipped_at_the_start(jmp.DynamicLossScale(2.0**15)) == 3
+
+
+def nnabla(finite, scale, N, factor=2.0):
+    counter = 0
+    for each in finite:
+        if not each:
+            scale, counter = scale / factor, 0
+        else:
+            if counter > N:
+                scale, counter = scale * factor, 0
+            counter += 1
+        yield scale
+
+
+def test_nnabla_grows_later():
+    finite = [True] * 9 + [False]
+    assert list(nnabla(finite, 8.0, N=3)) == [8, 8, 8, 8, 16, 16, 16, 16, 32, 16]
+    assert scales_of(jmp.DynamicLossScale(8.0, period=3), finite) == [8, 8, 16, 16, 16, 32, 32, 32, 64, 32]
+
+
+@pytest.mark.slow
+def test_mxnets_sgd_with_multi_precision_moves_the_same_masters():
+    lr, momentum, decay, scale = 0.1, 0.9, 1e-4, 128.0
+    grads = np.random.default_rng(0).normal(0, 1e-3, 50).astype(np.float32)
+    master, velocity = np.float32(1), np.float32(0)
+    for grad in grads:  # `rescale_grad=1/128`, on float16 gradients.
+        grad = np.float32(np.float16(grad * np.float32(scale))) * np.float32(1 / scale)
+        velocity = np.float32(momentum) * velocity - np.float32(lr) * (grad + np.float32(decay) * master)
+        master = master + velocity
+
+    def loss_fn(params, grad):
+        return params.astype(jnp.float32) * grad  # Its gradient is `grad`, in float16 for float16 parameters.
+
+    tx = optax.chain(optax.add_decayed_weights(decay), optax.sgd(lr, momentum))
+    tx = jmp.with_loss_scale(jmp.with_master_weights(tx), jmp.StaticLossScale(scale))
+    params = jnp.float16(1)
+    opt_state = tx.init(params)
+    for grad in grads:
+        _, found = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, grad)
+        updates, opt_state = tx.update(found, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert params == np.float16(master)
+    assert abs(jmp.master_params(opt_state, params) - master) < 1e-6
+
+
+@pytest.mark.parametrize(("make", "same"), [("sgd", True), ("adam", False)])
+def test_caffe2_scales_the_learning_rate_which_is_not_the_same_for_adam(make, same):
+    S, lr, decay = 1024.0, 0.1, 1e-3
+    inner = lambda rate: optax.sgd(rate, momentum=0.9) if make == "sgd" else optax.adam(rate)
+
+    def train(tx, factor):
+        params = jnp.linspace(-1, 1, 8)
+        state = tx.init(params)
+        for step in range(20):
+            updates, state = tx.update(jnp.sin(jnp.arange(8.0) + step / 10) * factor, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    plain = train(optax.chain(optax.add_decayed_weights(decay), inner(lr)), 1)
+    theirs = train(optax.chain(optax.add_decayed_weights(decay * S), inner(lr / S)), S)
+    assert jnp.allclose(theirs, plain, atol=1e-5) == same
+    if not same:  # S times smaller.
+        moved = lambda params: jnp.abs(params - jnp.linspace(-1, 1, 8)).max()
+        assert moved(theirs) < 0.01 < 0.5 < moved(plain)
+
+
+def run_page(name):
+    """What the code of a page leaves behind."""
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), re.DOTALL):
+        exec(compile(block, f"{name}.md", "exec"), names)
+    return names
+
+
+def finite_step(tx, scaled_loss):
+    """A step with the scale and the selection by hand."""
+
+    @jax.jit
+    def step(params, opt_state, loss_scale, x):
+        grads = loss_scale.unscale(jax.grad(scaled_loss)(params, loss_scale, x))
+        finite = jmp.all_finite(grads)
+        updates, new_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_state
+        return *jmp.select_tree(finite, new, (params, opt_state)), loss_scale.adjust(finite)
+
+    return step
+
+
+def assert_close(ours, theirs, start, share=0.02):
+    assert jnp.abs(ours - theirs).max() < share * jnp.abs(theirs - start).max()
+
+
+@pytest.mark.slow
+def test_a_program_with_flaxs_dynamic_scale_and_dtypes_trains_as_the_one_of_the_page():
+    page = run_page("flax")
+    saved, loss_scale = page["saved"], page["loss_scale"]
+    for _ in range(9):
+        saved, *_ = saved.value_and_grad(lambda w: w**2)(jnp.float32(1))
+        loss_scale = loss_scale.adjust(jnp.bool_(True))
+        assert saved.scale == loss_scale.loss_scale
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Dense(16, dtype=jnp.float16)(x))
+            return nn.Dense(4, dtype=jnp.float16)(x).astype(jnp.float32)
+
+    class ScaledState(TrainState):
+        dynamic_scale: Any = None
+
+    @jax.jit
+    def flax_step(state, x):
+        loss_fn = lambda params: jnp.mean((state.apply_fn(params, x) - 1) ** 2)
+        dynamic_scale, is_finite, _, grads = state.dynamic_scale.value_and_grad(loss_fn)(state.params)
+        new = state.apply_gradients(grads=grads)
+        keep = lambda new, old: jnp.where(is_finite, new, old)
+        return new.replace(
+            params=jax.tree.map(keep, new.params, state.params),
+            opt_state=jax.tree.map(keep, new.opt_state, state.opt_state),
+            dynamic_scale=dynamic_scale,
+        )
+
+    start = page["start"]
+    state = ScaledState.create(
+        apply_fn=Network().apply,
+        params=start,
+        tx=optax.adam(1e-2),
+        dynamic_scale=DynamicScale(scale=1024.0, growth_interval=3),
+    )
+    scales = []
+    for x in page["batches"]:
+        state = flax_step(state, x)
+        scales.append(float(state.dynamic_scale.scale))
+    assert scales == page["scales"]
+    kernel = lambda params: params["params"]["Dense_0"]["kernel"]
+    assert_close(kernel(page["state"].params), kernel(state.params), kernel(start))
+
+
+@pytest.mark.slow
+def test_a_program_with_haikus_policies_trains_as_the_one_of_the_page():
+    page = run_page("haiku")
+    hk, network, start, tx = page["hk"], page["network"], page["start"], optax.adam(1e-2)
+    loss_fn = lambda params, scale, x: scale.scale(jnp.mean((network.apply(params, x) - 1) ** 2))
+    step, loss_scale = finite_step(tx, loss_fn), jmp.DynamicLossScale(2.0**10, period=4)
+    params, opt_state, scales = start, tx.init(start), []
+    hk.mixed_precision.set_policy(page["Network"], jmp.get_policy("p=f32,c=f16,o=f32"))
+    for x in page["batches"]:
+        params, opt_state, loss_scale = step(params, opt_state, loss_scale, x)
+        scales.append(float(loss_scale.loss_scale))
+    hk.mixed_precision.clear_policy(page["Network"])
+    assert scales == page["scales"]
+    weight = lambda params: params["network/body"]["w"]
+    assert_close(weight(page["params"]), weight(params), weight(start))
+
+
+@pytest.mark.slow
+def test_an_equinox_program_by_hand_trains_as_the_one_of_the_page():
+    page, tx = run_page("equinox"), optax.adam(1e-2)
+    arrays, static = page["eqx"].partition(page["start"], page["eqx"].is_array)
+    to_half = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float16), tree)
+
+    def scaled_loss(arrays, scale, x):
+        half_model = page["eqx"].combine(to_half(arrays), static)
+        output = jax.vmap(half_model)(x.astype(jnp.float16)).astype(jnp.float32)
+        return scale.scale(jnp.mean((output - 1) ** 2))
+
+    step, loss_scale, params, opt_state = (
+        finite_step(tx, scaled_loss),
+        jmp.StaticLossScale(1024.0),
+        arrays,
+        tx.init(arrays),
+    )
+    for x in page["batches"]:
+        params, opt_state, _ = step(params, opt_state, loss_scale, x)
+    weight = lambda model: model.layers[0].weight
+    assert_close(weight(page["model"]), weight(params), weight(arrays), 0.05)
+
+
+@pytest.mark.slow
+def test_optax_with_a_scale_by_hand_takes_the_steps_of_with_loss_scale():
+    batches = np.random.default_rng(0).normal(size=(16, 8, 16)).astype(np.float32)
+    batches[5, 0, 0] = np.inf
+    S, start = 2.0**10, jnp.full((16, 4), 0.1)
+    by_hand = optax.apply_if_finite(optax.chain(optax.scale(1 / S), optax.adam(1e-2)), 10)
+    ours = jmp.with_loss_scale(optax.adam(1e-2), jmp.StaticLossScale(S))
+    half_loss = jmp.autocast(lambda params, x: jnp.mean((x @ params - 1) ** 2), jnp.float16)
+
+    def train(tx, grad_fn):
+        @jax.jit
+        def step(params, opt_state, x):
+            updates, opt_state = tx.update(grad_fn(params, opt_state, x), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params, opt_state = start, tx.init(start)
+        for x in batches:
+            params, opt_state = step(params, opt_state, x)
+        return params, opt_state
+
+    scaled = lambda params, _, x: jax.grad(lambda params: S * half_loss(params, x))(params)
+    theirs, _ = train(by_hand, scaled)
+    params, opt_state = train(
+        ours, lambda params, state, x: jmp.grad(half_loss, jmp.get_loss_scale(state))(params, x)
+    )
+    assert_close(params, theirs, start, 0.01)
+    assert jmp.metrics(opt_state)["skipped_steps"] == 1
+
+
+def test_apply_if_finite_takes_the_steps_of_skip_nonfinite_until_it_applies_a_nan():
+    def train(tx, grads):
+        params = jnp.float32(1)
+        opt_state, update = tx.init(params), jax.jit(tx.update)
+        for grad in grads:
+            updates, opt_state = update(jnp.float32(grad), opt_state, params)
+            params = optax.apply_updates(params, updates)
+        return params, opt_state
+
+    theirs, ours = optax.apply_if_finite(optax.adam(0.1), 2), jmp.skip_nonfinite(optax.adam(0.1))
+    grads = [0.5, np.inf, 0.3, np.nan, np.nan, -0.2]
+    (their_params, their_state), (params, opt_state) = train(theirs, grads), train(ours, grads)
+    assert params == their_params
+    metrics = jmp.metrics(opt_state)
+    assert metrics["skipped_steps"] == their_state.total_notfinite == 3
+    assert metrics["consecutive_skipped_steps"] == their_state.notfinite_count == 0
+    grads = [0.5, np.nan, np.nan, np.nan]
+    assert jnp.isnan(train(theirs, grads)[0])
+    assert train(ours, grads)[0] == train(ours, grads[:1])[0]
+
+
+def test_what_differs_from_jmp_beside_what_test_peers_runs():
+    jmp_of_deepmind = pytest.importorskip("jmp")
+    loss = jnp.float16(1)
+    assert jmp_of_deepmind.StaticLossScale(2.0).unscale(loss).dtype == jnp.float16
+    assert jmp.StaticLossScale(2.0).unscale(loss).dtype == jnp.float32
+    assert jmp_of_deepmind.StaticLossScale(0.0).loss_scale == 0
+    with pytest.raises(ValueError, match="should be above 0"):
+        jmp.StaticLossScale(0.0)
+    assert jax.tree.leaves((jmp_of_deepmind.StaticLossScale(2.0), jmp.StaticLossScale(2.0))) == [2]  # Ours.

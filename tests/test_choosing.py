@@ -1,0 +1,58 @@
+"""The numbers of docs/choosing.md."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jmp_lite as jmp
+
+
+def to_tf32(x):
+    bits = x.view(np.uint32)
+    return ((bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def test_the_error_of_a_matmul_of_1024_terms():
+    """The inputs are rounded and the sums are exact; only the float32 matmul also rounds its sums."""
+    rng = np.random.default_rng(0)
+    a = rng.normal(size=(256, 1024)).astype(np.float32)
+    b = rng.normal(size=(1024, 256)).astype(np.float32)
+    exact = np.float64(a) @ np.float64(b)
+    error = lambda product: np.linalg.norm(np.float64(product) - exact) / np.linalg.norm(exact)
+    rounded = lambda to: error(np.float64(to(a)) @ np.float64(to(b)))
+    assert error(a @ b) < 1e-6
+    assert abs(rounded(to_tf32) / rounded(np.float16) - 1) < 1e-6
+    assert round(rounded(np.float16) * 1e4, 1) == 2.9
+    assert round(rounded(lambda x: np.asarray(x, jnp.bfloat16)) * 1e3, 1) == 2.3
+
+
+def test_what_is_lost_in_half():
+    f16, bf16 = jnp.float16, jnp.bfloat16
+    assert (f16(1) + f16(2**-11), bf16(1) + bf16(2**-8)) == (1, 1)
+    assert (f16(2048) + f16(1), bf16(256) + bf16(1)) == (2048, 256)
+    assert jnp.isinf(jnp.exp(f16(12)))
+    assert jnp.isinf(f16(300) ** 2)
+    assert jnp.isinf(f16(2) * f16(2.0**15))
+    assert jnp.log(f16(1e-8)) == -jnp.inf
+
+
+def test_autocast_keeps_that_in_float32():
+    def block(w, x):
+        h = jax.nn.softmax(x @ w)
+        variance = jnp.mean((h - jnp.mean(h)) ** 2)
+        return -jnp.mean(jnp.log(h @ w + variance))
+
+    report = jmp.explain(block, jnp.float16)(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    names = {each.name: each.in_half for each in report.operations}
+    assert names["dot_general"]
+    assert not any(names[name] for name in ("exp", "log", "reduce_sum", "integer_pow"))
+
+
+def test_the_default_precision_holds_for_what_stays_float32():
+    product = lambda w, x: jnp.mean(x @ w)
+    w = jnp.ones((8, 8))
+    with jax.default_matmul_precision("highest"):
+        report = jmp.explain(product, jnp.float16)(w, w)
+        careful = jax.make_jaxpr(jmp.autocast(jmp.full_precision(product), jnp.float16))(w, w)
+    assert [each.in_half for each in report.operations if each.name == "dot_general"] == [True]
+    assert "HIGHEST" in str(careful)
