@@ -112,8 +112,15 @@ def print_report(size: Size, text: np.ndarray) -> None:
 
 def main(arguments: list[str] | None = None) -> dict[str, Run]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="default", help="of the network and the batches")
-    parser.add_argument("--steps", type=int, default=200, help="steps of training of each arm")
+    parser.add_argument(
+        "--size",
+        choices=SIZES,
+        default="default",
+        help="of the network and the batches (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=200, help="steps of training of each arm (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps must be at least 1.")

@@ -111,14 +111,26 @@ def train(arm: str, seed: int, steps: int) -> tuple[np.ndarray, int]:
 def main(arguments: list[str] | None = None) -> dict[str, list[np.ndarray]]:
     """Trains all arms, prints a table and draws the losses. Returns the losses of each seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="steps of training of each arm")
-    parser.add_argument("--seeds", type=int, default=3, help="how many times to train each arm")
     parser.add_argument(
-        "--output", type=Path, default=Path("deep_network.png"), help="the picture of the losses"
+        "--steps", type=int, default=400, help="steps of training of each arm (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="how many times to train each arm (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("out/deep_network.png"),
+        help="the picture of the losses (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     if min(options.steps, options.seeds) < 1:
         parser.error("--steps and --seeds must be at least 1.")
+    try:  # Before the training, not after it.
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.open("ab").close()
+    except OSError as error:
+        parser.error(f"--output: cannot write {options.output}: {error.strerror}.")
 
     found: dict[str, list[np.ndarray]] = {}
     few = max(1, options.steps // 10)
@@ -143,7 +155,6 @@ def main(arguments: list[str] | None = None) -> dict[str, list[np.ndarray]]:
 
 def draw(found: dict[str, list[np.ndarray]], path: Path) -> None:
     """Draws the mean loss of each arm over the steps."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for arm, runs in found.items():
         smooth = np.convolve(np.mean(runs, axis=0), np.ones(10) / 10, mode="valid")

@@ -132,12 +132,17 @@ class Result:
 
 def main(arguments: list[str] | None = None) -> dict[str, Result]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="steps of training")
-    parser.add_argument("--output", type=Path, default=Path("out/export"), help="a folder")
+    parser.add_argument("--steps", type=int, default=400, help="steps of training (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("out/export"), help="a folder (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps must be at least 1.")
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output: cannot make the folder {options.output}: {error.strerror}.")
 
     variables = train(options.steps)
     (images,), labels = resnet.small(part=(0.8, 1.0)).batch(0, 512)

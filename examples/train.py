@@ -71,8 +71,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
     """Trains a model in every arm and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("family", choices=FAMILIES, help="the model")
-    parser.add_argument("--size", choices=["small", "full"], default="small", help="of the model")
-    parser.add_argument("--steps", type=int, default=150, help="steps of training of each arm")
+    parser.add_argument(
+        "--size", choices=["small", "full"], default="small", help="of the model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=150, help="steps of training of each arm (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps must be at least 1.")
