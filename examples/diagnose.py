@@ -6,9 +6,9 @@ A small attention model, written by hand in float16, reads scans of handwritten 
 row of pixels at a time. It has three faults that people make: a mask of -1e9, which is -inf in float16; a
 float32 table that promotes the matmul behind it; and a loss whose gradients float16 rounds to zero.
 
-In the first run every step is skipped, and `jmp.raise_if_stuck` stops it. `doctor` names the mask. With the
-mask fixed nothing is skipped, but the loss does not move. `doctor` names the gradients that become zero, a
-scale that saves them, and the table. With all three fixed the loss falls to a tenth. The picture of
+In the first run every step is skipped, and `jmp.raise_if_stuck` stops it. `doctor` names the mask, and its
+list of operations the table. With both fixed nothing is skipped, but the loss does not move. `doctor` names
+the gradients that become zero and a scale that saves them. With it the loss falls to a tenth. The picture of
 `profile_ranges` goes to `out/`. Takes less than a minute on two CPU cores.
 """
 
@@ -110,6 +110,7 @@ class Story:
 
     Attributes:
         stuck: the message of `raise_if_stuck`.
+        promoted: why a matmul of the first run is not in half.
         first, second: what `doctor` says of the two runs that failed.
         flat, learned: the losses of the second run and of the last one.
         ranges: of the second run.
@@ -117,6 +118,7 @@ class Story:
     """
 
     stuck: str
+    promoted: str
     first: Diagnosis
     second: Diagnosis
     flat: np.ndarray
@@ -153,24 +155,26 @@ def main(arguments: list[str] | None = None) -> Story:
     print(f"=== The first run stops: {stuck}")
     first = doctor(broken.loss, "float16", device=None)(initial(), *batch(data, 0))
     show("The doctor on the first run", first)
-    # 2. The mask is fixed. Nothing is skipped, but the loss does not move.
-    unmasked = dataclasses.replace(broken, mask=float(jnp.finfo(jnp.float16).min))
-    flat, _ = train(unmasked.loss, jmp.NoOpLossScale(), data, options.steps)
+    assert first.operations is not None
+    (promoted,) = first.operations.in_float32()
+    print(f"\nThe matmul that is not in half: {promoted.module}, {promoted.source}: {promoted.reason}")
+    # 2. The mask and the table are fixed. Nothing is skipped, but the loss does not move.
+    fixed = Model(mask=float(jnp.finfo(jnp.float16).min), channels=jnp.asarray(CHANNELS, jnp.float16))
+    flat, _ = train(fixed.loss, jmp.NoOpLossScale(), data, options.steps)
     print(f"\n=== The second run: the loss goes from {flat[:10].mean():.3e} to {flat[-10:].mean():.3e}")
-    second = doctor(unmasked.loss, "float16", device=None)(initial(), *batch(data, 0))
+    second = doctor(fixed.loss, "float16", device=None)(initial(), *batch(data, 0))
     show("The doctor on the second run", second)
     ranges = second.ranges
     assert ranges is not None
     ranges.plot(options.output / "diagnosis.png")
-    # 3. The table is float16, and the loss has the scale that `doctor` has tried.
-    mended = dataclasses.replace(unmasked, channels=jnp.asarray(CHANNELS, jnp.float16))
+    # 3. With the loss scale that `doctor` has tried.
     assert second.precision is not None
     scale = jmp.DynamicLossScale(second.precision.loss_scale)
-    learned, _ = train(mended.loss, scale, data, options.steps)
+    learned, _ = train(fixed.loss, scale, data, options.steps)
     start, end = learned[:10].mean(), learned[-10:].mean()
     print(f"\n=== The third run: the loss goes from {start:.3e} to {end:.3e}, {end / start:.0%} of the start")
     print(f"The picture is {options.output}/diagnosis.png.")
-    return Story(stuck, first, second, flat, learned, ranges, second.precision.loss_scale)
+    return Story(stuck, promoted.reason, first, second, flat, learned, ranges, second.precision.loss_scale)
 
 
 if __name__ == "__main__":
