@@ -282,20 +282,20 @@ def mean_loss(losses: list[Any], taken: list[Any]) -> float:
     if wrong := np.count_nonzero(~np.isfinite(of_taken)):
         sys.exit(
             f"{wrong} of the last {len(of_taken)} losses are inf or NaN although their gradients are finite. "
-            "No loss scale mends that. jmp_lite.diagnostics.find_nonfinite names the operation."
+            "No loss scale can fix that. jmp_lite.diagnostics.find_nonfinite names the operation."
         )
     return float(of_taken.mean()) if of_taken.size else float("nan")
 
 
 def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[TrainState, float]:
     """Returns the last state, and the accuracy of its average."""
-    train_x, test_x, train_y, test_y = load_data()
+    train_x, valid_x, train_y, valid_y = load_data()
     steps_an_epoch = len(train_x) // options.batch_size
     schedule = make_schedule(options, options.epochs * steps_an_epoch // options.accumulate)
     state = create_state(options, schedule)
     train_step, evaluate = make_train_step(options), make_evaluate(options)
     if options.evaluate:
-        accuracy = evaluate(checkpoints.restore_best(state), test_x, test_y)
+        accuracy = evaluate(checkpoints.restore_best(state), valid_x, valid_y)
         print(f"best average: accuracy {accuracy:.1%} in {options.precision}")
         return state, accuracy
     state = checkpoints.restore(state)
@@ -324,7 +324,7 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[TrainS
                 mean_loss(losses, taken)
                 checkpoints.save(step, state)
         jmp.raise_if_stuck(state)
-        mean, accuracy = mean_loss(losses, taken), evaluate(state, test_x, test_y)
+        mean, accuracy = mean_loss(losses, taken), evaluate(state, valid_x, valid_y)
         checkpoints.save_if_best(step, state, accuracy)
         checkpoints.save(step, state)
         write(events, step, {"accuracy": accuracy})
@@ -335,7 +335,7 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[TrainS
         )
     if events is not None:
         events.close()
-    return state, evaluate(state, test_x, test_y)
+    return state, evaluate(state, valid_x, valid_y)
 
 
 def speed(seconds: float, options: argparse.Namespace) -> str:

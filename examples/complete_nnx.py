@@ -278,14 +278,14 @@ def mean_loss(losses: list[Any], taken: list[Any]) -> float:
     if wrong := np.count_nonzero(~np.isfinite(of_taken)):
         sys.exit(
             f"{wrong} of the last {len(of_taken)} losses are inf or NaN although their gradients are finite. "
-            "No loss scale mends that. jmp_lite.diagnostics.find_nonfinite names the operation."
+            "No loss scale can fix that. jmp_lite.diagnostics.find_nonfinite names the operation."
         )
     return float(of_taken.mean()) if of_taken.size else float("nan")
 
 
 def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[Training, float]:
     """Returns the state at the end, and the accuracy of its average."""
-    train_x, test_x, train_y, test_y = load_data()
+    train_x, valid_x, train_y, valid_y = load_data()
     steps_an_epoch = len(train_x) // options.batch_size
     schedule = make_schedule(options, options.epochs * steps_an_epoch // options.accumulate)
     training = Training(options, schedule)
@@ -293,7 +293,7 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[Traini
     train_step, evaluate = make_train_step(options), make_evaluate(options)
     if options.evaluate:
         checkpoints.restore_best(training.ema)
-        accuracy = evaluate(training.ema, test_x, test_y)
+        accuracy = evaluate(training.ema, valid_x, valid_y)
         print(f"best average: accuracy {accuracy:.1%} in {options.precision}")
         return training, accuracy
     checkpoints.restore(training)
@@ -322,7 +322,7 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[Traini
                 mean_loss(losses, taken)
                 checkpoints.save(step, training)
         jmp.raise_if_stuck(optimizer)
-        mean, accuracy = mean_loss(losses, taken), evaluate(training.ema, test_x, test_y)
+        mean, accuracy = mean_loss(losses, taken), evaluate(training.ema, valid_x, valid_y)
         checkpoints.save_if_best(step, training.ema, accuracy)
         checkpoints.save(step, training)
         write(events, step, {"accuracy": accuracy})
@@ -333,7 +333,7 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[Traini
         )
     if events is not None:
         events.close()
-    return training, evaluate(training.ema, test_x, test_y)
+    return training, evaluate(training.ema, valid_x, valid_y)
 
 
 def speed(seconds: float, options: argparse.Namespace) -> str:

@@ -6,9 +6,9 @@
     python examples/data_parallel.py gpt2-small --processes 2 --process-id 0 --coordinator node0:1234
     python examples/data_parallel.py gpt2-small --size full --program 256  # The collectives for 256 H100s.
 
-Each process runs the same program (`jax.distributed`). The batch is split over all devices. XLA puts the sums
-over devices in, so the train step is that of one device (`models/training.py`). With `--checkpoint` the
-program saves as it goes; killed and started again, it goes on, also on another number of devices.
+Each process runs the same program (`jax.distributed`). The batch is split over all devices. XLA inserts the
+cross-device reductions, so the train step is that of one device (`models/training.py`). With `--checkpoint`
+the program saves as it goes; killed and started again, it continues, also on another number of devices.
 docs/multiple-machines.md explains it.
 """
 

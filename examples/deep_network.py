@@ -1,11 +1,11 @@
-"""A network of 60 layers that no loss scale for the whole model serves, and `scale_layer`, which does.
+"""A network of 60 layers for which no global loss scale works, and `scale_layer`, which does.
 
     python examples/deep_network.py
 
-Each layer passes on half of the gradient that arrives at it, so the gradients of the first and of the last
-layer are 60 powers of two apart. float16 has 40. The optimizer, Lion, takes the sign of the gradients, so in
-float32 the network learns as well as one whose gradients are all of one size. The first layer keeps 3 numbers
-of each image of a digit: a network that cannot train the first layer sees a random projection.
+Each layer halves the gradient that passes through it, so the gradients of the first and of the last layer are
+60 powers of two apart, while float16 covers 40. The optimizer, Lion, takes the sign of the gradients, so in
+float32 the network learns as well as one whose gradients all have the same size. The first layer keeps 3
+numbers of each image of a digit: a network that cannot train this layer sees a random projection.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python examples/digits.py
 
 A small convolutional network (Flax Linen, BatchNorm) learns scikit-learn's 1,797 real scans of digits
-in four precisions, from the same start and on the same batches. float16 with a dynamic loss scale ends
-where float32 ends, at 98% of the test images; float16 without one stays near 20%, because its gradients
-are too small for float16. The table goes to the terminal, the loss curves and the scale over time to
+in four precisions, from the same initialization and on the same batches. float16 with a dynamic loss
+scale matches float32, at 98% of the test images; float16 without one stays near 20%, because its
+gradients underflow. The table goes to the terminal, the loss curves and the scale over time to
 out/digits.png. Takes about a minute on two CPU cores; `--size large` gives a GPU something to do.
 """
 

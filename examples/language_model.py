@@ -3,8 +3,8 @@
     python examples/language_model.py
     python examples/language_model.py --checkpoint out/language_model
 
-A decoder-only transformer (Flax NNX) reads the standard library byte by byte, once in float32 and once
-in float16 with a dynamic loss scale, from the same start and on the same batches. With `--checkpoint`
+A decoder-only transformer (Flax NNX) learns the standard library byte by byte, once in float32 and once in
+float16 with a dynamic loss scale, from the same initialization and on the same batches. With `--checkpoint`
 it saves as it goes; kill it, start it again, and it continues bit for bit, loss scale and counters
 included. Takes about a minute on two CPU cores; `--size large` gives a GPU something to do.
 """

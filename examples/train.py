@@ -3,10 +3,10 @@
     python examples/train.py unet
     python examples/train.py gpt2-small --steps 300 --size full
 
-The model (Flax Linen, `examples/models/`) is written in float32 and knows nothing of precision: a policy
-brings the half precision in, the optimizer holds the loss scale (`models/training.py`). All arms start from
-the same values and see the same batches. `small` is for a CPU, on data that comes with Python, scikit-learn
-and scikit-image; `full` is as published, on random data, for a GPU.
+The model (Flax Linen, `examples/models/`) is written in float32. A policy adds the half precision, and the
+optimizer holds the loss scale (`models/training.py`). All runs have the same initialization and the same
+batches. `small` is for a CPU, on data that comes with Python, scikit-learn and scikit-image; `full` is as
+published, on random data, for a GPU.
 """
 
 import argparse
