@@ -157,7 +157,8 @@ def main(arguments: list[str] | None = None) -> Story:
     show("The doctor on the first run", first)
     assert first.operations is not None
     (promoted,) = first.operations.in_float32()
-    print(f"\nThe matmul that is not in half: {promoted.module}, {promoted.source}: {promoted.reason}")
+    reason = promoted.reason.replace(f"{Path(__file__).parent}/", "")
+    print(f"\nThe matmul that is not in half is in {promoted.module}: {reason}")
     # 2. The mask and the table are fixed. Nothing is skipped, but the loss does not move.
     fixed = Model(mask=float(jnp.finfo(jnp.float16).min), channels=jnp.asarray(CHANNELS, jnp.float16))
     flat, _ = train(fixed.loss, jmp.NoOpLossScale(), data, options.steps)

@@ -315,9 +315,12 @@ def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
     picture = tmp_path / "new folder" / "diagnosis.png"
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture.stat().st_size > 20_000
-    # README shows the first finding, with a path that is not of this machine.
-    shown = f"1. {worst}".replace(f"{EXAMPLES.parent}/", "")
-    assert f"```text\n{shown}\n```" in (EXAMPLES.parent / "README.md").read_text()
+    # README shows lines of the first finding. The errors depend on the machine.
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    lines = lambda text: set(re.sub(r"[\d.e-]+ from float32", "... from float32", text).splitlines())
+    shown = re.search(r"```text\n(1\. \[not finite\].*?)\n```", readme, re.DOTALL)[1]
+    assert len(lines(shown)) >= 3
+    assert lines(shown) - {"...", "    ..."} <= lines(f"1. {worst}".replace(f"{EXAMPLES.parent}/", ""))
     out = capsys.readouterr().out
     assert all(finding.what in out for finding in (*story.first.findings, *story.second.findings))
 
