@@ -2,10 +2,10 @@
 
     python examples/autocast.py
 
-The language model of `language_model.py` learns Python's own sources three times from the same start and on
-the same batches: in float32; in float16 with a policy on the model; and in float16 by
-`jmp.autocast(loss_fn, jnp.float16)`, where neither the model nor the loss knows of it. Both float16 runs
-scale their loss. Then it prints what autocast did to every operation, by module. Takes about a minute on two
+The language model of `language_model.py` is trained on Python's own sources three times, from the same
+initialization and on the same batches: in float32; in float16 with a policy on the model; and in float16 by
+`jmp.autocast(loss_fn, jnp.float16)`, with the model and the loss unchanged. Both float16 runs scale their
+loss. Then it prints what autocast did to every operation, by module. Takes about a minute on two
 CPU cores; `--size large` gives a GPU something to do.
 """
 
@@ -112,8 +112,15 @@ def print_report(size: Size, text: np.ndarray) -> None:
 
 def main(arguments: list[str] | None = None) -> dict[str, Run]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="default", help="of the network and the batches")
-    parser.add_argument("--steps", type=int, default=200, help="steps of training of each arm")
+    parser.add_argument(
+        "--size",
+        choices=SIZES,
+        default="default",
+        help="of the network and the batches (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=200, help="steps of training of each arm (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps must be at least 1.")

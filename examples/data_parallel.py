@@ -6,9 +6,9 @@
     python examples/data_parallel.py gpt2-small --processes 2 --process-id 0 --coordinator node0:1234
     python examples/data_parallel.py gpt2-small --size full --program 256  # The collectives for 256 H100s.
 
-Each process runs the same program (`jax.distributed`). The batch is split over all devices. XLA puts the sums
-over devices in, so the train step is that of one device (`models/training.py`). With `--checkpoint` the
-program saves as it goes; killed and started again, it goes on, also on another number of devices.
+Each process runs the same program (`jax.distributed`). The batch is split over all devices. XLA inserts the
+cross-device reductions, so the train step is that of one device (`models/training.py`). With `--checkpoint`
+the program saves as it goes; killed and started again, it continues, also on another number of devices.
 docs/multiple-machines.md explains it.
 """
 
@@ -224,7 +224,7 @@ def train(workload: Workload, options: argparse.Namespace) -> Run:
     if state is None:
         state = training.init()
     elif first:
-        print(f"Goes on from step {start}.", flush=True)
+        print(f"Continues from step {start}.", flush=True)
     params, statistics, opt_state = state
 
     history: list[dict[str, float]] = []
@@ -273,20 +273,39 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("family", choices=FAMILIES, help="the model")
-    parser.add_argument("--size", choices=["small", "full"], default="small", help="of the model")
-    parser.add_argument("--steps", type=int, default=100, help="steps of training")
-    parser.add_argument("--batch", type=int, help="examples in a step, of all devices together")
+    parser.add_argument(
+        "--size", choices=["small", "full"], default="small", help="of the model (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=100, help="steps of training (default: %(default)s)")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        help="examples in a step, on all devices together; by default as the model has it",
+    )
     parser.add_argument("--fsdp", action="store_true", help="split parameters and optimizer state, too")
     parser.add_argument("--reduce-dtype", choices=["float32"], help="of the sums of weight gradients")
-    parser.add_argument("--checkpoint", type=Path, help="a folder that all processes see")
-    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument("--log", type=Path, help="a file to which process 0 adds a JSON line for each step")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between two looks at the loss")
     parser.add_argument(
-        "--program", type=int, metavar="N", help="print the collectives for N H100s; train not"
+        "--checkpoint", type=Path, help="a folder that all processes see, to save to and continue from"
+    )
+    parser.add_argument(
+        "--save-every", type=int, default=50, help="steps between checkpoints (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--log", type=Path, help="a file to which process 0 appends a JSON line for each step"
+    )
+    parser.add_argument(
+        "--log-every", type=int, default=10, help="steps between two looks at the loss (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--program", type=int, metavar="N", help="print the collectives for N H100s, and do not train"
     )
     processes = parser.add_argument_group("processes")
-    processes.add_argument("--processes", type=int, default=1, help="how many; all here without --process-id")
+    processes.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="how many; without --process-id all start here (default: %(default)s)",
+    )
     processes.add_argument("--devices", type=int, help="virtual CPU devices of each process")
     processes.add_argument("--cluster", action="store_true", help="SLURM or another cluster starts them")
     processes.add_argument("--process-id", type=int, help="which one this is, from 0")
@@ -297,6 +316,13 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     counts = (options.steps, options.save_every, options.log_every, options.processes)
     if min(counts) < 1:
         parser.error("--steps, --save-every, --log-every and --processes must be at least 1.")
+    try:
+        if options.checkpoint is not None:
+            options.checkpoint.mkdir(parents=True, exist_ok=True)
+        if options.log is not None:
+            options.log.open("a").close()
+    except OSError as error:
+        parser.error(f"cannot write {error.filename}: {error.strerror}.")
     return options
 
 

@@ -1,11 +1,11 @@
-"""A network of 60 layers that no loss scale for the whole model serves, and `scale_layer`, which does.
+"""A network of 60 layers for which no global loss scale works, and `scale_layer`, which does.
 
     python examples/deep_network.py
 
-Each layer passes on half of the gradient that arrives at it, so the gradients of the first and of the last
-layer are 60 powers of two apart. float16 has 40. The optimizer, Lion, takes the sign of the gradients, so in
-float32 the network learns as well as one whose gradients are all of one size. The first layer keeps 3 numbers
-of each image of a digit: a network that cannot train the first layer sees a random projection.
+Each layer halves the gradient that passes through it, so the gradients of the first and of the last layer are
+60 powers of two apart, while float16 covers 40. The optimizer, Lion, takes the sign of the gradients, so in
+float32 the network learns as well as one whose gradients all have the same size. The first layer keeps 3
+numbers of each image of a digit: a network that cannot train this layer sees a random projection.
 """
 
 import argparse
@@ -111,14 +111,26 @@ def train(arm: str, seed: int, steps: int) -> tuple[np.ndarray, int]:
 def main(arguments: list[str] | None = None) -> dict[str, list[np.ndarray]]:
     """Trains all arms, prints a table and draws the losses. Returns the losses of each seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="steps of training of each arm")
-    parser.add_argument("--seeds", type=int, default=3, help="how many times to train each arm")
     parser.add_argument(
-        "--output", type=Path, default=Path("deep_network.png"), help="the picture of the losses"
+        "--steps", type=int, default=400, help="steps of training of each arm (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="how many times to train each arm (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("out/deep_network.png"),
+        help="the picture of the losses (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     if min(options.steps, options.seeds) < 1:
         parser.error("--steps and --seeds must be at least 1.")
+    try:  # Before the training, not after it.
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.open("ab").close()
+    except OSError as error:
+        parser.error(f"--output: cannot write {options.output}: {error.strerror}.")
 
     found: dict[str, list[np.ndarray]] = {}
     few = max(1, options.steps // 10)
@@ -143,7 +155,6 @@ def main(arguments: list[str] | None = None) -> dict[str, list[np.ndarray]]:
 
 def draw(found: dict[str, list[np.ndarray]], path: Path) -> None:
     """Draws the mean loss of each arm over the steps."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for arm, runs in found.items():
         smooth = np.convolve(np.mean(runs, axis=0), np.ones(10) / 10, mode="valid")

@@ -1,12 +1,12 @@
-"""A trained model leaves in half: checked, exported, and run by a process that has only JAX.
+"""Exports a trained model in half precision, and runs it in a process that has only JAX.
 
     python examples/export.py
 
-Trains the small ResNet of `models/resnet.py` on scanned digits in float16. Then casts its parameters to
-float16, where a parameter that float16 cannot hold is an error. Exports the model for any batch size, for a
-CPU and for a CUDA machine, in float32 and in float16, parameters included (`jax.export`). A fresh process
-that can import neither Flax nor jmp_lite loads both files and classifies scans that the training did not
-see. docs/export.md explains it. Takes about a minute on two CPU cores.
+Trains the small ResNet of `models/resnet.py` on scanned digits in float16, and casts its parameters to
+float16; a parameter that float16 cannot hold is an error. Then exports the model with its parameters, in
+float32 and in float16, for any batch size, for a CPU and for a CUDA machine (`jax.export`). A fresh process
+that can import neither Flax nor jmp_lite loads both files and classifies held-out scans. docs/export.md
+explains it. Takes about a minute on two CPU cores.
 """
 
 import argparse
@@ -132,12 +132,17 @@ class Result:
 
 def main(arguments: list[str] | None = None) -> dict[str, Result]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="steps of training")
-    parser.add_argument("--output", type=Path, default=Path("out/export"), help="a folder")
+    parser.add_argument("--steps", type=int, default=400, help="steps of training (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("out/export"), help="a folder (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps must be at least 1.")
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output: cannot make the folder {options.output}: {error.strerror}.")
 
     variables = train(options.steps)
     (images,), labels = resnet.small(part=(0.8, 1.0)).batch(0, 512)

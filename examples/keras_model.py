@@ -1,4 +1,4 @@
-"""A Keras 3 model, trained in float16 on JAX with optax. The model does not change.
+"""A Keras 3 model, trained in float16 on JAX with optax. The model code stays the same.
 
     pip install keras
     python examples/keras_model.py
@@ -7,7 +7,7 @@
 A small network with BatchNormalization and Dropout learns scikit-learn's scans of digits. `autocast` goes
 around `model.stateless_call`, the model as a function of its variables. `model.fit` is not used: it brings
 the train step and the optimizer of Keras, and has no place for this loss scale. The trained values are put
-back, so that `predict`, `evaluate` and `save` work as ever.
+back into the model, so `predict`, `evaluate` and `save` work as usual.
 """
 
 import argparse
@@ -125,15 +125,31 @@ def train(precision: str, epochs: int, batch_size: int = 64) -> tuple[keras.Mode
 def main(arguments: list[str] | None = None) -> tuple[keras.Model, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--precision", choices=LOSS_SCALES, default="float16", help="of matrix products and convolutions"
+        "--precision",
+        choices=LOSS_SCALES,
+        default="float16",
+        help="of matmuls and convolutions (default: %(default)s)",
     )
-    parser.add_argument("--epochs", type=int, default=10, help="how often all training images are seen")
-    parser.add_argument("--save", type=Path, metavar="FILE.keras", help="to write the trained model to")
+    parser.add_argument(
+        "--epochs", type=int, default=10, help="passes over the training images (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE.keras",
+        help="a file for the trained model; without it nothing is saved",
+    )
     options = parser.parse_args(arguments)
     if options.epochs < 1:
         parser.error(f"--epochs should be 1 or above. Got {options.epochs}.")
     if options.save is not None and options.save.suffix != ".keras":
         parser.error(f"--save should end in .keras. Got {options.save}.")
+    if options.save is not None:
+        try:  # Before the training, not after it.
+            options.save.parent.mkdir(parents=True, exist_ok=True)
+            options.save.open("ab").close()
+        except OSError as error:
+            parser.error(f"--save: cannot write {options.save}: {error.strerror}.")
     if keras.backend.backend() != "jax":
         parser.error(
             f"Keras runs on {keras.backend.backend()}. Set the environment variable KERAS_BACKEND=jax."
@@ -143,7 +159,6 @@ def main(arguments: list[str] | None = None) -> tuple[keras.Model, Any]:
     except KeyboardInterrupt:
         sys.exit("\nStopped.")
     if options.save is not None:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
         model.save(options.save)
         print(f"Wrote {options.save}.")
     return model, opt_state

@@ -3,9 +3,9 @@
     python examples/language_model.py
     python examples/language_model.py --checkpoint out/language_model
 
-A decoder-only transformer (Flax NNX) reads the standard library byte by byte, once in float32 and once
-in float16 with a dynamic loss scale, from the same start and on the same batches. With `--checkpoint`
-it saves as it goes; kill it, start it again, and it goes on bit for bit, loss scale and counters
+A decoder-only transformer (Flax NNX) learns the standard library byte by byte, once in float32 and once in
+float16 with a dynamic loss scale, from the same initialization and on the same batches. With `--checkpoint`
+it saves as it goes; kill it, start it again, and it continues bit for bit, loss scale and counters
 included. Takes about a minute on two CPU cores; `--size large` gives a GPU something to do.
 """
 
@@ -171,7 +171,7 @@ def train(arm: str, size: Size, options: argparse.Namespace, text: np.ndarray, t
             state = nnx.state((model, optimizer))
             nnx.update((model, optimizer), checkpoints.restore(saved, args=ocp.args.StandardRestore(state)))
             start = saved
-            print(f"{arm}: goes on from step {start}.")
+            print(f"{arm}: continues from step {start}.")
 
     events = None if options.tensorboard is None else SummaryWriter(str(options.tensorboard / arm))
     seconds = []
@@ -226,25 +226,43 @@ def sample_byte(model: nnx.Module, text: jax.Array, key: jax.Array) -> jax.Array
 
 
 def write(model: nnx.Module, prompt: np.ndarray, length: int = 200) -> str:
-    """Returns what the model writes after a prompt as long as its context."""
+    """Returns what the model writes after a prompt as long as its context.
+
+    A dot stands for each character that a terminal would not print: the model may write any byte.
+    """
     text, written = jnp.asarray(prompt, jnp.int32), bytearray()
     for i in range(length):
         byte = sample_byte(model, text, jax.random.key(i))
         text = jnp.append(text[1:], byte)
         written.append(int(byte))
-    return written.decode(errors="replace")
+    text_written = written.decode(errors="replace")
+    return "".join(each if each.isprintable() or each in "\n\t" else "." for each in text_written)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Run]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="default", help="of the network and the batches")
-    parser.add_argument("--steps", type=int, default=300, help="steps of training of each arm")
-    parser.add_argument("--checkpoint", type=Path, help="a folder to save to, and to go on from")
+    parser.add_argument(
+        "--size",
+        choices=SIZES,
+        default="default",
+        help="of the network and the batches (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=300, help="steps of training of each arm (default: %(default)s)"
+    )
+    parser.add_argument("--checkpoint", type=Path, help="a folder to save to, and to continue from")
     parser.add_argument("--tensorboard", type=Path, help="a folder for the loss, the scale and skipped steps")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument(
+        "--save-every", type=int, default=100, help="steps between checkpoints (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if min(options.steps, options.save_every) < 1:
         parser.error("--steps and --save-every must be at least 1.")
+    for folder in filter(None, (options.checkpoint, options.tensorboard)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"cannot make the folder {folder}: {error.strerror}.")
 
     size = SIZES[options.size]
     text, test = load_text()

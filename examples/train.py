@@ -3,10 +3,10 @@
     python examples/train.py unet
     python examples/train.py gpt2-small --steps 300 --size full
 
-The model (Flax Linen, `examples/models/`) is written in float32 and knows nothing of precision: a policy
-brings the half precision in, the optimizer holds the loss scale (`models/training.py`). All arms start from
-the same values and see the same batches. `small` is for a CPU, on data that comes with Python, scikit-learn
-and scikit-image; `full` is as published, on random data, for a GPU.
+The model (Flax Linen, `examples/models/`) is written in float32. A policy adds the half precision, and the
+optimizer holds the loss scale (`models/training.py`). All runs have the same initialization and the same
+batches. `small` is for a CPU, on data that comes with Python, scikit-learn and scikit-image; `full` is as
+published, on random data, for a GPU.
 """
 
 import argparse
@@ -71,8 +71,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
     """Trains a model in every arm and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("family", choices=FAMILIES, help="the model")
-    parser.add_argument("--size", choices=["small", "full"], default="small", help="of the model")
-    parser.add_argument("--steps", type=int, default=150, help="steps of training of each arm")
+    parser.add_argument(
+        "--size", choices=["small", "full"], default="small", help="of the model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=150, help="steps of training of each arm (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps must be at least 1.")

@@ -1,10 +1,14 @@
-"""`examples/complete.py`: skipped steps, resuming, three precisions, and what the command line says.
+"""`examples/complete_linen.py` and `complete_nnx.py`: skipped steps, resuming, devices, the command line.
 
 `benchmarks/tests/arms/test_torch_complete.py` compares each step with the same program in PyTorch.
 """
 
 import dataclasses
 import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -12,21 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jmp_lite as jmp
-from examples import complete
+from examples import complete_linen, complete_nnx
 from jmp_lite.testing import assert_skips_nonfinite
 
-FLAX = pytest.mark.parametrize("flax", ["linen", "nnx"])
+PROGRAMS = {"linen": complete_linen, "nnx": complete_nnx}
+BOTH = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
 def few_images(monkeypatch, request):
     """Fast tests read 160 images: five micro-batches an epoch."""
     if "all_images" not in request.fixturenames:
-        train_x, test_x, train_y, test_y = complete.load_data()
+        train_x, test_x, train_y, test_y = complete_linen.load_data()
         few = [train_x[:160], test_x[:50], train_y[:160], test_y[:50]]
-        monkeypatch.setattr(complete, "load_data", lambda: few)
+        for program in PROGRAMS.values():
+            monkeypatch.setattr(program, "load_data", lambda: few)
 
 
 @pytest.fixture
@@ -34,35 +42,58 @@ def all_images():
     """A test that learns reads all images."""
 
 
-class Start:
-    """The first state of a run, its step, and micro-batches."""
+def parts_of(state):
+    """The state of either program as one tree: step, params, batch_stats, opt_state, ema."""
+    if isinstance(state, complete_nnx.Training):
+        is_variable = lambda x: isinstance(x, nnx.Variable)
+        pure = lambda *filters: nnx.to_pure_dict(nnx.state(*filters))
+        return {
+            "step": state.optimizer.step[...],
+            "params": pure(state.model, nnx.Param),
+            "batch_stats": pure(state.model, nnx.BatchStat),
+            "opt_state": jax.tree.map(lambda x: x[...], state.optimizer.opt_state, is_leaf=is_variable),
+            "ema": pure(state.ema, nnx.Param),
+        }
+    names = ("step", "params", "batch_stats", "opt_state")
+    return {name: getattr(state, name) for name in names} | {"ema": state.ema_params}
 
-    def __init__(self, *settings):
-        self.options = complete.parse(["--precision", "float16", *settings])
-        built = complete.BUILDERS[self.options.flax](self.options.dropout, self.options.seed)
-        self.params, self.batch_stats, self.forward = built
-        self.tx = complete.make_optimizer(self.options, complete.make_schedule(self.options, 10))
-        self.train_step = complete.make_train_step(self.forward, self.tx, self.options)
-        images, _, labels, _ = complete.load_data()
-        self.batches = list(complete.batches(images, labels, self.options, epoch=0, skip=0))
+
+class Start:
+    """The first state of a run of either program, its step as a function of parts, and micro-batches."""
+
+    def __init__(self, program, *settings):
+        self.program = program
+        self.options = program.parse(["--precision", "float16", *settings])
+        self.schedule = program.make_schedule(self.options, 10)
+        self.step = program.make_train_step(self.options)
+        images, _, labels, _ = program.load_data()
+        self.batches = list(program.batches(images, labels, self.options, epoch=0, skip=0))
 
     def state(self):
-        copy = lambda tree: jax.tree.map(jnp.copy, tree)
-        parts = copy(self.params), copy(self.batch_stats), self.tx.init(self.params), copy(self.params)
-        return complete.State(jnp.int32(0), *parts)
+        if self.program is complete_nnx:
+            return complete_nnx.Training(self.options, self.schedule)
+        return complete_linen.create_state(self.options, self.schedule)
+
+    def train_step(self, state, x, y):
+        """The new state and the loss. The step of NNX changes its argument; here it gets a copy."""
+        if self.program is complete_nnx:
+            state = nnx.merge(*jax.tree.map(jnp.copy, nnx.split(state)))
+            loss = self.step(state, x, y)
+            return state, loss
+        return self.step(jax.tree.map(jnp.copy, state), x, y)
 
     def run(self, state, batches):
-        """The state and the loss after each micro-batch."""
+        """The parts of the state and the loss after each micro-batch."""
         history = []
         for x, y in batches:
             state, loss = self.train_step(state, x, y)
-            history.append(jax.device_get((state, loss)))
+            history.append(jax.device_get((parts_of(state), loss)))
         return history
 
 
-@pytest.fixture(scope="module", params=["linen", pytest.param("nnx", marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=PROGRAMS.values(), ids=PROGRAMS)
 def start(request):
-    return Start("--flax", request.param, "--accumulate", "2")
+    return Start(request.param, "--accumulate", "2")
 
 
 def assert_same_bits(a, b):
@@ -79,6 +110,17 @@ def moved(a, b):
     )
 
 
+def with_scale(start, state, number):
+    """The state with another loss scale."""
+    opt_state = parts_of(state)["opt_state"]
+    scale = dataclasses.replace(jmp.get_loss_scale(opt_state), loss_scale=jnp.float32(number))
+    opt_state = dataclasses.replace(opt_state, loss_scale=scale)
+    if start.program is complete_nnx:
+        nnx.update(state.optimizer.opt_state, nnx.state(opt_state))
+        return state
+    return state.replace(opt_state=opt_state)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", ["an inf in the batch", "a scale too large"])
 @pytest.mark.parametrize("waiting", [0, 1], ids=["nothing accumulated", "one accumulated"])
@@ -91,22 +133,23 @@ def test_a_skipped_micro_batch_leaves_every_bit(start, cause, waiting):
         x = x.copy()
         x[0, 0, 0, 0] = np.inf
     else:
-        scale = dataclasses.replace(jmp.get_loss_scale(state.opt_state), loss_scale=jnp.float32(2.0**40))
-        state = state._replace(opt_state=dataclasses.replace(state.opt_state, loss_scale=scale))
-    before = jax.device_get(state)
-    after, _ = start.train_step(state, x, y)
+        state = with_scale(start, state, 2.0**40)
+    before = jax.device_get(parts_of(state))
+    after = parts_of(start.train_step(state, x, y)[0])
     for part in ("params", "batch_stats", "ema"):
-        assert_same_bits(getattr(before, part), getattr(after, part))
+        assert_same_bits(before[part], after[part])
     # All but the loss scale and the counts of `with_loss_scale`.
-    assert_same_bits(before.opt_state.inner_state, after.opt_state.inner_state)
-    assert after.opt_state.inner_state.mini_step == waiting
-    assert jmp.metrics(after.opt_state)["skipped_steps"] == 1
-    assert jmp.get_loss_scale(after.opt_state).loss_scale == before.opt_state.loss_scale.loss_scale / 2
-    assert int(after.step) == int(before.step) + 1
+    assert_same_bits(before["opt_state"].inner_state, after["opt_state"].inner_state)
+    assert optax.tree.get(after["opt_state"], "mini_step") == waiting
+    assert jmp.metrics(after["opt_state"])["skipped_steps"] == 1
+    scales = [jmp.get_loss_scale(parts["opt_state"]).loss_scale for parts in (before, after)]
+    assert scales[1] == scales[0] / 2
+    assert int(after["step"]) == int(before["step"]) + 1
 
 
 @pytest.mark.slow
-def test_inf_and_nan_move_nothing_but_the_step_count(start):
+def test_inf_and_nan_move_nothing_but_the_step_count():
+    start = Start(complete_linen, "--accumulate", "2")
     x, y = start.batches[0]
     assert_skips_nonfinite(start.train_step, start.state(), x, y, ignore="step")
     with pytest.raises(AssertionError, match="- step\n"):
@@ -115,21 +158,38 @@ def test_inf_and_nan_move_nothing_but_the_step_count(start):
 
 @pytest.mark.slow
 def test_the_average_and_the_parameters_wait_for_an_update(start):
-    first = jax.device_get(start.state())
+    first = jax.device_get(parts_of(start.state()))
     (one, _), (two, _) = start.run(start.state(), start.batches[:2])
-    assert_same_bits(first.params, one.params)
-    assert_same_bits(first.ema, one.ema)
-    assert moved(first.batch_stats, one.batch_stats)
-    assert moved(one.params, two.params)
-    expected = jax.tree.map(lambda new, old: 0.05 * new + 0.95 * old, two.params, first.ema)
-    assert moved(first.ema, two.ema)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), expected, two.ema)
-    assert start.train_step._cache_size() == 1
+    assert_same_bits(first["params"], one["params"])
+    assert_same_bits(first["ema"], one["ema"])
+    assert moved(first["batch_stats"], one["batch_stats"])
+    assert moved(one["params"], two["params"])
+    expected = jax.tree.map(lambda new, old: 0.05 * new + 0.95 * old, two["params"], first["ema"])
+    assert moved(first["ema"], two["ema"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), expected, two["ema"])
 
 
-def test_the_clip_sees_what_is_accumulated(start):
+@pytest.mark.slow
+@BOTH
+def test_a_step_is_compiled_once(program):
+    start = Start(program)
+    state = start.state()
+    for x, y in start.batches[:3]:
+        state = (
+            start.step(state, x, y)[0] if program is complete_linen else (start.step(state, x, y), state)[1]
+        )
+    sizes = {
+        complete_linen: lambda: start.step._cache_size(),
+        complete_nnx: lambda: start.step.jitted_fn._cache_size(),
+    }
+    assert sizes[program]() == 1
+
+
+@BOTH
+def test_the_clip_sees_what_is_accumulated(program):
     """Two gradients of norm 100 that nearly cancel. A clip of each would leave another sum."""
-    tx = complete.make_optimizer(start.options, lambda _: 1.0)
+    options = program.parse(["--accumulate", "2"])
+    tx = program.make_optimizer(options, lambda _: 1.0)
     params = jnp.ones(4)
     opt_state = tx.init(params)
     for grads in (jnp.full(4, 50.0), jnp.full(4, -30.0)):
@@ -138,36 +198,56 @@ def test_the_clip_sees_what_is_accumulated(start):
     np.testing.assert_allclose(optax.tree.get(opt_state, "mu"), 0.1 * 0.5, rtol=1e-5)
 
 
+@BOTH
+def test_only_matrices_and_kernels_decay(program):
+    options = program.parse(["--accumulate", "1", "--weight-decay", "0.5"])
+    tx = program.make_optimizer(options, lambda _: 1.0)
+    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert (updates["kernel"] == -0.5).all()
+    assert (updates["bias"] == 0).all()
+
+
 @pytest.mark.slow
-def test_both_apis_of_flax_have_the_same_losses(monkeypatch):
+def test_both_programs_have_the_same_losses():
     """The parameters have the same names, so those of Linen fit the network of NNX."""
-    linen, other = (Start("--flax", flax, "--dropout", "0") for flax in ("linen", "nnx"))
-    assert moved(linen.params, other.params)
-    other.params, other.batch_stats = linen.params, linen.batch_stats
-    one, two = (each.run(each.state(), each.batches[:4]) for each in (linen, other))
+    linen, other = (Start(program, "--dropout", "0") for program in PROGRAMS.values())
+    first, second = linen.state(), other.state()
+    assert moved(parts_of(first)["params"], parts_of(second)["params"])
+    nnx.update(second.model, first.params)
+    nnx.update(second.ema, first.params)
+    one, two = linen.run(first, linen.batches[:4]), other.run(second, other.batches[:4])
     assert [float(loss) for _, loss in one] == pytest.approx([float(loss) for _, loss in two], rel=1e-5)
     assert len({float(loss) for _, loss in one}) == 4
 
 
 @pytest.mark.slow
 def test_dropout_differs_from_step_to_step_and_evaluation_has_none(start):
-    x, _ = start.batches[0]
-    train = [start.forward(start.params, start.batch_stats, x, jax.random.key(k))[0] for k in (0, 0, 1)]
-    assert not moved(train[0], train[1])
-    assert moved(train[0], train[2])
-    logits, batch_stats = start.forward(start.params, start.batch_stats, x, None)
-    assert_same_bits(batch_stats, start.batch_stats)
-    no_dropout = Start("--flax", start.options.flax, "--dropout", "0").forward
-    assert not moved(logits, no_dropout(start.params, start.batch_stats, x, None)[0])
+    x, y = start.batches[0]
+    losses = [float(loss) for _, loss in start.run(start.state(), [(x, y), (x, y)])]
+    assert losses[0] != losses[1]  # Nothing is updated between them: two are accumulated.
+    evaluate = start.program.make_evaluate(start.options)
+    state = start.state() if start.program is complete_linen else start.state().ema
+    assert evaluate(state, x, y) == evaluate(state, x, y)
+
+
+@pytest.mark.slow
+def test_evaluation_counts_every_image_once_and_runs_in_half(start):
+    """Of 50 images the last batch has 18, and 14 in their place."""
+    _, images, _, labels = start.program.load_data()
+    state = start.state() if start.program is complete_linen else start.state().ema
+    evaluate = start.program.make_evaluate(start.options)
+    right = [evaluate(state, images[i : i + 1], labels[i : i + 1]) for i in range(len(images))]
+    assert evaluate(state, images, labels) == pytest.approx(np.mean(right))
 
 
 # A whole run, and a run that stops at its seventh micro-batch: in the second epoch, with one accumulated.
 RUN = ["--precision", "float16", "--epochs", "3", "--save-every", "7", "--accumulate", "2"]
 
 
-def stop_after(monkeypatch, count):
+def stop_after(monkeypatch, program, count):
     """From here on, the micro-batch after `count` others is the moment when somebody presses Ctrl-C."""
-    batches, seen = complete.batches, []
+    batches, seen = program.batches, []
 
     def interrupted(*arguments):
         for batch in batches(*arguments):
@@ -176,147 +256,209 @@ def stop_after(monkeypatch, count):
             seen.append(batch)
             yield batch
 
-    monkeypatch.setattr(complete, "batches", interrupted)
+    monkeypatch.setattr(program, "batches", interrupted)
 
 
 @pytest.mark.cases(slow=2)
-@FLAX
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(flax, tmp_path, monkeypatch, capsys):
+@BOTH
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(program, tmp_path, monkeypatch, capsys):
     # Two skipped steps at the start, and a scale that grows: the checkpoint holds more than first values.
-    monkeypatch.setitem(complete.LOSS_SCALES, "float16", jmp.DynamicLossScale(2.0**22, period=4))
-    whole, accuracy = complete.main([*RUN, "--flax", flax])
-    command = [*RUN, "--flax", flax, "--checkpoint", str(tmp_path / "new" / "run.msgpack")]
+    monkeypatch.setitem(program.LOSS_SCALES, "float16", jmp.DynamicLossScale(2.0**22, period=4))
+    whole, accuracy = program.main(RUN)
+    folder = tmp_path / "new" / "run"
+    command = [*RUN, "--checkpoint", str(folder)]
     with monkeypatch.context() as patch:
-        stop_after(patch, 9)
+        stop_after(patch, program, 9)
         with pytest.raises(SystemExit) as stopped:
-            complete.main(command)
+            program.main(command)
     assert stopped.value.code.strip().startswith("Stopped.")
     assert "\n" not in stopped.value.code.strip()
     capsys.readouterr()
-    resumed, resumed_accuracy = complete.main(command)
-    assert "Goes on from micro-batch 7." in capsys.readouterr().out
+    resumed, resumed_accuracy = program.main(command)
+    assert "Continues from micro-batch 7." in capsys.readouterr().out
+    whole, resumed = parts_of(whole), parts_of(resumed)
     assert_same_bits(whole, resumed)
     assert accuracy == resumed_accuracy
-    assert int(resumed.step) == 15
-    assert int(jmp.metrics(resumed.opt_state)["skipped_steps"]) >= 1
-    assert list(tmp_path.rglob("*")) == [tmp_path / "new", tmp_path / "new" / "run.msgpack"]
+    assert int(resumed["step"]) == 15
+    assert int(jmp.metrics(resumed["opt_state"])["skipped_steps"]) >= 1
+    assert [path.name for path in (folder / "last").iterdir()] == ["15"]
     # Once more: there is nothing left to do.
-    again, _ = complete.main(command)
-    assert_same_bits(whole, again)
+    again, _ = program.main(command)
+    assert_same_bits(whole, parts_of(again))
+
+
+@pytest.mark.cases(slow=2)
+@BOTH
+def test_the_best_average_is_kept_and_evaluated(program, tmp_path, monkeypatch, capsys):
+    accuracies = iter([0.2, 0.9, 0.4, 0.4])
+    make_evaluate = program.make_evaluate
+    command = ["--epochs", "3", "--checkpoint", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "make_evaluate", lambda options: lambda *_: next(accuracies))
+        program.main(command)
+    (best,) = (tmp_path / "best").iterdir()
+    assert best.name == "10"  # The end of the second epoch.
+    seen = []
+
+    def noting(options):
+        evaluate = make_evaluate(options)
+        return lambda *arguments: (seen.append(arguments[0]), evaluate(*arguments))[1]
+
+    monkeypatch.setattr(program, "make_evaluate", noting)
+    capsys.readouterr()
+    program.main([*command, "--evaluate"])
+    assert "best average: accuracy" in capsys.readouterr().out
+    _, first_state = seen[0], Start(program).state()
+    average = lambda state: (
+        nnx.to_pure_dict(nnx.state(state, nnx.Param)) if program is complete_nnx else state.ema_params
+    )
+    assert moved(average(seen[0]), parts_of(first_state)["ema"])
+    with pytest.raises(SystemExit) as stopped:
+        program.main(["--evaluate"])
+    assert stopped.value.code.startswith("--evaluate needs --checkpoint")
 
 
 @pytest.mark.slow
-def test_a_run_writes_scalars_for_tensorboard(monkeypatch, capsys):
+@BOTH
+def test_a_run_writes_scalars_for_tensorboard(program, monkeypatch, capsys):
     events = mock.Mock()
-    monkeypatch.setattr(complete, "open_events", lambda folder: events)
-    complete.main(["--epochs", "1", "--log-every", "2"])
+    monkeypatch.setattr(program, "open_events", lambda folder: events)
+    program.main(["--epochs", "1", "--log-every", "2"])
     calls = [arguments for arguments, _ in events.add_scalar.call_args_list]
     scalars = {(name, step): value for name, value, step in calls}
     assert {step for _, step in scalars} == {2, 4, 5}
     names = {name for name, _ in scalars}
-    assert names >= {"loss", "learning_rate", "test_accuracy", "loss_scale", "skipped_steps"}
-    assert scalars["learning_rate", 4] == pytest.approx(complete.make_schedule(complete.parse([]), 2)(2))
+    assert names >= {"loss", "learning_rate", "accuracy", "loss_scale", "skipped_steps", "seconds_a_step"}
+    assert scalars["learning_rate", 4] == pytest.approx(program.make_schedule(program.parse([]), 2)(2))
     events.close.assert_called_once_with()
     assert "epoch   1   loss 2." in capsys.readouterr().out
 
 
-def test_the_packages_for_a_bar_and_for_tensorboard_may_be_missing(monkeypatch, capsys):
-    find_spec = importlib.util.find_spec
-    missing = lambda name: None if name in ("tqdm", "tensorboardX") else find_spec(name)
-    monkeypatch.setattr(importlib.util, "find_spec", missing)
-    assert complete.progress(iter([1, 2]), "epoch 1", 2, 0).__class__.__name__ == "list_iterator"
-    assert_message(["--tensorboard", "out"], "pip install tensorboardX", capsys)
+@pytest.mark.cases(slow=2)
+@BOTH
+def test_a_batch_is_split_over_the_devices(program):
+    """Four devices see a quarter of each batch, and the run ends with the numbers of one device."""
+    code = f"""
+import numpy as np
+from examples import {program.__name__.rpartition(".")[2]} as program
+few = program.load_data()
+program.load_data = lambda: [few[0][:160], few[1][:50], few[2][:160], few[3][:50]]
+import jax
+batch = jax.device_put(np.zeros((32, 8)), program.shardings()[0])
+assert len(batch.addressable_shards) == jax.device_count()
+assert batch.addressable_shards[0].data.shape == (32 // jax.device_count(), 8)
+program.main(["--epochs", "1", "--precision", "float32", "--dropout", "0"])
+"""
+    lines = []
+    for devices in ("1", "4"):
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices}
+        environment |= {"PYTHONPATH": str(ROOT)}
+        run = [sys.executable, "-W", "error", "-c", code]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        lines.append(done.stdout.split("loss scale")[0])
+    assert lines[0] == lines[1] != ""
 
 
-def assert_message(arguments, text, capsys):
+def assert_message(program, arguments, text, capsys):
     """The program ends with a message of argparse."""
     with pytest.raises(SystemExit) as stopped:
-        complete.main(arguments)
+        program.main(arguments)
     assert stopped.value.code == 2
     assert text in capsys.readouterr().err
 
 
+def test_the_package_for_tensorboard_may_be_missing(monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    missing = lambda name: None if name == "tensorboardX" else find_spec(name)
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+    for program in PROGRAMS.values():
+        assert_message(program, ["--tensorboard", "out"], "pip install tensorboardX", capsys)
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--flax", "haiku"], "invalid choice: 'haiku'"),
         (["--precision", "float8"], "invalid choice: 'float8'"),
-        (["--epochs", "0"], "--epochs: should be from 1 to inf. Got 0."),
+        (["--epochs", "0"], "--epochs: should be 1 or more. Got 0."),
         (["--epochs", "many"], "--epochs: invalid int value: 'many'"),
-        (["--batch-size", "2000"], "--batch-size: should be from 1 to 1347. Got 2000."),
-        (["--dropout", "nan"], "--dropout: should be from 0 to 1. Got nan."),
-        (["--learning-rate", "-1"], "--learning-rate: should be from 0 to inf. Got -1."),
-        (["--clip-norm", "0"], "--clip-norm: should be from 1e-09 to inf. Got 0."),
+        (["--batch-size", "2000"], "--batch-size should be at most 1347"),
+        (["--dropout", "nan"], "--dropout: should be at least 0 and below 1. Got nan."),
+        (["--dropout", "1"], "--dropout: should be at least 0 and below 1. Got 1."),
+        (["--learning-rate", "-1"], "--learning-rate: should be above 0 and finite. Got -1."),
+        (["--clip-norm", "0"], "--clip-norm: should be above 0 and finite. Got 0."),
+        (["--clip-norm", "inf"], "--clip-norm: should be above 0 and finite. Got inf."),
         (["--epochs", "1", "--accumulate", "100"], "Give more --epochs."),
+        (["--checkpoint", __file__], "cannot make the folder"),
         (["--steps", "3"], "unrecognized arguments: --steps 3"),
     ],
 )
-def test_a_wrong_option_is_a_message(arguments, text, capsys):
-    assert_message(arguments, text, capsys)
+def test_a_wrong_option_is_a_message(program, arguments, text, capsys):
+    assert_message(program, arguments, text, capsys)
 
 
-def test_every_option_has_help(capsys):
+@BOTH
+def test_every_option_has_help_and_its_default(program, capsys):
     with pytest.raises(SystemExit):
-        complete.main(["--help"])
+        program.main(["--help"])
     options = capsys.readouterr().out.partition("options:")[2].split("\n  -")[1:]
-    assert len(options) == 15
+    assert len(options) == 16
     assert all(len(option.split("  ", 1)[1].split()) >= 3 for option in options)
+    assert sum("(default: " in " ".join(option.split()) for option in options) == 12
+    assert not any("None" in option for option in options)
+
+
+@pytest.mark.cases(slow=2)
+@BOTH
+def test_a_checkpoint_of_other_settings_is_refused(program, tmp_path):
+    command = ["--epochs", "1", "--accumulate", "2", "--checkpoint", str(tmp_path)]
+    program.main(command)
+    with pytest.raises(SystemExit) as stopped:
+        program.main([*command, "--seed", "1", "--dropout", "0.2", "--log-every", "3"])
+    assert stopped.value.code.endswith("settings: dropout 0.1, now 0.2; seed 0, now 1.")
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_other_settings_is_refused(tmp_path, monkeypatch, capsys):
-    path, command = tmp_path / "run", ["--epochs", "1", "--accumulate", "2"]
-    complete.main([*command, "--checkpoint", str(path)])
-    others = ["--flax", "nnx", "--seed", "1", "--checkpoint", str(path), "--log-every", "3"]
+@BOTH
+def test_a_run_that_is_stuck_ends_with_the_advice(program, monkeypatch):
+    few = program.load_data()
+    monkeypatch.setattr(program, "load_data", lambda: [few[0] * np.nan, *few[1:]])
     with pytest.raises(SystemExit) as stopped:
-        complete.main([*command, *others])
-    assert stopped.value.code.endswith("settings: flax linen, now nnx; seed 0, now 1.")
-    for content in (b"", b"words", path.read_bytes()[:-9]):
-        path.write_bytes(content)
-        with pytest.raises(SystemExit) as stopped:
-            complete.main([*command, "--checkpoint", str(path)])
-        assert "is no checkpoint of this program" in stopped.value.code
-    with pytest.raises(SystemExit) as stopped:
-        complete.main([*command, "--checkpoint", str(tmp_path)])
-    assert stopped.value.code.startswith("IsADirectoryError")
-
-
-@pytest.mark.slow
-def test_a_run_that_is_stuck_ends_with_the_advice(monkeypatch):
-    few = complete.load_data()
-    monkeypatch.setattr(complete, "load_data", lambda: [few[0] * np.nan, *few[1:]])
-    with pytest.raises(SystemExit) as stopped:
-        complete.main(["--batch-size", "2", "--epochs", "1"])
-    assert stopped.value.code.startswith("FloatingPointError: The last 80 steps were skipped")
+        program.main(["--batch-size", "8", "--epochs", "3"])
+    assert stopped.value.code.startswith("FloatingPointError: The last 60 steps were skipped")
     assert "find_nonfinite" in stopped.value.code
 
 
 @pytest.mark.cases(slow=4)
-@pytest.mark.parametrize("precision", [*complete.LOSS_SCALES][::-1])
-@FLAX
-def test_each_precision_learns_the_digits(all_images, flax, precision, capsys):
-    state, accuracy = complete.main(["--flax", flax, "--precision", precision])
+@pytest.mark.parametrize("precision", [*complete_linen.LOSS_SCALES][::-1])
+@BOTH
+def test_each_precision_learns_the_digits(all_images, program, precision, capsys):
+    state, accuracy = program.main(["--precision", precision])
     assert accuracy > 0.98
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-    assert len(capsys.readouterr().out.splitlines()) == 12
+    assert {leaf.dtype for leaf in jax.tree.leaves(parts_of(state)["params"])} == {jnp.dtype("float32")}
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 12
+    assert all(line.endswith(" images/s") and "nan" not in line for line in lines)
 
 
 @pytest.mark.slow
-def test_a_nan_loss_of_a_step_that_was_taken_ends_the_program(monkeypatch, capsys):
+@BOTH
+def test_a_nan_loss_of_a_step_that_was_taken_ends_the_program(program, monkeypatch, capsys):
     """The losses of skipped steps are left out; all others count."""
-    assert complete.mean_loss([1.0, np.nan, 3.0], [True, False, True]) == 2.0
-    make = complete.make_train_step
+    assert program.mean_loss([1.0, np.nan, 3.0], [True, False, True]) == 2.0
+    make = program.make_train_step
 
-    def make_wrong(*args):
-        step = make(*args)
+    def make_wrong(options):
+        step = make(options)
 
         def wrong_step(state, x, y):
-            state, loss = step(state, x, y)
-            return state, loss * jnp.nan
+            made = step(state, x, y)
+            return (made[0], made[1] * jnp.nan) if program is complete_linen else made * jnp.nan
 
         return wrong_step
 
-    monkeypatch.setattr(complete, "make_train_step", make_wrong)
+    monkeypatch.setattr(program, "make_train_step", make_wrong)
     with pytest.raises(SystemExit, match=r"5 of the last 5 losses are inf or NaN although"):
-        complete.train(complete.parse(["--epochs", "1"]))
+        program.main(["--epochs", "1"])
     assert "loss" not in capsys.readouterr().out

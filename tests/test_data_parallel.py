@@ -132,7 +132,7 @@ def test_kill_9_of_one_process_in_the_middle_of_a_save_ends_the_other_and_leaves
 
 def test_a_killed_run_goes_on_with_the_losses_of_one_that_was_not_killed(runs):
     folder, found = runs
-    assert f"Goes on from step {SAVE_EVERY}." in found["again"].stdout
+    assert f"Continues from step {SAVE_EVERY}." in found["again"].stdout
     assert "steps skipped" not in found["other"].stdout  # Process 1 says nothing.
     assert log(folder, "killed")[SAVE_EVERY - STEPS :] == log(folder, "whole")[SAVE_EVERY:]
     killed, whole = ([each["digest"] for each in results(folder, name)] for name in ("killed", "whole"))
@@ -142,7 +142,7 @@ def test_a_killed_run_goes_on_with_the_losses_of_one_that_was_not_killed(runs):
 def test_a_checkpoint_of_eight_devices_goes_on_with_two_devices_of_one_process(runs):
     folder, found = runs
     assert "1 processes, 2 devices" in found["elsewhere"].stdout
-    assert f"Goes on from step {SAVE_EVERY}." in found["elsewhere"].stdout
+    assert f"Continues from step {SAVE_EVERY}." in found["elsewhere"].stdout
     ours = results(folder, "elsewhere")[0]["history"]
     expected = results(folder, "whole")[0]["history"][SAVE_EVERY:]
     for name in ("step", "loss_scale", "skipped_steps", "grads_finite"):
@@ -162,7 +162,7 @@ def test_two_processes_fall_back_to_the_same_checkpoint(runs):
     first, second = map(finish, start_by_slurm(folder, "broken", "--devices", "4"))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr
     assert f"The checkpoint of step {newest} cannot be read (" in first.stdout
-    assert f"Goes on from step {newest - SAVE_EVERY}." in first.stdout
+    assert f"Continues from step {newest - SAVE_EVERY}." in first.stdout
     broken, whole = ([each["digest"] for each in results(folder, name)] for name in ("broken", "whole"))
     assert broken == whole
 
@@ -288,7 +288,7 @@ def test_the_run_falls_back_to_the_checkpoint_before_and_says_so(two_checkpoints
     run = script.main([*options, str(broken)])
     out = capfd.readouterr().out
     assert "The checkpoint of step 8 cannot be read (" in out
-    assert "Goes on from step 4." in out
+    assert "Continues from step 4." in out
     assert [row["step"] for row in run.history] == list(range(5, 13))
     assert run.history[4:] == expected.history
     for ours, theirs in zip(jax.tree.leaves(run.params), jax.tree.leaves(expected.params), strict=True):

@@ -102,13 +102,38 @@ def test_run_exported_explains_itself(tmp_path):
 
 def test_every_option_of_an_example_has_help():
     names = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-    assert len(names) >= 9
+    assert len(names) >= 10
     for name in names:
-        lines = run_example(name, "--help").stdout.splitlines()
+        text = run_example(name, "--help").stdout
+        lines = text.splitlines()
         for line, after in zip(lines, [*lines[1:], ""]):
             if re.match(r"  (-\w, )?--?\w", line) and "[" not in line:
                 described = re.search(r"\S  +\S", line) or re.match(r" {10,}\S", after)
                 assert described, f"{name}: {line}"
+        assert ("(default: " in text) == (name != "run_exported")
+        assert "(default: None)" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("digits", "--output"),
+        ("deep_network", "--output"),
+        ("diagnose", "--output"),
+        ("language_model", "--checkpoint"),
+        ("language_model", "--tensorboard"),
+        ("export", "--output"),
+        ("keras_model", "--save"),
+        ("data_parallel", "--log"),
+    ],
+)
+def test_an_output_that_cannot_be_written_ends_an_example_before_it_trains(name, option, tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / {"keras_model": "a.keras", "digits": "a.png"}.get(name, "a")
+    family = ["gpt2-small"] if name == "data_parallel" else []
+    done = run_example(name, *family, option, path)
+    assert done.returncode == 2, done.stderr
+    assert re.search(r"(Not a directory|File exists)\.$", done.stderr.splitlines()[-1])
 
 
 def test_ctrl_c_ends_an_example_with_one_line(tmp_path):
@@ -276,23 +301,26 @@ def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
     assert "find_nonfinite" in story.stuck
     worst, *others = story.first.findings
     assert worst.severity == "not finite"
-    assert "A mask of -1e+09 is -inf in float16" in worst.advice
+    assert "compute in float32 what this line casts to float16" in worst.advice
     assert "attention" in worst.what
     assert "diagnose.py" in worst.where
-    assert any("a constant float32[32] is float32" in each.what for each in others)
-    # The second run: nothing is inf, nothing is promoted, and nothing moves.
+    assert "a constant float32[32] is float32" in story.promoted
+    # The second run: nothing is inf, and nothing moves.
     lost, *others = story.second.findings
-    assert "of the gradients that are not zero become zero in float16" in lost.what
+    assert "of the gradients that are not zero become zero" in lost.what
     assert not any("is float32" in each.what or each.severity == "not finite" for each in others)
     assert story.flat[-10:].mean() == pytest.approx(story.flat[:10].mean(), rel=0.05)
-    assert f"jmp.DynamicLossScale(2.0**{int(np.log2(story.ranges.largest_safe_scale))})" in lost.advice
-    assert story.learned[-10:].mean() < 0.9 * story.flat[-10:].mean()
+    assert f"jmp.DynamicLossScale(2.0**{int(np.log2(story.scale))})" in lost.advice
+    assert story.learned[-10:].mean() < 0.2 * min(story.learned[0], story.flat[-10:].mean())
     picture = tmp_path / "new folder" / "diagnosis.png"
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture.stat().st_size > 20_000
-    # README shows the first finding, with a path that is not of this machine.
-    shown = f"1. {worst}".replace(f"{EXAMPLES.parent}/", "")
-    assert f"```text\n{shown}\n```" in (EXAMPLES.parent / "README.md").read_text()
+    # README shows lines of the first finding. The errors depend on the machine.
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    lines = lambda text: set(re.sub(r"[\d.e-]+ from float32", "... from float32", text).splitlines())
+    shown = re.search(r"```text\n(1\. \[not finite\].*?)\n```", readme, re.DOTALL)[1]
+    assert len(lines(shown)) >= 3
+    assert lines(shown) - {"...", "    ..."} <= lines(f"1. {worst}".replace(f"{EXAMPLES.parent}/", ""))
     out = capsys.readouterr().out
     assert all(finding.what in out for finding in (*story.first.findings, *story.second.findings))
 
@@ -331,8 +359,8 @@ def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path)
     assert killed.returncode == -signal.SIGKILL
     assert 0 < max(steps(broken)) < 40
     output = finish(start(broken))
-    assert "float32: goes on from step 40." in output
-    resumed_from = int(re.search(r"float16: goes on from step (\d+)\.", output)[1])
+    assert "float32: continues from step 40." in output
+    resumed_from = int(re.search(r"float16: continues from step (\d+)\.", output)[1])
     assert 0 < resumed_from < 40
 
     states = [jax.tree.leaves_with_path(last_state(folder)) for folder in (whole, broken)]

@@ -13,9 +13,9 @@
 # %% [markdown]
 # # float16 in ten minutes
 #
-# A float32 train step goes to float16 in three lines. Without one of the lines,
-# training fails, and this page shows how. The data are scikit-learn's 1,797
-# scanned digits. It runs on a CPU in about a minute.
+# Three lines turn a float32 train step into a float16 one. This page also shows
+# how training fails without one of them. The data are scikit-learn's 1,797
+# scanned digits, and everything runs on a CPU in about a minute.
 
 # %%
 import flax.linen as nn
@@ -40,8 +40,8 @@ for axis, image in zip(axes, images):
 # %% [markdown]
 # ## A float32 program
 #
-# The network says for each pixel to which digit it belongs. Its loss is a mean
-# over 256 x 8 x 8 x 10 = 163,840 numbers, so each gradient is small.
+# The network predicts for each pixel the digit that it belongs to. Its loss is
+# a mean over 256 x 8 x 8 x 10 = 163,840 numbers, so each gradient is small.
 
 
 # %%
@@ -67,14 +67,14 @@ def loss_fn(params, x, y):
 # ## Three lines
 #
 # `train` takes the loss function and the optimizer. With `loss_fn` and a scale
-# of 1 this is the float32 program.
+# of 1 it is the float32 program.
 #
-# 1. `jmp.with_loss_scale` wraps the optimizer. The optimizer state then holds
-#    the loss scale.
-# 2. `jmp.autocast` makes the products of the loss function float16. The model
-#    does not change.
+# 1. `jmp.with_loss_scale` wraps the optimizer and keeps the loss scale in its
+#    state.
+# 2. `jmp.autocast` runs the matmuls and convolutions of the loss function in
+#    float16. The model code stays as it is.
 # 3. `jmp.value_and_grad` multiplies the loss by the scale before the backward
-#    pass, and divides the gradients by it.
+#    pass, and divides the gradients by it afterwards.
 
 
 # %%
@@ -100,9 +100,8 @@ def train(loss_fn, tx, steps=120):
 
 adam = optax.adam(1e-2)
 half_loss = jmp.autocast(loss_fn, jnp.float16)
-dynamic = jmp.DynamicLossScale(
-    2.0**15, period=10
-)  # The period is 2,000 by default. This run is short.
+# The default period is 2,000 steps; this run is short.
+dynamic = jmp.DynamicLossScale(2.0**15, period=10)
 
 runs = {
     "float32": train(loss_fn, jmp.with_loss_scale(adam, jmp.NoOpLossScale())),
@@ -125,11 +124,11 @@ above.legend(frameon=False)
 below.semilogy(runs["float16, dynamic scale"][1], base=2)
 _ = below.set(ylabel="loss scale", xlabel="step")
 # %% [markdown]
-# float16 without a scale does not learn like float32: float16 rounds every
-# number up to 2**-25 to zero, and most of these gradients are smaller. The
-# scale moves them into the range of float16. It doubles after each 10 steps in
-# a row that were finite. When it is too large, a gradient becomes inf, the step
-# is skipped, and the scale is halved.
+# Without a scale, float16 does not learn like float32: it rounds every number
+# up to 2**-25 to zero, and most of these gradients are smaller. The scale moves
+# them into the range of float16. It doubles after 10 finite steps in a row.
+# When it gets too large, a gradient becomes inf, the step is skipped, and the
+# scale is halved.
 
 # %%
 {
@@ -140,16 +139,15 @@ _ = below.set(ylabel="loss scale", xlabel="step")
 # %% [markdown]
 # ## What ran in float16?
 #
-# `explain` lists the operations and says why each runs in its dtype. Products
-# run in float16; the softmax, the norms and the loss stay float32.
+# `explain` lists the operations and why each of them runs in its dtype.
+# Convolutions run in float16; the softmax, the norms and the loss stay float32.
 
 # %%
 report = jmp.explain(half_loss)(params, images[:256], labels[:256])
 print(report.summary())
 
 # %% [markdown]
-# A policy, a loss scale and a report are values, and a notebook shows them as
-# tables:
+# Notebooks display policies, loss scales and reports as tables:
 
 # %%
 jmp.get_policy("mixed_float16")
@@ -164,5 +162,5 @@ dynamic
 #   Equinox.
 # - [Choosing a precision](../choosing.md): float16 or bfloat16, and which
 #   scale.
-# - [Why is my run NaN?](why_is_my_run_nan.py): the other way in which a run
-#   fails.
+# - [Why is my run NaN?](why_is_my_run_nan.py): the other way in which a run can
+#   fail.

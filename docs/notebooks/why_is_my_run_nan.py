@@ -13,9 +13,10 @@
 # %% [markdown]
 # # Why is my run NaN?
 #
-# A model with attention, written by hand in float16, has two faults. The run
-# stops; the tools name both faults by line. The data are scikit-learn's scanned
-# digits, one row of pixels as one token. It runs on a CPU in about a minute.
+# An attention model, written by hand in float16, has two faults. The run stops,
+# and the diagnostic tools find both of them. The data are scikit-learn's
+# scanned digits, with a row of pixels as a token. It runs on a CPU in about a
+# minute.
 
 # %%
 import jax
@@ -35,7 +36,7 @@ shapes = {
     "embed": (8, 32),
     "query": (32, 32),
     "key": (32, 32),
-    "head": (32, 10),
+    "head": (256, 10),
 }
 keys = jax.random.split(jax.random.key(0), len(shapes))
 params = {
@@ -59,9 +60,10 @@ def make_loss(mask_value):
             mask = jnp.where(seen, 0.0, mask_value).astype(jnp.float16)
             h = h + jax.nn.softmax(scores + mask) @ h
         with jax.named_scope("head"):
+            h = h.reshape(-1, 256)
             logits = (h @ half["head"]).astype(jnp.float32)
-        targets = jax.nn.one_hot(labels, 10)[:, None]
-        return jnp.mean((jax.nn.softmax(logits) - targets) ** 2) / 1e4
+        targets = jax.nn.one_hot(labels, 10)
+        return jnp.mean((jax.nn.softmax(logits) - targets) ** 2) / 1e5
 
     return loss_fn
 
@@ -90,8 +92,8 @@ def train(loss_fn, loss_scale, steps=200):
 # %% [markdown]
 # ## The run stops
 #
-# Each step has NaN in its gradients, so each step is skipped and the scale
-# falls. `raise_if_stuck` ends such a run, and names the parameters whose
+# Every step has NaN in its gradients, so every step is skipped and the scale
+# falls. `raise_if_stuck` ends such a run and names the parameters whose
 # gradients were not finite.
 
 # %%
@@ -102,9 +104,9 @@ except FloatingPointError as error:
     print(error)
 
 # %% [markdown]
-# ## Which operation was the first?
+# ## Which operation came first?
 #
-# `find_nonfinite` runs the loss and its gradients once, and measures each
+# `find_nonfinite` runs the loss and its gradients once and measures every
 # value.
 
 # %%
@@ -114,23 +116,25 @@ diagnostics.find_nonfinite(broken, loss_scale=jmp.StaticLossScale(1.0))(
 
 # %% [markdown]
 # -1e9 is beyond the range of float16, so the mask is -inf. The first row of an
-# image sees nothing: all its scores are -inf, and its softmax is NaN. The
-# report has tried what helps. Here the mask gets a number that float16 holds.
+# image sees no other row: all its scores are -inf, and its softmax is NaN. The
+# report lists the remedies that it has tried. Here we give the mask a number
+# that float16 can hold.
 #
-# ## The run goes on, and does not learn
+# ## The run continues, but does not learn
 
 # %%
-mended = make_loss(mask_value=float(jnp.finfo(jnp.float16).min) / 2)
-losses = train(mended, jmp.NoOpLossScale())
+fixed = make_loss(mask_value=float(jnp.finfo(jnp.float16).min) / 2)
+losses = train(fixed, jmp.NoOpLossScale())
 start, end = losses[:10].mean(), losses[-10:].mean()
 print(f"the loss goes from {start:.3e} to {end:.3e}")
 
 # %% [markdown]
-# Nothing is inf, so no step is skipped, and no tool that looks for NaN says
-# anything. `profile_ranges` counts what float16 makes zero at each loss scale.
+# Nothing is inf, so no step is skipped, and tools that look for NaN find
+# nothing. `profile_ranges` counts the gradients that float16 rounds to zero at
+# each loss scale.
 
 # %%
-ranges = diagnostics.profile_ranges(mended, loss_scale=jmp.NoOpLossScale())(
+ranges = diagnostics.profile_ranges(fixed, loss_scale=jmp.NoOpLossScale())(
     params, images[:64], labels[:64]
 )
 ranges
@@ -139,14 +143,14 @@ ranges
 ranges.dynamic_scale
 
 # %% [markdown]
-# `ranges.plot("ranges.png")` draws the histogram of the gradients and what
-# each scale loses of them. With this scale the model learns:
+# `ranges.plot("ranges.png")` draws the histogram of the gradients and the share
+# that each scale loses. With the recommended scale the model learns:
 
 # %%
-losses = train(mended, ranges.dynamic_scale)
+losses = train(fixed, ranges.dynamic_scale)
 start, end = losses[:10].mean(), losses[-10:].mean()
 print(f"the loss goes from {start:.3e} to {end:.3e}")
 
 # %% [markdown]
-# `diagnostics.doctor` asks all of these questions at once:
+# `diagnostics.doctor` runs all of these tools at once: see
 # [Diagnosis](../diagnosis.md).

@@ -20,7 +20,7 @@ OUTSIDE = {
 
 
 def selecting_step(tx):
-    """The step of docs/loss-scaling.md."""
+    """The step that docs/loss-scaling.md describes for transforms that stay outside."""
 
     @jax.jit
     def step(params, opt_state, grads):

@@ -1,4 +1,4 @@
-"""`examples/complete.py` beside the same program in PyTorch: the numbers of every micro-batch are equal.
+"""`examples/complete_linen.py` and `complete_nnx.py` have the numbers of PyTorch after every micro-batch.
 
 Both begin with the same parameters and read the same micro-batches, in float32 and without dropout. Two
 micro-batches hold an inf. The program in PyTorch is written out below: accumulation of the finite
@@ -10,12 +10,13 @@ import importlib.util
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmp_lite as jmp
-from examples import complete
+from examples import complete_linen, complete_nnx
+from tests.test_complete import Start, parts_of
 
 if importlib.util.find_spec("torch") is None:
     pytest.skip('needs pip install -e ".[torch]"', allow_module_level=True)
@@ -31,29 +32,23 @@ EPSILON = float(np.finfo(np.float32).eps)
 
 def micro_batches():
     """The first micro-batches of the example. Two hold an inf."""
-    train_x, _, train_y, _ = complete.load_data()
-    options = complete.parse(["--batch-size", "16"])
-    for step, (x, y) in zip(range(STEPS), complete.batches(train_x, train_y, options, epoch=0, skip=0)):
+    train_x, _, train_y, _ = complete_linen.load_data()
+    options = complete_linen.parse(["--batch-size", "16"])
+    for step, (x, y) in zip(range(STEPS), complete_linen.batches(train_x, train_y, options, epoch=0, skip=0)):
         x[0, 0, 0, 0] = np.inf if step in BAD else x[0, 0, 0, 0]
         yield x, y
 
 
-def run_example(flax, monkeypatch):
+def run_example(program, monkeypatch):
     """The first parameters, and the state and the loss after each micro-batch."""
-    monkeypatch.setitem(complete.LOSS_SCALES, "float32", jmp.DynamicLossScale(2.0**10, period=PERIOD))
-    settings = ["--precision", "float32", "--flax", flax, "--dropout", "0", "--accumulate", str(ACCUMULATE)]
+    monkeypatch.setitem(program.LOSS_SCALES, "float32", jmp.DynamicLossScale(2.0**10, period=PERIOD))
+    settings = ["--precision", "float32", "--dropout", "0", "--accumulate", str(ACCUMULATE)]
     settings += ["--clip-norm", str(CLIP), "--ema-decay", str(DECAY), "--learning-rate", str(RATE)]
-    options = complete.parse(settings)
-    params, batch_stats, forward = complete.BUILDERS[flax](options.dropout, options.seed)
-    tx = complete.make_optimizer(options, complete.make_schedule(options, UPDATES))
-    ema = jax.tree.map(jnp.copy, params)
-    first = jax.device_get(params)
-    state = complete.State(jnp.int32(0), params, batch_stats, tx.init(params), ema)
-    train_step, history = complete.make_train_step(forward, tx, options), []
-    for x, y in micro_batches():
-        state, loss = train_step(state, x, y)
-        history.append(jax.device_get((state, loss)))
-    return first, history
+    start = Start(program, *settings)
+    start.schedule = program.make_schedule(start.options, UPDATES)
+    state = start.state()
+    first = jax.device_get(parts_of(state)["params"])
+    return first, start.run(state, micro_batches())
 
 
 class Network(torch.nn.Module):
@@ -99,7 +94,10 @@ def run_torch(first, fault=None):
     model.load_state_dict(
         {name: torch.tensor(value) for name, value in as_torch(first).items()}, strict=False
     )
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=1e-4)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 1e-4}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, RATE)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     average_fn = torch.optim.swa_utils.get_ema_multi_avg_fn(DECAY)
     ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average_fn)
@@ -173,17 +171,17 @@ def compare(example, pytorch):
         assert math.isnan(their_loss) == (step in BAD)
         if step not in BAD:
             assert float(loss) == pytest.approx(their_loss, rel=1e-4)
-        assert float(jmp.get_loss_scale(state.opt_state).loss_scale) == scale
-        assert int(complete.updates_done(state.opt_state)) == updates
-        assert_close(as_torch(state.params), parameters, as_torch(first))
-        assert_close(as_torch(state.ema), averages, as_torch(first))
+        assert float(jmp.get_loss_scale(state["opt_state"]).loss_scale) == scale
+        assert int(optax.tree.get(state["opt_state"], "gradient_step")) == updates
+        assert_close(as_torch(state["params"]), parameters, as_torch(first))
+        assert_close(as_torch(state["ema"]), averages, as_torch(first))
         seen = step + 1 - sum(bad <= step for bad in BAD)
         for norm, statistics in as_flax(buffers, seen):
             start = {"mean": np.zeros_like(statistics["mean"]), "var": np.ones_like(statistics["var"])}
-            assert_close(state.batch_stats[norm], statistics, start)
+            assert_close(state["batch_stats"][norm], statistics, start)
 
 
-@pytest.fixture(scope="module", params=["linen", "nnx"])
+@pytest.fixture(scope="module", params=[complete_linen, complete_nnx], ids=["linen", "nnx"])
 def example(request):
     with pytest.MonkeyPatch.context() as monkeypatch:
         return run_example(request.param, monkeypatch)
@@ -192,8 +190,8 @@ def example(request):
 def test_each_micro_batch_has_the_numbers_of_pytorch(example, one_thread):
     compare(example, run_torch(example[0]))
     state = example[1][-1][0]
-    assert int(complete.updates_done(state.opt_state)) == UPDATES == 21
-    assert int(jmp.metrics(state.opt_state)["skipped_steps"]) == len(BAD)
+    assert int(optax.tree.get(state["opt_state"], "gradient_step")) == UPDATES == 21
+    assert int(jmp.metrics(state["opt_state"])["skipped_steps"]) == len(BAD)
 
 
 @pytest.mark.parametrize(
