@@ -73,7 +73,7 @@ FILES = {
     "_flax": "products layers calls",
     "diagnostics._values": "sites probe tap calls trace numbers reference",
     "diagnostics._precision": "modules sources flags groups fewest report compare",
-    "diagnostics._nonfinite": "extremes flow hints report trials rules find",
+    "diagnostics._nonfinite": "extremes flow hints report trials find",
     "diagnostics._ranges": "magnitudes float8 scales picture report profile updates",
     "programs": "_hlo _traffic _products _program _read _gpus _compile _roofline",
     "diagnostics": "_findings _doctor",
