@@ -68,7 +68,7 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
         dtype = jnp.dtype(spec)
         if isinstance(spec, str) and dtype.name != spec:  # NumPy reads "f8", 8 bytes, as float64.
             raise TypeError
-    except TypeError:
+    except (TypeError, ValueError):  # NumPy reads a dict as the fields of a structured dtype.
         allowed = ["half", *_DTYPES]
         if isinstance(spec, str):
             is_float8 = any(name in spec.lower() for name in ("float8", "fp8", "e4m3", "e5m2"))

@@ -52,7 +52,7 @@ def test_an_unknown_name_is_a_value_error_that_lists_the_names(spec):
         parse_dtype(spec)
 
 
-@pytest.mark.parametrize("spec", [None, 3, object(), [1]])
+@pytest.mark.parametrize("spec", [None, 3, object(), [1], {"**": "fp8"}])
 def test_other_values_than_dtypes_are_a_type_error(spec):
     with pytest.raises(TypeError, match="Expected a dtype or one of"):
         parse_dtype(spec)
