@@ -182,7 +182,9 @@ def test_a_step_is_compiled_once(program):
         complete_linen: lambda: start.step._cache_size(),
         complete_nnx: lambda: start.step.jitted_fn._cache_size(),
     }
-    assert sizes[program]() == 1
+    # With JAX 0.10, `nnx.jit` compiles once more for the results of its first step on a mesh.
+    once_more = program is complete_nnx and jax.__version_info__ < (0, 11)
+    assert sizes[program]() == 1 + once_more
 
 
 @BOTH

@@ -317,10 +317,13 @@ def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
     assert picture.stat().st_size > 20_000
     # README shows lines of the first finding. The errors depend on the machine.
     readme = (EXAMPLES.parent / "README.md").read_text()
-    lines = lambda text: set(re.sub(r"[\d.e-]+ from float32", "... from float32", text).splitlines())
+    masked = lambda text: re.sub(r"[\d.e-]+ from float32", "... from float32", text)
+    # The way to the loss depends on the version of JAX, too.
+    lines = lambda text: masked(
+        re.sub(r"    from there: .*?\n(?=Tried)", "", text, flags=re.DOTALL)
+    ).splitlines()
     shown = re.search(r"```text\n(1\. \[not finite\].*?)\n```", readme, re.DOTALL)[1]
-    assert len(lines(shown)) >= 3
-    assert lines(shown) - {"...", "    ..."} <= lines(f"1. {worst}".replace(f"{EXAMPLES.parent}/", ""))
+    assert lines(shown) == lines(f"1. {worst}".replace(f"{EXAMPLES.parent}/", ""))
     out = " ".join(capsys.readouterr().out.split())  # Reports wrap at 90 columns.
     assert all(finding.what in out for finding in (*story.first.findings, *story.second.findings))
 

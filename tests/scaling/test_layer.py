@@ -71,7 +71,8 @@ def test_both_orders_with_autocast_give_the_same_gradients(expected, dtype):
         jax.grad(autocast(network(jmp.scale_layer(layer)))),
         autocast(jax.grad(network(jmp.scale_layer(layer)))),
     ):
-        assert cosines(jax.jit(fun)(W, X), expected).min() > (0.999 if dtype == "float16" else 0.98)
+        # Over 40 layers, casts by hand to bfloat16 have 0.955.
+        assert cosines(jax.jit(fun)(W, X), expected).min() > (0.999 if dtype == "float16" else 0.95)
 
 
 @pytest.mark.slow

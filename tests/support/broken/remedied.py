@@ -130,7 +130,7 @@ def the_inverse_error_function_at_one(w):
     return jnp.sum(special.erfinv(w))  # here
 
 
-@loss(ONES, "select_n", "such as ndtri")
+@loss(ONES, "select_n neg", "such as ndtri")
 def the_quantile_of_one(w):
     return jnp.sum(special.ndtri(w))  # here
 
