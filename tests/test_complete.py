@@ -336,7 +336,7 @@ def test_a_run_writes_scalars_for_tensorboard(program, monkeypatch, capsys):
     assert "epoch   1   loss 2." in capsys.readouterr().out
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @BOTH
 def test_a_batch_is_split_over_the_devices(program):
     """Four devices see a quarter of each batch, and the run ends with the numbers of one device."""
@@ -432,7 +432,7 @@ def test_a_run_that_is_stuck_ends_with_the_advice(program, monkeypatch):
     assert "find_nonfinite" in stopped.value.code
 
 
-@pytest.mark.cases(slow=4)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("precision", [*complete_linen.LOSS_SCALES][::-1])
 @BOTH
 def test_each_precision_learns_the_digits(all_images, program, precision, capsys):

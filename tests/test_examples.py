@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import re
+import runpy
 import signal
 import struct
 import subprocess
@@ -94,17 +95,32 @@ def run_example(name, *options):
     )
 
 
+@pytest.fixture
+def end_of(monkeypatch, capsys):
+    """Runs an example that ends early, in this process; returns its exit code and what it wrote."""
+
+    def run(name, *options):
+        script = str(EXAMPLES / f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [script, *map(str, options)])
+        monkeypatch.syspath_prepend(EXAMPLES)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(script, run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
 def test_run_exported_explains_itself(tmp_path):
     assert "in the order of jax.tree.leaves" in run_example("run_exported", "--help").stdout
     missing = run_example("run_exported", tmp_path / "program.bin", tmp_path / "in.npz", tmp_path / "out.npz")
     assert missing.stderr.splitlines()[-1].endswith(f"error: There is no file {tmp_path / 'program.bin'}.")
 
 
-def test_every_option_of_an_example_has_help():
+def test_every_option_of_an_example_has_help(end_of):
     names = sorted(path.stem for path in EXAMPLES.glob("*.py"))
     assert len(names) >= 10
     for name in names:
-        text = run_example(name, "--help").stdout
+        _, text, _ = end_of(name, "--help")
         lines = text.splitlines()
         for line, after in zip(lines, [*lines[1:], ""]):
             if re.match(r"  (-\w, )?--?\w", line) and "[" not in line:
@@ -127,13 +143,13 @@ def test_every_option_of_an_example_has_help():
         ("data_parallel", "--log"),
     ],
 )
-def test_an_output_that_cannot_be_written_ends_an_example_before_it_trains(name, option, tmp_path):
+def test_an_output_that_cannot_be_written_ends_an_example_before_it_trains(name, option, tmp_path, end_of):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / {"keras_model": "a.keras", "digits": "a.png"}.get(name, "a")
     family = ["gpt2-small"] if name == "data_parallel" else []
-    done = run_example(name, *family, option, path)
-    assert done.returncode == 2, done.stderr
-    assert re.search(r"(Not a directory|File exists)\.$", done.stderr.splitlines()[-1])
+    code, _, errors = end_of(name, *family, option, path)
+    assert code == 2, errors
+    assert re.search(r"(Not a directory|File exists)\.$", errors.splitlines()[-1])
 
 
 def test_ctrl_c_ends_an_example_with_one_line(tmp_path):

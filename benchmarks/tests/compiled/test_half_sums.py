@@ -26,7 +26,7 @@ def test_a_residual_stream_in_half_moves_no_byte_more_than_a_policy(family, monk
     assert arms["float16 autocast"]["bytes_moved"] > 1.01 * arms["float16"]["bytes_moved"]
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["bert-base", "gpt2-small"])
 def test_a_residual_stream_in_half_moves_the_bytes_of_casts_by_hand(family):
     casts, ours = (by_hand.program(family, way).bytes_moved for way in ("by hand", [*by_hand.WAYS][-1]))

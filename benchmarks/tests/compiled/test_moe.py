@@ -5,7 +5,9 @@ import pytest
 from benchmarks.compiled.moe import WAYS, Size, program
 
 
-@pytest.mark.parametrize("size", [Size(512, 1792, 2, 1024), pytest.param(Size(), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [Size(512, 1792, 2, 1024), pytest.param(Size(), marks=pytest.mark.exhaustive)]
+)
 def test_rows_and_streams_in_half_move_the_bytes_of_casts_by_hand(size):
     by_hand, autocast, with_options = (program(size, way) for way in WAYS)
     assert with_options.bytes_moved <= 1.02 * by_hand.bytes_moved < autocast.bytes_moved
