@@ -7,7 +7,11 @@
 `float8`: the estimated time of a block of a transformer in fp8.
 `memory`: what master weights and optimizer state in half cost, for an H100.
 `step`: what a whole GPT step does, on one device or on many.
+`by_hand`: what the step of a transformer moves beside casts by hand.
+`attention`: what cuDNN's attention changes in GPT-2 small.
 `llama`: what crosses between the devices of a sharded LLaMA-like stack, by dtype.
+`deep`: what a scanned, rematerialized stack of LLaMA's size keeps and moves at its true depth.
+`moe`: what a mixture of experts moves on eight devices.
 `predict`: what the step of each model of `examples.models` does.
 `largest_batch`: how large a batch fits into the memory.
 `pages`: writes the tables of the documentation from the files of results.
