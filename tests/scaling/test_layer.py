@@ -71,8 +71,10 @@ def test_both_orders_with_autocast_give_the_same_gradients(expected, dtype):
         jax.grad(autocast(network(jmp.scale_layer(layer)))),
         autocast(jax.grad(network(jmp.scale_layer(layer)))),
     ):
-        # Over 40 layers, casts by hand to bfloat16 have 0.955.
-        assert cosines(jax.jit(fun)(W, X), expected).min() > (0.999 if dtype == "float16" else 0.95)
+        found = cosines(jax.jit(fun)(W, X), expected)
+        # Over 40 layers, casts by hand to bfloat16 have 0.955 at the layer that is furthest off.
+        assert found.min() > (0.999 if dtype == "float16" else 0.95)
+        assert np.median(found) > (0.9999 if dtype == "float16" else 0.99)
 
 
 @pytest.mark.slow

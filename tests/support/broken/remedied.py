@@ -29,6 +29,25 @@ def a_root_of_a_maximum_with_zero(d):
     return jnp.sum(jnp.sqrt(jnp.maximum(d, 0)))  # here
 
 
+@loss(ONES, "div", "A divisor is 0")
+def a_variance_of_zero_behind_a_maximum(x):
+    variance = jnp.maximum(jnp.mean(x * x) - jnp.mean(x) ** 2, 0)
+    return jnp.sum(x / jnp.sqrt(variance))  # here
+
+
+@loss(ONES, "add", "With every operation in float32 it is not finite either.")
+def two_masks_in_bfloat16(w):
+    scores = w.astype(BF16) + jnp.finfo(BF16).min + jnp.finfo(BF16).min  # here
+    return jnp.sum(jax.nn.softmax(scores.astype(jnp.float32)))
+
+
+@loss(30 * np.eye(4, dtype=np.float32), "div", CAST)
+def a_temperature_of_0_01_in_float16(z):
+    z = z.astype(HALF)
+    logits = z @ z.T / HALF(0.01)  # here
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits.astype(jnp.float32) * 1e-4)))
+
+
 # Numbers that half precision rounds.
 
 
