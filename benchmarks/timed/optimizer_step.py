@@ -1,9 +1,11 @@
 """What a loss scale costs an optimizer step on a CPU, beside the peers.
 
     taskset -c 0 python -m benchmarks.timed.optimizer_step       # Half a minute.
+    taskset -c 0 python -m benchmarks.timed.optimizer_step --eager --leaves 1000 --width 8
 
 Each arm unscales float16 gradients, checks them, takes a step of AdamW and adds the updates. Parameters and
-state are donated. The arms take turns, and their times are the CPU time of the process.
+state are donated. With `--eager` the step runs without `jax.jit`. The arms take turns, and their times are
+the CPU time of the process.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from benchmarks.device import versions
 from benchmarks.timed.interleaved import machine, milliseconds
 
 
-def arm(name: str, leaves: int, width: int) -> Callable[[], None]:
+def arm(name: str, leaves: int, width: int, eager: bool) -> Callable[[], None]:
     """Returns a function that takes a step of one arm and waits for it."""
     shape = (width, width)
     params = {f"layer_{index}": jnp.full(shape, 0.01) for index in range(leaves)}
@@ -28,7 +30,9 @@ def arm(name: str, leaves: int, width: int) -> Callable[[], None]:
         for index, name in enumerate(params)
     }
     scaler = SCALERS[name](optax.adamw(3e-4))
-    step = jax.jit(step_of(scaler, with_gradients), donate_argnums=(0, 1))
+    step = step_of(scaler, with_gradients)
+    if not eager:
+        step = jax.jit(step, donate_argnums=(0, 1))
     carry: list[Any] = [params, scaler.init(params, SCALE)]
 
     def take() -> None:
@@ -52,8 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--leaves", type=int, default=10)
     parser.add_argument("--width", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=15)
+    parser.add_argument("--eager", action="store_true", help="run each operation by itself, without jax.jit")
     options = parser.parse_args(arguments)
-    steps = {name: arm(name, options.leaves, options.width) for name in SCALERS}
+    steps = {name: arm(name, options.leaves, options.width, options.eager) for name in SCALERS}
     print(f"AdamW, {options.leaves} leaves of {options.width} x {options.width}, float16 gradients")
     print(table(milliseconds(steps, options.blocks, 4)))
     print(f"{machine()}; jax {versions()['jax']}")

@@ -173,10 +173,16 @@ def _update_where(
 
     def select(finite: jax.Array, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, new = update(grads, state, params)
-        return jax.tree.map(lambda x: _or_minus_zero(finite, x), updates), _select_state(finite, new, state)
+        _check_structure(new, state)
+        kept = jax.tree.map(lambda update: select_tree(finite, update, _minus_zero(update)), updates)
+        return kept, _select_state(finite, new, state)
 
-    if not is_traced(finite):  # Outside of `jit`, JAX would compile a condition again on each call.
-        return select(finite, grads, state, params)
+    if not is_traced(finite):
+        # Outside of `jit`, Python can branch. JAX would compile a condition again on each call, and a select
+        # of each leaf takes longer than the update itself.
+        updates, new = update(grads, state, params)
+        _check_structure(new, state)
+        return (updates, new) if finite else (jax.tree.map(_minus_zero, updates), state)
     # `jit` traces the function once for all branches. XLA removes a select by a constant.
     select = jax.jit(select, inline=True)
     taken, skipped = (functools.partial(select, jnp.bool_(flag)) for flag in (True, False))
@@ -186,21 +192,25 @@ def _update_where(
     return lax.platform_dependent(finite, grads, state, params, cpu=branch, default=select)
 
 
-def _or_minus_zero(finite: jax.Array, update: Any) -> Any:
-    """Returns an update if `finite`, and else one that changes no parameter."""
+def _minus_zero(update: Any) -> Any:
+    """Returns an update like `update` that changes no parameter."""
     if not has_dtype(update, jnp.number):  # A key, float0 or boolean, which is added to no parameter.
         return update
     # Only minus zero leaves every parameter as it is: an update of 0.0 turns -0.0 into 0.0.
-    return select_tree(finite, update, -jnp.zeros_like(update))
+    return -jnp.zeros_like(update)
 
 
-def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Returns the state `new` if `finite`, and else `old`, bit for bit."""
+def _check_structure(new: Any, old: Any) -> None:
+    """Raises a ValueError if the optimizer's new state has another structure than the old one."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
             "The optimizer's update returned a state of another structure than it was given: "
             f"{jax.tree.structure(new)}, not {jax.tree.structure(old)}."
         )
+
+
+def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
+    """Returns the state `new` if `finite`, and else `old`, bit for bit."""
 
     def select(new: Any, old: Any) -> Any:
         # Some states of optax change their dtype on the first step, and `lax.select` needs one dtype.

@@ -23,8 +23,9 @@ def test_steps_take_turns_and_the_first_two_turns_do_not_count(monkeypatch):
     assert calls == (["fast"] * 3 + ["slow"] * 3) * 5
 
 
-def test_the_table_of_an_optimizer_step(capsys):
-    optimizer_step.main(["--leaves", "2", "--width", "8", "--blocks", "1"])
+@pytest.mark.parametrize("mode", [[], ["--eager"]])
+def test_the_table_of_an_optimizer_step(mode, capsys):
+    optimizer_step.main(["--leaves", "2", "--width", "8", "--blocks", "1", *mode])
     rows = re.findall(r"^(\S.*?) +([\d.]+) +([\d.]+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
     assert [row[0] for row in rows] == list(SCALERS)
     assert {row[0]: row[2] for row in rows}["plain"] == "1.00"
