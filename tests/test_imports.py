@@ -66,7 +66,7 @@ FILES = {
     "_jaxpr": "primitives read precision inner bind arguments replay calls products",
     "_float8": "quantize product selection",
     "_autocast.planning": (
-        "rules scopes op activations dependence states ruling demand plan pairs decide planner"
+        "rules scopes op activations dependence states ruling demand plan pairs checkpoints decide planner"
     ),
     "_autocast": "interpreter traced_rule custom_rules calls keep api",
     "_autocast.report": "advice operations explain",

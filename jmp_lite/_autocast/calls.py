@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jaxpr.calls import CALLS
+from .._jaxpr.calls import CALLS, remat_from_half
 from .._jaxpr.inner import Role, with_repeated
 from .._jaxpr.primitives import traits_of
 from .._jaxpr.read import Equation
@@ -48,6 +48,9 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         # Nothing differentiates the body of a scan alone, so the barriers of prevent_cse are not needed.
         bodies = [jax.checkpoint(bodies[0], policy=_saved_by_loop, prevent_cse=False)]
     arrays += [operands[index].to(jnp.float32) for index in paired]
+    if action.kept:
+        run = remat_from_half(equation, bodies[0], dict.fromkeys(action.kept, interpreter.half))
+        return interpreter.with_paths(run(*arrays), action.paired)
     equation = with_repeated(equation, paired, action.paired)
     results, _ = CALLS[action.handler](equation, bodies, arrays)
     return interpreter.with_paths(results, action.paired)

@@ -10,15 +10,18 @@ to `inner.inner_jaxprs`, and a function here. autocast takes it from `CALLS`; th
 `diagnostics/_values/calls.py`.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from .bind import bind
+from .bind import bind, cast
 from .inner import inner_jaxprs
 from .read import Array, Equation, Jaxpr, constants, is_differentiated, open_jaxpr, without_constants
 
@@ -103,6 +106,51 @@ def remat(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -
     closed, shapes = jax.make_jaxpr(body, return_shape=True)(*arrays)
     results = bind(equation, [*constants(closed), *arrays], jaxpr=without_constants(closed))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def remat_from_half(equation: Equation, body: Body, kept: Mapping[int, Any]) -> Callable[..., list[Array]]:
+    """Returns a rematerialized function that keeps half copies of some operands for its backward pass.
+
+    The function itself reads its operands as they are. Its derivatives compute it again, from the copies.
+
+    Args:
+        equation: a `remat2` without a policy.
+        body: the function, without side outputs.
+        kept: for the index of each such operand, the dtype of its copy.
+    """
+
+    remat = functools.partial(jax.checkpoint, prevent_cse=equation.params["prevent_cse"])
+
+    @jax.custom_jvp
+    def run(*arrays: Array) -> list[Array]:
+        return remat(body)(*arrays)[0]
+
+    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
+        results = body(*primals)[0]
+        moving = [index for index, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
+        moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
+
+        @remat
+        def again(copies: list[Array], directions: list[Array]) -> list[Array]:
+            operands = [cast(x, primals[i].dtype) if i in kept else x for i, x in enumerate(copies)]
+
+            def of_moving(*moved: Array) -> list[Array]:
+                given = dict(zip(moving, moved))
+                new = body(*(given.get(index, x) for index, x in enumerate(operands)))[0]
+                return [x for x, each in zip(new, moves) if each]
+
+            return jax.jvp(of_moving, [operands[i] for i in moving], directions)[1]
+
+        # By default XLA would leave out a cast down and up again, and keep the operand itself.
+        copies = [
+            lax.optimization_barrier(cast(x, kept[i])) if i in kept else x for i, x in enumerate(primals)
+        ]
+        changes = iter(again(copies, [tangents[index] for index in moving]))
+        zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        return results, [next(changes) if each else zero(x) for x, each in zip(results, moves)]
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run
 
 
 def shard_map(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:

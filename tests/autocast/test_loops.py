@@ -161,11 +161,11 @@ def test_a_loop_that_says_what_it_keeps_keeps_that():
     step = lambda x, _: (jnp.sin(jnp.tanh(x @ W) @ W), None)
     everything = jax.checkpoint(step, policy=jax.checkpoint_policies.everything_saveable)
     nothing = jax.checkpoint(step)
-    loop = lambda step: jmp.autocast(lambda x: lax.scan(step, x, length=5)[0])
+    loop = lambda step: jmp.autocast(lambda x: lax.scan(step, x, length=5)[0], "float16")
     kept = lambda step: [dtype for _, dtype in kept_by_iterations(loop(step), X)]
-    assert set(kept(step)) == {"bfloat16"}
+    assert set(kept(step)) == {"float16"}
     assert "float32" in kept(everything)
-    assert kept(nothing) == ["float32"]
+    assert kept(nothing) == ["float32"]  # In bfloat16 a copy is enough: see test_checkpoints.py.
 
 
 def test_a_loop_of_random_masks_keeps_booleans():

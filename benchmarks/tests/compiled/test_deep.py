@@ -7,7 +7,8 @@ from benchmarks.compiled.deep import SIZES, WAYS, program
 
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("size", SIZES)
-def test_with_half_sums_a_deep_stack_keeps_and_moves_no_more_than_casts_by_hand(size):
-    by_hand, default, ours = (program(SIZES[size], way) for way in list(WAYS)[:3])
-    assert ours.temporary_bytes <= by_hand.temporary_bytes < default.temporary_bytes
-    assert ours.bytes_moved <= by_hand.bytes_moved
+def test_a_deep_stack_keeps_and_moves_no_more_than_with_casts_by_hand(size):
+    by_hand, *ours = (program(SIZES[size], way) for way in list(WAYS)[:3])
+    for each in ours:
+        assert each.temporary_bytes <= 1.001 * by_hand.temporary_bytes
+        assert each.bytes_moved <= by_hand.bytes_moved

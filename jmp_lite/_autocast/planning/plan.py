@@ -158,12 +158,14 @@ class Call:
         recompute: whether the backward pass of a loop computes element-wise float32 operations again. The
             loop then keeps only their half operands.
         paired: the indexes of the half results that leave the call as pairs (`pairs`).
+        kept: the indexes of the operands of which a `jax.checkpoint` keeps a half copy (`checkpoints`).
     """
 
     handler: str
     inner: tuple[Inside, ...]
     recompute: bool = False
     paired: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
 
 Action = Run | Move | Activation | Skip | Call

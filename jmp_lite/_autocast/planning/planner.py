@@ -31,6 +31,7 @@ from ..._jaxpr.precision import configured_precision, params_with_precision
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import AUTOCAST_SCOPE, Array, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
 from .activations import inner_members
+from .checkpoints import kept_in_half
 from .decide import decide
 from .demand import Analysis, DemandPass, Wanted, wanted_inside
 from .op import Context, Op
@@ -147,7 +148,9 @@ class Planner:
         action: Run | Call = Run((Take.AS_IS,) * len(operands))
         if changed:
             inside = _inside(op, operands, plans, results)
-            action = Call(_handler(op, operands, plans), inside, op.recomputes)
+            keeps = op.name == "remat2" and self.rules.dtype == jnp.bfloat16
+            kept = kept_in_half(op, plans[0], operands) if keeps else ()
+            action = Call(_handler(op, operands, plans), inside, op.recomputes, kept=kept)
         reason = "decided inside, operation by operation"
         return Decision(op, Category.CALL, action, results, reason, changed, tuple(plans))
 

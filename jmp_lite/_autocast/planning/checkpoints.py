@@ -1,0 +1,105 @@
+"""Finds the float32 inputs of a rematerialized function of which a bfloat16 copy is enough to run it again.
+
+`jax.checkpoint` keeps the inputs of a function for the backward pass. In a deep stack of layers that is the
+residual stream in front of each layer, and in float32 it takes twice the memory that it takes with casts by
+hand. A transformer reads its stream in three ways: matmuls take it in half in any case, norms compute from it
+what matmuls take in half, and residual sums have a derivative that does not depend on it. So a bfloat16 copy
+is enough for the backward pass. The forward pass, and with it the loss, still reads the float32 stream.
+
+Float16 has too small a range: a stream above 65504, which is harmless in the forward pass, would make the
+gradients infinite.
+"""
+
+import enum
+from collections.abc import Sequence
+
+from ..._jaxpr.primitives import Category
+from ..._jaxpr.read import Var, is_literal, open_jaxpr
+from .op import Op
+from .plan import Call, Decision, Move, Plan, Run, Skip, Take
+from .states import FLOAT32, State
+
+
+class _Part(enum.IntEnum):
+    """What a float32 value is to the stream. Among several operands the largest decides."""
+
+    NONE = 0
+    STREAM = 1  # The stream, or a linear function of it: its derivative does not depend on the stream.
+    NORM = 2  # What a norm computes from the stream.
+
+
+_LINEAR = frozenset({"add", "concatenate", "neg", "select_n", "sub"})
+_IN_NORMS = frozenset({"div", "integer_pow", "max", "mul", "reduce_sum", "rsqrt", "sqrt", "square"})
+_CALLS = frozenset({"closed_call", "custom_jvp_call", "jit"})
+
+
+def kept_in_half(op: Op, plan: Plan, operands: Sequence[State]) -> tuple[int, ...]:
+    """Returns the indexes of the operands of which a `jax.checkpoint` should keep a bfloat16 copy.
+
+    A policy may keep further values of the forward pass, which do not fit the copies. Then there are none.
+    """
+    (inner,), params = op.inner, op.equation.params
+    if params["policy"] is not None or params["differentiated"] or op.equation.effects:
+        return ()
+    inputs = zip(inner.operands, open_jaxpr(inner.jaxpr).invars)
+    return tuple(
+        index
+        for index, var in inputs
+        if operands[index] == FLOAT32 and var.aval.ndim and _is_stream(plan, var)
+    )
+
+
+def _is_stream(plan: Plan, var: Var) -> bool:
+    """Whether matmuls, norms and residual sums alone read an input of a plan."""
+    results = _follow(plan, {var: _Part.STREAM})
+    return results is not None and _Part.NORM not in results
+
+
+def _follow(plan: Plan, parts: dict[Var, _Part]) -> list[_Part] | None:
+    """Returns which part each output is, given that of some inputs; None if another operation reads one."""
+    for decision in plan.decisions:
+        invars, outvars = decision.op.equation.invars, decision.op.equation.outvars
+        taken = [_Part.NONE if is_literal(var) else parts.get(var, _Part.NONE) for var in invars]
+        if not any(taken):
+            continue
+        results = _results(decision, taken)
+        if results is None:
+            return None
+        for var, state, part in zip(outvars, decision.results, results):
+            parts[var] = _Part.NONE if state.is_half else part
+    outvars = open_jaxpr(plan.jaxpr).outvars
+    return [_Part.NONE if is_literal(var) else parts.get(var, _Part.NONE) for var in outvars]
+
+
+def _results(decision: Decision, taken: list[_Part]) -> Sequence[_Part] | None:
+    """Returns which part each result of an operation is, given that of its operands; None as in `_follow`."""
+    op, action = decision.op, decision.action
+    count = len(op.equation.outvars)
+    if decision.category is Category.CALL:
+        return _results_of_call(decision, taken) if op.name in _CALLS else None
+    if isinstance(action, Skip):
+        return (_Part.NONE if action.operand is None else taken[action.operand],)
+    if isinstance(action, (Run, Move)):
+        halves = (Take.HALF, Take.BROADCAST)
+        taken = [_Part.NONE if take in halves else part for take, part in zip(action.operands, taken)]
+    if not any(taken):
+        return (_Part.NONE,) * count
+    if decision.category is Category.MOVE:
+        return taken if count == len(taken) else (max(taken),) * count
+    if op.name in _LINEAR or _scales(op):
+        return (max(taken),)
+    return (_Part.NORM,) if op.name in _IN_NORMS else None
+
+
+def _scales(op: Op) -> bool:
+    """Whether an operation multiplies or divides a value by a number of the program."""
+    by = {"div": op.equation.invars[1:], "mul": op.equation.invars}.get(op.name, ())
+    return any(map(is_literal, by))
+
+
+def _results_of_call(decision: Decision, taken: list[_Part]) -> Sequence[_Part] | None:
+    op, action = decision.op, decision.action
+    (inner,), (plan,) = op.inner, decision.inner
+    enter = action.inner[0].enter if isinstance(action, Call) else (Take.AS_IS,) * len(inner.operands)
+    entering = zip(open_jaxpr(inner.jaxpr).invars, inner.operands, enter)
+    return _follow(plan, {var: taken[index] for var, index, take in entering if take is not Take.HALF})
