@@ -63,12 +63,13 @@ STREAMS = {
     "a scaled stream": lambda x, w: block(0.5 * x, w),
     "a function within": lambda x, w: jax.jit(block)(x, w),
     "two sums": lambda x, w: block(block(x, w), w),
-    "moves": lambda x, w: jnp.concatenate([x[:4], block(x, w)[4:]]),
+    "moves": lambda x, w: jnp.concatenate([x[jnp.arange(4)], block(x, w)[4:]]),
 }
 
 OTHERS = {
     "a softmax of the stream": lambda x, w: block(x, w, lambda x: jax.nn.softmax(x)),
     "positions in the stream": lambda x, w: block(x, w, lambda x: jnp.sin(x)),
+    "positions in a function within": lambda x, w: block(x, w, jax.jit(jnp.sin)),
     "a stream that no product reads": lambda x, w: x + 0.1 * x * (1 - x) + w[1][0, 0],
     "a function of a part": lambda x, w: jnp.concatenate([x[:4], jnp.tanh(x[4:])]) + block(x, w),
     "a norm of the sum": lambda x, w: layer_norm(block(x, w)),
