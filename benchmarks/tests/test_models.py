@@ -45,7 +45,7 @@ def assert_learns_alike(full, half):
 
 
 # The test of the table trains NeuMF.
-@pytest.mark.cases(fast=2, slow=0)
+@pytest.mark.cases(fast=1, slow=0)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2-medium", "neumf")])
 def test_a_small_model_learns_real_data_in_float16_as_in_float32(script, family):
     workload, steps = FAMILIES[family].small(), STEPS.get(family, 20)

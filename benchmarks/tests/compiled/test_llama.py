@@ -17,9 +17,6 @@ def sizes(mesh, way):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rows_of_a_table_cross_devices_in_half_on_request(mesh):
     """`allow=["gather"]` casts the table before rows are looked up, as casts by hand do."""
-    ways = ("float32", "by hand", "autocast", "autocast, gather")
-    full, by_hand, default, ours = (sizes(mesh, way) for way in ways)
-    bytes_sent = lambda size: size[0] + size[1]
-    assert bytes_sent(by_hand) < 0.55 * bytes_sent(full)
-    assert bytes_sent(ours) <= 1.01 * bytes_sent(by_hand)
+    by_hand, default, ours = (sizes(mesh, way) for way in ("by hand", "autocast", "autocast, gather"))
+    assert sum(ours) <= 1.01 * sum(by_hand)
     assert ours[0] < 0.1 * default[0]

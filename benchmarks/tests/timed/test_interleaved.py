@@ -32,7 +32,7 @@ def test_the_table_of_an_optimizer_step(mode, capsys):
     assert {row[0]: row[3] for row in rows}["jmp 0.0.4"] == "1.00"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_table_of_bfloat16_steps(capsys):
     half_on_cpu.main(["--size", "small", "--blocks", "1", "--steps", "1"])
     lines = capsys.readouterr().out.splitlines()

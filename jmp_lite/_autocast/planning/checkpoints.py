@@ -77,8 +77,8 @@ def _results(decision: Decision, taken: list[_Part]) -> Sequence[_Part] | None:
     count = len(op.equation.outvars)
     if decision.category is Category.CALL:
         return _results_of_call(decision, taken) if op.name in _CALLS else None
-    if isinstance(action, Skip):
-        return (_Part.NONE if action.operand is None else taken[action.operand],)
+    if isinstance(action, Skip):  # A cast that changes nothing.
+        return taken
     if isinstance(action, (Run, Move)):
         halves = (Take.HALF, Take.BROADCAST)
         taken = [_Part.NONE if take in halves else part for take, part in zip(action.operands, taken)]
