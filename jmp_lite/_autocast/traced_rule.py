@@ -26,17 +26,11 @@ from .planning.states import FLOAT32, HALF, OTHER, State
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """The static part of the residuals of a forward rule.
+    """The static part of the residuals of a forward rule."""
 
-    Attributes:
-        structure: how to build the pushforward of a `custom_vjp`: tangents to tangents.
-        states: the states of the residuals.
-        moving: for each operand, whether the rule gives a gradient of it.
-    """
-
-    structure: Any
-    states: tuple[State, ...]
-    moving: tuple[bool, ...]
+    structure: Any  # How to build the pushforward of a `custom_vjp`: tangents to tangents.
+    states: tuple[State, ...]  # The states of the residuals.
+    moving: tuple[bool, ...]  # For each operand, whether the rule gives a gradient of it.
 
     def __call__(self) -> None:
         """Never called. `jax.tree_util.Partial`, the pytree that carries this, asks for a callable."""

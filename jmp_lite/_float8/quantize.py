@@ -30,18 +30,13 @@ BACKWARD = np.dtype(jnp.float8_e5m2)
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A tensor in fp8.
+    """A tensor in fp8."""
 
-    Attributes:
-        bits: the tensor, divided by its step, as uint8. `jax.checkpoint` rounds the floating values that
-            it keeps by a `reduce_precision`, which makes NaN of the numbers above 240 in e4m3.
-        step: a float32 scalar, a power of two.
-        dtype: the fp8 dtype.
-    """
-
+    # The tensor, divided by its step, as uint8. `jax.checkpoint` rounds the floating values that it keeps by
+    # a `reduce_precision`, which makes NaN of the numbers above 240 in e4m3.
     bits: Array
-    step: Array
-    dtype: np.dtype
+    step: Array  # A float32 scalar, a power of two.
+    dtype: np.dtype  # The fp8 dtype.
 
     @property
     def array(self) -> Array:

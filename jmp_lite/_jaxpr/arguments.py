@@ -33,19 +33,12 @@ _ARRAY = object()  # Stands for an output that is an array.
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """A call of a function, as a jaxpr and its inputs.
+    """A call of a function, as a jaxpr and its inputs."""
 
-    Attributes:
-        jaxpr: the function as it was traced.
-        arrays: the arrays among the arguments: the inputs of the jaxpr.
-        names: the path of each array among the arguments; empty strings if nobody asked.
-        outputs: makes the outputs of the function from those of the jaxpr.
-    """
-
-    jaxpr: Jaxpr
-    arrays: list[Array]
-    names: tuple[str, ...]
-    outputs: Callable[[Sequence[Array]], Any]
+    jaxpr: Jaxpr  # The function as it was traced.
+    arrays: list[Array]  # The arrays among the arguments: the inputs of the jaxpr.
+    names: tuple[str, ...]  # The path of each array among the arguments; empty strings if nobody asked.
+    outputs: Callable[[Sequence[Array]], Any]  # Makes the outputs of the function from those of the jaxpr.
 
 
 def trace(

@@ -36,13 +36,9 @@ Body: TypeAlias = Callable[..., Outputs]
 
 
 class Accumulator(Protocol):
-    """Joins the side outputs of the iterations of a loop.
+    """Joins the side outputs of the iterations of a loop."""
 
-    Attributes:
-        start: the state before the first iteration.
-    """
-
-    start: Any
+    start: Any  # The state before the first iteration.
 
     def add(self, state: Any, side: Side) -> Any:
         """Returns the state after an iteration with these side outputs."""

@@ -21,23 +21,15 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
-    """One jaxpr inside an equation, and how its variables belong to those of the equation.
+    """One jaxpr inside an equation, and how its variables belong to those of the equation."""
 
-    Attributes:
-        jaxpr: the inner jaxpr.
-        operands: for each input, the index of the equation's operand.
-        roles: for each input, how the inner jaxpr takes it.
-        results: for each output, the index of the equation's result; None for an output that is no result.
-        carries: for each output, whether it is the carry of a loop.
-        scope: a scope of ours around the jaxpr; empty for none.
-    """
-
-    jaxpr: Jaxpr
-    operands: tuple[int, ...]
-    roles: tuple[Role, ...]
+    jaxpr: Jaxpr  # The inner jaxpr.
+    operands: tuple[int, ...]  # For each input, the index of the equation's operand.
+    roles: tuple[Role, ...]  # For each input, how the inner jaxpr takes it.
+    # For each output, the index of the equation's result; None for an output that is no result.
     results: tuple[int | None, ...]
-    carries: tuple[bool, ...]
-    scope: str = ""
+    carries: tuple[bool, ...]  # For each output, whether it is the carry of a loop.
+    scope: str = ""  # A scope of ours around the jaxpr; empty for none.
 
     @property
     def constants(self) -> int:

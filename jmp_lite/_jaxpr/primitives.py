@@ -27,33 +27,24 @@ class Category(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What the table says of one primitive.
+    """What the table says of one primitive."""
 
-    Attributes:
-        category: the category by default.
-        broadcasts: it broadcasts axes of size 1; the gradient of a broadcast operand is a sum.
-        scales: an operand may leave the range of half where the result does not.
-        copies: a move that copies elements; the gradient is a sum, so half values go through it in float32.
-        gathers: a move that copies between devices; half values go out, their gradients come back in float32.
-        pointwise: computes each element on its own, as the parts of activation functions do.
-        compares: its results are booleans, which are lighter than its operands.
-        selects: each result is one of its operands, so that rounding before it and after it are the same.
-        saturates: rounding the operand to half changes the result no more than rounding the result would.
-        keeps_elements: a move whose result has all elements of its operand and no others.
-        keeps_gradient: if its operand is the gradient of a weight, its result is still a gradient of that
-            weight: moves, transposes of moves, and sums of gradients.
-    """
-
-    category: Category
-    broadcasts: bool = False
-    scales: bool = False
+    category: Category  # The category by default.
+    broadcasts: bool = False  # It broadcasts axes of size 1; the gradient of a broadcast operand is a sum.
+    scales: bool = False  # An operand may leave the range of half where the result does not.
+    # A move that copies elements; the gradient is a sum, so half values go through it in float32.
     copies: bool = False
+    # A move that copies between devices; half values go out, their gradients come back in float32.
     gathers: bool = False
-    pointwise: bool = False
-    compares: bool = False
+    pointwise: bool = False  # Computes each element on its own, as the parts of activation functions do.
+    compares: bool = False  # Its results are booleans, which are lighter than its operands.
+    # Each result is one of its operands, so that rounding before it and after it are the same.
     selects: bool = False
+    # Rounding the operand to half changes the result no more than rounding the result would.
     saturates: bool = False
-    keeps_elements: bool = False
+    keeps_elements: bool = False  # A move whose result has all elements of its operand and no others.
+    # If its operand is the gradient of a weight, its result is still a gradient of that weight: moves,
+    # transposes of moves, and sums of gradients.
     keeps_gradient: bool = False
 
 

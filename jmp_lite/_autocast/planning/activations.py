@@ -17,22 +17,17 @@ from .op import Op
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """The activation functions of an open jaxpr, and the readers of its variables. No decision changes them.
+    """The activation functions of an open jaxpr, and who reads its variables. No decision changes them."""
 
-    Attributes:
-        sources: the one or two operands of each variable that is a function of them, element by element.
-        members: for each such variable, the indexes of the operations that compute it.
-        ends: the variables among them with an operation that should stay in float32.
-        consumers: for each variable, the indexes of the operations that read it. An operation that reads the
-            variable twice is there twice.
-        outputs: how often each variable is an output.
-    """
-
+    # The one or two operands of each variable that is a function of them, element by element.
     sources: dict[Var, tuple[Var, ...]]
+    # For each such variable, the indexes of the operations that compute it.
     members: dict[Var, frozenset[int]]
-    ends: frozenset[Var]
+    ends: frozenset[Var]  # The variables among them with an operation that should stay in float32.
+    # For each variable, the indexes of the operations that read it. An operation that reads the variable
+    # twice is there twice.
     consumers: dict[Var, list[int]]
-    outputs: collections.Counter[Var]
+    outputs: collections.Counter[Var]  # How often each variable is an output.
 
     def reads(self, var: Var) -> int:
         """Returns how often an operation reads `var` or the jaxpr returns it."""

@@ -36,24 +36,20 @@ class Wanted(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What a jaxpr wants in half.
+    """What a jaxpr wants in half."""
 
-    Attributes:
-        reads: how often each variable is read.
-        wanted: the variables that some operation wants in half.
-        products: for each variable, how many readers take it in half as a product does.
-        kept: the variables that an operation reads in float32. If other readers rounded such a variable, that
-            operation would read the rounded value too.
-        summed: the variables that a residual sum reads in float32. If a product reads such a variable too,
-            the sum may read it rounded: a user who casts by hand would round it for both.
-        stored: the residual sums that `half_sums` selects. They are in half, whatever reads them.
-    """
-
-    reads: Callable[[Var], int]
+    reads: Callable[[Var], int]  # How often each variable is read.
+    # The variables that some operation wants in half.
     wanted: set[Var] = dataclasses.field(default_factory=set)
+    # For each variable, how many readers take it in half as a product does.
     products: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
+    # The variables that an operation reads in float32. If other readers rounded such a variable, that
+    # operation would read the rounded value too.
     kept: set[Var] = dataclasses.field(default_factory=set)
+    # The variables that a residual sum reads in float32. If a product reads such a variable too, the sum may
+    # read it rounded: a user who casts by hand would round it for both.
     summed: set[Var] = dataclasses.field(default_factory=set)
+    # The residual sums that `half_sums` selects. They are in half, whatever reads them.
     stored: set[Var] = dataclasses.field(default_factory=set)
 
     def of_var(self, var: Var) -> Wanted:
@@ -89,30 +85,18 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Analysis:
-    """All that the planner knows of a jaxpr at one point of the program, but for the states of its inputs.
+    """All that the planner knows of a jaxpr at one point of the program, but for the states of its inputs."""
 
-    Attributes:
-        inside: the open jaxpr.
-        ops: its operations.
-        activations: its activation functions, and the readers of its variables.
-        context: the program around it.
-        rulings: the ruling on each operation.
-        estimates: the estimate of each variable.
-        intermediate: the variables that a backward pass reads on (`dependence`); empty without a
-            `reduce_dtype`.
-        decisive: the variables on which the predicate of a loop depends (`dependence`).
-        demand: the variables that the jaxpr wants in half.
-    """
-
-    inside: Jaxpr
+    inside: Jaxpr  # The open jaxpr.
     ops: tuple[Op, ...]
-    activations: Activations
+    activations: Activations  # Its activation functions, and the readers of its variables.
     context: Context
     rulings: tuple[Ruling, ...]
     estimates: Estimates
+    # The variables that a backward pass reads on (`dependence`); empty without a `reduce_dtype`.
     intermediate: frozenset[Var]
-    decisive: frozenset[Var]
-    demand: Demand
+    decisive: frozenset[Var]  # The variables on which the predicate of a loop depends (`dependence`).
+    demand: Demand  # The variables that the jaxpr wants in half.
 
     def makes_weight_gradient(self, op: Op) -> bool:
         """Whether a product makes the gradient of an argument. Without a `reduce_dtype` no product does."""

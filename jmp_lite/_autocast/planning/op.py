@@ -27,35 +27,21 @@ from .rules import Rules
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Op:
-    """One operation of a jaxpr.
-
-    Attributes:
-        equation: the equation.
-        name: the name of the operation in the table of primitives.
-        traits: the row of the table.
-        category: the category of the operation after the user's options.
-        scope: the named scopes around the operation, without those around its jaxpr.
-        inner: the jaxprs that the operation runs; empty for most operations.
-        variables: the operands without the literals.
-        is_cast: whether the operation casts.
-        is_residual_sum: whether the operation adds two values of the same shape.
-        is_transposed: whether JAX made the operation for a backward pass.
-        is_recomputed: whether the operation computes a part of the forward pass again.
-        recomputes: whether the operation is a loop whose backward pass computes float32 values again. Other
-            loops keep these values.
-    """
+    """One operation of a jaxpr."""
 
     equation: Equation
-    name: str
+    name: str  # The name of the operation in the table of primitives.
     traits: Traits
-    category: Category
-    scope: str
-    inner: tuple[Inner, ...]
-    variables: tuple[Var, ...]
+    category: Category  # The category of the operation after the user's options.
+    scope: str  # The named scopes around the operation, without those around its jaxpr.
+    inner: tuple[Inner, ...]  # The jaxprs that the operation runs; empty for most operations.
+    variables: tuple[Var, ...]  # The operands without the literals.
     is_cast: bool
-    is_residual_sum: bool
-    is_transposed: bool
-    is_recomputed: bool
+    is_residual_sum: bool  # Whether the operation adds two values of the same shape.
+    is_transposed: bool  # Whether JAX made the operation for a backward pass.
+    is_recomputed: bool  # Whether the operation computes a part of the forward pass again.
+    # Whether the operation is a loop whose backward pass computes float32 values again. Other loops keep
+    # these values.
     recomputes: bool
 
     @property
@@ -124,22 +110,17 @@ def _recomputes(equation: Equation) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What the planner needs to know of the program around a jaxpr.
+    """What the planner needs to know of the program around a jaxpr."""
 
-    Attributes:
-        scope: the scopes around the jaxpr.
-        backward: whether the jaxpr runs in a backward pass.
-        intermediate: one flag for each output: whether the output is intermediate (`dependence`). Empty
-            without a `reduce_dtype`.
-        recomputed: whether the jaxpr is in a loop whose backward pass computes it again from half values.
-        decides: one flag for each output: whether the predicate of a loop depends on it (`dependence`).
-            Empty if no loop around the jaxpr has such a predicate.
-    """
-
-    scope: str = ""
-    backward: bool = False
+    scope: str = ""  # The scopes around the jaxpr.
+    backward: bool = False  # Whether the jaxpr runs in a backward pass.
+    # One flag for each output: whether the output is intermediate (`dependence`). Empty without a
+    # `reduce_dtype`.
     intermediate: tuple[bool, ...] = ()
+    # Whether the jaxpr is in a loop whose backward pass computes it again from half values.
     recomputed: bool = False
+    # One flag for each output: whether the predicate of a loop depends on it (`dependence`). Empty if no loop
+    # around the jaxpr has such a predicate.
     decides: tuple[bool, ...] = ()
 
     def scope_of(self, op: Op) -> str:

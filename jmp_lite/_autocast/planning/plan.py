@@ -40,97 +40,66 @@ def conversion(source: State, target: State) -> Take:
 
 @dataclasses.dataclass(frozen=True)
 class Formats:
-    """How a product takes its two operands in fp8.
+    """How a product takes its two operands in fp8."""
 
-    Attributes:
-        dtypes: the fp8 dtype of each operand.
-        sources: the dtype from which each operand is cast to fp8: float32 or bfloat16.
-    """
-
-    dtypes: tuple[np.dtype, ...]
-    sources: tuple[np.dtype, ...]
+    dtypes: tuple[np.dtype, ...]  # The fp8 dtype of each operand.
+    sources: tuple[np.dtype, ...]  # The dtype from which each operand is cast to fp8: float32 or bfloat16.
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Runs the operation.
+    """Runs the operation."""
 
-    Attributes:
-        operands: how it takes each operand.
-        params: the parameters that change.
-        narrow: one flag for each result: whether the result is stored in half. Empty if no result is.
-        gradients: for a product whose derivatives have dtypes of their own, the dtype that the product of
-            each operand's gradient gives. These products take half operands. Empty if JAX differentiates the
-            operation as it runs.
-        swapped: whether a product that makes a weight gradient runs with its operands in the other order.
-        float8: how a product takes its operands in fp8; None for all other operations.
-    """
-
-    operands: tuple[Take, ...]
-    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    operands: tuple[Take, ...]  # How it takes each operand.
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)  # The parameters that change.
+    # One flag for each result: whether the result is stored in half. Empty if no result is.
     narrow: tuple[bool, ...] = ()
+    # For a product whose derivatives have dtypes of their own, the dtype that the product of each operand's
+    # gradient gives. These products take half operands. Empty if JAX differentiates the operation as it runs.
     gradients: tuple[np.dtype, ...] = ()
+    # Whether a product that makes a weight gradient runs with its operands in the other order.
     swapped: bool = False
-    float8: Formats | None = None
+    float8: Formats | None = None  # How a product takes its operands in fp8; None for all other operations.
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Moves data. Each operand keeps its dtype.
+    """Moves data. Each operand keeps its dtype."""
 
-    Attributes:
-        operands: how it takes each operand.
-        both: whether it moves its first operand in float32 and in half. The gradients of all readers go back
-            in float32. So a copy adds up its gradients in float32, a gathering between devices sends half the
-            bytes, and readers in half read what was cast before the move.
-        paths: one flag for each result: whether float32 operations read a half result (`pairs`).
-    """
-
-    operands: tuple[Take, ...]
+    operands: tuple[Take, ...]  # How it takes each operand.
+    # Whether it moves its first operand in float32 and in half. The gradients of all readers go back in
+    # float32. So a copy adds up its gradients in float32, a gathering between devices sends half the bytes,
+    # and readers in half read what was cast before the move.
     both: bool = False
+    # One flag for each result: whether float32 operations read a half result (`pairs`).
     paths: tuple[bool, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """Computes a function of half values in float32, and again in the backward pass.
+    """Computes a function of half values in float32, and again in the backward pass."""
 
-    Attributes:
-        sources: the half values.
-        equations: the equations that compute the function, in order.
-    """
-
-    sources: tuple[Var, ...]
-    equations: tuple[Equation, ...]
+    sources: tuple[Var, ...]  # The half values.
+    equations: tuple[Equation, ...]  # The equations that compute the function, in order.
 
 
 @dataclasses.dataclass(frozen=True)
 class Skip:
-    """Runs nothing.
+    """Runs nothing."""
 
-    Attributes:
-        operand: the index of the operand that is the result of a cast which changes nothing. None if only
-            activation functions read the result, which they compute themselves.
-    """
-
+    # The index of the operand that is the result of a cast which changes nothing. None if only activation
+    # functions read the result, which they compute themselves.
     operand: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """How one of the jaxprs of a call runs.
+    """How one of the jaxprs of a call runs."""
 
-    Attributes:
-        inner: the jaxpr, and which operands it takes.
-        plan: the plan of the jaxpr.
-        enter: how the jaxpr takes each operand.
-        leave: how the call takes each result of the jaxpr.
-    """
-
-    inner: Inner
+    inner: Inner  # The jaxpr, and which operands it takes.
     plan: "Plan"
-    enter: tuple[Take, ...]
-    leave: tuple[Take, ...]
+    enter: tuple[Take, ...]  # How the jaxpr takes each operand.
+    leave: tuple[Take, ...]  # How the call takes each result of the jaxpr.
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -149,22 +118,17 @@ class Inside:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Runs an operation that runs jaxprs, each by its plan.
+    """Runs an operation that runs jaxprs, each by its plan."""
 
-    Attributes:
-        handler: the name of the handler in `calls.HANDLERS`. It is the name of the primitive, or of another
-            primitive whose handler runs the operation too.
-        inner: how each jaxpr runs, in the order of `Op.inner`.
-        recompute: whether the backward pass of a loop computes element-wise float32 operations again. The
-            loop then keeps only their half operands.
-        paired: the indexes of the half results that leave the call as pairs (`pairs`).
-        kept: the indexes of the operands of which a `jax.checkpoint` keeps a half copy (`checkpoints`).
-    """
-
+    # The name of the handler in `calls.HANDLERS`. It is the name of the primitive, or of another primitive
+    # whose handler runs the operation too.
     handler: str
-    inner: tuple[Inside, ...]
+    inner: tuple[Inside, ...]  # How each jaxpr runs, in the order of `Op.inner`.
+    # Whether the backward pass of a loop computes element-wise float32 operations again. The loop then keeps
+    # only their half operands.
     recompute: bool = False
-    paired: tuple[int, ...] = ()
+    paired: tuple[int, ...] = ()  # The indexes of the half results that leave the call as pairs (`pairs`).
+    # The indexes of the operands of which a `jax.checkpoint` keeps a half copy (`checkpoints`).
     kept: tuple[int, ...] = ()
 
 
@@ -195,25 +159,15 @@ def rounded(action: Action) -> Action:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decision:
-    """How one operation runs, and why.
-
-    Attributes:
-        op: the operation.
-        category: the category that decided.
-        action: what the interpreter does.
-        results: the state of each result.
-        reason: why, in words.
-        changed: whether anything differs from the program as it was traced.
-        inner: the plans of the jaxprs inside the operation.
-    """
+    """How one operation runs, and why."""
 
     op: Op
-    category: Category
-    action: Action
-    results: tuple[State, ...]
-    reason: str
-    changed: bool = False
-    inner: tuple["Plan", ...] = ()
+    category: Category  # The category that decided.
+    action: Action  # What the interpreter does.
+    results: tuple[State, ...]  # The state of each result.
+    reason: str  # Why, in words.
+    changed: bool = False  # Whether anything differs from the program as it was traced.
+    inner: tuple["Plan", ...] = ()  # The plans of the jaxprs inside the operation.
 
     @property
     def takes_half(self) -> bool:
@@ -234,44 +188,28 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The half variables of a jaxpr whose gradients need a path in float32. See `planning.pairs`.
+    """The half variables of a jaxpr whose gradients need a path in float32. See `planning.pairs`."""
 
-    Attributes:
-        starts: the variables at which float32 gradients of several readers meet.
-        read: the variables that are read in float32: by an operation, by a call, or after a move.
-        outputs: one flag for each output: whether it is half, and gradients meet at its source.
-    """
-
-    starts: frozenset[Var]
+    starts: frozenset[Var]  # The variables at which float32 gradients of several readers meet.
+    # The variables that are read in float32: by an operation, by a call, or after a move.
     read: frozenset[Var]
+    # One flag for each output: whether it is half, and gradients meet at its source.
     outputs: tuple[bool, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """How a jaxpr runs.
-
-    Attributes:
-        jaxpr: the jaxpr, closed or open.
-        context: the program around it.
-        states: the states of the constants and inputs.
-        decisions: one for each equation.
-        results: the state of each output.
-        demand: the variables that the jaxpr wants in half.
-        pairs: the half variables whose gradients need a path in float32.
-        changed: whether any decision differs from the program as it was traced.
-        float8: whether a product runs in fp8.
-    """
+    """How a jaxpr runs."""
 
     jaxpr: Jaxpr
     context: Context
-    states: tuple[State, ...]
-    decisions: tuple[Decision, ...]
+    states: tuple[State, ...]  # The states of the constants and inputs.
+    decisions: tuple[Decision, ...]  # One for each equation.
     results: tuple[State, ...]
-    demand: Demand
-    pairs: Pairs
-    changed: bool
-    float8: bool
+    demand: Demand  # The variables that the jaxpr wants in half.
+    pairs: Pairs  # The half variables whose gradients need a path in float32.
+    changed: bool  # Whether any decision differs from the program as it was traced.
+    float8: bool  # Whether a product runs in fp8.
 
     @property
     def is_wanted(self) -> tuple[bool, ...]:

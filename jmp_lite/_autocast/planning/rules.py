@@ -30,30 +30,23 @@ Patterns = str | Iterable[str] | None
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The options of one autocast, after all checks. An option with patterns also needs `Scopes.cache_key`.
+    """The options of an autocast, after all checks. An option with patterns also needs `Scopes.cache_key`."""
 
-    Attributes:
-        dtype: float16 or bfloat16; float32 for an autocast that changes nothing.
-        categories: the category of each primitive that the table or the user names.
-        scopes: pairs of a pattern over scopes and argument paths, and the name of the dtype that the products
-            there take: "float32", the name of the half dtype, or "float8". The first pattern that matches
-            wins.
-        reduce_dtype: float32 if the products that make weight gradients give float32; else None.
-        precision: the precision that `jax_default_matmul_precision` gives to products; None for none. The
-            program did not ask for it.
-        float32_results: patterns over scopes and argument paths: their products give float32 results.
-        half_sums: patterns over scopes: their residual sums give half results.
-        float8: whether large products run in fp8.
-    """
-
-    dtype: np.dtype
+    dtype: np.dtype  # Float16 or bfloat16; float32 for an autocast that changes nothing.
+    # The category of each primitive that the table or the user names.
     categories: MappingProxyType[str, Category]
+    # Pairs of a pattern over scopes and argument paths, and the name of the dtype that the products there
+    # take: "float32", the name of the half dtype, or "float8". The first pattern that matches wins.
     scopes: tuple[tuple[str, str], ...]
+    # Float32 if the products that make weight gradients give float32; else None.
     reduce_dtype: np.dtype | None = None
+    # The precision that `jax_default_matmul_precision` gives to products; None for none. The program did not
+    # ask for it.
     precision: Any = None
+    # Patterns over scopes and argument paths: their products give float32 results.
     float32_results: tuple[str, ...] = ()
-    half_sums: tuple[str, ...] = ()
-    float8: bool = False
+    half_sums: tuple[str, ...] = ()  # Patterns over scopes: their residual sums give half results.
+    float8: bool = False  # Whether large products run in fp8.
 
     def category_of(self, name: str) -> Category:
         """Returns the category of the primitive called `name`."""

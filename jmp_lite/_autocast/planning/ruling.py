@@ -31,18 +31,14 @@ from .states import Kind, State, broadcast
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ruling:
-    """How an operation runs, before the planner knows the states of its operands.
+    """How an operation runs, before the planner knows the states of its operands."""
 
-    Attributes:
-        category: the category that decides.
-        reason: why the operation keeps the dtypes of the program or float32; empty if it may run in half.
-        float32_result: the pattern of `float32_results` that selects the scope of a product; empty for none.
-        half_sum: the pattern of `half_sums` that selects the scope of a residual sum; empty for none.
-    """
-
-    category: Category
+    category: Category  # The category that decides.
+    # Why the operation keeps the dtypes of the program or float32; empty if it may run in half.
     reason: str = ""
+    # The pattern of `float32_results` that selects the scope of a product; empty for none.
     float32_result: str = ""
+    # The pattern of `half_sums` that selects the scope of a residual sum; empty for none.
     half_sum: str = ""
 
     @property

@@ -27,30 +27,21 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What autocast knows of one value.
+    """What autocast knows of one value."""
 
-    Attributes:
-        kind: see `Kind`.
-        number: the value of a literal.
-        exact_source: no operation but a move has changed this argument (or it holds only 0 and 1), so it may
-            be rounded.
-        constant: the value is computed from literals alone.
-        wide_gradient: the value is an argument, at most moved. The product that makes its gradient gives
-            float32.
-        float32_result: the value is an argument, at most moved, and this pattern of `float32_results` selects
-            it: products of it give float32. Empty for none.
-        half_sum: the value is a residual sum that `half_sums` selects, at most moved.
-        float8_rule: the value is an argument, at most moved, and this rule of an autocast to float8
-            selects it: the pattern, and the dtype that products of it take.
-    """
-
-    kind: Kind
-    number: float | None = None
+    kind: Kind  # See `Kind`.
+    number: float | None = None  # The value of a literal.
+    # No operation but a move has changed this argument (or it holds only 0 and 1), so it may be rounded.
     exact_source: bool = False
-    constant: bool = False
+    constant: bool = False  # The value is computed from literals alone.
+    # The value is an argument, at most moved. The product that makes its gradient gives float32.
     wide_gradient: bool = False
+    # The value is an argument, at most moved, and this pattern of `float32_results` selects it: products of
+    # it give float32. Empty for none.
     float32_result: str = ""
-    half_sum: bool = False
+    half_sum: bool = False  # The value is a residual sum that `half_sums` selects, at most moved.
+    # The value is an argument, at most moved, and this rule of an autocast to float8 selects it: the pattern,
+    # and the dtype that products of it take.
     float8_rule: tuple[str, str] | None = None
 
     @property

@@ -27,17 +27,11 @@ from ..._jaxpr.read import (
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """Why a value is in float32.
+    """Why a value is in float32."""
 
-    Attributes:
-        text: the reason.
-        widened: whether it was half before, and the program cast it up.
-        promoted: whether it was cast up because another operand is in float32.
-    """
-
-    text: str
-    widened: bool = False
-    promoted: bool = False
+    text: str  # The reason.
+    widened: bool = False  # Whether it was half before, and the program cast it up.
+    promoted: bool = False  # Whether it was cast up because another operand is in float32.
 
 
 def find_promotions(jaxpr: Jaxpr, names: Sequence[str]) -> dict[int, str]:
