@@ -14,7 +14,7 @@ from examples.models import FAMILIES
 from jmp_lite.programs import read_program
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["gpt2-small", "bert-base", "gpt2-medium"])
 def test_a_residual_stream_in_half_moves_no_byte_more_than_a_policy(family, monkeypatch):
     arms = json.loads((RESULTS / predict.PRETENDED / f"{family}.json").read_text())["arms"]
