@@ -59,11 +59,9 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
     topology: Any = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=DESCRIPTIONS[device], topology=f"1x{hosts}x{devices}"
     )
-    shape = tuple(axes.values())
+    devices_on_axes = np.array(topology.devices).reshape(tuple(axes.values()))
     # `Auto` lets XLA choose the shardings inside the program; `Explicit` would make them part of the types.
-    return Mesh(
-        np.array(topology.devices).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape)
-    )
+    return Mesh(devices_on_axes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def compile_for(

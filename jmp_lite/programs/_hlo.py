@@ -12,19 +12,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-_BITS = re.compile(r"(\d+)")
-
 
 @dataclasses.dataclass(frozen=True)
 class HloArray:
-    """An array of a compiled program, as XLA names it.
+    """An array of a compiled program, as XLA names it."""
 
-    Attributes:
-        dtype: `f32`, `bf16`, `pred`, `f8e4m3fn`, ...
-        shape: the sizes of its axes.
-    """
-
-    dtype: str
+    dtype: str  # `f32`, `bf16`, `pred`, `f8e4m3fn`, ...
     shape: tuple[int, ...]
 
     @property
@@ -32,9 +25,9 @@ class HloArray:
         """The number of bytes; 0 for a token, which only orders instructions."""
         if self.dtype == "token":
             return 0
-        bits = _BITS.search(self.dtype)  # `pred` has no number of bits: XLA stores a bool in a byte.
+        bits = re.search(r"\d+", self.dtype)  # `pred` has no number of bits: XLA stores a bool in a byte.
         # XLA packs two numbers of 4 bits into a byte, and rounds up.
-        return -(-math.prod(self.shape) * (int(bits[1]) if bits else 8) // 8)
+        return -(-math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -42,25 +35,15 @@ class HloArray:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction.
-
-    Attributes:
-        name: its name in the computation.
-        opcode: `fusion`, `custom-call`, `copy`, ...
-        arrays: the arrays of the result, with the tuples flattened.
-        operands: the names of the instructions whose results it takes.
-        attributes: the text after the operands, without the metadata.
-        op_name: the scopes and the name of the JAX operation that it comes from.
-        is_root: whether the computation returns its result.
-    """
+    """One instruction of a computation."""
 
     name: str
-    opcode: str
-    arrays: tuple[HloArray, ...]
-    operands: tuple[str, ...]
-    attributes: str
-    op_name: str
-    is_root: bool
+    opcode: str  # `fusion`, `custom-call`, `copy`, ...
+    arrays: tuple[HloArray, ...]  # The result, with tuples flattened.
+    operands: tuple[str, ...]  # The names of the instructions whose results it takes.
+    attributes: str  # The text after the operands, without the metadata.
+    op_name: str  # The scopes and the name of the JAX operation that it comes from.
+    is_root: bool  # Whether the computation returns its result.
 
     @property
     def size(self) -> int:
@@ -104,11 +87,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A list of instructions, each after its operands.
-
-    Attributes:
-        instructions: by name, in order.
-    """
+    """Instructions by name, each after its operands."""
 
     instructions: Mapping[str, Instruction]
 
@@ -145,12 +124,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A compiled program.
-
-    Attributes:
-        computations: by name.
-        entry: the computation that runs first.
-    """
+    """A compiled program: its computations by name, and the one that runs first."""
 
     computations: Mapping[str, Computation]
     entry: Computation

@@ -121,7 +121,6 @@ class Program(Shown):
         return sum(count for count, half in flops if half) / total if total else 1.0
 
     def __str__(self) -> str:
-        """Returns a table of the products, then the totals."""
         return "\n".join(_lines(self))
 
 

@@ -16,8 +16,10 @@ _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", 
 _NO_KERNEL |= {"add-dependency", "partition-id", "replica-id", "domain"}
 # Instructions that run other computations, whose kernels are counted.
 _NO_KERNEL |= {"while", "conditional", "call", "async"}
+_BODIES = ("body", "condition", "true_computation", "false_computation", "branch_computations")
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVES += ("collective-broadcast", "ragged-all-to-all")
+_NAMES_A_BUFFER = ("bitcast", "get-tuple-element", "tuple")
 _CALLS_BACK = re.compile(r"callback|infeed|outfeed|SendToHost|RecvFromHost", re.IGNORECASE)
 
 
@@ -89,27 +91,20 @@ def _launch(
 ) -> Launch:
     """Returns a kernel, with its bytes by the dtypes of the arrays that it reads and writes."""
     operands, results = computation.operands(instruction), computation.results(instruction)
-    inner = [
-        array
-        for operand in operands
-        if not _is_argument(operand, computation, module)
-        for array in operand.arrays
-    ]
+    inner = [operand for operand in operands if not _is_argument(operand, computation, module)]
+    arrays = [array for operand in inner for array in operand.arrays]
     if not _is_output(instruction, computation, module):
-        inner += results
+        arrays += results
     # A kernel may read only a part of an operand, so its bytes are split in proportion to its arrays.
     total = sum(operand.size for operand in operands) + sum(array.size for array in results)
     moved = bytes_of(instruction, computation, module)
 
     def share(dtypes: set[str]) -> int:
-        size = sum(array.size for array in inner if array.dtype in dtypes)
+        size = sum(array.size for array in arrays if array.dtype in dtypes)
         return round(moved * size / total) if total else 0
 
     name, operation = instruction.name, operation_of(instruction)
     return Launch(name, operation, flops, moved, share({"f32"}), share({"f16", "bf16"}), times)
-
-
-_NAMES_A_BUFFER = ("bitcast", "get-tuple-element", "tuple")
 
 
 def _is_argument(instruction: Instruction, computation: Computation, module: HloModule) -> bool:
@@ -139,9 +134,7 @@ def _executed(
     """Yields each instruction outside of kernels, with its computation and how many times it runs."""
     for instruction in computation:
         yield instruction, computation, times
-        names = instruction.called(
-            "body", "condition", "true_computation", "false_computation", "branch_computations"
-        )
+        names = instruction.called(*_BODIES)
         # The `to_apply` of a reduction and the `calls` of a fusion are code inside their kernel.
         if instruction.operation in ("call", "async"):
             names += instruction.called("to_apply", "calls")
