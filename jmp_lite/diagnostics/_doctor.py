@@ -177,11 +177,8 @@ def doctor(
         estimate = _estimate(call, args, kwargs, program, device, skipped)
         findings = [*of_values(nonfinite), *of_accuracy(nonfinite, ranges, precision)]
         findings += _of_speed(findings, operations, estimate)
-        examined = _examined(own, is_autocast, operations)
-        sorted_findings = worst_first(findings)
-        return Diagnosis(
-            examined, sorted_findings, skipped, operations, nonfinite, ranges, precision, estimate
-        )
+        findings, examined = worst_first(findings), _examined(own, is_autocast, operations)
+        return Diagnosis(examined, findings, skipped, operations, nonfinite, ranges, precision, estimate)
 
     return doctor_fun
 
@@ -213,10 +210,8 @@ def _step_doctor(call: LossCall, program: Program | None, device: str | None) ->
             findings += of_step_in_float32(runs())
         estimate = _estimate(call, args, kwargs, program, device, skipped)
         findings += _of_speed(findings, operations, estimate)
-        examined = "your train step as it is"
-        return Diagnosis(
-            examined, worst_first(findings), skipped, operations, nonfinite, None, None, estimate
-        )
+        findings, examined = worst_first(findings), "your train step as it is"
+        return Diagnosis(examined, findings, skipped, operations, nonfinite, None, None, estimate)
 
     return doctor_fun
 
@@ -225,12 +220,8 @@ def _examined(own: bool, is_autocast: bool, operations: Report) -> str:
     """Returns which program is examined, in words."""
     if is_autocast:
         return "your function of autocast"
-    name = operations.dtype
-    return (
-        "your program as it is, with its own half values"
-        if own
-        else f'autocast(fun, "{name}") of your float32 program'
-    )
+    as_it_is = "your program as it is, with its own half values"
+    return as_it_is if own else f'autocast(fun, "{operations.dtype}") of your float32 program'
 
 
 def _of_speed(

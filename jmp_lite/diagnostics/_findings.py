@@ -71,9 +71,8 @@ def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
     all_zero, site = zero_gradients(measured)
     if all_zero:
         where = "" if site is None else f"The first zero is from {site.operation}, {site.array}, {site.line}"
-        yield Finding(
-            "accuracy", "The gradients are all zero.", where, "Scale the loss: jmp.with_loss_scale."
-        )
+        advice = "Scale the loss: jmp.with_loss_scale."
+        yield Finding("accuracy", "The gradients are all zero.", where, advice)
     for update in updates_of(measured, traced):
         dtype = update.dtype.name
         if update.lost > TOLERANCE * update.updates and dtype in ("float16", "bfloat16"):

@@ -154,10 +154,8 @@ def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> Nonf
 
 
 def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
-    """Returns the largest power of two below `scale` at which the loss and all gradients are finite.
-
-    None if there is none. Larger scales only overflow more, so a binary search over the exponents finds it.
-    """
+    """Returns the largest power of two below `scale` at which the loss and all gradients are finite."""
+    # Larger scales only overflow more, so a binary search over the exponents finds it.
     is_finite = lambda exponent: not Flow(tapped(2.0**exponent)).bad_outputs()
     low, high = LOWEST, math.ceil(math.log2(scale))
     if low >= high or not is_finite(low):
@@ -170,13 +168,7 @@ def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Turns origins into the rows of a report.
-
-    Attributes:
-        program: the loss and its gradients as one jaxpr.
-        measured: the smallest and the largest element of each value.
-        scale: the loss scale.
-    """
+    """Turns origins into the rows of a report."""
 
     program: LossProgram
     measured: Measured
@@ -185,20 +177,13 @@ class _Reader:
     def read(self, origin: Origin) -> Nonfinite:
         """Returns an origin as a row of the report."""
         site = origin.site
-        argument = site.argument or site.last_parameter
+        direction = "derivative" if origin.is_derivative else site.direction
+        is_outside = direction == "forward" and self.measured.is_step  # Of any backward pass.
         return Nonfinite(
             "NaN" if origin.is_nan else "inf",
-            site.operation,
-            site.array,
-            origin.extent,
-            site.operands,
-            origin.operands,
-            site.module,
-            argument,
-            bool(site.argument),
-            site.line,
-            site.caller,
-            self._direction(origin),
+            *(site.operation, site.array, origin.extent, site.operands, origin.operands, site.module),
+            *(site.argument or site.last_parameter, bool(site.argument), site.line, site.caller),
+            "" if is_outside else direction,
             tuple((loop.kind, number) for loop, number in zip(site.loops, origin.iterations)),
             self._way(origin),
             "" if origin.end is None else f"{origin.end.operation}, {origin.end.line}".rstrip(", "),
@@ -214,10 +199,6 @@ class _Reader:
                 lines.setdefault(site.line, f"{'NaN' if is_nan else 'inf'} from {site.operation}, {line}")
         way = list(lines.values())
         return tuple(way if len(way) <= MOST_LINES else [*way[: MOST_LINES - 1], way[-1]])
-
-    def _direction(self, origin: Origin) -> str:
-        direction = "derivative" if origin.is_derivative else origin.site.direction
-        return "" if direction == "forward" and self.measured.is_step else direction
 
     def _index(self, site: Site, is_nan: bool) -> tuple[int, ...] | None:
         """Returns the index of the first element of an input that is not finite."""

@@ -242,23 +242,17 @@ class NonfiniteReport(Shown):
             none = [] if self.remedies else ["None of these helps."]
             numbers = [line for text in self.rounded for line in wrapped(shortened(text))]
             return ["\n".join([*numbers, title, *lines, *none])]
-        either = (
-            ["With every operation in float32 it is not finite either."]
-            if self.is_finite_in_float32 is False
-            else []
-        )
-        hint = [f"A hint: {self.hint}"] if self.hint else []
-        return ["\n".join(wrapped(" ".join([*either, *hint])))] if either or hint else []
+        is_either = self.is_finite_in_float32 is False
+        text = ["With every operation in float32 it is not finite either."] if is_either else []
+        text += [f"A hint: {self.hint}"] if self.hint else []
+        return ["\n".join(wrapped(" ".join(text)))] if text else []
 
     def _first(self) -> list[Nonfinite]:
-        """Returns the first inf and the first NaN.
-
-        The inf stands first if the NaN comes from it, or if only the backward pass has the NaN: the log of 0
-        is -inf, and its derivative 0 / 0.
-        """
+        """Returns the first inf and the first NaN; the NaN first if the inf is not its cause."""
         found = [origin for origin in (self.first_nan, self.first_inf) if origin is not None]
         if len(found) < 2:
             return found
+        # If only the backward pass has the NaN, the inf is first: log(0) is -inf, its derivative 0 / 0.
         is_later = found[0].direction in ("derivative", "backward") and found[1].direction == "forward"
         return found[::-1] if self._nan_from_inf or is_later else found
 
@@ -268,10 +262,8 @@ class NonfiniteReport(Shown):
         if self.loss is None:
             results = self._finite("result of the step", "results of the step")
             return f"{results[0].upper()}{results[1:]}.{inside}"
-        gradients, scale = (
-            self._finite("gradient", "gradients"),
-            f"the loss scale is {power(self.loss_scale)}",
-        )
+        gradients = self._finite("gradient", "gradients")
+        scale = f"the loss scale is {power(self.loss_scale)}"
         if self.is_finite:
             return f"The loss, {self.loss:.6g}, is finite, and {gradients}; {scale}.{inside}"
         return f"The loss is {self.loss:.6g}; {gradients}; {scale}."

@@ -131,19 +131,13 @@ def _check(tolerance: float | None) -> None:
 class Runs:
     """The errors with some modules in float32; each set of modules is run once.
 
-    Attributes:
-        program: the program.
-        scale: the loss scale of the runs in half.
-        may_scale: whether another loss scale may be tried.
-        loss: the loss in float32; None for a step.
-        bad: the gradients that are not finite in float32; for a step, the results.
-        is_finite: whether the loss and all gradients are finite in float32.
+    `scale` is the loss scale of the runs in half, and `may_scale` allows to try another one.
     """
 
     def __init__(self, program: FlaggedProgram, scale: float, may_scale: bool) -> None:
         self.program, self.scale = program, scale
         self.may_scale = may_scale and program.narrow == "float16" and not program.is_step
-        self._full = program(None, 1.0)
+        self._full = program(None, 1.0)  # In float32.
         self.loss = None if program.is_step else float(self._full[0])
         self._groups = groups_of(program, self._full)
         self._contribution = _first_order(program, self._full)
@@ -186,30 +180,27 @@ class Runs:
         return Difference(loss_error if math.isfinite(loss_error) else math.inf, error, cosine, name)
 
     def loss_error(self, error: Difference) -> float:
-        """Returns the error of a loss, over what the parameters contribute to it if that is larger.
-
-        A loss may be zero but for rounding, as PPO's is at its first step: its relative error says nothing.
-        """
+        """Returns the error of a loss, over what the parameters contribute to it if that is larger."""
+        # A loss may be zero but for rounding, as PPO's is at its first step: its relative error says nothing.
         size = abs(self.loss or 0.0)
         is_small = 0 < size < self._contribution and math.isfinite(error.loss)
         return error.loss * size / self._contribution if is_small else error.loss
 
     def try_scale(self, tolerance: float, other: float | None = None) -> Difference | None:
-        """Switches to a loss scale that helps: the first of `DynamicLossScale`, or else `other`.
+        """Switches to the first scale of `DynamicLossScale`, or else `other`, and returns the error before.
 
-        Returns the error before; None if no loss scale is missing.
+        None if neither halves the error.
         """
-        unscaled = self.keeping(())
+        unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
         if not self.may_scale or unscaled.gradients <= tolerance:
             return None
-        errors = {scale: self.at(scale).gradients for scale in (DynamicLossScale.loss_scale,)}
-        if other is not None and not any(error <= tolerance for error in errors.values()):
-            errors[other] = self.at(other).gradients
-        best = min(errors, key=lambda scale: errors[scale])
-        if errors[best] < unscaled.gradients / 2:
-            self.scale = best
-            return unscaled
-        return None
+        error = lambda scale: self.at(scale).gradients
+        if other is not None and error(best) > tolerance and error(other) < error(best):
+            best = other
+        if error(best) >= unscaled.gradients / 2:
+            return None
+        self.scale = best
+        return unscaled
 
     def change(self, kept: Sequence[Module]) -> str:
         """Returns what to write to keep modules in float32, in the notation of the program."""
@@ -242,40 +233,42 @@ def _first_order(program: FlaggedProgram, full: Sequence[Array]) -> float:
 def report_of(runs: Runs, tolerance: float, harm: float, scale: float | None = None) -> PrecisionReport:
     """Returns the report, which measures the modules only if their joint error is above the tolerance.
 
-    The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is measured
-    only if its error is above `harm`: a small difference of large numbers has a large relative error.
     `scale` is another loss scale to try.
     """
     program, half = runs.program, runs.keeping(())
+    # The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is measured
+    # only if its error is above `harm`: a small difference of large numbers has a large relative error.
     is_loss = half.gradients <= tolerance and runs.loss_error(half) > max(tolerance, harm)
     measure = "loss" if is_loss else "gradients"
     tolerance = max(tolerance, harm) if is_loss else tolerance
     unscaled = None if is_loss else runs.try_scale(tolerance, scale)
     error = lambda modules: getattr(runs.keeping(modules), measure)
     is_close = error(()) <= tolerance
-    own = {
-        module: runs.keeping(set(program.modules) - {module}) for module in program.modules if not is_close
-    }
+    every = set() if is_close else set(program.modules)
+    own = {module: runs.keeping(every - {module}) for module in program.modules if every}
     other = "gradients" if is_loss else "loss"
     size = lambda module: (getattr(own[module], measure), getattr(own[module], other))
     order = sorted(own, key=size, reverse=True)
     kept = fewest(order, error, tolerance)
-    return PrecisionReport(
-        program.narrow,
-        program.wide,
-        runs.scale,
-        float(runs.loss or 0.0),
-        tuple(module.label for module in program.modules),
-        tuple(ModuleDifference(module.label, own[module], module.pattern, module.lines) for module in order),
-        runs.keeping(()),
-        unscaled,
-        None if is_close else runs.keeping(program.modules),
-        measure,
-        tolerance,
-        None if kept is None else tuple(module.label for module in kept),
-        None if kept is None else runs.rules(kept),
-        "" if kept is None else runs.change(kept),
-        None if kept is None else runs.keeping(kept),
+    report = PrecisionReport(
+        dtype=program.narrow,
+        kept_dtype=program.wide,
+        loss_scale=runs.scale,
+        loss=float(runs.loss or 0.0),
+        names=tuple(module.label for module in program.modules),
+        modules=tuple(ModuleDifference(m.label, own[m], m.pattern, m.lines) for m in order),
+        half=runs.keeping(()),
+        unscaled=unscaled,
+        rest=None if is_close else runs.keeping(program.modules),
+        measure=measure,
+        tolerance=tolerance,
+    )
+    if kept is None:
+        return report
+    labels, rules = tuple(module.label for module in kept), runs.rules(kept)
+    with_rules = runs.keeping(kept)
+    return dataclasses.replace(
+        report, kept=labels, rules=rules, change=runs.change(kept), with_rules=with_rules
     )
 
 

@@ -46,32 +46,17 @@ from .sources import sources_of
 
 
 class FlaggedProgram:
-    """A loss and its gradients, with a flag for each module. It is compiled once.
+    """A loss and its gradients, or a step, with a flag for each module. It is compiled once.
 
-    Attributes:
-        rules: the rules of autocast; those of float32 if the function runs as it is.
-        operations: the operations of the function.
-        modules: the modules that are in half.
-        dtype: the half dtype.
-        narrow: the name of the dtype of modules whose flag is on: that of the half dtype, or `float8`.
-        wide: the name of the dtype of modules whose flag is off.
-        outputs: the path of each output: an empty one for the loss, then one for each gradient; for a step,
-            one for each floating array that it returns.
-        parameters: the floating parameters by their paths.
-        groups: the modules, and the sources of the half values of the program itself: casts in lines of the
-            user, and arguments in half.
-        is_step: whether the function is a step.
-        has_float16: whether a value of it is in float16.
+    A function with half products of its own runs as it is, and so does one with any half values of its own
+    unless the user has given the dtype of `rules`. The groups are the modules in half, and the sources of the
+    program's own half values: casts in lines of the user, and arguments in half. A module is in the dtype
+    `narrow` if its flag is on, and in `wide` if not; these are names. `outputs` is as in `LossProgram`.
     """
 
     def __init__(
         self, call: LossCall, rules: Rules, is_autocast: bool, args: Any, kwargs: Any, is_given: bool = True
     ) -> None:
-        """Traces and plans the function.
-
-        A function with half products of its own runs as it is, and so does one with any half values of its
-        own unless the user has given the dtype of `rules`.
-        """
         # By default a GPU runs float32 products in TF32, whose error is that of float16.
         self.is_step = call.transform is None
         with jax.default_matmul_precision("highest"):
@@ -108,10 +93,8 @@ class FlaggedProgram:
 
     def groups_on(self, line: str) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
-        groups = (*self.modules, *self._sources)
-        found = [
-            groups[number] for number in sorted(self._flags_by_line.get(line, ())) if number < len(groups)
-        ]
+        groups, flags = (*self.modules, *self._sources), self._flags_by_line.get(line, ())
+        found = [group for number, group in enumerate(groups) if number in flags]
         sources = [group for group in found if group in self._sources]
         return sorted(sources, key=lambda source: not source.is_argument) or found
 
@@ -140,8 +123,7 @@ class FlaggedProgram:
     ) -> tuple[tuple[Module, ...], tuple[Module, ...], list[Flags]]:
         """Returns the modules, the sources, and for each operation the numbers of those that it belongs to.
 
-        An operation belongs to each module whose rule takes it out of half: a product to one, the activation
-        between two products to both. One more number stands for the operations that no rule takes out.
+        One more number stands for the operations that no rule takes out of half.
         """
         pairs = list(zip(self.operations, before, strict=True))
         products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]

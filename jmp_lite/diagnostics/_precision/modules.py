@@ -16,25 +16,15 @@ _PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are l
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A named group of operations that share one flag: half or float32.
+    """A named group of operations that share one flag: half or float32."""
 
-    Attributes:
-        name: the scope, or the path of the argument that holds its parameters; empty without either.
-        pattern: the pattern that selects it in `rules=` of `autocast`; empty if the program itself casts.
-        lines: without a pattern, the user's first lines that make half values, as `file.py:12:4 (function)`.
-        policy: the path of a module under a policy of jmp_lite, which a rule of the policy selects.
-        layer: otherwise, how to keep it in float32, in words.
-        casts: the half dtype to which `lines` cast; empty if they are no casts.
-        is_argument: whether it is an argument in half, and all that is computed from it in half.
-    """
-
-    name: str
-    pattern: str
-    lines: tuple[str, ...] = ()
-    policy: str = ""
-    layer: str = ""
-    casts: str = ""
-    is_argument: bool = False
+    name: str  # The scope, or the path of the argument that holds its parameters, if any.
+    pattern: str  # Selects it in `rules=` of `autocast`; empty if the program itself casts.
+    lines: tuple[str, ...] = ()  # Without a pattern, the user's first lines that make half values.
+    policy: str = ""  # The path of a module that a rule of its policy selects.
+    layer: str = ""  # Otherwise, how to keep it in float32, in words.
+    casts: str = ""  # The half dtype to which `lines` cast; empty if they are no casts.
+    is_argument: bool = False  # Whether it is an argument in half, and all that is computed from it in half.
 
     @property
     def label(self) -> str:
@@ -56,10 +46,7 @@ def cast_modules(products: Sequence[Operation], parameters: Sequence[str]) -> li
 def own_modules(
     operations: Sequence[Operation], parameters: Sequence[str], paths: Collection[str]
 ) -> tuple[list[Module], list[int]]:
-    """Returns the modules of the program's own half operations, and the index of each operation's module.
-
-    `paths` are the paths of all arguments; `parameters` the names of those that are differentiated.
-    """
+    """Returns the modules of the program's own half operations, and the index of each operation's module."""
     names = _modules(_paths(operations, parameters))
     has_policy = any(operation.source.startswith(_PACKAGE) for operation in operations)
     members: dict[str, list[Operation]] = {name: [] for name in names}

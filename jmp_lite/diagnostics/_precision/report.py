@@ -8,10 +8,6 @@ from ..._text import Shown, aligned, power, shortened, wrapped
 _NOISE = 1e-5  # What a different order of float32 sums may change.
 
 
-def _short(dtype: str) -> str:
-    return "fp8" if dtype == FLOAT8 else "half"
-
-
 @dataclasses.dataclass(frozen=True)
 class Difference:
     """How far a loss and its gradients are from those in float32.
@@ -107,10 +103,10 @@ class PrecisionReport(Shown):
     rest: Difference | None
     measure: str
     tolerance: float
-    kept: tuple[str, ...] | None
-    rules: dict[str, str] | None
-    change: str
-    with_rules: Difference | None
+    kept: tuple[str, ...] | None = None
+    rules: dict[str, str] | None = None
+    change: str = ""
+    with_rules: Difference | None = None
 
     @property
     def is_close(self) -> bool:
@@ -139,10 +135,8 @@ class PrecisionReport(Shown):
         if self.is_close:
             return "No rule is needed."
         if self.kept is None:
-            return (
-                f"No set of modules brings the error below the tolerance: with all of them in "
-                f"{self.kept_dtype} it is {self.rest}."
-            )
+            none = "No set of modules brings the error below the tolerance"
+            return f"{none}: with all of them in {self.kept_dtype} it is {self.rest}."
         names = ", ".join("the operations outside of modules" if name == "/" else name for name in self.kept)
         each = "; none of them can be left out" if len(self.kept) > 1 else ""
         keep = f"Keep {names} in {self.kept_dtype}{each}. To do so: {self.change}."
@@ -150,9 +144,8 @@ class PrecisionReport(Shown):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""
-        rows: list[tuple[str, ...]] = [
-            (f"module alone in {_short(self.dtype)}", "loss", "gradients", "cosine")
-        ]
+        alone = f"module alone in {'fp8' if self.dtype == FLOAT8 else 'half'}"
+        rows: list[tuple[str, ...]] = [(alone, "loss", "gradients", "cosine")]
         for row in self.modules:
             own = row.own
             rows.append((row.module, f"{own.loss:.2e}", f"{own.gradients:.2e}", f"{own.cosine:.6f}"))

@@ -73,10 +73,8 @@ class _FlushCounts(Probe):
     def wants(self, site: Site, half: bool) -> bool:
         """In the backward pass only the cotangent, the first operand: the forward pass has the others."""
         del half
-        is_cotangent = site.path[-1] == -1
-        return site.kind is SiteKind.OPERAND and (
-            site.direction == "forward" or (site.direction == "backward" and is_cotangent)
-        )
+        is_cotangent = site.direction == "backward" and site.path[-1] == -1
+        return site.kind is SiteKind.OPERAND and (site.direction == "forward" or is_cotangent)
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
         """Returns the counts, shape `(4,)`, uint32."""
@@ -112,12 +110,8 @@ def float8_ranges(program: LossProgram, plan: Plan, scale: float) -> tuple[Float
     names = [dtype.name for dtype in _FORMATS]
     return tuple(
         Float8Range(
-            name,
-            direction,
-            names[direction == "backward"],
-            int(counts[0]),
-            int(counts[1]),
-            dict(zip(names, map(int, counts[2:]))),
+            *(name, direction, names[direction == "backward"], values, zeros), dict(zip(names, flushed))
         )
         for (name, direction), counts in groups.items()
+        for values, zeros, *flushed in [map(int, counts)]
     )

@@ -142,27 +142,17 @@ class Magnitudes:
         )
 
     def __add__(self, other: "Magnitudes") -> "Magnitudes":
-        smallest = [magnitude for magnitude in (self.smallest, other.smallest) if magnitude]
-        return Magnitudes(
-            self.dtype,
-            self.bins + other.bins,
-            self.zeros + other.zeros,
-            self.infs + other.infs,
-            self.nans + other.nans,
-            min(smallest, default=0.0),
-            max(self.largest, other.largest),
-        )
+        counts = self.zeros + other.zeros, self.infs + other.infs, self.nans + other.nans
+        smallest = min(filter(None, (self.smallest, other.smallest)), default=0.0)
+        largest = max(self.largest, other.largest)
+        return Magnitudes(self.dtype, self.bins + other.bins, *counts, smallest, largest)
 
 
 @dataclasses.dataclass(frozen=True)
 class Histogram(Probe):
-    """The probe: counts the values that are in half, or would be under autocast, by their bits.
+    """The probe: counts the values that are in half, or would be under autocast, by their bits."""
 
-    Attributes:
-        dtype: the half dtype for which the edges are counted.
-    """
-
-    dtype: np.dtype
+    dtype: np.dtype  # The half dtype for which the edges are counted.
 
     adds, operands = True, True
 
@@ -223,15 +213,8 @@ class Histogram(Probe):
         """Returns a record as magnitudes."""
         counts = record[:_COUNTS].astype(np.int64)
         extremes = np.array([~record[-1] if record[-1] else 0, record[-2]], np.uint32).view(np.float32)
-        return Magnitudes(
-            self.dtype,
-            counts[: BINS * _CLASSES].reshape(BINS, _CLASSES),
-            int(counts[_ZERO]),
-            int(counts[_INF]),
-            int(counts[_NAN]),
-            float(extremes[0]),
-            float(extremes[1]),
-        )
+        bins = counts[:_ZERO].reshape(BINS, _CLASSES)
+        return Magnitudes(self.dtype, bins, *map(int, counts[_ZERO:]), *map(float, extremes))
 
 
 def pooled(magnitudes: list[Magnitudes], dtype: np.dtype) -> Magnitudes:

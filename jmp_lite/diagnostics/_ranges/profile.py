@@ -87,17 +87,13 @@ def profile_ranges(
         plan = None if _has_half(program.jaxpr) else _plan(program, rules)
         probe = Histogram(rules.dtype)
         measured = Tapped(program, probe, plan)(2.0**exponent)
-        modules = _modules(measured, probe, exponent)
-        return RangeReport(
-            rules.dtype,
-            2.0**exponent,
-            modules,
-            tuple(
-                ModuleRange(name, "backward", probe.read(record), exponent)
-                for name, record in zip(program.gradients, measured.results[1:])
-            ),
-            float8_ranges(program, plan, 2.0**exponent) if plan is not None and rules.float8 else (),
+        gradients = tuple(
+            ModuleRange(name, "backward", probe.read(record), exponent)
+            for name, record in zip(program.gradients, measured.results[1:])
         )
+        float8 = float8_ranges(program, plan, 2.0**exponent) if plan is not None and rules.float8 else ()
+        modules = _modules(measured, probe, exponent)
+        return RangeReport(rules.dtype, 2.0**exponent, modules, gradients, float8)
 
     return profile_ranges_fun
 

@@ -60,12 +60,7 @@ def scales_for(gradients: Magnitudes) -> Scales:
 
 
 def largest_safe(largest: float, dtype: np.dtype) -> int | None:
-    """Returns the exponent of the largest power of two whose product with `largest` fits into a dtype.
-
-    Examples:
-        >>> largest_safe(1.0, np.dtype("float16")), largest_safe(65504.0, np.dtype("float16"))
-        (15, -1)
-    """
+    """Returns the exponent of the largest power of two whose product with `largest` fits into a dtype."""
     if not largest:
         return None
     limit = float(jnp.finfo(dtype).max)

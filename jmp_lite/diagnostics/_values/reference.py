@@ -34,7 +34,7 @@ from ..._jaxpr.read import (
     open_jaxpr,
 )
 from ..._jaxpr.replay import replay
-from .calls import MOST_ITERATIONS
+from .calls import INLINE, MOST_ITERATIONS
 from .numbers import Numbers, written_number
 
 Flags = frozenset[int]
@@ -45,11 +45,6 @@ _NARROW = frozenset((*HALF_DTYPES, *FLOAT8_DTYPES))
 # These run once, in float32, on rounded operands: Tensor Cores and XLA's CPU backend also sum in float32.
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 _OF_BITS = "bitcast_convert_type"  # Its result depends on the bits of a number.
-# The program of a loss and its gradients is differentiated already: these calls are parts of the program.
-_INLINE = (
-    *("closed_call", "composite", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call"),
-    *("custom_vmap_call", "eval_jaxpr", "jit"),
-)
 
 
 def in_float8(x: Array, dtype: np.dtype) -> Array:
@@ -64,31 +59,21 @@ def _round_to_float8(x: Array, dtype: np.dtype) -> Array:
 
 
 class ReferenceValue(NamedTuple):
-    """A value of the program.
-
-    Attributes:
-        array: the value, in float32 where the program has half.
-        rounded: if all these flags are on, the value is a half number; None if that is not known.
-    """
+    """A value of the program, in float32 where the program has half."""
 
     array: Array
-    rounded: Flags | None = None
+    rounded: Flags | None = None  # If all these flags are on, it is a half number; None if that is not known.
 
 
 class Reference:
-    """Runs jaxprs in float32."""
+    """Runs jaxprs in float32, or another dtype `wide`, where all flags of an equation are not on.
+
+    `is_on` has a bool for each set of flags in the jaxprs, and `numbers` those that half precision rounds.
+    """
 
     def __init__(
         self, is_on: Mapping[Flags, Array], numbers: Numbers = MappingProxyType({}), wide: Any = np.float32
     ) -> None:
-        """Makes a reference.
-
-        Args:
-            is_on: for each set of flags in the jaxprs a bool: whether all of them are on.
-            numbers: the numbers of the program that half precision rounds, as they are written.
-            wide: the dtype of values whose flags are off. With `bfloat16` and no flags, the program runs in
-                bfloat16 where it has float16.
-        """
         self._is_on, self._numbers, self._wide = is_on, numbers, np.dtype(wide)
 
     def run(self, jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
@@ -101,9 +86,8 @@ class Reference:
         """Runs a jaxpr. Equations without flags of their own have those `around` it."""
 
         def action(
-            index: int, equation: Equation, read: Callable[[Var], ReferenceValue]
+            _: int, equation: Equation, read: Callable[[Var], ReferenceValue]
         ) -> Sequence[ReferenceValue]:
-            del index
             flags = flags_of(equation)
             flags = around if flags is None else flags
             operands = [self._operand(equation, var, read(var), flags) for var in equation.invars]
@@ -111,10 +95,9 @@ class Reference:
             with context_of(equation):
                 if name == "jit" and equation.params["name"] == "_round_to_float8":
                     (x,) = operands
-                    return [
-                        ReferenceValue(self._choose(flags, bind(equation, [x.array])[0], x.array), x.rounded)
-                    ]
-                if name in _INLINE:
+                    (rounded,) = bind(equation, [x.array])
+                    return [x._replace(array=self._choose(flags, rounded, x.array))]
+                if name in INLINE:
                     (inner,) = (part for part in inner_jaxprs(equation) if None not in part.results)
                     return self._run(inner.jaxpr, [operands[number] for number in inner.operands], flags)
                 if name in CALLS:
@@ -143,9 +126,6 @@ class Reference:
 
     def _widened(self, array: Array) -> Array:
         return lax.convert_element_type(array, self._wide) if is_narrow(array) else array
-
-    def _wide_dtype(self, var: Var) -> Any:
-        return self._wide if is_narrow(var) else var.aval.dtype
 
     def _call(
         self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
@@ -181,11 +161,9 @@ class Reference:
     def _operation(
         self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
     ) -> list[ReferenceValue]:
-        """Runs an operation in half and in float32, and selects one result by the flags.
-
-        To round the float32 result would not be the same: in half, a sum may stop growing, and XLA divides
-        by a multiplication with the rounded reciprocal.
-        """
+        """Runs an operation in half and in float32, and selects one result by the flags."""
+        # To round the float32 result would not be the same: in half, a sum may stop growing, and XLA divides
+        # by a multiplication with the rounded reciprocal.
         name, arrays = equation.primitive.name, [value.array for value in operands]
         if name == "reduce_precision" and _rounds_to_half(equation):
             return [ReferenceValue(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
@@ -232,10 +210,9 @@ class Reference:
             if isinstance(value, np.dtype) and value in _NARROW:
                 changed[name] = self._wide
             elif hasattr(open_jaxpr(value), "eqns"):  # The sum of a `reduce`, of a scatter.
-                inside = open_jaxpr(value)
-                shapes = [
-                    jax.ShapeDtypeStruct(var.aval.shape, self._wide_dtype(var)) for var in inside.invars
-                ]
+                wide_dtype = lambda var: self._wide if is_narrow(var) else var.aval.dtype
+                inputs = open_jaxpr(value).invars
+                shapes = [jax.ShapeDtypeStruct(var.aval.shape, wide_dtype(var)) for var in inputs]
                 wide = jax.make_jaxpr(lambda *arrays, value=value: self.run(value, arrays))(*shapes)
                 changed[name] = wide if hasattr(value, "consts") else open_jaxpr(wide)
         if any(map(is_narrow, equation.invars)) and equation.params.get("precision", 0) != 0:
@@ -272,11 +249,10 @@ def _flags_of_sum(operands: Sequence[ReferenceValue], flags: Flags | None) -> Fl
 
 def _as_written(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
     """Runs an operation in the dtypes that it has in the program."""
-    halves = [
+    cast_back = lambda array, var: (
         lax.convert_element_type(array, var.aval.dtype) if is_narrow(var) else array
-        for array, var in zip(arrays, equation.invars)
-    ]
-    return bind(equation, halves)
+    )
+    return bind(equation, list(map(cast_back, arrays, equation.invars)))
 
 
 def _rounds_to_half(equation: Equation) -> bool:
