@@ -45,18 +45,11 @@ _SETTING = "_jmp_lite_setting"
 
 @dataclasses.dataclass(frozen=True)
 class _Setting:
-    """The policy of a module, held by the module itself.
+    """The policy of a module, held by the module itself."""
 
-    Attributes:
-        policy: the policy of the whole model.
-        path: the path of the module in the model.
-        is_model: whether the module is the whole model, and its call does not come from inside.
-        reduce_dtype: as in `with_policy`.
-    """
-
-    policy: Policy
-    path: str
-    is_model: bool
+    policy: Policy  # That of the whole model.
+    path: str  # That of the module in the model.
+    is_model: bool  # Whether the module is the whole model, and its call does not come from inside.
     reduce_dtype: np.dtype | None
 
     def at(self, name: str) -> Policy:
@@ -155,10 +148,9 @@ def _keep_dtypes(args: T, /, *, dtype: Any = None, inexact: bool = True) -> T:
 def _own_params(module: nnx.Module) -> dict[str, Any]:
     """Returns the attributes of `module` that hold parameters, themselves or in a container."""
 
-    def holds_param(value: Any) -> bool:
-        return any(isinstance(leaf, nnx.Param) for leaf in jax.tree.leaves(value, is_leaf=_is_node))
-
-    return {name: value for name, value in vars(module).items() if holds_param(value)}
+    leaves = lambda value: jax.tree.leaves(value, is_leaf=_is_node)
+    is_param = lambda leaf: isinstance(leaf, nnx.Param)
+    return {name: value for name, value in vars(module).items() if any(map(is_param, leaves(value)))}
 
 
 def _is_node(value: Any) -> bool:
@@ -241,9 +233,8 @@ def split_objects(
 ) -> tuple[Callable[..., tuple[T, Any]], tuple[Any, ...], Callable[[tuple[T, Any]], T]]:
     """Turns a call whose arguments hold NNX modules into a call of a function of arrays, for `autocast`.
 
-    Returns:
-        A function that returns the output of `fun` and the state of the modules after the call; the arguments
-        of that function; and a function that takes its results, updates the modules and returns the output.
+    Returns a function that returns the output of `fun` and the new state of the modules, its arguments, and a
+    function that takes its results, updates the modules and returns the output.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
     named = dict(zip(argument_names(fun, args, kwargs, is_leaf=is_object), leaves, strict=True))

@@ -19,15 +19,10 @@ _FEW = 1024  # Elements.
 
 
 class CastStateState(NamedTuple):
-    """The state of `cast_state`.
+    """The state of `cast_state`."""
 
-    Attributes:
-        inner_state: the state of the wrapped transform, with arrays in half precision.
-        key: the `RoundingKey` of the next step, two scalars, uint32; None without stochastic rounding.
-    """
-
-    inner_state: Any
-    key: Any
+    inner_state: Any  # That of the wrapped transform, with arrays in half precision.
+    key: Any  # The `RoundingKey` of the next step; None without stochastic rounding.
 
 
 def cast_state(
@@ -87,13 +82,10 @@ def cast_state(
     transform = as_transform(made_by, inner)
     target = _checked_dtype(dtype)
     patterns = as_patterns(
-        keep_float32, 'cast_state: keep_float32 takes patterns such as "nu" or "nu/**/head"'
+        keep_float32, f'{made_by}: keep_float32 takes patterns such as "nu" or "nu/**/head"'
     )
-
     if key is not None and not stochastic_rounding:
-        raise ValueError(
-            f"{made_by}: key= is for stochastic_rounding=True, which was not given. Got {key!r}."
-        )
+        raise ValueError(f"{made_by}: key= is for stochastic_rounding=True, which is off. Got {key!r}.")
     key = 0 if key is None else key
 
     def rests(path: tuple[Any, ...], may_rest: bool) -> bool:
@@ -124,27 +116,23 @@ def cast_state(
         wide = jax.tree.map(widen, state.inner_state, resting)
         updates, new = update_inner(made_by, transform, at_least_float32(updates), wide, params, extra_args)
         leaves, structure = jax.tree.flatten(new)
-        # `round_leaf` gives numbers that `target` holds, so that the cast after it is exact.
-        narrowed = [
-            round_leaf(leaf, target, key_of_shard(state.key, axis_name, leaf), index).astype(target)
-            if rest
-            else leaf
-            for index, (leaf, rest) in enumerate(zip(leaves, structure.flatten_up_to(resting), strict=True))
-        ]
+        for index, rest in enumerate(structure.flatten_up_to(resting)):
+            if rest:
+                leaf, leaf_key = leaves[index], key_of_shard(state.key, axis_name, leaves[index])
+                # `round_leaf` gives numbers that `target` holds, so that the cast after it is exact.
+                leaves[index] = round_leaf(leaf, target, leaf_key, index).astype(target)
         new_key = None if state.key is None else next_key(state.key)
-        return updates, CastStateState(structure.unflatten(narrowed), new_key)
+        return updates, CastStateState(structure.unflatten(leaves), new_key)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
-    """Returns the shapes of the state that `init` makes, and whether each leaf may rest in half.
-
-    The jaxpr of `init` shows which arrays are made from the values of the parameters. The values cannot show
-    it: a bias of zeros equals its moment, and there are no values inside `jit`.
-    """
+    """Returns the shapes of the state that `init` makes, and whether each leaf may rest in half."""
     params = at_least_float32(params)
     traced, shapes = jax.make_jaxpr(init, return_shape=True)(params)
+    # The jaxpr shows which arrays are made from the values of the parameters. The values cannot show it: a
+    # bias of zeros equals its moment, and there are no values inside `jit`.
     jaxpr = traced.jaxpr
     from_params = set(map(id, jaxpr.invars))
     for equation in jaxpr.eqns:
@@ -171,11 +159,7 @@ def _check_settings(
 ) -> None:
     """Raises a ValueError if `state` was made with other settings of `cast_state`.
 
-    Args:
-        state: what `update` was given.
-        shapes: the state that the wrapped transform's `init` makes, as shapes.
-        resting: a tree like `shapes` of booleans: whether a leaf rests in `target`.
-        target, stochastic_rounding: the settings of this `cast_state`.
+    `shapes` is the state that the wrapped transform's `init` makes, and `resting` a tree like it of booleans.
     """
     made, asked = ("with" if flag else "without" for flag in (state.key is not None, stochastic_rounding))
     if made != asked:
@@ -188,10 +172,8 @@ def _check_settings(
             "cast_state: the state does not belong to these gradients and this optimizer. Give a gradient "
             f"for each parameter. {RESUME}"
         )
-    leaves = named_leaves(state.inner_state)
-    for (name, leaf), shape, rest in zip(
-        leaves, jax.tree.leaves(shapes), jax.tree.leaves(resting), strict=True
-    ):
+    expected = zip(jax.tree.leaves(shapes), jax.tree.leaves(resting), strict=True)
+    for (name, leaf), (shape, rest) in zip(named_leaves(state.inner_state), expected, strict=True):
         if is_half(leaf) != (rest or is_half(shape)):
             dtype = target if rest else shape.dtype
             raise ValueError(
@@ -201,7 +183,7 @@ def _check_settings(
 
 
 def _is_floating_array(leaf: Any) -> bool:
-    """Whether `leaf` is a floating array. A scalar, such as a loss scale, is none."""
+    """Whether a leaf is a floating array and no scalar, as a loss scale is."""
     return has_dtype(leaf, jnp.floating) and np.ndim(leaf) > 0
 
 

@@ -23,16 +23,11 @@ from .wrapper import RESUME, as_transform, check_init, check_update, update_inne
 
 
 class MasterWeightsState(NamedTuple):
-    """The state of `with_master_weights`.
+    """The state of `with_master_weights`."""
 
-    Attributes:
-        masters: a tree like the parameters. It has a float32 master for each parameter narrower than float32,
-            and `optax.MaskedNode()`, which has no arrays, for each other parameter.
-        inner_state: the state of the wrapped transform.
-    """
-
+    # A tree like the parameters: float32 masters, and `optax.MaskedNode()` where none is needed.
     masters: Any
-    inner_state: Any
+    inner_state: Any  # That of the wrapped transform.
 
 
 def with_master_weights(
@@ -87,10 +82,9 @@ def with_master_weights(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, MasterWeightsState, state, params, needs_params=True)
+        inner = made_by, transform, state.inner_state, extra_args
         full = full_params(params, state.masters)
-        updates, new, inner_state = _update_in_float32(
-            made_by, transform, updates, state.inner_state, params, full, extra_args
-        )
+        updates, new, inner_state = _update_in_float32(*inner, updates, params, full)
         masters = jax.tree.map(lambda p, master: master if is_half(p) else optax.MaskedNode(), params, new)
         return updates, MasterWeightsState(masters, inner_state)
 
@@ -98,15 +92,10 @@ def with_master_weights(
 
 
 class StochasticRoundingState(NamedTuple):
-    """The state of `with_stochastic_rounding`.
+    """The state of `with_stochastic_rounding`."""
 
-    Attributes:
-        inner_state: the state of the wrapped transform.
-        key: the `RoundingKey` of the next step, two scalars, uint32.
-    """
-
-    inner_state: Any
-    key: Any
+    inner_state: Any  # That of the wrapped transform.
+    key: Any  # The `RoundingKey` of the next step.
 
 
 def with_stochastic_rounding(
@@ -164,17 +153,10 @@ def with_stochastic_rounding(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, StochasticRoundingState, state, params, needs_params=True)
+        inner = made_by, transform, state.inner_state, extra_args
         key_of = lambda param: key_of_shard(state.key, axis_name, param)
-        updates, _, inner_state = _update_in_float32(
-            made_by,
-            transform,
-            updates,
-            state.inner_state,
-            params,
-            at_least_float32(params),
-            extra_args,
-            key_of,
-        )
+        full = at_least_float32(params)
+        updates, _, inner_state = _update_in_float32(*inner, updates, params, full, key_of)
         return updates, StochasticRoundingState(inner_state, next_key(state.key))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -196,23 +178,17 @@ def _init_in_float32(made_by: str, transform: optax.GradientTransformationExtraA
 def _update_in_float32(
     made_by: str,
     transform: optax.GradientTransformationExtraArgs,
-    grads: Any,
     inner_state: Any,
+    extra_args: dict[str, Any],
+    grads: Any,
     params: Any,
     full: Any,
-    extra_args: dict[str, Any],
     key_of: Callable[[jax.Array], RoundingKey | None] = lambda _: None,
 ) -> tuple[Any, Any, Any]:
     """Runs the wrapped transform as in a float32 program, and rounds the new half parameters.
 
-    Args:
-        made_by: the name of the wrapper, for errors.
-        transform, grads, inner_state, extra_args: the wrapped transform, and what its `update` gets.
-        params, full: the parameters as they rest, and the same parameters in float32.
-        key_of: returns the key that rounds a parameter stochastically, or None to round to nearest.
-
-    Returns:
-        The updates of `params`, the new parameters before they are rounded, and the new state of `transform`.
+    `full` are the parameters in float32. `key_of` returns the key that rounds a parameter stochastically, or
+    None to round to nearest. Returns the updates, the new parameters in float32, and the new state.
     """
     changes, inner_state = update_inner(
         made_by, transform, at_least_float32(grads), inner_state, full, extra_args, needs_all=True
@@ -264,11 +240,8 @@ def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:
     state = inner.init(wide)
     if not any(map(is_half, jax.tree.leaves(params))) or not master_states(state):
         return state
-    return jax.tree.map(
-        lambda wide, narrow: narrow if is_master_state(wide) else wide,
-        *(state, inner.init(params)),
-        is_leaf=is_master_state,
-    )
+    choose = lambda wide, narrow: narrow if is_master_state(wide) else wide
+    return jax.tree.map(choose, state, inner.init(params), is_leaf=is_master_state)
 
 
 def is_master_state(node: Any) -> bool:

@@ -94,10 +94,8 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
     def with_values(state: Any) -> Any:
         if not is_master_state(state):
             return state
-        new = jax.tree_util.tree_map_with_path(
-            lambda path, old: placed_like(by_path[path_name(path)], old), state.masters
-        )
-        return MasterWeightsState(new, state.inner_state)
+        place = lambda path, old: placed_like(by_path[path_name(path)], old)
+        return MasterWeightsState(jax.tree_util.tree_map_with_path(place, state.masters), state.inner_state)
 
     new_state = jax.tree.map(with_values, opt_state, is_leaf=is_master_state)
     return jax.tree.map(param, params, values), new_state
@@ -123,10 +121,9 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
     states = master_states(opt_state)
     if not states:
         raise ValueError(
-            "No optimizer wrapped in with_master_weights was found in this state. Wrap yours, "
-            "tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(3e-4))), and give the state that "
-            "tx.init returned. A checkpoint that was restored as plain dicts: restore it with a target, "
-            "tx.init(params)."
+            "No optimizer wrapped in with_master_weights was found in this state. Wrap yours, and give the "
+            "state of its init: tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(3e-4))). "
+            "Restore a checkpoint with a target, tx.init(params)."
         )
     by_path: dict[str, jax.Array] = {}
     known = shapes(params)
@@ -138,9 +135,8 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
                     f"{known.get(name, 'none of this name')}. Give the parameters that belong to the state."
                 )
             if name in by_path:
-                raise ValueError(
-                    f"The state has two masters of the parameter {name!r}. Give the state of one optimizer."
-                )
+                two = f"The state has two masters of the parameter {name!r}"
+                raise ValueError(f"{two}. Give the state of one optimizer.")
             by_path[name] = master
     return by_path
 
@@ -150,8 +146,7 @@ def _check_values(params: Any, values: Any) -> None:
     expected, given = shapes(params), shapes(values)
     if given != expected:
         differ = sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name))
-        name = differ[0]
-        in_values, in_params = (leaves.get(name, "not there") for leaves in (given, expected))
+        in_values, in_params = (leaves.get(name := differ[0], "not there") for leaves in (given, expected))
         raise ValueError(
             f"set_master_params(opt_state, params, values): {len(differ)} leaves differ in name or shape, "
             f"first {name!r}: {in_values} in values, {in_params} in params."

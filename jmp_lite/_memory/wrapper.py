@@ -46,9 +46,8 @@ def check_update(
             f"Got {type(state).__name__}. {hint}"
         )
     if needs_params and params is None:
-        raise ValueError(
-            f"{made_by}: the update depends on the parameters: tx.update(grads, opt_state, params)."
-        )
+        needs = "the update depends on the parameters: tx.update(grads, opt_state, params)"
+        raise ValueError(f"{made_by}: {needs}.")
 
 
 def update_inner(
@@ -63,10 +62,7 @@ def update_inner(
 ) -> tuple[Any, Any]:
     """Calls the `update` of the wrapped transform. A ValueError names gradients or a state that do not fit.
 
-    Args:
-        made_by: the name of the wrapper.
-        transform, grads, state, params, extra_args: the wrapped transform, and what its `update` gets.
-        needs_all: whether every parameter needs a gradient. `optax.sgd` accepts some of them.
+    `needs_all` says whether every parameter needs a gradient; `optax.sgd` accepts some of them.
     """
     given, known = shapes(grads), {} if params is None else shapes(differentiated(params))
     # `optax.contrib.dpsgd` takes gradients with one axis more, that of the examples.

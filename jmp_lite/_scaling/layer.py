@@ -67,11 +67,7 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls a layer as a function of all its arrays: its arguments, and the arrays that it closes over.
-
-    A `jax.custom_vjp` gives gradients only to its arguments, so `jax.closure_convert` makes arguments of the
-    arrays that `fun` closes over.
-    """
+    """Calls a layer as a function of all its arrays: its arguments, and the arrays that it closes over."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     paths = leaf_names((args, kwargs))
@@ -84,6 +80,7 @@ def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return at_least_float32(fun(*args, **kwargs))
 
     arrays = [leaves[index] for index in indices]
+    # A `jax.custom_vjp` gives gradients only to its arguments.
     converted, outside = jax.closure_convert(run, *arrays)
     names = [paths[index] for index in indices] + ["that it takes from outside"] * len(outside)
     return _scaled(converted, names)(*arrays, *outside)
@@ -118,11 +115,8 @@ def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
 
 def _power_of_two(cotangents: Any) -> jax.Array:
     """Returns the largest power of two up to the largest element, or 1 if that is 0, inf or NaN."""
-    sizes = [
-        jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-        for x in jax.tree.leaves(cotangents)
-        if has_dtype(x, jnp.inexact)
-    ]
+    floating = [x for x in jax.tree.leaves(cotangents) if has_dtype(x, jnp.inexact)]
+    sizes = (jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in floating)
     largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
     exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
     # From 2**-126 to 2**126. The reciprocal of 2**127 is subnormal, and XLA may flush it to zero.

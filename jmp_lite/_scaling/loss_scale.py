@@ -127,9 +127,8 @@ class _Scaling(Shown):
         """
         divided = self._map(tree, lambda x, scale: x / scale)
         is_statistic = lambda path: any(getattr(key, "key", None) == _NO_GRADIENTS for key in path)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf, new: leaf if is_statistic(path) else new, tree, divided
-        )
+        choose = lambda path, leaf, new: leaf if is_statistic(path) else new
+        return jax.tree_util.tree_map_with_path(choose, tree, divided)
 
     def _map(self, tree: T, operation: Any) -> T:
         def apply(leaf: Any) -> Any:
@@ -328,11 +327,8 @@ def _check_settings(scale: DynamicLossScale) -> None:
 
     minimum, maximum, backoff = scale.min_loss_scale, scale.max_loss_scale, scale.backoff_factor
     require(1 <= scale.factor <= LARGEST, "factor", "1 or above and finite, in float32")
-    require(
-        backoff is None or SMALLEST <= float(np.float32(backoff)) < 1,
-        "backoff_factor",
-        "None, or between 0 and 1 and a normal float32",
-    )
+    is_valid = backoff is None or SMALLEST <= float(np.float32(backoff)) < 1
+    require(is_valid, "backoff_factor", "None, or between 0 and 1 and a normal float32")
     require(0 <= minimum < math.inf, "min_loss_scale", "0 or above, and finite")
     require(0 < maximum <= LARGEST, "max_loss_scale", "above 0 and a finite float32")
     require(minimum <= maximum, "min_loss_scale", f"at most max_loss_scale, {maximum}")

@@ -94,20 +94,14 @@ def resume(
 
 @dataclasses.dataclass
 class _Carrying:
-    """Carries the values of one old state over.
-
-    Attributes:
-        params: the parameters.
-        new_wrappers, old_wrappers: the states of our wrappers, from the outermost to the innermost.
-        missing, unknown: the paths that only the new or only the old state has.
-        others: sentences about what else could not be carried over.
-    """
+    """Carries the values of one old state over."""
 
     params: Any
-    new_wrappers: list[Any]
+    new_wrappers: list[Any]  # The states of our wrappers, from the outermost to the innermost.
     old_wrappers: list[Any]
-    missing: list[str] = dataclasses.field(default_factory=list)
-    unknown: list[str] = dataclasses.field(default_factory=list)
+    missing: list[str] = dataclasses.field(default_factory=list)  # The paths that only the new state has.
+    unknown: list[str] = dataclasses.field(default_factory=list)  # The paths that only the old state has.
+    # Sentences about what else could not be carried over.
     others: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -182,10 +176,8 @@ class _Carrying:
         return new._replace(inner_state=inner, key=key)
 
     def same(self, new: Any, field: str) -> dict[str, Any] | None:
-        """Returns the fields of the old wrapper with `field` that has the name of `new`.
-
-        No saved form keeps the names. Then it is the old wrapper at the position of `new` among its kind.
-        """
+        """Returns the fields of the old wrapper with `field` that has the name of `new`."""
+        # No saved form keeps the names. Then it is the old wrapper at the position of `new` among its kind.
         news, olds = (_with_field(nodes, field) for nodes in (self.new_wrappers, self.old_wrappers))
         names, old_names = ([getattr(node, "name", None) for node in nodes] for nodes in (news, olds))
         if len(olds) > 1 and any(old_names) and names != old_names:
@@ -251,11 +243,9 @@ class _Carrying:
 
 
 def _accumulation(new: Any, carried: Any) -> Any:
-    """Returns the carried state of `optax.MultiSteps`, which begins anew if its gradients are not finite.
-
-    With a wrapper inside of `optax.MultiSteps`, gradients that are not finite are accumulated and the step is
-    skipped. A wrapper around it would not see them any more.
-    """
+    """Returns the carried state of `optax.MultiSteps`, which begins anew if its gradients are not finite."""
+    # With a wrapper inside of `optax.MultiSteps`, gradients that are not finite are accumulated and the step
+    # is skipped. A wrapper around it would not see them any more.
     if not isinstance(new, optax.MultiStepsState):
         return carried
     kept, fresh = ((state.mini_step, state.acc_grads) for state in (carried, new))

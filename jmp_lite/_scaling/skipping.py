@@ -55,9 +55,8 @@ class Skipping:
         names = leaf_names(without_nnx_variables(differentiated(params)))
         inner_state = init_for_masters(self.inner, params)
         accumulates = lambda node: isinstance(node, optax.MultiStepsState)
-        if self.clip_norm is not None and any(
-            map(accumulates, jax.tree.leaves(inner_state, is_leaf=accumulates))
-        ):
+        nodes = jax.tree.leaves(inner_state, is_leaf=accumulates)
+        if self.clip_norm is not None and any(map(accumulates, nodes)):
             raise self._clips_micro_batches()
         return SkipNonfiniteState(
             inner_state=inner_state,
@@ -110,12 +109,10 @@ class Skipping:
                 f"Got a state of {_describe_settings(state.loss_scale)}. {RESUME}"
             )
         if (state.grad_norm is None) != (self.clip_norm is None):
-            made, asked = (
-                "without clip_norm" if norm is None else "with clip_norm"
-                for norm in (state.grad_norm, self.clip_norm)
-            )
+            asked, made = ("without", "with") if self.clip_norm is None else ("with", "without")
             raise ValueError(
-                f"{self.made_by}: this optimizer is {asked}. Got a state that was made {made}. {RESUME}"
+                f"{self.made_by}: this optimizer is {asked} clip_norm. Got a state that was made {made} "
+                f"clip_norm. {RESUME}"
             )
 
     def _clips_micro_batches(self) -> ValueError:
@@ -239,16 +236,8 @@ def _same_settings(scale: Any, other: Any) -> bool:
 
 
 def _describe_settings(scale: Any) -> str:
-    """Returns, for an error, the class of a loss scale and its settings that are not the default.
-
-    Examples:
-        >>> _describe_settings(jmp.DynamicLossScale(period=100))
-        'DynamicLossScale(period=100)'
-    """
-    static = (
-        [f for f in dataclasses.fields(scale) if f.metadata.get("static")]
-        if isinstance(scale, DynamicLossScale)
-        else []
-    )
-    changed = [f"{f.name}={getattr(scale, f.name)}" for f in static if getattr(scale, f.name) != f.default]
+    """Returns, for an error, a loss scale with its settings that are not the default."""
+    fields = dataclasses.fields(scale) if isinstance(scale, DynamicLossScale) else ()
+    settings = [(f, getattr(scale, f.name)) for f in fields if f.metadata.get("static")]
+    changed = [f"{f.name}={value}" for f, value in settings if value != f.default]
     return f"{type(scale).__name__}({', '.join(changed)})"

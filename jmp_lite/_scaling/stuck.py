@@ -18,10 +18,7 @@ _ADVICE = (
 
 
 def raise_if_stuck(
-    opt_state: Any,
-    max_consecutive_skips: int = 50,
-    max_skip_rate: float = 0.1,
-    name: str | None = None,
+    opt_state: Any, max_consecutive_skips: int = 50, max_skip_rate: float = 0.1, name: str | None = None
 ) -> None:
     """Raises on the host if too many steps were skipped.
 
@@ -78,9 +75,8 @@ def _complaint(
     """Returns the complaint about one member of a state, or an empty string."""
     steps, skipped, in_a_row = map(int, np.asarray(state.counts)[member])
     scale = None if state.loss_scale is None else float(_member(state.loss_scale.loss_scale, member))
-    at_minimum = (
-        isinstance(state.loss_scale, DynamicLossScale) and state.loss_scale.backed_off(scale) == scale
-    )
+    is_dynamic = isinstance(state.loss_scale, DynamicLossScale)
+    at_minimum = is_dynamic and state.loss_scale.backed_off(scale) == scale
     low = at_minimum and in_a_row > 0 and steps >= max_consecutive_skips
     if in_a_row >= max_consecutive_skips:
         said = f"The last {in_a_row} steps were skipped"
@@ -107,15 +103,7 @@ def _member(values: Any, member: tuple[int, ...]) -> Any:
 
 
 def describe(finite: dict[str, bool], most: int = 6) -> str:
-    """Returns which leaves are not finite, by the names of at most `most` modules.
-
-    Examples:
-        >>> finite = {"a/bias": False, "a/kernel": False, "b/bias": False, "b/kernel": True}
-        >>> describe(finite)
-        '3 of 4 parameters, all but b/kernel'
-        >>> describe({**finite, "b/bias": True})
-        '2 of 4 parameters: a'
-    """
+    """Returns which leaves are not finite, such as `2 of 4 parameters: a`, by at most `most` names."""
     bad, good = ([name for name in finite if finite[name] is flag] for flag in (False, True))
     if not good:
         return f"all {len(finite)} parameters" if len(finite) > 1 else "the only parameter"

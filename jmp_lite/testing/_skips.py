@@ -61,9 +61,7 @@ def assert_skips_nonfinite(
         >>> params = jnp.ones((4, 2))
         >>> assert_skips_nonfinite(train_step, (params, tx.init(params)), jnp.ones((8, 4)))
     """
-    ignored = as_patterns(
-        ignore, "assert_skips_nonfinite: ignore= takes patterns over the paths of the state"
-    )
+    ignored = as_patterns(ignore, "assert_skips_nonfinite: ignore takes patterns over the state's paths")
     if not _scales(state):
         raise failure("assert_skips_nonfinite", "the state holds no loss scale")
     if not any(map(is_floating, jax.tree.leaves(batch))):
@@ -71,19 +69,15 @@ def assert_skips_nonfinite(
             "assert_skips_nonfinite puts inf into the floating values of the batch, and this batch has none. "
             "Give the step one, such as the weights of the examples in the loss."
         )
-    state = jax.tree.map(_as_array, state)
-    state = _step_until_taken(train_step, state, batch)
+    # The step count of Flax's `TrainState` starts as the number 0.
+    as_array = lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    state = _step_until_taken(train_step, jax.tree.map(as_array, state), batch)
     for value in (np.inf, np.nan):
         bad = jax.tree.map(functools.partial(_filled, value=value), batch)
         after = _step(train_step, state, bad)
         _check_skipped(state, after, value, ignored)
         state = after
     _step_until_taken(train_step, state, batch)
-
-
-def _as_array(leaf: Any) -> Any:
-    """Returns a leaf as an array: the step count of Flax's `TrainState` starts as the number 0."""
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
 def _filled(leaf: Any, value: float) -> Any:
@@ -94,7 +88,8 @@ def _filled(leaf: Any, value: float) -> Any:
 
 def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
     """Returns the new state. The step gets copies, since it may donate its arguments."""
-    result = train_step(*jax.tree.map(_copy, (state, *batch)))
+    copy = lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf
+    result = train_step(*jax.tree.map(copy, (state, *batch)))
     structure = jax.tree.structure(state)
     if jax.tree.structure(result) != structure:
         if not isinstance(result, tuple) or not result or jax.tree.structure(result[0]) != structure:
@@ -110,10 +105,8 @@ def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) ->
 
 
 def _step_until_taken(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
-    """Returns the state after the first step that changes the parameters.
-
-    A large loss scale skips the first steps, and an optimizer that accumulates waits.
-    """
+    """Returns the state after the first step that changes the parameters."""
+    # A large loss scale skips the first steps, and an optimizer that accumulates waits.
     for _ in range(_MOST_STEPS):
         before, state = state, _step(train_step, state, batch)
         moved = _moved(before, state, in_optimizer=False)
@@ -194,7 +187,3 @@ def _bits(leaf: Any) -> bytes:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf).tobytes()
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, jax.Array) else leaf  # A batch may hold arrays of NumPy.
