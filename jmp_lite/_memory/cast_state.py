@@ -36,13 +36,10 @@ def cast_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps an optimizer's floating state in bfloat16: it is widened for the update and rounded back.
 
-    AdamW's two moments then need 4 bytes for each parameter instead of 8. These keep their dtype:
-
-    - scalars, such as a learning rate or a loss scale;
-    - vectors of a few numbers that belong to no parameter (`optax.contrib.muon`);
-    - arrays that `init` makes from the values of the parameters, such as a copy of them
-      (`optax.contrib.mechanize`, `prodigy`, `schedule_free`). These optimizers read how far the parameters
-      have moved from the copy, and bfloat16 would round that distance away.
+    AdamW's two moments then need 4 bytes for each parameter instead of 8. Scalars keep their dtype, and so do
+    vectors of a few numbers that belong to no parameter (`optax.contrib.muon`), and arrays that `init` makes
+    from the values of the parameters (`optax.contrib.mechanize`, `prodigy`, `schedule_free`): bfloat16 would
+    round away how far the parameters have moved from them.
 
     If Adam's second moment is rounded to nearest, it does not decay: 0.999 times a bfloat16 number rounds to
     the same number. `stochastic_rounding=True` rounds with `stochastic_round`, and the mean decays.

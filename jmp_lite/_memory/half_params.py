@@ -44,8 +44,8 @@ def with_master_weights(
 
         tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(3e-4)))
 
-    If a parameter differs from its rounded master, because you loaded another checkpoint, averaged or clipped
-    the weights, the parameter wins: the optimizer goes on from it.
+    If a parameter differs from its rounded master, because you have loaded, averaged or clipped weights, the
+    optimizer goes on from the parameter.
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`, which then accumulates in float32.
@@ -122,9 +122,9 @@ def with_stochastic_rounding(
         key: an integer or a PRNG key. The same key gives the same run. The state holds the key of the next
             step, and a step that `with_loss_scale` skips does not change it.
         axis_name: under `shard_map`, the axis name or names over which parameters are sharded; under `vmap`,
-            the axis of an ensemble. Without it all shards or members use the same random bits, so that equal
-            numbers are rounded alike. Replicated parameters always use the same bits on all devices, unless
-            `shard_map` has `check_vma=False`. Not needed under `jit`.
+            the axis of an ensemble. Without it all shards or members use the same random bits. Replicated
+            parameters use the same bits on all devices, unless `shard_map` has `check_vma=False`. Not needed
+            under `jit`.
 
     Returns:
         A transform, whose `update` needs the parameters. Its updates of half parameters are float32:

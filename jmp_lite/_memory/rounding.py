@@ -32,9 +32,8 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
     """Rounds to one of the two neighbours in `dtype`, at random, so that the mean of the result is `x`.
 
     If `x` lies a fraction t of the way from its lower to its upper neighbour, it becomes the upper one with
-    probability t. So a sum of many small updates is right on average, while rounding to nearest loses every
-    update below half a unit in the last place (Gupta et al., Deep Learning with Limited Numerical Precision,
-    ICML 2015; Croci et al., Stochastic rounding, 2022).
+    probability t. So a sum of many small updates is right on average (Gupta et al., Deep Learning with
+    Limited Numerical Precision, ICML 2015; Croci et al., Stochastic rounding, 2022).
 
     The probability is exact for bfloat16, and exact to `2**-24` for other dtypes. Numbers that `dtype` holds
     do not change, including zero, subnormal numbers, inf and NaN. Numbers beyond the largest finite number of

@@ -22,8 +22,7 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
 
     The forward pass is that of `fun`. The backward pass multiplies the gradient that arrives at the layer by
     a power of two, so that its largest element is between 1 and 2. It then runs the backward pass of `fun`,
-    and divides the gradients of the arguments by the same power of two in float32. So the half precision
-    inside `fun` sees gradients in the middle of its range, however small or large they are outside.
+    and divides the gradients of the arguments by the same power of two in float32.
 
     The scale is computed from the gradient: there is no state, and the scale causes no overflow.
     Multiplication and division are exact, except for results below `2**-126`. A gradient with inf or NaN is
@@ -46,8 +45,8 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
         TypeError: `fun` is no function; or the layer is differentiated with respect to a half array, which
             cannot hold a gradient without its scale.
 
-    Source: Zhao, Vogel and Ahmed 2019, Adaptive Loss Scaling for Mixed Precision Training. They estimate the
-    scale of a layer from statistics of weights and gradients; here it comes from the largest element.
+    Source: Zhao, Vogel and Ahmed 2019, Adaptive Loss Scaling for Mixed Precision Training, where the scale of
+    a layer comes from statistics.
 
     Examples:
         >>> w, x = jnp.full((4, 4), 0.5), jnp.ones((2, 4))

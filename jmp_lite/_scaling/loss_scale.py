@@ -108,9 +108,8 @@ class _Scaling(Shown):
             tree: a loss, or any pytree. Its other leaves stay as they are.
 
         Returns:
-            The tree, with half leaves as float32, so that a float16 loss of 1 times 65536 is 65536 and not
-            inf. Still, the gradient that flows back into a float16 loss is float16: compute the loss in
-            float32.
+            The tree, with half leaves as float32: a float16 loss of 1 times 65536 is not inf. Still, the
+            gradient that flows back into a float16 loss is float16: compute the loss in float32.
         """
         return self._map(tree, lambda x, scale: x * scale)
 
@@ -255,10 +254,6 @@ class DynamicLossScale(_Scaling):
 
         Raises:
             ValueError: `grads_finite` is not a boolean scalar.
-
-        Examples:
-            >>> float(jmp.DynamicLossScale(8.0).adjust(jnp.bool_(False)).loss_scale)
-            4.0
         """
         finite = _as_flag(grads_finite)
         scale = jnp.asarray(self.loss_scale)
@@ -277,12 +272,7 @@ class DynamicLossScale(_Scaling):
         )
 
     def backed_off(self, scale: Any) -> jax.Array:
-        """Returns the scale that `scale`, shape `()`, backs off to, which is at least the minimum.
-
-        Examples:
-            >>> float(jmp.DynamicLossScale().backed_off(1024.0))
-            512.0
-        """
+        """Returns the scale that `scale`, shape `()`, backs off to, which is at least the minimum."""
         scale = jnp.asarray(scale, jnp.float32)
         if self.backoff_factor is None:
             smaller = scale / np.float32(self.factor if self.factor > 1 else 2)

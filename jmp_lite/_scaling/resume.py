@@ -39,17 +39,15 @@ def resume(
     number of a dynamic scale, masters, keys of stochastic rounding.
 
     The old state may be that of the plain optimizer, of other wrappers of this package around the same
-    optimizer, or of `optax.apply_if_finite`. Values are matched by the names of fields and parameters, and
-    scales by their `name=`. The links of a chain have no names. They are matched by their order, so that a
-    transform without arrays, such as a clip, may be added or removed.
+    optimizer, or of `optax.apply_if_finite`. Values are matched by the names of fields and parameters, scales
+    by their `name=`, and the links of a chain by their order, so that a transform without arrays, such as a
+    clip, may be added or removed.
 
     Missing values come from `tx.init(params)`: the counts of a new scale, and new masters, which are made
     from `params`. Old wrappers that `tx` does not have are dropped with their masters, so take the float32
-    parameters from `jmp.master_params` before. These values begin anew if they do not fit the new settings:
-
-    - a dynamic scale beyond the limits of the new one;
-    - the keys, if `tx` rounds in other places than the old optimizer;
-    - gradients with inf or NaN that `optax.MultiSteps` has accumulated, in a wrapper around it.
+    parameters from `jmp.master_params` before. A dynamic scale beyond the limits of the new one begins anew.
+    So do the keys, if `tx` rounds in other places, and gradients with inf or NaN that `optax.MultiSteps` has
+    accumulated, in a wrapper around it.
 
     Args:
         tx: the optimizer of the script, an optax transform with wrappers or without.

@@ -104,11 +104,10 @@ def doctor(
     It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. A float32 function is
     examined as `autocast(fun, dtype)`. A function with half products of its own, such as a model under a
     policy, is examined as it is, and compared with itself in float32; so is one with any half values, unless
-    `dtype` is given. The report says which program it has examined. If the loss or a gradient is not finite
-    in float32 either, the parts that would compare with float32 are skipped. If `find_nonfinite` finds a
-    smaller loss scale that helps, the other parts use it. With a program it calls `roofline` too. Without one
-    it compiles the loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS`
-    is `cpu`.
+    `dtype` is given. If the loss or a gradient is not finite in float32 either, the parts that would compare
+    with float32 are skipped. If `find_nonfinite` finds a smaller loss scale that helps, the other parts use
+    it. It calls `roofline` with the given program, or with the loss and its gradients compiled for an H100 if
+    the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
 
     With `transform=None` it examines a whole train step as it is: with `explain` and `find_nonfinite`, for
     updates that are lost in the dtype of an argument and gradients that are all zero, and by comparing its

@@ -96,8 +96,8 @@ def roofline(
     """Estimates the time of a compiled step in float32, TF32, bfloat16 and float16.
 
     For a precision that is not the program's own, it assumes that the products run at the rate of that
-    precision and that all arrays between kernels have its width. Arguments and outputs (parameters, optimizer
-    state, the batch) keep their dtypes. So the times in half are the best that half precision can reach.
+    precision and that all arrays between kernels have its width. Arguments and outputs keep their dtypes. So
+    the times in half are the best that half precision can reach.
 
     Args:
         program: the result of `read_program`. For a GPU that the machine does not have, see `compile_for`. A

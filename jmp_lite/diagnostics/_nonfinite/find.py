@@ -44,10 +44,9 @@ def find_nonfinite(
 
     It runs the loss and its backward pass as `jmp_lite.value_and_grad` does, as one compiled program that
     measures the smallest and the largest element of every floating value, also inside jit, loops, branches,
-    rematerialization and shards. Only these numbers return to the host. An inf or NaN is harmful if it
-    reaches the loss or a gradient through values that are all inf or NaN; a mask of -inf that a softmax reads
-    is not. An inf from half arithmetic may also become a finite number that is wrong (1/inf = 0). Then the
-    program is compared with itself in float32, and the inf is harmful if that changes the result.
+    rematerialization and shards. An inf or NaN is harmful if it reaches the loss or a gradient through values
+    that are all inf or NaN; a mask of -inf that a softmax reads is not. An inf from half arithmetic may also
+    become a finite number that is wrong (1/inf = 0): it is harmful if float32 changes the result.
 
     Against the cause it tries remedies, each by running the program: a smaller loss scale if the cause is in
     the backward pass; the module of the cause, and then few other modules, in float32; bfloat16 in place of

@@ -156,9 +156,9 @@ class Trial:
 class NonfiniteReport(Shown):
     """Where a loss or its gradients become inf or NaN. `print` it for one page.
 
-    An inf or NaN is harmful if it reaches the loss or a gradient. An inf from half arithmetic is also harmful
-    if a later operation turns it into wrong finite numbers, as `rsqrt` returns 0 for it. For a step, its
-    results and the values that it tests for inf and NaN stand for the loss and the gradients.
+    An inf or NaN is harmful if it reaches the loss or a gradient; in a step, its results or the values that
+    it tests for inf and NaN. An inf from half arithmetic is also harmful if a later operation turns it into
+    wrong finite numbers, as `rsqrt` returns 0 for it.
 
     Attributes:
         first_inf: the first operation that gives a harmful inf for finite operands; None if there is none.

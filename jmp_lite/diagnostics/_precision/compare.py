@@ -47,20 +47,15 @@ def compare_precision(
     half values. If the scopes tell no modules apart (NNX, Equinox, plain functions), a module is the argument
     that holds the parameters. `rules=` of `autocast` selects both.
 
-    Then it searches for a small set of modules to keep in float32. The set contains each module whose own
-    error is above the tolerance. The search adds the module with the next largest error until the error is
-    small enough, and then drops each module that is not needed. With `tolerance=0` it measures each module,
-    and nothing is left to search. The error is that of the gradients. If they are close and the loss is off
-    by more than 0.1, as with a sum that stops growing, it is that of the loss.
-
-    If no loss scale is given, and the error in float16 is above the tolerance, it tries `2**15`, the start
-    of `DynamicLossScale`. If this scale more than halves the error, all runs in half use it. The report then
-    says that the gradients need a loss scale.
+    Then it searches for a small set of modules to keep in float32, none of which can be left out. With
+    `tolerance=0` it measures each module, and nothing is left to search. The error is that of the gradients.
+    If they are close and the loss is off by more than 0.1, as with a sum that stops growing, it is that of
+    the loss. If no loss scale is given, and the error in float16 is above the tolerance, it tries `2**15`,
+    the start of `DynamicLossScale`. If this scale more than halves the error, all runs in half use it.
 
     All runs are runs of one program, which is compiled once. It holds half values as float32 numbers, and a
-    flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. The
-    gradients in float32 stay on the device; only sums come back. On a GPU products in float32 run at the
-    highest precision, not in TF32.
+    flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. On a
+    GPU products in float32 run at the highest precision, not in TF32.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
@@ -86,8 +81,7 @@ def compare_precision(
             and finite; `tolerance` is out of range; a rule of the autocast selects nothing; the loss or a
             gradient is not finite in float32.
 
-    Source: the float16 debugging of ONNX Runtime, and the accuracy-driven tuning of Intel's Neural
-    Compressor; both are for inference.
+    Source: for inference, the float16 debugging of ONNX Runtime and the tuning of Intel's Neural Compressor.
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))

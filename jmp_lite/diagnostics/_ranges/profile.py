@@ -41,9 +41,8 @@ def profile_ranges(
 
     A float32 function, or one that `jmp_lite.autocast` returned, runs in float32, so no value is lost yet. It
     counts the values that `autocast(fun, dtype)` computes in half, or casts to half for a product. If the
-    program has half values of its own, such as a model under a policy, it counts these. A value that the
-    program casts is counted before the cast. A value that a half product has flushed to zero counts as a
-    zero. To see all values, give it the plain model.
+    program has half values of its own, such as a model under a policy, it counts these, before a cast of the
+    program. A value that a half product has flushed to zero counts as a zero: give it the plain model.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
