@@ -24,7 +24,6 @@ from ._tree import cast_floating
 
 
 def _read_bias(module: Any) -> jax.Array | None:
-    """Returns the bias of a layer, as `Library.read_bias`."""
     batched = getattr(module, "batch_dims", ()) not in ((), [])  # 0 is an axis.
     return nn.unbox(module.get_variable("params", "bias")) if module.use_bias and not batched else None
 
@@ -120,7 +119,6 @@ class WithPolicy(nn.Module):
     # and of the plain one, and would take this module for the parent of others.
     @nn.nowrap
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
         return self._run("__call__", args, kwargs)
 
     @nn.nowrap

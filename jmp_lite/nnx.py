@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 
 def _read_bias(module: Any) -> jax.Array | None:
-    """Returns the bias of a layer, as `Library.read_bias`."""
     return None if module.bias is None or getattr(module, "batch_axis", None) else module.bias[...]
 
 
@@ -179,7 +178,6 @@ def _is_method(value: Any) -> bool:
 
 
 def _under_policy(name: str, method: Callable[..., Any]) -> Any:
-    """Returns a method that runs `method` under the policy of its module."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

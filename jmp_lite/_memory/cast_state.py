@@ -13,7 +13,7 @@ from .._paths import as_patterns, leaf_names, matches, named_leaves, nearest_pat
 from .._tree import at_least_float32, cast_leaf, has_dtype, is_half
 from .half_params import master_states
 from .rounding import AxisName, first_key, key_of_shard, next_key, round_leaf
-from .wrapper import RESUME, as_transform, check_init, check_update, differentiated, update_inner
+from .wrapper import RESUME, Transform, as_transform, check_update, differentiated
 
 _FEW = 1024  # Elements.
 
@@ -91,7 +91,6 @@ def cast_state(
         return may_rest and target != jnp.float32 and not kept
 
     def init(params: Any) -> Any:
-        check_init(made_by, params)
         state = transform.init(at_least_float32(params))
         if master_states(state):
             raise ValueError(
@@ -111,7 +110,7 @@ def cast_state(
         _check_settings(state, shapes, resting, target, stochastic_rounding)
         widen = lambda leaf, rest: leaf.astype(jnp.float32) if rest else leaf
         wide = jax.tree.map(widen, state.inner_state, resting)
-        updates, new = update_inner(made_by, transform, at_least_float32(updates), wide, params, extra_args)
+        updates, new = transform.update(at_least_float32(updates), wide, params, **extra_args)
         leaves, structure = jax.tree.flatten(new)
         for index, rest in enumerate(structure.flatten_up_to(resting)):
             if rest:
@@ -121,7 +120,7 @@ def cast_state(
         new_key = None if state.key is None else next_key(state.key)
         return updates, CastStateState(structure.unflatten(leaves), new_key)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transform(init, update)
 
 
 def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from .rounding import (
     round_to,
     update_to,
 )
-from .wrapper import RESUME, as_transform, check_init, check_update, update_inner
+from .wrapper import RESUME, Transform, as_transform, check_update
 
 
 class MasterWeightsState(NamedTuple):
@@ -73,7 +73,7 @@ def with_master_weights(
         (Array(0.000977, dtype=float16), Array(0.00073242, dtype=float32))
     """
     made_by = "with_master_weights"
-    transform = as_transform(made_by, inner)
+    transform = as_transform(made_by, inner, needs_all=True)
 
     def init(params: Any) -> Any:
         inner_state = _init_in_float32(made_by, transform, params)
@@ -82,13 +82,14 @@ def with_master_weights(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, MasterWeightsState, state, params, needs_params=True)
-        inner = made_by, transform, state.inner_state, extra_args
         full = full_params(params, state.masters)
-        updates, new, inner_state = _update_in_float32(*inner, updates, params, full)
+        grads = at_least_float32(updates)
+        changes, inner_state = transform.update(grads, state.inner_state, full, **extra_args)
+        new = optax.apply_updates(full, changes)
         masters = jax.tree.map(lambda p, master: master if is_half(p) else optax.MaskedNode(), params, new)
-        return updates, MasterWeightsState(masters, inner_state)
+        return _rounding_updates(params, changes, new), MasterWeightsState(masters, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transform(init, update)
 
 
 class StochasticRoundingState(NamedTuple):
@@ -146,25 +147,25 @@ def with_stochastic_rounding(
         ('bfloat16', 0.06)
     """
     made_by = "with_stochastic_rounding"
-    transform = as_transform(made_by, inner)
+    transform = as_transform(made_by, inner, needs_all=True)
 
     def init(params: Any) -> Any:
         return StochasticRoundingState(_init_in_float32(made_by, transform, params), first_key(made_by, key))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, StochasticRoundingState, state, params, needs_params=True)
-        inner = made_by, transform, state.inner_state, extra_args
-        key_of = lambda param: key_of_shard(state.key, axis_name, param)
         full = at_least_float32(params)
-        updates, _, inner_state = _update_in_float32(*inner, updates, params, full, key_of)
+        grads = at_least_float32(updates)
+        changes, inner_state = transform.update(grads, state.inner_state, full, **extra_args)
+        key_of = lambda param: key_of_shard(state.key, axis_name, param)
+        updates = _rounding_updates(params, changes, optax.apply_updates(full, changes), key_of)
         return updates, StochasticRoundingState(inner_state, next_key(state.key))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transform(init, update)
 
 
-def _init_in_float32(made_by: str, transform: optax.GradientTransformationExtraArgs, params: Any) -> Any:
+def _init_in_float32(made_by: str, transform: Transform, params: Any) -> Any:
     """Returns the state of the wrapped transform for float32 parameters. It may not round any itself."""
-    check_init(made_by, params)
     state = transform.init(at_least_float32(params))
     rounds = lambda node: isinstance(node, (MasterWeightsState, StochasticRoundingState))
     if any(map(rounds, jax.tree.leaves(state, is_leaf=rounds))):
@@ -175,31 +176,19 @@ def _init_in_float32(made_by: str, transform: optax.GradientTransformationExtraA
     return state
 
 
-def _update_in_float32(
-    made_by: str,
-    transform: optax.GradientTransformationExtraArgs,
-    inner_state: Any,
-    extra_args: dict[str, Any],
-    grads: Any,
-    params: Any,
-    full: Any,
-    key_of: Callable[[jax.Array], RoundingKey | None] = lambda _: None,
-) -> tuple[Any, Any, Any]:
-    """Runs the wrapped transform as in a float32 program, and rounds the new half parameters.
+def _rounding_updates(
+    params: Any, changes: Any, new: Any, key_of: Callable[[jax.Array], RoundingKey | None] = lambda _: None
+) -> Any:
+    """Returns `changes` with updates that make half parameters those of `new`, rounded.
 
-    `full` are the parameters in float32. `key_of` returns the key that rounds a parameter stochastically, or
-    None to round to nearest. Returns the updates, the new parameters in float32, and the new state.
+    `key_of` returns the key that rounds a parameter stochastically, or None to round to nearest.
     """
-    changes, inner_state = update_inner(
-        made_by, transform, at_least_float32(grads), inner_state, full, extra_args, needs_all=True
-    )
-    new = optax.apply_updates(full, changes)
     leaves, structure = jax.tree.flatten(params)
     updates = structure.flatten_up_to(changes)
     for index, (param, new_param) in enumerate(zip(leaves, structure.flatten_up_to(new), strict=True)):
         if is_half(param):
             updates[index] = update_to(param, round_leaf(new_param, param.dtype, key_of(param), index))
-    return structure.unflatten(updates), new, inner_state
+    return structure.unflatten(updates)
 
 
 def full_params(params: Any, masters: Any) -> Any:
@@ -245,10 +234,8 @@ def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:
 
 
 def is_master_state(node: Any) -> bool:
-    """Whether `node` is a state of `with_master_weights`."""
     return isinstance(node, MasterWeightsState)
 
 
 def master_states(tree: Any) -> list[MasterWeightsState]:
-    """Returns the states of `with_master_weights` in `tree`, at any depth."""
     return [node for node in jax.tree.leaves(tree, is_leaf=is_master_state) if is_master_state(node)]

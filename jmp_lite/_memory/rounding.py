@@ -163,7 +163,6 @@ def rounding_key(made_by: str, key: Any) -> RoundingKey:
 
 
 def next_key(key: RoundingKey) -> RoundingKey:
-    """Returns the key of the step after that of `key`."""
     # `flax.serialization` restores NumPy scalars, which warn when they wrap around.
     return RoundingKey(key.word, jnp.asarray(key.step) + np.uint32(1))
 

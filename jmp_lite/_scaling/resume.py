@@ -18,7 +18,7 @@ import optax
 from .._memory.cast_state import CastStateState
 from .._memory.half_params import MasterWeightsState, StochasticRoundingState
 from .._memory.master_params import placed_like
-from .._memory.wrapper import as_transform, check_init
+from .._memory.wrapper import as_transform
 from .._paths import path_name
 from .._tree import is_half, replace_leaves, select_tree, without_nnx_variables
 from .finite import all_finite
@@ -76,9 +76,8 @@ def resume(
         >>> int(moments.count), moments.mu["w"].dtype.name, moments.nu["w"].dtype.name
         (1, 'bfloat16', 'float32')
     """
-    transform = as_transform("resume", tx)
-    check_init("resume", params)
-    new, old = without_nnx_variables(transform.init(params)), without_nnx_variables(old_state)
+    new_state = as_transform("resume", tx).init(params)
+    new, old = without_nnx_variables(new_state), without_nnx_variables(old_state)
     wrappers = ([node for node in _nodes(state) if _is_ours(_fields(node))] for state in (new, old))
     carrying = _Carrying(without_nnx_variables(params), *wrappers)
     # `with_loss_scale` replaces `optax.apply_if_finite`, so its level is taken off, unless `tx` has one too.

@@ -193,7 +193,6 @@ def _check(fun: Any, program: Any) -> None:
 
 
 def _step_doctor(call: LossCall, program: Program | None, device: str | None) -> Callable[..., Diagnosis]:
-    """Returns the doctor of a train step."""
 
     @functools.wraps(call.fun)
     def doctor_fun(*args: Any, **kwargs: Any) -> Diagnosis:
@@ -216,7 +215,6 @@ def _step_doctor(call: LossCall, program: Program | None, device: str | None) ->
 
 
 def _examined(own: bool, is_autocast: bool, operations: Report) -> str:
-    """Returns which program is examined, in words."""
     if is_autocast:
         return "your function of autocast"
     as_it_is = "your program as it is, with its own half values"

@@ -53,7 +53,6 @@ class Finding:
 
 
 def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Returns the findings in the order of `SEVERITIES`."""
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 

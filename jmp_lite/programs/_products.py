@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ._hlo import Computation, HloArray, HloModule, Instruction
+from ._hlo import HloArray, Instruction
 
 _HALF = {"f16", "bf16"}
 _EIGHT_BIT = {"s8", "u8"}
@@ -54,20 +54,17 @@ class Product:
     operation: str
 
 
-def products_of(
-    instruction: Instruction, computation: Computation, module: HloModule, times: int, device: Any
-) -> Iterator[Product]:
+def products_of(instruction: Instruction, times: int, device: Any) -> Iterator[Product]:
     """Yields the products of an instruction: itself, or those inside its kernel."""
     if instruction.operation == "fusion":
-        for name in instruction.called("calls"):
-            inner = module.computations[name]
-            for inner_instruction in inner:
-                yield from products_of(inner_instruction, inner, module, times, device)
+        for computation in instruction.called("calls"):
+            for inner in computation:
+                yield from products_of(inner, times, device)
     kind = _kind(instruction)
-    operands = tuple(operand.arrays[0] for operand in computation.operands(instruction) if operand.arrays)
+    operands = tuple(operand.arrays[0] for operand in instruction.operands if operand.arrays)
     # Further operands are a bias, a sum to add to, or scales: cuBLAS and cuDNN fuse them into the product.
     operands = operands[: 3 if kind == "attention" else 2]
-    results = computation.results(instruction)
+    results = instruction.results
     if kind is None or not operands or not results:
         return
     arithmetic, accumulation = _precision(instruction, operands, device)

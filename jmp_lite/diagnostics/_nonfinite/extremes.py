@@ -39,7 +39,6 @@ class Extremes(Probe):
         return jnp.asarray([np.inf, -np.inf], _wide(dtype))
 
     def alarm(self, record: Array) -> Array:
-        """Whether a value is not finite."""
         return jnp.isnan(record).any(-1) | (record[..., 0] == -np.inf) | (record[..., 1] == np.inf)
 
 

@@ -174,7 +174,6 @@ class _Reader:
     scale: float
 
     def read(self, origin: Origin) -> Nonfinite:
-        """Returns an origin as a row of the report."""
         site = origin.site
         direction = "derivative" if origin.is_derivative else site.direction
         is_outside = direction == "forward" and self.measured.is_step  # Of any backward pass.

@@ -57,7 +57,6 @@ class Flow:
         self._sites, self._records = measured.sites, measured.records
 
     def origins(self) -> list[Origin]:
-        """Returns the origins in the order of the program."""
         following = self._following()
         origins = [
             self._origin(instance, following)

@@ -227,7 +227,6 @@ def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[Op
 
 
 def _by_line(operations: Sequence[Operation], flags: Sequence[Flags]) -> dict[str, set[int]]:
-    """Returns for each line of the program the flags of its operations."""
     lines: dict[str, set[int]] = collections.defaultdict(set)
     for operation, own in zip(operations, flags, strict=True):
         lines[operation.source] |= own

@@ -28,7 +28,6 @@ class Module:
 
     @property
     def label(self) -> str:
-        """The name in a report."""
         return self.name or "/"
 
 

@@ -66,7 +66,6 @@ class _FlushCounts(Probe):
     adds, operands, once = True, True, True
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
-        """Whether the operation is a product in fp8."""
         del equation
         return decision is not None and decision.in_float8
 
@@ -90,12 +89,10 @@ class _FlushCounts(Probe):
         return jnp.stack(counts)
 
     def empty(self, dtype: object) -> Array:
-        """Returns the record of no values."""
         del dtype
         return jnp.zeros(_COUNTS, jnp.uint32)
 
     def join(self, first: Array, second: Array) -> Array:
-        """Returns the record of the values of both records."""
         return first + second
 
 

@@ -200,17 +200,14 @@ class Histogram(Probe):
         return exponent * _CLASSES + kind
 
     def empty(self, dtype: Any) -> Array:
-        """Returns the record of no values."""
         del dtype
         return jnp.zeros(_COUNTS + 2, jnp.uint32)
 
     def join(self, first: Array, second: Array) -> Array:
-        """Returns the record of the values of both records."""
         is_count = jnp.arange(_COUNTS + 2) < _COUNTS
         return jnp.where(is_count, first + second, jnp.maximum(first, second))
 
     def read(self, record: np.ndarray) -> Magnitudes:
-        """Returns a record as magnitudes."""
         counts = record[:_COUNTS].astype(np.int64)
         extremes = np.array([~record[-1] if record[-1] else 0, record[-2]], np.uint32).view(np.float32)
         bins = counts[:_ZERO].reshape(BINS, _CLASSES)
@@ -218,7 +215,6 @@ class Histogram(Probe):
 
 
 def pooled(magnitudes: list[Magnitudes], dtype: np.dtype) -> Magnitudes:
-    """Returns the magnitudes of all values together."""
     none = Magnitudes(dtype, np.zeros((BINS, _CLASSES), np.int64), 0, 0, 0, 0.0, 0.0)
     return functools.reduce(Magnitudes.__add__, magnitudes, none)
 

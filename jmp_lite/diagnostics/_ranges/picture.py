@@ -11,7 +11,6 @@ from .scales import Scales
 
 
 def draw(report: Any, path: str | pathlib.Path) -> None:
-    """Draws a report into a file."""
     try:
         figures: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:

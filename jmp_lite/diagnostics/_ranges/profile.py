@@ -110,7 +110,6 @@ def _plan(program: LossProgram, rules: Rules) -> Plan:
 
 
 def _has_half(jaxpr: Jaxpr) -> bool:
-    """Whether a program has half values of its own."""
     return any(in_half(var) for equation in all_equations(jaxpr) for var in equation.outvars)
 
 

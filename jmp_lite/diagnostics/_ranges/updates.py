@@ -48,7 +48,6 @@ class Additions(Probe):
         return jnp.stack(counts)
 
     def empty(self, dtype: Any) -> Array:
-        """Returns the record of no elements."""
         del dtype
         return jnp.zeros(_COUNTS, jnp.float32)
 
@@ -59,7 +58,6 @@ def _is_addition(site: Site, array: Array, operands: Sequence[TapValue]) -> bool
 
 
 def run_step(program: LossProgram) -> Measured:
-    """Runs a step, and measures its additions."""
     return Tapped(program, Additions({n: a.dtype for n, a in zip(program.names, program.arrays) if n}))(1.0)
 
 

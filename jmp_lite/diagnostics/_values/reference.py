@@ -9,7 +9,7 @@ any set of modules in float32.
 import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ _FLOAT32 = np.dtype(np.float32)
 _NARROW = frozenset((*HALF_DTYPES, *FLOAT8_DTYPES))
 # These run once, in float32, on rounded operands: Tensor Cores and XLA's CPU backend also sum in float32.
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
+_CALLS: dict[str, Any] = {**CALLS, "while": functools.partial(while_loop, most=MOST_ITERATIONS)}
 _OF_BITS = "bitcast_convert_type"  # Its result depends on the bits of a number.
 
 
@@ -65,6 +66,10 @@ class ReferenceValue(NamedTuple):
     rounded: Flags | None = None  # If all these flags are on, it is a half number; None if that is not known.
 
 
+Values: TypeAlias = list[ReferenceValue]
+Read: TypeAlias = Callable[[Var], ReferenceValue]
+
+
 class Reference:
     """Runs jaxprs in float32, or another dtype `wide`, where all flags of an equation are not on.
 
@@ -80,17 +85,13 @@ class Reference:
         """Runs a jaxpr on arrays; returns its outputs, in float32 where the jaxpr gives half."""
         return [value.array for value in self._run(jaxpr, [self._exact(array) for array in arrays], None)]
 
-    def _run(
-        self, jaxpr: Jaxpr, values: Sequence[ReferenceValue], around: Flags | None
-    ) -> list[ReferenceValue]:
+    def _run(self, jaxpr: Jaxpr, values: Values, around: Flags | None) -> Values:
         """Runs a jaxpr. Equations without flags of their own have those `around` it."""
 
-        def action(
-            _: int, equation: Equation, read: Callable[[Var], ReferenceValue]
-        ) -> Sequence[ReferenceValue]:
+        def action(_: int, equation: Equation, read: Read) -> Values:
             flags = flags_of(equation)
             flags = around if flags is None else flags
-            operands = [self._operand(equation, var, read(var), flags) for var in equation.invars]
+            operands = self._operands(equation, read, flags)
             name = equation.primitive.name
             with context_of(equation):
                 if name == "jit" and equation.params["name"] == "_round_to_float8":
@@ -100,7 +101,7 @@ class Reference:
                 if name in INLINE:
                     (inner,) = (part for part in inner_jaxprs(equation) if None not in part.results)
                     return self._run(inner.jaxpr, [operands[number] for number in inner.operands], flags)
-                if name in CALLS:
+                if name in _CALLS:
                     return self._call(equation, operands, flags)
                 if traits_of(name).category is Category.MOVE:
                     return self._move(equation, operands)
@@ -108,14 +109,16 @@ class Reference:
 
         return replay(jaxpr, [*map(self._exact, constants(jaxpr)), *values], self._literal, action)
 
-    def _operand(
-        self, equation: Equation, var: Var, value: ReferenceValue, flags: Flags | None
-    ) -> ReferenceValue:
-        """Returns an operand; with the flags off a number as it is written, which half had rounded."""
-        number = written_number(self._numbers, equation, var)
-        if number is None:
-            return value
-        return ReferenceValue(self._choose(flags, value.array, np.asarray(number, self._wide)), flags)
+    def _operands(self, equation: Equation, read: Read, flags: Flags | None) -> Values:
+        """Returns the operands; with the flags off numbers as they are written, which half had rounded."""
+        operands = []
+        for var in equation.invars:
+            value, number = read(var), written_number(self._numbers, equation, var)
+            if number is not None:
+                array = self._choose(flags, value.array, np.asarray(number, self._wide))
+                value = ReferenceValue(array, flags)
+            operands.append(value)
+        return operands
 
     def _literal(self, var: Var) -> ReferenceValue:
         return self._exact(np.asarray(var.val, var.aval.dtype) if is_narrow(var) else var.val)
@@ -127,9 +130,7 @@ class Reference:
     def _widened(self, array: Array) -> Array:
         return lax.convert_element_type(array, self._wide) if is_narrow(array) else array
 
-    def _call(
-        self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
-    ) -> list[ReferenceValue]:
+    def _call(self, equation: Equation, operands: Values, flags: Flags | None) -> Values:
         def body(inner: Inner) -> Callable[..., Outputs]:
             fixed = [operands[number] for number in inner.operands[: inner.constants]]
 
@@ -139,28 +140,20 @@ class Reference:
 
             return run
 
-        name, arrays = equation.primitive.name, [value.array for value in operands]
         bodies = [body(inner) for inner in inner_jaxprs(equation)]
-        if name == "while":
-            arrays, _ = while_loop(equation, bodies, arrays, most=MOST_ITERATIONS)
-        else:
-            arrays, _ = CALLS[name](equation, bodies, arrays)
+        arrays, _ = _CALLS[equation.primitive.name](equation, bodies, [value.array for value in operands])
         return list(map(ReferenceValue, arrays))
 
-    def _move(self, equation: Equation, operands: list[ReferenceValue]) -> list[ReferenceValue]:
+    def _move(self, equation: Equation, operands: Values) -> Values:
         """A move rounds nothing."""
         if equation.primitive.name == "optimization_barrier" and all(map(_is_number, operands)):
             return operands
         results = bind(equation, [value.array for value in operands], **self._wide_params(equation))
+        rounded = [value.rounded for value in operands]
         is_one_each = len(results) == len(operands)
-        return [
-            ReferenceValue(array, operands[index if is_one_each else 0].rounded)
-            for index, array in enumerate(results)
-        ]
+        return list(map(ReferenceValue, results, rounded if is_one_each else [rounded[0]] * len(results)))
 
-    def _operation(
-        self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
-    ) -> list[ReferenceValue]:
+    def _operation(self, equation: Equation, operands: Values, flags: Flags | None) -> Values:
         """Runs an operation in half and in float32, and selects one result by the flags."""
         # To round the float32 result would not be the same: in half, a sum may stop growing, and XLA divides
         # by a multiplication with the rounded reciprocal.
@@ -183,9 +176,7 @@ class Reference:
             results = [self._choose(flags, half, array) for half, array in zip(halves, results)]
         return [ReferenceValue(array, flags) for array in results]
 
-    def _product(
-        self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
-    ) -> list[ReferenceValue]:
+    def _product(self, equation: Equation, operands: Values, flags: Flags | None) -> Values:
         taken = [
             value.array if _is_rounded(value, flags) else self._rounded(value.array, var, flags)
             for value, var in zip(operands, equation.invars)

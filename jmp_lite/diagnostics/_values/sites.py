@@ -136,7 +136,6 @@ class Point(NamedTuple):
         )
 
     def site(self, path: Path, kind: SiteKind, operands: Sequence[Any], array: Array) -> Site:
-        """Returns the site of a value at the equation."""
         equation, where, _ = self
         exponent = [str(equation.params["y"])] if equation.primitive.name == "integer_pow" else []
         is_operation = kind is SiteKind.OPERATION

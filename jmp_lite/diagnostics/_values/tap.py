@@ -212,6 +212,5 @@ def _survives_cast(number: float | None, array: Array) -> bool:
 
 
 def as_arrays(values: Sequence[TapValue]) -> list[Array]:
-    """Returns the arrays of values."""
     arrays = (value.array for value in values)
     return [array if isinstance(array, jax.Array) else np.asarray(array) for array in arrays]

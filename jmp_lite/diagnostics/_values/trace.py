@@ -144,7 +144,6 @@ def _run(call: LossCall, outputs: list[str]) -> Callable[..., Any]:
 
 
 def _floating(tree: Any) -> dict[str, Array]:
-    """Returns the floating arrays of a tree by their paths."""
     leaves = zip(leaf_names(tree), jax.tree.leaves(tree))
     return {name.removesuffix("/value"): leaf for name, leaf in leaves if has_dtype(leaf, jnp.inexact)}
 
@@ -175,7 +174,6 @@ class Tapped:
         self._run = jax.jit(self._measure, compiler_options=EVERY_CAST)
 
     def __call__(self, scale: float) -> Measured:
-        """Runs the program at a loss scale."""
         arrays = list(self._program.arrays)
         arrays[self._program.scale] = jnp.float32(scale)
         measured, results = jax.tree.map(np.asarray, self._run(arrays))
