@@ -59,8 +59,8 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
             everything in `head`.
         reduce_dtype: the dtype in which devices sum the weight gradients of `Dense` and `DenseGeneral`:
             float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
-            no forward-mode derivative (`jax.jvp`). The rows of an embedding that is looked up without a
-            batch, such as by positions, are then float32, and so are sums with them and their gradients.
+            no forward-mode derivative (`jax.jvp`), and the rows of an embedding that is looked up without a
+            batch, such as by positions, are float32.
 
     Returns:
         A module with the parameter tree of `module`. Call its methods by name, as in
@@ -169,18 +169,14 @@ class WithPolicy(nn.Module):
             with nn.intercept_methods(functools.partial(_intercept, self, len(module.path))):
                 output = getattr(module, method)(*args, **kwargs)
             if module.is_initializing():
-                self._cast_initial_params(module)
+                params = module.variables.get("params", {})
+                self.policy.check_rules(params)
+                for name, value in self.policy.cast_to_param(params).items():
+                    module.put_variable("params", name, value)
             return output
 
         is_cell = is_cell_call(_LINEN, module, method)
         return run_model(run, self.policy, cast_floating, is_cell, args, kwargs)
-
-    @nn.nowrap
-    def _cast_initial_params(self, module: nn.Module) -> None:
-        params = module.variables.get("params", {})
-        self.policy.check_rules(params)
-        for name, value in self.policy.cast_to_param(params).items():
-            module.put_variable("params", name, value)
 
 
 def _call_method(name: str, model: WithPolicy, *args: Any, **kwargs: Any) -> Any:

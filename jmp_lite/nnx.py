@@ -74,8 +74,8 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
             everything in `head`.
         reduce_dtype: the dtype in which devices sum the weight gradients of `Linear` and `LinearGeneral`:
             float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
-            no forward-mode derivative (`jax.jvp`). The rows of an embedding that is looked up without a
-            batch, such as by positions, are then float32, and so are sums with them and their gradients.
+            no forward-mode derivative (`jax.jvp`), and the rows of an embedding that is looked up without a
+            batch, such as by positions, are float32.
 
     Returns:
         A module of a subclass of the model's class. All public methods run under the policy. A call works on
@@ -165,16 +165,13 @@ def _subclass(cls: type, layer: bool) -> type:
     names = {"__call__", "attend"} & set(dir(cls))
     if not layer:
         own = cls.__mro__[: cls.__mro__.index(nnx.Module)]
-        methods = {name for c in own for name, value in vars(c).items() if _is_method(value)}
+        # A function, or one under `nnx.jit`.
+        is_method = lambda x: callable(x) and not isinstance(x, (staticmethod, classmethod, type))
+        methods = {name for c in own for name, value in vars(c).items() if is_method(value)}
         names |= {name for name in methods if not name.startswith("_")}
     body = {name: _under_policy(name, getattr(cls, name)) for name in names}
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), body)
-
-
-def _is_method(value: Any) -> bool:
-    """Whether a class attribute is a method: a function, or one under `nnx.jit`."""
-    return callable(value) and not isinstance(value, (staticmethod, classmethod, type))
 
 
 def _under_policy(name: str, method: Callable[..., Any]) -> Any:

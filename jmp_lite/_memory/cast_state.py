@@ -134,20 +134,14 @@ def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
     for equation in jaxpr.eqns:
         if any(id(operand) in from_params for operand in equation.invars):
             from_params.update(map(id, equation.outvars))
-    names = set(leaf_names(differentiated(params)))
-    may_rest = [
-        _is_floating_array(leaf)
-        and id(result) not in from_params
-        and (leaf.size > _FEW or _belongs_to_parameter(path, names))
-        for (path, leaf), result in zip(named_leaves(shapes), jaxpr.outvars, strict=True)
-    ]
+    # The path of a moment, such as `mu/head/kernel`, ends with the name of a parameter.
+    names = leaf_names(differentiated(params))
+    of_parameter = lambda path: any(not name or f"/{path}".endswith(f"/{name}") for name in names)
+    may_rest = []
+    for (path, leaf), result in zip(named_leaves(shapes), jaxpr.outvars, strict=True):
+        is_state = _is_floating_array(leaf) and id(result) not in from_params
+        may_rest.append(is_state and (leaf.size > _FEW or of_parameter(path)))
     return shapes, jax.tree.unflatten(jax.tree.structure(shapes), may_rest)
-
-
-def _belongs_to_parameter(path: str, names: set[str]) -> bool:
-    """Whether the path of an array, such as `mu/head/kernel`, ends with the name of a parameter."""
-    keys = path.split("/")
-    return any("/".join(keys[start:]) in names for start in range(len(keys) + 1))
 
 
 def _check_settings(

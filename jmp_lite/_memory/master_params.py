@@ -28,9 +28,9 @@ def master_params(opt_state: Any, params: T) -> T:
         params: the parameters that belong to it.
 
     Returns:
-        A tree like `params`. A half parameter is replaced by its master, bit for bit. If it has no master or
-        was changed since the last step, it is cast to float32. Other parameters stay as they are. The arrays
-        may be those of the state: copy them before a step that donates the state.
+        A tree like `params`, with the master of each half parameter, bit for bit. One without a master, or
+        changed since the last step, is cast to float32. The arrays may be those of the state: copy them
+        before a step that donates it.
 
     Raises:
         ValueError: there is no state of `with_master_weights`, or one of other parameters.

@@ -182,8 +182,7 @@ class DynamicLossScale(_Scaling):
 
     Attributes:
         loss_scale: the factor, shape `()`, float32. Any real number is cast to float32.
-        counter: the finite steps since the last growth or back-off, shape `()`, int32. A count above
-            `period`, from a run with a longer period, is taken modulo the period, as in jmp.
+        counter: the finite steps since the last growth or back-off, shape `()`, int32; modulo the period.
         period: how many finite steps in a row make the scale grow, at most `2**31 - 1`. The default, 2000,
             is that of jmp and torch.
         factor: what the scale is multiplied by when it grows, 1 or above. With 1 the scale only falls.

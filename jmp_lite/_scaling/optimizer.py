@@ -46,11 +46,7 @@ def unscale() -> optax.GradientTransformationExtraArgs:
             )
         return at_least_float32(loss_scale.unscale(updates)), state
 
-    def init(params: Any) -> Any:
-        del params
-        return UnscaleState()
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(lambda _: UnscaleState(), update)
 
 
 def skip_nonfinite(

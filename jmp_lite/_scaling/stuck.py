@@ -29,11 +29,8 @@ def raise_if_stuck(
         opt_state: as in `get_loss_scale`. Each member of a batched or replicated state is checked.
         max_consecutive_skips: how many skipped steps in a row are too many.
         max_skip_rate: the share of all steps so far above which skipped steps are too many; 1 switches this
-            off. It is checked
-
-            - after `max_consecutive_skips` skipped steps in all;
-            - after `max_consecutive_skips` steps in all, if the last one was skipped and the dynamic scale is
-              at its minimum, so that it cannot help.
+            off. It is checked after `max_consecutive_skips` skipped steps in all, or as many steps in all if
+            the last one was skipped and the dynamic scale is at its minimum.
         name: as in `get_loss_scale`.
 
     Raises:

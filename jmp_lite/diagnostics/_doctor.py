@@ -18,16 +18,7 @@ from ..programs._compile import compile_for
 from ..programs._program import Program
 from ..programs._read import read_program
 from ..programs._roofline import Roofline, roofline
-from ._findings import (
-    Finding,
-    of_accuracy,
-    of_operations,
-    of_roofline,
-    of_step,
-    of_step_in_float32,
-    of_values,
-    worst_first,
-)
+from ._findings import Finding, of_accuracy, of_all, of_step, of_step_in_float32, of_values
 from ._nonfinite.find import examine
 from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import compare_for_doctor, runs_of
@@ -175,8 +166,7 @@ def doctor(
             precision = compare_for_doctor(runs(), tolerance, ranges.largest_safe_scale)
         estimate = _estimate(call, args, kwargs, program, device, skipped)
         findings = [*of_values(nonfinite), *of_accuracy(nonfinite, ranges, precision)]
-        findings += _of_speed(findings, operations, estimate)
-        findings, examined = worst_first(findings), _examined(own, is_autocast, operations)
+        findings, examined = of_all(findings, operations, estimate), _examined(own, is_autocast, operations)
         return Diagnosis(examined, findings, skipped, operations, nonfinite, ranges, precision, estimate)
 
     return doctor_fun
@@ -207,8 +197,7 @@ def _step_doctor(call: LossCall, program: Program | None, device: str | None) ->
         elif not findings:
             findings += of_step_in_float32(runs())
         estimate = _estimate(call, args, kwargs, program, device, skipped)
-        findings += _of_speed(findings, operations, estimate)
-        findings, examined = worst_first(findings), "your train step as it is"
+        findings, examined = of_all(findings, operations, estimate), "your train step as it is"
         return Diagnosis(examined, findings, skipped, operations, nonfinite, None, None, estimate)
 
     return doctor_fun
@@ -219,15 +208,6 @@ def _examined(own: bool, is_autocast: bool, operations: Report) -> str:
         return "your function of autocast"
     as_it_is = "your program as it is, with its own half values"
     return as_it_is if own else f'autocast(fun, "{operations.dtype}") of your float32 program'
-
-
-def _of_speed(
-    findings: Sequence[Finding], operations: Report, estimate: Roofline | None
-) -> Sequence[Finding]:
-    """Returns the findings about speed; none beside a run that is not finite."""
-    if any(finding.severity == "not finite" for finding in findings):
-        return ()
-    return [*of_operations(operations), *of_roofline(estimate)]
 
 
 def _estimate(
@@ -244,7 +224,15 @@ def _estimate(
     if program is None and not _can_compile():
         skipped["roofline"] = 'Give program=, or install "jmp_lite[h100]" and set JAX_PLATFORMS=cpu.'
         return None
-    return roofline(program or _compiled(call, args, kwargs), device)
+    if program is None:
+        traced = trace("doctor", call, args, kwargs)
+        program = read_program(compile_for("h100", lambda arrays: traced.run(arrays), traced.arrays))
+    return roofline(program, device)
+
+
+def _can_compile() -> bool:
+    config: Any = jax.config
+    return importlib.util.find_spec("jax_cuda13_plugin") is not None and config.jax_platforms == "cpu"
 
 
 def _with_jax_arrays(tree: Any) -> Any:
@@ -258,15 +246,3 @@ def _with_jax_arrays(tree: Any) -> Any:
 def _is_own(report: Report, is_given: bool) -> bool:
     """Whether a function runs as it is: it has half products, or half values and no dtype was given."""
     return any(each.on_tensor_cores if is_given else gives_half(each) for each in report.operations)
-
-
-def _can_compile() -> bool:
-    is_installed = importlib.util.find_spec("jax_cuda13_plugin") is not None
-    config: Any = jax.config
-    return is_installed and config.jax_platforms == "cpu"
-
-
-def _compiled(call: LossCall, args: Any, kwargs: Any) -> Program:
-    """Returns the loss and its gradients as XLA compiles them for an H100."""
-    traced = trace("doctor", call, args, kwargs)
-    return read_program(compile_for("h100", lambda arrays: traced.run(arrays), traced.arrays))

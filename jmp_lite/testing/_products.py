@@ -55,12 +55,15 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
 
 def _check(products: Sequence[Operation], wanted: Mapping[str, str]) -> None:
     """Raises an AssertionError if a product is not in the dtype of the first pattern that matches it."""
-    used = [next((p for p in wanted if _selects(p, product)), None) for product in products]
-    wrong = [
-        f"{_dtype_of(product)}{_fault(pattern, wanted)}: {_described(product)}"
-        for product, pattern in zip(products, used)
-        if pattern is None or _dtype_of(product) != wanted[pattern]
-    ]
+    selects = lambda pattern, row: any(matches(pattern, path) for path in (row.scope, *row.arguments))
+    used = [next((p for p in wanted if selects(p, product)), None) for product in products]
+    wrong = []
+    for product, pattern in zip(products, used):
+        dtype = " x ".join(dict.fromkeys(operand.split("[")[0] for operand in product.inputs[:2]))
+        if pattern is None:
+            wrong.append(f"{dtype}; no pattern matches it: {_described(product)}")
+        elif dtype != wanted[pattern]:
+            wrong.append(f"{dtype}, not the {wanted[pattern]} of '{pattern}': {_described(product)}")
     unused = [f"the pattern '{p}' decides about no product." for p in wanted if p not in used]
     if unused:
         scopes = ", ".join(sorted({product.module or "/" for product in products})) or "none"
@@ -79,19 +82,6 @@ def _report(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     # `explain` names arguments by the signature. With the attributes of `fun` it would explain its autocast.
     as_it_runs.__wrapped__ = fun  # type: ignore[attr-defined]
     return explain(as_it_runs, "float32")(*args, **kwargs).operations
-
-
-def _fault(pattern: str | None, wanted: Mapping[str, str]) -> str:
-    return "; no pattern matches it" if pattern is None else f", not the {wanted[pattern]} of '{pattern}'"
-
-
-def _selects(pattern: str, product: Operation) -> bool:
-    return any(matches(pattern, path) for path in (product.scope, *product.arguments))
-
-
-def _dtype_of(product: Operation) -> str:
-    """Returns the dtype of the operands, or both if they differ."""
-    return " x ".join(dict.fromkeys(operand.split("[")[0] for operand in product.inputs[:2]))
 
 
 def _described(product: Operation) -> str:

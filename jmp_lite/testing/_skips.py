@@ -30,10 +30,8 @@ def assert_skips_nonfinite(
     the batch again. The step gets copies, so it may donate its state.
 
     - After inf and after NaN every leaf of the state is unchanged, bit for bit, except for loss scales and
-      the counters of `with_loss_scale`.
-    - The loss scale is what `adjust(False)` returns: a dynamic scale falls.
-    - A clean step afterwards changes a floating leaf outside of the optimizer, the parameters. A large loss
-      scale may skip the first clean steps.
+      the counters of `with_loss_scale`. The loss scale is what `adjust(False)` returns.
+    - A clean step afterwards changes a floating leaf outside of the optimizer, the parameters.
 
     Args:
         train_step: called as `train_step(state, *batch)`. It returns the new state, or a tuple that begins

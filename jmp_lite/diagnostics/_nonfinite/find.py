@@ -116,8 +116,9 @@ def examine(
     origins = Flow(measured).origins()
     is_bad = any(origin.is_harmful or origin.end for origin in origins)
     trials = Trials(runs()) if is_bad and _has_half(program) and not measured.cut else None
-    if trials is not None:
-        origins = _tested(origins, trials)
+    if trials is not None and not any(origin.is_harmful for origin in origins):  # Are the suspects harmful?
+        is_harmful = lambda origin: origin.end is not None and trials.is_harmful(origin)
+        origins = [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
     report, cause = _report(_Reader(program, measured, scale), origins)
     if cause is None:
         return report
@@ -135,16 +136,8 @@ def _has_half(program: LossProgram) -> bool:
     return any(map(is_narrow, variables))
 
 
-def _tested(origins: Sequence[Origin], trials: Trials) -> list[Origin]:
-    """Returns origins; if none reaches a result, the program is compared with float32 for the suspects."""
-    if any(origin.is_harmful for origin in origins):
-        return list(origins)
-    is_harmful = lambda origin: origin.end is not None and trials.is_harmful(origin)
-    return [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
-
-
 def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> NonfiniteReport:
-    tried = trials.of_cause(cause, report.fitting_scale)
+    tried = tuple(trials.of_cause(cause, report.fitting_scale))
     facts = trials.runs.program.rounded_numbers() if tried else ()
     if cause.site.is_scaled and cause.site.array.endswith("[]") and cause.site.is_half:
         facts = (HALF_LOSS.format(dtype=cause.site.dtype.name), *facts)

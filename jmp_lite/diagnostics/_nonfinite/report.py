@@ -22,13 +22,12 @@ class Nonfinite:
         operand_ranges: the same for each operand as `range`; None for integers and numbers.
         module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
         argument: the path of the argument itself, or of the argument that the operation takes. Otherwise the
-            last parameter used before it. Empty if there is none.
+            last parameter used before it, if any.
         is_operand: whether the operation takes the argument itself.
         line: the line of the program that made it, as `file.py:12:4 (function)`.
         caller: where `line` is in a library, the user's line that called it; otherwise empty.
         direction: `forward`; `derivative` if the forward pass computes it only for the backward pass;
-            `backward`; or `recomputed` in the backward pass. Empty for the parts of a step that are not in a
-            backward pass.
+            `backward`; or `recomputed` in the backward pass. Empty outside of the backward pass of a step.
         iterations: for each loop around it, outermost first, its kind and the number of the iteration, from
             0. For a scan it is the index of the slice, also in reverse; for a `shard_map`, of the shard.
         way: the operations between it and the loss or a gradient, such as `NaN from sub, file.py:13:4`.
@@ -161,12 +160,10 @@ class NonfiniteReport(Shown):
     wrong finite numbers, as `rsqrt` returns 0 for it.
 
     Attributes:
-        first_inf: the first operation that gives a harmful inf for finite operands; None if there is none.
-        first_nan: the first operation that gives a harmful NaN for operands without NaN; None if there is
-            none.
+        first_inf: the first operation, if any, that gives a harmful inf for finite operands.
+        first_nan: the first operation, if any, that gives a harmful NaN for operands without NaN.
         others: the other operations at which a harmful inf or NaN begins.
-        harmless: the operations at which a harmless inf or NaN begins, such as a mask of -inf that only a
-            softmax reads.
+        harmless: the operations at which a harmless one begins, such as a mask of -inf that a softmax reads.
         loss: the loss; None for a step.
         loss_scale: the scale at which it ran.
         gradients: the paths of the gradients that are not finite; for a step, of its results.
@@ -177,11 +174,9 @@ class NonfiniteReport(Shown):
             finite. None if there is none, or if the first inf or NaN is not in the backward pass.
         tried: the changes that were run, for the cause; empty if the program has no half values, or is not
             finite in float32 either.
-        is_finite_in_float32: whether the loss and all gradients are finite in float32, with the numbers of
-            the source as they are written. None if this was not run.
-        rounded: the numbers on lines of the program that are 0 or inf in half precision, each as a sentence;
-            empty if no remedy was tried.
-        hint: a well-known reason why the operation gives inf or NaN; empty if there is a change that helps.
+        is_finite_in_float32: whether the loss and all gradients are finite in float32; None if not run.
+        rounded: a sentence for each number of the program that is 0 or inf in half, if a remedy was tried.
+        hint: a well-known reason why the operation gives inf or NaN; empty if a change was tried.
 
     Examples:
         >>> report = find_nonfinite(lambda w: jnp.sum(w["head"]) * 1e3, loss_scale=2.0**120)(

@@ -24,14 +24,13 @@ class Trials:
 
     runs: Runs
 
-    def of_cause(self, origin: Origin, fitting: float | None) -> tuple[Trial, ...]:
-        """Returns what was tried; `fitting` is a smaller loss scale that gives finite numbers."""
-        return tuple(self._tried(origin, fitting)) if self.runs.is_finite else ()
-
-    def _tried(self, origin: Origin, fitting: float | None) -> Iterator[Trial]:
+    def of_cause(self, origin: Origin, fitting: float | None) -> Iterator[Trial]:
+        """Yields what is tried; `fitting` is a smaller loss scale that gives finite numbers."""
+        if not self.runs.is_finite:
+            return
         if fitting is not None:
             change = dynamic_scale(int(math.log2(fitting)))
-            trial = self._trial(change, self.runs.at(fitting), loss_scale=fitting)
+            trial = self._trial(change, self.runs.keeping((), fitting), loss_scale=fitting)
             yield trial
             if trial.helps:
                 return
@@ -78,7 +77,7 @@ class Trials:
         error = self.runs.keeping(kept)
         if self._worst(error) <= HARM or not self.runs.may_scale:
             return error, None
-        scaled = self.runs.at(DynamicLossScale.loss_scale, kept)
+        scaled = self.runs.keeping(kept, DynamicLossScale.loss_scale)
         helps = self._worst(scaled) < self._worst(error)
         return (scaled, DynamicLossScale.loss_scale) if helps else (error, None)
 

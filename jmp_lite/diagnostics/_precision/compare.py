@@ -141,21 +141,13 @@ class Runs:
         self.bad = [name for name, good in zip(names, finite) if not good]
         self.is_finite = not self.bad and (self.loss is None or math.isfinite(self.loss))
 
-    def keeping(self, modules: Iterable[Module]) -> Difference:
+    def keeping(self, modules: Iterable[Module], scale: float | None = None) -> Difference:
         """Returns the error with some modules in float32 and the others in half."""
-        kept = frozenset(modules)
-        if (self.scale, kept) not in self._differences:
-            outputs = self.program(self.program.groups - kept, self.scale)
-            self._differences[self.scale, kept] = self._difference(outputs)
-        return self._differences[self.scale, kept]
-
-    def at(self, scale: float, modules: Iterable[Module] = ()) -> Difference:
-        """Returns the error at another loss scale, with some modules in float32."""
-        before, self.scale = self.scale, scale
-        try:
-            return self.keeping(modules)
-        finally:
-            self.scale = before
+        kept, scale = frozenset(modules), self.scale if scale is None else scale
+        if (scale, kept) not in self._differences:
+            outputs = self.program(self.program.groups - kept, scale)
+            self._differences[scale, kept] = self._difference(outputs)
+        return self._differences[scale, kept]
 
     def in_bfloat16(self) -> Difference:
         """Returns the error with bfloat16 in place of float16."""
@@ -188,7 +180,7 @@ class Runs:
         unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
         if not self.may_scale or unscaled.gradients <= tolerance:
             return None
-        error = lambda scale: self.at(scale).gradients
+        error = lambda scale: self.keeping((), scale).gradients
         if other is not None and error(best) > tolerance and error(other) < error(best):
             best = other
         if error(best) >= unscaled.gradients / 2:
@@ -244,25 +236,18 @@ def report_of(runs: Runs, tolerance: float, harm: float, scale: float | None = N
     size = lambda module: (getattr(own[module], measure), getattr(own[module], other))
     order = sorted(own, key=size, reverse=True)
     kept = fewest(order, error, tolerance)
+    labels = lambda modules: tuple(module.label for module in modules)
     report = PrecisionReport(
-        dtype=program.narrow,
-        kept_dtype=program.wide,
-        loss_scale=runs.scale,
-        loss=float(runs.loss or 0.0),
-        names=tuple(module.label for module in program.modules),
-        modules=tuple(ModuleDifference(m.label, own[m], m.pattern, m.lines) for m in order),
-        half=runs.keeping(()),
-        unscaled=unscaled,
-        rest=None if is_close else runs.keeping(program.modules),
-        measure=measure,
-        tolerance=tolerance,
+        *(program.narrow, program.wide, runs.scale, float(runs.loss or 0.0), labels(program.modules)),
+        tuple(ModuleDifference(each.label, own[each], each.pattern, each.lines) for each in order),
+        *(runs.keeping(()), unscaled, None if is_close else runs.keeping(program.modules)),
+        *(measure, tolerance),
     )
     if kept is None:
         return report
-    labels, rules = tuple(module.label for module in kept), runs.rules(kept)
-    with_rules = runs.keeping(kept)
+    change, with_rules = runs.change(kept), runs.keeping(kept)
     return dataclasses.replace(
-        report, kept=labels, rules=rules, change=runs.change(kept), with_rules=with_rules
+        report, kept=labels(kept), rules=runs.rules(kept), change=change, with_rules=with_rules
     )
 
 

@@ -70,7 +70,9 @@ class FlaggedProgram:
             self.wide = "bfloat16" if self.rules.float8 else "float32"
             self.modules, self._sources, flags = self._flags(traced, before, call.differentiated)
             self.groups = frozenset((*self.modules, *self._sources))
-            self._flags_by_line = _by_line(self.operations, flags)
+            self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
+            for operation, own in zip(self.operations, flags, strict=True):
+                self._flags_by_line[operation.source] |= own
             self._program = trace("compare_precision", self._flagged(call, flags), args, kwargs)
         self.dtype = _half_dtype(self.rules, before)
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
@@ -87,9 +89,8 @@ class FlaggedProgram:
         groups = (*self.modules, *self._sources)
         on = {number for number, group in enumerate(groups) if group in (half or ())}
         on |= {len(groups)} if half is not None else set()
-        arrays = list(self._program.arrays)
-        arrays[self._program.scale] = jnp.float32(scale)
-        return self._run(arrays, np.array([flags <= on for flags in self._sets], bool))
+        is_on = np.array([flags <= on for flags in self._sets], bool)
+        return self._run(self._program.at_scale(scale), is_on)
 
     def groups_on(self, line: str) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
@@ -108,11 +109,9 @@ class FlaggedProgram:
 
     def in_bfloat16(self, scale: float) -> list[Array]:
         """Returns the outputs with bfloat16 in place of float16. This is a program of its own."""
-        arrays = list(self._program.arrays)
-        arrays[self._program.scale] = jnp.float32(scale)
         reference = Reference({}, self._numbers, jnp.bfloat16)
         run = lambda arrays: reference.run(self._program.jaxpr, arrays)[: len(self.outputs)]
-        return jax.jit(run, compiler_options=EVERY_CAST)(arrays)
+        return jax.jit(run, compiler_options=EVERY_CAST)(self._program.at_scale(scale))
 
     def _outputs(self, arrays: Sequence[Array], is_on: Array) -> list[Array]:
         flags = {flags: is_on[index] for index, flags in enumerate(self._sets)}
@@ -132,7 +131,9 @@ class FlaggedProgram:
         cast = cast_modules(products, parameters)
         own = [number for number, operation in enumerate(before) if gives_half(operation)]
         own_parts, owners = own_modules([before[number] for number in own], parameters, traced.names)
-        modules = (*cast, *_renamed(own_parts, cast))
+        both = {module.name for module in cast} & {part.name for part in own_parts}
+        rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
+        modules = (*cast, *(rename(part) if part.name in both else part for part in own_parts))
         found = sources_of(traced, self.is_step) if own else []
         sources = tuple(sorted(frozenset[Module]().union(*found), key=lambda source: source.name))
         rest = len(modules) + len(sources)
@@ -210,13 +211,6 @@ class _Number(Value):
     def to(self, dtype: Any) -> Array:
         # JAX computes the cast of a literal while tracing, but not the cast of an operation's result.
         return self.native if dtype == jnp.float32 else cast(lax.optimization_barrier(self.native), dtype)
-
-
-def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
-    """Returns modules of the program's own half values. One that autocast casts too gets another name."""
-    both = {module.name for module in cast} & {part.name for part in own}
-    rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
-    return [rename(part) if part.name in both else part for part in own]
 
 
 def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[Operation]:

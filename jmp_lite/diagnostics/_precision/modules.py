@@ -58,7 +58,9 @@ def own_modules(
 def _own_module(
     name: str, operations: Sequence[Operation], has_policy: bool, paths: Collection[str]
 ) -> Module:
-    makers = [operation.source for operation in operations if _makes_half(operation)]
+    is_half = lambda value: value.startswith(_HALVES)
+    makes_half = lambda operation: gives_half(operation) and not all(map(is_half, operation.inputs))
+    makers = [operation.source for operation in operations if makes_half(operation)]
     users = lambda lines: tuple(dict.fromkeys(line for line in lines if not is_of_library(line)))[:4]
     lines = users(makers) or users(operation.source for operation in operations)
     parts = name.split("/")[1:]
@@ -106,11 +108,6 @@ def gives_half(operation: Operation) -> bool:
     return is_half or operation.name == "reduce_precision"
 
 
-def _makes_half(operation: Operation) -> bool:
-    """Whether an operation makes half values from others."""
-    return gives_half(operation) and not all(value.startswith(_HALVES) for value in operation.inputs)
-
-
 def scopes_for(
     kept: Sequence[Module], modules: Sequence[Module], wide: str, narrow: str
 ) -> tuple[tuple[str, str], ...]:
@@ -137,7 +134,10 @@ def _paths(operations: Sequence[Operation], parameters: Sequence[str]) -> list[s
 def _modules(operation_paths: Sequence[str]) -> list[str]:
     """Returns the module of each path: its first names."""
     paths = [path.split("/") for path in operation_paths]
-    shared = {first: _shared([path for path in paths if path[0] == first]) for first, *_ in paths}
+    shared: dict[str, int] = {}  # How many names the paths with the same first name begin with in common.
+    for first, *_ in paths:
+        same = (len(set(names)) == 1 for names in zip(*(path for path in paths if path[0] == first)))
+        shared[first] = sum(itertools.takewhile(bool, same))
     return ["/".join(path[: _end(path, shared[path[0]])]) for path in paths]
 
 
@@ -157,12 +157,6 @@ def _argument(operation: Operation, parameters: Sequence[str]) -> str:
     last = next(reversed(own or operation.arguments), "")
     holder = last.rpartition("/")[0]
     return holder if "/" in holder else last
-
-
-def _shared(paths: Sequence[list[str]]) -> int:
-    """Returns how many names some paths begin with in common."""
-    same = (len(set(names)) == 1 for names in zip(*paths))
-    return sum(itertools.takewhile(bool, same))
 
 
 def _end(path: list[str], shared: int) -> int:

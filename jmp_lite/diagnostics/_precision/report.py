@@ -71,19 +71,18 @@ class PrecisionReport(Shown):
         modules: what each of them costs, the largest error first; empty if the error of all together is
             within the tolerance.
         half: the error with all of them in half, or in fp8 for `float8`.
-        unscaled: that error at the loss scale 1, if no loss scale was given and the gradients need one. All
-            other errors are then at `loss_scale`. Otherwise None.
+        unscaled: that error at the loss scale 1, if no loss scale was given and the gradients need one.
         rest: the error with all of them in the kept dtype. In float32 it is 0, except for products that no
             rule selects. None if `modules` is empty.
         measure: `gradients` or `loss`: which error is compared with the tolerance.
         tolerance: the largest error that is allowed.
-        kept: the modules to keep in float32, none of which can be left out. None if all modules together do
-            not bring the error to the tolerance.
+        kept: the modules to keep in float32, none of which can be left out. None, and the next fields empty,
+            if all modules together do not bring the error to the tolerance.
         rules: the `rules=` of `autocast` for those of them that autocast casts, with the rules that the
-            function had before; None if `kept` is None.
+            function had before.
         change: what to write to keep them in float32: these rules, the casts to leave out, or the rules of a
-            policy. Empty if `kept` is None.
-        with_rules: the measured error with `kept` in float32; None if `kept` is None.
+            policy.
+        with_rules: the measured error with `kept` in float32.
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))

@@ -158,7 +158,13 @@ class Histogram(Probe):
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """Whether the program or autocast casts an operand to half."""
-        return _takes_half(decision) or _casts_down(equation)
+        action = None if decision is None else decision.action
+        if isinstance(action, Run) and Take.HALF in action.operands:
+            return True
+        if equation.primitive.name != "convert_element_type":
+            return False
+        (taken,), (given,) = equation.invars, equation.outvars
+        return in_half(given) and is_floating(taken.aval) and taken.aval.dtype != given.aval.dtype
 
     def wants(self, site: Site, half: bool) -> bool:
         """Whether it is an array that is in half, or would be. Recomputed values are not counted again."""
@@ -217,17 +223,3 @@ class Histogram(Probe):
 def pooled(magnitudes: list[Magnitudes], dtype: np.dtype) -> Magnitudes:
     none = Magnitudes(dtype, np.zeros((BINS, _CLASSES), np.int64), 0, 0, 0, 0.0, 0.0)
     return functools.reduce(Magnitudes.__add__, magnitudes, none)
-
-
-def _casts_down(equation: Equation) -> bool:
-    """Whether the program casts to half."""
-    if equation.primitive.name != "convert_element_type":
-        return False
-    (taken,), (given,) = equation.invars, equation.outvars
-    return in_half(given) and is_floating(taken.aval) and taken.aval.dtype != given.aval.dtype
-
-
-def _takes_half(decision: Decision | None) -> bool:
-    """Whether autocast would cast an operand of an operation to half."""
-    action = None if decision is None else decision.action
-    return isinstance(action, Run) and Take.HALF in action.operands

@@ -133,7 +133,11 @@ def _scan(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
     inside = inside.loop("scan", equation.params["length"], equation.params["reverse"])
 
     def enter(number: int, operand: TapValue, array: Array) -> TapValue:
-        return tap.enter(point, inside, number, operand, array, is_slice=number >= inner.carried)
+        value = tap.enter(point, inside, number, operand, array)
+        # The measurement of a whole array holds for its slices.
+        return (
+            value._replace(source=operand.source) if not value.source and number >= inner.carried else value
+        )
 
     body = _Body(tap, inner, inside, operands, enter)
     arrays = as_arrays(operands)

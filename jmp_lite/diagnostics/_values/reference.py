@@ -158,7 +158,8 @@ class Reference:
         # To round the float32 result would not be the same: in half, a sum may stop growing, and XLA divides
         # by a multiplication with the rounded reciprocal.
         name, arrays = equation.primitive.name, [value.array for value in operands]
-        if name == "reduce_precision" and _rounds_to_half(equation):
+        digits = [jnp.finfo(half).nmant for half in HALF_DTYPES]
+        if name == "reduce_precision" and equation.params["mantissa_bits"] in digits:
             return [ReferenceValue(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
         if name == "convert_element_type" and _is_number(operands[0]) and is_narrow(equation.outvars[0]):
             return [ReferenceValue(np.asarray(arrays[0], self._wide))]  # Each of its readers rounds it.
@@ -177,10 +178,10 @@ class Reference:
         return [ReferenceValue(array, flags) for array in results]
 
     def _product(self, equation: Equation, operands: Values, flags: Flags | None) -> Values:
-        taken = [
-            value.array if _is_rounded(value, flags) else self._rounded(value.array, var, flags)
-            for value, var in zip(operands, equation.invars)
-        ]
+        taken = []
+        for value, var in zip(operands, equation.invars):
+            is_rounded = flags is not None and value.rounded is not None and value.rounded <= flags
+            taken.append(value.array if is_rounded else self._rounded(value.array, var, flags))
         (result,) = bind(equation, taken, **self._wide_params(equation))
         return [ReferenceValue(self._rounded(result, equation.outvars[0], flags), flags)]
 
@@ -227,11 +228,6 @@ def _is_number(value: ReferenceValue) -> bool:
     return isinstance(value.array, (float, np.generic, np.ndarray)) and np.ndim(value.array) == 0
 
 
-def _is_rounded(value: ReferenceValue, flags: Flags | None) -> bool:
-    """Whether a value is known to be rounded if all flags are on."""
-    return flags is not None and value.rounded is not None and value.rounded <= flags
-
-
 def _flags_of_sum(operands: Sequence[ReferenceValue], flags: Flags | None) -> Flags | None:
     """Returns the flags of an `add_any`: the gradients of a value are in half if all readers of it are."""
     rounded = [value.rounded for value in operands if value.rounded is not None]
@@ -244,7 +240,3 @@ def _as_written(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
         lax.convert_element_type(array, var.aval.dtype) if is_narrow(var) else array
     )
     return bind(equation, list(map(cast_back, arrays, equation.invars)))
-
-
-def _rounds_to_half(equation: Equation) -> bool:
-    return equation.params["mantissa_bits"] in (jnp.finfo(half).nmant for half in HALF_DTYPES)

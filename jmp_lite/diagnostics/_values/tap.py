@@ -28,6 +28,7 @@ STEPS = -3
 """Ends the path of the record with the iterations of a while loop that are kept, and whether it was cut."""
 _LEAVE = 1_000_000  # More than any equation has inner jaxprs: what leaves sorts after what is inside.
 
+Values: TypeAlias = Sequence[TapValue]
 Records: TypeAlias = Side
 """What was measured at each site, by its path."""
 Handler = Callable[["Tap", Point, list[TapValue]], list[TapValue]]
@@ -95,7 +96,8 @@ class Tap:
         is_move = traits_of(name).keeps_elements or name == "bitcast_convert_type"
         if is_move or (is_cast and (self.probe.operands or _survives_cast(operands[0].number, arrays[0]))):
             moved = [operand._replace(array=array) for operand, array in zip(operands, arrays)]
-            if all(_is_known(value) for value in moved):
+            is_number = lambda value: value.number is not None or not is_floating(value.array)
+            if all(value.source is not None or is_number(value) for value in moved):
                 return moved
         argument = operands[0].argument if is_move or is_cast else ""
         is_scaled = any(value.is_scaled for value in operands)
@@ -124,22 +126,14 @@ class Tap:
         return measured
 
     def at(
-        self,
-        point: Point,
-        path: Path,
-        kind: SiteKind,
-        operands: Sequence[TapValue],
-        array: Array,
-        half: bool = False,
+        self, point: Point, path: Path, kind: SiteKind, operands: Values, array: Array, half: bool = False
     ) -> Path | None:
         """Measures a value at an equation if the probe wants it; returns the path of its site, or None."""
         if not is_floating(array):
             return None
         return self._measure(point.site(path, kind, operands, array), array, half, operands)
 
-    def _measure(
-        self, site: Site, array: Array, half: bool, operands: Sequence[TapValue] = ()
-    ) -> Path | None:
+    def _measure(self, site: Site, array: Array, half: bool, operands: Values = ()) -> Path | None:
         if not self.probe.wants(site, half):
             return None
         self.sites[site.path] = site
@@ -149,7 +143,7 @@ class Tap:
 
     # What the handlers of calls need.
 
-    def leave(self, point: Point, results: Sequence[TapValue], arrays: Sequence[Array]) -> list[TapValue]:
+    def leave(self, point: Point, results: Values, arrays: Sequence[Array]) -> list[TapValue]:
         """Measures what leaves an equation; `results` are the same values inside of its jaxprs."""
         values = []
         for number, (value, array) in enumerate(zip(results, arrays, strict=True)):
@@ -158,20 +152,10 @@ class Tap:
             values.append(value._replace(array=array, source=source, argument="", number=None))
         return values
 
-    def enter(
-        self,
-        point: Point,
-        inside: Where,
-        number: int,
-        operand: TapValue,
-        array: Array,
-        is_slice: bool = False,
-    ) -> TapValue:
+    def enter(self, point: Point, inside: Where, number: int, operand: TapValue, array: Array) -> TapValue:
         """Measures an array that enters a loop or a shard: the whole operand, or a slice of it."""
         point = point._replace(where=dataclasses.replace(point.where, loops=inside.loops))
         source = self.at(point, (*inside.path, -1, number), SiteKind.ENTRY, [operand], array)
-        if source is None and is_slice:  # The measurement of the whole holds for its slices.
-            source = operand.source
         return operand._replace(array=array, source=source, number=None)
 
     @contextlib.contextmanager
@@ -186,21 +170,13 @@ class Tap:
 
     def empty(self, shapes: Mapping[Path, Any]) -> Records:
         """Returns the records, of the given shapes, of a part of the program that does not run."""
-        return {
-            path: jnp.full(shape.shape, -1, jnp.int32)
-            if path[-1] == STEPS
-            else jnp.broadcast_to(self.probe.empty(self.sites[path].dtype), shape.shape)
-            for path, shape in shapes.items()
-        }
+        none = lambda path: jnp.int32(-1) if path[-1] == STEPS else self.probe.empty(self.sites[path].dtype)
+        return {path: jnp.broadcast_to(none(path), shape.shape) for path, shape in shapes.items()}
 
 
 def _literal(var: Var) -> TapValue:
     is_number = jnp.issubdtype(var.aval.dtype, jnp.floating) and not var.aval.shape
     return TapValue(var.val, number=float(var.val) if is_number else None)
-
-
-def _is_known(value: TapValue) -> bool:
-    return value.source is not None or value.number is not None or not is_floating(value.array)
 
 
 def _survives_cast(number: float | None, array: Array) -> bool:
@@ -211,6 +187,6 @@ def _survives_cast(number: float | None, array: Array) -> bool:
         return bool(np.isfinite(np.asarray(number, array.dtype)) == np.isfinite(number))
 
 
-def as_arrays(values: Sequence[TapValue]) -> list[Array]:
+def as_arrays(values: Values) -> list[Array]:
     arrays = (value.array for value in values)
     return [array if isinstance(array, jax.Array) else np.asarray(array) for array in arrays]

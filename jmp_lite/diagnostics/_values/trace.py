@@ -85,6 +85,12 @@ class LossProgram:
         own = {name: array for name, array in arrays if name.split("/")[0] in self.parameters}
         return {name: array for name, array in own.items() if has_dtype(array, jnp.floating)}
 
+    def at_scale(self, scale: float) -> list[Array]:
+        """Returns the arrays with another loss scale."""
+        arrays = list(self.arrays)
+        arrays[self.scale] = jnp.float32(scale)
+        return arrays
+
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns the outputs: the loss and the gradients, or what a step returns."""
         # A Jaxpr is a ClosedJaxpr since JAX 0.11.
@@ -174,9 +180,7 @@ class Tapped:
         self._run = jax.jit(self._measure, compiler_options=EVERY_CAST)
 
     def __call__(self, scale: float) -> Measured:
-        arrays = list(self._program.arrays)
-        arrays[self._program.scale] = jnp.float32(scale)
-        measured, results = jax.tree.map(np.asarray, self._run(arrays))
+        measured, results = jax.tree.map(np.asarray, self._run(self._program.at_scale(scale)))
         records = dict(zip(self._order, measured, strict=True))
         steps = {path[:-1]: record for path, record in records.items() if path[-1] == STEPS}
         cut = (self._tap.loops[path] for path, record in steps.items() if (record[..., -1] == 1).any())
