@@ -181,7 +181,6 @@ class Policy(Shown):
         return "\n".join(aligned([*rows, *((rule.pattern, str(rule.policy)) for rule in self.rules)], left=2))
 
     def __repr__(self) -> str:
-        """Returns the call of `get_policy` that makes the policy."""
         # The string of O2 has 240 characters.
         is_o2 = self.rules and self == get_policy("O2")
         return f"get_policy({'O2' if is_o2 else str(self)!r})"

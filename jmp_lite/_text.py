@@ -50,7 +50,6 @@ def _number(value: Any) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Returns a count with its noun, such as `2 matmuls`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

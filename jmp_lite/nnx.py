@@ -52,7 +52,6 @@ class _Setting:
     reduce_dtype: np.dtype | None
 
     def at(self, name: str) -> Policy:
-        """Returns the policy of an attribute of the module."""
         return self.policy.at(join(self.path, name))
 
 
@@ -256,5 +255,4 @@ def split_objects(
 
 
 def _value(leaf: Any) -> Any:
-    """Returns the array that a leaf of a state holds."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

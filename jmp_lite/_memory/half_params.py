@@ -9,16 +9,8 @@ import optax
 
 from .._paths import path_name
 from .._tree import at_least_float32, is_half
-from .rounding import (
-    AxisName,
-    RoundingKey,
-    first_key,
-    key_of_shard,
-    next_key,
-    round_leaf,
-    round_to,
-    update_to,
-)
+from . import rounding
+from .rounding import AxisName, RoundingKey
 from .wrapper import RESUME, Transform, as_transform, check_update
 
 
@@ -150,16 +142,18 @@ def with_stochastic_rounding(
     transform = as_transform(made_by, inner, needs_all=True)
 
     def init(params: Any) -> Any:
-        return StochasticRoundingState(_init_in_float32(made_by, transform, params), first_key(made_by, key))
+        return StochasticRoundingState(
+            _init_in_float32(made_by, transform, params), rounding.first_key(made_by, key)
+        )
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, StochasticRoundingState, state, params, needs_params=True)
         full = at_least_float32(params)
         grads = at_least_float32(updates)
         changes, inner_state = transform.update(grads, state.inner_state, full, **extra_args)
-        key_of = lambda param: key_of_shard(state.key, axis_name, param)
+        key_of = lambda param: rounding.key_of_shard(state.key, axis_name, param)
         updates = _rounding_updates(params, changes, optax.apply_updates(full, changes), key_of)
-        return updates, StochasticRoundingState(inner_state, next_key(state.key))
+        return updates, StochasticRoundingState(inner_state, rounding.next_key(state.key))
 
     return Transform(init, update)
 
@@ -187,7 +181,9 @@ def _rounding_updates(
     updates = structure.flatten_up_to(changes)
     for index, (param, new_param) in enumerate(zip(leaves, structure.flatten_up_to(new), strict=True)):
         if is_half(param):
-            updates[index] = update_to(param, round_leaf(new_param, param.dtype, key_of(param), index))
+            updates[index] = rounding.update_to(
+                param, rounding.round_leaf(new_param, param.dtype, key_of(param), index)
+            )
     return structure.unflatten(updates)
 
 
@@ -206,7 +202,7 @@ def full_params(params: Any, masters: Any) -> Any:
         if not has_master:
             return param
         # Not a cast: XLA may drop a cast to half and back, and then every parameter would look changed.
-        unchanged = round_to(master, param.dtype) == param.astype(jnp.float32)
+        unchanged = rounding.round_to(master, param.dtype) == param.astype(jnp.float32)
         return jnp.where(unchanged, master, param.astype(jnp.float32))
 
     # JAX sees no leaf in `optax.MaskedNode`, which stands for a parameter without a master.

@@ -188,7 +188,6 @@ def key_of_shard(key: RoundingKey | None, axis_name: AxisName, x: jax.Array) -> 
 
 
 def _varying_axes(x: jax.Array) -> frozenset[str]:
-    """Returns the axes of `shard_map` along which the values of `x` may vary."""
     return jax.typeof(x).manual_axis_type.varying
 
 

@@ -37,15 +37,15 @@ def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transf
             )
         return transform.init(params)
 
-    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        given, known = shapes(grads), {} if params is None else shapes(differentiated(params))
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        given, known = shapes(updates), {} if params is None else shapes(differentiated(params))
         # `optax.contrib.dpsgd` takes gradients with one axis more, that of the examples.
         if params is not None and any(shape[1:] != known.get(name) for name, shape in given.items()):
             _check_shapes(made_by, given, known)
         if needs_all:
             _check_complete(made_by, given, known)
         try:
-            updates, new_state = transform.update(grads, state, params, **extra_args)
+            updates, new_state = transform.update(updates, state, params, **extra_args)
         except Exception as error:
             _check_complete(made_by, given, known)
             fresh = state if params is None else jax.eval_shape(transform.init, params)

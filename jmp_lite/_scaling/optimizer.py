@@ -46,7 +46,11 @@ def unscale() -> optax.GradientTransformationExtraArgs:
             )
         return at_least_float32(loss_scale.unscale(updates)), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: UnscaleState(), update)
+    def init(params: Any) -> Any:
+        del params
+        return UnscaleState()
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def skip_nonfinite(

@@ -277,7 +277,6 @@ def _plain(state: Any, is_level: Callable[[dict[str, Any]], bool]) -> Any:
 
 
 def _is_record(node: Any) -> bool:
-    """Whether the class of a node has named fields, like those of optax's states."""
     return hasattr(node, "_fields") or dataclasses.is_dataclass(node)
 
 

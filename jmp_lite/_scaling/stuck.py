@@ -72,8 +72,8 @@ def _complaint(
     """Returns the complaint about one member of a state, or an empty string."""
     steps, skipped, in_a_row = map(int, np.asarray(state.counts)[member])
     scale = None if state.loss_scale is None else float(_member(state.loss_scale.loss_scale, member))
-    is_dynamic = isinstance(state.loss_scale, DynamicLossScale)
-    at_minimum = is_dynamic and state.loss_scale.backed_off(scale) == scale
+    dynamic = state.loss_scale if isinstance(state.loss_scale, DynamicLossScale) else None
+    at_minimum = dynamic is not None and dynamic.backed_off(scale) == scale
     low = at_minimum and in_a_row > 0 and steps >= max_consecutive_skips
     if in_a_row >= max_consecutive_skips:
         said = f"The last {in_a_row} steps were skipped"

@@ -48,7 +48,6 @@ class Instruction:
 
     @property
     def size(self) -> int:
-        """The number of bytes of the result."""
         return sum(array.size for array in self.arrays)
 
     @property
@@ -115,7 +114,6 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose result the computation returns."""
         return next(instruction for instruction in self if instruction.is_root)
 
     @cached_property

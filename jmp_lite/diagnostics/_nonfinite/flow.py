@@ -67,7 +67,6 @@ class Flow:
         return sorted(origins, key=lambda origin: origin.moment)
 
     def bad_outputs(self) -> list[int]:
-        """Returns the indexes of the outputs that are not finite."""
         paths = enumerate(self._measured.outputs)
         return [index for index, path in paths if path is not None and self._bad(path).any()]
 

@@ -49,7 +49,6 @@ class _Case:
     sites: Sites
 
     def of(self, *operations: str) -> bool:
-        """Whether it is one of some operations."""
         return self.origin.site.operation in operations
 
     def extent(self, number: int) -> Extent:
@@ -84,7 +83,6 @@ class _Case:
         return next((name for name in _DERIVATIVES if name in behind), "")
 
     def divisor(self) -> float:
-        """Returns the smallest magnitude at the ends of the second operand."""
         return min(map(abs, self.extent(1)))
 
     def divides_by_zero(self, *dtypes: str) -> bool:

@@ -143,14 +143,12 @@ class Runs:
 
     def keeping(self, modules: Iterable[Module], scale: float | None = None) -> Difference:
         """Returns the error with some modules in float32 and the others in half."""
-        kept, scale = frozenset(modules), self.scale if scale is None else scale
-        if (scale, kept) not in self._differences:
-            outputs = self.program(self.program.groups - kept, scale)
-            self._differences[scale, kept] = self._difference(outputs)
-        return self._differences[scale, kept]
+        key = self.scale if scale is None else scale, frozenset(modules)
+        if key not in self._differences:
+            self._differences[key] = self._difference(self.program(self.program.groups - key[1], key[0]))
+        return self._differences[key]
 
     def in_bfloat16(self) -> Difference:
-        """Returns the error with bfloat16 in place of float16."""
         return self._difference(self.program.in_bfloat16(self.scale))
 
     def _difference(self, outputs: Sequence[Array]) -> Difference:

@@ -19,25 +19,13 @@ from ..._autocast.planning.rules import Rules, make_rules
 from ..._autocast.report.operations import Operation, has_floating, operations_of
 from ..._float8.quantize import BACKWARD
 from ..._float8.selection import FLOAT8
-from ..._jaxpr import arguments
+from ..._jaxpr import arguments, read
 from ..._jaxpr.arguments import Arguments
 from ..._jaxpr.bind import bind, cast, reuse
 from ..._jaxpr.inner import inner_jaxprs, with_inner_jaxprs
 from ..._jaxpr.precision import only_own_precisions
 from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import (
-    Array,
-    Equation,
-    Jaxpr,
-    Var,
-    all_equations,
-    equations,
-    flag_scope,
-    flagged,
-    flags_of,
-    is_float32,
-    with_equations,
-)
+from ..._jaxpr.read import Array, Equation, Jaxpr, Var
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, in_float8
 from .._values.trace import EVERY_CAST, LossCall, trace
@@ -78,7 +66,7 @@ class FlaggedProgram:
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
         self.outputs = self._program.outputs
         self.parameters = self._program.floating_parameters
-        every = (var for each in all_equations(self._program.jaxpr) for var in each.outvars)
+        every = (var for each in read.all_equations(self._program.jaxpr) for var in each.outvars)
         self.has_float16 = any(getattr(var.aval, "dtype", None) == jnp.float16 for var in every)
         self._numbers = lost_numbers(self._program.jaxpr)
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
@@ -177,18 +165,18 @@ class _Interpreter(Interpreter):
 
     def _float8(self, equation: Equation, action: Run, formats: Formats, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
-        rest = max(flags_of(equation) or (), default=0)
+        rest = max(read.flags_of(equation) or (), default=0)
         arrays = [
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
             for value, dtype, source in zip(operands, formats.dtypes, formats.sources, strict=True)
         ]
         # The flag of everything that no rule takes out. So bfloat16 stays on if fp8 is off.
-        with jax.named_scope(flag_scope({rest})):
+        with jax.named_scope(read.flag_scope({rest})):
             (result,) = bind(equation, arrays, **action.params)
         return _with_float8_cotangent(result)
 
     def _literal(self, var: Var) -> Value:
-        return _Number(np.asarray(var.val, np.float32)) if is_float32(var) else super()._literal(var)
+        return _Number(np.asarray(var.val, np.float32)) if read.is_float32(var) else super()._literal(var)
 
 
 @jax.custom_vjp
@@ -220,13 +208,6 @@ def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[Op
     return list(operations_of(plan, rules.dtype, "", 1, traced.names, {}))
 
 
-def _by_line(operations: Sequence[Operation], flags: Sequence[Flags]) -> dict[str, set[int]]:
-    lines: dict[str, set[int]] = collections.defaultdict(set)
-    for operation, own in zip(operations, flags, strict=True):
-        lines[operation.source] |= own
-    return lines
-
-
 def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:
     """Returns the dtype of autocast; without it the dtype that the program has most often."""
     if rules.dtype != jnp.float32:
@@ -238,7 +219,8 @@ def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:
 
 def _with_flags(jaxpr: Jaxpr, flags: Iterator[Flags]) -> Jaxpr:
     """Returns a jaxpr with flags in its equations: the next of `flags` for each operation of a report."""
-    return with_equations(jaxpr, [_flagged_equation(equation, flags) for equation in equations(jaxpr)])
+    new = [_flagged_equation(equation, flags) for equation in read.equations(jaxpr)]
+    return read.with_equations(jaxpr, new)
 
 
 def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
@@ -250,4 +232,4 @@ def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
         own = own.union(*(each for part in parts for each in flags_in(part)))
     elif has_floating(equation):
         own = next(flags)
-    return flagged(equation, own) if own else equation
+    return read.flagged(equation, own) if own else equation

@@ -144,11 +144,11 @@ class PrecisionReport(Shown):
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""
         alone = f"module alone in {'fp8' if self.dtype == FLOAT8 else 'half'}"
-        rows: list[tuple[str, ...]] = [(alone, "loss", "gradients", "cosine")]
-        for row in self.modules:
-            own = row.own
-            rows.append((row.module, f"{own.loss:.2e}", f"{own.gradients:.2e}", f"{own.cosine:.6f}"))
-        return rows
+        numbers = lambda own: (f"{own.loss:.2e}", f"{own.gradients:.2e}", f"{own.cosine:.6f}")
+        return [
+            (alone, "loss", "gradients", "cosine"),
+            *((row.module, *numbers(row.own)) for row in self.modules),
+        ]
 
     def __repr__(self) -> str:
         return f"PrecisionReport({self.summary()})"

@@ -80,7 +80,6 @@ class RangeReport(Shown):
         return pooled([row.magnitudes for row in self._gradients()], self.dtype)
 
     def _gradients(self) -> tuple[ModuleRange, ...]:
-        """The gradients of the parameters, and the backward passes of the modules."""
         return (*(row for row in self.modules if row.direction == "backward"), *self.gradients)
 
     @cached_property

@@ -77,7 +77,6 @@ class _Body:
 
 
 def _parts(point: Point) -> list[tuple[Inner, Where]]:
-    """Returns the inner jaxprs of an equation, each with its surroundings."""
     return [(inner, point.inside(number)) for number, inner in enumerate(inner_jaxprs(point.equation))]
 
 

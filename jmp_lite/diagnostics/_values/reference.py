@@ -214,7 +214,6 @@ class Reference:
 
 
 def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
-    """Returns each set of flags that equations of a jaxpr belong to."""
     return {flags for equation in all_equations(jaxpr) if (flags := flags_of(equation)) is not None}
 
 

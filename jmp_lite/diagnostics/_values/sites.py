@@ -8,19 +8,8 @@ from typing import Any, NamedTuple
 from ..._autocast.planning.plan import Decision, Plan
 from ..._autocast.planning.states import Kind
 from ..._dtypes import HALF_DTYPES
-from ..._jaxpr.read import (
-    Array,
-    Equation,
-    Var,
-    call_scope,
-    calling_line,
-    describe,
-    is_literal,
-    is_recomputed,
-    is_transposed,
-    scope_of,
-    source_line,
-)
+from ..._jaxpr import read
+from ..._jaxpr.read import Array, Equation, Var
 from ..._paths import visible_scope
 
 Path = tuple[int, ...]
@@ -87,7 +76,6 @@ class Site:
 
     @property
     def is_half(self) -> bool:
-        """Whether the value is in half precision in the program itself."""
         return self.dtype in HALF_DTYPES
 
 
@@ -103,7 +91,6 @@ class Where:
     plan: Plan | None = None  # The plan of autocast for it, if the tap runs with one.
 
     def loop(self, kind: str, length: int, reverse: bool = False) -> "Where":
-        """Returns the same surroundings inside one more loop."""
         return dataclasses.replace(self, loops=(*self.loops, Loop(kind, self.path, length, reverse)))
 
 
@@ -112,23 +99,23 @@ class Point(NamedTuple):
 
     equation: Equation
     where: Where
-    index: int  # In its jaxpr.
+    position: int  # In its jaxpr.
 
     @property
     def decision(self) -> Decision | None:
         """What autocast would do with the equation, if there is a plan."""
-        return None if self.where.plan is None else self.where.plan.decisions[self.index]
+        return None if self.where.plan is None else self.where.plan.decisions[self.position]
 
     def path(self, number: int) -> Path:
         """Returns the path of a result; operands have negative numbers."""
-        return (*self.where.path, self.index, number)
+        return (*self.where.path, self.position, number)
 
     def inside(self, number: int) -> Where:
         """Returns the surroundings of an inner jaxpr of the equation."""
         (equation, where, _), decision = self, self.decision
         return Where(
             self.path(number),
-            call_scope(_without_repeats(scope_of(equation, where.scope)), equation),
+            read.call_scope(_without_repeats(read.scope_of(equation, where.scope)), equation),
             _direction(equation, where.direction),
             where.loops,
             line_of(equation) or where.line,
@@ -140,16 +127,16 @@ class Point(NamedTuple):
         exponent = [str(equation.params["y"])] if equation.primitive.name == "integer_pow" else []
         is_operation = kind is SiteKind.OPERATION
         return Site(
-            *(path, kind, equation.primitive.name, describe(array)),
+            *(path, kind, equation.primitive.name, read.describe(array)),
             *(where.loops, array.dtype, any(value.is_scaled for value in operands)),
             (*map(_described, equation.invars, operands), *exponent) if is_operation else (),
             (*(value.source for value in operands), *(None for _ in exponent)),
-            visible_scope(_without_repeats(scope_of(equation, where.scope))),
+            visible_scope(_without_repeats(read.scope_of(equation, where.scope))),
             _argument_of(operands),
             last_parameter_of(operands),
             line_of(equation) or where.line,
             _direction(equation, where.direction),
-            calling_line(equation),
+            read.calling_line(equation),
         )
 
 
@@ -174,7 +161,7 @@ def would_be_half(decision: Decision | None, number: int) -> bool:
 def _described(var: Var, value: Any) -> str:
     if value.number is not None:
         return f"{value.number:.4g}"
-    return str(var.val) if is_literal(var) else describe(var.aval)
+    return str(var.val) if read.is_literal(var) else read.describe(var.aval)
 
 
 def in_half(value: Any) -> bool:
@@ -183,16 +170,16 @@ def in_half(value: Any) -> bool:
 
 
 def _direction(equation: Equation, around: str) -> str:
-    if is_recomputed(equation):
+    if read.is_recomputed(equation):
         return "recomputed"
     if around != "forward":
         return around
-    return "backward" if is_transposed(equation) else "forward"
+    return "backward" if read.is_transposed(equation) else "forward"
 
 
 def line_of(equation: Equation) -> str:
     """Returns the line of the program that an equation comes from; empty if JAX knows none."""
-    return source_line(equation).removeprefix("<unknown>")
+    return read.source_line(equation).removeprefix("<unknown>")
 
 
 def _without_repeats(scope: str) -> str:

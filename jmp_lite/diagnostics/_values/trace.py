@@ -75,7 +75,6 @@ class LossProgram:
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The path of each gradient; none for a step."""
         return () if self.is_step else self.outputs[1:]
 
     @property
