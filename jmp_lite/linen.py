@@ -16,8 +16,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jmp_lite.linen needs Flax: pip install 'jmp_lite[flax]'.") from error
 
 from ._dtypes import DTypeLike, parse_reduce_dtype
-from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model
-from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, takes_dtype
+from ._flax.calls import Args, Kwargs, run_call, run_model
+from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, is_layer, takes_dtype
 from ._paths import join
 from ._policy import Policy
 from ._tree import cast_floating
@@ -199,14 +199,16 @@ def _intercept(
     if context.method_name in _CASTS_NOTHING or isinstance(module, WithPolicy):
         return call(*args, **kwargs)
     path = "/".join(module.path[depth:])
-    plan = plan_call(_LINEN, module, context.method_name, policy.at(path), model.reduce_dtype)
-    changes: dict[str, Any] = {"dtype": plan.compute_dtype} if takes_dtype(_LINEN, module) else {}
-    if plan.casts_params:
+    own_policy, changes = policy.at(path), dict[str, Any]()
+    if takes_dtype(_LINEN, module):
+        changes["dtype"] = np.dtype(own_policy.compute_dtype)
+    if not is_layer(_LINEN, module):
         changes["param"] = functools.partial(_cast_param, module, path, policy)
     elif policy.rules and changes:
         own = [name for name, value in module.variables.get("params", {}).items() if hasattr(value, "dtype")]
         check_layer_rules(policy, path, own, module)
-    return run_call(plan, module, changes, call, args, kwargs)
+    how = own_policy, model.reduce_dtype, changes
+    return run_call(_LINEN, module, context.method_name, *how, call, args, kwargs)
 
 
 def _cast_param(module: nn.Module, path: str, policy: Policy, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jmp_lite.nnx needs Flax: pip install 'jmp_lite[flax]'.") from error
 
 from ._dtypes import DTypeLike, parse_reduce_dtype
-from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model
+from ._flax.calls import Args, Kwargs, run_call, run_model
 from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, is_layer, takes_dtype
 from ._paths import argument_names, join, path_name
 from ._policy import Policy
@@ -50,9 +50,6 @@ class _Setting:
     path: str  # That of the module in the model.
     is_model: bool  # Whether the module is the whole model, and its call does not come from inside.
     reduce_dtype: np.dtype | None
-
-    def at(self, name: str) -> Policy:
-        return self.policy.at(join(self.path, name))
 
 
 def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> M:
@@ -186,15 +183,15 @@ def _call(module: Any, name: str, method: Callable[..., Any], args: Args, kwargs
     """Calls one method of one module in the compute dtype that the policy gives it."""
     setting: _Setting = getattr(module, _SETTING)
     policy = setting.policy
-    plan = plan_call(_NNX, module, name, policy.at(setting.path), setting.reduce_dtype)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         changes: dict[str, Any] = {}
-        if plan.casts_params:
+        if not is_layer(_NNX, module):
             changes = {n: _cast_params(value, setting, n) for n, value in _own_params(module).items()}
         if setting.is_model:  # Calls from inside of this call are calls of a part of the model.
             changes[_SETTING] = dataclasses.replace(setting, is_model=False)
-        return run_call(plan, module, changes, functools.partial(method, module), args, kwargs)
+        how = policy.at(setting.path), setting.reduce_dtype, changes
+        return run_call(_NNX, module, name, *how, functools.partial(method, module), args, kwargs)
 
     if not setting.is_model:
         return run(*args, **kwargs)
@@ -211,7 +208,8 @@ def _cast_params(tree: Any, setting: _Setting, attribute: str) -> Any:
     def cast(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, nnx.Param):
             return leaf
-        dtype = np.dtype(setting.at(f"{attribute}/{path_name(path)}".rstrip("/")).compute_dtype)
+        name = join(setting.path, f"{attribute}/{path_name(path)}".rstrip("/"))
+        dtype = np.dtype(setting.policy.at(name).compute_dtype)
         return jax.tree.map(lambda value: cast_leaf(value, dtype), leaf)
 
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=_is_node)

@@ -1,6 +1,5 @@
-"""One call of one module under a policy: `plan_call` decides what it needs, and `run_call` does it."""
+"""One call of one module, or of a whole model, under a policy."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,60 +16,40 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class CallPlan:
-    """What one call of one module needs under a policy."""
-
-    compute_dtype: np.dtype
-    casts_params: bool  # Whether the module's own parameters are cast for the call, because a user wrote it.
-    looks_up_rows: bool  # Whether the call reads rows of an embedding table.
-    keeps_shared_rows: bool  # Whether the gradient of rows that a batch shares is summed in float32.
-    bias: jax.Array | None  # The bias that is added outside the layer.
-    attributes: Mapping[str, Any]  # Of the layer for this call: no bias of its own, a wide weight gradient.
-    keeps_carry: bool  # Whether the call is a step of a recurrent cell, whose carry keeps its dtype.
-
-
-def plan_call(
-    library: Library, module: Any, method: str, policy: Policy, reduce_dtype: np.dtype | None
-) -> CallPlan:
-    """Returns what a call of `method` needs. `policy` is the policy at the module's path."""
-    compute_dtype = np.dtype(policy.compute_dtype)
-    layer = is_layer(library, module)
-    calls_layer = layer and method == "__call__"
-    bias = library.read_bias(module) if calls_layer and isinstance(module, library.biased) else None
-    changes = {} if bias is None else dict(library.no_bias)
-    # Such a layer computes in the dtype of the weight gradient, and would add its bias in this dtype too.
-    if calls_layer and isinstance(module, library.products) and (bias is not None or not module.use_bias):
-        changes |= wide_gradients(module, compute_dtype, reduce_dtype)
-    looks_up = calls_layer and isinstance(module, library.embedding)
-    is_cell = is_cell_call(library, module, method)
-    return CallPlan(compute_dtype, not layer, looks_up, reduce_dtype is not None, bias, changes, is_cell)
-
-
 def run_call(
-    plan: CallPlan,
+    library: Library,
     module: Any,
+    method: str,
+    policy: Policy,
+    reduce_dtype: np.dtype | None,
     changes: Mapping[str, Any],
     call: Callable[..., Any],
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Runs a call as planned, with attributes `changes` of the module beside those of the plan."""
-    if plan.keeps_carry:
+    """Runs a `call` of `method` with attributes `changes`. `policy` is the policy at the module's path."""
+    compute_dtype, is_cell = np.dtype(policy.compute_dtype), is_cell_call(library, module, method)
+    calls_layer = is_layer(library, module) and method == "__call__"
+    bias = library.read_bias(module) if calls_layer and isinstance(module, library.biased) else None
+    changes = {**changes, **({} if bias is None else library.no_bias)}
+    # Such a layer computes in the dtype of the weight gradient, and would add its bias in this dtype too.
+    if calls_layer and isinstance(module, library.products) and (bias is not None or not module.use_bias):
+        changes |= wide_gradients(module, compute_dtype, reduce_dtype)
+    if is_cell:
         args, kwargs = _strengthen_carry(args, kwargs)
 
     def run(**more: Any) -> Any:
-        with attributes(module, {**changes, **plan.attributes, **more}):
+        with attributes(module, {**changes, **more}):
             return call(*args, **kwargs)
 
-    if plan.looks_up_rows:
-        keeps_rows = plan.keeps_shared_rows and _is_shared(*args, **kwargs)
-        return _look_up(lambda dtype: run(dtype=dtype), plan.compute_dtype, keeps_rows)
+    if calls_layer and isinstance(module, library.embedding):
+        keeps_rows = reduce_dtype is not None and _is_shared(*args, **kwargs)
+        return _look_up(lambda dtype: run(dtype=dtype), compute_dtype, keeps_rows)
     output: Any = run()
-    if plan.bias is not None:
-        output = _add_bias(output, plan.bias)
-    if plan.keeps_carry:
-        output = _cast_cell_output(output, args[0] if args else kwargs["carry"], plan.compute_dtype)
+    if bias is not None:
+        output = _add_bias(output, bias)
+    if is_cell:
+        output = _cast_cell_output(output, args[0] if args else kwargs["carry"], compute_dtype)
     return output
 
 

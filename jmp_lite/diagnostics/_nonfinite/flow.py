@@ -19,6 +19,7 @@ import numpy as np
 from ..._jaxpr.primitives import Category, traits_of
 from .._values.sites import Path, Site, SiteKind
 from .._values.trace import Measured
+from .extremes import Extremes
 
 Steps = tuple[int, ...]
 Instance = tuple[Path, Steps]
@@ -57,21 +58,17 @@ class Flow:
         self._sites, self._records = measured.sites, measured.records
 
     def origins(self) -> list[Origin]:
-        following = self._following()
-        origins = [
-            self._origin(instance, following)
-            for path in self._records
-            for instance in self._bad_instances(path)
-            if self._begins(instance)
-        ]
+        instances = (each for path in self._records for each in self._bad_instances(path))
+        origins = map(self._origin, filter(self._begins, instances))
         return sorted(origins, key=lambda origin: origin.moment)
 
     def bad_outputs(self) -> list[int]:
         paths = enumerate(self._measured.outputs)
         return [index for index, path in paths if path is not None and self._bad(path).any()]
 
+    @functools.cached_property
     def _following(self) -> dict[Instance, Instance | None]:
-        """Returns the bad instances that lead to a bad output, each with the next one on the way."""
+        """The bad instances that lead to a bad output, each with the next one on the way."""
         outputs = {self._measured.outputs[index] for index in self.bad_outputs()}
         # A step that tests its gradients skips its update, so no output shows them. A loss that tests a value
         # is guarded against it.
@@ -90,36 +87,26 @@ class Flow:
                     todo.append(operand)
         return following
 
-    def _way(
-        self, instance: Instance, following: dict[Instance, Instance | None]
-    ) -> Iterator[tuple[Site, bool]]:
+    def _way(self, instance: Instance) -> Iterator[tuple[Site, bool]]:
         """Yields the operations after an instance on the way to an output, and whether each gives a NaN."""
-        following_one = following.get(instance)
-        while following_one is not None:
-            site = self._sites[following_one[0]]
+        while (following := self._following.get(instance)) is not None:
+            instance, site = following, self._sites[following[0]]
             if site.kind is SiteKind.OPERATION and traits_of(site.operation).category is not Category.MOVE:
-                yield site, self._is_nan(following_one)
-            following_one = following[following_one]
+                yield site, self._is_nan(instance)
 
     def _begins(self, instance: Instance) -> bool:
         bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
         # An operation may compute a NaN from infs (inf - inf). So a NaN may begin at operands with an inf.
         return not (any(map(self._is_nan, bad)) if self._is_nan(instance) else bad)
 
-    def _origin(self, instance: Instance, following: dict[Instance, Instance | None]) -> Origin:
+    def _origin(self, instance: Instance) -> Origin:
         path, steps = instance
-        site = self._sites[path]
+        site, is_harmful = self._sites[path], instance in self._following
         return Origin(
-            site,
-            self._iterations(site, steps),
-            self._is_nan(instance),
-            self._extent(path, steps),
+            *(site, self._iterations(site, steps), self._is_nan(instance), self._extent(path, steps)),
             tuple(None if source is None else self._extent_at(source, steps) for source in site.sources),
-            instance in following,
-            None if instance in following else self._end(instance),
-            tuple(self._way(instance, following)),
-            self._is_derivative(site),
-            self._moment(site, steps),
+            *(is_harmful, None if is_harmful else self._end(instance), tuple(self._way(instance))),
+            *(self._is_derivative(site), self._moment(site, steps)),
         )
 
     def _end(self, instance: Instance) -> Site | None:
@@ -246,8 +233,7 @@ class Flow:
 
     @functools.cache  # noqa: B019
     def _bad(self, path: Path) -> np.ndarray:
-        low, high = np.moveaxis(self._records[path], -1, 0)
-        return np.asarray(self._nan(path) | (low == -np.inf) | (high == np.inf))
+        return np.asarray(Extremes().alarm(self._records[path]))
 
     @functools.cache  # noqa: B019
     def _nan(self, path: Path) -> np.ndarray:

@@ -27,7 +27,7 @@ from ..._jaxpr.precision import only_own_precisions
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Array, Equation, Jaxpr, Var
 from .._values.numbers import lost_numbers
-from .._values.reference import Flags, Reference, flags_in, in_float8
+from .._values.reference import Flags, Reference, flags_in, has_value, in_float8
 from .._values.trace import EVERY_CAST, LossCall, trace
 from .modules import Module, cast_modules, gives_half, is_in_half, is_of_library, own_modules, scopes_for
 from .sources import sources_of
@@ -66,8 +66,8 @@ class FlaggedProgram:
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
         self.outputs = self._program.outputs
         self.parameters = self._program.floating_parameters
-        every = (var for each in read.all_equations(self._program.jaxpr) for var in each.outvars)
-        self.has_float16 = any(getattr(var.aval, "dtype", None) == jnp.float16 for var in every)
+        is_float16 = lambda var: getattr(var.aval, "dtype", None) == jnp.float16
+        self.has_float16 = has_value(self._program.jaxpr, is_float16)
         self._numbers = lost_numbers(self._program.jaxpr)
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
         self._run = jax.jit(self._outputs, compiler_options=EVERY_CAST)

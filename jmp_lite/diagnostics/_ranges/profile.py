@@ -15,7 +15,8 @@ from ..._autocast.planning.plan import Plan
 from ..._autocast.planning.planner import Planner
 from ..._autocast.planning.rules import Rules
 from ..._dtypes import DTypeLike
-from ..._jaxpr.read import Jaxpr, all_equations, open_jaxpr
+from ..._jaxpr.read import open_jaxpr
+from .._values.reference import has_value
 from .._values.sites import Path, in_half
 from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
 from .float8 import float8_ranges
@@ -83,7 +84,7 @@ def profile_ranges(
     @functools.wraps(fun)
     def profile_ranges_fun(*args: Any, **kwargs: Any) -> RangeReport:
         program = trace("profile_ranges", call, args, kwargs)
-        plan = None if _has_half(program.jaxpr) else _plan(program, rules)
+        plan = None if has_value(program.jaxpr, in_half) else _plan(program, rules)
         probe = Histogram(rules.dtype)
         measured = Tapped(program, probe, plan)(2.0**exponent)
         gradients = tuple(
@@ -107,10 +108,6 @@ def _plan(program: LossProgram, rules: Rules) -> Plan:
     plan = planner.plan(program.jaxpr, states, [Wanted.NO] * len(open_jaxpr(program.jaxpr).outvars))
     planner.scopes.check()
     return plan
-
-
-def _has_half(jaxpr: Jaxpr) -> bool:
-    return any(in_half(var) for equation in all_equations(jaxpr) for var in equation.outvars)
 
 
 def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[ModuleRange, ...]:

@@ -217,6 +217,11 @@ def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
     return {flags for equation in all_equations(jaxpr) if (flags := flags_of(equation)) is not None}
 
 
+def has_value(jaxpr: Jaxpr, is_kind: Callable[[Var], bool]) -> bool:
+    """Whether an equation of a jaxpr makes a value of a kind."""
+    return any(is_kind(var) for equation in all_equations(jaxpr) for var in equation.outvars)
+
+
 def is_narrow(value: Any) -> bool:
     """Whether an array, a variable of a jaxpr or its type is in half precision or fp8."""
     return getattr(getattr(value, "aval", value), "dtype", None) in _NARROW

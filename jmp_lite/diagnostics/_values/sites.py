@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..._autocast.planning.plan import Decision, Plan
-from ..._autocast.planning.states import Kind
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import read
 from ..._jaxpr.read import Array, Equation, Var
@@ -151,11 +150,6 @@ def _argument_of(operands: Sequence[Any]) -> str:
         value.argument for value in operands if value.argument and value.argument == value.last_parameter
     ]
     return next(reversed(parameters or [value.argument for value in operands if value.argument]), "")
-
-
-def would_be_half(decision: Decision | None, number: int) -> bool:
-    """Whether autocast would make a result of an equation in half."""
-    return decision is not None and decision.results[number].kind == Kind.HALF
 
 
 def _described(var: Var, value: Any) -> str:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..._autocast.planning.states import Kind
 from ..._jaxpr.bind import bind
 from ..._jaxpr.calls import Side
 from ..._jaxpr.primitives import traits_of
@@ -22,7 +23,7 @@ from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of, d
 from ..._jaxpr.replay import replay
 from ..._tree import is_floating
 from .probe import Probe, TapValue
-from .sites import Path, Point, Site, SiteKind, Where, last_parameter_of, would_be_half
+from .sites import Path, Point, Site, SiteKind, Where, last_parameter_of
 
 STEPS = -3
 """Ends the path of the record with the iterations of a while loop that are kept, and whether it was cut."""
@@ -102,9 +103,10 @@ class Tap:
         argument = operands[0].argument if is_move or is_cast else ""
         is_scaled = any(value.is_scaled for value in operands)
         result = TapValue(None, None, argument, None, last_parameter_of(operands), is_scaled)
-        results = []
+        results, decision = [], point.decision
         for number, array in enumerate(arrays):
-            half = would_be_half(point.decision, number)
+            # Whether autocast would make it in half.
+            half = decision is not None and decision.results[number].kind == Kind.HALF
             source = self.at(point, point.path(number), SiteKind.OPERATION, operands, array, half)
             results.append(result._replace(array=array, source=source))
         return results
