@@ -105,10 +105,9 @@ def float8_ranges(program: LossProgram, plan: Plan, scale: float) -> tuple[Float
         record = measured.records[path].astype(np.int64).reshape(-1, _COUNTS).sum(0)
         groups[site.place, site.direction] += record
     names = [dtype.name for dtype in _FORMATS]
-    return tuple(
-        Float8Range(
-            *(name, direction, names[direction == "backward"], values, zeros), dict(zip(names, flushed))
-        )
-        for (name, direction), counts in groups.items()
-        for values, zeros, *flushed in [map(int, counts)]
-    )
+    rows = []
+    for (name, direction), counts in groups.items():
+        values, zeros, *flushed = map(int, counts)
+        own, lost = names[direction == "backward"], dict(zip(names, flushed))
+        rows.append(Float8Range(name, direction, own, values, zeros, lost))
+    return tuple(rows)

@@ -121,15 +121,9 @@ class Magnitudes:
         flushed = (exponents < half_of_least) | ((exponents == half_of_least) & (kinds == 0))
         overflowed = (exponents > most) | ((exponents == most) & (kinds == 3))
         subnormal = (exponents < least) & ~flushed & ~((exponents == least - 1) & (kinds >= 2))
-        count = lambda chosen: int(self.bins[chosen].sum())
-        return Fates(
-            self.zeros,
-            count(flushed),
-            count(subnormal),
-            count(~(flushed | overflowed | subnormal)),
-            count(overflowed),
-            self.infs + self.nans,
-        )
+        chosen = flushed, subnormal, ~(flushed | overflowed | subnormal), overflowed
+        counts = (int(self.bins[each].sum()) for each in chosen)
+        return Fates(self.zeros, *counts, self.infs + self.nans)
 
     def shifted(self, exponent: int) -> "Magnitudes":
         """Returns the magnitudes of the values multiplied by `2**exponent`, in the range of float32."""
