@@ -68,10 +68,8 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
             given: to keep a layer in float32, write a rule.
         policy: its rules name modules, or single parameters of modules that you wrote. The rule `head` covers
             everything in `head`.
-        reduce_dtype: the dtype in which devices sum the weight gradients of `Linear` and `LinearGeneral`:
-            float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
-            no forward-mode derivative (`jax.jvp`), and the rows of an embedding that is looked up without a
-            batch, such as by positions, are float32.
+        reduce_dtype: as in `jmp_lite.linen.with_policy`, for `Linear` and `LinearGeneral`: the dtype in which
+            devices sum their weight gradients, float32 or None for the compute dtype.
 
     Returns:
         A module of a subclass of the model's class. All public methods run under the policy. A call works on

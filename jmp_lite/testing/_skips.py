@@ -1,7 +1,7 @@
 """An assertion about a train step: a batch with inf or NaN leaves its state unchanged."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jmp_lite.testing needs chex: pip install chex.") from error
 
-from .._paths import as_patterns, join, matches, path_name
+from .._paths import as_patterns, matches, named_leaves
 from .._scaling.loss_scale import LossScale, is_loss_scale
 from .._scaling.state import SkipNonfiniteState
 from .._text import power
@@ -116,7 +116,8 @@ def _step_until_taken(train_step: Callable[..., Any], state: Any, batch: tuple[A
 
 def _skipped(before: Any, after: Any) -> bool:
     """Whether a step was skipped, by the optimizer's flags; without an optimizer, by the loss scale."""
-    flags = [bool(jnp.all(node.leaf_finite)) for node in _nodes(after) if _is_optimizer(node)]
+    nodes = jax.tree.leaves(after, is_leaf=_is_ours)
+    flags = [bool(jnp.all(node.leaf_finite)) for node in nodes if isinstance(node, SkipNonfiniteState)]
     if flags:
         return not all(flags)
     return any(float(new.loss_scale) < float(old.loss_scale) for old, new in _pairs(before, after))
@@ -147,13 +148,8 @@ def _check_skipped(before: Any, after: Any, value: float, ignored: Sequence[str]
 _MOST_STEPS = 64  # A scale of 2**64 falls to 1.
 
 
-def _is_optimizer(node: Any) -> bool:
-    return isinstance(node, SkipNonfiniteState)
-
-
-def _nodes(state: Any) -> list[Any]:
-    """Returns the optimizer states, the loss scales outside of them, and all other leaves."""
-    return jax.tree.leaves(state, is_leaf=lambda node: _is_optimizer(node) or is_loss_scale(node))
+def _is_ours(node: Any) -> bool:
+    return isinstance(node, SkipNonfiniteState) or is_loss_scale(node)
 
 
 def _scales(state: Any) -> list[LossScale]:
@@ -166,19 +162,21 @@ def _pairs(before: Any, after: Any) -> list[tuple[LossScale, LossScale]]:
 
 def _moved(before: Any, after: Any, in_optimizer: bool = True) -> dict[str, Any]:
     """Returns the leaves that differ in a bit, by path, without loss scales and counters."""
-    pairs = zip(_leaves(before, in_optimizer), _leaves(after, in_optimizer), strict=True)
-    return {name: old for (name, old), (_, new) in pairs if _bits(old) != _bits(new)}
+    old, new = (named_leaves(_without_scales(state, in_optimizer)) for state in (before, after))
+    return {
+        name: leaf for (name, leaf), (_, other) in zip(old, new, strict=True) if _bits(leaf) != _bits(other)
+    }
 
 
-def _leaves(state: Any, in_optimizer: bool, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    is_node = lambda node: _is_optimizer(node) or is_loss_scale(node)
-    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_node):
-        name = join(prefix, path_name(path))
-        if _is_optimizer(node):
-            if in_optimizer:
-                yield from _leaves(node.inner_state, in_optimizer, join(name, "inner_state"))
-        elif not is_loss_scale(node):
-            yield name, node
+def _without_scales(state: Any, in_optimizer: bool) -> Any:
+    """Returns a state without loss scales and counters, and without all of the optimizer if so asked."""
+
+    def strip(node: Any) -> Any:
+        if isinstance(node, SkipNonfiniteState) and in_optimizer:
+            return {"inner_state": _without_scales(node.inner_state, in_optimizer)}
+        return None if _is_ours(node) else node
+
+    return jax.tree.map(strip, state, is_leaf=_is_ours)
 
 
 def _bits(leaf: Any) -> bytes:

@@ -122,8 +122,8 @@ class Magnitudes:
         overflowed = (exponents > most) | ((exponents == most) & (kinds == 3))
         subnormal = (exponents < least) & ~flushed & ~((exponents == least - 1) & (kinds >= 2))
         chosen = flushed, subnormal, ~(flushed | overflowed | subnormal), overflowed
-        counts = (int(self.bins[each].sum()) for each in chosen)
-        return Fates(self.zeros, *counts, self.infs + self.nans)
+        lost, coarse, kept, beyond = (int(self.bins[each].sum()) for each in chosen)
+        return Fates(self.zeros, lost, coarse, kept, beyond, self.infs + self.nans)
 
     def shifted(self, exponent: int) -> "Magnitudes":
         """Returns the magnitudes of the values multiplied by `2**exponent`, in the range of float32."""
