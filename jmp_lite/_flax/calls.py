@@ -32,9 +32,9 @@ def run_call(
     calls_layer = is_layer(library, module) and method == "__call__"
     bias = library.read_bias(module) if calls_layer and isinstance(module, library.biased) else None
     changes = {**changes, **({} if bias is None else library.no_bias)}
-    # Such a layer computes in the dtype of the weight gradient, and would add its bias in this dtype too.
-    if calls_layer and isinstance(module, library.products) and (bias is not None or not module.use_bias):
-        changes |= wide_gradients(module, compute_dtype, reduce_dtype)
+    if calls_layer and isinstance(module, library.products):
+        adds_bias = bias is None and module.use_bias
+        changes |= wide_gradients(module, compute_dtype, reduce_dtype, adds_bias)
     if is_cell:
         args, kwargs = _strengthen_carry(args, kwargs)
 

@@ -119,9 +119,7 @@ class FlaggedProgram:
         cast = cast_modules(products, parameters)
         own = [number for number, operation in enumerate(before) if gives_half(operation)]
         own_parts, owners = own_modules([before[number] for number in own], parameters, traced.names)
-        both = {module.name for module in cast} & {part.name for part in own_parts}
-        rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
-        modules = (*cast, *(rename(part) if part.name in both else part for part in own_parts))
+        modules = (*cast, *_renamed(own_parts, cast))
         found = sources_of(traced, self.is_step) if own else []
         sources = tuple(sorted(frozenset[Module]().union(*found), key=lambda source: source.name))
         rest = len(modules) + len(sources)
@@ -199,6 +197,13 @@ class _Number(Value):
     def to(self, dtype: Any) -> Array:
         # JAX computes the cast of a literal while tracing, but not the cast of an operation's result.
         return self.native if dtype == jnp.float32 else cast(lax.optimization_barrier(self.native), dtype)
+
+
+def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
+    """Returns modules of the program's own half values. One that autocast casts too gets another name."""
+    both = {module.name for module in cast} & {part.name for part in own}
+    rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
+    return [rename(part) if part.name in both else part for part in own]
 
 
 def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[Operation]:

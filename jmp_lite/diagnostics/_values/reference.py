@@ -41,6 +41,7 @@ Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
 
 _FLOAT32 = np.dtype(np.float32)
+_DIGITS = tuple(jnp.finfo(half).nmant for half in HALF_DTYPES)
 _NARROW = frozenset((*HALF_DTYPES, *FLOAT8_DTYPES))
 # These run once, in float32, on rounded operands: Tensor Cores and XLA's CPU backend also sum in float32.
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
@@ -158,8 +159,7 @@ class Reference:
         # To round the float32 result would not be the same: in half, a sum may stop growing, and XLA divides
         # by a multiplication with the rounded reciprocal.
         name, arrays = equation.primitive.name, [value.array for value in operands]
-        digits = [jnp.finfo(half).nmant for half in HALF_DTYPES]
-        if name == "reduce_precision" and equation.params["mantissa_bits"] in digits:
+        if name == "reduce_precision" and equation.params["mantissa_bits"] in _DIGITS:
             return [ReferenceValue(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
         if name == "convert_element_type" and _is_number(operands[0]) and is_narrow(equation.outvars[0]):
             return [ReferenceValue(np.asarray(arrays[0], self._wide))]  # Each of its readers rounds it.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..._autocast.planning.plan import Decision, Plan
+from ..._autocast.planning.states import Kind
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import read
 from ..._jaxpr.read import Array, Equation, Var
@@ -104,6 +105,10 @@ class Point(NamedTuple):
     def decision(self) -> Decision | None:
         """What autocast would do with the equation, if there is a plan."""
         return None if self.where.plan is None else self.where.plan.decisions[self.position]
+
+    def would_be_half(self, number: int) -> bool:
+        """Whether autocast would make a result of the equation in half."""
+        return self.decision is not None and self.decision.results[number].kind == Kind.HALF
 
     def path(self, number: int) -> Path:
         """Returns the path of a result; operands have negative numbers."""

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.planning.states import Kind
 from ..._jaxpr.bind import bind
 from ..._jaxpr.calls import Side
 from ..._jaxpr.primitives import traits_of
@@ -97,17 +96,15 @@ class Tap:
         is_move = traits_of(name).keeps_elements or name == "bitcast_convert_type"
         if is_move or (is_cast and (self.probe.operands or _survives_cast(operands[0].number, arrays[0]))):
             moved = [operand._replace(array=array) for operand, array in zip(operands, arrays)]
-            is_number = lambda value: value.number is not None or not is_floating(value.array)
-            if all(value.source is not None or is_number(value) for value in moved):
+            if all(map(_is_known, moved)):
                 return moved
         argument = operands[0].argument if is_move or is_cast else ""
         is_scaled = any(value.is_scaled for value in operands)
         result = TapValue(None, None, argument, None, last_parameter_of(operands), is_scaled)
-        results, decision = [], point.decision
+        results = []
         for number, array in enumerate(arrays):
-            # Whether autocast would make it in half.
-            half = decision is not None and decision.results[number].kind == Kind.HALF
-            source = self.at(point, point.path(number), SiteKind.OPERATION, operands, array, half)
+            path, half = point.path(number), point.would_be_half(number)
+            source = self.at(point, path, SiteKind.OPERATION, operands, array, half)
             results.append(result._replace(array=array, source=source))
         return results
 
@@ -179,6 +176,10 @@ class Tap:
 def _literal(var: Var) -> TapValue:
     is_number = jnp.issubdtype(var.aval.dtype, jnp.floating) and not var.aval.shape
     return TapValue(var.val, number=float(var.val) if is_number else None)
+
+
+def _is_known(value: TapValue) -> bool:
+    return value.source is not None or value.number is not None or not is_floating(value.array)
 
 
 def _survives_cast(number: float | None, array: Array) -> bool:
