@@ -60,7 +60,7 @@ def argument_names(
 
 
 def subtrees(name: str) -> Iterator[str]:
-    """Yields the subtrees that hold `head/kernel`: `head`, and `head/kernel` itself."""
+    """Yields the subtrees that hold a leaf, the outermost first: `head`, then `head/kernel` itself."""
     keys = name.split("/")
     for depth in range(1, len(keys) + 1):
         yield "/".join(keys[:depth])
@@ -108,7 +108,7 @@ def _match(pattern: tuple[str, ...], keys: tuple[str, ...]) -> bool:
 
 
 def plain_scope(name_stack: str) -> str:
-    """Returns `decoder/head` of `transpose(jvp(decoder))/head`, a name stack of JAX."""
+    """Returns a name stack of JAX without transforms: `decoder/head` for `jvp(decoder)/head`."""
     scopes = re.sub(r"\w+\(|\)", "", name_stack) if "(" in name_stack else name_stack
     return "/".join(name for name in scopes.split("/") if name)
 

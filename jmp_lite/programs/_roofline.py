@@ -137,7 +137,7 @@ def roofline(
 
 
 def module_of(operation: str, depth: int) -> str:
-    """Returns `GPT/blocks_0` of `transpose(jvp(GPT))/blocks_0/attention/dot_general` at depth 2."""
+    """Returns the first names of a scope, without transforms and the operation itself."""
     # XLA joins the names of operations that it fuses by a semicolon.
     names = visible_scope(plain_scope(operation.partition(";")[0])).split("/")
     scopes = [name for name in names[:-1] if name not in _CALLS]

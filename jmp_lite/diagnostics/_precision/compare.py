@@ -125,7 +125,7 @@ def _check(tolerance: float | None) -> None:
 class Runs:
     """The errors with some modules in float32; each set of modules is run once.
 
-    `scale` is the loss scale of the runs in half, and `may_scale` allows to try another one.
+    `scale` is the loss scale of the runs in half; `may_scale` says whether another one may be tried.
     """
 
     def __init__(self, program: FlaggedProgram, scale: float, may_scale: bool) -> None:
