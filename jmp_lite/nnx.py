@@ -140,7 +140,6 @@ def _keep_dtypes(args: T, /, *, dtype: Any = None, inexact: bool = True) -> T:
 
 def _own_params(module: nnx.Module) -> dict[str, Any]:
     """Returns the attributes of `module` that hold parameters, themselves or in a container."""
-
     leaves = lambda value: jax.tree.leaves(value, is_leaf=_is_node)
     is_param = lambda leaf: isinstance(leaf, nnx.Param)
     return {name: value for name, value in vars(module).items() if any(map(is_param, leaves(value)))}

@@ -146,7 +146,8 @@ def _check_values(params: Any, values: Any) -> None:
     expected, given = shapes(params), shapes(values)
     if given != expected:
         differ = sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name))
-        in_values, in_params = (leaves.get(name := differ[0], "not there") for leaves in (given, expected))
+        name = differ[0]
+        in_values, in_params = (leaves.get(name, "not there") for leaves in (given, expected))
         raise ValueError(
             f"set_master_params(opt_state, params, values): {len(differ)} leaves differ in name or shape, "
             f"first {name!r}: {in_values} in values, {in_params} in params."
