@@ -25,7 +25,10 @@ def fewest(
     # As a rule, the error falls with each module that is added.
     enough_with = lambda count: is_enough(in_order(others[:count]))
     kept = in_order(others[: bisect.bisect_left(range(len(others)), True, key=enough_with)])
-    for module in reversed(kept):
-        if module not in needed and is_enough(without(kept, module)):
-            kept = without(kept, module)
-    return kept
+    while True:  # Without one module, another that was needed before may not be.
+        for module in reversed(kept):
+            if module not in needed and is_enough(without(kept, module)):
+                kept = without(kept, module)
+                break
+        else:
+            return kept
