@@ -23,7 +23,11 @@ from .quantize import BACKWARD, FORWARD, Quantized, quantize
 
 
 def multiply(
-    equation: Equation, left: Quantized, right: Quantized, dtype: Any, precision: Any = None
+    equation: Equation,
+    left: Quantized,
+    right: Quantized,
+    dtype: Any,
+    precision: Any = None,
 ) -> Array:
     """Runs a `dot_general` without batch axes on operands in fp8.
 

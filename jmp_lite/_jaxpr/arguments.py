@@ -93,7 +93,11 @@ class _Call:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kinds: tuple[type, ...]
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kinds: tuple[type, ...],
     ) -> None:
         self._fun = fun
         self.leaves, self._structure = jax.tree.flatten((args, kwargs))
