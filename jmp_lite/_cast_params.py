@@ -28,8 +28,7 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
 
     Raises:
         ValueError: a leaf has NaN or a number beyond the largest of its new dtype (65504 in float16), or too
-            many of its numbers become zero. The message names each such leaf, and the rules that keep it in
-            float32. Or `max_flushed` is not between 0 and 1.
+            many of its numbers become zero; or `max_flushed` is not between 0 and 1.
         TypeError: the call is under `jax.jit`.
 
     Examples:

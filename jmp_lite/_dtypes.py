@@ -41,22 +41,12 @@ def half_dtype() -> Any:
 
 
 def scalar_type(dtype: np.dtype) -> Any:
-    """Returns the type that `jax.numpy` has for `dtype`, so that `policy.compute_dtype is jnp.float16`.
-
-    Examples:
-        >>> scalar_type(np.dtype("float16")) is jnp.float16
-        True
-    """
+    """Returns the type that `jax.numpy` has for `dtype`, so that `policy.compute_dtype is jnp.float16`."""
     return getattr(jnp, dtype.name)
 
 
 def parse_dtype(spec: DTypeLike) -> np.dtype:
-    """Returns the floating dtype of a dtype, a scalar type or a name; other input raises an error.
-
-    Examples:
-        >>> parse_dtype("bf16")
-        dtype(bfloat16)
-    """
+    """Returns the floating dtype of a dtype, a scalar type or a name; other input raises an error."""
     if isinstance(spec, str):
         if spec == "half":
             return np.dtype(half_dtype())
@@ -98,10 +88,5 @@ def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def dtype_name(dtype: np.dtype) -> str:
-    """Returns the name that policies print for `dtype`; `parse_dtype` reads it back.
-
-    Examples:
-        >>> dtype_name(np.dtype("float32"))
-        'full'
-    """
+    """Returns the name that policies print for `dtype`, such as `full`; `parse_dtype` reads it back."""
     return _NAMES[dtype][0] if dtype in _NAMES else dtype.name

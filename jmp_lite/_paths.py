@@ -17,42 +17,22 @@ import jax
 
 
 def path_name(key_path: tuple[Any, ...]) -> str:
-    """Returns the name of a `jax.tree_util` key path.
-
-    Examples:
-        >>> path_name((jax.tree_util.DictKey("head"), jax.tree_util.GetAttrKey("kernel")))
-        'head/kernel'
-    """
+    """Returns the name of a `jax.tree_util` key path, such as `head/kernel`."""
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def join(path: str, name: str) -> str:
-    """Returns the name of `name` within the subtree `path`, which is empty at the root.
-
-    Examples:
-        >>> join("head", "kernel"), join("", "kernel")
-        ('head/kernel', 'kernel')
-    """
+    """Returns the name of `name` within the subtree `path`, which is empty at the root."""
     return f"{path}/{name}" if path else name
 
 
 def leaf_names(tree: Any) -> tuple[str, ...]:
-    """Returns the names of the leaves of `tree`, in the order of `jax.tree.leaves`.
-
-    Examples:
-        >>> leaf_names({"head": {"bias": 0, "kernel": 1}})
-        ('head/bias', 'head/kernel')
-    """
+    """Returns the names of the leaves of `tree`, in the order of `jax.tree.leaves`."""
     return tuple(name for name, _ in named_leaves(tree))
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Returns the leaves of `tree` with their names, in the order of `jax.tree.leaves`.
-
-    Examples:
-        >>> named_leaves({"head": {"bias": 0, "kernel": 1}})
-        [('head/bias', 0), ('head/kernel', 1)]
-    """
+    """Returns the leaves of `tree` with their names, in the order of `jax.tree.leaves`."""
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
@@ -62,12 +42,7 @@ def argument_names(
     kwargs: dict[str, Any],
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> tuple[str, ...]:
-    """Returns the names of the leaves of a call's arguments. Each begins with the name of its parameter.
-
-    Examples:
-        >>> argument_names(lambda params, *batch: None, ({"w": 0}, 1), {})
-        ('params/w', '1')
-    """
+    """Returns the names of the leaves of a call's arguments, such as `params/w`, or `1` of `*args`."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):  # Some built-in functions have none.
@@ -85,36 +60,21 @@ def argument_names(
 
 
 def subtrees(name: str) -> Iterator[str]:
-    """Yields the names of the subtrees that hold `name`, from the outermost to `name` itself.
-
-    Examples:
-        >>> list(subtrees("head/kernel"))
-        ['head', 'head/kernel']
-    """
+    """Yields the subtrees that hold a leaf, the outermost first: `head`, then `head/kernel` itself."""
     keys = name.split("/")
     for depth in range(1, len(keys) + 1):
         yield "/".join(keys[:depth])
 
 
 def nearest_paths(pattern: str, names: Iterable[str]) -> str:
-    """Returns, for an error, the at most four subtrees of the leaves `names` that look most like `pattern`.
-
-    Examples:
-        >>> nearest_paths("haed", ["head/kernel", "body"])
-        "'head', 'head/kernel'"
-    """
+    """Returns, for an error, at most four subtrees of the leaves `names` that look most like `pattern`."""
     paths = list(dict.fromkeys(path for name in names for path in subtrees(name)))
     near = difflib.get_close_matches(pattern.strip("*/"), paths, n=4, cutoff=0.3) or paths[:4]
     return ", ".join(map(repr, near)) or "none"
 
 
 def as_patterns(patterns: str | Iterable[str], takes: str) -> tuple[str, ...]:
-    """Returns one pattern or several as a tuple. The message of a TypeError begins with `takes`.
-
-    Examples:
-        >>> as_patterns("nu/**/head", "keep_float32 takes patterns")
-        ('nu/**/head',)
-    """
+    """Returns one pattern or several as a tuple. The message of a TypeError begins with `takes`."""
     if isinstance(patterns, Mapping):
         raise TypeError(f"{takes}, without values. Got {patterns!r}; pass {list(patterns)!r}.")
     if not isinstance(patterns, Iterable):
@@ -130,13 +90,9 @@ def as_patterns(patterns: str | Iterable[str], takes: str) -> tuple[str, ...]:
 def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` selects the leaf or subtree `name`.
 
-    `*`, `?` and `[abc]` match within one key, `**` matches any number of keys. A pattern selects a
-    whole subtree, so `head` means `head/**`. It may begin at any depth unless it starts with a
-    slash, as in a `.gitignore` file. Case matters.
-
-    Examples:
-        >>> matches("**/BatchNorm*", "stem/BatchNorm_0/scale"), matches("/BatchNorm*", "stem/BatchNorm_0")
-        (True, False)
+    `*`, `?` and `[abc]` match within one key, `**` matches any number of keys. A pattern selects a whole
+    subtree, so `head` means `head/**`. It may begin at any depth unless it starts with a slash, as in a
+    `.gitignore` file. Case matters.
     """
     anchored = pattern.startswith("/")
     keys = tuple(pattern.strip("/").split("/"))
@@ -152,12 +108,7 @@ def _match(pattern: tuple[str, ...], keys: tuple[str, ...]) -> bool:
 
 
 def plain_scope(name_stack: str) -> str:
-    """Returns a name stack of JAX without transforms such as `jvp(...)` around its names.
-
-    Examples:
-        >>> plain_scope("transpose(jvp(decoder))/head"), plain_scope("jvp()")
-        ('decoder/head', '')
-    """
+    """Returns a name stack of JAX without transforms: `decoder/head` for `jvp(decoder)/head`."""
     scopes = re.sub(r"\w+\(|\)", "", name_stack) if "(" in name_stack else name_stack
     return "/".join(name for name in scopes.split("/") if name)
 

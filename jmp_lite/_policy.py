@@ -97,12 +97,7 @@ class Policy(Shown):
         object.__setattr__(self, "rules", tuple(map(_as_rule, _pairs(self.rules))))
 
     def cast_to_param(self, x: T) -> T:
-        """Casts the floating leaves of the tree `x` to the parameter dtype.
-
-        Examples:
-            >>> jmp.get_policy("p=f16").cast_to_param(jnp.ones(2)).dtype
-            dtype('float16')
-        """
+        """Casts the floating leaves of the tree `x` to the parameter dtype."""
         return self._cast(x, "param_dtype")
 
     def cast_to_compute(self, x: T) -> T:
@@ -112,8 +107,7 @@ class Policy(Shown):
         its gradients are summed in the compute dtype. Keep such a parameter in float32 with a rule and cast
         it where it is used, or leave the casts to `linen.with_policy` or `nnx.with_policy`.
 
-        A rule may match no leaf of `x`, since `x` may be a batch. `check_rules(params)` finds a misspelled
-        rule.
+        A rule may match no leaf of `x`, such as a batch: `check_rules(params)` finds a misspelled rule.
 
         Examples:
             >>> policy = jmp.get_policy("c=bf16").with_rules({"head": "float32"})
@@ -124,21 +118,11 @@ class Policy(Shown):
         return self._cast(x, "compute_dtype")
 
     def cast_to_output(self, x: T) -> T:
-        """Casts the floating leaves of the tree `x` to the output dtype.
-
-        Examples:
-            >>> jmp.get_policy("c=f16,o=f32").cast_to_output(jnp.ones(2, jnp.float16)).dtype
-            dtype('float32')
-        """
+        """Casts the floating leaves of the tree `x` to the output dtype."""
         return self._cast(x, "output_dtype")
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """Returns the policy with the output dtype `output_dtype`.
-
-        Examples:
-            >>> str(jmp.get_policy("c=f16").with_output_dtype("float32"))
-            'p=full,c=f16,o=full'
-        """
+        """Returns the policy with the output dtype `output_dtype`."""
         return dataclasses.replace(self, output_dtype=parse_dtype(output_dtype))
 
     def with_rules(self, rules: Mapping[str, Any] | Iterable[Any]) -> "Policy":
@@ -154,21 +138,11 @@ class Policy(Shown):
         return dataclasses.replace(self, rules=[*_pairs(rules), *self.rules])
 
     def at(self, name: str) -> "Policy":
-        """Returns the policy of the leaf or subtree `name`, which has no rules.
-
-        Examples:
-            >>> policy = jmp.get_policy("c=f16").with_rules({"head": "float32"})
-            >>> policy.at("head/kernel").compute_dtype is jnp.float32
-            True
-        """
+        """Returns the policy of the leaf or subtree `name`, which has no rules."""
         return self._at_any([name])
 
     def check_rules(self, params: Any) -> None:
-        """Checks that every rule matches a leaf of `params`.
-
-        Raises:
-            ValueError: a rule that is not optional matches nothing; the message names the nearest
-                paths of the tree.
+        """Checks that every rule that is not optional matches a leaf of `params`, or raises a ValueError.
 
         Examples:
             >>> policy = jmp.get_policy("c=f16").with_rules({"haed": "float32"})
@@ -202,13 +176,11 @@ class Policy(Shown):
         return dataclasses.replace(self, rules=())
 
     def _notebook_text(self) -> str:
-        """Returns a line for each dtype, with its full name, and for each rule."""
         dtypes = {"parameters": self.param_dtype, "compute": self.compute_dtype, "output": self.output_dtype}
         rows = [(name, np.dtype(dtype).name) for name, dtype in dtypes.items()]
         return "\n".join(aligned([*rows, *((rule.pattern, str(rule.policy)) for rule in self.rules)], left=2))
 
     def __repr__(self) -> str:
-        """Returns the call of `get_policy` that makes the policy."""
         # The string of O2 has 240 characters.
         is_o2 = self.rules and self == get_policy("O2")
         return f"get_policy({'O2' if is_o2 else str(self)!r})"

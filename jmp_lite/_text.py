@@ -25,12 +25,7 @@ class Shown:
 
 
 def aligned(rows: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
-    """Returns the lines of a table. The first `left` columns are aligned left, the others right.
-
-    Examples:
-        >>> aligned([("name", "size"), ("w", "12")])
-        ['name  size', 'w       12']
-    """
+    """Returns the lines of a table. The first `left` columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     sides = "<" * left + ">" * (len(widths) - left)
     return [
@@ -40,12 +35,7 @@ def aligned(rows: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
 
 
 def fields_table(settings: Any) -> str:
-    """Returns a line with name and value for each field of a dataclass that is not None.
-
-    Examples:
-        >>> fields_table(jmp.StaticLossScale(32768))
-        'loss_scale  2**15'
-    """
+    """Returns a line with name and value for each field of a dataclass that is not None."""
     pairs = ((field.name, getattr(settings, field.name)) for field in dataclasses.fields(settings))
     rows = [(name, _number(value)) for name, value in pairs if value is not None]
     return "\n".join(aligned(rows)) or str(settings)
@@ -60,33 +50,17 @@ def _number(value: Any) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Returns a count with its noun.
-
-    Examples:
-        >>> plural(1, "matmul"), plural(2, "matmul")
-        ('1 matmul', '2 matmuls')
-    """
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def dynamic_scale(exponent: int) -> str:
-    """Returns the code of a dynamic loss scale that starts at a power of two; below 1 it needs a minimum.
-
-    Examples:
-        >>> dynamic_scale(15), dynamic_scale(-3)
-        ('jmp.DynamicLossScale(2.0**15)', 'jmp.DynamicLossScale(2.0**-3, min_loss_scale=2.0**-24)')
-    """
+    """Returns the code of a dynamic loss scale that starts at a power of two; below 1 it needs a minimum."""
     minimum = ", min_loss_scale=2.0**-24" if exponent < 0 else ""
     return f"jmp.DynamicLossScale(2.0**{exponent}{minimum})"
 
 
 def power(scale: float) -> str:
-    """Returns a loss scale as a power of two if it is one, and else as a number.
-
-    Examples:
-        >>> power(512.0), power(1000.0)
-        ('2**9', '1000')
-    """
+    """Returns a loss scale as a power of two, such as `2**9`, if it is one, and else as a number."""
     mantissa, exponent = math.frexp(scale)
     return f"2**{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
@@ -96,30 +70,14 @@ WIDTH = 90
 
 
 def wrapped(text: str, indent: int = 0, width: int = WIDTH) -> list[str]:
-    """Returns the lines of a paragraph, at most 90 columns wide; those after the first are indented further.
-
-    Examples:
-        >>> wrapped("short", 4)
-        ['    short']
-    """
-    first, more = " " * indent, " " * (indent + 4 if indent else 0)
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=more,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    """Returns the lines of a paragraph, at most `width` columns wide, all but the first indented more."""
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = " " * indent, " " * (indent + 4 if indent else 0)
+    return wrapper.wrap(text)
 
 
 def shortened(text: str) -> str:
-    """Returns a text in which the path of each file begins at the current directory, or at its package.
-
-    Examples:
-        >>> shortened("/usr/lib/python3.12/site-packages/optax/_src/base.py:3:1 (update)")
-        'optax/_src/base.py:3:1 (update)'
-    """
+    """Returns a text in which the path of each file begins at the current directory, or at its package."""
     here = os.getcwd().rstrip(os.sep) + os.sep
     text = re.sub(r"\S*/(?:site|dist)-packages/", "", text).replace(here, "")
     return re.sub(r"[\w.]+\.<locals>\.", "", text)  # Functions inside functions.

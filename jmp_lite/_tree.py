@@ -1,5 +1,6 @@
 """Casts and selections over pytrees, predicates of leaves, and state classes."""
 
+import copy
 import dataclasses
 from typing import Any, TypeVar
 
@@ -56,12 +57,7 @@ def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
-    """Casts the floating arrays, NumPy scalars and shapes of `tree`; Python numbers and all else stay.
-
-    Examples:
-        >>> jax.tree.map(lambda x: x.dtype.name, cast_floating({"w": jnp.ones(2), "n": jnp.arange(2)}, "f16"))
-        {'n': 'int32', 'w': 'float16'}
-    """
+    """Casts the floating arrays, NumPy scalars and shapes of `tree`; Python numbers and all else stay."""
     target = parse_dtype(dtype)
     return jax.tree.map(lambda leaf: cast_leaf(leaf, target), tree)
 
@@ -99,11 +95,8 @@ def at_least_float32(tree: T) -> T:
 
 @jax.custom_jvp
 def reuse_cast(x: jax.Array, cast: jax.Array) -> jax.Array:
-    """Returns `cast`, which is `x` in half. The gradients of all its uses are summed in the dtype of `x`.
-
-    Otherwise a weight that is cast once and used many times, in a loop or by a lookup, would have its
-    gradients summed in half. Nothing reads the value of `x`, so XLA removes what computes it.
-    """
+    """Returns `cast`, which is `x` in half. The gradients of all its uses are summed in the dtype of `x`."""
+    # Nothing reads the value of `x`, so XLA removes what computes it.
     del x
     return cast
 
@@ -153,12 +146,9 @@ STATIC = {"static": True}
 
 
 def register_state(cls: C) -> C:
-    """Registers a frozen dataclass as a pytree: `STATIC` fields are structure, all others are children.
-
-    The flattening comes from the fields, so that none can be forgotten. `jax.tree_util.register_dataclass`
-    would call `__init__` to unflatten. Its checks accept numbers only, and JAX and its users also make trees
-    of axes, shapes and shardings.
-    """
+    """Registers a frozen dataclass as a pytree: `STATIC` fields are structure, all others are children."""
+    # `jax.tree_util.register_dataclass` would call `__init__` to unflatten. Its checks accept numbers only,
+    # and JAX and its users also make trees of axes, shapes and shardings.
     fields = dataclasses.fields(cls)
     children = [f.name for f in fields if not f.metadata.get("static")]
     static = [f.name for f in fields if f.metadata.get("static")]
@@ -179,8 +169,7 @@ def register_state(cls: C) -> C:
 
 def replace_leaves(state: T, **changes: Any) -> T:
     """As `dataclasses.replace`, without `__init__` and its checks."""
-    copy = object.__new__(type(state))
-    for field in dataclasses.fields(state):  # type: ignore[arg-type]
-        value = changes[field.name] if field.name in changes else getattr(state, field.name)
-        object.__setattr__(copy, field.name, value)
-    return copy
+    new = copy.copy(state)
+    for name, value in changes.items():
+        object.__setattr__(new, name, value)
+    return new

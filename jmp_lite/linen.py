@@ -16,15 +16,14 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jmp_lite.linen needs Flax: pip install 'jmp_lite[flax]'.") from error
 
 from ._dtypes import DTypeLike, parse_reduce_dtype
-from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model
-from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, takes_dtype
+from ._flax.calls import Args, Kwargs, run_call, run_model
+from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, is_layer, takes_dtype
 from ._paths import join
 from ._policy import Policy
 from ._tree import cast_floating
 
 
 def _read_bias(module: Any) -> jax.Array | None:
-    """Returns the bias of a layer, as `Library.read_bias`."""
     batched = getattr(module, "batch_dims", ()) not in ((), [])  # 0 is an axis.
     return nn.unbox(module.get_variable("params", "bias")) if module.use_bias and not batched else None
 
@@ -60,8 +59,8 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
             everything in `head`.
         reduce_dtype: the dtype in which devices sum the weight gradients of `Dense` and `DenseGeneral`:
             float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
-            no forward-mode derivative (`jax.jvp`). The rows of an embedding that is looked up without a
-            batch, such as by positions, are then float32, and so are sums with them and their gradients.
+            no forward-mode derivative (`jax.jvp`), and the rows of an embedding that is looked up without a
+            batch, such as by positions, are float32.
 
     Returns:
         A module with the parameter tree of `module`. Call its methods by name, as in
@@ -120,7 +119,6 @@ class WithPolicy(nn.Module):
     # and of the plain one, and would take this module for the parent of others.
     @nn.nowrap
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
         return self._run("__call__", args, kwargs)
 
     @nn.nowrap
@@ -171,18 +169,14 @@ class WithPolicy(nn.Module):
             with nn.intercept_methods(functools.partial(_intercept, self, len(module.path))):
                 output = getattr(module, method)(*args, **kwargs)
             if module.is_initializing():
-                self._cast_initial_params(module)
+                params = module.variables.get("params", {})
+                self.policy.check_rules(params)
+                for name, value in self.policy.cast_to_param(params).items():
+                    module.put_variable("params", name, value)
             return output
 
         is_cell = is_cell_call(_LINEN, module, method)
         return run_model(run, self.policy, cast_floating, is_cell, args, kwargs)
-
-    @nn.nowrap
-    def _cast_initial_params(self, module: nn.Module) -> None:
-        params = module.variables.get("params", {})
-        self.policy.check_rules(params)
-        for name, value in self.policy.cast_to_param(params).items():
-            module.put_variable("params", name, value)
 
 
 def _call_method(name: str, model: WithPolicy, *args: Any, **kwargs: Any) -> Any:
@@ -205,14 +199,16 @@ def _intercept(
     if context.method_name in _CASTS_NOTHING or isinstance(module, WithPolicy):
         return call(*args, **kwargs)
     path = "/".join(module.path[depth:])
-    plan = plan_call(_LINEN, module, context.method_name, policy.at(path), model.reduce_dtype)
-    changes: dict[str, Any] = {"dtype": plan.compute_dtype} if takes_dtype(_LINEN, module) else {}
-    if plan.casts_params:
+    own_policy, changes = policy.at(path), dict[str, Any]()
+    if takes_dtype(_LINEN, module):
+        changes["dtype"] = np.dtype(own_policy.compute_dtype)
+    if not is_layer(_LINEN, module):
         changes["param"] = functools.partial(_cast_param, module, path, policy)
     elif policy.rules and changes:
         own = [name for name, value in module.variables.get("params", {}).items() if hasattr(value, "dtype")]
         check_layer_rules(policy, path, own, module)
-    return run_call(plan, module, changes, call, args, kwargs)
+    how = own_policy, model.reduce_dtype, changes
+    return run_call(_LINEN, module, context.method_name, *how, call, args, kwargs)
 
 
 def _cast_param(module: nn.Module, path: str, policy: Policy, name: str, *args: Any, **kwargs: Any) -> Any:

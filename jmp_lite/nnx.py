@@ -14,7 +14,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jmp_lite.nnx needs Flax: pip install 'jmp_lite[flax]'.") from error
 
 from ._dtypes import DTypeLike, parse_reduce_dtype
-from ._flax.calls import Args, Kwargs, plan_call, run_call, run_model
+from ._flax.calls import Args, Kwargs, run_call, run_model
 from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, is_layer, takes_dtype
 from ._paths import argument_names, join, path_name
 from ._policy import Policy
@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 
 def _read_bias(module: Any) -> jax.Array | None:
-    """Returns the bias of a layer, as `Library.read_bias`."""
     return None if module.bias is None or getattr(module, "batch_axis", None) else module.bias[...]
 
 
@@ -45,23 +44,12 @@ _SETTING = "_jmp_lite_setting"
 
 @dataclasses.dataclass(frozen=True)
 class _Setting:
-    """The policy of a module, held by the module itself.
+    """The policy of a module, held by the module itself."""
 
-    Attributes:
-        policy: the policy of the whole model.
-        path: the path of the module in the model.
-        is_model: whether the module is the whole model, and its call does not come from inside.
-        reduce_dtype: as in `with_policy`.
-    """
-
-    policy: Policy
-    path: str
-    is_model: bool
+    policy: Policy  # That of the whole model.
+    path: str  # That of the module in the model.
+    is_model: bool  # Whether the module is the whole model, and its call does not come from inside.
     reduce_dtype: np.dtype | None
-
-    def at(self, name: str) -> Policy:
-        """Returns the policy of an attribute of the module."""
-        return self.policy.at(join(self.path, name))
 
 
 def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> M:
@@ -80,10 +68,8 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
             given: to keep a layer in float32, write a rule.
         policy: its rules name modules, or single parameters of modules that you wrote. The rule `head` covers
             everything in `head`.
-        reduce_dtype: the dtype in which devices sum the weight gradients of `Linear` and `LinearGeneral`:
-            float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
-            no forward-mode derivative (`jax.jvp`). The rows of an embedding that is looked up without a
-            batch, such as by positions, are then float32, and so are sums with them and their gradients.
+        reduce_dtype: as in `jmp_lite.linen.with_policy`, for `Linear` and `LinearGeneral`: the dtype in which
+            devices sum their weight gradients, float32 or None for the compute dtype.
 
     Returns:
         A module of a subclass of the model's class. All public methods run under the policy. A call works on
@@ -154,11 +140,9 @@ def _keep_dtypes(args: T, /, *, dtype: Any = None, inexact: bool = True) -> T:
 
 def _own_params(module: nnx.Module) -> dict[str, Any]:
     """Returns the attributes of `module` that hold parameters, themselves or in a container."""
-
-    def holds_param(value: Any) -> bool:
-        return any(isinstance(leaf, nnx.Param) for leaf in jax.tree.leaves(value, is_leaf=_is_node))
-
-    return {name: value for name, value in vars(module).items() if holds_param(value)}
+    leaves = lambda value: jax.tree.leaves(value, is_leaf=_is_node)
+    is_param = lambda leaf: isinstance(leaf, nnx.Param)
+    return {name: value for name, value in vars(module).items() if any(map(is_param, leaves(value)))}
 
 
 def _is_node(value: Any) -> bool:
@@ -174,20 +158,16 @@ def _subclass(cls: type, layer: bool) -> type:
     names = {"__call__", "attend"} & set(dir(cls))
     if not layer:
         own = cls.__mro__[: cls.__mro__.index(nnx.Module)]
-        methods = {name for c in own for name, value in vars(c).items() if _is_method(value)}
+        # A function, or one under `nnx.jit`.
+        is_method = lambda x: callable(x) and not isinstance(x, (staticmethod, classmethod, type))
+        methods = {name for c in own for name, value in vars(c).items() if is_method(value)}
         names |= {name for name in methods if not name.startswith("_")}
     body = {name: _under_policy(name, getattr(cls, name)) for name in names}
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), body)
 
 
-def _is_method(value: Any) -> bool:
-    """Whether a class attribute is a method: a function, or one under `nnx.jit`."""
-    return callable(value) and not isinstance(value, (staticmethod, classmethod, type))
-
-
 def _under_policy(name: str, method: Callable[..., Any]) -> Any:
-    """Returns a method that runs `method` under the policy of its module."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,15 +180,15 @@ def _call(module: Any, name: str, method: Callable[..., Any], args: Args, kwargs
     """Calls one method of one module in the compute dtype that the policy gives it."""
     setting: _Setting = getattr(module, _SETTING)
     policy = setting.policy
-    plan = plan_call(_NNX, module, name, policy.at(setting.path), setting.reduce_dtype)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         changes: dict[str, Any] = {}
-        if plan.casts_params:
+        if not is_layer(_NNX, module):
             changes = {n: _cast_params(value, setting, n) for n, value in _own_params(module).items()}
         if setting.is_model:  # Calls from inside of this call are calls of a part of the model.
             changes[_SETTING] = dataclasses.replace(setting, is_model=False)
-        return run_call(plan, module, changes, functools.partial(method, module), args, kwargs)
+        how = policy.at(setting.path), setting.reduce_dtype, changes
+        return run_call(_NNX, module, name, *how, functools.partial(method, module), args, kwargs)
 
     if not setting.is_model:
         return run(*args, **kwargs)
@@ -225,7 +205,8 @@ def _cast_params(tree: Any, setting: _Setting, attribute: str) -> Any:
     def cast(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, nnx.Param):
             return leaf
-        dtype = np.dtype(setting.at(f"{attribute}/{path_name(path)}".rstrip("/")).compute_dtype)
+        name = join(setting.path, f"{attribute}/{path_name(path)}".rstrip("/"))
+        dtype = np.dtype(setting.policy.at(name).compute_dtype)
         return jax.tree.map(lambda value: cast_leaf(value, dtype), leaf)
 
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=_is_node)
@@ -241,9 +222,8 @@ def split_objects(
 ) -> tuple[Callable[..., tuple[T, Any]], tuple[Any, ...], Callable[[tuple[T, Any]], T]]:
     """Turns a call whose arguments hold NNX modules into a call of a function of arrays, for `autocast`.
 
-    Returns:
-        A function that returns the output of `fun` and the state of the modules after the call; the arguments
-        of that function; and a function that takes its results, updates the modules and returns the output.
+    Returns a function that returns the output of `fun` and the new state of the modules, its arguments, and a
+    function that takes its results, updates the modules and returns the output.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
     named = dict(zip(argument_names(fun, args, kwargs, is_leaf=is_object), leaves, strict=True))
@@ -270,5 +250,4 @@ def split_objects(
 
 
 def _value(leaf: Any) -> Any:
-    """Returns the array that a leaf of a state holds."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

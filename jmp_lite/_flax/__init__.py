@@ -1,5 +1,5 @@
 """What `linen` and `nnx` share. Read `products`, `layers`, then `calls`.
 
-`layers` tells the kinds of modules apart. `calls` plans one call of one module and runs the plan. `linen` and
-`nnx` only find the modules of a model and read their parameters.
+`layers` tells the kinds of modules apart. `calls` runs one call of one module. `linen` and `nnx` only find
+the modules of a model and read their parameters.
 """

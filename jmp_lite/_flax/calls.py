@@ -1,6 +1,5 @@
-"""One call of one module under a policy: `plan_call` decides what it needs, and `run_call` does it."""
+"""One call of one module, or of a whole model, under a policy."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,83 +16,40 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class CallPlan:
-    """What one call of one module needs under a policy.
-
-    Attributes:
-        compute_dtype: the dtype of the arithmetic.
-        casts_params: whether the module's own parameters are cast for the call, because a user wrote it.
-        looks_up_rows: whether the call reads rows of an embedding table.
-        keeps_shared_rows: whether rows that a batch shares stay float32, so that their gradient is summed
-            over the batch in float32.
-        bias: the bias that is added outside the layer, or None.
-        attributes: attributes of the layer for this call: no bias of its own if `bias` is given, and a
-            product with a wide weight gradient if one is asked for.
-        keeps_carry: whether the call is a step of a recurrent cell, whose carry keeps its dtype.
-    """
-
-    compute_dtype: np.dtype
-    casts_params: bool
-    looks_up_rows: bool
-    keeps_shared_rows: bool
-    bias: jax.Array | None
-    attributes: Mapping[str, Any]
-    keeps_carry: bool
-
-
-def plan_call(
-    library: Library, module: Any, method: str, policy: Policy, reduce_dtype: np.dtype | None
-) -> CallPlan:
-    """Returns what a call of `method` needs. `policy` is the policy at the module's path."""
-    compute_dtype = np.dtype(policy.compute_dtype)
-    layer = is_layer(library, module)
-    calls_layer = layer and method == "__call__"
-    bias = library.read_bias(module) if calls_layer and isinstance(module, library.biased) else None
-    changes = {} if bias is None else dict(library.no_bias)
-    # Such a layer computes in the dtype of the weight gradient, and would add its bias in this dtype too.
-    if calls_layer and isinstance(module, library.products) and (bias is not None or not module.use_bias):
-        changes |= wide_gradients(module, compute_dtype, reduce_dtype)
-    return CallPlan(
-        compute_dtype=compute_dtype,
-        casts_params=not layer,
-        looks_up_rows=calls_layer and isinstance(module, library.embedding),
-        keeps_shared_rows=reduce_dtype is not None,
-        bias=bias,
-        attributes=changes,
-        keeps_carry=is_cell_call(library, module, method),
-    )
-
-
 def run_call(
-    plan: CallPlan,
+    library: Library,
     module: Any,
+    method: str,
+    policy: Policy,
+    reduce_dtype: np.dtype | None,
     changes: Mapping[str, Any],
     call: Callable[..., Any],
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Runs a call as planned.
-
-    Args:
-        changes: attributes of the module for this call, in addition to those of the plan.
-        call: the method of Flax, which takes `args` and `kwargs`.
-    """
-    if plan.keeps_carry:
+    """Runs a `call` of `method` with attributes `changes`. `policy` is the policy at the module's path."""
+    compute_dtype, is_cell = np.dtype(policy.compute_dtype), is_cell_call(library, module, method)
+    calls_layer = is_layer(library, module) and method == "__call__"
+    bias = library.read_bias(module) if calls_layer and isinstance(module, library.biased) else None
+    changes = {**changes, **({} if bias is None else library.no_bias)}
+    if calls_layer and isinstance(module, library.products):
+        adds_bias = bias is None and module.use_bias
+        changes |= wide_gradients(module, compute_dtype, reduce_dtype, adds_bias)
+    if is_cell:
         args, kwargs = _strengthen_carry(args, kwargs)
 
     def run(**more: Any) -> Any:
-        with attributes(module, {**changes, **plan.attributes, **more}):
+        with attributes(module, {**changes, **more}):
             return call(*args, **kwargs)
 
-    if plan.looks_up_rows:
-        keeps_rows = plan.keeps_shared_rows and _is_shared(*args, **kwargs)
-        return _look_up(lambda dtype: run(dtype=dtype), plan.compute_dtype, keeps_rows)
+    if calls_layer and isinstance(module, library.embedding):
+        keeps_rows = reduce_dtype is not None and _is_shared(*args, **kwargs)
+        return _look_up(lambda dtype: run(dtype=dtype), compute_dtype, keeps_rows)
     output: Any = run()
-    if plan.bias is not None:
-        output = _add_bias(output, plan.bias)
-    if plan.keeps_carry:
-        output = _cast_cell_output(output, args[0] if args else kwargs["carry"], plan.compute_dtype)
+    if bias is not None:
+        output = _add_bias(output, bias)
+    if is_cell:
+        output = _cast_cell_output(output, args[0] if args else kwargs["carry"], compute_dtype)
     return output
 
 
@@ -105,13 +61,7 @@ def run_model(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Calls a whole model: casts its inputs to the compute dtype and its outputs to the output dtype.
-
-    Args:
-        run: the model, which takes `args` and `kwargs`.
-        cast: casts the floating leaves of a tree to a dtype.
-        keeps_carry: whether the model is a recurrent cell, whose carry keeps its dtype.
-    """
+    """Calls a whole model: casts its inputs to the compute dtype and its outputs to the output dtype."""
     carry, others = (args[:1], args[1:]) if keeps_carry else ((), args)
     kept = {name: value for name, value in kwargs.items() if name in ("carry", "initial_carry")}
     compute_dtype, output_dtype = np.dtype(policy.compute_dtype), np.dtype(policy.output_dtype)
@@ -128,38 +78,26 @@ def _is_shared(inputs: Any) -> bool:
 
 
 def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype, keeps_rows: bool) -> jax.Array:
-    """Reads rows of an embedding table in half precision, with gradients that are summed in float32.
-
-    The gradient of a row is the sum over all its uses, and such a sum stops growing in half precision: 256 +
-    1 is 256 in bfloat16. So the gradient is that of a lookup in float32. XLA removes the float32 lookup
-    itself, and devices that share a table gather it in half precision.
-
-    Args:
-        read: does the lookup in a dtype.
-        dtype: the compute dtype.
-        keeps_rows: whether the rows stay float32.
-    """
+    """Reads rows of an embedding table in half precision, with gradients that are summed in float32."""
+    # The gradient of a row is the sum over all its uses, and such a sum stops growing in half precision: 256
+    # + 1 is 256 in bfloat16. So the gradient is that of a lookup in float32. XLA removes the float32 lookup
+    # itself, and devices that share a table gather it in half precision.
     wide = jnp.promote_types(dtype, jnp.float32)
     rows = read(wide)
     return rows if keeps_rows or dtype == wide else reuse_cast(rows, read(dtype))
 
 
 def _add_bias(output: jax.Array, bias: jax.Array) -> jax.Array:
-    """Adds a float32 bias to the last dimensions of the half precision output of a layer.
-
-    The bias is cast after it was broadcast, so that its gradient is cast before it is summed, in float32. The
-    layers of Flax cast first, and sum bias gradients in half precision: on a CPU, XLA adds 40,960 ones in
-    float16 to 4,096.
-    """
+    """Adds a float32 bias to the last dimensions of the half precision output of a layer."""
+    # The bias is cast after it was broadcast, so that its gradient is summed in float32. The layers of Flax
+    # cast first: on a CPU, XLA then adds 40,960 ones in float16 to 4,096.
     return output + jnp.broadcast_to(bias, output.shape).astype(output.dtype)
 
 
 def _strengthen_carry(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments of a cell with a strongly typed carry.
-
-    A weakly typed float32 array, such as `jnp.full(shape, 0.5)`, takes the dtype of the half array that it is
-    added to, so that the carry would be rounded inside the cell.
-    """
+    """Returns the arguments of a cell with a strongly typed carry."""
+    # A weakly typed float32 array, such as `jnp.full(shape, 0.5)`, takes the dtype of the half array that it
+    # is added to, so that the carry would be rounded inside the cell.
     strengthen = lambda carry: jax.tree.map(lambda leaf: cast_leaf(leaf, jnp.result_type(leaf)), carry)
     if args:
         return (strengthen(args[0]), *args[1:]), kwargs
@@ -167,10 +105,7 @@ def _strengthen_carry(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _cast_cell_output(output: tuple[Any, Any], carry: Any, dtype: np.dtype) -> tuple[Any, Any]:
-    """Casts the new carry to the dtypes of the old one, as a scan needs, and the output to `dtype`.
-
-    A carry is usually float32, so that a long memory is not rounded on every step.
-    """
+    """Casts the new carry to the dtypes of the old one, as a scan needs, and the output to `dtype`."""
     new_carry, y = output
     new_carry = jax.tree.map(lambda new, old: cast_leaf(new, jnp.result_type(old)), new_carry, carry)
     return new_carry, jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), y)

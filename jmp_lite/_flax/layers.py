@@ -24,29 +24,17 @@ _MISSING: Any = object()
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """The classes of Linen, or of NNX, for which a policy does more than set a dtype.
+    """The classes of Linen, or of NNX, for which a policy does more than set a dtype."""
 
-    Attributes:
-        module: the base class of all modules.
-        embedding: the layer that looks up the rows of a table.
-        cell: the base class of recurrent cells.
-        products: the layers that multiply by a weight with their `dot_general` attribute.
-        biased: the layers that add a bias to the last dimensions of their output.
-        rewriters: the modules that change the parameters of another layer. They need unrounded parameters,
-            which the other layer then casts.
-        read_bias: returns the bias of a layer of `biased`; None if it has none, none yet, or one with a batch
-            dimension.
-        no_bias: the attributes with which a layer of `biased` adds no bias.
-    """
-
-    module: type
-    embedding: type
-    cell: type
-    products: tuple[type, ...]
-    biased: tuple[type, ...]
-    rewriters: tuple[type, ...]
+    module: type  # The base class of all modules.
+    embedding: type  # The layer that looks up the rows of a table.
+    cell: type  # The base class of recurrent cells.
+    products: tuple[type, ...]  # The layers that multiply by a weight with their `dot_general` attribute.
+    biased: tuple[type, ...]  # The layers that add a bias to the last dimensions of their output.
+    rewriters: tuple[type, ...]  # They change the parameters of another layer, which then casts them.
+    # Of a layer of `biased`; None without one or with a batch axis.
     read_bias: Callable[[Any], jax.Array | None]
-    no_bias: Mapping[str, Any]
+    no_bias: Mapping[str, Any]  # The attributes with which a layer of `biased` adds no bias.
 
 
 def is_layer(library: Library, module: Any) -> bool:
@@ -100,10 +88,8 @@ def check_layer_rules(policy: Policy, path: str, parameters: list[str], module: 
 
 @contextlib.contextmanager
 def attributes(module: Any, changes: dict[str, Any]) -> Iterator[None]:
-    """Sets attributes of `module` for the length of a call, in its `__dict__`.
-
-    Assigning them would raise an error of Flax, because the module is frozen or from another trace.
-    """
+    """Sets attributes of `module` for the length of a call, in its `__dict__`."""
+    # Assigning them would raise an error of Flax, because the module is frozen or from another trace.
     values = vars(module)
     before = {name: values.get(name, _MISSING) for name in changes}
     values.update(changes)

@@ -14,14 +14,15 @@ from .._jaxpr.products import product_with_wide_gradients
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
-def wide_gradients(layer: Any, compute_dtype: np.dtype, reduce_dtype: np.dtype | None) -> dict[str, Any]:
-    """Returns the attributes that give the weight of a Flax layer a gradient in `reduce_dtype`.
-
-    The layer then casts its input and weight to `reduce_dtype`, which XLA removes, and the product casts them
-    to `compute_dtype`. A layer with a product of its own keeps it.
-    """
+def wide_gradients(
+    layer: Any, compute_dtype: np.dtype, reduce_dtype: np.dtype | None, adds_bias: bool
+) -> dict[str, Any]:
+    """Returns the attributes that give the weight of a Flax layer a gradient in `reduce_dtype`."""
+    # The layer casts its input and weight to `reduce_dtype`, which XLA removes, and the product casts them to
+    # `compute_dtype`. A layer with a product of its own keeps it. A layer that adds a bias would add it in
+    # `reduce_dtype` too.
     own = getattr(layer, "dot_general_cls", None) or layer.dot_general not in (None, lax.dot_general)
-    if own or reduce_dtype is None or compute_dtype.itemsize >= reduce_dtype.itemsize:
+    if own or adds_bias or reduce_dtype is None or compute_dtype.itemsize >= reduce_dtype.itemsize:
         return {}
     return {"dtype": reduce_dtype, "dot_general": functools.partial(_dot_general, compute_dtype)}
 
@@ -33,11 +34,7 @@ def _dot_general(
     dimension_numbers: DimensionNumbers,
     **options: Any,
 ) -> jax.Array:
-    """Replaces `lax.dot_general` in a layer whose `x` and `weight` have the dtype of the weight gradient.
-
-    The product and both gradients have operands of the compute dtype, and the weight gradient is returned in
-    the dtype of `weight`. As a `jax.custom_vjp` it has no forward-mode derivative.
-    """
+    """Replaces `lax.dot_general` in a layer whose `x` and `weight` have the dtype of the weight gradient."""
     halves = x.astype(compute_dtype), weight.astype(compute_dtype)
     product = lambda x, weight: lax.dot_general(x, weight, dimension_numbers, **options)
     _, batch_axes = dimension_numbers

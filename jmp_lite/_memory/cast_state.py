@@ -13,21 +13,16 @@ from .._paths import as_patterns, leaf_names, matches, named_leaves, nearest_pat
 from .._tree import at_least_float32, cast_leaf, has_dtype, is_half
 from .half_params import master_states
 from .rounding import AxisName, first_key, key_of_shard, next_key, round_leaf
-from .wrapper import RESUME, as_transform, check_init, check_update, differentiated, update_inner
+from .wrapper import RESUME, Transform, as_transform, check_update, differentiated
 
 _FEW = 1024  # Elements.
 
 
 class CastStateState(NamedTuple):
-    """The state of `cast_state`.
+    """The state of `cast_state`."""
 
-    Attributes:
-        inner_state: the state of the wrapped transform, with arrays in half precision.
-        key: the `RoundingKey` of the next step, two scalars, uint32; None without stochastic rounding.
-    """
-
-    inner_state: Any
-    key: Any
+    inner_state: Any  # That of the wrapped transform, with arrays in half precision.
+    key: Any  # The `RoundingKey` of the next step; None without stochastic rounding.
 
 
 def cast_state(
@@ -41,13 +36,10 @@ def cast_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps an optimizer's floating state in bfloat16: it is widened for the update and rounded back.
 
-    AdamW's two moments then need 4 bytes for each parameter instead of 8. These keep their dtype:
-
-    - scalars, such as a learning rate or a loss scale;
-    - vectors of a few numbers that belong to no parameter (`optax.contrib.muon`);
-    - arrays that `init` makes from the values of the parameters, such as a copy of them
-      (`optax.contrib.mechanize`, `prodigy`, `schedule_free`). These optimizers read how far the parameters
-      have moved from the copy, and bfloat16 would round that distance away.
+    AdamW's two moments then need 4 bytes for each parameter instead of 8. Scalars keep their dtype, and so do
+    vectors of a few numbers that belong to no parameter (`optax.contrib.muon`), and arrays that `init` makes
+    from the values of the parameters (`optax.contrib.mechanize`, `prodigy`, `schedule_free`): bfloat16 would
+    round away how far the parameters have moved from them.
 
     If Adam's second moment is rounded to nearest, it does not decay: 0.999 times a bfloat16 number rounds to
     the same number. `stochastic_rounding=True` rounds with `stochastic_round`, and the mean decays.
@@ -87,13 +79,10 @@ def cast_state(
     transform = as_transform(made_by, inner)
     target = _checked_dtype(dtype)
     patterns = as_patterns(
-        keep_float32, 'cast_state: keep_float32 takes patterns such as "nu" or "nu/**/head"'
+        keep_float32, f'{made_by}: keep_float32 takes patterns such as "nu" or "nu/**/head"'
     )
-
     if key is not None and not stochastic_rounding:
-        raise ValueError(
-            f"{made_by}: key= is for stochastic_rounding=True, which was not given. Got {key!r}."
-        )
+        raise ValueError(f"{made_by}: key= is for stochastic_rounding=True, which is off. Got {key!r}.")
     key = 0 if key is None else key
 
     def rests(path: tuple[Any, ...], may_rest: bool) -> bool:
@@ -102,7 +91,6 @@ def cast_state(
         return may_rest and target != jnp.float32 and not kept
 
     def init(params: Any) -> Any:
-        check_init(made_by, params)
         state = transform.init(at_least_float32(params))
         if master_states(state):
             raise ValueError(
@@ -122,48 +110,38 @@ def cast_state(
         _check_settings(state, shapes, resting, target, stochastic_rounding)
         widen = lambda leaf, rest: leaf.astype(jnp.float32) if rest else leaf
         wide = jax.tree.map(widen, state.inner_state, resting)
-        updates, new = update_inner(made_by, transform, at_least_float32(updates), wide, params, extra_args)
+        updates, new = transform.update(at_least_float32(updates), wide, params, **extra_args)
         leaves, structure = jax.tree.flatten(new)
-        # `round_leaf` gives numbers that `target` holds, so that the cast after it is exact.
-        narrowed = [
-            round_leaf(leaf, target, key_of_shard(state.key, axis_name, leaf), index).astype(target)
-            if rest
-            else leaf
-            for index, (leaf, rest) in enumerate(zip(leaves, structure.flatten_up_to(resting), strict=True))
-        ]
+        for index, rest in enumerate(structure.flatten_up_to(resting)):
+            if rest:
+                leaf, leaf_key = leaves[index], key_of_shard(state.key, axis_name, leaves[index])
+                # `round_leaf` gives numbers that `target` holds, so that the cast after it is exact.
+                leaves[index] = round_leaf(leaf, target, leaf_key, index).astype(target)
         new_key = None if state.key is None else next_key(state.key)
-        return updates, CastStateState(structure.unflatten(narrowed), new_key)
+        return updates, CastStateState(structure.unflatten(leaves), new_key)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transform(init, update)
 
 
 def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
-    """Returns the shapes of the state that `init` makes, and whether each leaf may rest in half.
-
-    The jaxpr of `init` shows which arrays are made from the values of the parameters. The values cannot show
-    it: a bias of zeros equals its moment, and there are no values inside `jit`.
-    """
+    """Returns the shapes of the state that `init` makes, and whether each leaf may rest in half."""
     params = at_least_float32(params)
     traced, shapes = jax.make_jaxpr(init, return_shape=True)(params)
+    # The jaxpr shows which arrays are made from the values of the parameters. The values cannot show it: a
+    # bias of zeros equals its moment, and there are no values inside `jit`.
     jaxpr = traced.jaxpr
     from_params = set(map(id, jaxpr.invars))
     for equation in jaxpr.eqns:
         if any(id(operand) in from_params for operand in equation.invars):
             from_params.update(map(id, equation.outvars))
-    names = set(leaf_names(differentiated(params)))
-    may_rest = [
-        _is_floating_array(leaf)
-        and id(result) not in from_params
-        and (leaf.size > _FEW or _belongs_to_parameter(path, names))
-        for (path, leaf), result in zip(named_leaves(shapes), jaxpr.outvars, strict=True)
-    ]
+    # The path of a moment, such as `mu/head/kernel`, ends with the name of a parameter.
+    names = leaf_names(differentiated(params))
+    of_parameter = lambda path: any(not name or f"/{path}".endswith(f"/{name}") for name in names)
+    may_rest = []
+    for (path, leaf), result in zip(named_leaves(shapes), jaxpr.outvars, strict=True):
+        is_state = _is_floating_array(leaf) and id(result) not in from_params
+        may_rest.append(is_state and (leaf.size > _FEW or of_parameter(path)))
     return shapes, jax.tree.unflatten(jax.tree.structure(shapes), may_rest)
-
-
-def _belongs_to_parameter(path: str, names: set[str]) -> bool:
-    """Whether the path of an array, such as `mu/head/kernel`, ends with the name of a parameter."""
-    keys = path.split("/")
-    return any("/".join(keys[start:]) in names for start in range(len(keys) + 1))
 
 
 def _check_settings(
@@ -171,11 +149,7 @@ def _check_settings(
 ) -> None:
     """Raises a ValueError if `state` was made with other settings of `cast_state`.
 
-    Args:
-        state: what `update` was given.
-        shapes: the state that the wrapped transform's `init` makes, as shapes.
-        resting: a tree like `shapes` of booleans: whether a leaf rests in `target`.
-        target, stochastic_rounding: the settings of this `cast_state`.
+    `shapes` is the state that the wrapped transform's `init` makes, and `resting` a tree like it of booleans.
     """
     made, asked = ("with" if flag else "without" for flag in (state.key is not None, stochastic_rounding))
     if made != asked:
@@ -188,10 +162,8 @@ def _check_settings(
             "cast_state: the state does not belong to these gradients and this optimizer. Give a gradient "
             f"for each parameter. {RESUME}"
         )
-    leaves = named_leaves(state.inner_state)
-    for (name, leaf), shape, rest in zip(
-        leaves, jax.tree.leaves(shapes), jax.tree.leaves(resting), strict=True
-    ):
+    expected = zip(jax.tree.leaves(shapes), jax.tree.leaves(resting), strict=True)
+    for (name, leaf), (shape, rest) in zip(named_leaves(state.inner_state), expected, strict=True):
         if is_half(leaf) != (rest or is_half(shape)):
             dtype = target if rest else shape.dtype
             raise ValueError(
@@ -201,7 +173,7 @@ def _check_settings(
 
 
 def _is_floating_array(leaf: Any) -> bool:
-    """Whether `leaf` is a floating array. A scalar, such as a loss scale, is none."""
+    """Whether a leaf is a floating array and no scalar, as a loss scale is."""
     return has_dtype(leaf, jnp.floating) and np.ndim(leaf) > 0
 
 

@@ -9,30 +9,17 @@ import optax
 
 from .._paths import path_name
 from .._tree import at_least_float32, is_half
-from .rounding import (
-    AxisName,
-    RoundingKey,
-    first_key,
-    key_of_shard,
-    next_key,
-    round_leaf,
-    round_to,
-    update_to,
-)
-from .wrapper import RESUME, as_transform, check_init, check_update, update_inner
+from . import rounding
+from .rounding import AxisName, RoundingKey
+from .wrapper import RESUME, Transform, as_transform, check_update
 
 
 class MasterWeightsState(NamedTuple):
-    """The state of `with_master_weights`.
+    """The state of `with_master_weights`."""
 
-    Attributes:
-        masters: a tree like the parameters. It has a float32 master for each parameter narrower than float32,
-            and `optax.MaskedNode()`, which has no arrays, for each other parameter.
-        inner_state: the state of the wrapped transform.
-    """
-
+    # A tree like the parameters: float32 masters, and `optax.MaskedNode()` where none is needed.
     masters: Any
-    inner_state: Any
+    inner_state: Any  # That of the wrapped transform.
 
 
 def with_master_weights(
@@ -49,8 +36,8 @@ def with_master_weights(
 
         tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(3e-4)))
 
-    If a parameter differs from its rounded master, because you loaded another checkpoint, averaged or clipped
-    the weights, the parameter wins: the optimizer goes on from it.
+    If a parameter differs from its rounded master, because you have loaded, averaged or clipped weights, the
+    optimizer goes on from the parameter.
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`, which then accumulates in float32.
@@ -78,7 +65,7 @@ def with_master_weights(
         (Array(0.000977, dtype=float16), Array(0.00073242, dtype=float32))
     """
     made_by = "with_master_weights"
-    transform = as_transform(made_by, inner)
+    transform = as_transform(made_by, inner, needs_all=True)
 
     def init(params: Any) -> Any:
         inner_state = _init_in_float32(made_by, transform, params)
@@ -88,25 +75,20 @@ def with_master_weights(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, MasterWeightsState, state, params, needs_params=True)
         full = full_params(params, state.masters)
-        updates, new, inner_state = _update_in_float32(
-            made_by, transform, updates, state.inner_state, params, full, extra_args
-        )
+        grads = at_least_float32(updates)
+        changes, inner_state = transform.update(grads, state.inner_state, full, **extra_args)
+        new = optax.apply_updates(full, changes)
         masters = jax.tree.map(lambda p, master: master if is_half(p) else optax.MaskedNode(), params, new)
-        return updates, MasterWeightsState(masters, inner_state)
+        return _rounding_updates(params, changes, new), MasterWeightsState(masters, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transform(init, update)
 
 
 class StochasticRoundingState(NamedTuple):
-    """The state of `with_stochastic_rounding`.
+    """The state of `with_stochastic_rounding`."""
 
-    Attributes:
-        inner_state: the state of the wrapped transform.
-        key: the `RoundingKey` of the next step, two scalars, uint32.
-    """
-
-    inner_state: Any
-    key: Any
+    inner_state: Any  # That of the wrapped transform.
+    key: Any  # The `RoundingKey` of the next step.
 
 
 def with_stochastic_rounding(
@@ -133,9 +115,9 @@ def with_stochastic_rounding(
         key: an integer or a PRNG key. The same key gives the same run. The state holds the key of the next
             step, and a step that `with_loss_scale` skips does not change it.
         axis_name: under `shard_map`, the axis name or names over which parameters are sharded; under `vmap`,
-            the axis of an ensemble. Without it all shards or members use the same random bits, so that equal
-            numbers are rounded alike. Replicated parameters always use the same bits on all devices, unless
-            `shard_map` has `check_vma=False`. Not needed under `jit`.
+            the axis of an ensemble. Without it all shards or members use the same random bits. Replicated
+            parameters use the same bits on all devices, unless `shard_map` has `check_vma=False`. Not needed
+            under `jit`.
 
     Returns:
         A transform, whose `update` needs the parameters. Its updates of half parameters are float32:
@@ -157,32 +139,27 @@ def with_stochastic_rounding(
         ('bfloat16', 0.06)
     """
     made_by = "with_stochastic_rounding"
-    transform = as_transform(made_by, inner)
+    transform = as_transform(made_by, inner, needs_all=True)
 
     def init(params: Any) -> Any:
-        return StochasticRoundingState(_init_in_float32(made_by, transform, params), first_key(made_by, key))
+        return StochasticRoundingState(
+            _init_in_float32(made_by, transform, params), rounding.first_key(made_by, key)
+        )
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, StochasticRoundingState, state, params, needs_params=True)
-        key_of = lambda param: key_of_shard(state.key, axis_name, param)
-        updates, _, inner_state = _update_in_float32(
-            made_by,
-            transform,
-            updates,
-            state.inner_state,
-            params,
-            at_least_float32(params),
-            extra_args,
-            key_of,
-        )
-        return updates, StochasticRoundingState(inner_state, next_key(state.key))
+        full = at_least_float32(params)
+        grads = at_least_float32(updates)
+        changes, inner_state = transform.update(grads, state.inner_state, full, **extra_args)
+        key_of = lambda param: rounding.key_of_shard(state.key, axis_name, param)
+        updates = _rounding_updates(params, changes, optax.apply_updates(full, changes), key_of)
+        return updates, StochasticRoundingState(inner_state, rounding.next_key(state.key))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transform(init, update)
 
 
-def _init_in_float32(made_by: str, transform: optax.GradientTransformationExtraArgs, params: Any) -> Any:
+def _init_in_float32(made_by: str, transform: Transform, params: Any) -> Any:
     """Returns the state of the wrapped transform for float32 parameters. It may not round any itself."""
-    check_init(made_by, params)
     state = transform.init(at_least_float32(params))
     rounds = lambda node: isinstance(node, (MasterWeightsState, StochasticRoundingState))
     if any(map(rounds, jax.tree.leaves(state, is_leaf=rounds))):
@@ -193,37 +170,21 @@ def _init_in_float32(made_by: str, transform: optax.GradientTransformationExtraA
     return state
 
 
-def _update_in_float32(
-    made_by: str,
-    transform: optax.GradientTransformationExtraArgs,
-    grads: Any,
-    inner_state: Any,
-    params: Any,
-    full: Any,
-    extra_args: dict[str, Any],
-    key_of: Callable[[jax.Array], RoundingKey | None] = lambda _: None,
-) -> tuple[Any, Any, Any]:
-    """Runs the wrapped transform as in a float32 program, and rounds the new half parameters.
+def _rounding_updates(
+    params: Any, changes: Any, new: Any, key_of: Callable[[jax.Array], RoundingKey | None] = lambda _: None
+) -> Any:
+    """Returns `changes` with updates that make half parameters those of `new`, rounded.
 
-    Args:
-        made_by: the name of the wrapper, for errors.
-        transform, grads, inner_state, extra_args: the wrapped transform, and what its `update` gets.
-        params, full: the parameters as they rest, and the same parameters in float32.
-        key_of: returns the key that rounds a parameter stochastically, or None to round to nearest.
-
-    Returns:
-        The updates of `params`, the new parameters before they are rounded, and the new state of `transform`.
+    `key_of` returns the key that rounds a parameter stochastically, or None to round to nearest.
     """
-    changes, inner_state = update_inner(
-        made_by, transform, at_least_float32(grads), inner_state, full, extra_args, needs_all=True
-    )
-    new = optax.apply_updates(full, changes)
     leaves, structure = jax.tree.flatten(params)
     updates = structure.flatten_up_to(changes)
     for index, (param, new_param) in enumerate(zip(leaves, structure.flatten_up_to(new), strict=True)):
         if is_half(param):
-            updates[index] = update_to(param, round_leaf(new_param, param.dtype, key_of(param), index))
-    return structure.unflatten(updates), new, inner_state
+            updates[index] = rounding.update_to(
+                param, rounding.round_leaf(new_param, param.dtype, key_of(param), index)
+            )
+    return structure.unflatten(updates)
 
 
 def full_params(params: Any, masters: Any) -> Any:
@@ -241,7 +202,7 @@ def full_params(params: Any, masters: Any) -> Any:
         if not has_master:
             return param
         # Not a cast: XLA may drop a cast to half and back, and then every parameter would look changed.
-        unchanged = round_to(master, param.dtype) == param.astype(jnp.float32)
+        unchanged = rounding.round_to(master, param.dtype) == param.astype(jnp.float32)
         return jnp.where(unchanged, master, param.astype(jnp.float32))
 
     # JAX sees no leaf in `optax.MaskedNode`, which stands for a parameter without a master.
@@ -264,18 +225,13 @@ def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:
     state = inner.init(wide)
     if not any(map(is_half, jax.tree.leaves(params))) or not master_states(state):
         return state
-    return jax.tree.map(
-        lambda wide, narrow: narrow if is_master_state(wide) else wide,
-        *(state, inner.init(params)),
-        is_leaf=is_master_state,
-    )
+    choose = lambda wide, narrow: narrow if is_master_state(wide) else wide
+    return jax.tree.map(choose, state, inner.init(params), is_leaf=is_master_state)
 
 
 def is_master_state(node: Any) -> bool:
-    """Whether `node` is a state of `with_master_weights`."""
     return isinstance(node, MasterWeightsState)
 
 
 def master_states(tree: Any) -> list[MasterWeightsState]:
-    """Returns the states of `with_master_weights` in `tree`, at any depth."""
     return [node for node in jax.tree.leaves(tree, is_leaf=is_master_state) if is_master_state(node)]

@@ -28,9 +28,9 @@ def master_params(opt_state: Any, params: T) -> T:
         params: the parameters that belong to it.
 
     Returns:
-        A tree like `params`. A half parameter is replaced by its master, bit for bit. If it has no master or
-        was changed since the last step, it is cast to float32. Other parameters stay as they are. The arrays
-        may be those of the state: copy them before a step that donates the state.
+        A tree like `params`, with the master of each half parameter, bit for bit. One without a master, or
+        changed since the last step, is cast to float32. The arrays may be those of the state: copy them
+        before a step that donates it.
 
     Raises:
         ValueError: there is no state of `with_master_weights`, or one of other parameters.
@@ -94,10 +94,8 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
     def with_values(state: Any) -> Any:
         if not is_master_state(state):
             return state
-        new = jax.tree_util.tree_map_with_path(
-            lambda path, old: placed_like(by_path[path_name(path)], old), state.masters
-        )
-        return MasterWeightsState(new, state.inner_state)
+        place = lambda path, old: placed_like(by_path[path_name(path)], old)
+        return MasterWeightsState(jax.tree_util.tree_map_with_path(place, state.masters), state.inner_state)
 
     new_state = jax.tree.map(with_values, opt_state, is_leaf=is_master_state)
     return jax.tree.map(param, params, values), new_state
@@ -123,10 +121,9 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
     states = master_states(opt_state)
     if not states:
         raise ValueError(
-            "No optimizer wrapped in with_master_weights was found in this state. Wrap yours, "
-            "tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(3e-4))), and give the state that "
-            "tx.init returned. A checkpoint that was restored as plain dicts: restore it with a target, "
-            "tx.init(params)."
+            "No optimizer wrapped in with_master_weights was found in this state. Wrap yours, and give the "
+            "state of its init: tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(3e-4))). "
+            "Restore a checkpoint with a target, tx.init(params)."
         )
     by_path: dict[str, jax.Array] = {}
     known = shapes(params)
@@ -138,9 +135,8 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
                     f"{known.get(name, 'none of this name')}. Give the parameters that belong to the state."
                 )
             if name in by_path:
-                raise ValueError(
-                    f"The state has two masters of the parameter {name!r}. Give the state of one optimizer."
-                )
+                two = f"The state has two masters of the parameter {name!r}"
+                raise ValueError(f"{two}. Give the state of one optimizer.")
             by_path[name] = master
     return by_path
 

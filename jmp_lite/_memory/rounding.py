@@ -32,9 +32,8 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
     """Rounds to one of the two neighbours in `dtype`, at random, so that the mean of the result is `x`.
 
     If `x` lies a fraction t of the way from its lower to its upper neighbour, it becomes the upper one with
-    probability t. So a sum of many small updates is right on average, while rounding to nearest loses every
-    update below half a unit in the last place (Gupta et al., Deep Learning with Limited Numerical Precision,
-    ICML 2015; Croci et al., Stochastic rounding, 2022).
+    probability t. So a sum of many small updates is right on average (Gupta et al., Deep Learning with
+    Limited Numerical Precision, ICML 2015; Croci et al., Stochastic rounding, 2022).
 
     The probability is exact for bfloat16, and exact to `2**-24` for other dtypes. Numbers that `dtype` holds
     do not change, including zero, subnormal numbers, inf and NaN. Numbers beyond the largest finite number of
@@ -71,9 +70,7 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
         )
     x = jnp.asarray(x)
     if not has_dtype(x, jnp.floating):
-        raise TypeError(
-            f"{made_by} rounds floating numbers. Got x of {x.dtype.name}. Cast x to float32 first."
-        )
+        raise TypeError(f"{made_by} rounds floating numbers. Got x of {x.dtype.name}. Cast it to float32.")
     return round_leaf(x, target, rounding_key(made_by, key), 0).astype(target)
 
 
@@ -85,27 +82,20 @@ def round_leaf(x: jax.Array, dtype: np.dtype, key: "RoundingKey | None", leaf: i
 def round_to(x: jax.Array, dtype: np.dtype, bits: jax.Array | None = None) -> jax.Array:
     """Returns `x` in float32, rounded to numbers that `dtype` holds; those too large become inf.
 
-    Args:
-        x: a floating array of any shape.
-        dtype: a dtype of fewer bits than float32.
-        bits: random bits, uint32, the shape of `x`; None to round to nearest, ties to even.
+    It rounds to nearest, ties to even, or with random bits, uint32, of the shape of `x`.
     """
     has_float32_exponent = jnp.finfo(dtype).maxexp == jnp.finfo(jnp.float32).maxexp
     return (_drop_bits if has_float32_exponent else _round_on_grid)(x.astype(jnp.float32), dtype, bits)
 
 
 def _drop_bits(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax.Array:
-    """`round_to` for a dtype with the exponent of float32, whose numbers are float32 without the last bits.
-
-    Adds a number between 0 and all dropped bits, then cuts these bits off. A carry into the exponent is
-    right: the number after 1.99 is 2.0, and the number after the largest one is inf.
-    """
+    """`round_to` for a dtype with the exponent of float32: its numbers are float32 without the last bits."""
+    # Adds a number between 0 and all dropped bits, then cuts these bits off. A carry into the exponent is
+    # right: the number after 1.99 is 2.0, and the number after the largest one is inf.
     dropped = 23 - jnp.finfo(dtype).nmant
     all_dropped = np.uint32(2**dropped - 1)
     pattern = lax.bitcast_convert_type(x, jnp.uint32)
-    added = (
-        pattern >> dropped & 1
-    ) + all_dropped // 2  # To nearest: half, and a tie goes to the even number.
+    added = (pattern >> dropped & 1) + all_dropped // 2  # To nearest: half, and a tie goes to even.
     if bits is not None:
         beyond = jnp.abs(x) > float(jnp.finfo(dtype).max)
         added = jnp.where(beyond, added, bits & all_dropped)
@@ -115,10 +105,8 @@ def _drop_bits(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax.Arr
 
 
 def _round_on_grid(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax.Array:
-    """`round_to` for a dtype with a smaller exponent: counts in gaps between its numbers around `x`.
-
-    A gap is a power of two, at least that between subnormal numbers, so the division by it is exact.
-    """
+    """`round_to` for a dtype with a smaller exponent: counts in gaps between its numbers around `x`."""
+    # A gap is a power of two, at least that between subnormal numbers, so the division by it is exact.
     limits = jnp.finfo(dtype)
     size = jnp.abs(x)
     exponent = lax.bitcast_convert_type(size, jnp.uint32) & _EXPONENT
@@ -140,13 +128,8 @@ def _round_on_grid(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax
 def update_to(param: jax.Array, rounded: jax.Array) -> jax.Array:
     """Returns the float32 update with which `optax.apply_updates` turns `param` into `rounded`.
 
-    The sum is exact if float32 holds the difference, which fails only if `param` is 2**13 times larger than
-    `rounded` in float16, or 2**16 times in bfloat16. Then no float32 update is exact, and the sum is off by
-    at most a unit in the last place of `param` in float32. On a CPU, XLA takes updates below 2**-126 for 0.
-
-    Args:
-        param: an array narrower than float32.
-        rounded: the new numbers, from `round_to`, in float32.
+    The sum is exact unless `param` is 2**13 times larger than `rounded` in float16, or 2**16 times in
+    bfloat16. On a CPU, XLA takes updates below 2**-126 for 0.
     """
     old = param.astype(jnp.float32)
     # Only minus zero leaves every parameter as it is: an update of 0.0 turns -0.0 into 0.0.
@@ -154,25 +137,18 @@ def update_to(param: jax.Array, rounded: jax.Array) -> jax.Array:
 
 
 class RoundingKey(NamedTuple):
-    """The key of one step: two scalars, since XLA would fuse all readers of one small array into one kernel.
+    """The key of a step: two uint32 scalars, since XLA fuses all readers of a small array into one kernel."""
 
-    Attributes:
-        word: a random number that stays the same over a run, shape `()`, uint32.
-        step: the number of the step, counted from a random number on, shape `()`, uint32.
-    """
-
-    word: Any
-    step: Any
+    word: Any  # A random number that stays the same over a run.
+    step: Any  # The number of the step, counted from a random number on.
 
 
 def first_key(made_by: str, key: Any) -> RoundingKey:
-    """Returns the key of the first step of the public function `made_by`, from an integer or a PRNG key.
-
-    Two functions that are given the same `key` draw different bits.
-    """
+    """Returns the key of the first step of the public function `made_by`, from an integer or a PRNG key."""
     if isinstance(key, (int, np.integer)):
         key = jax.random.key(int(key))
     first = rounding_key(made_by, key)
+    # Two functions that are given the same `key` draw different bits.
     return RoundingKey(first.word ^ np.uint32(zlib.crc32(made_by.encode())), first.step)
 
 
@@ -187,16 +163,12 @@ def rounding_key(made_by: str, key: Any) -> RoundingKey:
 
 
 def next_key(key: RoundingKey) -> RoundingKey:
-    """Returns the key of the step after that of `key`."""
     # `flax.serialization` restores NumPy scalars, which warn when they wrap around.
     return RoundingKey(key.word, jnp.asarray(key.step) + np.uint32(1))
 
 
 def key_of_shard(key: RoundingKey | None, axis_name: AxisName, x: jax.Array) -> RoundingKey | None:
-    """Returns the key for the part of `x` that this device, or ensemble member, has along the named axes.
-
-    If `shard_map` knows that an array is the same along an axis, all devices have one key.
-    """
+    """Returns the key for the part of `x` that this device, or ensemble member, has along the named axes."""
     if key is None or axis_name is None:
         return key
     word = jnp.asarray(key.word)
@@ -208,28 +180,24 @@ def key_of_shard(key: RoundingKey | None, axis_name: AxisName, x: jax.Array) -> 
                 f"Stochastic rounding: axis_name={axis!r} is no axis of a jax.shard_map or jax.vmap around "
                 "the update. Under jit leave axis_name out: devices round apart there."
             ) from error
-        # With `check_vma=False` no array is known to vary along an axis, not even the index of the axis.
+        # If `shard_map` knows that an array is the same along an axis, all devices have one key. With
+        # `check_vma=False` no array is known to vary along an axis, not even the index of the axis.
         if axis in _varying_axes(x) or axis not in _varying_axes(index):
             word = _hash(word + (index.astype(jnp.uint32) + np.uint32(1)) * np.uint32(_GOLDEN))
     return RoundingKey(word, key.step)
 
 
 def _varying_axes(x: jax.Array) -> frozenset[str]:
-    """Returns the axes of `shard_map` along which the values of `x` may vary."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def random_bits(key: RoundingKey, leaf: int, x: jax.Array) -> jax.Array:
     """Returns random bits of the shape of `x`, uint32, which repeat after 2**32 elements.
 
-    The bits do not depend on the number of devices. The index of an element is computed from its indices
-    along the axes, so that each device makes the bits of its own part of a sharded array.
-
-    Args:
-        key: from `first_key`, `next_key` or `rounding_key`.
-        leaf: the number of the array among those that are rounded with one key.
-        x: the array to round. The bits have its sharding on a mesh of explicit axes.
+    They do not depend on the number of devices. `leaf` numbers the arrays that are rounded with one key.
     """
+    # The index of an element is computed from its indices along the axes, so that each device makes the bits
+    # of its own part of a sharded array.
     index = jnp.zeros_like(x, jnp.uint32)
     for axis, size in enumerate(x.shape):
         # One axis at a time: on a mesh of explicit axes, each device holds the whole iota.

@@ -9,30 +9,57 @@ import optax
 from .._paths import named_leaves
 from .._tree import without_nnx_variables
 
+Transform = optax.GradientTransformationExtraArgs
 RESUME = (
     "To go on from the state of a plain optimizer, of other wrappers or of other settings: "
     "opt_state = jmp.resume(tx, params, opt_state)."
 )
 
 
-def as_transform(made_by: str, inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` as a transform whose `update` takes extra arguments; a TypeError if it is none."""
+def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transform:
+    """Returns `inner` with checks of the parameters, gradients and state that the wrapper `made_by` gives it.
+
+    `needs_all` says whether every parameter needs a gradient; `optax.sgd` accepts some of them.
+    """
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             f"{made_by}(inner) wraps an optax transform such as optax.adamw(3e-4). Got {inner!r}."
         )
-    return optax.with_extra_args_support(inner)
+    transform = optax.with_extra_args_support(inner)
 
+    def init(params: Any) -> Any:
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            raise TypeError(
+                f"{made_by}: init takes arrays. Got jax.ShapeDtypeStruct. For the shapes of the state: "
+                "jax.eval_shape(tx.init, params)."
+            )
+        return transform.init(params)
 
-def check_init(made_by: str, params: Any) -> None:
-    """Raises a TypeError if `init` was given shapes in place of parameters."""
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-        raise TypeError(
-            f"{made_by}: init takes arrays. Got jax.ShapeDtypeStruct. For the shapes of the state: "
-            "jax.eval_shape(tx.init, params)."
-        )
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        given, known = shapes(updates), {} if params is None else shapes(differentiated(params))
+        # `optax.contrib.dpsgd` takes gradients with one axis more, that of the examples.
+        if params is not None and any(shape[1:] != known.get(name) for name, shape in given.items()):
+            _check_shapes(made_by, given, known)
+        if needs_all:
+            _check_complete(made_by, given, known)
+        try:
+            updates, new_state = transform.update(updates, state, params, **extra_args)
+        except Exception as error:
+            _check_complete(made_by, given, known)
+            fresh = state if params is None else jax.eval_shape(transform.init, params)
+            if jax.tree.structure(state) != jax.tree.structure(fresh):
+                raise ValueError(
+                    f"{made_by}: The optimizer state is that of another optimizer or of other settings. "
+                    f"{RESUME}"
+                ) from error
+            raise
+        if params is not None:
+            _check_shapes(made_by, shapes(differentiated(updates)), known)
+        return updates, new_state
+
+    return Transform(init, update)
 
 
 def check_update(
@@ -46,47 +73,8 @@ def check_update(
             f"Got {type(state).__name__}. {hint}"
         )
     if needs_params and params is None:
-        raise ValueError(
-            f"{made_by}: the update depends on the parameters: tx.update(grads, opt_state, params)."
-        )
-
-
-def update_inner(
-    made_by: str,
-    transform: optax.GradientTransformationExtraArgs,
-    grads: Any,
-    state: Any,
-    params: Any,
-    extra_args: dict[str, Any],
-    *,
-    needs_all: bool = False,
-) -> tuple[Any, Any]:
-    """Calls the `update` of the wrapped transform. A ValueError names gradients or a state that do not fit.
-
-    Args:
-        made_by: the name of the wrapper.
-        transform, grads, state, params, extra_args: the wrapped transform, and what its `update` gets.
-        needs_all: whether every parameter needs a gradient. `optax.sgd` accepts some of them.
-    """
-    given, known = shapes(grads), {} if params is None else shapes(differentiated(params))
-    # `optax.contrib.dpsgd` takes gradients with one axis more, that of the examples.
-    if params is not None and any(shape[1:] != known.get(name) for name, shape in given.items()):
-        _check_shapes(made_by, given, known)
-    if needs_all:
-        _check_complete(made_by, given, known)
-    try:
-        updates, new_state = transform.update(grads, state, params, **extra_args)
-    except Exception as error:
-        _check_complete(made_by, given, known)
-        fresh = state if params is None else jax.eval_shape(transform.init, params)
-        if jax.tree.structure(state) != jax.tree.structure(fresh):
-            raise ValueError(
-                f"{made_by}: The optimizer state is that of another optimizer or of other settings. {RESUME}"
-            ) from error
-        raise
-    if params is not None:
-        _check_shapes(made_by, shapes(differentiated(updates)), known)
-    return updates, new_state
+        needs = "the update depends on the parameters: tx.update(grads, opt_state, params)"
+        raise ValueError(f"{made_by}: {needs}.")
 
 
 def _check_shapes(made_by: str, given: dict[str, Any], known: dict[str, Any]) -> None:
@@ -115,5 +103,4 @@ def differentiated(params: Any) -> Any:
 
 
 def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the leaves of `tree` by their paths."""
     return {name: np.shape(leaf) for name, leaf in named_leaves(without_nnx_variables(tree))}

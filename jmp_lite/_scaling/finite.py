@@ -30,10 +30,7 @@ _LONGEST_ROW = 2**17  # The shared operand is as long as a row.
 
 
 def leaves_finite(tree: Any) -> jax.Array:
-    """Returns whether each leaf is finite, as booleans in the order of `jax.tree.leaves`.
-
-    Leaves that are neither floating nor complex count as finite.
-    """
+    """Returns whether each leaf is finite, as booleans in the order of `jax.tree.leaves`."""
     leaves = jax.tree.leaves(tree)
     groups: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
@@ -41,11 +38,8 @@ def leaves_finite(tree: Any) -> jax.Array:
             # On a mesh of explicit axes JAX stacks only arrays of one sharding.
             leaf_type = jax.typeof(leaf)
             groups.setdefault((leaf_type.shape, leaf_type.sharding), []).append(index)
-    parts = [
-        indices[start : start + _GROUP]
-        for indices in groups.values()
-        for start in range(0, len(indices), _GROUP)
-    ]
+    starts = [(group, start) for group in groups.values() for start in range(0, len(group), _GROUP)]
+    parts = [group[start : start + _GROUP] for group, start in starts]
     flags = [_leaves_of_one_shape_finite([jnp.asarray(leaves[index]) for index in part]) for part in parts]
     order = [index for part in parts for index in part]
     others = sorted(set(range(len(leaves))) - set(order))

@@ -34,8 +34,8 @@ def value_and_grad(
             `equinox.filter_value_and_grad`, or a `functools.partial` of one with more settings.
 
     Returns:
-        A function of the arguments of `fun` that returns `(loss, grads)` or `((loss, aux), grads)`. The loss
-        is what `fun` returned. The gradients are divided by the scale. They are float32 even for half
+        A function of the arguments of `fun` that returns `(loss, grads)` or `((loss, aux), grads)`, with the
+        loss that `fun` returned. The gradients are divided by the scale, and float32 even for half
         parameters; float64 and complex gradients keep their dtype.
 
     Raises:

@@ -22,8 +22,7 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
 
     The forward pass is that of `fun`. The backward pass multiplies the gradient that arrives at the layer by
     a power of two, so that its largest element is between 1 and 2. It then runs the backward pass of `fun`,
-    and divides the gradients of the arguments by the same power of two in float32. So the half precision
-    inside `fun` sees gradients in the middle of its range, however small or large they are outside.
+    and divides the gradients of the arguments by the same power of two in float32.
 
     The scale is computed from the gradient: there is no state, and the scale causes no overflow.
     Multiplication and division are exact, except for results below `2**-126`. A gradient with inf or NaN is
@@ -46,8 +45,8 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
         TypeError: `fun` is no function; or the layer is differentiated with respect to a half array, which
             cannot hold a gradient without its scale.
 
-    Source: Zhao, Vogel and Ahmed 2019, Adaptive Loss Scaling for Mixed Precision Training. They estimate the
-    scale of a layer from statistics of weights and gradients; here it comes from the largest element.
+    Source: Zhao, Vogel and Ahmed 2019, Adaptive Loss Scaling for Mixed Precision Training, where the scale of
+    a layer comes from statistics.
 
     Examples:
         >>> w, x = jnp.full((4, 4), 0.5), jnp.ones((2, 4))
@@ -67,11 +66,7 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls a layer as a function of all its arrays: its arguments, and the arrays that it closes over.
-
-    A `jax.custom_vjp` gives gradients only to its arguments, so `jax.closure_convert` makes arguments of the
-    arrays that `fun` closes over.
-    """
+    """Calls a layer as a function of all its arrays: its arguments, and the arrays that it closes over."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     paths = leaf_names((args, kwargs))
@@ -84,6 +79,7 @@ def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return at_least_float32(fun(*args, **kwargs))
 
     arrays = [leaves[index] for index in indices]
+    # A `jax.custom_vjp` gives gradients only to its arguments.
     converted, outside = jax.closure_convert(run, *arrays)
     names = [paths[index] for index in indices] + ["that it takes from outside"] * len(outside)
     return _scaled(converted, names)(*arrays, *outside)
@@ -118,11 +114,8 @@ def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
 
 def _power_of_two(cotangents: Any) -> jax.Array:
     """Returns the largest power of two up to the largest element, or 1 if that is 0, inf or NaN."""
-    sizes = [
-        jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-        for x in jax.tree.leaves(cotangents)
-        if has_dtype(x, jnp.inexact)
-    ]
+    floating = [x for x in jax.tree.leaves(cotangents) if has_dtype(x, jnp.inexact)]
+    sizes = (jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in floating)
     largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
     exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
     # From 2**-126 to 2**126. The reciprocal of 2**127 is subnormal, and XLA may flush it to zero.

@@ -108,9 +108,8 @@ class _Scaling(Shown):
             tree: a loss, or any pytree. Its other leaves stay as they are.
 
         Returns:
-            The tree, with half leaves as float32, so that a float16 loss of 1 times 65536 is 65536 and not
-            inf. Still, the gradient that flows back into a float16 loss is float16: compute the loss in
-            float32.
+            The tree, with half leaves as float32: a float16 loss of 1 times 65536 is not inf. Still, the
+            gradient that flows back into a float16 loss is float16: compute the loss in float32.
         """
         return self._map(tree, lambda x, scale: x * scale)
 
@@ -127,9 +126,8 @@ class _Scaling(Shown):
         """
         divided = self._map(tree, lambda x, scale: x / scale)
         is_statistic = lambda path: any(getattr(key, "key", None) == _NO_GRADIENTS for key in path)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf, new: leaf if is_statistic(path) else new, tree, divided
-        )
+        choose = lambda path, leaf, new: leaf if is_statistic(path) else new
+        return jax.tree_util.tree_map_with_path(choose, tree, divided)
 
     def _map(self, tree: T, operation: Any) -> T:
         def apply(leaf: Any) -> Any:
@@ -184,8 +182,7 @@ class DynamicLossScale(_Scaling):
 
     Attributes:
         loss_scale: the factor, shape `()`, float32. Any real number is cast to float32.
-        counter: the finite steps since the last growth or back-off, shape `()`, int32. A count above
-            `period`, from a run with a longer period, is taken modulo the period, as in jmp.
+        counter: the finite steps since the last growth or back-off, shape `()`, int32; modulo the period.
         period: how many finite steps in a row make the scale grow, at most `2**31 - 1`. The default, 2000,
             is that of jmp and torch.
         factor: what the scale is multiplied by when it grows, 1 or above. With 1 the scale only falls.
@@ -256,10 +253,6 @@ class DynamicLossScale(_Scaling):
 
         Raises:
             ValueError: `grads_finite` is not a boolean scalar.
-
-        Examples:
-            >>> float(jmp.DynamicLossScale(8.0).adjust(jnp.bool_(False)).loss_scale)
-            4.0
         """
         finite = _as_flag(grads_finite)
         scale = jnp.asarray(self.loss_scale)
@@ -278,12 +271,7 @@ class DynamicLossScale(_Scaling):
         )
 
     def backed_off(self, scale: Any) -> jax.Array:
-        """Returns the scale that `scale`, shape `()`, backs off to, which is at least the minimum.
-
-        Examples:
-            >>> float(jmp.DynamicLossScale().backed_off(1024.0))
-            512.0
-        """
+        """Returns the scale that `scale`, shape `()`, backs off to, which is at least the minimum."""
         scale = jnp.asarray(scale, jnp.float32)
         if self.backoff_factor is None:
             smaller = scale / np.float32(self.factor if self.factor > 1 else 2)
@@ -328,11 +316,8 @@ def _check_settings(scale: DynamicLossScale) -> None:
 
     minimum, maximum, backoff = scale.min_loss_scale, scale.max_loss_scale, scale.backoff_factor
     require(1 <= scale.factor <= LARGEST, "factor", "1 or above and finite, in float32")
-    require(
-        backoff is None or SMALLEST <= float(np.float32(backoff)) < 1,
-        "backoff_factor",
-        "None, or between 0 and 1 and a normal float32",
-    )
+    is_valid = backoff is None or SMALLEST <= float(np.float32(backoff)) < 1
+    require(is_valid, "backoff_factor", "None, or between 0 and 1 and a normal float32")
     require(0 <= minimum < math.inf, "min_loss_scale", "0 or above, and finite")
     require(0 < maximum <= LARGEST, "max_loss_scale", "above 0 and a finite float32")
     require(minimum <= maximum, "min_loss_scale", f"at most max_loss_scale, {maximum}")

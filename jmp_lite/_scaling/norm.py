@@ -10,15 +10,11 @@ from .._tree import is_floating
 
 
 def squared_norms(tree: Any) -> jax.Array:
-    """Returns the sum of the squares of each leaf, float32 or wider, in the order of `jax.tree.leaves`.
-
-    A leaf with inf or NaN has the sum inf or NaN, since no square is negative. A leaf that is neither
-    floating nor complex has the sum 0.
-    """
-    zero = jnp.float32(0)
-    leaves = jax.tree.leaves(tree)
-    # As in optax: `jnp.abs` of a complex number computes a root, which would be squared again.
-    sums = [jnp.sum(jnp.real(leaf * jnp.conj(leaf))) if is_floating(leaf) else zero for leaf in leaves]
+    """Returns the sum of the squares of each leaf, float32 or wider, in the order of `jax.tree.leaves`."""
+    # No square is negative, so the sum of a leaf with inf or NaN is inf or NaN. As in optax: `jnp.abs` of a
+    # complex number computes a root, which would be squared again.
+    square = lambda leaf: jnp.real(leaf * jnp.conj(leaf)).sum() if is_floating(leaf) else jnp.float32(0)
+    sums = list(map(square, jax.tree.leaves(tree)))
     # The flags, the norm and the clip read the sums. Without the barrier XLA computes the reductions in each
     # of these readers, and reads the gradients again for each.
     return lax.optimization_barrier(jnp.stack(sums) if sums else jnp.zeros(0))

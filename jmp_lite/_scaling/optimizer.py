@@ -64,13 +64,12 @@ def skip_nonfinite(
 
     The gradients are checked before everything else, since a clip turns inf into a number. A skipped step
     leaves the parameters and the state of `inner` bit for bit as they were: moments, counts, schedules,
-    weight decay. A step whose gradients are not finite is never applied, however many came in a row;
-    `raise_if_stuck` tells the host. An infinite update that `inner` makes of finite gradients is applied.
+    weight decay. However many steps are skipped in a row, none is applied; `raise_if_stuck` tells the host.
+    An infinite update that `inner` makes of finite gradients is applied.
 
     A transform that is chained after this one runs on skipped steps too, with updates of minus zero, so that
-    weight decay would move the parameters. Put it inside, or use `select_tree` on the results.
-
-    `inner` is called as it is and its results are selected, so that donated buffers stay in place.
+    weight decay would move the parameters. Put it inside, or use `select_tree` on the results. Donated
+    buffers stay in place.
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`, which then drops a non-finite micro-batch and
@@ -78,10 +77,9 @@ def skip_nonfinite(
             at least float32, so that moments do not rest in half precision.
         clip_norm: the global norm to which gradients are clipped before `inner`, with the numbers of
             `optax.clip_by_global_norm`. The norm also serves as the check, so that gradients are read once,
-            and `metrics` reports it. Finite gradients above 1.8e19 have squares that float32 cannot hold, so
-            that their norm is inf and the step is skipped. With `loss_scale=` given to `update`, the norm is
-            that of the unscaled gradients. Around `optax.MultiSteps` a clip is an error, because it would
-            clip each micro-batch: put `optax.clip_by_global_norm` into the `MultiSteps`.
+            and `metrics` reports it. It is inf for finite gradients above 1.8e19. With `loss_scale=` given to
+            `update`, it is that of the unscaled gradients. Around `optax.MultiSteps` it would clip each
+            micro-batch, and is an error: put `optax.clip_by_global_norm` into the `MultiSteps`.
         axis_name: under `shard_map` or `pmap`, the axis name or names over which all devices agree to skip.
             It is not needed under `jit`, or for gradients that were summed over the axis before. It is needed
             if `inner` has a collective: on a CPU a device that skips a step does not run `inner`.

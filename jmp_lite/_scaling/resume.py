@@ -18,7 +18,7 @@ import optax
 from .._memory.cast_state import CastStateState
 from .._memory.half_params import MasterWeightsState, StochasticRoundingState
 from .._memory.master_params import placed_like
-from .._memory.wrapper import as_transform, check_init
+from .._memory.wrapper import as_transform
 from .._paths import path_name
 from .._tree import is_half, replace_leaves, select_tree, without_nnx_variables
 from .finite import all_finite
@@ -39,17 +39,15 @@ def resume(
     number of a dynamic scale, masters, keys of stochastic rounding.
 
     The old state may be that of the plain optimizer, of other wrappers of this package around the same
-    optimizer, or of `optax.apply_if_finite`. Values are matched by the names of fields and parameters, and
-    scales by their `name=`. The links of a chain have no names. They are matched by their order, so that a
-    transform without arrays, such as a clip, may be added or removed.
+    optimizer, or of `optax.apply_if_finite`. Values are matched by the names of fields and parameters, scales
+    by their `name=`, and the links of a chain by their order, so that a transform without arrays, such as a
+    clip, may be added or removed.
 
     Missing values come from `tx.init(params)`: the counts of a new scale, and new masters, which are made
     from `params`. Old wrappers that `tx` does not have are dropped with their masters, so take the float32
-    parameters from `jmp.master_params` before. These values begin anew if they do not fit the new settings:
-
-    - a dynamic scale beyond the limits of the new one;
-    - the keys, if `tx` rounds in other places than the old optimizer;
-    - gradients with inf or NaN that `optax.MultiSteps` has accumulated, in a wrapper around it.
+    parameters from `jmp.master_params` before. A dynamic scale beyond the limits of the new one begins anew.
+    So do the keys, if `tx` rounds in other places, and gradients with inf or NaN that `optax.MultiSteps` has
+    accumulated, in a wrapper around it.
 
     Args:
         tx: the optimizer of the script, an optax transform with wrappers or without.
@@ -78,9 +76,8 @@ def resume(
         >>> int(moments.count), moments.mu["w"].dtype.name, moments.nu["w"].dtype.name
         (1, 'bfloat16', 'float32')
     """
-    transform = as_transform("resume", tx)
-    check_init("resume", params)
-    new, old = without_nnx_variables(transform.init(params)), without_nnx_variables(old_state)
+    new_state = as_transform("resume", tx).init(params)
+    new, old = without_nnx_variables(new_state), without_nnx_variables(old_state)
     wrappers = ([node for node in _nodes(state) if _is_ours(_fields(node))] for state in (new, old))
     carrying = _Carrying(without_nnx_variables(params), *wrappers)
     # `with_loss_scale` replaces `optax.apply_if_finite`, so its level is taken off, unless `tx` has one too.
@@ -94,20 +91,14 @@ def resume(
 
 @dataclasses.dataclass
 class _Carrying:
-    """Carries the values of one old state over.
-
-    Attributes:
-        params: the parameters.
-        new_wrappers, old_wrappers: the states of our wrappers, from the outermost to the innermost.
-        missing, unknown: the paths that only the new or only the old state has.
-        others: sentences about what else could not be carried over.
-    """
+    """Carries the values of one old state over."""
 
     params: Any
-    new_wrappers: list[Any]
+    new_wrappers: list[Any]  # The states of our wrappers, from the outermost to the innermost.
     old_wrappers: list[Any]
-    missing: list[str] = dataclasses.field(default_factory=list)
-    unknown: list[str] = dataclasses.field(default_factory=list)
+    missing: list[str] = dataclasses.field(default_factory=list)  # The paths that only the new state has.
+    unknown: list[str] = dataclasses.field(default_factory=list)  # The paths that only the old state has.
+    # Sentences about what else could not be carried over.
     others: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -182,10 +173,8 @@ class _Carrying:
         return new._replace(inner_state=inner, key=key)
 
     def same(self, new: Any, field: str) -> dict[str, Any] | None:
-        """Returns the fields of the old wrapper with `field` that has the name of `new`.
-
-        No saved form keeps the names. Then it is the old wrapper at the position of `new` among its kind.
-        """
+        """Returns the fields of the old wrapper with `field` that has the name of `new`."""
+        # No saved form keeps the names. Then it is the old wrapper at the position of `new` among its kind.
         news, olds = (_with_field(nodes, field) for nodes in (self.new_wrappers, self.old_wrappers))
         names, old_names = ([getattr(node, "name", None) for node in nodes] for nodes in (news, olds))
         if len(olds) > 1 and any(old_names) and names != old_names:
@@ -251,11 +240,9 @@ class _Carrying:
 
 
 def _accumulation(new: Any, carried: Any) -> Any:
-    """Returns the carried state of `optax.MultiSteps`, which begins anew if its gradients are not finite.
-
-    With a wrapper inside of `optax.MultiSteps`, gradients that are not finite are accumulated and the step is
-    skipped. A wrapper around it would not see them any more.
-    """
+    """Returns the carried state of `optax.MultiSteps`, which begins anew if its gradients are not finite."""
+    # With a wrapper inside of `optax.MultiSteps`, gradients that are not finite are accumulated and the step
+    # is skipped. A wrapper around it would not see them any more.
     if not isinstance(new, optax.MultiStepsState):
         return carried
     kept, fresh = ((state.mini_step, state.acc_grads) for state in (carried, new))
@@ -290,7 +277,6 @@ def _plain(state: Any, is_level: Callable[[dict[str, Any]], bool]) -> Any:
 
 
 def _is_record(node: Any) -> bool:
-    """Whether the class of a node has named fields, like those of optax's states."""
     return hasattr(node, "_fields") or dataclasses.is_dataclass(node)
 
 

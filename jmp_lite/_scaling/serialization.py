@@ -39,11 +39,7 @@ def register(cls: type) -> None:
 
 
 def _check(state: Any, saved: Any, names: list[str]) -> None:
-    """Raises a ValueError if a saved state cannot be restored into `state`.
-
-    A field that only one of the two has is no error, such as the tolerance of a hysteresis, or a norm. It
-    keeps its value in `state`, or is dropped.
-    """
+    """Raises a ValueError if a saved state cannot be restored into `state`; it may lack a field."""
     kind = type(state).__name__
     if not isinstance(saved, dict) or ("inner_state" in names and "inner_state" not in saved):
         keys = sorted(saved) if isinstance(saved, dict) else type(saved).__name__

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from .._memory.half_params import init_for_masters
-from .._memory.wrapper import RESUME, as_transform, check_init, check_update, differentiated, update_inner
+from .._memory.wrapper import RESUME, Transform, as_transform, check_update, differentiated
 from .._paths import leaf_names
 from .._tree import at_least_float32, has_dtype, is_traced, select_tree, without_nnx_variables
 from .finite import agree, leaves_finite
@@ -37,7 +37,7 @@ class Skipping:
     axis_name: Any
     name: str | None
 
-    def transform(self) -> optax.GradientTransformationExtraArgs:
+    def transform(self) -> Transform:
         """Returns the optax transform, after a check of the settings."""
         clip_norm = None if self.clip_norm is None else number("clip_norm", self.clip_norm)
         if clip_norm is not None and not 0 < clip_norm < math.inf:
@@ -47,17 +47,14 @@ class Skipping:
             raise self._clips_micro_batches()
         settings = dataclasses.replace(self, inner=inner, clip_norm=clip_norm)
         update: Any = settings.update  # With types of its own, which optax's protocol does not have.
-        return optax.GradientTransformationExtraArgs(settings.init, update)
+        return Transform(settings.init, update)
 
     def init(self, params: Any) -> Any:
-        """Returns the state for `params`."""
-        check_init(self.made_by, params)
         names = leaf_names(without_nnx_variables(differentiated(params)))
         inner_state = init_for_masters(self.inner, params)
         accumulates = lambda node: isinstance(node, optax.MultiStepsState)
-        if self.clip_norm is not None and any(
-            map(accumulates, jax.tree.leaves(inner_state, is_leaf=accumulates))
-        ):
+        nodes = jax.tree.leaves(inner_state, is_leaf=accumulates)
+        if self.clip_norm is not None and any(map(accumulates, nodes)):
             raise self._clips_micro_batches()
         return SkipNonfiniteState(
             inner_state=inner_state,
@@ -82,10 +79,7 @@ class Skipping:
             names = paths
         grads, flags, finite, norm = self._check(at_least_float32(updates), extra_args.get("loss_scale"))
         flags = _in_order(flags, paths, names)
-
-        def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            return update_inner(self.made_by, self.inner, grads, inner_state, params, extra_args)
-
+        inner_update = lambda *args: self.inner.update(*args, **extra_args)
         new_updates, new_inner = _update_where(finite, inner_update, grads, state.inner_state, params)
         new_state = SkipNonfiniteState(
             inner_state=new_inner,
@@ -110,16 +104,13 @@ class Skipping:
                 f"Got a state of {_describe_settings(state.loss_scale)}. {RESUME}"
             )
         if (state.grad_norm is None) != (self.clip_norm is None):
-            made, asked = (
-                "without clip_norm" if norm is None else "with clip_norm"
-                for norm in (state.grad_norm, self.clip_norm)
-            )
+            asked, made = ("without", "with") if self.clip_norm is None else ("with", "without")
             raise ValueError(
-                f"{self.made_by}: this optimizer is {asked}. Got a state that was made {made}. {RESUME}"
+                f"{self.made_by}: this optimizer is {asked} clip_norm. Got a state that was made {made} "
+                f"clip_norm. {RESUME}"
             )
 
     def _clips_micro_batches(self) -> ValueError:
-        """Returns the error for a clip around an accumulation."""
         return ValueError(
             f"{self.made_by}: clip_norm={self.clip_norm:g} around optax.MultiSteps would clip each "
             "micro-batch. Leave clip_norm out, and clip the accumulated gradients: "
@@ -249,16 +240,8 @@ def _same_settings(scale: Any, other: Any) -> bool:
 
 
 def _describe_settings(scale: Any) -> str:
-    """Returns, for an error, the class of a loss scale and its settings that are not the default.
-
-    Examples:
-        >>> _describe_settings(jmp.DynamicLossScale(period=100))
-        'DynamicLossScale(period=100)'
-    """
-    static = (
-        [f for f in dataclasses.fields(scale) if f.metadata.get("static")]
-        if isinstance(scale, DynamicLossScale)
-        else []
-    )
-    changed = [f"{f.name}={getattr(scale, f.name)}" for f in static if getattr(scale, f.name) != f.default]
+    """Returns, for an error, a loss scale with its settings that are not the default."""
+    fields = dataclasses.fields(scale) if isinstance(scale, DynamicLossScale) else ()
+    settings = [(f, getattr(scale, f.name)) for f in fields if f.metadata.get("static")]
+    changed = [f"{f.name}={value}" for f, value in settings if value != f.default]
     return f"{type(scale).__name__}({', '.join(changed)})"

@@ -14,19 +14,16 @@ from .loss_scale import LossScale
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafNames:
-    """The paths of the parameters, in the order of `jax.tree.leaves`, as a part of a state's structure.
-
-    Names are compared by value, because `jax.jit` reuses a program for equal structures and would otherwise
-    give the state of one model the names of another.
-    """
+    """The paths of the parameters, in the order of `jax.tree.leaves`, as a part of a state's structure."""
 
     paths: tuple[str, ...]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LeafNames):
             return False
-        # No names equal any names, so that equality is not transitive, on purpose: `optax.tree_map_params`
-        # compares a state with that of a placeholder, whose parameters have no names.
+        # By value: `jax.jit` reuses a program for equal structures, and would otherwise give the state of one
+        # model the names of another. No names equal any names, so that equality is not transitive, on
+        # purpose: `optax.tree_map_params` compares with the state of a placeholder, which has no names.
         return self.paths is other.paths or self.paths == other.paths or not (self.paths and other.paths)
 
     def __hash__(self) -> int:

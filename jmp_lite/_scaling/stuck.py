@@ -18,10 +18,7 @@ _ADVICE = (
 
 
 def raise_if_stuck(
-    opt_state: Any,
-    max_consecutive_skips: int = 50,
-    max_skip_rate: float = 0.1,
-    name: str | None = None,
+    opt_state: Any, max_consecutive_skips: int = 50, max_skip_rate: float = 0.1, name: str | None = None
 ) -> None:
     """Raises on the host if too many steps were skipped.
 
@@ -32,11 +29,8 @@ def raise_if_stuck(
         opt_state: as in `get_loss_scale`. Each member of a batched or replicated state is checked.
         max_consecutive_skips: how many skipped steps in a row are too many.
         max_skip_rate: the share of all steps so far above which skipped steps are too many; 1 switches this
-            off. It is checked
-
-            - after `max_consecutive_skips` skipped steps in all;
-            - after `max_consecutive_skips` steps in all, if the last one was skipped and the dynamic scale is
-              at its minimum, so that it cannot help.
+            off. It is checked after `max_consecutive_skips` skipped steps in all, or as many steps in all if
+            the last one was skipped and the dynamic scale is at its minimum.
         name: as in `get_loss_scale`.
 
     Raises:
@@ -78,9 +72,8 @@ def _complaint(
     """Returns the complaint about one member of a state, or an empty string."""
     steps, skipped, in_a_row = map(int, np.asarray(state.counts)[member])
     scale = None if state.loss_scale is None else float(_member(state.loss_scale.loss_scale, member))
-    at_minimum = (
-        isinstance(state.loss_scale, DynamicLossScale) and state.loss_scale.backed_off(scale) == scale
-    )
+    dynamic = state.loss_scale if isinstance(state.loss_scale, DynamicLossScale) else None
+    at_minimum = dynamic is not None and dynamic.backed_off(scale) == scale
     low = at_minimum and in_a_row > 0 and steps >= max_consecutive_skips
     if in_a_row >= max_consecutive_skips:
         said = f"The last {in_a_row} steps were skipped"
@@ -107,15 +100,7 @@ def _member(values: Any, member: tuple[int, ...]) -> Any:
 
 
 def describe(finite: dict[str, bool], most: int = 6) -> str:
-    """Returns which leaves are not finite, by the names of at most `most` modules.
-
-    Examples:
-        >>> finite = {"a/bias": False, "a/kernel": False, "b/bias": False, "b/kernel": True}
-        >>> describe(finite)
-        '3 of 4 parameters, all but b/kernel'
-        >>> describe({**finite, "b/bias": True})
-        '2 of 4 parameters: a'
-    """
+    """Returns which leaves are not finite, such as `2 of 4 parameters: a`, by at most `most` names."""
     bad, good = ([name for name in finite if finite[name] is flag] for flag in (False, True))
     if not good:
         return f"all {len(finite)} parameters" if len(finite) > 1 else "the only parameter"

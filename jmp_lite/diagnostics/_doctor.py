@@ -18,16 +18,7 @@ from ..programs._compile import compile_for
 from ..programs._program import Program
 from ..programs._read import read_program
 from ..programs._roofline import Roofline, roofline
-from ._findings import (
-    Finding,
-    of_accuracy,
-    of_operations,
-    of_roofline,
-    of_step,
-    of_step_in_float32,
-    of_values,
-    worst_first,
-)
+from ._findings import Finding, of_accuracy, of_all, of_step, of_step_in_float32, of_values
 from ._nonfinite.find import examine
 from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import compare_for_doctor, runs_of
@@ -104,11 +95,10 @@ def doctor(
     It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. A float32 function is
     examined as `autocast(fun, dtype)`. A function with half products of its own, such as a model under a
     policy, is examined as it is, and compared with itself in float32; so is one with any half values, unless
-    `dtype` is given. The report says which program it has examined. If the loss or a gradient is not finite
-    in float32 either, the parts that would compare with float32 are skipped. If `find_nonfinite` finds a
-    smaller loss scale that helps, the other parts use it. With a program it calls `roofline` too. Without one
-    it compiles the loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS`
-    is `cpu`.
+    `dtype` is given. If the loss or a gradient is not finite in float32 either, the parts that would compare
+    with float32 are skipped. If `find_nonfinite` finds a smaller loss scale that helps, the other parts use
+    it. It calls `roofline` with the given program, or with the loss and its gradients compiled for an H100 if
+    the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
 
     With `transform=None` it examines a whole train step as it is: with `explain` and `find_nonfinite`, for
     updates that are lost in the dtype of an argument and gradients that are all zero, and by comparing its
@@ -176,12 +166,8 @@ def doctor(
             precision = compare_for_doctor(runs(), tolerance, ranges.largest_safe_scale)
         estimate = _estimate(call, args, kwargs, program, device, skipped)
         findings = [*of_values(nonfinite), *of_accuracy(nonfinite, ranges, precision)]
-        findings += _of_speed(findings, operations, estimate)
-        examined = _examined(own, is_autocast, operations)
-        sorted_findings = worst_first(findings)
-        return Diagnosis(
-            examined, sorted_findings, skipped, operations, nonfinite, ranges, precision, estimate
-        )
+        findings, examined = of_all(findings, operations, estimate), _examined(own, is_autocast, operations)
+        return Diagnosis(examined, findings, skipped, operations, nonfinite, ranges, precision, estimate)
 
     return doctor_fun
 
@@ -197,7 +183,6 @@ def _check(fun: Any, program: Any) -> None:
 
 
 def _step_doctor(call: LossCall, program: Program | None, device: str | None) -> Callable[..., Diagnosis]:
-    """Returns the doctor of a train step."""
 
     @functools.wraps(call.fun)
     def doctor_fun(*args: Any, **kwargs: Any) -> Diagnosis:
@@ -212,34 +197,17 @@ def _step_doctor(call: LossCall, program: Program | None, device: str | None) ->
         elif not findings:
             findings += of_step_in_float32(runs())
         estimate = _estimate(call, args, kwargs, program, device, skipped)
-        findings += _of_speed(findings, operations, estimate)
-        examined = "your train step as it is"
-        return Diagnosis(
-            examined, worst_first(findings), skipped, operations, nonfinite, None, None, estimate
-        )
+        findings, examined = of_all(findings, operations, estimate), "your train step as it is"
+        return Diagnosis(examined, findings, skipped, operations, nonfinite, None, None, estimate)
 
     return doctor_fun
 
 
 def _examined(own: bool, is_autocast: bool, operations: Report) -> str:
-    """Returns which program is examined, in words."""
     if is_autocast:
         return "your function of autocast"
-    name = operations.dtype
-    return (
-        "your program as it is, with its own half values"
-        if own
-        else f'autocast(fun, "{name}") of your float32 program'
-    )
-
-
-def _of_speed(
-    findings: Sequence[Finding], operations: Report, estimate: Roofline | None
-) -> Sequence[Finding]:
-    """Returns the findings about speed; none beside a run that is not finite."""
-    if any(finding.severity == "not finite" for finding in findings):
-        return ()
-    return [*of_operations(operations), *of_roofline(estimate)]
+    as_it_is = "your program as it is, with its own half values"
+    return as_it_is if own else f'autocast(fun, "{operations.dtype}") of your float32 program'
 
 
 def _estimate(
@@ -256,7 +224,15 @@ def _estimate(
     if program is None and not _can_compile():
         skipped["roofline"] = 'Give program=, or install "jmp_lite[h100]" and set JAX_PLATFORMS=cpu.'
         return None
-    return roofline(program or _compiled(call, args, kwargs), device)
+    if program is None:
+        traced = trace("doctor", call, args, kwargs)
+        program = read_program(compile_for("h100", lambda arrays: traced.run(arrays), traced.arrays))
+    return roofline(program, device)
+
+
+def _can_compile() -> bool:
+    config: Any = jax.config
+    return importlib.util.find_spec("jax_cuda13_plugin") is not None and config.jax_platforms == "cpu"
 
 
 def _with_jax_arrays(tree: Any) -> Any:
@@ -270,15 +246,3 @@ def _with_jax_arrays(tree: Any) -> Any:
 def _is_own(report: Report, is_given: bool) -> bool:
     """Whether a function runs as it is: it has half products, or half values and no dtype was given."""
     return any(each.on_tensor_cores if is_given else gives_half(each) for each in report.operations)
-
-
-def _can_compile() -> bool:
-    is_installed = importlib.util.find_spec("jax_cuda13_plugin") is not None
-    config: Any = jax.config
-    return is_installed and config.jax_platforms == "cpu"
-
-
-def _compiled(call: LossCall, args: Any, kwargs: Any) -> Program:
-    """Returns the loss and its gradients as XLA compiles them for an H100."""
-    traced = trace("doctor", call, args, kwargs)
-    return read_program(compile_for("h100", lambda arrays: traced.run(arrays), traced.arrays))

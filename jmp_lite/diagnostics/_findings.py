@@ -52,8 +52,10 @@ class Finding:
         return "\n".join(lines)
 
 
-def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Returns the findings in the order of `SEVERITIES`."""
+def of_all(findings: Sequence[Finding], operations: Report, estimate: Roofline | None) -> tuple[Finding, ...]:
+    """Returns findings and those about speed, if the run is finite, in the order of `SEVERITIES`."""
+    if not any(finding.severity == "not finite" for finding in findings):
+        findings = [*findings, *of_operations(operations), *of_roofline(estimate)]
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
@@ -71,9 +73,8 @@ def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
     all_zero, site = zero_gradients(measured)
     if all_zero:
         where = "" if site is None else f"The first zero is from {site.operation}, {site.array}, {site.line}"
-        yield Finding(
-            "accuracy", "The gradients are all zero.", where, "Scale the loss: jmp.with_loss_scale."
-        )
+        advice = "Scale the loss: jmp.with_loss_scale."
+        yield Finding("accuracy", "The gradients are all zero.", where, advice)
     for update in updates_of(measured, traced):
         dtype = update.dtype.name
         if update.lost > TOLERANCE * update.updates and dtype in ("float16", "bfloat16"):

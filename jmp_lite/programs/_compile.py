@@ -37,11 +37,8 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
 
         ```python
         mesh = mesh_for("h100", {"data": 8})
-        whole, split = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("data"))
-        w = jax.ShapeDtypeStruct((512, 512), jnp.float16, sharding=whole)
-        x = jax.ShapeDtypeStruct((64, 512), jnp.float16, sharding=split)
-        gradient = jax.grad(lambda w, x: jnp.sum(x @ w, dtype=jnp.float32))
-        program = read_program(compile_for("h100", gradient, w, x, mesh=mesh))
+        x = jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
+        program = read_program(compile_for("h100", lambda x: x.sum(0), x, mesh=mesh))
         assert program.collectives[0].kind == "all-reduce"
         ```
     """
@@ -59,11 +56,9 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
     topology: Any = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=DESCRIPTIONS[device], topology=f"1x{hosts}x{devices}"
     )
-    shape = tuple(axes.values())
+    devices_on_axes = np.array(topology.devices).reshape(tuple(axes.values()))
     # `Auto` lets XLA choose the shardings inside the program; `Explicit` would make them part of the types.
-    return Mesh(
-        np.array(topology.devices).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape)
-    )
+    return Mesh(devices_on_axes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def compile_for(

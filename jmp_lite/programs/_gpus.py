@@ -2,29 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 PRECISIONS: tuple[str, ...] = ("float32", "tf32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The peak rates of a GPU, without sparsity, from NVIDIA's data sheets.
-
-    Attributes:
-        name: the GPU.
-        flops: floating point operations a second of products, by precision: `float32`, `tf32`, `bfloat16`,
-            `float16`, `float8`. A GPU without a format has the rate of the format that XLA uses instead.
-        bandwidth: bytes a second of the memory.
-        memory: bytes of the memory.
-        source: title and address of the data sheet.
-    """
+    """The peak rates of a GPU, without sparsity, from NVIDIA's data sheets."""
 
     name: str
-    flops: Mapping[str, float]
-    bandwidth: float
-    memory: float
-    source: str
+    flops: Mapping[str, float]  # Per second, by precision. A missing format has the rate of XLA's choice.
+    bandwidth: float  # Bytes per second of the memory.
+    memory: float  # In bytes.
+    source: str  # Title and address of the data sheet.
 
     def balance(self, precision: str) -> float:
         """Returns the FLOPs per byte above which arithmetic is the limit instead of memory."""
@@ -38,16 +28,15 @@ def _device(name: str, teraflops: Sequence[float], bandwidth: float, memory: flo
 
 _NVIDIA = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center"
 _RESOURCES = "https://resources.nvidia.com"
-_VOLTA = (
-    "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
-)
+_IMAGES = "https://images.nvidia.com/content/technologies"
 
 # TFLOPS in the order of `PRECISIONS` and float8, GB/s and GB. The data sheets of the L4, the H200 and the
 # B200 give rates with sparsity, which are twice these. A V100 and a T4 have no TF32 and no bfloat16: XLA
 # computes in float32. The GPUs before the L4 have no float8: XLA computes in float16.
 DEVICES = {
     "v100": _device(
-        "V100 SXM2", (15.7, 15.7, 15.7, 125, 125), 900, 16, f"NVIDIA V100 Tensor Core GPU, {_VOLTA}"
+        *("V100 SXM2", (15.7, 15.7, 15.7, 125, 125), 900, 16),
+        f"NVIDIA V100 Tensor Core GPU, {_IMAGES}/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
     ),
     "t4": _device(
         *("T4", (8.1, 8.1, 8.1, 65, 65), 300, 16),
@@ -77,9 +66,9 @@ DEVICES = {
 }
 
 
-def _description(name: str, capability: str, **properties: Any) -> str:
+def _description(name: str, capability: str, *properties: float) -> str:
     """Returns a GPU as XLA describes it: a GpuTargetConfigProto in text form."""
-    lines = "\n".join(f"  {field}: {value}" for field, value in properties.items())
+    lines = "\n".join(f"  {field}: {value}" for field, value in zip(_PROPERTIES, properties, strict=True))
     return f"""
 gpu_device_info {{
   name: "{name}"
@@ -111,77 +100,36 @@ device_description_str: "{name}"
 """
 
 
-_HOPPER = {
-    "core_count": 132,
-    "fpus_per_core": 128,
-    "clock_rate_ghz": 1.98,
-    "l2_cache_size": 52428800,
-    "shared_memory_per_block_optin": 232448,
-    "shared_memory_per_core": 233472,
-    "threads_per_core_limit": 2048,
-}
+_ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
 
 # The properties that XLA asks the driver for on a machine with the GPU. A V100 is not here: CUDA 13 has no
 # assembler for it, so XLA cannot compile for it.
+_PROPERTIES = ("core_count", "fpus_per_core", "clock_rate_ghz", "memory_bandwidth", "device_memory_size")
+_PROPERTIES += ("l2_cache_size", "shared_memory_per_block_optin", "shared_memory_per_core")
+_PROPERTIES += ("threads_per_core_limit",)
 DESCRIPTIONS = {
     "t4": _description(
         *("Tesla T4", "major: 7 minor: 5"),
-        core_count=40,
-        fpus_per_core=64,
-        clock_rate_ghz=1.59,
-        memory_bandwidth=320064000000,
-        device_memory_size=15655829504,
-        l2_cache_size=4194304,
-        shared_memory_per_block_optin=65536,
-        shared_memory_per_core=65536,
-        threads_per_core_limit=1024,
+        *(40, 64, 1.59, 320064000000, 15655829504, 4194304, 65536, 65536, 1024),
     ),
     "a100": _description(
         *("NVIDIA A100-SXM4-80GB", "major: 8"),
-        core_count=108,
-        fpus_per_core=64,
-        clock_rate_ghz=1.41,
-        memory_bandwidth=2039040000000,
-        device_memory_size=85100068864,
-        l2_cache_size=41943040,
-        shared_memory_per_block_optin=166912,
-        shared_memory_per_core=167936,
-        threads_per_core_limit=2048,
+        *(108, 64, 1.41, 2039040000000, 85100068864, 41943040, 166912, 167936, 2048),
     ),
     "l4": _description(
         *("NVIDIA L4", "major: 8 minor: 9"),
-        core_count=58,
-        fpus_per_core=128,
-        clock_rate_ghz=2.04,
-        memory_bandwidth=300096000000,
-        device_memory_size=23580639232,
-        l2_cache_size=50331648,
-        shared_memory_per_block_optin=101376,
-        shared_memory_per_core=102400,
-        threads_per_core_limit=1536,
+        *(58, 128, 2.04, 300096000000, 23580639232, 50331648, 101376, 102400, 1536),
     ),
     "h100": _description(
-        *("NVIDIA H100 80GB HBM3", "major: 9 feature_extension: ACCELERATED_FEATURES"),
-        memory_bandwidth=3352320000000,
-        device_memory_size=84942979072,
-        **_HOPPER,
+        *("NVIDIA H100 80GB HBM3", f"major: 9 {_ACCELERATED}"),
+        *(132, 128, 1.98, 3352320000000, 84942979072, 52428800, 232448, 233472, 2048),
     ),
     "h200": _description(
-        *("NVIDIA H200", "major: 9 feature_extension: ACCELERATED_FEATURES"),
-        memory_bandwidth=4800000000000,
-        device_memory_size=151397597184,
-        **_HOPPER,
+        *("NVIDIA H200", f"major: 9 {_ACCELERATED}"),
+        *(132, 128, 1.98, 4800000000000, 151397597184, 52428800, 232448, 233472, 2048),
     ),
     "b200": _description(
-        *("NVIDIA B200", "major: 10 feature_extension: ACCELERATED_FEATURES"),
-        core_count=148,
-        fpus_per_core=128,
-        clock_rate_ghz=1.965,
-        memory_bandwidth=7672320000000,
-        device_memory_size=191514411008,
-        l2_cache_size=132644864,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_core=233472,
-        threads_per_core_limit=2048,
+        *("NVIDIA B200", f"major: 10 {_ACCELERATED}"),
+        *(148, 128, 1.965, 7672320000000, 191514411008, 132644864, 232448, 233472, 2048),
     ),
 }

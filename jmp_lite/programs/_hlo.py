@@ -8,23 +8,16 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
-
-_BITS = re.compile(r"(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class HloArray:
-    """An array of a compiled program, as XLA names it.
+    """An array of a compiled program, as XLA names it."""
 
-    Attributes:
-        dtype: `f32`, `bf16`, `pred`, `f8e4m3fn`, ...
-        shape: the sizes of its axes.
-    """
-
-    dtype: str
+    dtype: str  # `f32`, `bf16`, `pred`, `f8e4m3fn`, ...
     shape: tuple[int, ...]
 
     @property
@@ -32,40 +25,48 @@ class HloArray:
         """The number of bytes; 0 for a token, which only orders instructions."""
         if self.dtype == "token":
             return 0
-        bits = _BITS.search(self.dtype)  # `pred` has no number of bits: XLA stores a bool in a byte.
+        bits = re.search(r"\d+", self.dtype)  # `pred` has no number of bits: XLA stores a bool in a byte.
         # XLA packs two numbers of 4 bits into a byte, and rounds up.
-        return -(-math.prod(self.shape) * (int(bits[1]) if bits else 8) // 8)
+        return -(-math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One instruction.
-
-    Attributes:
-        name: its name in the computation.
-        opcode: `fusion`, `custom-call`, `copy`, ...
-        arrays: the arrays of the result, with the tuples flattened.
-        operands: the names of the instructions whose results it takes.
-        attributes: the text after the operands, without the metadata.
-        op_name: the scopes and the name of the JAX operation that it comes from.
-        is_root: whether the computation returns its result.
-    """
+    """One instruction of a computation."""
 
     name: str
-    opcode: str
-    arrays: tuple[HloArray, ...]
-    operands: tuple[str, ...]
-    attributes: str
-    op_name: str
-    is_root: bool
+    opcode: str  # `fusion`, `custom-call`, `copy`, ...
+    arrays: tuple[HloArray, ...]  # The result, with tuples flattened.
+    operand_names: tuple[str, ...]
+    attributes: str  # The text after the operands, without the metadata.
+    op_name: str  # The scopes and the name of the JAX operation that it comes from.
+    is_root: bool  # Whether the computation returns its result.
+    computation: "Computation" = dataclasses.field(repr=False)
 
     @property
     def size(self) -> int:
-        """The number of bytes of the result."""
         return sum(array.size for array in self.arrays)
+
+    @property
+    def operands(self) -> list["Instruction"]:
+        return [self.computation.instructions[name] for name in self.operand_names]
+
+    @property
+    def results(self) -> tuple[HloArray, ...]:
+        """The arrays of its result."""
+        # XLA splits an asynchronous instruction, such as an all-gather, into a `-start`, sometimes an
+        # `-update`, and a `-done`. The result of a `-start` holds its operands too, that of a `-done` not.
+        last = self
+        while last.opcode.endswith(("-start", "-update")) and last.users:
+            last = last.users[0]
+        return last.arrays
+
+    @property
+    def users(self) -> list["Instruction"]:
+        return self.computation.users[self.name]
 
     @property
     def target(self) -> str:
@@ -92,32 +93,27 @@ class Instruction:
         match = re.search(pattern, self.attributes)
         return match[1] if match else ""
 
-    def called(self, *attributes: str) -> tuple[str, ...]:
-        """Returns the names of the computations in these attributes, such as `calls` or `body`."""
-        return tuple(
-            name
-            for attribute in attributes
-            for names in re.findall(rf"\b{attribute}=\{{?((?:%[\w.\-]+(?:, )?)+)", self.attributes)
-            for name in re.findall(r"%([\w.\-]+)", names)
-        )
+    def called(self, *attributes: str) -> list["Computation"]:
+        """Returns the computations in these attributes, such as `calls` or `body`."""
+        lists = (rf"\b{attribute}=\{{?((?:%[\w.\-]+(?:, )?)+)" for attribute in attributes)
+        found = [names for pattern in lists for names in re.findall(pattern, self.attributes)]
+        names = [name for several in found for name in re.findall(r"%([\w.\-]+)", several)]
+        return [self.computation.others[name] for name in names]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """A list of instructions, each after its operands.
+    """Instructions by name, each after its operands."""
 
-    Attributes:
-        instructions: by name, in order.
-    """
+    instructions: dict[str, Instruction]
+    others: Mapping[str, "Computation"] = dataclasses.field(repr=False)  # All of the program.
+    is_entry: bool
 
-    instructions: Mapping[str, Instruction]
-
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Instruction]:
         return iter(self.instructions.values())
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose result the computation returns."""
         return next(instruction for instruction in self if instruction.is_root)
 
     @cached_property
@@ -125,35 +121,9 @@ class Computation:
         """For each instruction, the instructions that take its result."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for user in self:
-            for operand in dict.fromkeys(user.operands):
+            for operand in dict.fromkeys(user.operand_names):
                 users[operand].append(user)
         return users
-
-    def operands(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the instructions whose results `instruction` takes."""
-        return [self.instructions[name] for name in instruction.operands]
-
-    def results(self, instruction: Instruction) -> tuple[HloArray, ...]:
-        """Returns the arrays of its result."""
-        # XLA splits an asynchronous instruction, such as an all-gather, into a `-start`, sometimes an
-        # `-update`, and a `-done`. The result of a `-start` holds its operands too, that of a `-done` not.
-        last = instruction
-        while last.opcode.endswith(("-start", "-update")) and self.users[last.name]:
-            last = self.users[last.name][0]
-        return last.arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class HloModule:
-    """A compiled program.
-
-    Attributes:
-        computations: by name.
-        entry: the computation that runs first.
-    """
-
-    computations: Mapping[str, Computation]
-    entry: Computation
 
 
 # `ENTRY %main (p0: f32[8]) -> f32[8] {`, and `  ROOT %add.1 = f32[8]{0} add(%p0, %p0), metadata={...}`. Some
@@ -166,31 +136,27 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 
 
-def parse(text: str) -> HloModule:
-    """Parses what `Compiled.as_text()` returns."""
+def parse(text: str) -> Computation:
+    """Parses what `Compiled.as_text()` returns. Returns the computation that runs first."""
     computations: dict[str, Computation] = {}
-    instructions: dict[str, Instruction] = {}
-    entry = None
+    computation = entry = None
     # Not `splitlines`: a user's scopes may contain characters that Python treats as line ends.
     for line in text.split("\n"):
         if header := _HEADER.match(line):
-            instructions = {}
-            computations[header[2]] = Computation(instructions)
-            if header[1]:
-                entry = computations[header[2]]
-        elif computations and (match := _INSTRUCTION.match(line)):
+            computation = computations[header[2]] = Computation({}, computations, bool(header[1]))
+            entry = computation if header[1] else entry
+        elif computation is not None and (match := _INSTRUCTION.match(line)):
             root, name, shapes, opcode, rest = match.groups()
             inside, attributes = _split(rest)
             # The parentheses of a parameter hold its number, those of a constant its values.
             has_operands = opcode not in ("parameter", "constant")
             operands = tuple(re.findall(r"%([\w.\-]+)", inside)) if has_operands else ()
             metadata, attributes = _METADATA.search(attributes), _METADATA.sub("", attributes)
-            instructions[name] = Instruction(
-                name, opcode, _arrays(shapes), operands, attributes, _op_name(metadata), bool(root)
-            )
+            own = name, opcode, _arrays(shapes), operands, attributes, _op_name(metadata), bool(root)
+            computation.instructions[name] = Instruction(*own, computation)
     if entry is None:
         raise ValueError("This is not the text of a compiled program: no ENTRY computation was found.")
-    return HloModule(computations, entry)
+    return entry
 
 
 def _arrays(shapes: str) -> tuple[HloArray, ...]:

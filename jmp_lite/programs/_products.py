@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ._hlo import Computation, HloArray, HloModule, Instruction
+from ._hlo import HloArray, Instruction
 
 _HALF = {"f16", "bf16"}
 _EIGHT_BIT = {"s8", "u8"}
@@ -22,16 +22,15 @@ class Product:
 
     Attributes:
         kind: `gemm`, `convolution` or `attention`.
-        target: the library function that runs it, such as `__cublas$lt$matmul`; `dot` or `convolution` where
-            XLA generates the kernel.
+        target: the library function that runs it, such as `__cublas$lt$matmul`, or XLA's `dot`.
         operands: two or three arrays.
         result: the array of the result.
         arithmetic: the dtype of the multiplication: `f16`, `bf16`, `tf32` (float32 rounded to a mantissa of
             10 bits), `f32`, `f8e4m3fn`, `bf16_x3` (float32 as three products of bfloat16 parts), ...
         accumulation: the dtype of the sums.
         on_tensor_cores: whether an NVIDIA GPU runs it on Tensor Cores.
-        flops: floating point operations of one run; 0 if they are not known. An attention counts its
-            products without a mask, two forward and four backward, and no recomputation.
+        flops: floating point operations of one run; 0 if they are not known. An attention counts two products
+            forward and four backward, without a mask.
         times: how many times it runs.
         operation: the scopes and the JAX operation that it comes from.
 
@@ -54,20 +53,17 @@ class Product:
     operation: str
 
 
-def products_of(
-    instruction: Instruction, computation: Computation, module: HloModule, times: int, device: Any
-) -> Iterator[Product]:
+def products_of(instruction: Instruction, times: int, device: Any) -> Iterator[Product]:
     """Yields the products of an instruction: itself, or those inside its kernel."""
     if instruction.operation == "fusion":
-        for name in instruction.called("calls"):
-            inner = module.computations[name]
-            for inner_instruction in inner:
-                yield from products_of(inner_instruction, inner, module, times, device)
+        for computation in instruction.called("calls"):
+            for inner in computation:
+                yield from products_of(inner, times, device)
     kind = _kind(instruction)
-    operands = tuple(operand.arrays[0] for operand in computation.operands(instruction) if operand.arrays)
+    operands = tuple(operand.arrays[0] for operand in instruction.operands if operand.arrays)
     # Further operands are a bias, a sum to add to, or scales: cuBLAS and cuDNN fuse them into the product.
     operands = operands[: 3 if kind == "attention" else 2]
-    results = computation.results(instruction)
+    results = instruction.results
     if kind is None or not operands or not results:
         return
     arithmetic, accumulation = _precision(instruction, operands, device)
@@ -109,7 +105,10 @@ def _precision(instruction: Instruction, operands: tuple[HloArray, ...], device:
         return widest, "s32"
     if widest in _HALF or widest.startswith(_NARROW_FLOATS):
         return widest, "f32"  # XLA asks cuBLAS and cuDNN for float32 sums of narrower products.
-    if widest != "f32" or device.platform not in _NVIDIA or not _has_tf32(device):
+    # The A100 and all later GPUs have TF32. A GPU that is not known may have it.
+    capability = re.match(r"\d+", getattr(device, "compute_capability", ""))
+    is_old = capability is not None and int(capability[0]) < 8
+    if widest != "f32" or device.platform not in _NVIDIA or is_old:
         return widest, widest
     # The precision stands in the settings of a call of cuBLAS, and in the attributes of a `dot`.
     settings = instruction.backend_config.items()
@@ -125,12 +124,6 @@ def _precision(instruction: Instruction, operands: tuple[HloArray, ...], device:
     asked = asked or instruction.attribute(r"\boperand_precision=\{([\w,]+)").upper().split(",")
     # JAX's default precision allows TF32.
     return ("f32" if "HIGHEST" in asked else "tf32"), "f32"
-
-
-def _has_tf32(device: Any) -> bool:
-    """Whether a GPU has TF32, as the A100 and all later ones; True if the GPU is not known."""
-    capability = re.match(r"\d+", getattr(device, "compute_capability", ""))
-    return not capability or int(capability[0]) >= 8
 
 
 def _flops(kind: str, instruction: Instruction, operands: tuple[HloArray, ...], result: HloArray) -> int:

@@ -53,9 +53,8 @@ class Launch:
         operation: the scopes and the JAX operation that it comes from.
         flops: floating point operations of its products in one run.
         bytes_moved: how many bytes one run reads and writes.
-        float32_bytes: how many of these bytes belong to float32 arrays that are not arguments or outputs of
-            the program.
-        half_bytes: how many of these bytes belong to such arrays in half precision.
+        float32_bytes: those of float32 arrays that are not arguments or outputs of the program.
+        half_bytes: those of such arrays in half precision.
         times: how many times it runs.
 
     Examples:
@@ -82,8 +81,7 @@ class Program(Shown):
         products: the matrix products, convolutions and attentions, in the order of the program.
         collectives: the communications between devices.
         launches: the kernels and library calls, in the order of the program.
-        kernels: how many kernels and library calls one run starts, those of every iteration of a loop and of
-            its condition and counter included.
+        kernels: how many kernels and library calls one run starts, in every iteration of its loops.
         bytes_moved: how many bytes the kernels and library calls read and write.
         temporary_bytes: memory in addition to arguments and outputs.
         argument_bytes: memory of arguments.
@@ -121,7 +119,6 @@ class Program(Shown):
         return sum(count for count, half in flops if half) / total if total else 1.0
 
     def __str__(self) -> str:
-        """Returns a table of the products, then the totals."""
         return "\n".join(_lines(self))
 
 

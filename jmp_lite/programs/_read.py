@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ._hlo import Computation, HloModule, Instruction, parse
+from ._hlo import Computation, Instruction, parse
 from ._products import operation_of, products_of
 from ._program import Collective, Launch, Program
 from ._traffic import bytes_of
@@ -16,8 +16,10 @@ _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", 
 _NO_KERNEL |= {"add-dependency", "partition-id", "replica-id", "domain"}
 # Instructions that run other computations, whose kernels are counted.
 _NO_KERNEL |= {"while", "conditional", "call", "async"}
+_BODIES = ("body", "condition", "true_computation", "false_computation", "branch_computations")
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVES += ("collective-broadcast", "ragged-all-to-all")
+_NAMES_A_BUFFER = ("bitcast", "get-tuple-element", "tuple")
 _CALLS_BACK = re.compile(r"callback|infeed|outfeed|SendToHost|RecvFromHost", re.IGNORECASE)
 
 
@@ -52,22 +54,19 @@ def read_program(compiled: Any) -> Program:
 
 def _read(text: str, memory: Any, device: Any) -> Program:
     """Builds the report from the text of a program."""
-    module = parse(text)
     size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
     products, collectives, launches, syncs = [], [], [], []
     conditionals = 0
-    for instruction, computation, times in _executed(module, module.entry, 1):
-        own = list(products_of(instruction, computation, module, times, device))
+    for instruction, times in _executed(parse(text), 1):
+        own = list(products_of(instruction, times, device))
         products += own
         conditionals += instruction.opcode == "conditional"
         syncs += _syncs(instruction)
         if instruction.operation in _COLLECTIVES:
-            operands = computation.operands(instruction)
-            arrays = tuple(array for operand in operands for array in operand.arrays)
+            arrays = tuple(array for operand in instruction.operands for array in operand.arrays)
             collectives.append(Collective(instruction.operation, arrays, times, operation_of(instruction)))
-        elif _runs(instruction, computation):
-            flops = sum(product.flops for product in own)
-            launches.append(_launch(instruction, computation, module, flops, times))
+        elif _runs(instruction):
+            launches.append(_launch(instruction, sum(product.flops for product in own), times))
     return Program(
         device=device.device_kind,
         products=tuple(products),
@@ -84,47 +83,36 @@ def _read(text: str, memory: Any, device: Any) -> Program:
     )
 
 
-def _launch(
-    instruction: Instruction, computation: Computation, module: HloModule, flops: int, times: int
-) -> Launch:
+def _launch(instruction: Instruction, flops: int, times: int) -> Launch:
     """Returns a kernel, with its bytes by the dtypes of the arrays that it reads and writes."""
-    operands, results = computation.operands(instruction), computation.results(instruction)
-    inner = [
-        array
-        for operand in operands
-        if not _is_argument(operand, computation, module)
-        for array in operand.arrays
-    ]
-    if not _is_output(instruction, computation, module):
-        inner += results
+    operands, results = instruction.operands, instruction.results
+    inner = [operand for operand in operands if not _is_argument(operand)]
+    arrays = [array for operand in inner for array in operand.arrays]
+    if not _is_output(instruction):
+        arrays += results
     # A kernel may read only a part of an operand, so its bytes are split in proportion to its arrays.
     total = sum(operand.size for operand in operands) + sum(array.size for array in results)
-    moved = bytes_of(instruction, computation, module)
+    moved = bytes_of(instruction)
 
     def share(dtypes: set[str]) -> int:
-        size = sum(array.size for array in inner if array.dtype in dtypes)
+        size = sum(array.size for array in arrays if array.dtype in dtypes)
         return round(moved * size / total) if total else 0
 
     name, operation = instruction.name, operation_of(instruction)
     return Launch(name, operation, flops, moved, share({"f32"}), share({"f16", "bf16"}), times)
 
 
-_NAMES_A_BUFFER = ("bitcast", "get-tuple-element", "tuple")
-
-
-def _is_argument(instruction: Instruction, computation: Computation, module: HloModule) -> bool:
-    """Whether an array is an argument of the program."""
+def _is_argument(instruction: Instruction) -> bool:
     while instruction.opcode in _NAMES_A_BUFFER and instruction.operands:
-        instruction = computation.instructions[instruction.operands[0]]
-    return computation is module.entry and instruction.opcode == "parameter"
+        instruction = instruction.operands[0]
+    return instruction.computation.is_entry and instruction.opcode == "parameter"
 
 
-def _is_output(instruction: Instruction, computation: Computation, module: HloModule) -> bool:
-    """Whether a result is an output of the program."""
-    if computation is not module.entry:
+def _is_output(instruction: Instruction) -> bool:
+    if not instruction.computation.is_entry:
         return False
-    readers = [user for user in computation.users[instruction.name] if user.opcode in _NAMES_A_BUFFER]
-    return instruction.is_root or any(_is_output(user, computation, module) for user in readers)
+    readers = [user for user in instruction.users if user.opcode in _NAMES_A_BUFFER]
+    return instruction.is_root or any(map(_is_output, readers))
 
 
 def _device(compiled: Any) -> Any:
@@ -133,20 +121,16 @@ def _device(compiled: Any) -> Any:
     return min(shardings[0].device_set, key=lambda device: device.id) if shardings else jax.devices()[0]
 
 
-def _executed(
-    module: HloModule, computation: Computation, times: int
-) -> Iterator[tuple[Instruction, Computation, int]]:
-    """Yields each instruction outside of kernels, with its computation and how many times it runs."""
+def _executed(computation: Computation, times: int) -> Iterator[tuple[Instruction, int]]:
+    """Yields each instruction outside of kernels, with how many times it runs."""
     for instruction in computation:
-        yield instruction, computation, times
-        names = instruction.called(
-            "body", "condition", "true_computation", "false_computation", "branch_computations"
-        )
+        yield instruction, times
+        called = instruction.called(*_BODIES)
         # The `to_apply` of a reduction and the `calls` of a fusion are code inside their kernel.
         if instruction.operation in ("call", "async"):
-            names += instruction.called("to_apply", "calls")
-        for name in names:
-            yield from _executed(module, module.computations[name], times * (_trips(instruction) or 1))
+            called += instruction.called("to_apply", "calls")
+        for inner in called:
+            yield from _executed(inner, times * (_trips(instruction) or 1))
 
 
 def _trips(instruction: Instruction) -> int | None:
@@ -158,14 +142,13 @@ def _trips(instruction: Instruction) -> int | None:
     return int(known["n"]) if known else None
 
 
-def _runs(instruction: Instruction, computation: Computation) -> bool:
+def _runs(instruction: Instruction) -> bool:
     """Whether an instruction starts a kernel or a library call."""
     # An asynchronous instruction counts once, by its `-start`.
     if instruction.operation in _NO_KERNEL or instruction.opcode.endswith(("-done", "-update")):
         return False
     # An array without elements needs no kernel. A call without results runs for its side effect.
-    results = computation.results(instruction)
-    return not results or any(array.size for array in results)
+    return not instruction.results or any(array.size for array in instruction.results)
 
 
 def _syncs(instruction: Instruction) -> list[str]:

@@ -87,22 +87,17 @@ class Roofline(Shown):
         return self.seconds[over] / self.seconds[precision]
 
     def __str__(self) -> str:
-        """Returns the table, and the modules that half precision does not speed up."""
         return "\n".join(_lines(self))
 
 
 def roofline(
-    program: Program,
-    device: str = "h100",
-    *,
-    depth: int = 2,
-    launch_seconds: float = 2e-6,
+    program: Program, device: str = "h100", *, depth: int = 2, launch_seconds: float = 2e-6
 ) -> Roofline:
     """Estimates the time of a compiled step in float32, TF32, bfloat16 and float16.
 
     For a precision that is not the program's own, it assumes that the products run at the rate of that
-    precision and that all arrays between kernels have its width. Arguments and outputs (parameters, optimizer
-    state, the batch) keep their dtypes. So the times in half are the best that half precision can reach.
+    precision and that all arrays between kernels have its width. Arguments and outputs keep their dtypes. So
+    the times in half are the best that half precision can reach.
 
     Args:
         program: the result of `read_program`. For a GPU that the machine does not have, see `compile_for`. A
@@ -142,12 +137,7 @@ def roofline(
 
 
 def module_of(operation: str, depth: int) -> str:
-    """Returns the first names of a scope, without transforms and the operation itself.
-
-    Examples:
-        >>> module_of("transpose(jvp(GPT))/blocks_0/attention/dot_general", 2)
-        'GPT/blocks_0'
-    """
+    """Returns the first names of a scope, without transforms and the operation itself."""
     # XLA joins the names of operations that it fuses by a semicolon.
     names = visible_scope(plain_scope(operation.partition(";")[0])).split("/")
     scopes = [name for name in names[:-1] if name not in _CALLS]

@@ -1,6 +1,6 @@
 """How many bytes a kernel reads and writes."""
 
-from ._hlo import Computation, HloArray, HloModule, Instruction
+from ._hlo import HloArray, Instruction
 
 # These change the shape of a buffer, and read and write nothing.
 _SAME_BYTES = ("bitcast", "reshape")
@@ -10,87 +10,81 @@ _LOOKUPS = ("dynamic-slice", "slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
 
 
-def bytes_of(instruction: Instruction, computation: Computation, module: HloModule) -> int:
+def bytes_of(instruction: Instruction) -> int:
     """Returns the number of bytes that a kernel reads and writes."""
-    results = computation.results(instruction)
-    written = [0 if _is_workspace(array, instruction, module) else array.size for array in results]
+    written = [0 if _is_workspace(array, instruction) else array.size for array in instruction.results]
     if instruction.operation != "fusion":
-        operands = computation.operands(instruction)
-        read = [_read_by(instruction, index, computation) for index in range(len(operands))]
+        read = [_read_by(instruction, index) for index in range(len(instruction.operands))]
         if instruction.operation in _UPDATES:
-            written = [new.size for new in _updates(instruction, computation)]
+            written = [new.size for new in _updates(instruction)]
         return sum(read) + sum(written)
-    inside = module.computations[instruction.called("calls")[0]]
-    read = [_bytes_read(parameter, inside) for parameter in inside if parameter.opcode == "parameter"]
+    inside = instruction.called("calls")[0]
+    read = [_bytes_read(parameter) for parameter in inside if parameter.opcode == "parameter"]
     # A fusion with several results ends in a tuple of them. The tuple itself is no memory.
-    roots = inside.operands(inside.root) if inside.root.opcode == "tuple" else [inside.root]
+    roots = inside.root.operands if inside.root.opcode == "tuple" else [inside.root]
     if len(roots) == len(written):
-        written = list(map(min, written, (_bytes_written(root, inside) for root in roots)))
+        written = list(map(min, written, map(_bytes_written, roots)))
     return sum(read) + sum(written)
 
 
-def _is_workspace(array: HloArray, instruction: Instruction, module: HloModule) -> bool:
+def _is_workspace(array: HloArray, instruction: Instruction) -> bool:
     """Whether an array is scratch memory of a library."""
     # A call of cuBLAS or cuDNN returns its scratch memory as a second result, an array of bytes with one
     # axis. Its size is an upper bound for the library, and tells nothing about the bytes that are moved.
     if array.dtype not in ("s8", "u8") or len(array.shape) != 1:
         return False
-    inner = [call for name in instruction.called("calls") for call in module.computations[name]]
+    inner = [call for computation in instruction.called("calls") for call in computation]
     return any(call.target for call in (instruction, *inner))
 
 
-def _bytes_read(array: Instruction, inside: Computation) -> int:
+def _bytes_read(array: Instruction) -> int:
     """Returns the bytes that a kernel reads of one input. A slice or a lookup reads only its result."""
     total = 0
-    for user in inside.users[array.name]:
-        for index in (index for index, name in enumerate(user.operands) if name == array.name):
+    for user in array.users:
+        for index in (index for index, name in enumerate(user.operand_names) if name == array.name):
             if user.opcode in _SAME_BYTES:
-                total += _bytes_read(user, inside)
-            elif user.opcode in _UPDATES and not _only_returned(user, inside):
+                total += _bytes_read(user)
+            elif user.opcode in _UPDATES and not _only_returned(user):
                 total += array.size  # The kernel continues with the whole updated array.
             else:
-                total += _read_by(user, index, inside)
+                total += _read_by(user, index)
     # A kernel reads an element once from memory, and then again from a register or a cache.
     return min(total, array.size)
 
 
-def _read_by(user: Instruction, index: int, computation: Computation) -> int:
+def _read_by(user: Instruction, index: int) -> int:
     """Returns the bytes that an operation reads of its operand at `index`; an update works in place."""
     if user.operation in _LOOKUPS and index == 0:
-        return sum(array.size for array in computation.results(user))
-    if user.operation == "scatter" and index < len(_updates(user, computation)):
-        return _updates(user, computation)[index].size
+        return sum(array.size for array in user.results)
+    if user.operation == "scatter" and index < len(_updates(user)):
+        return _updates(user)[index].size
     if user.operation == "dynamic-update-slice" and index == 0:
         return 0
-    return computation.operands(user)[index].size
+    return user.operands[index].size
 
 
-def _updates(update: Instruction, computation: Computation) -> list[Instruction]:
+def _updates(update: Instruction) -> list[Instruction]:
     """Returns the new values that an update writes, for each array that it changes."""
-    operands = computation.operands(update)
+    operands = update.operands
     # A dynamic-update-slice takes the array, the new values, then a start for each axis. A scatter takes its
     # arrays, one array of indices, then as many arrays of new values.
     return operands[1:2] if update.operation == "dynamic-update-slice" else operands[len(operands) // 2 + 1 :]
 
 
-def _only_returned(instruction: Instruction, inside: Computation) -> bool:
+def _only_returned(instruction: Instruction) -> bool:
     """Whether nothing in the kernel reads its result, except further updates of the same array."""
-    return all(
-        (user.opcode == "tuple" and user.is_root)
-        or (
-            (user.opcode in _SAME_BYTES or (user.opcode in _UPDATES and user.operands[0] == instruction.name))
-            and _only_returned(user, inside)
-        )
-        for user in inside.users[instruction.name]
-    )
+    is_output = lambda user: user.opcode == "tuple" and user.is_root
+    updates = lambda user: user.opcode in _UPDATES and user.operand_names[0] == instruction.name
+    passes_on = lambda user: user.opcode in _SAME_BYTES or updates(user)
+    return all(is_output(user) or (passes_on(user) and _only_returned(user)) for user in instruction.users)
 
 
-def _bytes_written(root: Instruction, inside: Computation) -> int:
+def _bytes_written(root: Instruction) -> int:
     """Returns the bytes that a kernel writes of one result. An update in place writes only the new values."""
     written, whole = 0, root.size
     while root.opcode in (*_SAME_BYTES, *_UPDATES):
         if root.opcode in _UPDATES:
-            written += sum(new.size for new in _updates(root, inside))
-        root = inside.instructions[root.operands[0]]
+            written += sum(new.size for new in _updates(root))
+        root = root.operands[0]
     # An update of an array that the kernel itself computes writes the whole array.
     return min(whole, written) if written and root.opcode == "parameter" else whole

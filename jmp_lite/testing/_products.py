@@ -55,15 +55,16 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
 
 def _check(products: Sequence[Operation], wanted: Mapping[str, str]) -> None:
     """Raises an AssertionError if a product is not in the dtype of the first pattern that matches it."""
-    used = [next((p for p in wanted if _selects(p, product)), None) for product in products]
-    wrong = [
-        f"{_dtype_of(product)}{_fault(pattern, wanted)}: {_described(product)}"
-        for product, pattern in zip(products, used)
-        if pattern is None or _dtype_of(product) != wanted[pattern]
-    ]
-    unused = [
-        f"the pattern '{pattern}' decides about no product." for pattern in wanted if pattern not in used
-    ]
+    selects = lambda pattern, row: any(matches(pattern, path) for path in (row.scope, *row.arguments))
+    used = [next((p for p in wanted if selects(p, product)), None) for product in products]
+    wrong = []
+    for product, pattern in zip(products, used):
+        dtype = " x ".join(dict.fromkeys(operand.split("[")[0] for operand in product.inputs[:2]))
+        if pattern is None:
+            wrong.append(f"{dtype}; no pattern matches it: {_described(product)}")
+        elif dtype != wanted[pattern]:
+            wrong.append(f"{dtype}, not the {wanted[pattern]} of '{pattern}': {_described(product)}")
+    unused = [f"the pattern '{p}' decides about no product." for p in wanted if p not in used]
     if unused:
         scopes = ", ".join(sorted({product.module or "/" for product in products})) or "none"
         unused.append(f"The modules with products are: {scopes}.")
@@ -83,24 +84,10 @@ def _report(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return explain(as_it_runs, "float32")(*args, **kwargs).operations
 
 
-def _fault(pattern: str | None, wanted: Mapping[str, str]) -> str:
-    return "; no pattern matches it" if pattern is None else f", not the {wanted[pattern]} of '{pattern}'"
-
-
-def _selects(pattern: str, product: Operation) -> bool:
-    return any(matches(pattern, path) for path in (product.scope, *product.arguments))
-
-
-def _dtype_of(product: Operation) -> str:
-    """Returns the dtype of the operands, or both if they differ."""
-    return " x ".join(dict.fromkeys(operand.split("[")[0] for operand in product.inputs[:2]))
-
-
 def _described(product: Operation) -> str:
     operands = f"{' '.join(product.inputs)} -> {' '.join(product.outputs)}"
-    return (
-        f"{product.name} {operands}\n    in {product.module or '/'}, {product.source}\n    {product.reason}"
-    )
+    where = f"in {product.module or '/'}, {product.source}"
+    return f"{product.name} {operands}\n    {where}\n    {product.reason}"
 
 
 def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
@@ -134,16 +121,13 @@ def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
     if not program.products:
         raise failure("assert_tensor_cores", "the program has no products")
     if program.tensor_core_share < share:
-        others = [
-            product
-            for product in program.products
-            if not product.on_tensor_cores or product.arithmetic.startswith("tf32")
-        ]
-        others.sort(key=lambda product: -product.flops * product.times)
-        total = sum(product.flops * product.times for product in program.products)
+        flops = lambda product: product.flops * product.times
+        is_other = lambda product: not product.on_tensor_cores or product.arithmetic.startswith("tf32")
+        others = sorted(filter(is_other, program.products), key=flops, reverse=True)
+        total = sum(map(flops, program.products))
         lines = [
-            f"{product.flops * product.times / total:.1%} of the FLOPs: {product.kind} in "
-            f"{product.arithmetic}, {' '.join(map(str, product.operands))}, {product.operation}"
+            f"{flops(product) / total:.1%} of the FLOPs: {product.kind} in {product.arithmetic}, "
+            f"{' '.join(map(str, product.operands))}, {product.operation}"
             for product in others
         ]
         summary = f"{program.tensor_core_share:.1%} of the FLOPs are on Tensor Cores in half, not {share:.1%}"

@@ -1,7 +1,7 @@
 """An assertion about a train step: a batch with inf or NaN leaves its state unchanged."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jmp_lite.testing needs chex: pip install chex.") from error
 
-from .._paths import as_patterns, join, matches, path_name
+from .._paths import as_patterns, matches, named_leaves
 from .._scaling.loss_scale import LossScale, is_loss_scale
 from .._scaling.state import SkipNonfiniteState
 from .._text import power
@@ -30,10 +30,8 @@ def assert_skips_nonfinite(
     the batch again. The step gets copies, so it may donate its state.
 
     - After inf and after NaN every leaf of the state is unchanged, bit for bit, except for loss scales and
-      the counters of `with_loss_scale`.
-    - The loss scale is what `adjust(False)` returns: a dynamic scale falls.
-    - A clean step afterwards changes a floating leaf outside of the optimizer, the parameters. A large loss
-      scale may skip the first clean steps.
+      the counters of `with_loss_scale`. The loss scale is what `adjust(False)` returns.
+    - A clean step afterwards changes a floating leaf outside of the optimizer, the parameters.
 
     Args:
         train_step: called as `train_step(state, *batch)`. It returns the new state, or a tuple that begins
@@ -61,9 +59,7 @@ def assert_skips_nonfinite(
         >>> params = jnp.ones((4, 2))
         >>> assert_skips_nonfinite(train_step, (params, tx.init(params)), jnp.ones((8, 4)))
     """
-    ignored = as_patterns(
-        ignore, "assert_skips_nonfinite: ignore= takes patterns over the paths of the state"
-    )
+    ignored = as_patterns(ignore, "assert_skips_nonfinite: ignore takes patterns over the state's paths")
     if not _scales(state):
         raise failure("assert_skips_nonfinite", "the state holds no loss scale")
     if not any(map(is_floating, jax.tree.leaves(batch))):
@@ -71,19 +67,15 @@ def assert_skips_nonfinite(
             "assert_skips_nonfinite puts inf into the floating values of the batch, and this batch has none. "
             "Give the step one, such as the weights of the examples in the loss."
         )
-    state = jax.tree.map(_as_array, state)
-    state = _step_until_taken(train_step, state, batch)
+    # The step count of Flax's `TrainState` starts as the number 0.
+    as_array = lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    state = _step_until_taken(train_step, jax.tree.map(as_array, state), batch)
     for value in (np.inf, np.nan):
         bad = jax.tree.map(functools.partial(_filled, value=value), batch)
         after = _step(train_step, state, bad)
         _check_skipped(state, after, value, ignored)
         state = after
     _step_until_taken(train_step, state, batch)
-
-
-def _as_array(leaf: Any) -> Any:
-    """Returns a leaf as an array: the step count of Flax's `TrainState` starts as the number 0."""
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
 def _filled(leaf: Any, value: float) -> Any:
@@ -94,7 +86,8 @@ def _filled(leaf: Any, value: float) -> Any:
 
 def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
     """Returns the new state. The step gets copies, since it may donate its arguments."""
-    result = train_step(*jax.tree.map(_copy, (state, *batch)))
+    copy = lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf
+    result = train_step(*jax.tree.map(copy, (state, *batch)))
     structure = jax.tree.structure(state)
     if jax.tree.structure(result) != structure:
         if not isinstance(result, tuple) or not result or jax.tree.structure(result[0]) != structure:
@@ -110,10 +103,8 @@ def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) ->
 
 
 def _step_until_taken(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
-    """Returns the state after the first step that changes the parameters.
-
-    A large loss scale skips the first steps, and an optimizer that accumulates waits.
-    """
+    """Returns the state after the first step that changes the parameters."""
+    # A large loss scale skips the first steps, and an optimizer that accumulates waits.
     for _ in range(_MOST_STEPS):
         before, state = state, _step(train_step, state, batch)
         moved = _moved(before, state, in_optimizer=False)
@@ -125,7 +116,8 @@ def _step_until_taken(train_step: Callable[..., Any], state: Any, batch: tuple[A
 
 def _skipped(before: Any, after: Any) -> bool:
     """Whether a step was skipped, by the optimizer's flags; without an optimizer, by the loss scale."""
-    flags = [bool(jnp.all(node.leaf_finite)) for node in _nodes(after) if _is_optimizer(node)]
+    nodes = jax.tree.leaves(after, is_leaf=_is_ours)
+    flags = [bool(jnp.all(node.leaf_finite)) for node in nodes if isinstance(node, SkipNonfiniteState)]
     if flags:
         return not all(flags)
     return any(float(new.loss_scale) < float(old.loss_scale) for old, new in _pairs(before, after))
@@ -156,13 +148,8 @@ def _check_skipped(before: Any, after: Any, value: float, ignored: Sequence[str]
 _MOST_STEPS = 64  # A scale of 2**64 falls to 1.
 
 
-def _is_optimizer(node: Any) -> bool:
-    return isinstance(node, SkipNonfiniteState)
-
-
-def _nodes(state: Any) -> list[Any]:
-    """Returns the optimizer states, the loss scales outside of them, and all other leaves."""
-    return jax.tree.leaves(state, is_leaf=lambda node: _is_optimizer(node) or is_loss_scale(node))
+def _is_ours(node: Any) -> bool:
+    return isinstance(node, SkipNonfiniteState) or is_loss_scale(node)
 
 
 def _scales(state: Any) -> list[LossScale]:
@@ -175,26 +162,24 @@ def _pairs(before: Any, after: Any) -> list[tuple[LossScale, LossScale]]:
 
 def _moved(before: Any, after: Any, in_optimizer: bool = True) -> dict[str, Any]:
     """Returns the leaves that differ in a bit, by path, without loss scales and counters."""
-    pairs = zip(_leaves(before, in_optimizer), _leaves(after, in_optimizer), strict=True)
-    return {name: old for (name, old), (_, new) in pairs if _bits(old) != _bits(new)}
+    old, new = (named_leaves(_without_scales(state, in_optimizer)) for state in (before, after))
+    return {
+        name: leaf for (name, leaf), (_, other) in zip(old, new, strict=True) if _bits(leaf) != _bits(other)
+    }
 
 
-def _leaves(state: Any, in_optimizer: bool, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    is_node = lambda node: _is_optimizer(node) or is_loss_scale(node)
-    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_node):
-        name = join(prefix, path_name(path))
-        if _is_optimizer(node):
-            if in_optimizer:
-                yield from _leaves(node.inner_state, in_optimizer, join(name, "inner_state"))
-        elif not is_loss_scale(node):
-            yield name, node
+def _without_scales(state: Any, in_optimizer: bool) -> Any:
+    """Returns a state without loss scales and counters, and without all of the optimizer if so asked."""
+
+    def strip(node: Any) -> Any:
+        if isinstance(node, SkipNonfiniteState) and in_optimizer:
+            return {"inner_state": _without_scales(node.inner_state, in_optimizer)}
+        return None if _is_ours(node) else node
+
+    return jax.tree.map(strip, state, is_leaf=_is_ours)
 
 
 def _bits(leaf: Any) -> bytes:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf).tobytes()
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, jax.Array) else leaf  # A batch may hold arrays of NumPy.

@@ -171,7 +171,7 @@ def test_no_program_is_a_value_error(text):
 def test_the_bytes_of_seven_of_each_dtype(dtype, size):
     assert HloArray(dtype, (7,)).size == size
     line = f"  ROOT %p = {dtype}[7]{{0}} parameter(0)"
-    (found,) = parse(f"ENTRY %main (p: {dtype}[7]) -> {dtype}[7] {{\n{line}\n}}").entry
+    (found,) = parse(f"ENTRY %main (p: {dtype}[7]) -> {dtype}[7] {{\n{line}\n}}")
     assert found.arrays == (HloArray(dtype, (7,)),)
 
 
@@ -198,7 +198,7 @@ def test_long_tuples_are_numbered_in_between():
     found = read_program(step)
     assert found.kernels == 20
     assert found.bytes_moved == 2 * sum(4 * (8 + i) for i in range(20))
-    assert [array.shape for array in parse(step.as_text()).entry.root.arrays] == [(8 + i,) for i in range(20)]
+    assert [array.shape for array in parse(step.as_text()).root.arrays] == [(8 + i,) for i in range(20)]
 
 
 @pytest.mark.parametrize(
@@ -227,4 +227,4 @@ def test_constants_with_braces_are_no_computations():
     assert "constant({ {" in step.as_text()
     found = read_program(step)
     assert found.kernels >= 1
-    assert math.prod(parse(step.as_text()).entry.root.arrays[0].shape) == 2
+    assert math.prod(parse(step.as_text()).root.arrays[0].shape) == 2

@@ -38,9 +38,9 @@ class Extremes(Probe):
         """Returns the record of no elements: inf and -inf."""
         return jnp.asarray([np.inf, -np.inf], _wide(dtype))
 
-    def alarm(self, record: Array) -> Array:
-        """Whether a value is not finite."""
-        return jnp.isnan(record).any(-1) | (record[..., 0] == -np.inf) | (record[..., 1] == np.inf)
+    def alarm(self, record: Any) -> Any:
+        # The record of no elements is inf and -inf. NaN is not equal to itself.
+        return (record != record).any(-1) | (record[..., 0] == -np.inf) | (record[..., 1] == np.inf)
 
 
 def _wide(dtype: Any) -> Any:

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr.read import Array, all_equations
+from ..._jaxpr.read import Array
 from .._precision.compare import Runs, runs_of
 from .._precision.modules import is_of_library
-from .._values.reference import is_narrow
+from .._values.reference import has_value, is_narrow
 from .._values.sites import Site
 from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
 from .extremes import Extremes
@@ -44,10 +44,9 @@ def find_nonfinite(
 
     It runs the loss and its backward pass as `jmp_lite.value_and_grad` does, as one compiled program that
     measures the smallest and the largest element of every floating value, also inside jit, loops, branches,
-    rematerialization and shards. Only these numbers return to the host. An inf or NaN is harmful if it
-    reaches the loss or a gradient through values that are all inf or NaN; a mask of -inf that a softmax reads
-    is not. An inf from half arithmetic may also become a finite number that is wrong (1/inf = 0). Then the
-    program is compared with itself in float32, and the inf is harmful if that changes the result.
+    rematerialization and shards. An inf or NaN is harmful if it reaches the loss or a gradient through values
+    that are all inf or NaN; a mask of -inf that a softmax reads is not. An inf from half arithmetic may also
+    become a finite number that is wrong (1/inf = 0): it is harmful if float32 changes the result.
 
     Against the cause it tries remedies, each by running the program: a smaller loss scale if the cause is in
     the backward pass; the module of the cause, and then few other modules, in float32; bfloat16 in place of
@@ -116,10 +115,11 @@ def examine(
     measured = tapped(scale)
     origins = Flow(measured).origins()
     is_bad = any(origin.is_harmful or origin.end for origin in origins)
-    trials = Trials(runs()) if is_bad and _has_half(program) and not measured.cut else None
-    if trials is not None:
-        origins = _tested(origins, trials)
-    report, cause = _report(_Reader(program, measured, scale), origins)
+    trials = Trials(runs()) if is_bad and has_value(program.jaxpr, is_narrow) and not measured.cut else None
+    if trials is not None and not any(origin.is_harmful for origin in origins):  # Are the suspects harmful?
+        is_harmful = lambda origin: origin.end is not None and trials.is_harmful(origin)
+        origins = [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
+    report, cause = _report(program, measured, scale, origins)
     if cause is None:
         return report
     fitting = _fitting_scale(tapped, scale) if cause.site.is_scaled else None
@@ -131,21 +131,8 @@ def examine(
     return dataclasses.replace(report, hint=hint(cause, measured.sites, program.parameters))
 
 
-def _has_half(program: LossProgram) -> bool:
-    variables = (var for equation in all_equations(program.jaxpr) for var in equation.outvars)
-    return any(map(is_narrow, variables))
-
-
-def _tested(origins: Sequence[Origin], trials: Trials) -> list[Origin]:
-    """Returns origins; if none reaches a result, the program is compared with float32 for the suspects."""
-    if any(origin.is_harmful for origin in origins):
-        return list(origins)
-    is_harmful = lambda origin: origin.end is not None and trials.is_harmful(origin)
-    return [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
-
-
 def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> NonfiniteReport:
-    tried = trials.of_cause(cause, report.fitting_scale)
+    tried = tuple(trials.of_cause(cause, report.fitting_scale))
     facts = trials.runs.program.rounded_numbers() if tried else ()
     if cause.site.is_scaled and cause.site.array.endswith("[]") and cause.site.is_half:
         facts = (HALF_LOSS.format(dtype=cause.site.dtype.name), *facts)
@@ -154,10 +141,8 @@ def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> Nonf
 
 
 def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
-    """Returns the largest power of two below `scale` at which the loss and all gradients are finite.
-
-    None if there is none. Larger scales only overflow more, so a binary search over the exponents finds it.
-    """
+    """Returns the largest power of two below `scale` at which the loss and all gradients are finite."""
+    # Larger scales only overflow more, so a binary search over the exponents finds it.
     is_finite = lambda exponent: not Flow(tapped(2.0**exponent)).bad_outputs()
     low, high = LOWEST, math.ceil(math.log2(scale))
     if low >= high or not is_finite(low):
@@ -168,92 +153,28 @@ def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
     return 2.0**low
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Turns origins into the rows of a report.
-
-    Attributes:
-        program: the loss and its gradients as one jaxpr.
-        measured: the smallest and the largest element of each value.
-        scale: the loss scale.
-    """
-
-    program: LossProgram
-    measured: Measured
-    scale: float
-
-    def read(self, origin: Origin) -> Nonfinite:
-        """Returns an origin as a row of the report."""
-        site = origin.site
-        argument = site.argument or site.last_parameter
-        return Nonfinite(
-            "NaN" if origin.is_nan else "inf",
-            site.operation,
-            site.array,
-            origin.extent,
-            site.operands,
-            origin.operands,
-            site.module,
-            argument,
-            bool(site.argument),
-            site.line,
-            site.caller,
-            self._direction(origin),
-            tuple((loop.kind, number) for loop, number in zip(site.loops, origin.iterations)),
-            self._way(origin),
-            "" if origin.end is None else f"{origin.end.operation}, {origin.end.line}".rstrip(", "),
-            self._index(site, origin.is_nan),
-        )
-
-    def _way(self, origin: Origin) -> tuple[str, ...]:
-        """Returns the first operation on each line between an origin and an output; of many only a few."""
-        lines: dict[str, str] = {}
-        for site, is_nan in origin.way:
-            if site.line != origin.site.line and not is_of_library(site.line):
-                line = os.path.basename(site.line.partition(" ")[0])
-                lines.setdefault(site.line, f"{'NaN' if is_nan else 'inf'} from {site.operation}, {line}")
-        way = list(lines.values())
-        return tuple(way if len(way) <= MOST_LINES else [*way[: MOST_LINES - 1], way[-1]])
-
-    def _direction(self, origin: Origin) -> str:
-        direction = "derivative" if origin.is_derivative else origin.site.direction
-        return "" if direction == "forward" and self.measured.is_step else direction
-
-    def _index(self, site: Site, is_nan: bool) -> tuple[int, ...] | None:
-        """Returns the index of the first element of an input that is not finite."""
-        if site.operation not in ("argument", "constant") or len(site.path) != 2 or site.path[1] < 0:
-            return None
-        array = self.program.arrays[site.path[1]]
-        index = _first_index(jnp.isnan(array) if is_nan else jnp.isinf(array))
-        return tuple(map(int, np.unravel_index(int(index), array.shape)))
-
-
-@jax.jit
-def _first_index(flags: Array) -> Array:
-    return jnp.argmax(flags.ravel())
-
-
-def _report(reader: _Reader, origins: Sequence[Origin]) -> tuple[NonfiniteReport, Origin | None]:
+def _report(
+    program: LossProgram, measured: Measured, scale: float, origins: Sequence[Origin]
+) -> tuple[NonfiniteReport, Origin | None]:
     """Returns the report without what is tried, and the origin that it names as the cause."""
     # What the forward pass computes for the backward pass alone does not make the loss inf.
     is_later = lambda origin: origin.is_derivative or origin.site.direction == "backward"
     harmful = sorted((origin for origin in origins if origin.is_harmful), key=is_later)
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
-    read = lambda origin: None if origin is None else reader.read(origin)
-    measured, is_step = reader.measured, reader.measured.is_step
+    read = lambda origin: None if origin is None else _row(origin, program)
     # The first output of a loss function is the loss.
-    outputs = list(zip(reader.program.outputs, measured.results))[0 if is_step else 1 :]
+    outputs = list(zip(program.outputs, measured.results))[0 if program.is_step else 1 :]
     # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
     harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
     report = NonfiniteReport(
         read(first_inf),
         read(first_nan),
-        tuple(reader.read(origin) for origin in harmful if origin not in (first_inf, first_nan)),
-        tuple(map(reader.read, harmless)),
-        None if is_step else float(measured.results[0][0]),
-        reader.scale,
-        tuple(name for name, ends in outputs if _is_bad(ends)),
+        tuple(_row(origin, program) for origin in harmful if origin not in (first_inf, first_nan)),
+        tuple(_row(origin, program) for origin in harmless),
+        None if program.is_step else float(measured.results[0][0]),
+        scale,
+        tuple(name for name, ends in outputs if Extremes().alarm(ends)),
         len(outputs),
         None,
         measured.cut,
@@ -261,6 +182,42 @@ def _report(reader: _Reader, origins: Sequence[Origin]) -> tuple[NonfiniteReport
     return report, first_inf if report.cause is report.first_inf else first_nan
 
 
-def _is_bad(ends: np.ndarray) -> bool:
-    """Whether an array with these ends has an inf or NaN; one without elements has the ends inf and -inf."""
-    return bool(np.isnan(ends).any() or ends[0] == -np.inf or ends[1] == np.inf)
+def _row(origin: Origin, program: LossProgram) -> Nonfinite:
+    site = origin.site
+    direction = "derivative" if origin.is_derivative else site.direction
+    is_outside = direction == "forward" and program.is_step  # Of any backward pass.
+    return Nonfinite(
+        "NaN" if origin.is_nan else "inf",
+        *(site.operation, site.array, origin.extent, site.operands, origin.operands, site.module),
+        *(site.argument or site.last_parameter, bool(site.argument), site.line, site.caller),
+        "" if is_outside else direction,
+        tuple((loop.kind, number) for loop, number in zip(site.loops, origin.iterations)),
+        _way(origin),
+        "" if origin.end is None else f"{origin.end.operation}, {origin.end.line}".rstrip(", "),
+        _index(site, origin.is_nan, program),
+    )
+
+
+def _way(origin: Origin) -> tuple[str, ...]:
+    """Returns the first operation on each line between an origin and an output; of many only a few."""
+    lines: dict[str, str] = {}
+    for site, is_nan in origin.way:
+        if site.line != origin.site.line and not is_of_library(site.line):
+            line = os.path.basename(site.line.partition(" ")[0])
+            lines.setdefault(site.line, f"{'NaN' if is_nan else 'inf'} from {site.operation}, {line}")
+    way = list(lines.values())
+    return tuple(way if len(way) <= MOST_LINES else [*way[: MOST_LINES - 1], way[-1]])
+
+
+def _index(site: Site, is_nan: bool, program: LossProgram) -> tuple[int, ...] | None:
+    """Returns the index of the first element of an input that is not finite."""
+    if site.operation not in ("argument", "constant") or len(site.path) != 2 or site.path[1] < 0:
+        return None
+    array = program.arrays[site.path[1]]
+    index = _first_index(jnp.isnan(array) if is_nan else jnp.isinf(array))
+    return tuple(map(int, np.unravel_index(int(index), array.shape)))
+
+
+@jax.jit
+def _first_index(flags: Array) -> Array:
+    return jnp.argmax(flags.ravel())

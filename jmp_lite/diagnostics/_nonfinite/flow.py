@@ -19,6 +19,7 @@ import numpy as np
 from ..._jaxpr.primitives import Category, traits_of
 from .._values.sites import Path, Site, SiteKind
 from .._values.trace import Measured
+from .extremes import Extremes
 
 Steps = tuple[int, ...]
 Instance = tuple[Path, Steps]
@@ -35,32 +36,18 @@ _COLLECTIVES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """An instance at which an inf or NaN begins.
-
-    Attributes:
-        site: the site.
-        iterations: the number of the iteration in each loop around it.
-        is_nan: whether the value has a NaN and no operand has one. Otherwise it has an inf, and all operands
-            are finite.
-        extent: the smallest and the largest element.
-        operands: the extent of each operand of the site; None if it is not known.
-        is_harmful: whether it reaches the loss or a gradient.
-        end: for a suspect, the site that turns it into finite numbers; otherwise None.
-        way: the sites with an inf or NaN on the way to the loss or a gradient, in order.
-        is_derivative: whether the forward pass computes it for the backward pass alone.
-        moment: sorts origins as the program runs.
-    """
+    """An instance at which an inf or NaN begins."""
 
     site: Site
-    iterations: Steps
-    is_nan: bool
+    iterations: Steps  # The number of the iteration in each loop around it.
+    is_nan: bool  # Whether it has a NaN and no operand has one. Otherwise it has an inf.
     extent: Extent
-    operands: tuple[Extent | None, ...]
-    is_harmful: bool
-    end: Site | None
-    way: tuple[tuple[Site, bool], ...]
-    is_derivative: bool
-    moment: tuple[int, ...]
+    operands: tuple[Extent | None, ...]  # The extent of each operand, where it is known.
+    is_harmful: bool  # Whether it reaches the loss or a gradient.
+    end: Site | None  # For a suspect, the site that turns it into finite numbers.
+    way: tuple[tuple[Site, bool], ...]  # The bad sites on the way to an output, and whether each is NaN.
+    is_derivative: bool  # Whether the forward pass computes it for the backward pass alone.
+    moment: tuple[int, ...]  # Sorts origins as the program runs.
 
 
 class Flow:
@@ -71,26 +58,17 @@ class Flow:
         self._sites, self._records = measured.sites, measured.records
 
     def origins(self) -> list[Origin]:
-        """Returns the origins in the order of the program."""
-        following = self._following()
-        origins = [
-            self._origin(instance, following)
-            for path in self._records
-            for instance in self._bad_instances(path)
-            if self._begins(instance)
-        ]
+        instances = (each for path in self._records for each in self._bad_instances(path))
+        origins = map(self._origin, filter(self._begins, instances))
         return sorted(origins, key=lambda origin: origin.moment)
 
     def bad_outputs(self) -> list[int]:
-        """Returns the indexes of the outputs that are not finite."""
-        return [
-            index
-            for index, path in enumerate(self._measured.outputs)
-            if path is not None and self._bad(path).any()
-        ]
+        paths = enumerate(self._measured.outputs)
+        return [index for index, path in paths if path is not None and self._bad(path).any()]
 
+    @functools.cached_property
     def _following(self) -> dict[Instance, Instance | None]:
-        """Returns the bad instances that lead to a bad output, each with the next one on the way."""
+        """The bad instances that lead to a bad output, each with the next one on the way."""
         outputs = {self._measured.outputs[index] for index in self.bad_outputs()}
         # A step that tests its gradients skips its update, so no output shows them. A loss that tests a value
         # is guarded against it.
@@ -109,48 +87,34 @@ class Flow:
                     todo.append(operand)
         return following
 
-    def _way(
-        self, instance: Instance, following: dict[Instance, Instance | None]
-    ) -> Iterator[tuple[Site, bool]]:
+    def _way(self, instance: Instance) -> Iterator[tuple[Site, bool]]:
         """Yields the operations after an instance on the way to an output, and whether each gives a NaN."""
-        following_one = following.get(instance)
-        while following_one is not None:
-            site = self._sites[following_one[0]]
+        while (following := self._following.get(instance)) is not None:
+            instance, site = following, self._sites[following[0]]
             if site.kind is SiteKind.OPERATION and traits_of(site.operation).category is not Category.MOVE:
-                yield site, self._is_nan(following_one)
-            following_one = following[following_one]
+                yield site, self._is_nan(instance)
 
     def _begins(self, instance: Instance) -> bool:
         bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
         # An operation may compute a NaN from infs (inf - inf). So a NaN may begin at operands with an inf.
         return not (any(map(self._is_nan, bad)) if self._is_nan(instance) else bad)
 
-    def _origin(self, instance: Instance, following: dict[Instance, Instance | None]) -> Origin:
+    def _origin(self, instance: Instance) -> Origin:
         path, steps = instance
-        site = self._sites[path]
+        site, is_harmful = self._sites[path], instance in self._following
         return Origin(
-            site,
-            self._iterations(site, steps),
-            self._is_nan(instance),
-            self._extent(path, steps),
+            *(site, self._iterations(site, steps), self._is_nan(instance), self._extent(path, steps)),
             tuple(None if source is None else self._extent_at(source, steps) for source in site.sources),
-            instance in following,
-            None if instance in following else self._end(instance),
-            tuple(self._way(instance, following)),
-            self._is_derivative(site),
-            self._moment(site, steps),
+            *(is_harmful, None if is_harmful else self._end(instance), tuple(self._way(instance))),
+            *(self._is_derivative(site), self._moment(site, steps)),
         )
 
     def _end(self, instance: Instance) -> Site | None:
         """Returns the first site that turns an inf of half arithmetic into finite numbers, if any."""
         origin = self._sites[instance[0]]
         is_written = {"inf", "-inf"} & set(origin.operands)
-        if (
-            not origin.is_half
-            or origin.kind is not SiteKind.OPERATION
-            or is_written
-            or self._is_nan(instance)
-        ):
+        is_computed = origin.kind is SiteKind.OPERATION and not is_written
+        if not origin.is_half or not is_computed or self._is_nan(instance):
             return None
         todo, seen = [instance], {instance}
         while todo:
@@ -187,14 +151,12 @@ class Flow:
     def _operands(self, instance: Instance) -> Iterator[Instance]:
         """Yields the instances that an instance was computed from."""
         path, steps = instance
-        site = self._sites[path]
-        before = self._before(site, steps) if path in self._measured.carried else None
-        if before is not None:
-            previous = self._measured.carried[path]
-            sources: tuple[Path | None, ...] = (previous,)
-            steps = before
-        else:
-            sources = site.sources
+        site, carried = self._sites[path], self._measured.carried
+        sources = site.sources
+        # A carry enters the first iteration from outside, and each other one from the iteration before. Only
+        # some iterations of a while loop are kept: there the previous record stands for it.
+        if path in carried and (before := self._step(site, steps, -1)) is not None:
+            sources, steps = (carried[path],), before
         for source in sources:
             if source is None:
                 continue
@@ -214,12 +176,6 @@ class Flow:
         depth = shards[-1]
         for shard in range(site.loops[depth].length):
             yield source, (*steps[:depth], shard, *steps[depth + 1 :])
-
-    def _before(self, site: Site, steps: Steps) -> Steps | None:
-        """Returns the iteration before an iteration of the innermost loop; None for the first iteration."""
-        # A carry enters the first iteration from outside, and each other one from the iteration before. Only
-        # some iterations of a while loop are kept: there the previous record stands for it.
-        return self._step(site, steps, -1)
 
     def _step(self, site: Site, steps: Steps, by: int) -> Steps | None:
         """Returns the iteration of the innermost loop after `by` iterations; None if there is none."""
@@ -277,10 +233,7 @@ class Flow:
 
     @functools.cache  # noqa: B019
     def _bad(self, path: Path) -> np.ndarray:
-        record = self._records[path]
-        low, high = record[..., 0], record[..., 1]
-        bad = self._nan(path) | (low == -np.inf) | (high == np.inf)
-        return np.asarray(bad)
+        return np.asarray(Extremes().alarm(self._records[path]))
 
     @functools.cache  # noqa: B019
     def _nan(self, path: Path) -> np.ndarray:
@@ -296,12 +249,10 @@ class Flow:
         return -np.inf < low <= high < np.inf
 
     def _is_bad(self, instance: Instance) -> bool:
-        path, steps = instance
-        return bool(self._bad(path)[steps])
+        return bool(self._bad(instance[0])[instance[1]])
 
     def _is_nan(self, instance: Instance) -> bool:
-        path, steps = instance
-        return bool(self._nan(path)[steps])
+        return bool(self._nan(instance[0])[instance[1]])
 
     def _extent(self, path: Path, steps: Steps) -> Extent:
         low, high = self._records[path][steps]

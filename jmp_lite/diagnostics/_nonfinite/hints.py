@@ -7,6 +7,7 @@ not been tried.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from .._values.sites import Path, Site
 from .flow import Extent, Origin
@@ -23,15 +24,21 @@ _DERIVATIVES = {
 }
 """The derivatives that are not finite somewhere, by operation; the more special ones first."""
 _FACTORIZATIONS = {"cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"}
+_EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh", "logistic")
 _POLES = ("lgamma", "digamma", "erf_inv", "atanh", "tan", "polygamma", "igamma", "zeta")
 _SUBNORMAL = 2.0**-126
 
 
 def hint(origin: Origin, sites: Sites, parameters: Collection[str]) -> str:
     """Returns the first hint that fits an origin; empty if none does. `parameters` are names of arguments."""
-    if origin.site.operation == "argument":
-        return _argument(origin.site.argument, parameters)
-    return next(filter(None, (each(_Case(origin, sites)) for each in _HINTS)), "")
+    site, case = origin.site, _Case(origin, sites)
+    if site.operation == "argument":
+        text = _PARAMETER if site.argument.split("/")[0] in parameters else _DATA
+        return text.format(name=site.argument)
+    text = next((text for fits, text in _HINTS if fits(case)), "")
+    name, (low, high) = case.derivative(), case.extent(0)
+    numbers = {"low": low, "high": high, "divisor": case.divisor()}
+    return text.format(operation=site.operation, name=name, where=_DERIVATIVES.get(name), **numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +48,13 @@ class _Case:
     origin: Origin
     sites: Sites
 
-    @property
-    def site(self) -> Site:
-        return self.origin.site
+    def of(self, *operations: str) -> bool:
+        return self.origin.site.operation in operations
 
     def extent(self, number: int) -> Extent:
         """Returns the smallest and the largest element of an operand; NaN if they are not known."""
         known = number < len(self.origin.operands)
-        extent = self.origin.operands[number] or self.site.number(number) if known else None
+        extent = self.origin.operands[number] or self.origin.site.number(number) if known else None
         return extent or (math.nan, math.nan)
 
     def has_zero(self, number: int) -> bool:
@@ -59,134 +65,101 @@ class _Case:
     def behind(self, steps: int = 6) -> set[str]:
         """Returns the names of the operations that it was computed from in at most `steps` steps."""
         names: set[str] = set()
-        level = {self.site.path}
+        level = {self.origin.site.path}
         for _ in range(steps):
             level = {source for path in level for source in self.sites[path].sources if source is not None}
             names |= {self.sites[path].operation for path in level}
         return names
 
+    def derivative(self) -> str:
+        """Returns the operation whose derivative it may be; empty if it is none."""
+        site = self.origin.site
+        is_derivative = self.origin.is_derivative or site.direction == "backward"
+        if not is_derivative or not any(map(self.has_zero, range(len(site.operands)))):
+            return ""
+        # JAX gives the operations of a derivative the line of the operation that is differentiated.
+        sites = (other for other in self.sites.values() if other.line == site.line)
+        behind = {other.operation for other in sites if other.direction == "forward"} | self.behind()
+        return next((name for name in _DERIVATIVES if name in behind), "")
 
-def _argument(name: str, parameters: Collection[str]) -> str:
-    if name.split("/")[0] in parameters:
-        return (
-            f"The parameter {name} was not finite before the step, so an earlier update wrote it. Restore a "
-            "checkpoint, and let jmp.with_loss_scale skip the steps that are not finite."
-        )
-    return f"The data in {name} is not finite. jmp.with_loss_scale skips the steps of such batches."
+    def divisor(self) -> float:
+        return min(map(abs, self.extent(1)))
 
-
-def _index(case: _Case) -> str:
-    if case.site.operation not in ("gather", "dynamic_gather") or not case.origin.is_nan:
-        return ""
-    return (
-        "JAX fills elements whose index is out of bounds with NaN. The indices, such as labels or tokens, "
-        "may be larger than the table."
-    )
-
-
-def _mask(case: _Case) -> str:
-    if not {"inf", "-inf"} & set(case.site.operands):
-        return ""
-    return (
-        "The inf is a constant of the program. If it is a mask, it may mask a whole row, and the softmax of "
-        "such a row is NaN. A function such as ndtri writes it at its poles."
-    )
+    def divides_by_zero(self, *dtypes: str) -> bool:
+        """Whether it divides by 0, in one of some dtypes if they are given."""
+        operands = self.origin.site.operands
+        is_power = self.of("integer_pow") and operands[1].startswith("-")
+        divisor = 1 if self.of("div", "rem") else 0
+        divides = (self.of("div", "rem", "reciprocal") or is_power) and self.has_zero(divisor)
+        return divides and operands[divisor].startswith(dtypes or "")
 
 
-def _subnormal(case: _Case) -> str:
-    smallest = min(map(abs, case.extent(1)))
-    if case.site.operation != "div" or not 0 < smallest < _SUBNORMAL:
-        return ""
-    return (
-        f"The divisor is {smallest:.3g}. Numbers below 1e-38 are subnormal in float32, and the reciprocal of "
-        "such a number, by which XLA may multiply, is inf."
-    )
-
-
-def _derivative(case: _Case) -> str:
-    if not (case.origin.is_derivative or case.site.direction == "backward"):
-        return ""
-    # JAX gives the operations of a derivative the line of the operation that is differentiated.
-    sites = (site for site in case.sites.values() if site.line == case.site.line)
-    behind = {site.operation for site in sites if site.direction == "forward"} | case.behind()
-    name = next((name for name in _DERIVATIVES if name in behind), "")
-    if not name or not any(map(case.has_zero, range(len(case.site.operands)))):
-        return ""
-    return (
-        f"This may be the derivative of {name}, which {_DERIVATIVES[name]}. A jnp.where around the result "
-        "does not help the gradients: guard the operand."
-    )
-
-
-def _factorization(case: _Case) -> str:
-    if not (case.behind() | {case.site.operation}) & _FACTORIZATIONS:
-        return ""
-    return (
-        "The matrix may be singular, or not positive definite. Often a small multiple of the identity is "
-        "added to it."
-    )
-
-
-def _logarithm(case: _Case) -> str:
-    low, _ = case.extent(0)
-    if case.site.operation not in ("log", "log1p", "log2") or not low <= 0:
-        return ""
-    return (
-        f"The smallest operand of the logarithm is {low:.4g}. Often a small number is added to it; for "
-        "log(softmax(x)) there is jax.nn.log_softmax."
-    )
-
-
-def _root(case: _Case) -> str:
-    low, _ = case.extent(0)
-    if case.site.operation not in ("sqrt", "rsqrt", "pow") or not low <= 0:
-        return ""
-    if low < 0:
-        return (
-            f"The smallest operand of the root is {low:.4g}. A variance as E[x^2] - E[x]^2 may become "
-            "negative by rounding, which jnp.mean((x - jnp.mean(x)) ** 2) never does."
-        )
-    return "The program divides by the root of 0. Often a small number is added inside of the root."
-
-
-def _division(case: _Case) -> str:
-    operation, operands = case.site.operation, case.site.operands
-    is_power = operation == "integer_pow" and operands[1].startswith("-")
-    divisor = 1 if operation in ("div", "rem") else 0
-    if not (operation in ("div", "rem", "reciprocal") or is_power) or not case.has_zero(divisor):
-        return ""
-    if operands[divisor].startswith(("float16", "bfloat16")):
-        return (
-            "The divisor is 0 in half precision, where 1 - 0.999 may be 0, and where a small number that is "
-            "added may be lost."
-        )
-    if case.origin.is_nan:
-        return (
-            "This is 0 / 0, often a mean over no elements, which jnp.maximum(count, 1) as the divisor avoids."
-        )
-    return (
-        "A divisor is 0. A jnp.where around the quotient does not help its gradients: guard the divisor too."
-    )
-
-
-def _exponential(case: _Case) -> str:
-    if case.site.operation not in ("exp", "exp2", "expm1", "sinh", "cosh", "logistic"):
-        return ""
-    return (
-        "exp is inf beyond 88.7 in float32, and beyond 11.1 in float16. Often the maximum is subtracted "
-        "first, as jax.nn.softmax and jax.nn.logsumexp do."
-    )
-
-
-def _pole(case: _Case) -> str:
-    low, high = case.extent(0)
-    if case.site.operation not in _POLES or math.isnan(low):
-        return ""
-    return f"{case.site.operation} has poles. It took numbers from {low:.4g} to {high:.4g}."
-
-
+_PARAMETER = (
+    "The parameter {name} was not finite before the step, so an earlier update wrote it. Restore a "
+    "checkpoint, and let jmp.with_loss_scale skip the steps that are not finite."
+)
+_DATA = "The data in {name} is not finite. jmp.with_loss_scale skips the steps of such batches."
 # The first that fits is given, so the special ones come first.
-_HINTS: tuple[Callable[[_Case], str], ...] = (
-    *(_index, _mask, _subnormal, _derivative, _factorization, _logarithm, _root, _division),
-    *(_exponential, _pole),
+_HINTS: tuple[tuple[Callable[[_Case], Any], str], ...] = (
+    (
+        lambda case: case.of("gather", "dynamic_gather") and case.origin.is_nan,
+        "JAX fills elements whose index is out of bounds with NaN. The indices, such as labels or tokens, "
+        "may be larger than the table.",
+    ),
+    (
+        lambda case: {"inf", "-inf"} & set(case.origin.site.operands),
+        "The inf is a constant of the program. If it is a mask, it may mask a whole row, and the softmax of "
+        "such a row is NaN. A function such as ndtri writes it at its poles.",
+    ),
+    (
+        lambda case: case.of("div") and 0 < case.divisor() < _SUBNORMAL,
+        "The divisor is {divisor:.3g}. Numbers below 1e-38 are subnormal in float32, and the reciprocal of "
+        "such a number, by which XLA may multiply, is inf.",
+    ),
+    (
+        _Case.derivative,
+        "This may be the derivative of {name}, which {where}. A jnp.where around the result does not help "
+        "the gradients: guard the operand.",
+    ),
+    (
+        lambda case: case.of(*_FACTORIZATIONS) or case.behind() & _FACTORIZATIONS,
+        "The matrix may be singular, or not positive definite. Often a small multiple of the identity is "
+        "added to it.",
+    ),
+    (
+        lambda case: case.of("log", "log1p", "log2") and case.extent(0)[0] <= 0,
+        "The smallest operand of the logarithm is {low:.4g}. Often a small number is added to it; for "
+        "log(softmax(x)) there is jax.nn.log_softmax.",
+    ),
+    (
+        lambda case: case.of("sqrt", "rsqrt", "pow") and case.extent(0)[0] < 0,
+        "The smallest operand of the root is {low:.4g}. A variance as E[x^2] - E[x]^2 may become negative by "
+        "rounding, which jnp.mean((x - jnp.mean(x)) ** 2) never does.",
+    ),
+    (
+        lambda case: case.of("sqrt", "rsqrt", "pow") and case.extent(0)[0] == 0,
+        "The program divides by the root of 0. Often a small number is added inside of the root.",
+    ),
+    (
+        lambda case: case.divides_by_zero("float16", "bfloat16"),
+        "The divisor is 0 in half precision, where 1 - 0.999 may be 0, and where a small number that is "
+        "added may be lost.",
+    ),
+    (
+        lambda case: case.divides_by_zero() and case.origin.is_nan,
+        "This is 0 / 0, often a mean over no elements, which jnp.maximum(count, 1) as the divisor avoids.",
+    ),
+    (
+        _Case.divides_by_zero,
+        "A divisor is 0. A jnp.where around the quotient does not help its gradients: guard the divisor too.",
+    ),
+    (
+        lambda case: case.of(*_EXPONENTIALS),
+        "exp is inf beyond 88.7 in float32, and beyond 11.1 in float16. Often the maximum is subtracted "
+        "first, as jax.nn.softmax and jax.nn.logsumexp do.",
+    ),
+    (
+        lambda case: case.of(*_POLES) and not math.isnan(case.extent(0)[0]),
+        "{operation} has poles. It took numbers from {low:.4g} to {high:.4g}.",
+    ),
 )

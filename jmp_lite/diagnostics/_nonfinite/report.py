@@ -22,13 +22,12 @@ class Nonfinite:
         operand_ranges: the same for each operand as `range`; None for integers and numbers.
         module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
         argument: the path of the argument itself, or of the argument that the operation takes. Otherwise the
-            last parameter used before it. Empty if there is none.
+            last parameter used before it, if any.
         is_operand: whether the operation takes the argument itself.
         line: the line of the program that made it, as `file.py:12:4 (function)`.
         caller: where `line` is in a library, the user's line that called it; otherwise empty.
         direction: `forward`; `derivative` if the forward pass computes it only for the backward pass;
-            `backward`; or `recomputed` in the backward pass. Empty for the parts of a step that are not in a
-            backward pass.
+            `backward`; or `recomputed` in the backward pass. Empty outside of the backward pass of a step.
         iterations: for each loop around it, outermost first, its kind and the number of the iteration, from
             0. For a scan it is the index of the slice, also in reverse; for a `shard_map`, of the shard.
         way: the operations between it and the loss or a gradient, such as `NaN from sub, file.py:13:4`.
@@ -156,17 +155,15 @@ class Trial:
 class NonfiniteReport(Shown):
     """Where a loss or its gradients become inf or NaN. `print` it for one page.
 
-    An inf or NaN is harmful if it reaches the loss or a gradient. An inf from half arithmetic is also harmful
-    if a later operation turns it into wrong finite numbers, as `rsqrt` returns 0 for it. For a step, its
-    results and the values that it tests for inf and NaN stand for the loss and the gradients.
+    An inf or NaN is harmful if it reaches the loss or a gradient; in a step, its results or the values that
+    it tests for inf and NaN. An inf from half arithmetic is also harmful if a later operation turns it into
+    wrong finite numbers, as `rsqrt` returns 0 for it.
 
     Attributes:
-        first_inf: the first operation that gives a harmful inf for finite operands; None if there is none.
-        first_nan: the first operation that gives a harmful NaN for operands without NaN; None if there is
-            none.
+        first_inf: the first operation, if any, that gives a harmful inf for finite operands.
+        first_nan: the first operation, if any, that gives a harmful NaN for operands without NaN.
         others: the other operations at which a harmful inf or NaN begins.
-        harmless: the operations at which a harmless inf or NaN begins, such as a mask of -inf that only a
-            softmax reads.
+        harmless: the operations at which a harmless one begins, such as a mask of -inf that a softmax reads.
         loss: the loss; None for a step.
         loss_scale: the scale at which it ran.
         gradients: the paths of the gradients that are not finite; for a step, of its results.
@@ -177,11 +174,9 @@ class NonfiniteReport(Shown):
             finite. None if there is none, or if the first inf or NaN is not in the backward pass.
         tried: the changes that were run, for the cause; empty if the program has no half values, or is not
             finite in float32 either.
-        is_finite_in_float32: whether the loss and all gradients are finite in float32, with the numbers of
-            the source as they are written. None if this was not run.
-        rounded: the numbers on lines of the program that are 0 or inf in half precision, each as a sentence;
-            empty if no remedy was tried.
-        hint: a well-known reason why the operation gives inf or NaN; empty if there is a change that helps.
+        is_finite_in_float32: whether the loss and all gradients are finite in float32; None if not run.
+        rounded: a sentence for each number of the program that is 0 or inf in half, if a remedy was tried.
+        hint: a well-known reason why the operation gives inf or NaN; empty if a change was tried.
 
     Examples:
         >>> report = find_nonfinite(lambda w: jnp.sum(w["head"]) * 1e3, loss_scale=2.0**120)(
@@ -242,23 +237,17 @@ class NonfiniteReport(Shown):
             none = [] if self.remedies else ["None of these helps."]
             numbers = [line for text in self.rounded for line in wrapped(shortened(text))]
             return ["\n".join([*numbers, title, *lines, *none])]
-        either = (
-            ["With every operation in float32 it is not finite either."]
-            if self.is_finite_in_float32 is False
-            else []
-        )
-        hint = [f"A hint: {self.hint}"] if self.hint else []
-        return ["\n".join(wrapped(" ".join([*either, *hint])))] if either or hint else []
+        is_either = self.is_finite_in_float32 is False
+        text = ["With every operation in float32 it is not finite either."] if is_either else []
+        text += [f"A hint: {self.hint}"] if self.hint else []
+        return ["\n".join(wrapped(" ".join(text)))] if text else []
 
     def _first(self) -> list[Nonfinite]:
-        """Returns the first inf and the first NaN.
-
-        The inf stands first if the NaN comes from it, or if only the backward pass has the NaN: the log of 0
-        is -inf, and its derivative 0 / 0.
-        """
+        """Returns the first inf and the first NaN; the NaN first if the inf is not its cause."""
         found = [origin for origin in (self.first_nan, self.first_inf) if origin is not None]
         if len(found) < 2:
             return found
+        # If only the backward pass has the NaN, the inf is first: log(0) is -inf, its derivative 0 / 0.
         is_later = found[0].direction in ("derivative", "backward") and found[1].direction == "forward"
         return found[::-1] if self._nan_from_inf or is_later else found
 
@@ -268,10 +257,8 @@ class NonfiniteReport(Shown):
         if self.loss is None:
             results = self._finite("result of the step", "results of the step")
             return f"{results[0].upper()}{results[1:]}.{inside}"
-        gradients, scale = (
-            self._finite("gradient", "gradients"),
-            f"the loss scale is {power(self.loss_scale)}",
-        )
+        gradients = self._finite("gradient", "gradients")
+        scale = f"the loss scale is {power(self.loss_scale)}"
         if self.is_finite:
             return f"The loss, {self.loss:.6g}, is finite, and {gradients}; {scale}.{inside}"
         return f"The loss is {self.loss:.6g}; {gradients}; {scale}."

@@ -20,25 +20,17 @@ MOST_GROUPS = 24
 
 @dataclasses.dataclass
 class Trials:
-    """The trials of one program.
-
-    Attributes:
-        runs: the runs of the program in half and in float32.
-        tolerance: the largest error of a run that counts as right.
-    """
+    """The trials of one program. An error up to `HARM` counts as right."""
 
     runs: Runs
-    tolerance: float = HARM
 
-    def of_cause(self, origin: Origin, fitting: float | None) -> tuple[Trial, ...]:
-        """Returns what was tried; `fitting` is a smaller loss scale that gives finite numbers."""
-        return tuple(self._tried(origin, fitting)) if self.runs.is_finite else ()
-
-    def _tried(self, origin: Origin, fitting: float | None) -> Iterator[Trial]:
+    def of_cause(self, origin: Origin, fitting: float | None) -> Iterator[Trial]:
+        """Yields what is tried; `fitting` is a smaller loss scale that gives finite numbers."""
+        if not self.runs.is_finite:
+            return
         if fitting is not None:
-            trial = self._trial(
-                dynamic_scale(int(math.log2(fitting))), self.runs.at(fitting), loss_scale=fitting
-            )
+            change = dynamic_scale(int(math.log2(fitting)))
+            trial = self._trial(change, self.runs.keeping((), fitting), loss_scale=fitting)
             yield trial
             if trial.helps:
                 return
@@ -50,7 +42,7 @@ class Trials:
     def is_harmful(self, origin: Origin) -> bool:
         """Whether the result is wrong, and nearer to float32 if the module of an origin is in float32."""
         wrong = self._error(())
-        if not self.runs.is_finite or wrong <= self.tolerance:
+        if not self.runs.is_finite or wrong <= HARM:
             return False
         groups = self.runs.program.groups_on(origin.site.line)
         return any(self._error(kept) < wrong / 2 for kept in (*([group] for group in groups), groups))
@@ -59,22 +51,13 @@ class Trials:
         """Returns few groups whose float32 makes the result right: first those that the origin is in."""
         near = self.runs.program.groups_on(origin.site.line)
         for kept in (*([group] for group in near), near):
-            if kept and self._error(kept) <= self.tolerance:
-                return self._needed(kept)
+            if kept and self._error(kept) <= HARM:
+                return fewest(kept, self._error, HARM) or kept
         groups = sorted(self.runs.program.groups, key=lambda group: group.name)
         if len(groups) > MOST_GROUPS:
             return groups
         own = {group: self._error(set(groups) - {group}) for group in groups}
-        return fewest(sorted(own, key=lambda group: -own[group]), self._error, self.tolerance) or groups
-
-    def _needed(self, kept: Sequence[Module]) -> list[Module]:
-        """Returns groups without those that can be left out."""
-        needed = list(kept)
-        for group in kept:
-            others = [other for other in needed if other != group]
-            if others and self._error(others) <= self.tolerance:
-                needed = others
-        return needed
+        return fewest(sorted(own, key=lambda group: -own[group]), self._error, HARM) or groups
 
     def _in_float32(self, kept: Sequence[Module]) -> Trial:
         lines = dict.fromkeys(line for group in kept if group.casts for line in group.lines)
@@ -92,14 +75,14 @@ class Trials:
     def _run(self, kept: Collection[Module]) -> tuple[Difference, float | None]:
         """Returns the error with some groups in float32, and a loss scale that was not given if it helps."""
         error = self.runs.keeping(kept)
-        if self._worst(error) <= self.tolerance or not self.runs.may_scale:
+        if self._worst(error) <= HARM or not self.runs.may_scale:
             return error, None
-        scaled = self.runs.at(DynamicLossScale.loss_scale, kept)
+        scaled = self.runs.keeping(kept, DynamicLossScale.loss_scale)
         helps = self._worst(scaled) < self._worst(error)
         return (scaled, DynamicLossScale.loss_scale) if helps else (error, None)
 
     def _trial(self, change: str, error: Difference, **how: Any) -> Trial:
-        return Trial(change, error, self._worst(error) <= self.tolerance, **how)
+        return Trial(change, error, self._worst(error) <= HARM, **how)
 
     def _worst(self, error: Difference) -> float:
         return max(self.runs.loss_error(error), error.gradients)

@@ -47,20 +47,15 @@ def compare_precision(
     half values. If the scopes tell no modules apart (NNX, Equinox, plain functions), a module is the argument
     that holds the parameters. `rules=` of `autocast` selects both.
 
-    Then it searches for a small set of modules to keep in float32. The set contains each module whose own
-    error is above the tolerance. The search adds the module with the next largest error until the error is
-    small enough, and then drops each module that is not needed. With `tolerance=0` it measures each module,
-    and nothing is left to search. The error is that of the gradients. If they are close and the loss is off
-    by more than 0.1, as with a sum that stops growing, it is that of the loss.
-
-    If no loss scale is given, and the error in float16 is above the tolerance, it tries `2**15`, the start
-    of `DynamicLossScale`. If this scale more than halves the error, all runs in half use it. The report then
-    says that the gradients need a loss scale.
+    Then it searches for a small set of modules to keep in float32, none of which can be left out. With
+    `tolerance=0` it measures each module, and nothing is left to search. The error is that of the gradients.
+    If they are close and the loss is off by more than 0.1, as with a sum that stops growing, it is that of
+    the loss. If no loss scale is given, and the error in float16 is above the tolerance, it tries `2**15`,
+    the start of `DynamicLossScale`. If this scale more than halves the error, all runs in half use it.
 
     All runs are runs of one program, which is compiled once. It holds half values as float32 numbers, and a
-    flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. The
-    gradients in float32 stay on the device; only sums come back. On a GPU products in float32 run at the
-    highest precision, not in TF32.
+    flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. On a
+    GPU products in float32 run at the highest precision, not in TF32.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
@@ -86,8 +81,7 @@ def compare_precision(
             and finite; `tolerance` is out of range; a rule of the autocast selects nothing; the loss or a
             gradient is not finite in float32.
 
-    Source: the float16 debugging of ONNX Runtime, and the accuracy-driven tuning of Intel's Neural
-    Compressor; both are for inference.
+    Source: for inference, the float16 debugging of ONNX Runtime and the tuning of Intel's Neural Compressor.
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
@@ -131,19 +125,13 @@ def _check(tolerance: float | None) -> None:
 class Runs:
     """The errors with some modules in float32; each set of modules is run once.
 
-    Attributes:
-        program: the program.
-        scale: the loss scale of the runs in half.
-        may_scale: whether another loss scale may be tried.
-        loss: the loss in float32; None for a step.
-        bad: the gradients that are not finite in float32; for a step, the results.
-        is_finite: whether the loss and all gradients are finite in float32.
+    `scale` is the loss scale of the runs in half; `may_scale` says whether another one may be tried.
     """
 
     def __init__(self, program: FlaggedProgram, scale: float, may_scale: bool) -> None:
         self.program, self.scale = program, scale
         self.may_scale = may_scale and program.narrow == "float16" and not program.is_step
-        self._full = program(None, 1.0)
+        self._full = program(None, 1.0)  # In float32.
         self.loss = None if program.is_step else float(self._full[0])
         self._groups = groups_of(program, self._full)
         self._contribution = _first_order(program, self._full)
@@ -153,24 +141,14 @@ class Runs:
         self.bad = [name for name, good in zip(names, finite) if not good]
         self.is_finite = not self.bad and (self.loss is None or math.isfinite(self.loss))
 
-    def keeping(self, modules: Iterable[Module]) -> Difference:
+    def keeping(self, modules: Iterable[Module], scale: float | None = None) -> Difference:
         """Returns the error with some modules in float32 and the others in half."""
-        kept = frozenset(modules)
-        if (self.scale, kept) not in self._differences:
-            outputs = self.program(self.program.groups - kept, self.scale)
-            self._differences[self.scale, kept] = self._difference(outputs)
-        return self._differences[self.scale, kept]
-
-    def at(self, scale: float, modules: Iterable[Module] = ()) -> Difference:
-        """Returns the error at another loss scale, with some modules in float32."""
-        before, self.scale = self.scale, scale
-        try:
-            return self.keeping(modules)
-        finally:
-            self.scale = before
+        key = self.scale if scale is None else scale, frozenset(modules)
+        if key not in self._differences:
+            self._differences[key] = self._difference(self.program(self.program.groups - key[1], key[0]))
+        return self._differences[key]
 
     def in_bfloat16(self) -> Difference:
-        """Returns the error with bfloat16 in place of float16."""
         return self._difference(self.program.in_bfloat16(self.scale))
 
     def _difference(self, outputs: Sequence[Array]) -> Difference:
@@ -186,30 +164,27 @@ class Runs:
         return Difference(loss_error if math.isfinite(loss_error) else math.inf, error, cosine, name)
 
     def loss_error(self, error: Difference) -> float:
-        """Returns the error of a loss, over what the parameters contribute to it if that is larger.
-
-        A loss may be zero but for rounding, as PPO's is at its first step: its relative error says nothing.
-        """
+        """Returns the error of a loss, over what the parameters contribute to it if that is larger."""
+        # A loss may be zero but for rounding, as PPO's is at its first step: its relative error says nothing.
         size = abs(self.loss or 0.0)
         is_small = 0 < size < self._contribution and math.isfinite(error.loss)
         return error.loss * size / self._contribution if is_small else error.loss
 
     def try_scale(self, tolerance: float, other: float | None = None) -> Difference | None:
-        """Switches to a loss scale that helps: the first of `DynamicLossScale`, or else `other`.
+        """Switches to the first scale of `DynamicLossScale`, or else `other`, and returns the error before.
 
-        Returns the error before; None if no loss scale is missing.
+        None if neither halves the error.
         """
-        unscaled = self.keeping(())
+        unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
         if not self.may_scale or unscaled.gradients <= tolerance:
             return None
-        errors = {scale: self.at(scale).gradients for scale in (DynamicLossScale.loss_scale,)}
-        if other is not None and not any(error <= tolerance for error in errors.values()):
-            errors[other] = self.at(other).gradients
-        best = min(errors, key=lambda scale: errors[scale])
-        if errors[best] < unscaled.gradients / 2:
-            self.scale = best
-            return unscaled
-        return None
+        error = lambda scale: self.keeping((), scale).gradients
+        if other is not None and error(best) > tolerance and error(other) < error(best):
+            best = other
+        if error(best) >= unscaled.gradients / 2:
+            return None
+        self.scale = best
+        return unscaled
 
     def change(self, kept: Sequence[Module]) -> str:
         """Returns what to write to keep modules in float32, in the notation of the program."""
@@ -242,40 +217,35 @@ def _first_order(program: FlaggedProgram, full: Sequence[Array]) -> float:
 def report_of(runs: Runs, tolerance: float, harm: float, scale: float | None = None) -> PrecisionReport:
     """Returns the report, which measures the modules only if their joint error is above the tolerance.
 
-    The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is measured
-    only if its error is above `harm`: a small difference of large numbers has a large relative error.
     `scale` is another loss scale to try.
     """
     program, half = runs.program, runs.keeping(())
+    # The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is measured
+    # only if its error is above `harm`: a small difference of large numbers has a large relative error.
     is_loss = half.gradients <= tolerance and runs.loss_error(half) > max(tolerance, harm)
     measure = "loss" if is_loss else "gradients"
     tolerance = max(tolerance, harm) if is_loss else tolerance
     unscaled = None if is_loss else runs.try_scale(tolerance, scale)
     error = lambda modules: getattr(runs.keeping(modules), measure)
     is_close = error(()) <= tolerance
-    own = {
-        module: runs.keeping(set(program.modules) - {module}) for module in program.modules if not is_close
-    }
+    every = set() if is_close else set(program.modules)
+    own = {module: runs.keeping(every - {module}) for module in program.modules if every}
     other = "gradients" if is_loss else "loss"
     size = lambda module: (getattr(own[module], measure), getattr(own[module], other))
     order = sorted(own, key=size, reverse=True)
     kept = fewest(order, error, tolerance)
-    return PrecisionReport(
-        program.narrow,
-        program.wide,
-        runs.scale,
-        float(runs.loss or 0.0),
-        tuple(module.label for module in program.modules),
-        tuple(ModuleDifference(module.label, own[module], module.pattern, module.lines) for module in order),
-        runs.keeping(()),
-        unscaled,
-        None if is_close else runs.keeping(program.modules),
-        measure,
-        tolerance,
-        None if kept is None else tuple(module.label for module in kept),
-        None if kept is None else runs.rules(kept),
-        "" if kept is None else runs.change(kept),
-        None if kept is None else runs.keeping(kept),
+    labels = lambda modules: tuple(module.label for module in modules)
+    report = PrecisionReport(
+        *(program.narrow, program.wide, runs.scale, float(runs.loss or 0.0), labels(program.modules)),
+        tuple(ModuleDifference(each.label, own[each], each.pattern, each.lines) for each in order),
+        *(runs.keeping(()), unscaled, None if is_close else runs.keeping(program.modules)),
+        *(measure, tolerance),
+    )
+    if kept is None:
+        return report
+    change, with_rules = runs.change(kept), runs.keeping(kept)
+    return dataclasses.replace(
+        report, kept=labels(kept), rules=runs.rules(kept), change=change, with_rules=with_rules
     )
 
 

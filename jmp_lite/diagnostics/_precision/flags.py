@@ -19,59 +19,32 @@ from ..._autocast.planning.rules import Rules, make_rules
 from ..._autocast.report.operations import Operation, has_floating, operations_of
 from ..._float8.quantize import BACKWARD
 from ..._float8.selection import FLOAT8
-from ..._jaxpr import arguments
+from ..._jaxpr import arguments, read
 from ..._jaxpr.arguments import Arguments
 from ..._jaxpr.bind import bind, cast, reuse
 from ..._jaxpr.inner import inner_jaxprs, with_inner_jaxprs
 from ..._jaxpr.precision import only_own_precisions
 from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import (
-    Array,
-    Equation,
-    Jaxpr,
-    Var,
-    all_equations,
-    equations,
-    flag_scope,
-    flagged,
-    flags_of,
-    is_float32,
-    with_equations,
-)
+from ..._jaxpr.read import Array, Equation, Jaxpr, Var
 from .._values.numbers import lost_numbers
-from .._values.reference import Flags, Reference, flags_in, in_float8
+from .._values.reference import Flags, Reference, flags_in, has_value, in_float8
 from .._values.trace import EVERY_CAST, LossCall, trace
 from .modules import Module, cast_modules, gives_half, is_in_half, is_of_library, own_modules, scopes_for
 from .sources import sources_of
 
 
 class FlaggedProgram:
-    """A loss and its gradients, with a flag for each module. It is compiled once.
+    """A loss and its gradients, or a step, with a flag for each module. It is compiled once.
 
-    Attributes:
-        rules: the rules of autocast; those of float32 if the function runs as it is.
-        operations: the operations of the function.
-        modules: the modules that are in half.
-        dtype: the half dtype.
-        narrow: the name of the dtype of modules whose flag is on: that of the half dtype, or `float8`.
-        wide: the name of the dtype of modules whose flag is off.
-        outputs: the path of each output: an empty one for the loss, then one for each gradient; for a step,
-            one for each floating array that it returns.
-        parameters: the floating parameters by their paths.
-        groups: the modules, and the sources of the half values of the program itself: casts in lines of the
-            user, and arguments in half.
-        is_step: whether the function is a step.
-        has_float16: whether a value of it is in float16.
+    A function with half products of its own runs as it is, and so does one with any half values of its own
+    unless the user has given the dtype of `rules`. The groups are the modules in half, and the sources of the
+    program's own half values: casts in lines of the user, and arguments in half. A module is in the dtype
+    `narrow` if its flag is on, and in `wide` if not; these are names. `outputs` is as in `LossProgram`.
     """
 
     def __init__(
         self, call: LossCall, rules: Rules, is_autocast: bool, args: Any, kwargs: Any, is_given: bool = True
     ) -> None:
-        """Traces and plans the function.
-
-        A function with half products of its own runs as it is, and so does one with any half values of its
-        own unless the user has given the dtype of `rules`.
-        """
         # By default a GPU runs float32 products in TF32, whose error is that of float16.
         self.is_step = call.transform is None
         with jax.default_matmul_precision("highest"):
@@ -85,14 +58,16 @@ class FlaggedProgram:
             self.wide = "bfloat16" if self.rules.float8 else "float32"
             self.modules, self._sources, flags = self._flags(traced, before, call.differentiated)
             self.groups = frozenset((*self.modules, *self._sources))
-            self._flags_by_line = _by_line(self.operations, flags)
+            self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
+            for operation, own in zip(self.operations, flags, strict=True):
+                self._flags_by_line[operation.source] |= own
             self._program = trace("compare_precision", self._flagged(call, flags), args, kwargs)
         self.dtype = _half_dtype(self.rules, before)
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
         self.outputs = self._program.outputs
         self.parameters = self._program.floating_parameters
-        every = (var for each in all_equations(self._program.jaxpr) for var in each.outvars)
-        self.has_float16 = any(getattr(var.aval, "dtype", None) == jnp.float16 for var in every)
+        is_float16 = lambda var: getattr(var.aval, "dtype", None) == jnp.float16
+        self.has_float16 = has_value(self._program.jaxpr, is_float16)
         self._numbers = lost_numbers(self._program.jaxpr)
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
         self._run = jax.jit(self._outputs, compiler_options=EVERY_CAST)
@@ -102,16 +77,13 @@ class FlaggedProgram:
         groups = (*self.modules, *self._sources)
         on = {number for number, group in enumerate(groups) if group in (half or ())}
         on |= {len(groups)} if half is not None else set()
-        arrays = list(self._program.arrays)
-        arrays[self._program.scale] = jnp.float32(scale)
-        return self._run(arrays, np.array([flags <= on for flags in self._sets], bool))
+        is_on = np.array([flags <= on for flags in self._sets], bool)
+        return self._run(self._program.at_scale(scale), is_on)
 
     def groups_on(self, line: str) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
-        groups = (*self.modules, *self._sources)
-        found = [
-            groups[number] for number in sorted(self._flags_by_line.get(line, ())) if number < len(groups)
-        ]
+        groups, flags = (*self.modules, *self._sources), self._flags_by_line.get(line, ())
+        found = [group for number, group in enumerate(groups) if number in flags]
         sources = [group for group in found if group in self._sources]
         return sorted(sources, key=lambda source: not source.is_argument) or found
 
@@ -125,11 +97,9 @@ class FlaggedProgram:
 
     def in_bfloat16(self, scale: float) -> list[Array]:
         """Returns the outputs with bfloat16 in place of float16. This is a program of its own."""
-        arrays = list(self._program.arrays)
-        arrays[self._program.scale] = jnp.float32(scale)
         reference = Reference({}, self._numbers, jnp.bfloat16)
         run = lambda arrays: reference.run(self._program.jaxpr, arrays)[: len(self.outputs)]
-        return jax.jit(run, compiler_options=EVERY_CAST)(arrays)
+        return jax.jit(run, compiler_options=EVERY_CAST)(self._program.at_scale(scale))
 
     def _outputs(self, arrays: Sequence[Array], is_on: Array) -> list[Array]:
         flags = {flags: is_on[index] for index, flags in enumerate(self._sets)}
@@ -140,8 +110,7 @@ class FlaggedProgram:
     ) -> tuple[tuple[Module, ...], tuple[Module, ...], list[Flags]]:
         """Returns the modules, the sources, and for each operation the numbers of those that it belongs to.
 
-        An operation belongs to each module whose rule takes it out of half: a product to one, the activation
-        between two products to both. One more number stands for the operations that no rule takes out.
+        One more number stands for the operations that no rule takes out of half.
         """
         pairs = list(zip(self.operations, before, strict=True))
         products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
@@ -194,18 +163,18 @@ class _Interpreter(Interpreter):
 
     def _float8(self, equation: Equation, action: Run, formats: Formats, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
-        rest = max(flags_of(equation) or (), default=0)
+        rest = max(read.flags_of(equation) or (), default=0)
         arrays = [
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
             for value, dtype, source in zip(operands, formats.dtypes, formats.sources, strict=True)
         ]
         # The flag of everything that no rule takes out. So bfloat16 stays on if fp8 is off.
-        with jax.named_scope(flag_scope({rest})):
+        with jax.named_scope(read.flag_scope({rest})):
             (result,) = bind(equation, arrays, **action.params)
         return _with_float8_cotangent(result)
 
     def _literal(self, var: Var) -> Value:
-        return _Number(np.asarray(var.val, np.float32)) if is_float32(var) else super()._literal(var)
+        return _Number(np.asarray(var.val, np.float32)) if read.is_float32(var) else super()._literal(var)
 
 
 @jax.custom_vjp
@@ -244,14 +213,6 @@ def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[Op
     return list(operations_of(plan, rules.dtype, "", 1, traced.names, {}))
 
 
-def _by_line(operations: Sequence[Operation], flags: Sequence[Flags]) -> dict[str, set[int]]:
-    """Returns for each line of the program the flags of its operations."""
-    lines: dict[str, set[int]] = collections.defaultdict(set)
-    for operation, own in zip(operations, flags, strict=True):
-        lines[operation.source] |= own
-    return lines
-
-
 def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:
     """Returns the dtype of autocast; without it the dtype that the program has most often."""
     if rules.dtype != jnp.float32:
@@ -263,7 +224,8 @@ def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:
 
 def _with_flags(jaxpr: Jaxpr, flags: Iterator[Flags]) -> Jaxpr:
     """Returns a jaxpr with flags in its equations: the next of `flags` for each operation of a report."""
-    return with_equations(jaxpr, [_flagged_equation(equation, flags) for equation in equations(jaxpr)])
+    new = [_flagged_equation(equation, flags) for equation in read.equations(jaxpr)]
+    return read.with_equations(jaxpr, new)
 
 
 def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
@@ -275,4 +237,4 @@ def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
         own = own.union(*(each for part in parts for each in flags_in(part)))
     elif has_floating(equation):
         own = next(flags)
-    return flagged(equation, own) if own else equation
+    return read.flagged(equation, own) if own else equation

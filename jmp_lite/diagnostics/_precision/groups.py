@@ -15,16 +15,11 @@ from .flags import FlaggedProgram
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """Outputs whose error is one number.
+    """Outputs whose error is one number."""
 
-    Attributes:
-        name: the path that they share; empty for the gradients of a loss.
-        numbers: their indexes among the outputs of the program.
-        before: for the new parameters of a step, the old ones: their changes are compared. Otherwise None.
-    """
-
-    name: str
-    numbers: tuple[int, ...]
+    name: str  # The path that they share; empty for the gradients of a loss.
+    numbers: tuple[int, ...]  # Their indexes among the outputs of the program.
+    # The old parameters, for the new ones of a step: their changes are compared.
     before: tuple[Array, ...] | None = None
 
     def error(self, half: Sequence[Array], full: Sequence[Array]) -> tuple[float, float]:
@@ -71,10 +66,8 @@ def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:
 
 
 def _old(program: FlaggedProgram, full: Sequence[Array], numbers: Sequence[int]) -> tuple[Array, ...] | None:
-    """Returns the parameters of which some outputs are the new values; None if they are something else.
-
-    A step changes its parameters by a small part, which their values would hide.
-    """
+    """Returns the parameters of which some outputs are the new values; None if they are something else."""
+    # A step changes its parameters by a small part, which their values would hide.
     old = list(program.parameters.values())
     new = [full[number] for number in numbers]
     if [array.shape for array in old] != [array.shape for array in new]:

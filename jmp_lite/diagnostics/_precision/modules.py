@@ -16,29 +16,18 @@ _PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are l
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A named group of operations that share one flag: half or float32.
+    """A named group of operations that share one flag: half or float32."""
 
-    Attributes:
-        name: the scope, or the path of the argument that holds its parameters; empty without either.
-        pattern: the pattern that selects it in `rules=` of `autocast`; empty if the program itself casts.
-        lines: without a pattern, the user's first lines that make half values, as `file.py:12:4 (function)`.
-        policy: the path of a module under a policy of jmp_lite, which a rule of the policy selects.
-        layer: otherwise, how to keep it in float32, in words.
-        casts: the half dtype to which `lines` cast; empty if they are no casts.
-        is_argument: whether it is an argument in half, and all that is computed from it in half.
-    """
-
-    name: str
-    pattern: str
-    lines: tuple[str, ...] = ()
-    policy: str = ""
-    layer: str = ""
-    casts: str = ""
-    is_argument: bool = False
+    name: str  # The scope, or the path of the argument that holds its parameters, if any.
+    pattern: str  # Selects it in `rules=` of `autocast`; empty if the program itself casts.
+    lines: tuple[str, ...] = ()  # Without a pattern, the user's first lines that make half values.
+    policy: str = ""  # The path of a module that a rule of its policy selects.
+    layer: str = ""  # Otherwise, how to keep it in float32, in words.
+    casts: str = ""  # The half dtype to which `lines` cast; empty if they are no casts.
+    is_argument: bool = False  # Whether it is an argument in half, and all that is computed from it in half.
 
     @property
     def label(self) -> str:
-        """The name in a report."""
         return self.name or "/"
 
 
@@ -56,10 +45,7 @@ def cast_modules(products: Sequence[Operation], parameters: Sequence[str]) -> li
 def own_modules(
     operations: Sequence[Operation], parameters: Sequence[str], paths: Collection[str]
 ) -> tuple[list[Module], list[int]]:
-    """Returns the modules of the program's own half operations, and the index of each operation's module.
-
-    `paths` are the paths of all arguments; `parameters` the names of those that are differentiated.
-    """
+    """Returns the modules of the program's own half operations, and the index of each operation's module."""
     names = _modules(_paths(operations, parameters))
     has_policy = any(operation.source.startswith(_PACKAGE) for operation in operations)
     members: dict[str, list[Operation]] = {name: [] for name in names}
@@ -72,7 +58,9 @@ def own_modules(
 def _own_module(
     name: str, operations: Sequence[Operation], has_policy: bool, paths: Collection[str]
 ) -> Module:
-    makers = [operation.source for operation in operations if _makes_half(operation)]
+    is_half = lambda value: value.startswith(_HALVES)
+    makes_half = lambda operation: gives_half(operation) and not all(map(is_half, operation.inputs))
+    makers = [operation.source for operation in operations if makes_half(operation)]
     users = lambda lines: tuple(dict.fromkeys(line for line in lines if not is_of_library(line)))[:4]
     lines = users(makers) or users(operation.source for operation in operations)
     parts = name.split("/")[1:]
@@ -120,11 +108,6 @@ def gives_half(operation: Operation) -> bool:
     return is_half or operation.name == "reduce_precision"
 
 
-def _makes_half(operation: Operation) -> bool:
-    """Whether an operation makes half values from others."""
-    return gives_half(operation) and not all(value.startswith(_HALVES) for value in operation.inputs)
-
-
 def scopes_for(
     kept: Sequence[Module], modules: Sequence[Module], wide: str, narrow: str
 ) -> tuple[tuple[str, str], ...]:
@@ -151,7 +134,10 @@ def _paths(operations: Sequence[Operation], parameters: Sequence[str]) -> list[s
 def _modules(operation_paths: Sequence[str]) -> list[str]:
     """Returns the module of each path: its first names."""
     paths = [path.split("/") for path in operation_paths]
-    shared = {first: _shared([path for path in paths if path[0] == first]) for first, *_ in paths}
+    shared: dict[str, int] = {}  # How many names the paths with the same first name begin with in common.
+    for first, *_ in paths:
+        same = (len(set(names)) == 1 for names in zip(*(path for path in paths if path[0] == first)))
+        shared[first] = sum(itertools.takewhile(bool, same))
     return ["/".join(path[: _end(path, shared[path[0]])]) for path in paths]
 
 
@@ -171,12 +157,6 @@ def _argument(operation: Operation, parameters: Sequence[str]) -> str:
     last = next(reversed(own or operation.arguments), "")
     holder = last.rpartition("/")[0]
     return holder if "/" in holder else last
-
-
-def _shared(paths: Sequence[list[str]]) -> int:
-    """Returns how many names some paths begin with in common."""
-    same = (len(set(names)) == 1 for names in zip(*paths))
-    return sum(itertools.takewhile(bool, same))
 
 
 def _end(path: list[str], shared: int) -> int:

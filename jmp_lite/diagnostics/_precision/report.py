@@ -8,10 +8,6 @@ from ..._text import Shown, aligned, power, shortened, wrapped
 _NOISE = 1e-5  # What a different order of float32 sums may change.
 
 
-def _short(dtype: str) -> str:
-    return "fp8" if dtype == FLOAT8 else "half"
-
-
 @dataclasses.dataclass(frozen=True)
 class Difference:
     """How far a loss and its gradients are from those in float32.
@@ -75,19 +71,18 @@ class PrecisionReport(Shown):
         modules: what each of them costs, the largest error first; empty if the error of all together is
             within the tolerance.
         half: the error with all of them in half, or in fp8 for `float8`.
-        unscaled: that error at the loss scale 1, if no loss scale was given and the gradients need one. All
-            other errors are then at `loss_scale`. Otherwise None.
+        unscaled: that error at the loss scale 1, if no loss scale was given and the gradients need one.
         rest: the error with all of them in the kept dtype. In float32 it is 0, except for products that no
             rule selects. None if `modules` is empty.
         measure: `gradients` or `loss`: which error is compared with the tolerance.
         tolerance: the largest error that is allowed.
-        kept: the modules to keep in float32, none of which can be left out. None if all modules together do
-            not bring the error to the tolerance.
+        kept: the modules to keep in float32, none of which can be left out. None, and the next fields empty,
+            if all modules together do not bring the error to the tolerance.
         rules: the `rules=` of `autocast` for those of them that autocast casts, with the rules that the
-            function had before; None if `kept` is None.
+            function had before.
         change: what to write to keep them in float32: these rules, the casts to leave out, or the rules of a
-            policy. Empty if `kept` is None.
-        with_rules: the measured error with `kept` in float32; None if `kept` is None.
+            policy.
+        with_rules: the measured error with `kept` in float32.
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
@@ -107,10 +102,10 @@ class PrecisionReport(Shown):
     rest: Difference | None
     measure: str
     tolerance: float
-    kept: tuple[str, ...] | None
-    rules: dict[str, str] | None
-    change: str
-    with_rules: Difference | None
+    kept: tuple[str, ...] | None = None
+    rules: dict[str, str] | None = None
+    change: str = ""
+    with_rules: Difference | None = None
 
     @property
     def is_close(self) -> bool:
@@ -139,10 +134,8 @@ class PrecisionReport(Shown):
         if self.is_close:
             return "No rule is needed."
         if self.kept is None:
-            return (
-                f"No set of modules brings the error below the tolerance: with all of them in "
-                f"{self.kept_dtype} it is {self.rest}."
-            )
+            none = "No set of modules brings the error below the tolerance"
+            return f"{none}: with all of them in {self.kept_dtype} it is {self.rest}."
         names = ", ".join("the operations outside of modules" if name == "/" else name for name in self.kept)
         each = "; none of them can be left out" if len(self.kept) > 1 else ""
         keep = f"Keep {names} in {self.kept_dtype}{each}. To do so: {self.change}."
@@ -150,13 +143,12 @@ class PrecisionReport(Shown):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""
-        rows: list[tuple[str, ...]] = [
-            (f"module alone in {_short(self.dtype)}", "loss", "gradients", "cosine")
+        alone = f"module alone in {'fp8' if self.dtype == FLOAT8 else 'half'}"
+        numbers = lambda own: (f"{own.loss:.2e}", f"{own.gradients:.2e}", f"{own.cosine:.6f}")
+        return [
+            (alone, "loss", "gradients", "cosine"),
+            *((row.module, *numbers(row.own)) for row in self.modules),
         ]
-        for row in self.modules:
-            own = row.own
-            rows.append((row.module, f"{own.loss:.2e}", f"{own.gradients:.2e}", f"{own.cosine:.6f}"))
-        return rows
 
     def __repr__(self) -> str:
         return f"PrecisionReport({self.summary()})"

@@ -33,16 +33,14 @@ _EVERY = Module("every source", "")
 
 
 def sources_of(traced: Arguments, is_step: bool) -> list[Sources]:
-    """Returns for each operation of a report what its half values come from.
-
-    A cast of a library has no source in a loss, where a layer has a dtype of its own. In a step it has the
-    half arguments as sources: an optimizer casts to the dtypes of its parameters.
-    """
+    """Returns for each operation of a report what its half values come from."""
     named = zip(traced.names, traced.arrays, strict=True)
+    source = lambda name: _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
     search = _Search()
-    search.run(traced.jaxpr, [_argument(name) if is_narrow(array) else _Origin() for name, array in named])
-    every = frozenset[Module]().union(*search.found.values()) - {_EVERY}
-    every -= {_LIBRARY}
+    search.run(traced.jaxpr, [source(name) if is_narrow(array) else _Origin() for name, array in named])
+    every = frozenset[Module]().union(*search.found.values()) - {_EVERY, _LIBRARY}
+    # In a loss, a layer of a library has a dtype of its own. In a step, an optimizer casts to the dtypes of
+    # its parameters.
     of_library = frozenset(source for source in every if source.is_argument and is_step)
 
     def resolved(sources: Sources) -> Sources:
@@ -52,31 +50,18 @@ def sources_of(traced: Arguments, is_step: bool) -> list[Sources]:
     return [resolved(search.found[id(equation)]) for equation in _operations(traced.jaxpr)]
 
 
-def _argument(name: str) -> "_Origin":
-    return _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
-
-
 class _Origin(NamedTuple):
-    """What a value comes from.
+    """What a value comes from."""
 
-    Attributes:
-        sources: the sources of a half value; for a float32 value, of the half value that was cast to it.
-        line: for a float32 value, the line that has widened it; empty for a half value.
-    """
-
-    sources: Sources = frozenset()
-    line: str = ""
+    sources: Sources = frozenset()  # Of a half value, or of the half value that was cast to a float32 value.
+    line: str = ""  # For a float32 value, the line that has widened it.
 
 
 class _Search:
-    """Follows half values forwards through a jaxpr.
-
-    Attributes:
-        found: for each operation, by its `id`, what its half results come from.
-    """
+    """Follows half values forwards through a jaxpr."""
 
     def __init__(self) -> None:
-        self.found: dict[int, Sources] = {}
+        self.found: dict[int, Sources] = {}  # For each operation, by its `id`, the sources of its results.
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Origin], around: str = "") -> list[_Origin]:
         """Follows the values of a jaxpr, whose call is on the line `around`; returns those of its outputs."""

@@ -66,17 +66,14 @@ class _FlushCounts(Probe):
     adds, operands, once = True, True, True
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
-        """Whether the operation is a product in fp8."""
         del equation
         return decision is not None and decision.in_float8
 
     def wants(self, site: Site, half: bool) -> bool:
         """In the backward pass only the cotangent, the first operand: the forward pass has the others."""
         del half
-        is_cotangent = site.path[-1] == -1
-        return site.kind is SiteKind.OPERAND and (
-            site.direction == "forward" or (site.direction == "backward" and is_cotangent)
-        )
+        is_cotangent = site.direction == "backward" and site.path[-1] == -1
+        return site.kind is SiteKind.OPERAND and (site.direction == "forward" or is_cotangent)
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
         """Returns the counts, shape `(4,)`, uint32."""
@@ -92,12 +89,10 @@ class _FlushCounts(Probe):
         return jnp.stack(counts)
 
     def empty(self, dtype: object) -> Array:
-        """Returns the record of no values."""
         del dtype
         return jnp.zeros(_COUNTS, jnp.uint32)
 
     def join(self, first: Array, second: Array) -> Array:
-        """Returns the record of the values of both records."""
         return first + second
 
 
@@ -110,14 +105,9 @@ def float8_ranges(program: LossProgram, plan: Plan, scale: float) -> tuple[Float
         record = measured.records[path].astype(np.int64).reshape(-1, _COUNTS).sum(0)
         groups[site.place, site.direction] += record
     names = [dtype.name for dtype in _FORMATS]
-    return tuple(
-        Float8Range(
-            name,
-            direction,
-            names[direction == "backward"],
-            int(counts[0]),
-            int(counts[1]),
-            dict(zip(names, map(int, counts[2:]))),
-        )
-        for (name, direction), counts in groups.items()
-    )
+    rows = []
+    for (name, direction), counts in groups.items():
+        values, zeros, *flushed = map(int, counts)
+        own, lost = names[direction == "backward"], dict(zip(names, flushed))
+        rows.append(Float8Range(name, direction, own, values, zeros, lost))
+    return tuple(rows)

@@ -121,15 +121,9 @@ class Magnitudes:
         flushed = (exponents < half_of_least) | ((exponents == half_of_least) & (kinds == 0))
         overflowed = (exponents > most) | ((exponents == most) & (kinds == 3))
         subnormal = (exponents < least) & ~flushed & ~((exponents == least - 1) & (kinds >= 2))
-        count = lambda chosen: int(self.bins[chosen].sum())
-        return Fates(
-            self.zeros,
-            count(flushed),
-            count(subnormal),
-            count(~(flushed | overflowed | subnormal)),
-            count(overflowed),
-            self.infs + self.nans,
-        )
+        chosen = flushed, subnormal, ~(flushed | overflowed | subnormal), overflowed
+        lost, coarse, kept, beyond = (int(self.bins[each].sum()) for each in chosen)
+        return Fates(self.zeros, lost, coarse, kept, beyond, self.infs + self.nans)
 
     def shifted(self, exponent: int) -> "Magnitudes":
         """Returns the magnitudes of the values multiplied by `2**exponent`, in the range of float32."""
@@ -142,33 +136,29 @@ class Magnitudes:
         )
 
     def __add__(self, other: "Magnitudes") -> "Magnitudes":
-        smallest = [magnitude for magnitude in (self.smallest, other.smallest) if magnitude]
-        return Magnitudes(
-            self.dtype,
-            self.bins + other.bins,
-            self.zeros + other.zeros,
-            self.infs + other.infs,
-            self.nans + other.nans,
-            min(smallest, default=0.0),
-            max(self.largest, other.largest),
-        )
+        counts = self.zeros + other.zeros, self.infs + other.infs, self.nans + other.nans
+        smallest = min(filter(None, (self.smallest, other.smallest)), default=0.0)
+        largest = max(self.largest, other.largest)
+        return Magnitudes(self.dtype, self.bins + other.bins, *counts, smallest, largest)
 
 
 @dataclasses.dataclass(frozen=True)
 class Histogram(Probe):
-    """The probe: counts the values that are in half, or would be under autocast, by their bits.
+    """The probe: counts the values that are in half, or would be under autocast, by their bits."""
 
-    Attributes:
-        dtype: the half dtype for which the edges are counted.
-    """
-
-    dtype: np.dtype
+    dtype: np.dtype  # The half dtype for which the edges are counted.
 
     adds, operands = True, True
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """Whether the program or autocast casts an operand to half."""
-        return _takes_half(decision) or _casts_down(equation)
+        action = None if decision is None else decision.action
+        if isinstance(action, Run) and Take.HALF in action.operands:
+            return True
+        if equation.primitive.name != "convert_element_type":
+            return False
+        (taken,), (given,) = equation.invars, equation.outvars
+        return in_half(given) and is_floating(taken.aval) and taken.aval.dtype != given.aval.dtype
 
     def wants(self, site: Site, half: bool) -> bool:
         """Whether it is an array that is in half, or would be. Recomputed values are not counted again."""
@@ -210,45 +200,20 @@ class Histogram(Probe):
         return exponent * _CLASSES + kind
 
     def empty(self, dtype: Any) -> Array:
-        """Returns the record of no values."""
         del dtype
         return jnp.zeros(_COUNTS + 2, jnp.uint32)
 
     def join(self, first: Array, second: Array) -> Array:
-        """Returns the record of the values of both records."""
         is_count = jnp.arange(_COUNTS + 2) < _COUNTS
         return jnp.where(is_count, first + second, jnp.maximum(first, second))
 
     def read(self, record: np.ndarray) -> Magnitudes:
-        """Returns a record as magnitudes."""
         counts = record[:_COUNTS].astype(np.int64)
         extremes = np.array([~record[-1] if record[-1] else 0, record[-2]], np.uint32).view(np.float32)
-        return Magnitudes(
-            self.dtype,
-            counts[: BINS * _CLASSES].reshape(BINS, _CLASSES),
-            int(counts[_ZERO]),
-            int(counts[_INF]),
-            int(counts[_NAN]),
-            float(extremes[0]),
-            float(extremes[1]),
-        )
+        bins = counts[:_ZERO].reshape(BINS, _CLASSES)
+        return Magnitudes(self.dtype, bins, *map(int, counts[_ZERO:]), *map(float, extremes))
 
 
 def pooled(magnitudes: list[Magnitudes], dtype: np.dtype) -> Magnitudes:
-    """Returns the magnitudes of all values together."""
     none = Magnitudes(dtype, np.zeros((BINS, _CLASSES), np.int64), 0, 0, 0, 0.0, 0.0)
     return functools.reduce(Magnitudes.__add__, magnitudes, none)
-
-
-def _casts_down(equation: Equation) -> bool:
-    """Whether the program casts to half."""
-    if equation.primitive.name != "convert_element_type":
-        return False
-    (taken,), (given,) = equation.invars, equation.outvars
-    return in_half(given) and is_floating(taken.aval) and taken.aval.dtype != given.aval.dtype
-
-
-def _takes_half(decision: Decision | None) -> bool:
-    """Whether autocast would cast an operand of an operation to half."""
-    action = None if decision is None else decision.action
-    return isinstance(action, Run) and Take.HALF in action.operands

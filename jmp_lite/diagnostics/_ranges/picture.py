@@ -11,7 +11,6 @@ from .scales import Scales
 
 
 def draw(report: Any, path: str | pathlib.Path) -> None:
-    """Draws a report into a file."""
     try:
         figures: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:
@@ -33,20 +32,12 @@ def _draw_histogram(axes: Any, report: Any) -> None:
     shares = [count / total for count in histogram.values()]
     axes.bar(list(histogram), shares, width=0.9, align="edge", label="gradients")
     shift = int(np.log2(report.loss_scale))
-    least, first, last = (int(info.minexp) - int(info.nmant), int(info.minexp), int(info.maxexp))
-    for start, end, color, label in [
-        (least, first, "tab:orange", "subnormal"),
-        (first, last, "tab:green", "normal"),
-    ]:
-        axes.axvspan(
-            start - shift, end - shift, color=color, alpha=0.15, label=f"{report.dtype.name}, {label}"
-        )
-    axes.set(
-        yscale="log",
-        xlabel="log2 of the magnitude at a scale of 1",
-        ylabel="share",
-        title=f"Gradients; {report.pooled.zeros / max(total, 1):.1%} are zero",
-    )
+    first, last = int(info.minexp) - shift, int(info.maxexp) - shift
+    name = report.dtype.name
+    axes.axvspan(first - int(info.nmant), first, color="tab:orange", alpha=0.15, label=f"{name}, subnormal")
+    axes.axvspan(first, last, color="tab:green", alpha=0.15, label=f"{name}, normal")
+    axes.set(yscale="log", xlabel="log2 of the magnitude at a scale of 1", ylabel="share")
+    axes.set_title(f"Gradients; {report.pooled.zeros / max(total, 1):.1%} are zero")
     axes.legend()
 
 
@@ -54,13 +45,9 @@ def _draw_curve(axes: Any, scales: Scales, loss_scale: float) -> None:
     """Draws the shares of the gradients that each loss scale loses (NVIDIA's figure 3)."""
     shown = range(-10, 41)
     fates = [scales.fates[exponent] for exponent in shown]
-    counts: dict[str, Any] = {
-        "become zero": lambda fates: fates.flushed,
-        "are subnormal": lambda fates: fates.subnormal,
-        "overflow": lambda fates: fates.overflowed,
-    }
-    for label, count in counts.items():
-        axes.plot(shown, [scaled.share(count(scaled)) for scaled in fates], label=label)
+    labels = {"flushed": "become zero", "subnormal": "are subnormal", "overflowed": "overflow"}
+    for name, label in labels.items():
+        axes.plot(shown, [scaled.share(getattr(scaled, name)) for scaled in fates], label=label)
     axes.axvline(np.log2(loss_scale), color="gray", linestyle=":", label="the loss scale")
     for exponent, label in ((scales.suggested, "static"), (scales.largest_safe, "largest safe")):
         if exponent is not None:

@@ -15,7 +15,8 @@ from ..._autocast.planning.plan import Plan
 from ..._autocast.planning.planner import Planner
 from ..._autocast.planning.rules import Rules
 from ..._dtypes import DTypeLike
-from ..._jaxpr.read import Jaxpr, all_equations, open_jaxpr
+from ..._jaxpr.read import open_jaxpr
+from .._values.reference import has_value
 from .._values.sites import Path, in_half
 from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
 from .float8 import float8_ranges
@@ -41,9 +42,8 @@ def profile_ranges(
 
     A float32 function, or one that `jmp_lite.autocast` returned, runs in float32, so no value is lost yet. It
     counts the values that `autocast(fun, dtype)` computes in half, or casts to half for a product. If the
-    program has half values of its own, such as a model under a policy, it counts these. A value that the
-    program casts is counted before the cast. A value that a half product has flushed to zero counts as a
-    zero. To see all values, give it the plain model.
+    program has half values of its own, such as a model under a policy, it counts these, before a cast of the
+    program. A value that a half product has flushed to zero counts as a zero: give it the plain model.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
@@ -84,20 +84,16 @@ def profile_ranges(
     @functools.wraps(fun)
     def profile_ranges_fun(*args: Any, **kwargs: Any) -> RangeReport:
         program = trace("profile_ranges", call, args, kwargs)
-        plan = None if _has_half(program.jaxpr) else _plan(program, rules)
+        plan = None if has_value(program.jaxpr, in_half) else _plan(program, rules)
         probe = Histogram(rules.dtype)
         measured = Tapped(program, probe, plan)(2.0**exponent)
-        modules = _modules(measured, probe, exponent)
-        return RangeReport(
-            rules.dtype,
-            2.0**exponent,
-            modules,
-            tuple(
-                ModuleRange(name, "backward", probe.read(record), exponent)
-                for name, record in zip(program.gradients, measured.results[1:])
-            ),
-            float8_ranges(program, plan, 2.0**exponent) if plan is not None and rules.float8 else (),
+        gradients = tuple(
+            ModuleRange(name, "backward", probe.read(record), exponent)
+            for name, record in zip(program.gradients, measured.results[1:])
         )
+        float8 = float8_ranges(program, plan, 2.0**exponent) if plan is not None and rules.float8 else ()
+        modules = _modules(measured, probe, exponent)
+        return RangeReport(rules.dtype, 2.0**exponent, modules, gradients, float8)
 
     return profile_ranges_fun
 
@@ -112,11 +108,6 @@ def _plan(program: LossProgram, rules: Rules) -> Plan:
     plan = planner.plan(program.jaxpr, states, [Wanted.NO] * len(open_jaxpr(program.jaxpr).outvars))
     planner.scopes.check()
     return plan
-
-
-def _has_half(jaxpr: Jaxpr) -> bool:
-    """Whether a program has half values of its own."""
-    return any(in_half(var) for equation in all_equations(jaxpr) for var in equation.outvars)
 
 
 def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[ModuleRange, ...]:

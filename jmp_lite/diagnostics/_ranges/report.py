@@ -20,8 +20,7 @@ class ModuleRange:
 
     Attributes:
         name: the module: named scopes, Flax modules and jitted functions, joined by slashes. Without one, the
-            object that holds the last parameter that the values were computed from. For a gradient, the path
-            of the parameter.
+            object that holds the last parameter before. For a gradient, the path of the parameter.
         direction: `forward` or `backward`.
         magnitudes: their magnitudes; in the backward pass, at a scale of 1.
         scale: the loss scale of the report as a power of two: its exponent in the backward pass, else 0.
@@ -81,7 +80,6 @@ class RangeReport(Shown):
         return pooled([row.magnitudes for row in self._gradients()], self.dtype)
 
     def _gradients(self) -> tuple[ModuleRange, ...]:
-        """The gradients of the parameters, and the backward passes of the modules."""
         return (*(row for row in self.modules if row.direction == "backward"), *self.gradients)
 
     @cached_property

@@ -20,32 +20,20 @@ _COUNTS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """An addition that computes the new value of a step's argument.
+    """An addition that computes the new value of a step's argument."""
 
-    Attributes:
-        argument: the path of the argument, such as `params/w`.
-        dtype: its dtype.
-        line: the line of the addition.
-        updates: how many elements have an update that is not zero.
-        lost: how many of these elements the update leaves as they were.
-    """
-
-    argument: str
+    argument: str  # The path of the argument, such as `params/w`.
     dtype: np.dtype
-    line: str
-    updates: int
-    lost: int
+    line: str  # The line of the addition.
+    updates: int  # How many elements have an update that is not zero.
+    lost: int  # How many of these the update leaves as they were.
 
 
 @dataclasses.dataclass(frozen=True)
 class Additions(Probe):
-    """The probe: the largest magnitude of each value, and what an addition to an argument changes.
+    """The probe: the largest magnitude of each value, and what an addition to an argument changes."""
 
-    Attributes:
-        dtypes: the dtype of each argument, by its path.
-    """
-
-    dtypes: Mapping[str, Any]
+    dtypes: Mapping[str, Any]  # The dtype of each argument, by its path.
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
         """Returns the largest magnitude, the updates and the lost updates, shape `(3,)`, float32."""
@@ -60,7 +48,6 @@ class Additions(Probe):
         return jnp.stack(counts)
 
     def empty(self, dtype: Any) -> Array:
-        """Returns the record of no elements."""
         del dtype
         return jnp.zeros(_COUNTS, jnp.float32)
 
@@ -71,7 +58,6 @@ def _is_addition(site: Site, array: Array, operands: Sequence[TapValue]) -> bool
 
 
 def run_step(program: LossProgram) -> Measured:
-    """Runs a step, and measures its additions."""
     return Tapped(program, Additions({n: a.dtype for n, a in zip(program.names, program.arrays) if n}))(1.0)
 
 

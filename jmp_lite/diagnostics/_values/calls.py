@@ -16,13 +16,16 @@ from jax.extend.core import jaxpr_as_fun
 
 from ..._jaxpr import calls
 from ..._jaxpr.inner import Inner, inner_jaxprs
-from ..._jaxpr.read import Array, Equation
+from ..._jaxpr.read import Array
 from .probe import Probe, TapValue
-from .sites import Path, Where, line_of
+from .sites import Path, Point, Where
 from .tap import STEPS, Handler, Records, Tap, as_arrays
 
 MOST_ITERATIONS = 10_000
 """After so many iterations a tool stops a `while` loop, and says so."""
+INLINE = ("closed_call", "composite", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call")
+INLINE += ("custom_vmap_call", "eval_jaxpr", "jit")
+"""The calls that run inline: the program is differentiated already, so they are parts of it."""
 KEPT = 8
 """How many iterations of a while loop are kept: the first with more non-finite values than any before."""
 
@@ -30,9 +33,7 @@ KEPT = 8
 class _Body:
     """An inner jaxpr as a body for `_jaxpr.calls`: it measures, and its records are its side outputs.
 
-    Attributes:
-        operands: a value for each input. Each call of the body brings new arrays for the last ones.
-        results: the results of the last call.
+    `enter` measures an array that enters it, given the index and the operand.
     """
 
     def __init__(
@@ -43,11 +44,10 @@ class _Body:
         operands: Sequence[TapValue],
         enter: Callable[[int, TapValue, Array], TapValue] | None = None,
     ) -> None:
-        """Makes a body. `enter` measures an array that enters it, given the index and the operand."""
         self._tap, self._inner, self._inside = tap, inner, inside
         self._enter = enter or (lambda _, operand, array: operand._replace(array=array))
-        self.operands = list(operands)
-        self.results: list[TapValue] = []
+        self.operands = list(operands)  # Each call of the body brings new arrays for the last ones.
+        self.results: list[TapValue] = []  # Those of the last call.
 
     def __call__(self, *arrays: Array) -> tuple[list[Array], Records]:
         first = len(self.operands) - len(arrays)
@@ -76,40 +76,33 @@ class _Body:
                 self.operands[first + number] = self.operands[first + number]._replace(is_scaled=True)
 
 
-def _parts(equation: Equation, where: Where, index: int) -> list[tuple[Inner, Where]]:
-    """Returns the inner jaxprs of an equation, each with its surroundings."""
-    return [
-        (inner, where.inside(index, number, equation)) for number, inner in enumerate(inner_jaxprs(equation))
-    ]
+def _parts(point: Point) -> list[tuple[Inner, Where]]:
+    return [(inner, point.inside(number)) for number, inner in enumerate(inner_jaxprs(point.equation))]
 
 
-def _inline(
-    tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
-) -> list[TapValue]:
+def _inline(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
     """Runs a call inline. For a linear solve, that is the solver."""
-    ((inner, inside),) = (part for part in _parts(equation, where, index) if None not in part[0].results)
+    ((inner, inside),) = (part for part in _parts(point) if None not in part[0].results)
     return tap.run(inner.jaxpr, [operands[number] for number in inner.operands], inside)
 
 
-def _remat(
-    tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
-) -> list[TapValue]:
-    ((inner, inside),) = _parts(equation, where, index)
+def _remat(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
+    ((inner, inside),) = _parts(point)
     body = _Body(tap, inner, inside, operands)
-    arrays, records = calls.remat(equation, [body], as_arrays(operands))
+    arrays, records = calls.remat(point.equation, [body], as_arrays(operands))
     tap.records.update(records)
     return [value._replace(array=array) for value, array in zip(body.results, arrays)]
 
 
-def _cond(tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]) -> list[TapValue]:
+def _cond(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
     """A branch that is not taken gives empty records."""
     arrays, operands = as_arrays(operands), operands[1:]
-    bodies = [_Body(tap, inner, inside, operands) for inner, inside in _parts(equation, where, index)]
+    bodies = [_Body(tap, inner, inside, operands) for inner, inside in _parts(point)]
     shapes = [jax.eval_shape(body, *arrays[1:])[1] for body in bodies]
     empty = tap.empty({path: shape for records in shapes for path, shape in records.items()})
-    arrays, records = calls.cond(equation, bodies, arrays, empty)
+    arrays, records = calls.cond(point.equation, bodies, arrays, empty)
     tap.records.update(records)
-    results = tap.leave(equation, where, index, bodies[0].results, arrays)
+    results = tap.leave(point, bodies[0].results, arrays)
     for number, result in enumerate(results):  # A result may come from any branch.
         if result.source is not None:
             sources = tuple(body.results[number].source for body in bodies)
@@ -119,29 +112,31 @@ def _cond(tap: Tap, equation: Equation, where: Where, index: int, operands: list
     return results
 
 
-def _shard_map(
-    tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
-) -> list[TapValue]:
+def _shard_map(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
     """Each shard has records of its own, which are joined if the probe adds."""
-    ((inner, inside),) = _parts(equation, where, index)
+    ((inner, inside),), equation = _parts(point), point.equation
     mesh, manual = equation.params["mesh"], equation.params["newly_manual_axes"]
     shards = math.prod(mesh.shape[name] for name in mesh.axis_names if name in manual)
     inside = inside.loop("shard_map", shards)
-    body = _Body(tap, inner, inside, operands, functools.partial(tap.enter, equation, where, inside))
+    body = _Body(tap, inner, inside, operands, functools.partial(tap.enter, point, inside))
     arrays, records = calls.shard_map(equation, [body], as_arrays(operands))
     if tap.probe.adds:
         records = {path: functools.reduce(tap.probe.join, record) for path, record in records.items()}
     tap.records.update(records)
-    return tap.leave(equation, where, index, body.results, arrays)
+    return tap.leave(point, body.results, arrays)
 
 
-def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]) -> list[TapValue]:
+def _scan(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
     """The records of the iterations are stacked, or joined if the probe adds."""
-    ((inner, inside),) = _parts(equation, where, index)
+    ((inner, inside),), equation = _parts(point), point.equation
     inside = inside.loop("scan", equation.params["length"], equation.params["reverse"])
 
     def enter(number: int, operand: TapValue, array: Array) -> TapValue:
-        return tap.enter(equation, where, inside, number, operand, array, is_slice=number >= inner.carried)
+        value = tap.enter(point, inside, number, operand, array)
+        # The measurement of a whole array holds for its slices.
+        return (
+            value._replace(source=operand.source) if not value.source and number >= inner.carried else value
+        )
 
     body = _Body(tap, inner, inside, operands, enter)
     arrays = as_arrays(operands)
@@ -151,32 +146,30 @@ def _scan(tap: Tap, equation: Equation, where: Where, index: int, operands: list
     joined = _Joined(tap.probe, tap.empty(shapes)) if tap.probe.adds else None
     arrays, records = calls.scan(equation, [body], arrays, joined)
     tap.records.update(records)
-    return tap.leave(equation, where, index, body.results, arrays)
+    return tap.leave(point, body.results, arrays)
 
 
-def _while(
-    tap: Tap, equation: Equation, where: Where, index: int, operands: list[TapValue]
-) -> list[TapValue]:
+def _while(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
     """Keeps the iterations with more non-finite values than any before, or joins all if the probe adds.
 
     A loop to a tolerance may never end in half precision, so the tap stops it.
     """
-    (condition, _), (inner, inside) = _parts(equation, where, index)
+    (condition, _), (inner, inside) = _parts(point)
     inside = inside.loop("while", KEPT)
     arrays, operands = as_arrays(operands), operands[condition.constants :]
     test = functools.partial(jaxpr_as_fun(condition.jaxpr), *arrays[: condition.constants])
-    body = _Body(tap, inner, inside, operands, functools.partial(tap.enter, equation, where, inside))
+    body = _Body(tap, inner, inside, operands, functools.partial(tap.enter, point, inside))
     empty = tap.empty(body.trace_until_stable(*arrays[condition.constants + inner.constants :]))
     keeper = _Joined(tap.probe, empty) if tap.probe.adds else _Kept(tap.probe, empty, (*inside.path, STEPS))
     bodies = [lambda *carry: (test(*carry), {}), body]
-    arrays, records = calls.while_loop(equation, bodies, arrays, keeper, MOST_ITERATIONS)
+    arrays, records = calls.while_loop(point.equation, bodies, arrays, keeper, MOST_ITERATIONS)
     tap.records.update(records)
     if not tap.probe.adds:
-        tap.loops[inside.path] = line_of(equation) or where.line
+        tap.loops[inside.path] = inside.line
         is_cut = jnp.any(test(*arrays)[0]).astype(jnp.int32)
         steps = (*inside.path, STEPS)
         tap.records[steps] = jnp.append(tap.records[steps], is_cut)
-    return tap.leave(equation, where, index, body.results, arrays)
+    return tap.leave(point, body.results, arrays)
 
 
 class _Joined:
@@ -218,15 +211,8 @@ class _Kept:
 
 
 HANDLERS: dict[str, Handler] = {
-    "closed_call": _inline,
-    "composite": _inline,
+    **dict.fromkeys(INLINE, _inline),
     "cond": _cond,
-    "custom_jvp_call": _inline,
-    "custom_linear_solve": _inline,
-    "custom_vjp_call": _inline,
-    "custom_vmap_call": _inline,
-    "eval_jaxpr": _inline,
-    "jit": _inline,
     "remat2": _remat,
     "scan": _scan,
     "shard_map": _shard_map,

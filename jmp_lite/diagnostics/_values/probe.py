@@ -13,37 +13,22 @@ from .sites import Path, Site
 
 
 class TapValue(NamedTuple):
-    """A value of the program as the tap passes it on.
-
-    Attributes:
-        array: the value.
-        source: the site at which it was measured; None if it was not measured.
-        argument: the path of the argument, if the value is an argument that was at most moved or cast.
-        number: the number, if the value is a literal.
-        last_parameter: the path of the last parameter that it was computed from; empty if there is none.
-        is_scaled: whether it depends on the loss scale, as gradients do.
-    """
+    """A value of the program as the tap passes it on."""
 
     array: Array
-    source: Path | None = None
-    argument: str = ""
-    number: float | None = None
-    last_parameter: str = ""
-    is_scaled: bool = False
+    source: Path | None = None  # The site at which it was measured, if it was.
+    argument: str = ""  # The path of the argument that it is, at most moved or cast.
+    number: float | None = None  # The number, if it is a literal.
+    last_parameter: str = ""  # The path of the last parameter that it was computed from.
+    is_scaled: bool = False  # Whether it depends on the loss scale, as gradients do.
 
 
 class Probe:
-    """Chooses the values to measure, and measures them: by default every floating value.
+    """Chooses the values to measure, and measures them: by default every floating value."""
 
-    Attributes:
-        adds: whether the measurements of a loop's iterations are joined. By default each one is kept.
-        operands: whether operands are measured as well as results.
-        once: whether an operand of several operations is measured only once.
-    """
-
-    adds = False
-    operands = False
-    once = False
+    adds = False  # Whether the measurements of a loop's iterations are joined instead of kept.
+    operands = False  # Whether operands are measured as well as results.
+    once = False  # Whether an operand of several operations is measured only once.
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """Whether to measure the operands of an operation, for which autocast may have a decision."""
@@ -56,10 +41,7 @@ class Probe:
         return True
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
-        """Returns the measurement of a value, as one array whose shape does not depend on the value.
-
-        `operands` are the operands of its operation. An output of the program has no site.
-        """
+        """Returns the measurement as one array of a fixed shape. An output of the program has no site."""
         raise NotImplementedError
 
     def empty(self, dtype: Any) -> Array:
@@ -76,10 +58,8 @@ class Probe:
 
 
 def maxima(first: Array, second: Array) -> tuple[Array, Array]:
-    """Returns the largest elements of two arrays of integers, which have the same shape and dtype.
-
-    XLA's CPU backend runs this single reduction several times as fast as two.
-    """
+    """Returns the largest elements of two arrays of integers, which have the same shape and dtype."""
+    # XLA's CPU backend runs this single reduction several times as fast as two.
     least = np.asarray(jnp.iinfo(first.dtype).min, first.dtype)
     join = lambda one, other: (jnp.maximum(one[0], other[0]), jnp.maximum(one[1], other[1]))
     # Over all axes of the array as it is: to flatten a sharded array, XLA would gather its shards.

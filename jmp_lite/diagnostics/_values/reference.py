@@ -9,7 +9,7 @@ any set of modules in float32.
 import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,22 +34,19 @@ from ..._jaxpr.read import (
     open_jaxpr,
 )
 from ..._jaxpr.replay import replay
-from .calls import MOST_ITERATIONS
+from .calls import INLINE, MOST_ITERATIONS
 from .numbers import Numbers, written_number
 
 Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
 
 _FLOAT32 = np.dtype(np.float32)
+_DIGITS = tuple(jnp.finfo(half).nmant for half in HALF_DTYPES)
 _NARROW = frozenset((*HALF_DTYPES, *FLOAT8_DTYPES))
 # These run once, in float32, on rounded operands: Tensor Cores and XLA's CPU backend also sum in float32.
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
+_CALLS: dict[str, Any] = {**CALLS, "while": functools.partial(while_loop, most=MOST_ITERATIONS)}
 _OF_BITS = "bitcast_convert_type"  # Its result depends on the bits of a number.
-# The program of a loss and its gradients is differentiated already: these calls are parts of the program.
-_INLINE = (
-    *("closed_call", "composite", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call"),
-    *("custom_vmap_call", "eval_jaxpr", "jit"),
-)
 
 
 def in_float8(x: Array, dtype: np.dtype) -> Array:
@@ -64,60 +61,48 @@ def _round_to_float8(x: Array, dtype: np.dtype) -> Array:
 
 
 class ReferenceValue(NamedTuple):
-    """A value of the program.
-
-    Attributes:
-        array: the value, in float32 where the program has half.
-        rounded: if all these flags are on, the value is a half number; None if that is not known.
-    """
+    """A value of the program, in float32 where the program has half."""
 
     array: Array
-    rounded: Flags | None = None
+    rounded: Flags | None = None  # If all these flags are on, it is a half number; None if that is not known.
+
+
+Values: TypeAlias = list[ReferenceValue]
+Read: TypeAlias = Callable[[Var], ReferenceValue]
 
 
 class Reference:
-    """Runs jaxprs in float32."""
+    """Runs jaxprs in float32, or another dtype `wide`, where all flags of an equation are not on.
+
+    `is_on` has a bool for each set of flags in the jaxprs, and `numbers` those that half precision rounds.
+    """
 
     def __init__(
         self, is_on: Mapping[Flags, Array], numbers: Numbers = MappingProxyType({}), wide: Any = np.float32
     ) -> None:
-        """Makes a reference.
-
-        Args:
-            is_on: for each set of flags in the jaxprs a bool: whether all of them are on.
-            numbers: the numbers of the program that half precision rounds, as they are written.
-            wide: the dtype of values whose flags are off. With `bfloat16` and no flags, the program runs in
-                bfloat16 where it has float16.
-        """
         self._is_on, self._numbers, self._wide = is_on, numbers, np.dtype(wide)
 
     def run(self, jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
         """Runs a jaxpr on arrays; returns its outputs, in float32 where the jaxpr gives half."""
         return [value.array for value in self._run(jaxpr, [self._exact(array) for array in arrays], None)]
 
-    def _run(
-        self, jaxpr: Jaxpr, values: Sequence[ReferenceValue], around: Flags | None
-    ) -> list[ReferenceValue]:
+    def _run(self, jaxpr: Jaxpr, values: Values, around: Flags | None) -> Values:
         """Runs a jaxpr. Equations without flags of their own have those `around` it."""
 
-        def action(
-            index: int, equation: Equation, read: Callable[[Var], ReferenceValue]
-        ) -> Sequence[ReferenceValue]:
-            del index
+        def action(_: int, equation: Equation, read: Read) -> Values:
             flags = flags_of(equation)
             flags = around if flags is None else flags
-            operands = [self._operand(equation, var, read(var), flags) for var in equation.invars]
+            operands = self._operands(equation, read, flags)
             name = equation.primitive.name
             with context_of(equation):
                 if name == "jit" and equation.params["name"] == "_round_to_float8":
                     (x,) = operands
-                    return [
-                        ReferenceValue(self._choose(flags, bind(equation, [x.array])[0], x.array), x.rounded)
-                    ]
-                if name in _INLINE:
+                    (rounded,) = bind(equation, [x.array])
+                    return [x._replace(array=self._choose(flags, rounded, x.array))]
+                if name in INLINE:
                     (inner,) = (part for part in inner_jaxprs(equation) if None not in part.results)
                     return self._run(inner.jaxpr, [operands[number] for number in inner.operands], flags)
-                if name in CALLS:
+                if name in _CALLS:
                     return self._call(equation, operands, flags)
                 if traits_of(name).category is Category.MOVE:
                     return self._move(equation, operands)
@@ -125,14 +110,16 @@ class Reference:
 
         return replay(jaxpr, [*map(self._exact, constants(jaxpr)), *values], self._literal, action)
 
-    def _operand(
-        self, equation: Equation, var: Var, value: ReferenceValue, flags: Flags | None
-    ) -> ReferenceValue:
-        """Returns an operand; with the flags off a number as it is written, which half had rounded."""
-        number = written_number(self._numbers, equation, var)
-        if number is None:
-            return value
-        return ReferenceValue(self._choose(flags, value.array, np.asarray(number, self._wide)), flags)
+    def _operands(self, equation: Equation, read: Read, flags: Flags | None) -> Values:
+        """Returns the operands; with the flags off numbers as they are written, which half had rounded."""
+        operands = []
+        for var in equation.invars:
+            value, number = read(var), written_number(self._numbers, equation, var)
+            if number is not None:
+                array = self._choose(flags, value.array, np.asarray(number, self._wide))
+                value = ReferenceValue(array, flags)
+            operands.append(value)
+        return operands
 
     def _literal(self, var: Var) -> ReferenceValue:
         return self._exact(np.asarray(var.val, var.aval.dtype) if is_narrow(var) else var.val)
@@ -144,12 +131,7 @@ class Reference:
     def _widened(self, array: Array) -> Array:
         return lax.convert_element_type(array, self._wide) if is_narrow(array) else array
 
-    def _wide_dtype(self, var: Var) -> Any:
-        return self._wide if is_narrow(var) else var.aval.dtype
-
-    def _call(
-        self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
-    ) -> list[ReferenceValue]:
+    def _call(self, equation: Equation, operands: Values, flags: Flags | None) -> Values:
         def body(inner: Inner) -> Callable[..., Outputs]:
             fixed = [operands[number] for number in inner.operands[: inner.constants]]
 
@@ -159,35 +141,25 @@ class Reference:
 
             return run
 
-        name, arrays = equation.primitive.name, [value.array for value in operands]
         bodies = [body(inner) for inner in inner_jaxprs(equation)]
-        if name == "while":
-            arrays, _ = while_loop(equation, bodies, arrays, most=MOST_ITERATIONS)
-        else:
-            arrays, _ = CALLS[name](equation, bodies, arrays)
+        arrays, _ = _CALLS[equation.primitive.name](equation, bodies, [value.array for value in operands])
         return list(map(ReferenceValue, arrays))
 
-    def _move(self, equation: Equation, operands: list[ReferenceValue]) -> list[ReferenceValue]:
+    def _move(self, equation: Equation, operands: Values) -> Values:
         """A move rounds nothing."""
         if equation.primitive.name == "optimization_barrier" and all(map(_is_number, operands)):
             return operands
         results = bind(equation, [value.array for value in operands], **self._wide_params(equation))
+        rounded = [value.rounded for value in operands]
         is_one_each = len(results) == len(operands)
-        return [
-            ReferenceValue(array, operands[index if is_one_each else 0].rounded)
-            for index, array in enumerate(results)
-        ]
+        return list(map(ReferenceValue, results, rounded if is_one_each else [rounded[0]] * len(results)))
 
-    def _operation(
-        self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
-    ) -> list[ReferenceValue]:
-        """Runs an operation in half and in float32, and selects one result by the flags.
-
-        To round the float32 result would not be the same: in half, a sum may stop growing, and XLA divides
-        by a multiplication with the rounded reciprocal.
-        """
+    def _operation(self, equation: Equation, operands: Values, flags: Flags | None) -> Values:
+        """Runs an operation in half and in float32, and selects one result by the flags."""
+        # To round the float32 result would not be the same: in half, a sum may stop growing, and XLA divides
+        # by a multiplication with the rounded reciprocal.
         name, arrays = equation.primitive.name, [value.array for value in operands]
-        if name == "reduce_precision" and _rounds_to_half(equation):
+        if name == "reduce_precision" and equation.params["mantissa_bits"] in _DIGITS:
             return [ReferenceValue(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
         if name == "convert_element_type" and _is_number(operands[0]) and is_narrow(equation.outvars[0]):
             return [ReferenceValue(np.asarray(arrays[0], self._wide))]  # Each of its readers rounds it.
@@ -205,13 +177,11 @@ class Reference:
             results = [self._choose(flags, half, array) for half, array in zip(halves, results)]
         return [ReferenceValue(array, flags) for array in results]
 
-    def _product(
-        self, equation: Equation, operands: list[ReferenceValue], flags: Flags | None
-    ) -> list[ReferenceValue]:
-        taken = [
-            value.array if _is_rounded(value, flags) else self._rounded(value.array, var, flags)
-            for value, var in zip(operands, equation.invars)
-        ]
+    def _product(self, equation: Equation, operands: Values, flags: Flags | None) -> Values:
+        taken = []
+        for value, var in zip(operands, equation.invars):
+            is_rounded = flags is not None and value.rounded is not None and value.rounded <= flags
+            taken.append(value.array if is_rounded else self._rounded(value.array, var, flags))
         (result,) = bind(equation, taken, **self._wide_params(equation))
         return [ReferenceValue(self._rounded(result, equation.outvars[0], flags), flags)]
 
@@ -232,10 +202,9 @@ class Reference:
             if isinstance(value, np.dtype) and value in _NARROW:
                 changed[name] = self._wide
             elif hasattr(open_jaxpr(value), "eqns"):  # The sum of a `reduce`, of a scatter.
-                inside = open_jaxpr(value)
-                shapes = [
-                    jax.ShapeDtypeStruct(var.aval.shape, self._wide_dtype(var)) for var in inside.invars
-                ]
+                wide_dtype = lambda var: self._wide if is_narrow(var) else var.aval.dtype
+                inputs = open_jaxpr(value).invars
+                shapes = [jax.ShapeDtypeStruct(var.aval.shape, wide_dtype(var)) for var in inputs]
                 wide = jax.make_jaxpr(lambda *arrays, value=value: self.run(value, arrays))(*shapes)
                 changed[name] = wide if hasattr(value, "consts") else open_jaxpr(wide)
         if any(map(is_narrow, equation.invars)) and equation.params.get("precision", 0) != 0:
@@ -245,8 +214,12 @@ class Reference:
 
 
 def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
-    """Returns each set of flags that equations of a jaxpr belong to."""
     return {flags for equation in all_equations(jaxpr) if (flags := flags_of(equation)) is not None}
+
+
+def has_value(jaxpr: Jaxpr, is_kind: Callable[[Var], bool]) -> bool:
+    """Whether an equation of a jaxpr makes a value of a kind."""
+    return any(is_kind(var) for equation in all_equations(jaxpr) for var in equation.outvars)
 
 
 def is_narrow(value: Any) -> bool:
@@ -259,11 +232,6 @@ def _is_number(value: ReferenceValue) -> bool:
     return isinstance(value.array, (float, np.generic, np.ndarray)) and np.ndim(value.array) == 0
 
 
-def _is_rounded(value: ReferenceValue, flags: Flags | None) -> bool:
-    """Whether a value is known to be rounded if all flags are on."""
-    return flags is not None and value.rounded is not None and value.rounded <= flags
-
-
 def _flags_of_sum(operands: Sequence[ReferenceValue], flags: Flags | None) -> Flags | None:
     """Returns the flags of an `add_any`: the gradients of a value are in half if all readers of it are."""
     rounded = [value.rounded for value in operands if value.rounded is not None]
@@ -272,12 +240,7 @@ def _flags_of_sum(operands: Sequence[ReferenceValue], flags: Flags | None) -> Fl
 
 def _as_written(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
     """Runs an operation in the dtypes that it has in the program."""
-    halves = [
+    cast_back = lambda array, var: (
         lax.convert_element_type(array, var.aval.dtype) if is_narrow(var) else array
-        for array, var in zip(arrays, equation.invars)
-    ]
-    return bind(equation, halves)
-
-
-def _rounds_to_half(equation: Equation) -> bool:
-    return equation.params["mantissa_bits"] in (jnp.finfo(half).nmant for half in HALF_DTYPES)
+    )
+    return bind(equation, list(map(cast_back, arrays, equation.invars)))

@@ -3,24 +3,13 @@
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._autocast.planning.plan import Decision, Plan
 from ..._autocast.planning.states import Kind
 from ..._dtypes import HALF_DTYPES
-from ..._jaxpr.read import (
-    Array,
-    Equation,
-    Var,
-    call_scope,
-    calling_line,
-    describe,
-    is_literal,
-    is_recomputed,
-    is_transposed,
-    scope_of,
-    source_line,
-)
+from ..._jaxpr import read
+from ..._jaxpr.read import Array, Equation, Var
 from ..._paths import visible_scope
 
 Path = tuple[int, ...]
@@ -39,59 +28,33 @@ class SiteKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop around a site. The shards of a `shard_map` count as one.
+    """A loop around a site. The shards of a `shard_map` count as one."""
 
-    Attributes:
-        kind: `scan`, `while` or `shard_map`.
-        path: the path of its body. All paths in the body begin with it.
-        length: the number of iterations or shards; for a while loop, of the iterations that are kept.
-        reverse: whether a scan runs from the last slice to the first.
-    """
-
-    kind: str
-    path: Path
-    length: int
-    reverse: bool = False
+    kind: str  # `scan`, `while` or `shard_map`.
+    path: Path  # The path of its body. All paths in the body begin with it.
+    length: int  # The iterations or shards; of a while loop, the iterations that are kept.
+    reverse: bool = False  # Whether a scan runs from the last slice to the first.
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A point of the program at which a value is measured.
-
-    Attributes:
-        path: the position in the program.
-        kind: what kind of value it is.
-        operation: the primitive; for an input, `argument` or `constant`.
-        array: the dtype and shape, such as `float16[8,128]`.
-        operands: dtype and shape of each operand of the operation, or the number where it is a literal.
-        sources: for each operand, the site at which it was measured; None if it was not measured.
-        module: the named scopes, Flax modules and jitted functions around it, joined by slashes.
-        argument: the path of the argument that it is, or that the operation takes; empty if there is none.
-        last_parameter: the path of the last parameter that it was computed from; empty if there is none.
-        line: the line of the program, as `file.py:12:4 (function)`.
-        direction: `forward`, `backward`, or `recomputed` for the parts of the forward pass that the backward
-            pass runs again.
-        loops: the loops around it, outermost first.
-        dtype: the dtype of the value.
-        is_scaled: whether it depends on the loss scale, as gradients do.
-        caller: the user's line if `line` is in a library; otherwise empty.
-    """
+    """A point of the program at which a value is measured."""
 
     path: Path
     kind: SiteKind
-    operation: str
-    array: str
-    operands: tuple[str, ...]
-    sources: tuple[Path | None, ...]
-    module: str
-    argument: str
-    last_parameter: str
-    line: str
-    direction: str
-    loops: tuple[Loop, ...]
+    operation: str  # The primitive; for an input, `argument` or `constant`.
+    array: str  # The dtype and shape, such as `float16[8,128]`.
+    loops: tuple[Loop, ...]  # The outermost first.
     dtype: Any
-    is_scaled: bool
-    caller: str = ""
+    is_scaled: bool  # Whether it depends on the loss scale, as gradients do.
+    operands: tuple[str, ...] = ()  # The dtype and shape of each operand, or the number of a literal.
+    sources: tuple[Path | None, ...] = ()  # For each operand, the site at which it was measured.
+    module: str = ""  # The scopes, Flax modules and jitted functions around it, with slashes.
+    argument: str = ""  # The path of the argument that it is, or that the operation takes.
+    last_parameter: str = ""  # The path of the last parameter that it was computed from.
+    line: str = ""  # Such as `file.py:12:4 (function)`.
+    direction: str = "forward"  # `forward`, `backward`, or `recomputed` in the backward pass.
+    caller: str = ""  # The user's line if `line` is in a library.
 
     @property
     def place(self) -> str:
@@ -113,73 +76,72 @@ class Site:
 
     @property
     def is_half(self) -> bool:
-        """Whether the value is in half precision in the program itself."""
         return self.dtype in HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """The surroundings of a jaxpr in the program.
-
-    Attributes:
-        path: the path of the jaxpr.
-        scope: the scopes around it.
-        direction: as in `Site`.
-        loops: the loops around it.
-        line: the line of the call around it, for operations without a line of their own.
-        plan: the plan of autocast for it, if the tap runs with one.
-    """
+    """The surroundings of a jaxpr in the program; `direction` and `loops` as in `Site`."""
 
     path: Path = ()
-    scope: str = ""
+    scope: str = ""  # The scopes around it.
     direction: str = "forward"
     loops: tuple[Loop, ...] = ()
-    line: str = ""
-    plan: Plan | None = None
-
-    def decision(self, index: int) -> Decision | None:
-        """Returns what autocast would do with an equation, if there is a plan."""
-        return None if self.plan is None else self.plan.decisions[index]
-
-    def inside(self, index: int, number: int, equation: Equation) -> "Where":
-        """Returns the surroundings of an inner jaxpr of an equation."""
-        decision = self.decision(index)
-        return Where(
-            (*self.path, index, number),
-            call_scope(_without_repeats(scope_of(equation, self.scope)), equation),
-            _direction(equation, self.direction),
-            self.loops,
-            line_of(equation) or self.line,
-            decision.inner[number] if decision is not None and decision.inner else None,
-        )
+    line: str = ""  # That of the call around it, for operations without a line of their own.
+    plan: Plan | None = None  # The plan of autocast for it, if the tap runs with one.
 
     def loop(self, kind: str, length: int, reverse: bool = False) -> "Where":
-        """Returns the same surroundings inside one more loop."""
         return dataclasses.replace(self, loops=(*self.loops, Loop(kind, self.path, length, reverse)))
 
 
-def make_site(
-    path: Path, kind: SiteKind, equation: Equation, where: Where, operands: Sequence[Any], array: Array
-) -> Site:
-    """Returns the site of a value at an equation."""
-    exponent = [str(equation.params["y"])] if equation.primitive.name == "integer_pow" else []
-    return Site(
-        path,
-        kind,
-        equation.primitive.name,
-        describe(array),
-        (*map(_described, equation.invars, operands), *exponent) if kind is SiteKind.OPERATION else (),
-        (*(value.source for value in operands), *(None for _ in exponent)),
-        visible_scope(_without_repeats(scope_of(equation, where.scope))),
-        _argument_of(operands),
-        last_parameter_of(operands),
-        line_of(equation) or where.line,
-        _direction(equation, where.direction),
-        where.loops,
-        array.dtype,
-        any(value.is_scaled for value in operands),
-        calling_line(equation),
-    )
+class Point(NamedTuple):
+    """An equation of the program."""
+
+    equation: Equation
+    where: Where
+    position: int  # In its jaxpr.
+
+    @property
+    def decision(self) -> Decision | None:
+        """What autocast would do with the equation, if there is a plan."""
+        return None if self.where.plan is None else self.where.plan.decisions[self.position]
+
+    def would_be_half(self, number: int) -> bool:
+        """Whether autocast would make a result of the equation in half."""
+        return self.decision is not None and self.decision.results[number].kind == Kind.HALF
+
+    def path(self, number: int) -> Path:
+        """Returns the path of a result; operands have negative numbers."""
+        return (*self.where.path, self.position, number)
+
+    def inside(self, number: int) -> Where:
+        """Returns the surroundings of an inner jaxpr of the equation."""
+        (equation, where, _), decision = self, self.decision
+        return Where(
+            self.path(number),
+            read.call_scope(_without_repeats(read.scope_of(equation, where.scope)), equation),
+            _direction(equation, where.direction),
+            where.loops,
+            line_of(equation) or where.line,
+            decision.inner[number] if decision is not None and decision.inner else None,
+        )
+
+    def site(self, path: Path, kind: SiteKind, operands: Sequence[Any], array: Array) -> Site:
+        equation, where, _ = self
+        exponent = [str(equation.params["y"])] if equation.primitive.name == "integer_pow" else []
+        is_operation = kind is SiteKind.OPERATION
+        return Site(
+            *(path, kind, equation.primitive.name, read.describe(array)),
+            *(where.loops, array.dtype, any(value.is_scaled for value in operands)),
+            (*map(_described, equation.invars, operands), *exponent) if is_operation else (),
+            (*(value.source for value in operands), *(None for _ in exponent)),
+            visible_scope(_without_repeats(read.scope_of(equation, where.scope))),
+            _argument_of(operands),
+            last_parameter_of(operands),
+            line_of(equation) or where.line,
+            _direction(equation, where.direction),
+            read.calling_line(equation),
+        )
 
 
 def last_parameter_of(operands: Sequence[Any]) -> str:
@@ -195,15 +157,10 @@ def _argument_of(operands: Sequence[Any]) -> str:
     return next(reversed(parameters or [value.argument for value in operands if value.argument]), "")
 
 
-def would_be_half(decision: Decision | None, number: int) -> bool:
-    """Whether autocast would make a result of an equation in half."""
-    return decision is not None and decision.results[number].kind == Kind.HALF
-
-
 def _described(var: Var, value: Any) -> str:
     if value.number is not None:
         return f"{value.number:.4g}"
-    return str(var.val) if is_literal(var) else describe(var.aval)
+    return str(var.val) if read.is_literal(var) else read.describe(var.aval)
 
 
 def in_half(value: Any) -> bool:
@@ -212,16 +169,16 @@ def in_half(value: Any) -> bool:
 
 
 def _direction(equation: Equation, around: str) -> str:
-    if is_recomputed(equation):
+    if read.is_recomputed(equation):
         return "recomputed"
     if around != "forward":
         return around
-    return "backward" if is_transposed(equation) else "forward"
+    return "backward" if read.is_transposed(equation) else "forward"
 
 
 def line_of(equation: Equation) -> str:
     """Returns the line of the program that an equation comes from; empty if JAX knows none."""
-    return source_line(equation).removeprefix("<unknown>")
+    return read.source_line(equation).removeprefix("<unknown>")
 
 
 def _without_repeats(scope: str) -> str:

@@ -6,6 +6,7 @@ of this is one program, which keeps no value longer than the original program do
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -21,44 +22,31 @@ from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of, d
 from ..._jaxpr.replay import replay
 from ..._tree import is_floating
 from .probe import Probe, TapValue
-from .sites import Path, Site, SiteKind, Where, last_parameter_of, make_site, would_be_half
+from .sites import Path, Point, Site, SiteKind, Where, last_parameter_of
 
 STEPS = -3
 """Ends the path of the record with the iterations of a while loop that are kept, and whether it was cut."""
 _LEAVE = 1_000_000  # More than any equation has inner jaxprs: what leaves sorts after what is inside.
 
+Values: TypeAlias = Sequence[TapValue]
 Records: TypeAlias = Side
 """What was measured at each site, by its path."""
-
-
-Handler = Callable[["Tap", Equation, Where, int, list[TapValue]], list[TapValue]]
-"""Runs an equation that runs jaxprs.
-
-Arguments: the tap, the equation, the part of the program around it, its index, its operands.
-"""
+Handler = Callable[["Tap", Point, list[TapValue]], list[TapValue]]
+"""Runs an equation that runs jaxprs on its operands."""
 
 
 class Tap:
-    """Runs jaxprs with a probe; one tap serves one program.
-
-    Attributes:
-        probe: what is measured.
-        sites: every site that was met, by its path.
-        carried: for the entry of each loop carry, the site of the result that enters the next iteration.
-        checked: the sites of the values that the program itself tests for inf and NaN.
-        loops: the line of each while loop, by the path of its body.
-        records: the measurements so far in the jaxpr that runs.
-    """
+    """Runs the jaxprs of one program with a probe, and a handler for each operation that runs jaxprs."""
 
     def __init__(self, probe: Probe, handlers: Mapping[str, Handler]) -> None:
-        """Makes a tap with a probe, and a handler for each operation that runs jaxprs."""
         self.probe = probe
         self._handlers = handlers
         self.sites: dict[Path, Site] = {}
+        # For the entry of each loop carry, the site of the result that enters the next iteration.
         self.carried: dict[Path, Path | None] = {}
-        self.checked: set[Path] = set()
-        self.loops: dict[Path, str] = {}
-        self.records: Records = {}
+        self.checked: set[Path] = set()  # The values that the program itself tests for inf and NaN.
+        self.loops: dict[Path, str] = {}  # The line of each while loop, by the path of its body.
+        self.records: Records = {}  # The measurements so far in the jaxpr that runs.
         self._measured: dict[int, tuple[Array, Path | None]] = {}
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[TapValue], where: Where) -> list[TapValue]:
@@ -66,13 +54,12 @@ class Tap:
         fixed = [self.input(array, "", where, -2 - n) for n, array in enumerate(constants(jaxpr))]
 
         def action(index: int, equation: Equation, read: Callable[[Var], TapValue]) -> list[TapValue]:
-            operands = list(map(read, equation.invars))
+            point, operands = Point(equation, where, index), list(map(read, equation.invars))
             handler = self._handlers.get(equation.primitive.name)
             with context_of(equation):
                 if handler is not None:
-                    return handler(self, equation, where, index, operands)
-                operands = self._measured_operands(equation, where, index, operands)
-                return self._operation(equation, where, index, operands)
+                    return handler(self, point, operands)
+                return self._operation(point, self._measured_operands(point, operands))
 
         return replay(jaxpr, [*fixed, *arguments], _literal, action)
 
@@ -89,71 +76,48 @@ class Tap:
         """Measures an input of a program, or a constant in it, and returns it as a value."""
         if not is_floating(array):
             return TapValue(array, argument=name)
-        path = (*where.path, -1, number)
-        operation = "argument" if name else "constant"
+        path, operation = (*where.path, -1, number), "argument" if name else "constant"
         site = Site(
-            *(
-                path,
-                SiteKind.INPUT,
-                operation,
-                describe(array),
-                (),
-                (),
-                "",
-                name,
-                last_parameter,
-                "",
-                "forward",
-            ),
-            where.loops,
-            array.dtype,
-            is_scaled,
+            *(path, SiteKind.INPUT, operation, describe(array), where.loops, array.dtype, is_scaled),
+            argument=name,
+            last_parameter=last_parameter,
         )
-        return TapValue(
-            array, self._measure(site, array, half), name, last_parameter=last_parameter, is_scaled=is_scaled
-        )
+        source = self._measure(site, array, half)
+        return TapValue(array, source, name, last_parameter=last_parameter, is_scaled=is_scaled)
 
-    def _operation(
-        self, equation: Equation, where: Where, index: int, operands: list[TapValue]
-    ) -> list[TapValue]:
-        arrays = bind(equation, [value.array for value in operands])
-        if equation.primitive.name == "is_finite" and operands[0].source is not None:
+    def _operation(self, point: Point, operands: list[TapValue]) -> list[TapValue]:
+        arrays = bind(point.equation, [value.array for value in operands])
+        name = point.equation.primitive.name
+        if name == "is_finite" and operands[0].source is not None:
             self.checked.add(operands[0].source)
-        is_cast = equation.primitive.name == "convert_element_type"
+        is_cast = name == "convert_element_type"
         # The result has the elements of the operand, so the measurement of the operand holds for it. The
         # bits of an fp8 tensor stand for the tensor.
-        is_move = traits_of(equation.primitive.name).keeps_elements
-        is_move = is_move or equation.primitive.name == "bitcast_convert_type"
+        is_move = traits_of(name).keeps_elements or name == "bitcast_convert_type"
         if is_move or (is_cast and (self.probe.operands or _survives_cast(operands[0].number, arrays[0]))):
             moved = [operand._replace(array=array) for operand, array in zip(operands, arrays)]
-            if all(_is_known(value) for value in moved):
+            if all(map(_is_known, moved)):
                 return moved
-        decision, last_parameter = where.decision(index), last_parameter_of(operands)
+        argument = operands[0].argument if is_move or is_cast else ""
         is_scaled = any(value.is_scaled for value in operands)
+        result = TapValue(None, None, argument, None, last_parameter_of(operands), is_scaled)
         results = []
         for number, array in enumerate(arrays):
-            path = (*where.path, index, number)
-            source = self.at(
-                path, SiteKind.OPERATION, equation, where, operands, array, would_be_half(decision, number)
-            )
-            argument = operands[0].argument if is_move or is_cast else ""
-            results.append(
-                TapValue(array, source, argument, last_parameter=last_parameter, is_scaled=is_scaled)
-            )
+            path, half = point.path(number), point.would_be_half(number)
+            source = self.at(point, path, SiteKind.OPERATION, operands, array, half)
+            results.append(result._replace(array=array, source=source))
         return results
 
-    def _measured_operands(
-        self, equation: Equation, where: Where, index: int, operands: list[TapValue]
-    ) -> list[TapValue]:
+    def _measured_operands(self, point: Point, operands: list[TapValue]) -> list[TapValue]:
         """Measures the operands that are cast to half, or would be, if nothing has measured them yet."""
-        if not self.probe.operands or not self.probe.wants_operands(where.decision(index), equation):
+        if not self.probe.operands or not self.probe.wants_operands(point.decision, point.equation):
             return operands
         measured = []
         for number, value in enumerate(operands):
             if value.source is None and getattr(value.array, "ndim", 0):
                 if not self.probe.once or id(value.array) not in self._measured:
-                    path = (*where.path, index, -1 - number)
-                    source = self.at(path, SiteKind.OPERAND, equation, where, [value], value.array, half=True)
+                    path = point.path(-1 - number)
+                    source = self.at(point, path, SiteKind.OPERAND, [value], value.array, half=True)
                     # Kept with its array, since an `id` is unique only while its object lives.
                     self._measured[id(value.array)] = value.array, source
                 value = value._replace(source=self._measured[id(value.array)][1])
@@ -161,24 +125,14 @@ class Tap:
         return measured
 
     def at(
-        self,
-        path: Path,
-        kind: SiteKind,
-        equation: Equation,
-        where: Where,
-        operands: Sequence[TapValue],
-        array: Array,
-        half: bool = False,
+        self, point: Point, path: Path, kind: SiteKind, operands: Values, array: Array, half: bool = False
     ) -> Path | None:
         """Measures a value at an equation if the probe wants it; returns the path of its site, or None."""
         if not is_floating(array):
             return None
-        site = make_site(path, kind, equation, where, operands, array)
-        return self._measure(site, array, half, operands)
+        return self._measure(point.site(path, kind, operands, array), array, half, operands)
 
-    def _measure(
-        self, site: Site, array: Array, half: bool, operands: Sequence[TapValue] = ()
-    ) -> Path | None:
+    def _measure(self, site: Site, array: Array, half: bool, operands: Values = ()) -> Path | None:
         if not self.probe.wants(site, half):
             return None
         self.sites[site.path] = site
@@ -188,40 +142,19 @@ class Tap:
 
     # What the handlers of calls need.
 
-    def leave(
-        self,
-        equation: Equation,
-        where: Where,
-        index: int,
-        results: Sequence[TapValue],
-        arrays: Sequence[Array],
-    ) -> list[TapValue]:
+    def leave(self, point: Point, results: Values, arrays: Sequence[Array]) -> list[TapValue]:
         """Measures what leaves an equation; `results` are the same values inside of its jaxprs."""
         values = []
         for number, (value, array) in enumerate(zip(results, arrays, strict=True)):
-            path = (*where.path, index, _LEAVE + number)
-            source = self.at(path, SiteKind.LEAVE, equation, where, [value], array) or value.source
-            values.append(
-                TapValue(array, source, last_parameter=value.last_parameter, is_scaled=value.is_scaled)
-            )
+            path = point.path(_LEAVE + number)
+            source = self.at(point, path, SiteKind.LEAVE, [value], array) or value.source
+            values.append(value._replace(array=array, source=source, argument="", number=None))
         return values
 
-    def enter(
-        self,
-        equation: Equation,
-        around: Where,
-        inside: Where,
-        number: int,
-        operand: TapValue,
-        array: Array,
-        is_slice: bool = False,
-    ) -> TapValue:
+    def enter(self, point: Point, inside: Where, number: int, operand: TapValue, array: Array) -> TapValue:
         """Measures an array that enters a loop or a shard: the whole operand, or a slice of it."""
-        where = Where(inside.path, around.scope, around.direction, inside.loops, around.line)
-        path = (*inside.path, -1, number)
-        source = self.at(path, SiteKind.ENTRY, equation, where, [operand], array)
-        if source is None and is_slice:  # The measurement of the whole holds for its slices.
-            source = operand.source
+        point = point._replace(where=dataclasses.replace(point.where, loops=inside.loops))
+        source = self.at(point, (*inside.path, -1, number), SiteKind.ENTRY, [operand], array)
         return operand._replace(array=array, source=source, number=None)
 
     @contextlib.contextmanager
@@ -236,18 +169,13 @@ class Tap:
 
     def empty(self, shapes: Mapping[Path, Any]) -> Records:
         """Returns the records, of the given shapes, of a part of the program that does not run."""
-        return {
-            path: jnp.full(shape.shape, -1, jnp.int32)
-            if path[-1] == STEPS
-            else jnp.broadcast_to(self.probe.empty(self.sites[path].dtype), shape.shape)
-            for path, shape in shapes.items()
-        }
+        none = lambda path: jnp.int32(-1) if path[-1] == STEPS else self.probe.empty(self.sites[path].dtype)
+        return {path: jnp.broadcast_to(none(path), shape.shape) for path, shape in shapes.items()}
 
 
 def _literal(var: Var) -> TapValue:
     is_number = jnp.issubdtype(var.aval.dtype, jnp.floating) and not var.aval.shape
-    number = float(var.val) if is_number else None
-    return TapValue(var.val, number=number)
+    return TapValue(var.val, number=float(var.val) if is_number else None)
 
 
 def _is_known(value: TapValue) -> bool:
@@ -262,8 +190,6 @@ def _survives_cast(number: float | None, array: Array) -> bool:
         return bool(np.isfinite(np.asarray(number, array.dtype)) == np.isfinite(number))
 
 
-def as_arrays(values: Sequence[TapValue]) -> list[Array]:
-    """Returns the arrays of values."""
-    return [
-        value.array if isinstance(value.array, jax.Array) else np.asarray(value.array) for value in values
-    ]
+def as_arrays(values: Values) -> list[Array]:
+    arrays = (value.array for value in values)
+    return [array if isinstance(array, jax.Array) else np.asarray(array) for array in arrays]

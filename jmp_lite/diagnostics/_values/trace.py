@@ -20,7 +20,7 @@ from ..._jaxpr import arguments
 from ..._jaxpr.read import Array, Jaxpr, constants, without_constants
 from ..._paths import leaf_names
 from ..._scaling.grad import value_and_grad
-from ..._scaling.loss_scale import StaticLossScale, is_loss_scale
+from ..._scaling.loss_scale import StaticLossScale
 from ..._tree import has_dtype, is_traced
 from .calls import HANDLERS
 from .probe import Probe, TapValue
@@ -41,18 +41,12 @@ Transform: TypeAlias = Callable[..., Callable[..., Any]]
 
 @dataclasses.dataclass(frozen=True)
 class LossCall:
-    """A loss function and how it is differentiated.
-
-    Attributes:
-        fun: the loss function, or a step.
-        argnums, has_aux: as in `jmp_lite.value_and_grad`.
-        transform: as in `jmp_lite.value_and_grad`; None for a step, which runs as it is.
-    """
+    """A loss function or a step, and how it is differentiated, as in `jmp_lite.value_and_grad`."""
 
     fun: Callable[..., Any]
     argnums: int | Sequence[int] | Any
     has_aux: bool
-    transform: Transform | None
+    transform: Transform | None  # None for a step, which runs as it is.
 
     @property
     def differentiated(self) -> tuple[str, ...]:
@@ -68,30 +62,19 @@ class LossCall:
 
 @dataclasses.dataclass(frozen=True)
 class LossProgram:
-    """A loss function and its backward pass, or a step, as one jaxpr without constants.
+    """A loss function and its backward pass, or a step, as one jaxpr without constants."""
 
-    Attributes:
-        jaxpr: takes the arrays, and returns the outputs and then auxiliary results.
-        arrays: the constants of the jaxpr and the arrays among the arguments.
-        names: the path of each array among the arguments; empty for a constant.
-        scale: the index of the loss scale among the arrays. A step takes it but does not read it.
-        outputs: the path of each output: an empty one for the loss, then one for each gradient; for a step,
-            one for each floating array that it returns.
-        parameters: the names of the arguments that are differentiated, or that a step updates.
-        is_step: whether it is a step, which has no loss and no gradients as outputs.
-    """
-
-    jaxpr: Jaxpr
-    arrays: tuple[Array, ...]
-    names: tuple[str, ...]
-    scale: int
+    jaxpr: Jaxpr  # From the arrays to the outputs and then auxiliary results.
+    arrays: tuple[Array, ...]  # The constants of the jaxpr, and the arrays among the arguments.
+    names: tuple[str, ...]  # The path of each argument; empty for a constant.
+    scale: int  # The index of the loss scale among the arrays. A step does not read it.
+    # Empty for the loss, then the path of each gradient; for a step, of each result.
     outputs: tuple[str, ...]
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...]  # The arguments that are differentiated, or that a step updates.
     is_step: bool
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The path of each gradient; none for a step."""
         return () if self.is_step else self.outputs[1:]
 
     @property
@@ -100,6 +83,12 @@ class LossProgram:
         arrays = zip(self.names, self.arrays)
         own = {name: array for name, array in arrays if name.split("/")[0] in self.parameters}
         return {name: array for name, array in own.items() if has_dtype(array, jnp.floating)}
+
+    def at_scale(self, scale: float) -> list[Array]:
+        """Returns the arrays with another loss scale."""
+        arrays = list(self.arrays)
+        arrays[self.scale] = jnp.float32(scale)
+        return arrays
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns the outputs: the loss and the gradients, or what a step returns."""
@@ -110,9 +99,7 @@ class LossProgram:
 
 def scale_of(caller: str, loss_scale: Any) -> float:
     """Returns the value of a loss scale or a number; 1 for None."""
-    value = 1.0 if loss_scale is None else loss_scale
-    if is_loss_scale(loss_scale) and loss_scale is not None:
-        value = loss_scale.loss_scale
+    value = 1.0 if loss_scale is None else getattr(loss_scale, "loss_scale", loss_scale)
     if isinstance(value, bool) or not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
         raise TypeError(
             f"{caller}: loss_scale should be None, a number, or a loss scale such as "
@@ -131,8 +118,9 @@ def trace(caller: str, call: LossCall, args: tuple[Any, ...], kwargs: dict[str, 
     if any(is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
     outputs: list[str] = []
-    run = _step(call.fun, outputs) if call.transform is None else _scaled(call, call.transform, outputs)
-    traced = arguments.trace(run, args, {**kwargs, _SCALE: jnp.float32(1)}, True, (np.ndarray,))
+    traced = arguments.trace(
+        _run(call, outputs), args, {**kwargs, _SCALE: jnp.float32(1)}, True, (np.ndarray,)
+    )
     fixed = constants(traced.jaxpr)
     names = (*("" for _ in fixed), *traced.names)
     arrays = (*fixed, *traced.arrays)
@@ -141,65 +129,43 @@ def trace(caller: str, call: LossCall, args: tuple[Any, ...], kwargs: dict[str, 
     return LossProgram(jaxpr, arrays, names, scale, tuple(outputs), call.differentiated, is_step)
 
 
-def _scaled(call: LossCall, transform: Transform, outputs: list[str]) -> Callable[..., Any]:
-    """Returns a function that returns the loss and its gradients, and writes their paths to `outputs`."""
+def _run(call: LossCall, outputs: list[str]) -> Callable[..., Any]:
+    """Returns a function that returns what `LossProgram.outputs` names, and writes the names to `outputs`."""
 
     @functools.wraps(call.fun)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         scale = StaticLossScale(kwargs.pop(_SCALE))
-        run = value_and_grad(call.fun, scale, call.argnums, call.has_aux, transform)
-        value, grads = run(*args, **kwargs)
+        if call.transform is None:
+            floating = _floating(call.fun(*args, **kwargs))
+            outputs[:] = floating
+            return list(floating.values())
+        scaled = value_and_grad(call.fun, scale, call.argnums, call.has_aux, call.transform)
+        value, grads = scaled(*args, **kwargs)
         floating = _floating(grads)
         outputs[:] = ["", *floating]
         return (value[0] if call.has_aux else value), list(floating.values())
 
-    return step
-
-
-def _step(fun: Callable[..., Any], outputs: list[str]) -> Callable[..., Any]:
-    """Returns a function that returns the floating arrays of a step, and writes their paths to `outputs`."""
-
-    @functools.wraps(fun)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop(_SCALE)
-        floating = _floating(fun(*args, **kwargs))
-        outputs[:] = floating
-        return list(floating.values())
-
-    return step
+    return run
 
 
 def _floating(tree: Any) -> dict[str, Array]:
-    """Returns the floating arrays of a tree by their paths."""
     leaves = zip(leaf_names(tree), jax.tree.leaves(tree))
     return {name.removesuffix("/value"): leaf for name, leaf in leaves if has_dtype(leaf, jnp.inexact)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The measurements of one run of a program.
-
-    Attributes:
-        sites: every site, by its path.
-        records: the measurement at each site, with an axis for each loop around it.
-        steps: for the body of each while loop, the numbers of the iterations that were kept.
-        cut: the lines of the while loops that were stopped, since they did not end.
-        carried: as in `Tap`.
-        checked: as in `Tap`.
-        is_step: as in `LossProgram`.
-        outputs: the site of each output of the program; None for one without a site.
-        results: the measurement of each output.
-    """
+    """The measurements of one run of a program; `carried` and `checked` as in `Tap`."""
 
     sites: dict[Path, Site]
-    records: dict[Path, np.ndarray]
-    steps: dict[Path, np.ndarray]
-    cut: tuple[str, ...]
+    records: dict[Path, np.ndarray]  # With an axis for each loop around a site.
+    steps: dict[Path, np.ndarray]  # For the body of each while loop, the iterations that are kept.
+    cut: tuple[str, ...]  # The lines of the while loops that were stopped, since they did not end.
     carried: dict[Path, Path | None]
     checked: set[Path]
     is_step: bool
-    outputs: tuple[Path | None, ...]
-    results: tuple[np.ndarray, ...]
+    outputs: tuple[Path | None, ...]  # The site of each output, if it has one.
+    results: tuple[np.ndarray, ...]  # The measurement of each output.
 
 
 class Tapped:
@@ -213,10 +179,7 @@ class Tapped:
         self._run = jax.jit(self._measure, compiler_options=EVERY_CAST)
 
     def __call__(self, scale: float) -> Measured:
-        """Runs the program at a loss scale."""
-        arrays = list(self._program.arrays)
-        arrays[self._program.scale] = jnp.float32(scale)
-        measured, results = jax.tree.map(np.asarray, self._run(arrays))
+        measured, results = jax.tree.map(np.asarray, self._run(self._program.at_scale(scale)))
         records = dict(zip(self._order, measured, strict=True))
         steps = {path[:-1]: record for path, record in records.items() if path[-1] == STEPS}
         cut = (self._tap.loops[path] for path, record in steps.items() if (record[..., -1] == 1).any())
@@ -225,11 +188,7 @@ class Tapped:
             {path: record for path, record in records.items() if path[-1] != STEPS},
             {path: record[..., :-1] for path, record in steps.items()},
             tuple(dict.fromkeys(cut)),
-            self._tap.carried,
-            self._tap.checked,
-            self._program.is_step,
-            self._outputs,
-            tuple(results),
+            *(self._tap.carried, self._tap.checked, self._program.is_step, self._outputs, tuple(results)),
         )
 
     def _measure(self, arrays: list[Array]) -> tuple[list[Array], list[Array]]:
