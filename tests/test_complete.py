@@ -121,7 +121,10 @@ def with_scale(start, state, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cause", "waiting"), [("an inf in the batch", 1), ("a scale too large", 0)])
+@pytest.mark.parametrize(
+    ("cause", "waiting"),
+    [("an inf in the batch", 1), pytest.param("a scale too large", 0, marks=pytest.mark.exhaustive)],
+)
 def test_a_skipped_micro_batch_leaves_every_bit(start, cause, waiting):
     state = start.state()
     for x, y in start.batches[: 2 + waiting]:
@@ -145,7 +148,7 @@ def test_a_skipped_micro_batch_leaves_every_bit(start, cause, waiting):
     assert int(after["step"]) == int(before["step"]) + 1
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 def test_the_average_and_the_parameters_wait_for_an_update(start):
     first = jax.device_get(parts_of(start.state()))
     (one, _), (two, _) = start.run(start.state(), start.batches[:2])
@@ -199,7 +202,7 @@ def test_both_programs_have_the_same_losses():
     assert len({float(loss) for _, loss in one}) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 def test_dropout_differs_from_step_to_step_and_evaluation_has_none(start):
     x, y = start.batches[0]
     losses = [float(loss) for _, loss in start.run(start.state(), [(x, y), (x, y)])]
@@ -209,7 +212,7 @@ def test_dropout_differs_from_step_to_step_and_evaluation_has_none(start):
     assert evaluate(state, x, y) == evaluate(state, x, y)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 def test_evaluation_counts_every_image_once_and_runs_in_half(start):
     """Of 50 images the last batch has 18, and 14 in their place."""
     _, images, _, labels = start.program.load_data()

@@ -123,6 +123,7 @@ def test_every_option_of_an_example_has_help(end_of):
         assert "(default: None)" not in text
 
 
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize(
     ("name", "option"),
     [

@@ -59,7 +59,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=3)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -117,7 +117,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_a_transform_trains_as_on_one_device(name, jit):
