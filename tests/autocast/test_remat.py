@@ -110,7 +110,7 @@ def errors(grad, reference, seeds=16):
     return float(np.median(relative))
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("half", "name"), [(half, name) for half in HALVES[::-1] for name in LOSSES])
 def test_gradients_of_loops_are_as_close_as_casts_by_hand(half, name):
     loss = LOSSES[name]

@@ -34,7 +34,7 @@ def run(model, x):
     return y, nnx.as_pure(grads)
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("name", "policy", "train"),
     [
