@@ -199,6 +199,8 @@ def test_extremes_are_never_passed_however_many_events(refill):
         ),
         # A power of two stops at the last one above the minimum.
         ({"min_loss_scale": 3.0}, [False] * 2, [(4, 0, 0)] * 2),
+        # A minimum that is one is reached, though a step may go beyond it.
+        ({"factor": 4}, [False] * 3, [(2, 0, 0), (1, 0, 0), (1, 0, 0)]),
         # 8 / 3 lies above the minimum, so the minimum has no say, though 8 is a power of two.
         ({"factor": 3, "min_loss_scale": 2.5}, [False], [(f32(8 / 3), 0, 0)]),
         # With a factor of 1 the scale only falls.
