@@ -46,13 +46,3 @@ def test_autocast_keeps_that_in_float32():
     names = {each.name: each.in_half for each in report.operations}
     assert names["dot_general"]
     assert not any(names[name] for name in ("exp", "log", "reduce_sum", "integer_pow"))
-
-
-def test_the_default_precision_holds_for_what_stays_float32():
-    product = lambda w, x: jnp.mean(x @ w)
-    w = jnp.ones((8, 8))
-    with jax.default_matmul_precision("highest"):
-        report = jmp.explain(product, jnp.float16)(w, w)
-        careful = jax.make_jaxpr(jmp.autocast(jmp.full_precision(product), jnp.float16))(w, w)
-    assert [each.in_half for each in report.operations if each.name == "dot_general"] == [True]
-    assert "HIGHEST" in str(careful)

@@ -45,7 +45,7 @@ print(json.dumps([events[prefix + "cache_hits"], events[prefix + "cache_misses"]
 
 
 @pytest.mark.slow
-def test_a_second_and_a_third_process_compile_nothing(tmp_path):
+def test_a_second_process_compiles_nothing(tmp_path):
     def run(seed):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": seed}
         command = [sys.executable, "-c", STEP, str(tmp_path)]
@@ -56,5 +56,5 @@ def test_a_second_and_a_third_process_compile_nothing(tmp_path):
     assert hits == 0
     assert misses > 0
     entries = {path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")}
-    assert run("2") == run("3") == [misses, 0]
+    assert run("2") == [misses, 0]
     assert {path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")} == entries

@@ -73,8 +73,7 @@ def log(folder, name):
 def runs(tmp_path_factory):
     """The folder of the runs, and the output of each run.
 
-    The first run ends. The second run is killed, and SLURM's variables start it again. The third run goes on
-    from the checkpoint of the second run, on other devices.
+    The first run ends. The second run is killed, and SLURM's variables start it again.
     """
     folder = tmp_path_factory.mktemp("runs")
     two = ("--processes", "2", "--devices", "4")
@@ -83,17 +82,15 @@ def runs(tmp_path_factory):
     shutil.copytree(folder / "killed", folder / "elsewhere")
     found["left"] = sorted(path.name for path in (folder / "killed").iterdir() if path.is_dir())
     found["again"], found["other"] = map(finish, start_by_slurm(folder, "killed", "--devices", "4"))
-    found["elsewhere"] = finish(start(folder, "elsewhere", "--devices", "2"))
-    for name in ("whole", "again", "other", "elsewhere"):
+    for name in ("whole", "again", "other"):
         assert found[name].returncode == 0, found[name].stderr
     return folder, found
 
 
 def test_an_inf_in_the_shard_of_one_process_skips_the_step_on_all(runs):
     first, second = results(runs[0], "whole", "whole")
-    assert json.dumps(first) == json.dumps(
-        second
-    )  # The same scales and counters, and the same bits of arrays.
+    # The same scales and counters, and the same bits of arrays.
+    assert json.dumps(first) == json.dumps(second)
     history = first["history"]
     assert [row["grads_finite"] for row in history] == [1, 1, 0, 1]
     assert [row["loss_scale"] for row in history] == [2**15, 2**15, 2**14, 2**14]
@@ -139,10 +136,13 @@ def test_a_killed_run_goes_on_with_the_losses_of_one_that_was_not_killed(runs):
     assert killed == whole  # The last parameters and optimizer state, bit for bit, on each process.
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_eight_devices_goes_on_with_two_devices_of_one_process(runs):
-    folder, found = runs
-    assert "1 processes, 2 devices" in found["elsewhere"].stdout
-    assert f"Continues from step {SAVE_EVERY}." in found["elsewhere"].stdout
+    folder, _ = runs
+    elsewhere = finish(start(folder, "elsewhere", "--devices", "2"))
+    assert elsewhere.returncode == 0, elsewhere.stderr
+    assert "1 processes, 2 devices" in elsewhere.stdout
+    assert f"Continues from step {SAVE_EVERY}." in elsewhere.stdout
     ours = results(folder, "elsewhere")[0]["history"]
     expected = results(folder, "whole")[0]["history"][SAVE_EVERY:]
     for name in ("step", "loss_scale", "skipped_steps", "grads_finite"):
@@ -152,19 +152,6 @@ def test_a_checkpoint_of_eight_devices_goes_on_with_two_devices_of_one_process(r
     # are sums of two halves in place of eight, so the parameters then differ by rounding of float16.
     np.testing.assert_allclose(losses[0][0], losses[1][0], rtol=8 * jnp.finfo(jnp.float32).eps)
     np.testing.assert_allclose(*losses, rtol=jnp.finfo(jnp.float16).eps)
-
-
-def test_two_processes_fall_back_to_the_same_checkpoint(runs):
-    folder, _ = runs
-    shutil.copytree(folder / "whole", folder / "broken")
-    newest = max(int(path.name) for path in (folder / "broken").iterdir() if path.name.isdigit())
-    empty_all(folder / "broken" / str(newest))
-    first, second = map(finish, start_by_slurm(folder, "broken", "--devices", "4"))
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr
-    assert f"The checkpoint of step {newest} cannot be read (" in first.stdout
-    assert f"Continues from step {newest - SAVE_EVERY}." in first.stdout
-    broken, whole = ([each["digest"] for each in results(folder, name)] for name in ("broken", "whole"))
-    assert broken == whole
 
 
 # In which dtype the sums over devices run.
@@ -258,11 +245,6 @@ def remove_arrays(path):
         file.unlink()
 
 
-def remove_tree_metadata(path):
-    for file in path.rglob("_METADATA"):
-        file.write_text("{")
-
-
 @pytest.fixture(scope="module")
 def two_checkpoints(tmp_path_factory):
     """The script, and a folder with the checkpoints of steps 4 and 8."""
@@ -275,7 +257,7 @@ def two_checkpoints(tmp_path_factory):
 # Orbax leaves the event loop of a failed read behind.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("spoil", [empty_all, remove_arrays, remove_tree_metadata])
+@pytest.mark.parametrize("spoil", [empty_all, remove_arrays])
 def test_the_run_falls_back_to_the_checkpoint_before_and_says_so(two_checkpoints, spoil, tmp_path, capfd):
     script, folder = two_checkpoints
     options = ["neumf", "--steps", "12", "--save-every", "4", "--checkpoint"]

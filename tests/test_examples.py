@@ -2,14 +2,12 @@
 
 import importlib.util
 import math
-import os
 import re
 import runpy
 import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -89,12 +87,6 @@ def test_a_wrong_option_of_an_example_ends_with_one_line(name, options, message,
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {message}")
 
 
-def run_example(name, *options):
-    return subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py", *options], capture_output=True, text=True, timeout=300
-    )
-
-
 @pytest.fixture
 def end_of(monkeypatch, capsys):
     """Runs an example that ends early, in this process; returns its exit code and what it wrote."""
@@ -110,10 +102,11 @@ def end_of(monkeypatch, capsys):
     return run
 
 
-def test_run_exported_explains_itself(tmp_path):
-    assert "in the order of jax.tree.leaves" in run_example("run_exported", "--help").stdout
-    missing = run_example("run_exported", tmp_path / "program.bin", tmp_path / "in.npz", tmp_path / "out.npz")
-    assert missing.stderr.splitlines()[-1].endswith(f"error: There is no file {tmp_path / 'program.bin'}.")
+def test_run_exported_explains_itself(tmp_path, end_of):
+    assert "in the order of jax.tree.leaves" in end_of("run_exported", "--help")[1]
+    files = [tmp_path / name for name in ("program.bin", "in.npz", "out.npz")]
+    missing = end_of("run_exported", *files)[2]
+    assert missing.splitlines()[-1].endswith(f"error: There is no file {files[0]}.")
 
 
 def test_every_option_of_an_example_has_help(end_of):
@@ -130,6 +123,7 @@ def test_every_option_of_an_example_has_help(end_of):
         assert "(default: None)" not in text
 
 
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize(
     ("name", "option"),
     [
@@ -342,51 +336,3 @@ def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
     assert lines(shown) == lines(f"1. {worst}".replace(f"{EXAMPLES.parent}/", ""))
     out = " ".join(capsys.readouterr().out.split())  # Reports wrap at 90 columns.
     assert all(finding.what in out for finding in (*story.first.findings, *story.second.findings))
-
-
-@pytest.mark.exhaustive
-def test_language_model_killed_and_started_again_continues_bit_for_bit(tmp_path):
-    def start(folder):
-        settings = ["--size", "small", "--steps", "40", "--save-every", "10", "--checkpoint", str(folder)]
-        command = [sys.executable, "-W", "error", EXAMPLES / "language_model.py", *settings]
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ, text=True
-        )
-
-    def finish(process):
-        output, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
-        return output
-
-    def steps(folder):
-        return [int(path.name) for path in (folder / "float16").glob("*") if path.name.isdigit()]
-
-    def last_state(folder):
-        import orbax.checkpoint as ocp
-
-        with ocp.CheckpointManager(folder / "float16") as checkpoints:
-            assert checkpoints.latest_step() == 40
-            return checkpoints.restore(40, args=ocp.args.StandardRestore())
-
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    expected = finish(start(whole))
-    killed = start(broken)
-    while killed.poll() is None and not steps(broken):
-        time.sleep(0.005)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
-    assert 0 < max(steps(broken)) < 40
-    output = finish(start(broken))
-    assert "float32: continues from step 40." in output
-    resumed_from = int(re.search(r"float16: continues from step (\d+)\.", output)[1])
-    assert 0 < resumed_from < 40
-
-    states = [jax.tree.leaves_with_path(last_state(folder)) for folder in (whole, broken)]
-    assert len(states[0]) > 40  # Parameters, two moments of each, counts, the scale and its counter.
-    assert any("loss_scale" in jax.tree_util.keystr(path) for path, _ in states[0])
-    for (path, one), (_, other) in zip(*states, strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=jax.tree_util.keystr(path))
-    one, other = (table_rows(text, ["float16"])["float16"] for text in (expected, output))
-    assert one[:3] == other[:3]  # Bits per byte, skipped steps, scale.
-    assert expected.split("writes:")[1] == output.split("writes:")[1]

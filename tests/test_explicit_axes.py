@@ -59,7 +59,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -100,6 +100,12 @@ def trained(tx, params, x, fun, jit, steps=3):
 
 adam = functools.partial(optax.adam, 1e-2)
 TRANSFORMS = {
+    "all": (
+        jnp.bfloat16,
+        lambda: jmp.with_loss_scale(
+            jmp.with_stochastic_rounding(jmp.cast_state(adam(), stochastic_rounding=True)), clip_norm=1.0
+        ),
+    ),
     "with_loss_scale": (jnp.float32, lambda: jmp.with_loss_scale(adam())),
     "clip_norm": (jnp.float32, lambda: jmp.with_loss_scale(adam(), clip_norm=0.1)),
     "skip_nonfinite": (jnp.float32, lambda: jmp.skip_nonfinite(adam())),
@@ -108,16 +114,10 @@ TRANSFORMS = {
     "cast_state, stochastic": (jnp.float32, lambda: jmp.cast_state(adam(), stochastic_rounding=True)),
     "with_stochastic_rounding": (jnp.bfloat16, lambda: jmp.with_stochastic_rounding(adam())),
     "with_stochastic_rounding, float16": (jnp.float16, lambda: jmp.with_stochastic_rounding(adam())),
-    "all": (
-        jnp.bfloat16,
-        lambda: jmp.with_loss_scale(
-            jmp.with_stochastic_rounding(jmp.cast_state(adam(), stochastic_rounding=True)), clip_norm=1.0
-        ),
-    ),
 }
 
 
-@pytest.mark.cases(slow=len(TRANSFORMS))
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_a_transform_trains_as_on_one_device(name, jit):
@@ -138,7 +138,7 @@ def test_a_transform_trains_as_on_one_device(name, jit):
         assert_split(resumed.inner_state[0].mu)
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(fast=1, slow=0)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_stochastic_rounding_gives_each_element_the_bits_that_it_has_on_one_device(dtype):
     key, (params, _) = jax.random.key(3), sharded()

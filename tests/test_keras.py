@@ -127,7 +127,7 @@ def test_the_model_has_the_trained_values_and_can_be_saved(tmp_path, capsys):
     )
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", [*keras_model.LOSS_SCALES][::-1])
 def test_each_precision_learns_the_digits(precision):
     model, _ = keras_model.main(["--precision", precision])

@@ -5,7 +5,6 @@ import dataclasses
 import hypothesis
 import jax
 import jax.numpy as jnp
-import pytest
 from hypothesis import strategies as st
 
 from jmp_lite._paths import leaf_names, matches, path_name, subtrees
@@ -66,9 +65,8 @@ MATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "name", "selected"), MATCHES)
-def test_a_pattern_selects_what_it_says(pattern, name, selected):
-    assert matches(pattern, name) is selected
+def test_a_pattern_selects_what_it_says():
+    assert [case for case in MATCHES if matches(*case[:2]) is not case[2]] == []
 
 
 keys = st.text("abcN_0", min_size=1, max_size=4)

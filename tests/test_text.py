@@ -5,7 +5,6 @@ import html
 import re
 
 import jax
-import pytest
 
 import jmp_lite as jmp
 from jmp_lite import diagnostics, programs
@@ -18,14 +17,14 @@ REPORTS = [
 ]
 
 
-@pytest.mark.parametrize("report", REPORTS)
-def test_a_notebook_shows_a_report_as_print_does_in_a_font_of_equal_widths(report, monkeypatch):
+def test_a_notebook_shows_a_report_as_print_does_in_a_font_of_equal_widths(monkeypatch):
     text = "\n".join(aligned([("<lambda> & more", "1"), ("w", "12")]))
-    monkeypatch.setattr(report, "__str__", lambda self: text)
-    shown = report.__new__(report)._repr_html_()
     style = "font: 85% monospace; white-space: pre; overflow-x: auto"
-    assert shown == f'<pre style="{style}">{html.escape(text)}</pre>'
-    assert "&lt;lambda&gt; &amp; more   1\nw" in shown
+    for report in REPORTS:
+        monkeypatch.setattr(report, "__str__", lambda self: text)
+        shown = report.__new__(report)._repr_html_()
+        assert shown == f'<pre style="{style}">{html.escape(text)}</pre>'
+        assert "&lt;lambda&gt; &amp; more   1\nw" in shown
 
 
 def test_a_dataclass_with_slots_may_be_shown():

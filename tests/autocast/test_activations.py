@@ -7,12 +7,12 @@ from jax import lax
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
+from tests.support.halves import each_half
 from tests.support.jaxprs import equations, operands_of, products
-from tests.support.small_programs import HALVES, W, X
+from tests.support.small_programs import W, X
 
 
-@pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 @pytest.mark.parametrize(
     "fun",
     [
@@ -51,13 +51,13 @@ GROUPS = {
 }
 
 
-@pytest.mark.cases(slow=7)
-@pytest.mark.parametrize(("half", "order"), [("float16", "inside")])
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize("name", GROUPS)
-def test_activation_functions_of_many_operations_have_the_derivatives_of_float32(name, half, order):
+def test_activation_functions_of_many_operations_have_the_derivatives_of_float32(name):
+    half = "float16"
     fun = lambda x, w: GROUPS[name](x @ w) @ w[: 4 if name == "glu" else 8]
     loss = lambda w: jnp.sum(jnp.sin(fun(X, w)))
-    grad = jax.grad(jmp.autocast(loss, half)) if order == "inside" else jmp.autocast(jax.grad(loss), half)
+    grad = jax.grad(jmp.autocast(loss, half))
     assert_close(jax.jit(jmp.autocast(fun, half))(X, W), jax.jit(fun)(X, W), half, factor=6)
     assert_close(jax.jit(grad)(W), jax.jit(jax.grad(loss))(W), half, factor=16)
     assert set(products(grad, W)) == {(half, half)}
@@ -69,7 +69,7 @@ def test_activation_functions_of_many_operations_have_the_derivatives_of_float32
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_a_learned_scale_that_half_does_not_hold_is_applied_in_float32(half):
     fun = lambda params, x: jnp.sum((params[0] * (x @ params[1])) @ params[1])
     # Learned, or looked up.
@@ -79,8 +79,7 @@ def test_a_learned_scale_that_half_does_not_hold_is_applied_in_float32(half):
             assert_close(grad(params, X * 1e-3), jax.grad(fun)(params, X * 1e-3), half, factor=16)
 
 
-@pytest.mark.cases(fast=2, slow=0)
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 @pytest.mark.parametrize("name", ["gelu", "gelu with erf"])
 def test_a_bias_that_the_program_broadcasts_itself_costs_nothing(name, half):
     """haiku.Linear and others broadcast their bias to the shape of the product."""
@@ -100,25 +99,20 @@ def test_a_bias_that_the_program_broadcasts_itself_costs_nothing(name, half):
     assert_close(grad(jmp.autocast(explicit, half)), grad(implicit), half, factor=16)
 
 
-@pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("order", ["inside", "outside"])
-def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half, order):
+@each_half
+def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half):
     """A product of the backward pass wants the error in half; the loss squares it in float32."""
     target, bias = jnp.linspace(999.0, 1001.0, 4), jnp.array([1000.0])
     regression = lambda w, x: jnp.mean(((x @ w)[:, 0] + bias - target) ** 2)
     entropy = lambda w, x: -jnp.mean(jnp.log(1 - jax.nn.sigmoid(x @ w + 4) + 1e-7))
     for fun in (regression, entropy):
         expected = jax.jit(jax.value_and_grad(fun))(W, X)
-        inside, outside = (
-            jax.value_and_grad(jmp.autocast(fun, half)),
-            jmp.autocast(jax.value_and_grad(fun), half),
-        )
-        assert_close(jax.jit(inside if order == "inside" else outside)(W, X), expected, half, factor=16)
+        inside = jax.value_and_grad(jmp.autocast(fun, half))
+        for grad in (inside, jmp.autocast(jax.value_and_grad(fun), half)):
+            assert_close(jax.jit(grad)(W, X), expected, half, factor=16)
 
 
-@pytest.mark.cases(fast=1, slow=0)
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_an_activation_that_products_and_residual_sums_read_rests_in_half(half):
     """As in a ResNet, whose last activation only a mean reads. Each sum is computed in float32."""
 
@@ -135,7 +129,7 @@ def test_an_activation_that_products_and_residual_sums_read_rests_in_half(half):
     assert_close(grad(jmp.autocast(blocks, half)), grad(blocks), half, factor=16)
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_a_sum_upon_a_sum_stays_in_float32(half):
     """Half would lose small steps: Euler's method, or a deep residual stream."""
 
@@ -158,7 +152,7 @@ def test_a_residual_sum_in_a_jitted_block_is_like_one_outside():
     assert found[0] == found[1] == ["bfloat16"] * 3 + ["float32"]
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_the_cotangent_of_an_activation_function_is_kept_in_half(half):
     """Without a barrier XLA removes the cast, and stores the cotangent in float32 for the bias gradient."""
     loss = lambda w: jnp.sum(jax.nn.gelu(X @ w) @ w)

@@ -8,8 +8,9 @@ import pytest
 from jax import lax
 
 import jmp_lite as jmp
+from tests.support.halves import each_half
 from tests.support.jaxprs import casts, products, text
-from tests.support.small_programs import HALVES, PARAMS, W, X, mlp, normal
+from tests.support.small_programs import PARAMS, W, X, mlp, normal
 
 
 def count_casts(shape, fun, *args):
@@ -55,7 +56,7 @@ def test_a_weight_used_twice_is_cast_once_forward_and_backward():
     assert len(down) <= 2  # The cast itself, and what grad may make of it for the tangent.
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_the_cast_up_of_the_program_and_the_cast_down_of_autocast_cancel(half):
     name = {"bfloat16": "bf16", "float16": "f16"}[half]
     fun = jmp.autocast(lambda x, w: x.astype(jnp.float32) @ w, half)
@@ -69,8 +70,7 @@ def test_no_cast_stands_between_two_products():
     ]
 
 
-@pytest.mark.cases(fast=3)
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 @pytest.mark.parametrize(
     "option",
     [{}, {"deny": ["dot_general"]}, {"deny": ["tanh"]}, {"allow": ["tanh"]}, {"rules": {"part": "float32"}}],

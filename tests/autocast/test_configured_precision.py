@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import jmp_lite as jmp
+from tests.support.halves import each_half
 from tests.support.jaxprs import PRODUCTS, equations, products
 from tests.support.small_programs import HALVES, ORDERS, W, X, normal
 
@@ -61,7 +62,7 @@ def gaussian_process(log_scales):
 TRIPLES = [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
 
 
-@pytest.mark.cases(fast=2, slow=2)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     ("setter", "half", "order"), [(SETTERS[i], HALVES[j], ORDERS[k]) for i, j, k in TRIPLES]
 )
@@ -75,7 +76,7 @@ def test_the_likelihood_of_a_gaussian_process_stays_exact(setter, half, order):
 
 
 @pytest.mark.parametrize("setter", SETTERS)
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_a_product_that_asks_for_the_configured_precision_stays_float32(half, setter):
     asked = lambda x, w: jnp.dot(x, w, precision="highest")
     x, w = jnp.ones((1, 8)), jnp.full((8, 1), 1.000244140625)
@@ -124,7 +125,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.cases(fast=len(PROGRAMS))
+@pytest.mark.cases(fast=len(PROGRAMS), slow=0)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_option_changes_no_dtype_of_a_product(order, name):
@@ -136,7 +137,7 @@ def test_the_option_changes_no_dtype_of_a_product(order, name):
     jax.tree.map(np.testing.assert_array_equal, found, jax.jit(run)(W))
 
 
-@pytest.mark.cases(fast=2 * len(PROGRAMS), slow=0)
+@pytest.mark.cases(fast=len(PROGRAMS), slow=0)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("precision", ["highest", "tensorfloat32", "BF16_BF16_F32_X3"])

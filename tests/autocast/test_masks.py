@@ -7,8 +7,9 @@ import pytest
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
+from tests.support.halves import each_half
 from tests.support.jaxprs import products
-from tests.support.small_programs import HALVES, normal
+from tests.support.small_programs import normal
 
 MASKS = {
     "-inf selected": lambda s, keep: jnp.where(keep, s, -jnp.inf),
@@ -27,8 +28,8 @@ def attention(masked, q, k, v, keep):
     return jax.nn.softmax(masked(scores, keep), axis=-1) @ v
 
 
-@pytest.mark.cases(fast=1, slow=4)
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.cases(fast=1, slow=1)
+@each_half
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_of_attention_give_finite_values_and_gradients(mask, half):
     q, k, v = normal(6, 8), normal(6, 8), normal(6, 8)
@@ -46,10 +47,10 @@ def test_masks_of_attention_give_finite_values_and_gradients(mask, half):
         assert_close(jax.jit(grad)(q, k, v), expected, half, factor=24)
 
 
-@pytest.mark.cases(fast=4)
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("fill", [-np.inf, -1e9, np.finfo(np.float32).min])
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@each_half
+@pytest.mark.parametrize(
+    ("fill", "jit"), [(-np.inf, jax.jit), (-1e9, lambda f: f), (np.finfo(np.float32).min, jax.jit)]
+)
 def test_a_mask_that_is_an_argument_works(jit, fill, half):
     q, k, v = normal(6, 8), normal(6, 8), normal(6, 8)
     bias = jnp.where(jnp.tril(jnp.ones((6, 6), bool)), 0.0, jnp.float32(fill))
@@ -62,7 +63,7 @@ def test_a_mask_that_is_an_argument_works(jit, fill, half):
     assert_close(jit(jmp.autocast(looked_up, half))(q, k, v, bias), fun(q, k, v, bias), half, factor=8)
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 @pytest.mark.parametrize("mask", ["-inf selected", "-1e9 selected", "least selected", "-1e9 by arithmetic"])
 def test_fully_masked_rows_give_what_float32_gives(mask, half):
     q, k, v = normal(6, 8), normal(6, 8), normal(6, 8)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
+from tests.support.halves import each_half
 from tests.support.jaxprs import products, text
 from tests.support.small_programs import HALVES, W, X, eps
 
@@ -64,7 +65,7 @@ def test_random_keys_pass_through_and_dropout_draws_the_same_mask():
     assert products(jmp.autocast(fun), X, key) == [("bfloat16", "bfloat16")]
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 @pytest.mark.parametrize("own", HALVES)
 def test_code_that_is_half_already_is_left_alone(half, own):
     x, w = X.astype(own), W.astype(own)

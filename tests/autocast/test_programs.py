@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
+from tests.support.halves import each_half
 from tests.support.jaxprs import equations, products
-from tests.support.small_programs import HALVES, STACK, W, X
+from tests.support.small_programs import STACK, W, X
 
 ORDERS = {
     "grad(autocast)": lambda fun, half: jax.grad(jmp.autocast(fun, half)),
@@ -24,9 +25,9 @@ both_orders = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 # Loops.
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=1)
 @both_orders
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_a_loop_may_compute_complex_numbers(half, order):
     """Linear recurrent units, and layers with a Fourier transform."""
 
@@ -67,9 +68,9 @@ def test_a_program_with_symbolic_sizes_can_be_exported():
 # Meshes with explicit axes.
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=1)
 @both_orders
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_explicit_axes(half, order):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     index = jnp.array([3, 0, 3, 7])
@@ -158,8 +159,8 @@ def test_a_numpy_argument_is_indexed_by_a_traced_order():
 # Decisions.
 
 
-@pytest.mark.cases(slow=2)
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.slow
+@each_half
 def test_an_einsum_that_sums_nothing_is_an_element_wise_product(half):
     scale = jnp.full((2, 8), 0.5)
     rows = jnp.stack([X, X])
@@ -187,7 +188,7 @@ def test_an_einsum_that_sums_nothing_is_an_element_wise_product(half):
     assert [o.category for o in inner.operations if o.name == "dot_general"] == ["allow", "deny"]
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_a_product_of_half_operands_with_a_float32_result_has_the_same_gradients_in_both_orders(half):
     def loss(w):
         return jnp.sum(lax.dot(X.astype(half), w.astype(half), preferred_element_type=jnp.float32) ** 2)
@@ -219,8 +220,8 @@ def test_none_is_no_rule_and_what_is_no_list_says_so():
 # Derivatives.
 
 
-@pytest.mark.cases(slow=3)
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.slow
+@each_half
 def test_a_shared_result_of_a_custom_vjp_under_vmap_needs_no_cotangent(half):
     """diffrax's default adjoint under `jax.vmap`."""
 
@@ -256,7 +257,7 @@ SOLVERS = {
 }
 
 
-@pytest.mark.cases(slow=8)
+@pytest.mark.cases(slow=2)
 @both_orders
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_an_overflow_that_enters_a_linear_solver_reaches_the_check(solver, order):

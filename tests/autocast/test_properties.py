@@ -10,29 +10,24 @@ from jax import lax
 
 import jmp_lite as jmp
 from tests.support.jaxprs import products, text
+from tests.support.small_programs import HALVES, normal
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
 SIZE, BATCH = 8, 4
-HALVES = ["float16", "bfloat16"]
-_numbers = np.random.default_rng(0)
-
-
-def _normal(*shape, scale=1.0):
-    return jnp.asarray(_numbers.normal(size=shape) * scale, jnp.float32)
 
 
 PARAMS = {
-    "w": _normal(SIZE, SIZE, scale=SIZE**-0.5),
-    "v": _normal(SIZE, SIZE, scale=SIZE**-0.5),
-    "stack": _normal(3, SIZE, SIZE, scale=SIZE**-0.5),
-    "kernel": _normal(3, SIZE, SIZE, scale=(3 * SIZE) ** -0.5),
-    "bias": _normal(SIZE, scale=0.3),
-    "shift": _normal(1, SIZE, scale=0.3),
-    "rows": _normal(5, SIZE, scale=0.3),
+    "w": normal(SIZE, SIZE, scale=SIZE**-0.5),
+    "v": normal(SIZE, SIZE, scale=SIZE**-0.5),
+    "stack": normal(3, SIZE, SIZE, scale=SIZE**-0.5),
+    "kernel": normal(3, SIZE, SIZE, scale=(3 * SIZE) ** -0.5),
+    "bias": normal(SIZE, scale=0.3),
+    "shift": normal(1, SIZE, scale=0.3),
+    "rows": normal(5, SIZE, scale=0.3),
     "gain": jnp.float32(0.9),
 }
-X = _normal(BATCH, SIZE)
+X = normal(BATCH, SIZE)
 INTEGER = jnp.int32(1)
 
 

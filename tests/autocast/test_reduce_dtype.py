@@ -96,7 +96,7 @@ def loss_of(kind):
     return lambda x, v, w, b: jnp.sum(jnp.sin(fun(x @ v, w, b) @ v))
 
 
-@pytest.mark.cases(fast=5, slow=3)
+@pytest.mark.cases(fast=5, slow=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_products_that_make_weight_gradients_give_float32_in_both_orders(kind):
     loss, of_w = loss_of(kind), KINDS[kind][1]
@@ -108,7 +108,7 @@ def test_only_the_products_that_make_weight_gradients_give_float32_in_both_order
     assert half_inside == half_outside == {HALF: plain}
 
 
-@pytest.mark.cases(fast=1, slow=2)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("kind", ["plain", "sliced", "batched", "scan", "remat", "vmap", "custom_vjp"])
 def test_the_gradients_are_those_of_float32(kind):
     loss = loss_of(kind)
@@ -188,7 +188,7 @@ def all_reduces(grad, params, x):
     return re.findall(r"(\w+)\[\d+,\d+\]", sums)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("order", ["inside", "outside"])
 def test_eight_devices_sum_the_gradients_of_weights_in_float32(order):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -206,39 +206,22 @@ def test_eight_devices_sum_the_gradients_of_weights_in_float32(order):
         assert all_reduces(grad, params, x) == [expected] * 3
 
 
-def test_under_an_explicit_mesh_the_gradient_is_split_as_the_weight_is():
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)
-    expected = jax.grad(loss)(W, X)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        w = jax.device_put(W, NamedSharding(mesh, P(None, "model")))
-        for grad in (jax.grad(wide(loss)), wide(jax.grad(loss))):
-            found = jax.jit(grad)(w, x)
-            assert found.sharding.spec == w.sharding.spec
-            assert_close(found, expected, "float16", factor=8)
-
-
 def test_convolutions_keep_the_dtype_of_their_products():
     convolve = lambda k, x: jnp.sum(jnp.sin(lax.conv(x, k, (1, 1), "SAME")))
     k, x = jnp.ones((2, 3, 3, 3)), jnp.ones((1, 3, 8, 8))
     assert text(jax.grad(wide(convolve)), k, x) == text(jax.grad(jmp.autocast(convolve, "float16")), k, x)
 
 
-@pytest.mark.parametrize("given", ["float16", "bfloat16", jnp.float64])
-def test_another_dtype_is_an_error(given):
-    with pytest.raises(ValueError, match=r"reduce_dtype should be float32.*Got (b?float16|float64)"):
-        jmp.autocast(layer, reduce_dtype=given)
+def test_another_dtype_is_an_error():
+    for given in ("float16", "bfloat16", jnp.float64):
+        with pytest.raises(ValueError, match=r"reduce_dtype should be float32.*Got (b?float16|float64)"):
+            jmp.autocast(layer, reduce_dtype=given)
 
 
-@pytest.mark.parametrize("order", ["grad(autocast)", "autocast(grad)"])
-def test_a_cpu_runs_the_weight_gradient_of_a_batch_of_sequences(order):
+def test_a_cpu_runs_the_weight_gradient_of_a_batch_of_sequences():
     # XLA's CPU backend cannot run a transposed product of bfloat16 with a float32 result and two summed axes.
     x, w = jnp.ones((4, 6, 16)), jnp.ones((16, 3))
     loss = lambda w: jnp.sum(x @ w)
     options = {"dtype": "bfloat16", "reduce_dtype": "float32"}
-    grad = {
-        "grad(autocast)": jax.grad(jmp.autocast(loss, **options)),
-        "autocast(grad)": jmp.autocast(jax.grad(loss), **options),
-    }[order]
-    np.testing.assert_array_equal(jax.jit(grad)(w), 24 * jnp.ones((16, 3)))
+    for grad in (jax.grad(jmp.autocast(loss, **options)), jmp.autocast(jax.grad(loss), **options)):
+        np.testing.assert_array_equal(jax.jit(grad)(w), 24 * jnp.ones((16, 3)))

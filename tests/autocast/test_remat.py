@@ -4,12 +4,15 @@ import collections
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jmp_lite as jmp
+from tests.support.halves import each_half
 from tests.support.jaxprs import primitives, products
-from tests.support.small_programs import B, W, X
+from tests.support.small_programs import HALVES, B, W, X
 
 
 def saved_by(fun, *args):
@@ -38,7 +41,7 @@ REMATS = {
 
 
 @pytest.mark.parametrize("policy", REMATS)
-def test_recomputation_is_that_of_the_float32_program(policy):
+def test_what_is_recomputed_and_saved_is_that_of_the_float32_program(policy):
     fun = jax.checkpoint(deep, policy=REMATS[policy])
     loss = lambda x, w, b: jnp.sum(fun(x, w, b) @ w)
     count = lambda grad: collections.Counter(
@@ -48,11 +51,6 @@ def test_recomputation_is_that_of_the_float32_program(policy):
     assert count(jax.grad(jmp.autocast(loss), 1)) == plain
     assert count(jmp.autocast(jax.grad(loss, 1))) == plain
     assert set(products(jax.grad(jmp.autocast(loss), 1), X, W, B)) == {("bfloat16", "bfloat16")}
-
-
-@pytest.mark.parametrize("policy", REMATS)
-def test_at_most_the_arrays_of_the_float32_program_are_saved(policy):
-    fun = jax.checkpoint(deep, policy=REMATS[policy])
     plain, ours = saved_by(fun, X, W, B), saved_by(jmp.autocast(fun), X, W, B)
     assert ours[(4, 8)] == plain[(4, 8)]
     assert ours[(8, 8)] <= plain[(8, 8)] + 1  # The weight, and its cast where it is kept for later.
@@ -63,3 +61,85 @@ def test_values_saved_by_name_are_half():
     _, pullback = jax.vjp(jmp.autocast(lambda x, w, b: fun(x @ w, w, b) @ w), X, W, B)
     kept = [leaf.dtype.name for leaf in jax.tree.leaves(pullback) if getattr(leaf, "shape", 0) == (4, 8)]
     assert kept.count("bfloat16") >= 3
+
+
+# What is computed again is the value that was stored
+
+
+def attention(w):
+    return lambda c: jax.nn.softmax((c @ w) @ c.T) @ c
+
+
+def single(w, x):
+    attend = attention(w)
+    rows = jnp.stack([x, x * 0.5, x * 0.3])
+    return jnp.mean(jnp.sin(lax.scan(lambda c, t: (attend(c + t) * 0.5, None), x @ w, rows)[0]))
+
+
+def nested(inner=lambda step: step, outer=lambda step: step):
+    def loss(w, x):
+        attend = attention(w)
+
+        def steps(c, _):
+            rows = jnp.stack([c, c * 0.5])
+            return lax.scan(inner(lambda c, t: (attend(c + t) * 0.5, None)), c, rows)[0] * 0.5, None
+
+        return jnp.mean(jnp.sin(lax.scan(outer(steps), x @ w, None, length=2)[0]))
+
+    return loss
+
+
+LOSSES = {
+    "nested": nested(),
+    "single": single,
+    "remat inside": nested(inner=jax.checkpoint),
+    "remat outside": nested(outer=jax.checkpoint),
+}
+
+
+def errors(grad, reference, seeds=16):
+    """The median relative error of a gradient."""
+    relative = []
+    for seed in range(seeds):
+        w, x = (
+            jax.random.normal(jax.random.key(seed), (8, 8)) * 0.35,
+            jax.random.normal(jax.random.key(100 + seed), (4, 8)),
+        )
+        expected = reference(w, x)
+        relative.append(jnp.linalg.norm(grad(w, x) - expected) / jnp.linalg.norm(expected))
+    return float(np.median(relative))
+
+
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize(("half", "name"), [(half, name) for half in HALVES[::-1] for name in LOSSES])
+def test_gradients_of_loops_are_as_close_as_casts_by_hand(half, name):
+    loss = LOSSES[name]
+    # As users run it: with all passes of XLA, which may leave out a cast down and up again.
+    compiled = lambda fun: jax.jit(fun, compiler_options={"xla_backend_optimization_level": 3})
+    by_hand = compiled(jax.grad(lambda w, x: loss(w.astype(half), x.astype(half)).astype(jnp.float32)))
+    reference = compiled(jax.grad(loss))
+    allowed = errors(by_hand, reference)
+    assert 0 < errors(compiled(jax.grad(jmp.autocast(loss, half))), reference) <= allowed
+    assert 0 < errors(compiled(jmp.autocast(jax.grad(loss), half)), reference) <= allowed
+
+
+@each_half
+def test_a_loop_rounds_what_it_computes_again_and_nothing_else_does(half):
+    fun = lambda w, x: lax.scan(lambda c, t: (jnp.exp(c @ w) + t, None), x, x[None])[0]
+    assert "reduce_precision" in primitives(jmp.autocast(fun, half), jnp.eye(8), jnp.ones((4, 8)))
+    plain = lambda w, x: jnp.exp(x @ w)
+    assert "reduce_precision" not in primitives(jmp.autocast(plain, half), jnp.eye(8), jnp.ones((4, 8)))
+
+
+@each_half
+def test_rounding_again_changes_no_half_value_and_no_gradient(half):
+    """Subnormal, largest and odd numbers, and a gradient that half cannot hold."""
+    info = jnp.finfo(half)
+    values = jnp.array([info.smallest_subnormal * 3, info.tiny, 1 / 3, float(info.max), 0.0], half)
+    fun = lambda w, x: lax.scan(lambda c, row: (c, jnp.exp2(-(row[None] @ w))), 0, x)[1]
+    rows = jnp.diag(values.astype(jnp.float32))
+    result = jmp.autocast(fun, half)(jnp.eye(5), rows)
+    np.testing.assert_array_equal(result, jnp.exp2(-rows)[:, None])
+    scale = 1e-6
+    grad = jax.grad(lambda x: jnp.sum(jmp.autocast(fun, half)(jnp.eye(5), x)) * scale)(rows * 0)
+    np.testing.assert_allclose(grad, -scale * np.log(2) * np.ones((5, 5)), rtol=0.05)

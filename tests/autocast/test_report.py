@@ -37,9 +37,9 @@ def loss_fn(params, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
 
-@pytest.fixture(scope="module", params=["float16", "bfloat16"])
-def report(request):
-    return jmp.explain(jmp.autocast(loss_fn, request.param))(PARAMS, TOKENS)
+@pytest.fixture(scope="module")
+def report():
+    return jmp.explain(jmp.autocast(loss_fn, "float16"))(PARAMS, TOKENS)
 
 
 def dots(report):
@@ -134,13 +134,6 @@ def test_it_tells_of_the_backward_pass_too():
     found = [operation.in_half for operation in dots(both)]
     assert len(found) == len(products(jax.grad(loss_fn), PARAMS, TOKENS))
     assert found.count(False) == 3  # The head's three, whose precision the program asks for.
-
-
-def test_it_counts_the_iterations_of_a_scan():
-    fun = lambda w, x: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
-    report = jmp.explain(jmp.autocast(fun))(jnp.ones((4, 4)), jnp.ones((2, 4)))
-    (product,) = dots(report)
-    assert (product.times, product.flops) == (7, 7 * 2 * 2 * 4 * 4)
 
 
 def test_it_names_scopes_jitted_functions_and_rules():
@@ -279,5 +272,4 @@ def test_an_operation_in_a_while_loop_counts_once_and_in_a_scan_each_time():
         return jax.lax.scan(lambda x, _: (x @ x, None), x, length=5)[0]
 
     found = [each for each in jmp.explain(loops)(jnp.ones((4, 4))).operations if each.is_product]
-    assert [each.times for each in found] == [1, 5]
-    assert found[1].flops == 5 * found[0].flops
+    assert [(each.times, each.flops) for each in found] == [(1, 2 * 4**3), (5, 5 * 2 * 4**3)]

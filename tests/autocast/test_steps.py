@@ -8,12 +8,13 @@ import pytest
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
+from tests.support.halves import each_half
 from tests.support.jaxprs import products
-from tests.support.small_programs import HALVES, PARAMS, X, eps, mlp, normal
+from tests.support.small_programs import PARAMS, X, eps, mlp, normal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_an_optimizer_inside_autocast_keeps_float32_accuracy(half):
     optimizer = optax.adamw(1e-3)
     x = normal(32, 8)
@@ -45,7 +46,7 @@ def test_an_exponential_moving_average_moves_by_less_than_half_can_see():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_an_unrolled_inner_loop_updates_its_weights_in_float32(half):
     x, y = normal(16, 8), normal(16, 8)
 
@@ -84,35 +85,3 @@ def test_small_steps_on_weights_do_not_underflow_in_float16():
     unscaled = lambda w: w - 2.0**-20 * jax.grad(lambda w: (jnp.full((1, 8), 2.0**-6) @ w).sum())(w)
     used_again = lambda w: (unscaled(w), unscaled(w) @ w)
     np.testing.assert_array_equal(jmp.autocast(used_again, jnp.float16)(w)[0], jnp.full((8, 8), -(2.0**-26)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("half", ["float16"])
-def test_higher_derivatives_are_those_of_float32(half):
-    fun = lambda w: jnp.sum(jnp.sin(jnp.tanh(X[:2, :4] @ w) @ w))
-    w = normal(4, 4, scale=0.5)
-    cast = jmp.autocast(fun, half)
-    of_w = lambda f: jax.jit(f)(w)
-    push = lambda f: of_w(lambda w: jax.jvp(f, (w,), (w,)))
-    assert_close(push(cast), push(fun), half, factor=16)
-    assert_close(of_w(jax.jacfwd(cast)), of_w(jax.jacfwd(fun)), half, factor=24)
-    hessian = of_w(jax.hessian(fun))
-    assert_close(of_w(jax.hessian(cast)), hessian, half, factor=32)
-    assert_close(of_w(jmp.autocast(jax.hessian(fun), half)), hessian, half, factor=32)
-    assert_close(of_w(jax.jacrev(jmp.autocast(jax.grad(fun), half))), hessian, half, factor=32)
-    for transformed in (lambda w: jax.jvp(cast, (w,), (w,)), jax.jacfwd(cast), jax.hessian(cast)):
-        assert set(products(transformed, w)) == {(half, half)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("half", HALVES)
-def test_vmap_of_autocast_and_autocast_of_vmap_agree(half):
-    batch = normal(3, 4, 8)
-    for axes in ((None, 0), (0, 0)):
-        params = PARAMS if axes[0] is None else jax.tree.map(lambda p: jnp.stack([p, p * 0.5, -p]), PARAMS)
-        expected = jax.vmap(mlp, axes)(params, batch)
-        for fun in (jax.vmap(jmp.autocast(mlp, half), axes), jmp.autocast(jax.vmap(mlp, axes), half)):
-            assert_close(fun(params, batch), expected, half, factor=6)
-            assert products(fun, params, batch) == [(half, half)] * 2
-            loss = lambda p, fun=fun: jnp.sum(fun(p, batch))
-            assert set(products(jax.grad(loss), params)) == {(half, half)}

@@ -7,8 +7,9 @@ import pytest
 from jax import lax
 
 import jmp_lite as jmp
+from tests.support.halves import each_half
 from tests.support.jaxprs import products
-from tests.support.small_programs import HALVES, PARAMS, B, V, W, X, eps
+from tests.support.small_programs import PARAMS, B, V, W, X, eps
 
 MANY = 40_960
 
@@ -16,10 +17,6 @@ MANY = 40_960
 def both_orders(loss, half):
     """The gradient of a loss in both orders."""
     return {"inside": jax.grad(jmp.autocast(loss, half)), "outside": jmp.autocast(jax.grad(loss), half)}
-
-
-def _bias(w):
-    return lambda b: jnp.sum(jnp.ones((MANY, 1)) @ jnp.ones((1, 4)) * 1.0 + b)
 
 
 # Each is linear in its argument, whose gradient is a count that half precision cannot reach by adding ones.
@@ -55,7 +52,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.cases(fast=6, slow=6)
+@pytest.mark.cases(fast=6, slow=2)
 @pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 @pytest.mark.parametrize("name", COUNTS)
 def test_the_gradient_over_a_batch_is_summed_in_float32(name, order, half):
@@ -74,7 +71,7 @@ def test_a_scalar_parameter_of_a_batch_is_summed_in_float32(order, half):
         assert float(both_orders(fun, half)[order](jnp.float32(1))) == 4 * MANY
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 @pytest.mark.parametrize("steps", ["scan", "unrolled", "slices", "jitted", "fori"])
 def test_a_weight_used_many_times_has_its_gradients_summed_in_float32(steps, order, half):
@@ -121,7 +118,7 @@ def test_a_half_activation_used_in_every_step_of_a_scan_has_its_gradients_summed
     )
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_parameters_gradients_come_back_in_the_parameters_dtype(half):
     params = {"w": W, "v": V.astype(half), "b": PARAMS["b"].astype("float16"), "s": jnp.float32(2)}
     loss = lambda p, x: jnp.sum(jnp.tanh((x @ p["w"] + p["b"]) @ p["v"] * p["s"]))
@@ -130,7 +127,7 @@ def test_parameters_gradients_come_back_in_the_parameters_dtype(half):
         assert {k: g.dtype for k, g in grads.items()} == {k: p.dtype for k, p in params.items()}
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 def test_the_backward_pass_saves_half_activations(half):
     def loss(params, x):
         for _ in range(3):
@@ -144,7 +141,7 @@ def test_the_backward_pass_saves_half_activations(half):
     assert {leaf.dtype.name for leaf in saved} == {half}
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 @pytest.mark.parametrize("start", ["argument", "moved", "computed", "carried"])
 def test_a_residual_stream_without_norms_stays_float32(start, half):
     """Only products and sums read it, so nothing but its own begin tells that it is float32."""

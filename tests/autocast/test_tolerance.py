@@ -10,8 +10,9 @@ import pytest
 from jax import lax
 
 import jmp_lite as jmp
+from tests.support.halves import each_half
 from tests.support.jaxprs import products, text
-from tests.support.small_programs import HALVES, W, X, normal
+from tests.support.small_programs import W, X, normal
 
 FULL = ("float32", "float32")
 BIASES = normal(4, 8)
@@ -49,7 +50,7 @@ def newton(w, b):
     return x, count
 
 
-@pytest.mark.parametrize("half", HALVES)
+@each_half
 @pytest.mark.parametrize(("solve", "b"), [(fixed_point, BIASES), (newton, BIASES[0])])
 def test_a_loop_to_a_tolerance_takes_the_steps_of_float32(solve, b, half):
     found, count = jax.jit(jmp.autocast(solve, half))(W, b)
@@ -186,7 +187,7 @@ print(doctor(jmp.autocast(loss))(w, b))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_doctor_of_a_loop_without_a_cap_returns():
     """In half the loop would not end, so the doctor runs in a process with a time limit."""
     done = subprocess.run(

@@ -99,6 +99,7 @@ def test_a_trace_under_autocast_is_about_as_much_work_as_two_without(program, or
     assert work(under, *args) < limit * work(jax.grad(fun), *args)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("model", "limit"), [("Linen MLP", 1.35), ("NNX ResNet", 1.6)])
 def test_a_model_without_equal_layers_is_little_more_work(model, limit):
     case = CASES[model](jnp.float16)

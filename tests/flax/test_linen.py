@@ -17,7 +17,7 @@ from tests.support.linen_layers import MODELS, ConvNet, Recurrent, each_model, l
 from tests.support.policies import BF16, F16, IMAGES, each_policy
 
 
-@pytest.mark.cases(fast=0, slow=3)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("name", "policy", "train"),
     [
@@ -40,20 +40,17 @@ def test_agrees_with_float32_in_outputs_gradients_and_statistics(name, policy, t
     assert {leaf.dtype for leaf in jax.tree.leaves((half_grads, half_stats))} == {jnp.dtype("float32")}
 
 
-@pytest.mark.cases(slow=5)
+@pytest.mark.cases(slow=2)
 @each_model
 def test_every_product_of_forward_and_backward_takes_half_operands(model, x):
     params, others = variables_of(model, x)
     wrapped = with_policy(model, F16)
-    dtypes = products(
-        jax.grad(lambda p: loss_fn(p, others, wrapped, x, True)[0]),
-        params,
-    )
+    dtypes = products(jax.grad(lambda p: loss_fn(p, others, wrapped, x, True)[0]), params)
     assert len(dtypes) >= 3
     assert set(dtypes) == {("float16", "float16")}
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=1)
 @each_model
 def test_parameters_keep_their_paths_values_and_dtype(model, x):
     plain = model.init(jax.random.key(0), x, train=False)
@@ -70,6 +67,7 @@ def test_param_dtype_of_the_policy_is_that_of_the_initial_parameters():
     assert set(jax.tree.leaves(dtypes["batch_stats"])) == {"float32"}
 
 
+@pytest.mark.cases(fast=1, slow=0)
 @each_policy
 def test_batch_statistics_are_not_rounded_and_may_exceed_float16(policy):
     model = with_policy(nn.BatchNorm(momentum=0.0), policy)
@@ -106,11 +104,10 @@ def test_the_gradient_of_a_weight_in_a_scan_is_summed_in_float32():
 
 
 @pytest.mark.slow
-@each_policy
-def test_a_recurrent_carry_stays_float32(policy):
+def test_a_recurrent_carry_stays_float32():
     cell = nn.LSTMCell(4)
     carry = cell.initialize_carry(jax.random.key(0), (2, 3))
-    model = with_policy(Recurrent(cell), policy)
+    model = with_policy(Recurrent(cell), F16)
     x = jnp.ones((2, 5, 3))
     params = model.init(jax.random.key(0), x, train=False)
     scans = [
@@ -122,7 +119,7 @@ def test_a_recurrent_carry_stays_float32(policy):
     assert {"float32"} in dtypes
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("module", ["linen", "nnx"])
 def test_without_flax_the_import_names_the_extra(module):
     script = f"import sys; sys.modules['flax'] = None; import jmp_lite; import jmp_lite.{module}"

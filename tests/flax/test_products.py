@@ -65,7 +65,7 @@ def products(loss, params):
     return sum(is_wide(dot.outvars[0]) for dot in dots), sum(any(map(is_wide, dot.invars)) for dot in dots)
 
 
-@pytest.mark.cases(fast=1, slow=2)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_gradients_are_those_of_half_products_within_their_rounding(kind, name):
     dtype = jnp.bfloat16  # JAX cannot compile its float16 attention for a CPU.
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_half_products_within_their_rounding(kind, name):
         np.testing.assert_allclose(wide, half, rtol=8 * eps, atol=8 * eps * size)
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=2, slow=2)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_products_take_half_and_give_weights_their_gradients_in_float32(kind, name):
     half_gives, half_takes = products(*loss_of(kind, name, jnp.float16))
@@ -90,7 +90,7 @@ def test_products_take_half_and_give_weights_their_gradients_in_float32(kind, na
     assert takes == 0 or (kind, name) == ("nnx", "attention")  # JAX's own attention, of its weights.
 
 
-@pytest.mark.cases(fast=0, slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_a_gradient_that_half_cannot_hold_comes_out(kind):
     """2,048 times 2 times 32 is 131,072, which is inf in float16."""
@@ -141,12 +141,11 @@ def test_the_layer_is_as_it_was_after_the_call():
     assert (under.dot_general, under.dtype) == (before, jnp.float16)
 
 
-@pytest.mark.parametrize("with_policy", [jmp_lite.linen.with_policy, jmp_lite.nnx.with_policy])
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_another_dtype_is_an_error(with_policy, dtype):
-    model = nn.Dense(5) if with_policy is jmp_lite.linen.with_policy else NNX["Linear"]()
-    with pytest.raises(ValueError, match=rf"reduce_dtype should be float32.*Got {dtype}"):
-        with_policy(model, jmp.get_policy("c=f16"), reduce_dtype=dtype)
+def test_another_dtype_is_an_error():
+    for library, model in ((jmp_lite.linen, nn.Dense(5)), (jmp_lite.nnx, NNX["Linear"]())):
+        for dtype in ("float16", "float64"):
+            with pytest.raises(ValueError, match=rf"reduce_dtype should be float32.*Got {dtype}"):
+                library.with_policy(model, jmp.get_policy("c=f16"), reduce_dtype=dtype)
 
 
 def test_a_layer_that_users_wrote_keeps_its_compute_dtype():

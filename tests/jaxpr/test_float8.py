@@ -29,8 +29,7 @@ QUANTIZE = jax.jit(quantize, static_argnums=1)
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("source", ["float32", "bfloat16"])
-@pytest.mark.parametrize("size", [1.0, 3e-30, 7e25])
+@pytest.mark.parametrize(("source", "size"), [("float32", 1.0), ("bfloat16", 3e-30), ("float32", 7e25)])
 def test_the_values_are_those_of_numpy(dtype, source, size):
     x = (size * normal(0, 32, 48)).astype(source)
     quantized = QUANTIZE(x, dtype)
@@ -81,8 +80,7 @@ WIDE = jax.jit(lambda x, w: product_of(x, w, dtype="float32"))
 PULLBACK = jax.jit(lambda x, w, cotangent: jax.vjp(product_of, x, w)[1](cotangent))
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("bad", "which"), [(np.inf, 0), (-np.inf, 1), (np.nan, 0)])
 def test_an_inf_or_a_nan_reaches_the_result(bad, which):
     operands = [normal(0, 16, 32), normal(1, 32, 16)]
     operands[which] = operands[which].at[3, 4].set(bad)
@@ -115,7 +113,7 @@ DIMENSIONS = {
 }
 
 
-@pytest.mark.cases(fast=4)
+@pytest.mark.cases(fast=4, slow=0)
 @pytest.mark.parametrize("case", DIMENSIONS)
 def test_values_and_gradients_are_those_of_numpy(case):
     left, right, sums = DIMENSIONS[case]
@@ -161,7 +159,7 @@ def test_the_sums_of_the_gradients_ask_for_float32_and_those_of_the_product_do_n
     assert text.count("precision=HIGHEST") == 2
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=0)
 @pytest.mark.parametrize("policy", ["everything_saveable", "dots_saveable", "nothing_saveable"])
 def test_what_a_rematerialization_keeps_is_finite(policy):
     """JAX rounds each kept value by `reduce_precision`. In e4m3 this operation makes NaN of 384."""

@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 import jmp_lite as jmp
 from jmp_lite._autocast.planning.rules import fits, make_rules
 from jmp_lite._jaxpr.primitives import PRIMITIVES, Category, traits_of
+from tests.support.halves import each_half
 from tests.support.jaxprs import equations, operands_of, primitives, products
 from tests.support.small_programs import W, X
 
@@ -190,7 +191,7 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@each_half
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_operations_on_the_infer_list_run_in_half_between_products(name, half):
     fun = lambda x, w: jax.nn.relu(ELEMENTWISE[name](x @ w)) @ w
@@ -260,30 +261,16 @@ def test_mutable_references_pallas_kernels_and_ffi_like_calls_keep_float32():
     np.testing.assert_allclose(jmp.autocast(call)(X, W), (X @ W) * 2 @ W, atol=0.15)
 
 
-@pytest.mark.parametrize(
-    ("value", "half", "expected"),
-    [
-        (0.1, "float16", True),
-        (1e-8, "float16", False),
-        (1e5, "float16", False),
-        (65504.0, "float16", True),
-        (65536.0, "float16", False),
-        (6.1e-5, "float16", True),
-        (-np.inf, "float16", True),
-        (np.nan, "float16", True),
-        (0.0, "float16", True),
-        (1e-8, "bfloat16", True),
-        (1e30, "bfloat16", True),
-        (3.4e38, "bfloat16", False),
-        (np.float32(np.finfo(np.float32).min), "bfloat16", False),
-        (257.0, "bfloat16", True),
-    ],
-)
-def test_which_numbers_half_holds(value, half, expected):
-    assert fits(value, jnp.dtype(half)) is expected
+def test_which_numbers_half_holds():
+    lowest = np.float32(np.finfo(np.float32).min)
+    held = {"float16": (0.1, 65504.0, 6.1e-5, -np.inf, np.nan, 0.0), "bfloat16": (1e-8, 1e30, 257.0)}
+    others = {"float16": (1e-8, 1e5, 65536.0), "bfloat16": (3.4e38, lowest)}
+    for numbers, expected in ((held, True), (others, False)):
+        for half, values in numbers.items():
+            assert [value for value in values if fits(value, jnp.dtype(half)) is not expected] == []
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@each_half
 def test_a_product_that_sums_nothing_is_element_wise(half):
     # Rotary embeddings as they are usually written: in bfloat16 position 257 would be 256.
     positions, frequencies = jnp.arange(4099.0), jnp.array([1.0, 0.1])

@@ -171,7 +171,8 @@ def test_keys_advance_and_two_functions_and_two_keys_have_bits_of_their_own(all_
 # with_stochastic_rounding
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.cases(fast=1, slow=0)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_parameters_learn_from_updates_below_half_a_unit(dtype):
     """400 updates of 2**-14 on 1,000 parameters of 1; to nearest they would stay 1."""
     tx = jmp.with_stochastic_rounding(optax.sgd(2.0**-14))
@@ -220,21 +221,13 @@ def test_float16_says_why_it_is_no_choice():
         jmp.cast_state(optax.adam(1e-3), "float64")
 
 
-def test_why_float16_is_no_choice():
-    """A scale for each array brings the largest square to float16's largest number; the others are lost."""
-    grads = np.float32(2.0) ** -np.arange(0, 24)
-    squares = grads**2
-    scaled = (squares * (2.0**15 / squares.max())).astype(np.float16)
-    assert (scaled == 0).sum() == 4  # 2**-40 of the largest, and below.
-    assert (jnp.asarray(squares).astype(jnp.bfloat16) > 0).all()
-
-
 def test_misuse_is_named():
     params = make_params()
     with pytest.raises(ValueError, match=r"'nus' of keep_float32 matches no array .*Nearest: .*nu"):
         jmp.cast_state(optax.adam(1e-3), keep_float32="nus").init(params)
-    with pytest.raises(TypeError, match="keep_float32 takes patterns such as"):
-        jmp.cast_state(optax.adam(1e-3), keep_float32=[3])
+    for patterns in ([3], True, 3, None):
+        with pytest.raises(TypeError, match=r"keep_float32 takes patterns such as .* Got"):
+            jmp.cast_state(optax.adam(1e-3), keep_float32=patterns)
     with pytest.raises(ValueError, match="Put cast_state inside"):
         jmp.cast_state(jmp.with_master_weights(optax.adam(1e-3))).init(params)
     with pytest.raises(TypeError, match=r"key is one PRNG key, .* Got 'seed'"):

@@ -28,12 +28,13 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("inside", [lambda f: f, jax.jit, lambda f: lambda p: jax.eval_shape(f, p)])
 @pytest.mark.parametrize("name", COPIES)
-def test_copies_of_parameters_rest_in_float32_and_moments_do_not(name, inside):
+def test_copies_of_parameters_rest_in_float32_and_moments_do_not(name):
     """Also those of a bias of zeros, which equals its moment; inside `jit` there are no values to compare."""
     tx, copies = COPIES[name]
-    state = inside(jmp.cast_state(tx, stochastic_rounding=True).init)(PARAMS)
+    init = jmp.cast_state(tx, stochastic_rounding=True).init
+    state, traced = init(PARAMS), jax.eval_shape(init, PARAMS)
+    assert jax.tree.map(lambda x: x.dtype, traced) == jax.tree.map(lambda x: x.dtype, state)
     kept, cast = set(), set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.inner_state):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and path[-1] == jax.tree_util.DictKey("b"):
@@ -83,7 +84,7 @@ def curve(tx, steps):
     return np.asarray(run((START, tx.init(START))))
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize("settings", [{}, {"stochastic_rounding": True}], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("name", ["mechanize of sgd", "prodigy", "dog", "cocob"])
 def test_optimizers_that_measure_a_distance_learn_as_fast_as_in_float32(name, settings):
@@ -98,60 +99,45 @@ def test_optimizers_that_measure_a_distance_learn_as_fast_as_in_float32(name, se
 
 # All of optax on real scans
 
-LEARNING = {
-    **{
-        name: (getattr(optax, name)(1e-3), 1.05)
-        for name in ("adam", "amsgrad", "nadam", "yogi", "adan", "adamw")
-    },
-    "adafactor": (optax.adafactor(1e-2), 1.05),
-    "adabelief": (optax.adabelief(1e-3), 1.05),
-    "adadelta": (optax.adadelta(1.0), 1.05),
-    "adagrad": (optax.adagrad(1e-2), 1.05),
-    "adamax": (optax.adamax(1e-3), 1.05),
-    "fromage": (optax.fromage(0.01), 1.05),
-    "lamb": (optax.lamb(1e-2), 1.25),
-    "lars": (optax.lars(0.5), 1.05),
-    "lion": (optax.lion(3e-4), 1.05),
-    "novograd": (optax.novograd(1e-2), 1.05),
-    "radam": (optax.radam(1e-3), 1.05),
-    "rmsprop": (optax.rmsprop(1e-3), 1.05),
-    "sgd": (optax.sgd(0.05, momentum=0.9), 1.05),
-    "sm3": (optax.sm3(0.02), 1.05),
-    "multi_steps": (optax.MultiSteps(optax.adam(1e-3), 2), 1.05),
-    "acprop": (contrib.acprop(1e-5), 1.05),
-    "ademamix": (contrib.ademamix(1e-3), 1.05),
-    "adopt": (contrib.adopt(1e-3), 1.05),
-    "cocob": (contrib.cocob(), 1.1),
-    # Its guess of the learning rate follows the rounding: six orders of the data give 0.02 to 0.07.
-    "dadapt_adamw": (contrib.dadapt_adamw(), 3.0),
-    "dog": (contrib.dog(1.0), 1.05),
-    "dowg": (contrib.dowg(1.0), 1.05),
-    "galore": (contrib.galore(1e-3, rank=4), 1.05),
-    "madgrad": (contrib.madgrad(1e-3), 1.05),
-    "mechanize": (contrib.mechanize(optax.adam(1e-3)), 1.05),
-    "momo": (contrib.momo(0.1), 1.05),
-    "momo_adam": (contrib.momo_adam(1e-2), 1.05),
-    "muon": (contrib.muon(1e-3), 1.05),
-    "normalize": (optax.chain(contrib.normalize(), optax.sgd(0.02)), 1.05),
-    "prodigy": (contrib.prodigy(), 1.5),  # 0.014 to 0.023 in float32.
-    "reduce_on_plateau": (optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau()), 1.05),
-    "sam": (contrib.sam(optax.adam(1e-3), optax.chain(contrib.normalize(), optax.sgd(0.01))), 1.05),
-    "schedule_free_adamw": (contrib.schedule_free_adamw(1e-3), 1.05),
-    "schedule_free_sgd": (contrib.schedule_free_sgd(0.1), 1.05),
-    "simplified_ademamix": (contrib.simplified_ademamix(1e-4), 1.05),
-    "sophia": (
-        contrib.sophia(
-            1e-3, hessian_diagonal_fn=contrib.hutchinson_estimator_diag_hessian(jax.random.key(0))
-        ),
-        1.1,
-    ),
-    "split_real_and_imaginary": (contrib.split_real_and_imaginary(optax.adam(1e-3)), 1.05),
+OF_OPTAX = {
+    1e-3: "adam adafactor lion amsgrad nadam yogi adan adamw radam rmsprop adabelief adamax",
+    1e-2: "lamb adagrad novograd fromage",
 }
+OF_CONTRIB = {1e-3: "ademamix adopt madgrad muon schedule_free_adamw", 1.0: "dog dowg"}
+LEARNING = {
+    **{name: getattr(optax, name)(rate) for rate, names in OF_OPTAX.items() for name in names.split()},
+    **{name: getattr(contrib, name)(rate) for rate, names in OF_CONTRIB.items() for name in names.split()},
+    "adafactor": optax.adafactor(1e-2),
+    "lion": optax.lion(3e-4),
+    "adadelta": optax.adadelta(1.0),
+    "lars": optax.lars(0.5),
+    "sgd": optax.sgd(0.05, momentum=0.9),
+    "sm3": optax.sm3(0.02),
+    "multi_steps": optax.MultiSteps(optax.adam(1e-3), 2),
+    "acprop": contrib.acprop(1e-5),
+    "cocob": contrib.cocob(),
+    "dadapt_adamw": contrib.dadapt_adamw(),
+    "galore": contrib.galore(1e-3, rank=4),
+    "mechanize": contrib.mechanize(optax.adam(1e-3)),
+    "momo": contrib.momo(0.1),
+    "momo_adam": contrib.momo_adam(1e-2),
+    "normalize": optax.chain(contrib.normalize(), optax.sgd(0.02)),
+    "prodigy": contrib.prodigy(),
+    "reduce_on_plateau": optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau()),
+    "sam": contrib.sam(optax.adam(1e-3), optax.chain(contrib.normalize(), optax.sgd(0.01))),
+    "schedule_free_sgd": contrib.schedule_free_sgd(0.1),
+    "simplified_ademamix": contrib.simplified_ademamix(1e-4),
+    "sophia": contrib.sophia(
+        1e-3, hessian_diagonal_fn=contrib.hutchinson_estimator_diag_hessian(jax.random.key(0))
+    ),
+    "split_real_and_imaginary": contrib.split_real_and_imaginary(optax.adam(1e-3)),
+}
+# How far from the loss of float32 the end may be; 1.05 for all others. D-Adaptation's guess of the learning
+# rate follows the rounding: six orders of the data give 0.02 to 0.07. Prodigy has 0.014 to 0.023 in float32.
+FACTORS = {"lamb": 1.25, "cocob": 1.1, "dadapt_adamw": 3.0, "prodigy": 1.5, "sophia": 1.1}
 NOT_OPTIMIZERS = {
-    *(
-        "differentially_private_aggregate",
-        "dpsgd",
-    ),  # Gradients of each example: tests/memory/test_wrapper.py.
+    # Gradients of each example: tests/memory/test_wrapper.py.
+    *("differentially_private_aggregate", "dpsgd"),
     *("hutchinson_estimator_diag_hessian", "schedule_free", "schedule_free_eval_params"),
 }
 
@@ -197,10 +183,10 @@ def digits_run(tx, name, steps=300):
     return float(digits_loss(params, x, y))
 
 
-@pytest.mark.cases(slow=14)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("name", LEARNING)
 def test_an_optimizer_ends_beside_float32(name):
-    tx, factor = LEARNING[name]
+    tx, factor = LEARNING[name], FACTORS.get(name, 1.05)
     full = digits_run(jmp.cast_state(tx, "float32"), name)
     half = digits_run(jmp.cast_state(tx, stochastic_rounding=True), name)
     if name not in ("galore", "muon", "dowg", "acprop"):

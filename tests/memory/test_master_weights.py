@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite._memory.half_params import MasterWeightsState, master_states
+from jmp_lite._memory.half_params import master_states
 from tests.support.optimizers import SCHEDULE
 from tests.support.steps import bits, make_step, spoil
 
@@ -57,7 +57,7 @@ INNER = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=4)
+@pytest.mark.cases(fast=1, slow=2)
 @pytest.mark.parametrize("name", INNER)
 def test_the_masters_are_the_parameters_of_a_float32_program(name):
     """Any optimizer on half parameters with masters does what it does on float32 parameters."""
@@ -122,18 +122,6 @@ def test_float32_and_other_parameters_have_no_master():
     assert masters["half"].dtype == jnp.float32
     assert masters["full"] == masters["count"] == optax.MaskedNode()
     assert len(jax.tree.leaves(masters)) == 1
-
-
-def test_a_skipped_step_leaves_all_bits():
-    tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(1e-3)))
-    params = make_params(jnp.float16)
-    params["gain"] = jnp.float16(-0.0)
-    step, opt_state = make_step(tx), tx.init(params)
-    params, opt_state = step(params, opt_state, make_grads(0))
-    after, skipped = step(params, opt_state, spoil(make_grads(1)))
-    assert bits(after) == bits(params)
-    assert bits(skipped.inner_state) == bits(opt_state.inner_state)
-    assert jmp.metrics(skipped)["skipped_steps"] == 1
 
 
 def test_a_zero_update_leaves_all_bits_of_every_half_number():
@@ -279,16 +267,6 @@ def test_the_optimizer_goes_on_from_a_parameter_that_was_changed():
     np.testing.assert_array_equal(optax.apply_updates(changed, updates), state.masters.astype(jnp.float16))
 
 
-def test_weights_that_are_clipped_after_every_step_stay_clipped():
-    tx = jmp.with_master_weights(optax.sgd(1.0))
-    params = jnp.asarray([0.5, -0.25], jnp.bfloat16)
-    state = tx.init(params)
-    for _ in range(3):
-        updates, state = tx.update(jnp.asarray([-0.3, 0.001]), state, params)
-        params = jnp.clip(optax.apply_updates(params, updates), -1, 1)
-    np.testing.assert_allclose(jmp.master_params(state, params), [1, -0.253], rtol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_parameter_that_shrinks_a_lot_in_one_step_is_as_exact_as_in_float32(dtype):
     params = jnp.asarray([30000.0, 30000.0], dtype)
@@ -321,12 +299,3 @@ def test_misuse_is_named():
         tx.update(grads, state, {**params, "norm": jnp.ones(2, jnp.float16)})
     with pytest.raises(ValueError, match="another structure than those that the optimizer was"):
         tx.update(grads, state, {"w": params["w"]})
-
-
-def test_the_state_of_a_plain_optimizer_goes_on_under_master_weights():
-    plain = optax.adam(1e-3)
-    params = make_params(jnp.bfloat16)
-    old = plain.init(wide(params))
-    scaled = jmp.resume(jmp.with_loss_scale(jmp.with_master_weights(plain)), params, old)
-    assert isinstance(scaled.inner_state, MasterWeightsState)
-    assert bits(scaled.inner_state.inner_state) == bits(old)

@@ -61,7 +61,7 @@ def test_shards_of_equal_values_round_alike_without_axis_name_and_apart_with_it(
     assert len(np.unique(apart["split"])) > 1
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=2, slow=0)
 @pytest.mark.parametrize("rounding", ROUNDING)
 @pytest.mark.parametrize("axis_name", ["data", ("data", "model"), ["data"]])
 def test_replicated_arrays_keep_the_same_bits_on_all_devices(rounding, axis_name):

@@ -1,7 +1,6 @@
 """What all wrappers of an optimizer check: gradients, arrays and states; and the names of leaves."""
 
 import pickle
-import re
 import timeit
 import warnings
 
@@ -43,36 +42,28 @@ EACH_WRAPPER_AND_OPTIMIZER = [
 
 
 @pytest.mark.parametrize(("wrap", "optimizer"), EACH_WRAPPER_AND_OPTIMIZER)
-def test_a_gradient_of_another_shape_is_named(wrap, optimizer):
+def test_a_gradient_that_does_not_fit_its_parameter_is_named(wrap, optimizer):
     """JAX would broadcast the first shape and refuse the second."""
-    tx = WRAPPERS[wrap](OPTIMIZERS[optimizer])
+    tx, head = WRAPPERS[wrap](OPTIMIZERS[optimizer]), PARAMS["head"]
     state = jax.eval_shape(tx.init, HALVES)
-    for shape in ((3,), (4, 3)):
-        grads = {**PARAMS, "head": {**PARAMS["head"], "w": jnp.ones(shape)}}
-        shapes = re.escape(f"has the shape {shape}, and its parameter has (2, 3)")
-        with pytest.raises(ValueError, match=rf"The gradient 'head/w' {shapes}"):
-            jax.eval_shape(tx.update, grads, state, HALVES)
+    said = r"The gradient 'head/w' has the shape \({}\), and its parameter has \(2, 3\)"
+    cases = [({**head, "w": jnp.ones((3,))}, said.format("3,"))]
+    cases += [({**head, "w": jnp.ones((4, 3))}, said.format("4, 3"))]
+    if optimizer != "sgd":  # optax.sgd has no state, and takes a part of the gradients.
+        lacks = r"The gradients lack the parameters \['head/b'\]"
+        cases += [({"w": head["w"]}, lacks), ({"w": head["w"], "b": None}, lacks)]
+        cases += [({**head, "tail": jnp.ones(2)}, r"The gradients have leaves that .*: \['head/tail'\]")]
+    for grads, said in cases:
+        with pytest.raises(ValueError, match=said):
+            jax.eval_shape(tx.update, {**PARAMS, "head": grads}, state, HALVES)
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_the_gradient_of_the_only_parameter_has_an_axis_too_many(wrap):
-    tx, params = WRAPPERS[wrap](OPTIMIZERS["sgd"]), jnp.ones((2, 3))
-    with pytest.raises(ValueError, match=r"The gradient '' has the shape \(1, 2, 3\), and its parameter has"):
-        tx.update(jnp.ones((1, 2, 3)), tx.init(params), params)
-
-
-@pytest.mark.parametrize(("wrap", "optimizer"), EACH_WRAPPER_AND_OPTIMIZER)
-def test_a_gradient_that_is_missing_or_unknown_is_named(wrap, optimizer):
-    if optimizer == "sgd":
-        pytest.skip("optax.sgd has no state, and takes a part of the gradients.")
-    tx = WRAPPERS[wrap](OPTIMIZERS[optimizer])
-    state = jax.eval_shape(tx.init, HALVES)
-    missing = {**PARAMS, "head": {"w": PARAMS["head"]["w"]}}
-    for grads in (missing, {**missing, "head": {**missing["head"], "b": None}}):
-        with pytest.raises(ValueError, match=r"The gradients lack the parameters \['head/b'\]"):
-            jax.eval_shape(tx.update, grads, state, HALVES)
-    with pytest.raises(ValueError, match=r"The gradients have leaves that .*: \['tail'\]"):
-        jax.eval_shape(tx.update, {**PARAMS, "tail": jnp.ones(2)}, state, HALVES)
+def test_the_gradient_of_the_only_parameter_has_an_axis_too_many():
+    params, said = jnp.ones((2, 3)), r"The gradient '' has the shape \(1, 2, 3\), and its parameter has"
+    for wrap in WRAPPERS.values():
+        tx = wrap(OPTIMIZERS["sgd"])
+        with pytest.raises(ValueError, match=said):
+            tx.update(jnp.ones((1, 2, 3)), tx.init(params), params)
 
 
 def test_masters_need_a_gradient_of_each_parameter():
@@ -92,6 +83,12 @@ def test_errors_of_the_optimizer_itself_come_through():
             tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+def test_the_parameters_may_be_left_out():
+    tx = jmp.cast_state(optax.trace(0.5))
+    updates, _ = tx.update(PARAMS, tx.init(PARAMS))
+    assert bits(updates) == bits(PARAMS)
+
+
 @pytest.mark.slow
 def test_gradients_of_each_example_have_an_axis_more():
     private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0))
@@ -103,15 +100,14 @@ def test_gradients_of_each_example_have_an_axis_more():
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_init_of_shapes_names_eval_shape(wrap):
+def test_init_of_shapes_names_eval_shape():
     shapes = jax.eval_shape(lambda: HALVES)
-    tx = WRAPPERS[wrap](optax.adam(1e-3))
-    with pytest.raises(
-        TypeError, match=r"init takes arrays\. Got jax\.ShapeDtypeStruct\..*jax\.eval_shape\(tx"
-    ):
-        tx.init(shapes)
-    assert jax.tree.structure(jax.eval_shape(tx.init, shapes)) == jax.tree.structure(tx.init(HALVES))
+    for wrap in WRAPPERS.values():
+        tx = wrap(optax.adam(1e-3))
+        said = r"init takes arrays\. Got jax\.ShapeDtypeStruct\..*jax\.eval_shape\(tx"
+        with pytest.raises(TypeError, match=said):
+            tx.init(shapes)
+        assert jax.tree.structure(jax.eval_shape(tx.init, shapes)) == jax.tree.structure(tx.init(HALVES))
 
 
 @pytest.mark.parametrize(
@@ -126,10 +122,10 @@ def test_init_of_shapes_names_eval_shape(wrap):
         ),
     ],
 )
-@pytest.mark.parametrize("params", [PARAMS, HALVES])
-def test_two_wrappers_for_half_parameters_are_an_error(build, params):
-    with pytest.raises(ValueError, match=r"It would see float32 parameters, .* Use one of the two\."):
-        build(optax.adam(1e-3)).init(params)
+def test_two_wrappers_for_half_parameters_are_an_error(build):
+    for params in (PARAMS, HALVES):
+        with pytest.raises(ValueError, match=r"It would see float32 parameters, .* Use one of the two\."):
+            build(optax.adam(1e-3)).init(params)
 
 
 def test_parts_of_a_model_may_have_different_wrappers():
@@ -145,28 +141,21 @@ def test_parts_of_a_model_may_have_different_wrappers():
 # Messages
 
 
-@pytest.mark.parametrize("patterns", [True, 3, None])
-def test_patterns_are_strings(patterns):
-    with pytest.raises(TypeError, match=rf"keep_float32 takes patterns such as .* Got {patterns}"):
-        jmp.cast_state(optax.adam(1e-3), keep_float32=patterns)
-
-
-@pytest.mark.parametrize("x", [PARAMS, [1.0, 2.0], None, "x"])
-def test_stochastic_round_takes_one_array(x):
-    with pytest.raises(
-        TypeError, match=rf"rounds one array\. Got x of type {type(x).__name__}\..*each array"
-    ):
-        jmp.stochastic_round(x, "bfloat16", jax.random.key(0))
+def test_stochastic_round_takes_one_array():
+    for x in (PARAMS, [1.0, 2.0], None, "x"):
+        said = rf"rounds one array\. Got x of type {type(x).__name__}\..*each array"
+        with pytest.raises(TypeError, match=said):
+            jmp.stochastic_round(x, "bfloat16", jax.random.key(0))
     assert jmp.stochastic_round(np.float32(1), "bfloat16", jax.random.key(0)) == 1
 
 
-@pytest.mark.parametrize("key", [0, 3, jax.random.key(0)])
-def test_a_key_without_rounding_is_an_error(key):
-    with pytest.raises(ValueError, match=r"key= is for stochastic_rounding=True, .* Got"):
-        jmp.cast_state(optax.adam(1e-3), key=key)
+def test_a_key_without_rounding_is_an_error():
+    for key in (0, 3, jax.random.key(0)):
+        with pytest.raises(ValueError, match=r"key= is for stochastic_rounding=True, .* Got"):
+            jmp.cast_state(optax.adam(1e-3), key=key)
 
 
-@pytest.mark.cases(fast=3)
+@pytest.mark.cases(fast=3, slow=0)
 @pytest.mark.parametrize(
     "build", [WRAPPERS["cast_state"], WRAPPERS["with_stochastic_rounding"], WRAPPERS["nested"]]
 )
@@ -194,31 +183,20 @@ def test_an_eager_update_of_a_restored_state_does_not_warn(build, save):
 COPY = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
 
 
-@pytest.mark.parametrize("wrap", [jmp.with_loss_scale, jmp.skip_nonfinite])
-@pytest.mark.parametrize("inner", [optax.sgd(1.0), optax.sgd(1.0, momentum=0.9)])
-def test_a_jitted_function_of_two_states_keeps_the_names_of_each(wrap, inner):
-    tx = wrap(inner)
-    models = [{name: jnp.ones(3)} for name in ("generator", "critic")]
+def test_a_jitted_function_of_two_states_keeps_the_names_of_each():
+    tx = jmp.with_loss_scale(optax.sgd(1.0, momentum=0.9))
+    models = [{"bias": jnp.ones(2), name: jnp.ones(2)} for name in ("generator", "critic")]
     for params in models + models[::-1]:
         state = COPY(tx.init(params))
-        assert state.leaf_names.paths == tuple(params)
-        _, state = tx.update(jax.tree.map(lambda p: p * jnp.nan, params), state, params)
-        with pytest.raises(FloatingPointError, match="the only parameter"):
+        assert state.leaf_names.paths == tuple(sorted(params))
+        last = list(params)[-1]
+        _, state = tx.update({**params, last: params[last] * jnp.inf}, state, params)
+        with pytest.raises(FloatingPointError, match=f"1 of 2 parameters: {last}"):
             jmp.raise_if_stuck(state, 1)
     one, other = (tx.init(params) for params in models)
     assert jax.tree.structure(one) != jax.tree.structure(other)
     assert jax.tree.structure(one) == jax.tree.structure(tx.init(models[0]))
     assert jax.tree.structure(pickle.loads(pickle.dumps(one))) == jax.tree.structure(one)
-
-
-def test_names_of_the_second_model_are_those_of_the_message():
-    tx = jmp.with_loss_scale(optax.sgd(1.0))
-    for params in ({"a": jnp.ones(2), "b": jnp.ones(2)}, {"c": jnp.ones(2), "d": jnp.ones(2)}):
-        state = COPY(tx.init(params))
-        last = list(params)[-1]
-        _, state = tx.update({**params, last: params[last] * jnp.inf}, state, params)
-        with pytest.raises(FloatingPointError, match=f"1 of 2 parameters: {last}"):
-            jmp.raise_if_stuck(state, 1)
 
 
 def test_hashing_names_reads_none_of_them():

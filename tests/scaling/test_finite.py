@@ -1,5 +1,7 @@
 """Which leaves are finite: the flags of trees of any shape and dtype, and `all_finite`."""
 
+import math
+
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_lite
 from jmp_lite._scaling.finite import leaves_finite
 from tests.support.finite_trees import GROUP, SMALL, ones, spoiled
+from tests.support.jaxprs import equations
 
 BAD = [np.nan, np.inf, -np.inf]
 
@@ -64,18 +67,18 @@ TREES = {
         2j,
         *ones((0,), (3,), (3, 0), (2, 3), (3,)),
     ],
-    "one": ones((3,)),
-    "one scalar": ones(()),
-    "one less than together": ones(*[(5,)] * (GROUP - 1)),
-    "together": ones(*[(5,)] * GROUP),
     "one more than together": ones(*[(5,)] * (GROUP + 1), dtype=np.float16),
-    "more than twice together": ones(*[(2, 3), ()] * (2 * GROUP + 1)),
     "about small": ones((SMALL,), (SMALL + 1,), (256, 256), (SMALL,), (257, 256), (SMALL + 1,), (257, 256)),
     # No axis but the first, no row that is long enough, none that is short enough.
     "large without rows": ones(
         *((SMALL + 2,), (1000, 100), (2, 2**17 + 1), (SMALL, 1, 2), (1, 2**17 + 1)) * 2, dtype=np.float16
     ),
     "large": ones(*((300, 256), (2, 2**17), (20, 20, 255), (3, 4, 5, 1200), (4, 1, 160, 200)) * 2),
+    "one": ones((3,)),
+    "one scalar": ones(()),
+    "one less than together": ones(*[(5,)] * (GROUP - 1)),
+    "together": ones(*[(5,)] * GROUP),
+    "more than twice together": ones(*[(2, 3), ()] * (2 * GROUP + 1)),
     "large of two dtypes": [*ones((300, 257)), *ones((300, 257), (300, 257), dtype=np.float16)],
     "large, more than together": ones(*[(260, 256)] * (GROUP + 1), dtype=np.float16),
 }
@@ -90,7 +93,7 @@ def traceable(leaf):
     return not is_odd and not isinstance(leaf, (str, type))
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=2, slow=3)
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(data=st.data(), value=st.sampled_from(BAD), where=st.floats(0, 1))
 @pytest.mark.parametrize("name", TREES)
@@ -137,22 +140,6 @@ def test_every_leaf_of_any_tree_is_judged_as_by_numpy(tree):
     assert bool(jmp_lite.all_finite(tree)) == all(expected(tree))
 
 
-def test_the_flags_stand_in_the_order_of_the_leaves():
-    tree = {"b": [np.ones(3), np.ones(2), np.ones(3)], "a": np.ones(2), "d": 1, "c": (np.ones(3), 0.5)}
-    leaves, structure = jax.tree.flatten(tree)
-    assert [np.shape(leaf) for leaf in leaves] == [(2,), (3,), (2,), (3,), (3,), (), ()]
-    for index in range(6):
-        bad = [np.inf * leaf if i == index else leaf for i, leaf in enumerate(leaves)]
-        flags = leaves_finite(structure.unflatten(bad))
-        assert flags.tolist() == [i != index for i in range(len(leaves))]
-
-
-@pytest.mark.parametrize("tree", [None, {}, [], [None, ()]])
-def test_no_leaves_have_no_flags(tree):
-    for check in (leaves_finite, CHECK):
-        assert (check(tree).shape, check(tree).dtype) == ((0,), np.bool_)
-
-
 def test_float64_is_judged_as_float64_where_it_is_enabled():
     with jax.enable_x64(True):
         tree = [np.full(2, 1e300), jnp.float32(1), np.float64(1e300), 1e300, np.array([1, np.nan])]
@@ -168,38 +155,15 @@ def test_eight_bits_are_judged_too(dtype):
 # all_finite
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
-def test_one_bad_element_makes_a_tree_not_finite(dtype, bad):
-    tree = {"a": jnp.ones(3, dtype), "b": [jnp.ones((2, 2), dtype)]}
-    assert bool(jmp_lite.all_finite(tree)) is True
-    assert bool(jmp_lite.all_finite({**tree, "b": [tree["b"][0].at[1, 1].set(bad)]})) is False
-
-
-def test_imaginary_parts_are_looked_at_too():
-    assert not jmp_lite.all_finite(jnp.asarray(complex(0, np.inf), jnp.complex64))
-    assert not jmp_lite.all_finite(complex(0, np.nan))
-
-
-def test_the_answer_is_a_boolean_scalar():
-    for tree in (None, {}, {"a": jnp.ones(3)}, {"a": np.inf}):
+def test_all_finite_is_one_boolean_of_all_leaves():
+    half = jnp.asarray(65504, jnp.float16)
+    finite = [None, {}, [None, ()], OTHERS, {"a": jnp.ones(3)}, half]
+    bad = [float("inf"), np.float64("nan"), complex(0, np.nan), jnp.asarray(complex(0, np.inf)), 2 * half]
+    for tree, wanted in [*((tree, True) for tree in finite), *(({**OTHERS, "x": x}, False) for x in bad)]:
         answer = jmp_lite.all_finite(tree)
-        assert isinstance(answer, jax.Array)
-        assert (answer.shape, answer.dtype) == ((), np.bool_)
-
-
-def test_trees_without_leaves_and_other_leaves_are_finite():
-    assert jmp_lite.all_finite(None)
-    assert jmp_lite.all_finite({})
-    assert jmp_lite.all_finite(OTHERS)
-    assert not jmp_lite.all_finite({**OTHERS, "x": float("inf")})
-    assert not jmp_lite.all_finite({**OTHERS, "x": np.float64("nan")})
-
-
-def test_the_largest_half_is_finite_and_its_double_is_not():
-    largest = jnp.asarray(65504, jnp.float16)
-    assert jmp_lite.all_finite(largest)
-    assert not jmp_lite.all_finite(largest * 2)
+        assert (answer.shape, answer.dtype, bool(answer)) == ((), np.bool_, wanted), tree
+    for check in (leaves_finite, CHECK):
+        assert (check(None).shape, check(None).dtype) == ((0,), np.bool_)
 
 
 def test_all_members_of_a_named_axis_agree():
@@ -214,21 +178,8 @@ def test_all_members_of_a_named_axis_agree():
     assert not both.any()
 
 
-@pytest.mark.slow
-def test_all_devices_agree():
-    mesh = Mesh(np.asarray(jax.devices()[:8]), ("data",))
-    check = jax.shard_map(
-        lambda x: jmp_lite.all_finite(x, axis_name="data")[None],
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
-    )
-    assert check(jnp.ones(8)).tolist() == [True] * 8
-    assert check(jnp.ones(8).at[5].set(np.inf)).tolist() == [False] * 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [8, 512])
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("size", [512, 8])
 def test_leaves_of_one_shape_may_be_split_differently_over_explicit_axes(size):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
@@ -245,3 +196,146 @@ def test_no_rank_is_promoted():
     leaves = [jnp.ones((300, 300)), jnp.ones((300, 300)), jnp.ones((2, 256, 256)), jnp.ones((2, 256, 256))]
     with jax.numpy_rank_promotion("raise"):
         assert leaves_finite(leaves).tolist() == [True] * 4
+
+
+# The check as a program: reductions, transformations, devices
+
+
+def reductions(tree):
+    """The operand shapes of the reductions."""
+    return [
+        equation.invars[0].aval.shape
+        for equation in equations(jax.make_jaxpr(leaves_finite)(tree))
+        if equation.primitive.name == "reduce_and" and equation.params["axes"]
+    ]
+
+
+def test_small_leaves_of_one_shape_are_reduced_together():
+    tree = ones(*[(3,), (2, 3), ()] * 15, (SMALL,), (SMALL,))
+    assert sorted(reductions(tree)) == sorted([(15, 3), (15, 2, 3), (2, SMALL)])
+    assert reductions(ones(*[(3,)] * (GROUP + 2))) == [(GROUP, 3), (2, 3)]
+
+
+LARGE = {
+    (300, 256): (1,),
+    (2, 2**17): (1,),
+    (20, 20, 255): (1, 2),
+    (3, 4, 5, 1200): (3,),
+    (2, 2**17 + 1): (0, 1),
+    (1000, 100): (0, 1),
+    (SMALL + 1,): (0,),
+}
+
+
+@pytest.mark.parametrize("shape", LARGE)
+def test_large_leaves_are_read_where_they_lie_in_rows_of_the_length_for_a_block_of_threads(shape):
+    found = list(equations(jax.make_jaxpr(leaves_finite)(ones(shape, shape))))
+    moves = ("concatenate", "reshape", "broadcast_in_dim", "transpose")
+    moved = [math.prod(var.aval.shape) for e in found if e.primitive.name in moves for var in e.outvars]
+    assert 0 < max(moved) <= 2**17 < 2 * math.prod(shape)
+    reduced = [e for e in found if e.primitive.name == "reduce_and" and e.invars[0].aval.shape == shape]
+    assert [e.params["axes"] for e in reduced] == [LARGE[shape]] * 2
+
+
+# Transformations
+
+
+SHAPE_OF_EACH_WAY = [(3,), (), (300, 256), (SMALL + 1,)]
+
+
+def two_of_each(batch=()):
+    """Two leaves for each way in which leaves are checked, and an integer in between."""
+    leaves = [np.ones(batch + shape, np.float16) for shape in SHAPE_OF_EACH_WAY]
+    return [*leaves, np.ones(batch, np.int32), *(leaf.copy() for leaf in leaves)]
+
+
+def test_each_member_of_a_batch_has_its_own_flags():
+    by_scan = lambda trees: jax.lax.scan(lambda carry, tree: (carry, leaves_finite(tree)), 0, trees)[1]
+    for check in (jax.jit(jax.vmap(leaves_finite)), jax.jit(by_scan)):
+        for index in (0, 1, 2, 3, 5, 6, 7, 8):
+            trees = two_of_each((3,))
+            trees[index][(1, *[-1] * (trees[index].ndim - 1))] = np.nan
+            want = np.ones((3, len(trees)), bool)
+            want[1, index] = False
+            assert check(trees).tolist() == want.tolist()
+
+
+def test_without_jit_it_says_the_same():
+    for index in (0, 6, 7, 3):  # One for each way.
+        tree = two_of_each()
+        tree[index] = spoiled(tree[index], np.inf, 0.5)
+        want = [i != index for i in range(len(tree))]
+        assert leaves_finite(tree).tolist() == want
+        with jax.disable_jit():
+            assert leaves_finite(tree).tolist() == want
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_it_may_be_asked_of_values_that_are_being_differentiated(jit):
+    def loss_fn(params):
+        hidden = {"a": params["a"] * 2, "b": jnp.log(params["b"]), "c": params["c"] + 1}
+        return sum(leaf.sum() for leaf in jax.tree.leaves(hidden)), leaves_finite(hidden)
+
+    params = {"a": jnp.ones((300, 256)), "b": jnp.zeros((300, 256)), "c": jnp.ones(3)}
+    grads, flags = jit(jax.grad(loss_fn, has_aux=True))(params)
+    assert flags.tolist() == [True, False, True]
+    assert float(grads["a"][0, 0]) == 2.0
+    # And in the loss itself, where it has no gradient.
+    guarded = lambda params: jnp.where(leaves_finite(params).all(), loss_fn(params)[0], 0.0)
+    grads = jit(jax.grad(guarded))({**params, "b": jnp.ones((300, 256))})
+    assert [float(grads[name].ravel()[0]) for name in "abc"] == [2.0, 1.0, 1.0]
+
+
+# Devices
+
+
+def device_mesh(shape=(4,), names=("data",)):
+    assert jax.device_count() >= 4
+    return Mesh(np.asarray(jax.devices()[:4]).reshape(shape), names)
+
+
+SPECS = [P("data"), P(None, "model"), P("model", "data"), P(("data", "model")), P()]
+
+
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("shape", [(512, 256), (8, 12)], ids=["large", "small"])
+def test_leaves_of_one_shape_may_be_split_each_its_own_way(shape):
+    mesh = device_mesh((2, 2), ("data", "model"))
+    check = jax.jit(leaves_finite)
+    place_all = lambda leaves: [
+        jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, SPECS)
+    ]
+    leaves = ones(*[shape] * len(SPECS))
+    assert check(place_all(leaves)).tolist() == [True] * len(SPECS)
+    for index, where in enumerate([0.0, 0.3, 0.6, 0.99, 0.5]):
+        bad = [spoiled(leaf, np.inf, where) if i == index else leaf for i, leaf in enumerate(leaves)]
+        assert check(place_all(bad)).tolist() == [i != index for i in range(len(SPECS))]
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (512, 256)], ids=["small", "large"])
+def test_in_a_shard_map_each_device_judges_its_own_part(shape):
+    """The leaves have one shape. All but one differ from device to device."""
+    mesh = device_mesh()
+    check = jax.jit(
+        jax.shard_map(
+            lambda *leaves: leaves_finite(leaves)[None],
+            mesh=mesh,
+            in_specs=(P("data"), P(None, "data"), P(), P("data")),
+            out_specs=P("data"),
+        )
+    )
+    rows, columns = shape
+    whole = ones((4 * rows, columns), (rows, 4 * columns), shape, (4 * rows, columns))
+    assert check(*whole).tolist() == [[True] * 4] * 4
+    whole[0][2 * rows] = np.nan  # On device 2.
+    whole[1][:, -1] = np.inf  # On device 3.
+    assert np.argwhere(~np.asarray(check(*whole))).tolist() == [[2, 0], [3, 1]]
+    whole[2][0, 0] = np.nan  # On each.
+    found = np.argwhere(~np.asarray(check(*whole))).tolist()
+    assert found == [[0, 2], [1, 2], [2, 0], [2, 2], [3, 1], [3, 2]]
+
+
+def test_in_a_shard_map_of_replicated_leaves_the_flags_are_replicated():
+    check = jax.shard_map(leaves_finite, mesh=device_mesh(), in_specs=P(), out_specs=P())
+    tree = [*ones((300, 256), (300, 256), (3,)), np.array([1, np.inf, 1])]
+    assert jax.jit(check)(tree).tolist() == [True, True, True, False]

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -27,11 +28,11 @@ def square_loss(w, x):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_loss_and_gradients_are_true_and_gradients_float32(jit, dtype, scale):
+def test_loss_and_gradients_are_true_and_gradients_float32(dtype, scale):
     # Every number here is exact in bfloat16, and the scaled gradients stay below 65504 but for `odd`.
     w, x = jnp.asarray(W, dtype), jnp.asarray(X / 16, dtype)
-    loss, grads = jit(jmp.value_and_grad(square_loss, SCALES[scale]))(w, x)
+    transformed = jmp.value_and_grad(square_loss, SCALES[scale])
+    loss, grads = (transformed if dtype == "float32" else jax.jit(transformed))(w, x)
     expected = square_loss(w, x)
     assert (loss.dtype, float(loss)) == (np.float32, float(expected))
     assert grads.dtype == np.float32
@@ -39,11 +40,9 @@ def test_loss_and_gradients_are_true_and_gradients_float32(jit, dtype, scale):
     np.testing.assert_allclose(grads, 2 * W * (X / 16) ** 2, rtol=rtol)
 
 
-@pytest.mark.parametrize("scale", ["static", "dynamic"])
-def test_grad_is_value_and_grad_without_the_value(scale):
-    grads = jmp.grad(square_loss, SCALES[scale])(W, X)
-    np.testing.assert_array_equal(grads, 2 * W * X**2)
-    grads, aux = jmp.grad(lambda w, x: (square_loss(w, x), x), SCALES[scale], has_aux=True)(W, X)
+def test_grad_is_value_and_grad_without_the_value():
+    np.testing.assert_array_equal(jmp.grad(square_loss, SCALES["dynamic"])(W, X), 2 * W * X**2)
+    grads, aux = jmp.grad(lambda w, x: (square_loss(w, x), x), SCALES["static"], has_aux=True)(W, X)
     np.testing.assert_array_equal(grads, 2 * W * X**2)
     np.testing.assert_array_equal(aux, X)
 
@@ -75,11 +74,9 @@ def test_gradients_that_underflow_in_float16_are_rescued():
 
 def test_an_overflow_reaches_the_gradients_and_not_the_loss():
     # A float16 gradient of 2**16 is inf; the loss is computed before the scale comes in.
-    loss, grads = jmp.value_and_grad(lambda w: (w * 8).astype(jnp.float32), jmp.StaticLossScale(2.0**14))(
-        jnp.float16(1)
-    )
-    assert float(loss) == 8.0
-    assert np.isinf(float(grads))
+    fun = lambda w: (w * 8).astype(jnp.float32)
+    loss, grads = jmp.value_and_grad(fun, jmp.StaticLossScale(2.0**14))(jnp.float16(1))
+    assert (float(loss), np.isinf(float(grads))) == (8.0, True)
 
 
 def test_a_half_loss_is_given_back_as_it_was():
@@ -110,10 +107,8 @@ def test_aux_does_not_change():
     assert (aux["half"].dtype, aux["half"].tolist()) == (np.float16, X.tolist())
     assert (int(aux["n"]), aux["none"]) == (3, None)
     np.testing.assert_array_equal(grads, 2 * W * X**2)
-    (_, listed), _ = jmp.value_and_grad(lambda w: [w * w, "aux"], SCALES["static"], has_aux=True)(
-        jnp.float32(1)
-    )
-    assert listed == "aux"
+    fun = lambda w: [w * w, "aux"]
+    assert jmp.value_and_grad(fun, SCALES["static"], has_aux=True)(jnp.float32(1))[0][1] == "aux"
 
 
 def test_keyword_arguments_pass_through_and_are_not_differentiated():
@@ -133,16 +128,7 @@ def test_the_name_and_docstring_of_the_function_are_kept():
     assert jmp.grad(square_loss, SCALES["static"]).__name__ == "square_loss"
 
 
-def test_nested_parameters_keep_their_structure():
-    params = {"a": [jnp.ones(2, jnp.float16)], "b": (jnp.float32(2), None)}
-    fun = lambda p: jnp.sum(p["a"][0].astype(jnp.float32)) * p["b"][0]
-    grads = jmp.grad(fun, jmp.StaticLossScale(2.0**10))(params)
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
-    assert grads["a"][0].tolist() == [2.0, 2.0]
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
-
-
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", ["none", "static", "odd"])
 def test_float64_stays_float64(scale):
     with jax.enable_x64(True):
         w = jnp.asarray([1 + 2.0**-40, 2.0], jnp.float64)
@@ -156,7 +142,7 @@ def test_float64_stays_float64(scale):
         assert {k: g.dtype.name for k, g in grads.items()} == {"a": "float64", "b": "float32"}
 
 
-@pytest.mark.parametrize("scale", ["none", "static", "dynamic"])
+@pytest.mark.parametrize("scale", ["none", "static"])
 def test_complex_parameters_have_complex_gradients(scale):
     fun = lambda z: jnp.sum(jnp.abs(z) ** 2)
     z = jnp.asarray([1 + 2j, -0.5j], jnp.complex64)
@@ -170,10 +156,9 @@ def test_complex_parameters_have_complex_gradients(scale):
 @pytest.mark.parametrize("scale", ["none", "static"])
 def test_integer_parameters_pass_through_with_allow_int(scale):
     transform = functools.partial(jax.value_and_grad, allow_int=True)
+    fun = lambda p: p["w"].astype(jnp.float32) * p["n"].sum()
     params = {"w": jnp.float16(3), "n": jnp.arange(2)}
-    grads = jmp.grad(lambda p: p["w"].astype(jnp.float32) * p["n"].sum(), SCALES[scale], transform=transform)(
-        params
-    )
+    grads = jmp.grad(fun, SCALES[scale], transform=transform)(params)
     assert (grads["w"].dtype, float(grads["w"])) == (np.float32, 1.0)
     assert (grads["n"].dtype, grads["n"].shape) == (jax.dtypes.float0, (2,))
 
@@ -194,36 +179,23 @@ def test_nnx_models_are_differentiated():
     for (_, grad), wanted in zip(flat, jax.tree.leaves(expected)):
         assert grad.dtype == np.float32
         np.testing.assert_allclose(grad, wanted, rtol=2 * float(jnp.finfo(jnp.float16).eps))
-    only_bias = functools.partial(nnx.value_and_grad, argnums=nnx.DiffState(0, nnx.PathContains("bias")))
-    _, grads = jmp.value_and_grad(loss_fn, SCALES["static"], transform=only_bias)(model, x)
-    assert len(jax.tree.leaves(grads)) == 1
-    by_argnums = nnx.DiffState(0, nnx.PathContains("bias"))
-    _, grads = jmp.value_and_grad(loss_fn, SCALES["static"], by_argnums, transform=nnx.value_and_grad)(
-        model, x
-    )
-    assert len(jax.tree.leaves(grads)) == 1
+    bias, by_nnx = nnx.DiffState(0, nnx.PathContains("bias")), nnx.value_and_grad
+    inside = jmp.value_and_grad(loss_fn, SCALES["static"], transform=functools.partial(by_nnx, argnums=bias))
+    outside = jmp.value_and_grad(loss_fn, SCALES["static"], bias, transform=by_nnx)
+    for only_bias in (inside, outside):
+        assert len(jax.tree.leaves(only_bias(model, x)[1])) == 1
 
 
 def test_nnx_state_changed_by_the_loss_is_kept():
-    class Counting(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.float32(2))
-            self.calls = nnx.Variable(jnp.int32(0))
+    model = nnx.Dict(w=nnx.Param(jnp.float32(2)), calls=nnx.Variable(jnp.int32(0)))
 
-        def __call__(self, x):
-            self.calls.set_value(self.calls.get_value() + 1)
-            return self.w.get_value() * x
+    def loss_fn(model):
+        model.calls.set_value(model.calls.get_value() + 1)
+        return model.w.get_value() * 3
 
-    model = Counting()
-    vg = jmp.value_and_grad(
-        lambda model: model(jnp.float32(3)),
-        SCALES["static"],
-        argnums=nnx.DiffState(0, nnx.Param),
-        transform=nnx.value_and_grad,
-    )
-    loss, grads = vg(model)
-    assert float(loss) == 6.0
-    assert [float(leaf) for leaf in jax.tree.leaves(grads)] == [3.0]
+    params, transform = nnx.DiffState(0, nnx.Param), nnx.value_and_grad
+    loss, grads = jmp.value_and_grad(loss_fn, SCALES["static"], argnums=params, transform=transform)(model)
+    assert (float(loss), [float(leaf) for leaf in jax.tree.leaves(grads)]) == (6.0, [3.0])
     assert int(model.calls.get_value()) == 1
 
 
@@ -235,19 +207,16 @@ def test_equinox_models_are_differentiated():
         return model(x) ** 2 * scale
 
     transform = eqx.filter_value_and_grad
-    loss, grads = jmp.value_and_grad(loss_fn, SCALES["dynamic"], transform=transform)(
-        model, jnp.asarray(X), scale=2.0
-    )
-    expected_loss, expected = eqx.filter_value_and_grad(loss_fn)(model, jnp.asarray(X), scale=2.0)
+    ours = jmp.value_and_grad(loss_fn, SCALES["dynamic"], transform=transform)
+    loss, grads = ours(model, jnp.asarray(X), scale=2.0)
+    expected_loss, expected = transform(loss_fn)(model, jnp.asarray(X), scale=2.0)
     assert float(loss) == float(expected_loss)
     assert jax.tree.structure(grads) == jax.tree.structure(expected)
     for grad, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected)):
         np.testing.assert_allclose(grad, wanted, rtol=2 * np.finfo(np.float32).eps)
-    with_aux = jmp.value_and_grad(
-        lambda m, x: (loss_fn(m, x), x), SCALES["dynamic"], has_aux=True, transform=transform
-    )
-    (_, aux), _ = with_aux(model, jnp.asarray(X))
-    assert aux.tolist() == X.tolist()
+    fun = lambda m, x: (loss_fn(m, x), x)
+    with_aux = jmp.value_and_grad(fun, SCALES["dynamic"], has_aux=True, transform=transform)
+    assert with_aux(model, jnp.asarray(X))[0][1].tolist() == X.tolist()
 
 
 def test_each_member_of_a_batch_has_its_own_scale():
@@ -259,21 +228,14 @@ def test_each_member_of_a_batch_has_its_own_scale():
 def test_a_loss_scale_of_ones_own_is_used():
     class Ten:
         loss_scale = np.float32(10)
-
-        def scale(self, tree):
-            return jax.tree.map(lambda x: x * 10, tree)
-
-        def unscale(self, tree):
-            return jax.tree.map(lambda x: x / 10, tree)
-
-        def adjust(self, grads_finite):
-            return self
+        scale = lambda self, tree: jax.tree.map(lambda x: x * 10, tree)
+        unscale = lambda self, tree: jax.tree.map(lambda x: x / 10, tree)
+        adjust = lambda self, grads_finite: self
 
     grads = jmp.grad(lambda w: w * w, Ten())(jnp.float16(3))
     assert (grads.dtype, round(float(grads), 2)) == (np.float32, 6.0)
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     ("fun", "has_aux", "message"),
     [
@@ -291,8 +253,8 @@ def test_a_loss_scale_of_ones_own_is_used():
         (lambda w: ((w[0], w), w), True, "Got a tuple of 2"),
     ],
 )
-def test_a_loss_that_is_no_floating_scalar_is_a_type_error(fun, has_aux, message, jit):
-    for transformed in (jmp.value_and_grad, jmp.grad):
+def test_a_loss_that_is_no_floating_scalar_is_a_type_error(fun, has_aux, message):
+    for transformed, jit in ((jmp.value_and_grad, jax.jit), (jmp.grad, lambda f: f)):
         with pytest.raises(TypeError, match=message):
             jit(transformed(fun, jmp.StaticLossScale(2.0), has_aux=has_aux))(jnp.asarray(W))
 
@@ -311,10 +273,10 @@ def test_python_and_numpy_floats_are_losses():
         assert float(grads) == 0.0
 
 
-@pytest.mark.parametrize("given", [1024.0, None, jnp.float32(2), jmp.DynamicLossScale, "dynamic"])
-def test_another_object_than_a_loss_scale_is_a_type_error_before_anything_runs(given):
-    for transformed in (jmp.value_and_grad, jmp.grad):
-        with pytest.raises(
-            TypeError, match=r"expected a loss scale such as jmp\.get_loss_scale.*\. Got [\w ]+\."
-        ):
-            transformed(square_loss, given)
+def test_another_object_than_a_loss_scale_is_a_type_error_before_anything_runs():
+    opt_state = jmp.with_loss_scale(optax.sgd(1.0)).init(W)
+    said = r"expected a loss scale such as jmp\.get_loss_scale.*\. Got [\w ]+\."
+    for given in (1024.0, None, jnp.float32(2), jmp.DynamicLossScale, "dynamic", opt_state):
+        for transformed in (jmp.value_and_grad, jmp.grad):
+            with pytest.raises(TypeError, match=said):
+                transformed(square_loss, given)

@@ -50,7 +50,7 @@ def expected():
     return full
 
 
-@pytest.mark.cases(fast=0, slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_all_layers_learn_where_no_global_scale_serves_them(expected, remat):
     half = jmp.autocast(layer, F16)
@@ -63,7 +63,7 @@ def test_all_layers_learn_where_no_global_scale_serves_them(expected, remat):
         assert not (similarity > 0.9).all()
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_both_orders_with_autocast_give_the_same_gradients(expected, dtype):
     autocast = functools.partial(jmp.autocast, dtype=dtype)

@@ -1,6 +1,8 @@
 """How a loss scale moves: against an oracle, against jmp, event by event."""
 
+import dataclasses
 import math
+import warnings
 
 import hypothesis
 import jax
@@ -133,13 +135,14 @@ def run_scanned(scale, events):
     return [state_of(jax.tree.map(lambda leaf, i=i: leaf[i], scales)) for i in range(len(events))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [run_eagerly, run_jitted, run_scanned])
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("run", [run_scanned, run_eagerly, run_jitted])
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(oracle=oracles(), events=events_lists)
-def test_dynamic_scale_follows_the_oracle_bit_for_bit(run, oracle, events):
-    scale = oracle.build()
-    assert run(scale, events) == oracle.run(events)
+def test_dynamic_scale_follows_the_oracle_bit_for_bit_on_powers_of_two(run, oracle, events):
+    trajectory = run(oracle.build(), events)
+    assert all(is_power_of_two(number) for number, _, _ in trajectory)
+    assert trajectory == oracle.run(events)
 
 
 @pytest.mark.slow
@@ -152,22 +155,9 @@ def test_dynamic_scale_follows_the_oracle_for_factors_that_round(oracle, events)
         oracle.step(finite)
         scale = scale.adjust(jnp.bool_(finite))
         number, *counts = state_of(scale)
+        assert 0 < oracle.minimum <= number <= oracle.maximum < math.inf
         np.testing.assert_allclose(number, oracle.scale, rtol=2 * np.finfo(np.float32).eps)
         assert counts == [oracle.counter, oracle.left]
-
-
-@pytest.mark.slow
-@hypothesis.given(oracle=oracles(exact=False) | oracles(), events=events_lists)
-def test_scale_stays_between_its_bounds_and_finite(oracle, events):
-    for number, _, _ in run_eagerly(oracle.build(), events):
-        assert oracle.minimum <= number <= oracle.maximum
-        assert 0 < number < math.inf
-
-
-@pytest.mark.slow
-@hypothesis.given(oracle=oracles(), events=events_lists)
-def test_power_of_two_stays_a_power_of_two(oracle, events):
-    assert all(is_power_of_two(number) for number, _, _ in run_eagerly(oracle.build(), events))
 
 
 @pytest.mark.parametrize("refill", ["growth", "finite"])
@@ -181,79 +171,61 @@ def test_extremes_are_never_passed_however_many_events(refill):
         assert up[-1][0] == 2.0**127
 
 
-@pytest.mark.parametrize("period", [1, 2, 7, 2000])
-def test_growth_happens_on_exactly_the_nth_finite_step_in_a_row(period):
-    events = [True] * (3 * period)
-    scale = jmp_lite.DynamicLossScale(8.0, period=period)
-    numbers = [number for number, _, _ in run_scanned(scale, events)]
-    grown_at = [i + 1 for i, pair in enumerate(zip([8.0, *numbers], numbers)) if pair[0] != pair[1]]
-    assert grown_at == [period, 2 * period, 3 * period]
-    assert numbers[-1] == 64.0
-
-
-def test_an_overflow_starts_the_count_again():
-    scale = jmp_lite.DynamicLossScale(8.0, period=3)
-    trajectory = run_eagerly(scale, [True, True, False, True, True, True])
-    assert trajectory == [(8, 1, 0), (8, 2, 0), (4, 0, 0), (4, 1, 0), (4, 2, 0), (8, 0, 0)]
-
-
-def test_growth_beyond_the_maximum_is_left_out():
-    scale = jmp_lite.DynamicLossScale(8.0, period=1, factor=4, max_loss_scale=100.0)
-    assert [n for n, _, _ in run_eagerly(scale, [True] * 3)] == [32.0, 32.0, 32.0]
-
-
-def test_backoff_factor_is_its_own():
-    scale = jmp_lite.DynamicLossScale(2.0**10, period=1, factor=2, backoff_factor=0.125)
-    assert [n for n, _, _ in run_eagerly(scale, [False, True])] == [2.0**7, 2.0**8]
-
-
-def test_hysteresis_tolerates_n_overflows_then_backs_off_on_each():
-    scale = jmp_lite.DynamicLossScale(8.0, hysteresis=2)
-    assert run_eagerly(scale, [False] * 4) == [(8, 0, 1), (8, 0, 0), (4, 0, 0), (2, 0, 0)]
-
-
-def test_hysteresis_refills_on_growth_or_on_every_finite_step():
-    events = [False, True, False, True, True, False]
-    on_growth = jmp_lite.DynamicLossScale(8.0, period=2, hysteresis=1)
-    assert run_eagerly(on_growth, events) == [
-        (8, 0, 0),
-        (8, 1, 0),
-        (4, 0, 0),
-        (4, 1, 0),
-        (8, 0, 1),
-        (8, 0, 0),
-    ]
-    on_finite = jmp_lite.DynamicLossScale(8.0, period=2, hysteresis=1, hysteresis_refill="finite")
-    assert run_eagerly(on_finite, events) == [
-        (8, 0, 0),
-        (8, 1, 1),
-        (8, 0, 0),
-        (8, 1, 1),
-        (16, 0, 1),
-        (16, 0, 0),
-    ]
-
-
-def test_a_power_of_two_minimum_that_is_not_one_stops_at_the_last_one_above():
-    scale = jmp_lite.DynamicLossScale(32.0, min_loss_scale=3.0)
-    assert [n for n, _, _ in run_eagerly(scale, [False] * 5)] == [16.0, 8.0, 4.0, 4.0, 4.0]
-
-
-def test_a_backoff_that_keeps_above_the_minimum_is_not_bent():
-    # 8 / 3 lies above the minimum, so the minimum has no say, though 8 is a power of two.
-    scale = jmp_lite.DynamicLossScale(8.0, factor=3, min_loss_scale=2.5)
-    assert float(scale.adjust(jnp.bool_(False)).loss_scale) == f32(8 / 3)
+@pytest.mark.parametrize(
+    ("settings", "events", "expected"),
+    [
+        # Growth on exactly the third finite step in a row; an overflow starts the count again.
+        (
+            {"period": 3},
+            [True] * 4 + [False] + [True] * 3,
+            [(8, 1, 0), (8, 2, 0), (16, 0, 0), (16, 1, 0), (8, 0, 0), (8, 1, 0), (8, 2, 0), (16, 0, 0)],
+        ),
+        # Growth beyond the maximum is left out.
+        ({"period": 1, "factor": 4, "max_loss_scale": 100.0}, [True] * 3, [(32, 0, 0)] * 3),
+        # The backoff factor is its own.
+        ({"period": 1, "factor": 2, "backoff_factor": 0.125}, [False, True], [(1, 0, 0), (2, 0, 0)]),
+        # Hysteresis tolerates two overflows, then backs off on each.
+        ({"hysteresis": 2}, [False] * 4, [(8, 0, 1), (8, 0, 0), (4, 0, 0), (2, 0, 0)]),
+        # It refills on growth, or on every finite step.
+        (
+            {"period": 2, "hysteresis": 1},
+            [False, True, False, True, True, False],
+            [(8, 0, 0), (8, 1, 0), (4, 0, 0), (4, 1, 0), (8, 0, 1), (8, 0, 0)],
+        ),
+        (
+            {"period": 2, "hysteresis": 1, "hysteresis_refill": "finite"},
+            [False, True, False, True, True, False],
+            [(8, 0, 0), (8, 1, 1), (8, 0, 0), (8, 1, 1), (16, 0, 1), (16, 0, 0)],
+        ),
+        # A power of two stops at the last one above the minimum.
+        ({"min_loss_scale": 3.0}, [False] * 2, [(4, 0, 0)] * 2),
+        # A minimum that is one is reached, though a step may go beyond it.
+        ({"factor": 4}, [False] * 3, [(2, 0, 0), (1, 0, 0), (1, 0, 0)]),
+        # 8 / 3 lies above the minimum, so the minimum has no say, though 8 is a power of two.
+        ({"factor": 3, "min_loss_scale": 2.5}, [False], [(f32(8 / 3), 0, 0)]),
+        # With a factor of 1 the scale only falls.
+        (
+            {"period": 1, "factor": 1},
+            [True, False, True, False],
+            [(8, 0, 0), (4, 0, 0), (4, 0, 0), (2, 0, 0)],
+        ),
+        ({"factor": 1, "backoff_factor": 0.25}, [False], [(2, 0, 0)]),
+    ],
+)
+def test_the_scale_moves_event_by_event(settings, events, expected):
+    assert run_eagerly(jmp_lite.DynamicLossScale(8.0, **settings), events) == expected
 
 
 @pytest.mark.slow
 @hypothesis.given(
     exponent=st.integers(0, 127),
+    counter=st.integers(0, 6),  # Also beyond the period.
     period=st.integers(1, 4),
     factor=st.sampled_from([2, 2.0, 3, 8]),
     events=events_lists,
 )
-def test_jmp_gives_the_same_bits(exponent, period, factor, events):
-    start = jnp.float32(2.0**exponent), jnp.int32(0)  # jmp computes with NumPy's numbers, which warn.
+def test_jmp_gives_the_same_bits(exponent, counter, period, factor, events):
+    start = jnp.float32(2.0**exponent), jnp.int32(counter)  # jmp computes with NumPy's numbers, which warn.
     ours = jmp_lite.DynamicLossScale(*start, period, factor)
     theirs = jmp.DynamicLossScale(*start, period, factor)
     for finite in events:
@@ -262,15 +234,178 @@ def test_jmp_gives_the_same_bits(exponent, period, factor, events):
         assert int(ours.counter) == int(theirs.counter)
 
 
-# A factor of 1
+# Settings
 
 
-def test_with_a_factor_of_1_the_scale_only_falls():
-    scale = jmp_lite.DynamicLossScale(8.0, period=1, factor=1)
+def test_defaults_are_those_of_jmp():
+    scale = jmp_lite.DynamicLossScale()
+    assert (float(scale.loss_scale), int(scale.counter)) == (2.0**15, 0)
+    assert (scale.period, scale.factor, scale.min_loss_scale) == (2000, 2, 1.0)
+    assert (scale.backoff_factor, scale.max_loss_scale, scale.hysteresis) == (None, LARGEST, 0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2.0**10,
+        np.float64(2**10),
+        np.float32(2**10),
+        np.float16(2**10),
+        jnp.bfloat16(2**10),
+        jnp.asarray(2.0**10),
+    ],
+    ids=["float", "float64", "float32", "float16", "bfloat16", "weak"],
+)
+@pytest.mark.parametrize("cls", [jmp_lite.StaticLossScale, jmp_lite.DynamicLossScale])
+def test_scale_is_strongly_typed_float32_from_construction_on(cls, value):
+    scale = cls(value)
+    for stage in (scale, scale.adjust(jnp.bool_(True)), scale.adjust(jnp.bool_(False))):
+        leaf = jnp.asarray(stage.loss_scale)
+        assert (leaf.dtype, leaf.weak_type, leaf.shape) == (np.float32, False, ())
+    assert float(scale.loss_scale) == 2**10
+
+
+@pytest.mark.parametrize("value", [2, np.int32(2), jnp.int32(2)])
+def test_an_integer_scale_warns_and_becomes_float32(value):
+    with pytest.warns(UserWarning, match=r"Expected floating type for loss_scale\. Got int32") as caught:
+        scale = jmp_lite.DynamicLossScale(value)
+    assert caught[0].filename == __file__
+    assert_strong(scale)
+    with pytest.warns(UserWarning, match=r"Expected floating type for min_loss_scale\. Got int32"):
+        jmp_lite.DynamicLossScale(2.0, min_loss_scale=value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert jmp_lite.StaticLossScale(value).loss_scale.dtype == np.float32
+
+
+INVALID = {
+    "loss_scale should be above 0 and finite": {
+        "loss_scale": (0.0, -2.0, math.nan, math.inf, jnp.float32(0))
+    },
+    "loss_scale should be above 0 and finite in float32": {"loss_scale": (np.float64(1e39),)},
+    r"loss_scale should be a scalar\. Got shape \(2,\)": {"loss_scale": (np.ones(2),)},
+    "factor should be 1 or above": {"factor": (0.5, math.nan)},
+    "factor should be 1 or above and finite": {"factor": (math.inf,)},
+    "period should be a whole number from 1": {"period": (0, -1, 2.5, math.nan, math.inf)},
+    r"period should be a whole number from 1 to 2\*\*31 - 1\. Got 2147483648": {"period": (2**31,)},
+    "min_loss_scale should be 0 or above": {"min_loss_scale": (-1.0, math.nan)},
+    "min_loss_scale should be 0 or above, and finite": {"min_loss_scale": (math.inf,)},
+    "max_loss_scale should be above 0": {"max_loss_scale": (math.nan,)},
+    "max_loss_scale should be above 0 and a finite float32": {"max_loss_scale": (math.inf,)},
+    "backoff_factor should be None, or between 0 and 1": {"backoff_factor": (0.0, 1.0, math.nan)},
+    "backoff_factor should be None, or between 0 and 1 and a normal float32": {"backoff_factor": (1e-39,)},
+    "hysteresis should be": {"hysteresis": (1.5,)},
+    "hysteresis should be a whole number from 0": {"hysteresis": (-1,)},
+    r"hysteresis_refill should be 'growth' or 'finite'\. Got never": {"hysteresis_refill": ("never",)},
+    r"counter should be a whole number from 0 to .*\. Got -1": {"counter": (-1,)},
+    r"counter should be a whole number from 0 to .*\. Got 1\.5": {"counter": (1.5,)},
+    r"counter should be a scalar\. Got shape \(2,\)": {"counter": (np.zeros(2, int),)},
+}
+# Settings that do not fit each other.
+UNFIT = [
+    ({"loss_scale": 1e-60, "min_loss_scale": 0.0}, "loss_scale should be above 0 and finite in float32"),
+    (
+        {"loss_scale": 64.0, "max_loss_scale": 32.0},
+        r"loss_scale should be at most max_loss_scale, 32\.0\. Got 64",
+    ),
+    ({"min_loss_scale": 2.0, "max_loss_scale": 1.0}, "min_loss_scale should be at most max_loss_scale"),
+    ({"max_loss_scale": 0.0, "min_loss_scale": 0.0}, "max_loss_scale should be above 0"),
+]
+
+
+NUMBERS = ("period", "factor", "min_loss_scale", "max_loss_scale", "hysteresis")
+
+
+def test_invalid_settings_are_a_value_error_that_says_so():
+    alone = [({name: value}, said) for said, of in INVALID.items() for name in of for value in of[name]]
+    for settings, message in alone + UNFIT:
+        with pytest.raises(ValueError, match=message):
+            jmp_lite.DynamicLossScale(**settings)
+
+
+def test_an_invalid_static_scale_is_a_value_error():
+    for value in (0, 0.0, -1.0, math.nan, math.inf, np.float64(1e39)):
+        with pytest.raises(ValueError, match="loss_scale should be above 0 and finite"):
+            jmp_lite.StaticLossScale(value)
+    with pytest.raises(ValueError, match=r"should be a scalar\. Got shape \(3,\)"):
+        jmp_lite.StaticLossScale(jnp.ones(3))
+
+
+@pytest.mark.parametrize("value", ["1024", True, None, [2.0]], ids=repr)
+def test_a_setting_that_is_no_number_is_a_type_error(value):
+    for setting in ("loss_scale", "counter", *NUMBERS):
+        said = rf"{setting} should be a number\. Got .* of type {type(value).__name__}"
+        with pytest.raises(TypeError, match=said):
+            jmp_lite.DynamicLossScale(**{setting: value})
+    with pytest.raises(TypeError, match="loss_scale should be a number"):
+        jmp_lite.StaticLossScale(value)
+
+
+def test_a_traced_setting_is_a_type_error_that_says_what_to_do():
+    for setting in NUMBERS:
+        build = lambda value, setting=setting: jmp_lite.DynamicLossScale(**{setting: value})
+        said = f"{setting} is a traced value. It is a setting, part of the compiled"
+        with pytest.raises(TypeError, match=said):
+            jax.jit(build)(jnp.float32(3))
+
+
+@pytest.mark.parametrize("bound", [0.1, 0.3, 0.7])
+def test_a_scale_may_be_built_at_its_own_bounds(bound):
+    # 0.7 is above the float32 nearest to it, 0.1 below.
+    scale = jmp_lite.DynamicLossScale(bound, min_loss_scale=bound, max_loss_scale=bound)
+    assert float(scale.loss_scale) == f32(bound)
+    assert jmp_lite.DynamicLossScale(period=2**31 - 1).period == 2**31 - 1
+
+
+def test_a_scale_that_backed_off_to_its_minimum_can_be_rebuilt():
+    scale = jmp_lite.DynamicLossScale(0.75, min_loss_scale=0.7).adjust(jnp.bool_(False))
+    assert float(scale.loss_scale) == f32(0.7)
+    assert state_of(dataclasses.replace(scale)) == state_of(scale)
+
+
+def test_settings_given_as_arrays_become_python_numbers():
+    scale = jmp_lite.DynamicLossScale(
+        8.0,
+        period=np.int64(3),
+        factor=jnp.float32(4),
+        min_loss_scale=jnp.float32(2),
+        max_loss_scale=jnp.float32(64),
+        backoff_factor=jnp.float32(0.5),
+        hysteresis=jnp.int32(1),
+    )
+    step = jax.jit(lambda scale: scale.adjust(jnp.bool_(False)))
+    assert state_of(step(step(scale))) == (4.0, 0, 0)
+
+
+def test_a_scale_can_be_built_from_a_traced_number():
+    built = jax.jit(lambda value: jmp_lite.DynamicLossScale(value, counter=jnp.int32(value)))(jnp.float16(4))
+    assert_strong(built)
+    assert state_of(built) == (4.0, 4, 0)
+    static = jax.jit(jmp_lite.StaticLossScale)(jnp.float16(4))
+    assert (static.loss_scale.dtype, float(static.loss_scale)) == (np.float32, 4.0)
+
+
+@pytest.mark.parametrize("flag", [jnp.ones(2, bool), jnp.int32(1), 1.0, None])
+def test_adjust_takes_only_a_boolean_scalar(flag):
+    with pytest.raises(ValueError, match=r"adjust takes one boolean scalar.*Got shape"):
+        jmp_lite.DynamicLossScale().adjust(flag)
+    for constant in (jmp_lite.NoOpLossScale(), jmp_lite.StaticLossScale(2)):
+        assert constant.adjust(flag) is constant  # As in jmp, which looks at nothing.
+
+
+def test_a_scale_that_starts_below_the_minimum_stays_until_it_grows():
+    scale = jmp_lite.DynamicLossScale(0.5, period=2)
     scales = []
-    for finite in (True, True, False, True, False, True):
+    for finite in (False, True, True, False, True, True, False, False):
         scale = scale.adjust(jnp.bool_(finite))
         scales.append(float(scale.loss_scale))
-    assert scales == [8, 8, 4, 4, 2, 2]
-    quarter = jmp_lite.DynamicLossScale(8.0, factor=1, backoff_factor=0.25)
-    assert float(quarter.adjust(jnp.bool_(False)).loss_scale) == 2
+    assert scales == [0.5, 0.5, 1, 1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_counter_beyond_the_period_continues_as_in_jmp(finite):
+    ours = jmp_lite.DynamicLossScale(8.0, counter=4500, period=3)
+    theirs = jmp.DynamicLossScale(jnp.float32(8), jnp.int32(4500), period=3)
+    for _ in range(4):
+        ours, theirs = ours.adjust(jnp.bool_(finite)), theirs.adjust(jnp.bool_(finite))
+        assert (float(ours.loss_scale), int(ours.counter)) == (float(theirs.loss_scale), int(theirs.counter))

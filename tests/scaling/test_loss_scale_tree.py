@@ -37,51 +37,31 @@ def fields_of(scale):
     }
 
 
-def through_scan(scale):
-    return jax.lax.scan(lambda carry, _: (carry, None), scale, None, length=2)[0]
+PASSAGES = {
+    "flatten": rebuilt,
+    "jit": jax.jit(lambda scale: scale),
+    "scan": lambda scale: jax.lax.scan(lambda carry, _: (carry, None), scale, None, length=2)[0],
+    "grad": lambda scale: jax.grad(lambda x: (x, scale), has_aux=True)(1.0)[1],
+    "pickle": lambda scale: pickle.loads(pickle.dumps(scale)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "device_put": jax.device_put,
+    "map": lambda scale: jax.tree.map(lambda leaf: leaf, scale),
+    "replace": dataclasses.replace,
+    "vmap": lambda scale: jax.vmap(lambda s, _: s, in_axes=(None, 0), out_axes=None)(scale, jnp.ones(2)),
+}
 
 
-def through_grad_aux(scale):
-    return jax.grad(lambda x: (x, scale), has_aux=True)(1.0)[1]
-
-
-@pytest.mark.parametrize(
-    "passage",
-    [
-        rebuilt,
-        jax.jit(lambda scale: scale),
-        through_scan,
-        through_grad_aux,
-        lambda scale: pickle.loads(pickle.dumps(scale)),
-        copy.copy,
-        copy.deepcopy,
-        jax.device_put,
-        lambda scale: jax.tree.map(lambda leaf: leaf, scale),
-        lambda scale: dataclasses.replace(scale),
-        lambda scale: jax.vmap(lambda s, _: s, in_axes=(None, 0), out_axes=None)(scale, jnp.ones(2)),
-    ],
-    ids=[
-        "flatten",
-        "jit",
-        "scan",
-        "grad",
-        "pickle",
-        "copy",
-        "deepcopy",
-        "device_put",
-        "map",
-        "replace",
-        "vmap",
-    ],
-)
-@pytest.mark.parametrize("settings", [HYSTERESIS, dict(HYSTERESIS, hysteresis=0, hysteresis_left=None)])
-def test_every_field_survives(passage, settings):
-    scale = jmp_lite.DynamicLossScale(**settings)
-    assert fields_of(scale) == settings
-    passed = passage(scale)
-    assert type(passed) is jmp_lite.DynamicLossScale
-    assert fields_of(passed) == settings
-    assert_strong(passed)
+@pytest.mark.parametrize("name", PASSAGES)
+def test_every_field_survives(name):
+    passage = PASSAGES[name]
+    for settings in (HYSTERESIS, dict(HYSTERESIS, hysteresis=0, hysteresis_left=None)):
+        scale = jmp_lite.DynamicLossScale(**settings)
+        assert fields_of(scale) == settings
+        passed = passage(scale)
+        assert type(passed) is jmp_lite.DynamicLossScale
+        assert fields_of(passed) == settings
+        assert_strong(passed)
     static = passage(jmp_lite.StaticLossScale(8.0))
     assert (type(static), float(static.loss_scale)) == (jmp_lite.StaticLossScale, 8.0)
     assert type(passage(jmp_lite.NoOpLossScale())) is jmp_lite.NoOpLossScale
@@ -97,14 +77,6 @@ def test_leaves_are_the_scale_and_the_counter_with_hysteresis_off():
     assert len(jax.tree.leaves(jmp_lite.DynamicLossScale(8.0, hysteresis=2))) == 3
     assert jax.tree.leaves(jmp_lite.NoOpLossScale()) == []
     assert [float(leaf) for leaf in jax.tree.leaves(jmp_lite.StaticLossScale(8.0))] == [8.0]
-
-
-def test_leaves_have_the_names_of_the_fields():
-    names = [
-        jax.tree_util.keystr(path, simple=True)
-        for path, _ in jax.tree_util.tree_leaves_with_path(jmp_lite.DynamicLossScale(hysteresis=1))
-    ]
-    assert names == ["loss_scale", "counter", "hysteresis_left"]
 
 
 def test_mapping_to_axes_specs_zeros_and_shapes_runs_no_check():
@@ -168,22 +140,9 @@ SCALES = [jmp_lite.StaticLossScale(2.0**16), jmp_lite.DynamicLossScale(2.0**16)]
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=["static", "dynamic"])
-def test_a_half_loss_times_65536_is_not_inf(scale):
-    for dtype in (jnp.float16, jnp.bfloat16):
-        scaled = scale.scale(jnp.asarray(1, dtype))
-        assert (scaled.dtype, float(scaled)) == (np.float32, 65536.0)
-
-
-@pytest.mark.parametrize("scale", SCALES, ids=["static", "dynamic"])
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [
-        ("float16", "float32"),
-        ("bfloat16", "float32"),
-        ("float8_e4m3fn", "float32"),
-        ("float32", "float32"),
-        ("complex64", "complex64"),
-    ],
+    [*((d, "float32") for d in ("float16", "bfloat16", "float8_e4m3fn", "float32")), ("complex64",) * 2],
 )
 def test_dtypes_after_scaling_and_unscaling(scale, given, expected):
     leaf = jnp.asarray([1, 2], given)
@@ -263,27 +222,18 @@ def test_no_op_scale_touches_nothing():
     assert (scale.loss_scale, np.asarray(scale.loss_scale).dtype) == (1.0, np.float32)
 
 
-def test_static_scale_never_changes():
-    scale = jmp_lite.StaticLossScale(8.0)
-    for flag in (True, False):
-        assert scale.adjust(jnp.bool_(flag)) is scale
-
-
-@pytest.mark.parametrize(
-    "scale", [jmp_lite.NoOpLossScale(), jmp_lite.StaticLossScale(2.0), jmp_lite.DynamicLossScale()]
-)
-def test_the_three_and_a_class_of_ones_own_are_loss_scales(scale):
+def test_the_three_and_a_class_of_ones_own_are_loss_scales():
     class Own:
         loss_scale = np.float32(1)
         scale = unscale = adjust = lambda self, x: x
 
-    assert isinstance(scale, jmp_lite.LossScale)
-    assert isinstance(Own(), jmp_lite.LossScale)
+    for scale in (*SCALES, jmp_lite.NoOpLossScale(), Own()):
+        assert isinstance(scale, jmp_lite.LossScale)
     assert not isinstance(1.0, jmp_lite.LossScale)
     assert not isinstance(jmp_lite.get_policy("half"), jmp_lite.LossScale)
 
 
 def test_scales_cannot_be_changed_in_place():
     for scale in (*SCALES, jmp_lite.NoOpLossScale()):
-        with pytest.raises((dataclasses.FrozenInstanceError, AttributeError)):
+        with pytest.raises(dataclasses.FrozenInstanceError):
             scale.loss_scale = 1.0

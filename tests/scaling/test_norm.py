@@ -57,7 +57,7 @@ def stepped(name, clip_norm=1.0):
     return step, tx.init(make_tree())
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", INNERS)
 @hypothesis.given(seed=st.integers(0, 1000), exponent=st.integers(-6, 8))
 @hypothesis.settings(max_examples=15)
@@ -83,12 +83,10 @@ def test_gradients_within_the_norm_do_not_change():
     np.testing.assert_allclose(jmp.metrics(state)["grad_norm"], 0.125 * 28**0.5, rtol=4 * EPS)
 
 
-@pytest.mark.cases(fast=1, slow=0)
-@pytest.mark.parametrize("name", INNERS)
 @hypothesis.given(index=st.integers(0, LEAVES - 1), value=st.sampled_from(BAD), where=st.floats(0, 1))
 @hypothesis.settings(max_examples=15)
-def test_one_bad_element_skips_the_step_and_names_its_leaf(name, index, value, where):
-    step, state = stepped(name)
+def test_one_bad_element_skips_the_step_and_names_its_leaf(index, value, where):
+    step, state = stepped("adamw")
     params = make_tree(0.25)
     after, state_after = step(params, state, spoil(make_tree(), index, value, where))
     assert state_after.leaf_finite.tolist() == [i != index for i in range(LEAVES)]
@@ -121,11 +119,9 @@ def test_a_norm_that_overflows_though_no_leaf_does_is_reported():
         jmp.raise_if_stuck(state, 1)
 
 
-@pytest.mark.cases(fast=1, slow=0)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_gradients_in_half_are_squared_in_float32(dtype):
+def test_gradients_in_half_are_squared_in_float32():
     tx = jmp.skip_nonfinite(optax.sgd(1.0), clip_norm=1.0)
-    grads = make_tree(float(jnp.finfo(jnp.float16).max) / 2, dtype)
+    grads = make_tree(float(jnp.finfo(jnp.float16).max) / 2, jnp.float16)
     updates, state = tx.update(grads, tx.init(grads), grads)
     assert jmp.grads_finite(state)
     for update in jax.tree.leaves(updates):
@@ -163,10 +159,8 @@ def test_a_threaded_scale_clips_the_unscaled_gradients():
     ("wrap", "made_by"),
     [
         (lambda steps: steps, jmp.with_loss_scale),
-        (lambda steps: steps.gradient_transformation(), jmp.skip_nonfinite),
         (lambda steps: optax.chain(optax.identity(), steps.gradient_transformation()), jmp.with_loss_scale),
         (lambda steps: optax.masked(steps.gradient_transformation(), True), jmp.skip_nonfinite),
-        (jmp.with_master_weights, jmp.skip_nonfinite),
         (lambda steps: jmp.with_stochastic_rounding(jmp.cast_state(steps)), jmp.with_loss_scale),
     ],
 )

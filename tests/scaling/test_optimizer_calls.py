@@ -1,14 +1,12 @@
 """The wrapped optimizer under jit, scan, vmap, shard_map and donation, with extra arguments."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
@@ -24,9 +22,8 @@ def recorder():
     return optax.GradientTransformationExtraArgs(lambda params: jnp.float32(0), update)
 
 
-@pytest.mark.parametrize("wrap", [jmp.skip_nonfinite, jmp.with_loss_scale])
-def test_extra_arguments_reach_the_inner_transform(wrap):
-    tx = optax.chain(wrap(optax.chain(recorder(), optax.sgd(1.0))), optax.identity())
+def test_extra_arguments_reach_the_inner_transform():
+    tx = optax.chain(jmp.with_loss_scale(optax.chain(recorder(), optax.sgd(1.0))), optax.identity())
     params = jnp.ones(2)
     state = tx.init(params)
     updates, state = tx.update(params, state, params, value=jnp.float32(7), factor=3.0)
@@ -34,19 +31,6 @@ def test_extra_arguments_reach_the_inner_transform(wrap):
     assert float(state[0].inner_state[0]) == 7.0
     _, state = tx.update(params * np.nan, state, params, value=jnp.float32(7), factor=3.0)
     assert float(state[0].inner_state[0]) == 7.0
-
-
-def test_reduce_on_plateau_gets_its_value():
-    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
-    tx = jmp.with_loss_scale(optax.chain(optax.sgd(1.0), plateau))
-    params = jnp.ones(2)
-    state = tx.init(params)
-    for _ in range(4):
-        _, state = tx.update(params, state, params, value=jnp.float32(1))
-    assert float(state.inner_state[1].scale) < 1.0
-    before = bits(state.inner_state)
-    _, state = tx.update(params * np.inf, state, params, value=jnp.float32(np.nan))
-    assert bits(state.inner_state) == before
 
 
 def test_a_line_search_gets_value_and_function():
@@ -69,14 +53,6 @@ def test_with_loss_scale_turns_down_a_second_loss_scale():
     tx = jmp.with_loss_scale(optax.sgd(1.0))
     with pytest.raises(TypeError, match=r"given loss_scale=, but this optimizer holds its own"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), loss_scale=jmp.NoOpLossScale())
-    with pytest.raises(TypeError, match=r"expected a loss scale such as .* Got float"):
-        jmp.with_loss_scale(optax.sgd(1.0), 2.0**15)
-
-
-def test_gradients_of_unknown_parameters_are_an_error():
-    tx = jmp.skip_nonfinite(optax.sgd(1.0))
-    with pytest.raises(ValueError, match=r"not initialized with: \['b'\]. It knows \['a'\]"):
-        tx.update({"b": jnp.ones(2)}, tx.init({"a": jnp.ones(2)}))
 
 
 def test_parameters_without_a_gradient_count_as_finite():
@@ -164,63 +140,11 @@ def test_all_devices_of_a_shard_map_agree_to_skip():
     assert bits(after) == bits(params)
     assert bits(state_after.inner_state) == bits(opt_state.inner_state)
     assert state_after.leaf_finite.tolist() == [True, False]
-    for leaf in jax.tree.leaves(
-        (state_after.loss_scale, state_after.counts[..., 1], state_after.leaf_finite)
-    ):
+    for leaf in jax.tree.leaves((state_after.loss_scale, state_after.counts, state_after.leaf_finite)):
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
     assert float(state_after.loss_scale.loss_scale) == 2.0**14
     after, state_after = sharded(after, state_after, grads)
     assert bits(after) != bits(params)
-
-
-def test_without_an_axis_name_the_devices_of_a_shard_map_skip_different_steps():
-    params, opt_state, specs, step = sharded_update(None)
-    arguments = (P("data"), specs, P("data"))
-    sharded = jax.shard_map(
-        step, mesh=device_mesh(), in_specs=arguments, out_specs=(P("data"), specs), check_vma=False
-    )
-    grads = jax.tree.map(jnp.ones_like, params)
-    after, _ = jax.jit(sharded)(params, opt_state, {**grads, "w": grads["w"].at[7].set(np.inf)})
-    changed = np.asarray(after["w"] != params["w"]).reshape(8, 2).any(1)
-    assert changed.tolist() == [True] * 3 + [False] + [True] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("param_spec", [P(), P("data")], ids=["replicated", "sharded"])
-def test_an_inf_in_one_shard_skips_everywhere_under_jit(param_spec):
-    mesh = device_mesh()
-    shard = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
-    tx = jmp.with_loss_scale(optax.adamw(SCHEDULE))
-    params = shard({"w": jnp.linspace(-1, 1, 64).reshape(16, 4), "v": jnp.full((8, 4), -0.0)}, param_spec)
-    opt_state = jax.jit(tx.init)(params)
-
-    def loss_fn(params, x):
-        hidden = jnp.tanh(x.astype(jnp.float16) @ params["w"].astype(jnp.float16))
-        return jnp.mean((hidden.astype(jnp.float32) @ params["v"].T - 1.0) ** 2)
-
-    @jax.jit
-    def step(params, opt_state, x):
-        loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    x = np.linspace(-1, 1, 32 * 16, dtype=np.float32).reshape(32, 16)
-    x_bad = x.copy()
-    x_bad[13, 2] = np.nan  # One example, on device 3.
-    params, opt_state, _ = step(params, opt_state, shard(x, P("data")))
-    after, state_after, loss = step(params, opt_state, shard(x_bad, P("data")))
-    assert np.isnan(float(loss))
-    assert bits(after) == bits(params)
-    assert bits(state_after.inner_state) == bits(opt_state.inner_state)
-    assert int(state_after.counts[..., 1]) == 1
-    for leaf in jax.tree.leaves(
-        (state_after.loss_scale, state_after.counts[..., 1], state_after.leaf_finite)
-    ):
-        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
-    assert float(state_after.loss_scale.loss_scale) == 2.0**14
-    after, state_after, _ = step(after, state_after, shard(x, P("data")))
-    assert bits(after) != bits(params)
-    assert int(state_after.counts[..., 2]) == 0
 
 
 # The inner transform is called as it is
@@ -251,23 +175,19 @@ def test_a_state_of_another_structure_is_an_error():
 # Compilation and memory
 
 
-POLICIES = ["full", "p=f32,c=f16,o=f32", "p=f32,c=bf16,o=f32", "half", "O2"]
-
-
-LOSS_SCALES = {
-    "none": jmp.NoOpLossScale(),
-    "static": jmp.StaticLossScale(2.0**10),
-    "dynamic": jmp.DynamicLossScale(2.0**10, period=2),
-    "hysteresis": jmp.DynamicLossScale(2.0**10, period=2, hysteresis=1),
+SCALES = {
+    "p=f32,c=f16,o=f32": jmp.DynamicLossScale(2.0**10, period=2),
+    "O2": jmp.DynamicLossScale(2.0**10, period=2, hysteresis=1),
+    "half": jmp.StaticLossScale(2.0**10),
+    "full": jmp.NoOpLossScale(),
 }
 
 
-@pytest.mark.cases(fast=1, slow=4)
-@pytest.mark.parametrize("loss_scale", LOSS_SCALES)
-@pytest.mark.parametrize("policy_name", POLICIES)
-def test_one_compilation_in_three_steps_and_no_weak_types(policy_name, loss_scale):
+@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.parametrize("policy_name", SCALES)
+def test_one_compilation_in_three_steps_and_no_weak_types(policy_name):
     policy = jmp.get_policy(policy_name)
-    tx = jmp.with_loss_scale(optax.adamw(SCHEDULE), LOSS_SCALES[loss_scale])
+    tx = jmp.with_loss_scale(optax.adamw(SCHEDULE), SCALES[policy_name])
     params = policy.cast_to_param(
         {"dense": {"kernel": jnp.linspace(-1, 1, 12).reshape(3, 4)}, "norm": {"scale": jnp.ones(4)}}
     )
@@ -297,21 +217,11 @@ def test_one_compilation_in_three_steps_and_no_weak_types(policy_name, loss_scal
     assert int(jmp.metrics(opt_state)["skipped_steps"]) == 1
 
 
-def memory_of(tx):
-    """The memory of a compiled, donated update of six equal leaves, and the bytes of one of them."""
-    params = {f"w{i}": jax.ShapeDtypeStruct((128, 128), jnp.float32) for i in range(6)}
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, grads):
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    opt_state = jax.eval_shape(tx.init, params)
-    return step.lower(params, opt_state, params).compile().memory_analysis(), 4 * 128**2
-
-
 def test_donated_parameters_and_moments_stay_in_place():
-    memory, leaf = memory_of(jmp.with_loss_scale(optax.adamw(1e-3)))
+    tx, leaf = jmp.with_loss_scale(optax.adamw(1e-3)), 4 * 128**2
+    params = {f"w{i}": jax.ShapeDtypeStruct((128, 128), jnp.float32) for i in range(6)}
+    step = jax.jit(make_step(tx).__wrapped__, donate_argnums=(0, 1))
+    memory = step.lower(params, jax.eval_shape(tx.init, params), params).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 3 * 6 * leaf
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < leaf
 
@@ -331,3 +241,34 @@ def test_lookahead_keeps_two_sets_of_parameters_and_skips_both():
     updates, opt_state = tx.update(spoil(make_grads(0)), opt_state, params)
     assert bits(optax.apply_updates(params, updates)) == bits(params)
     assert int(jmp.metrics(opt_state)["skipped_steps"]) == 1
+
+
+# A CPU has a condition, a GPU selects
+
+
+def test_a_cpu_has_a_condition_and_a_gpu_none():
+    """benchmarks/tests/compiled/test_h100.py counts the conditions and kernels of a whole GPU program."""
+    tx = jmp.with_loss_scale(optax.adamw(1e-2))
+    traced = make_step(tx).trace(make_params(), tx.init(make_params()), make_grads(0))
+    lowered = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
+    # JAX writes the choice of the platform as conditions on a constant, which XLA folds.
+    cases = {name: text.count("stablehlo.case") for name, text in lowered.items()}
+    assert cases["cpu"] - 1 == cases["cuda"] == cases["tpu"]
+    assert traced.lower().compile().as_text().count(" conditional(") == 1
+
+
+def test_the_optimizer_is_traced_once():
+    calls = []
+    update = lambda updates, state, params=None: (calls.append(1) or updates, state)
+    tx = jmp.with_loss_scale(optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+    make_step(tx).trace(make_params(), tx.init(make_params()), make_grads(0))
+    assert len(calls) == 1
+
+
+def test_a_gradient_goes_through_an_update():
+    """As in meta-learning: of a plain SGD step the gradient is minus the learning rate."""
+    tx = jmp.skip_nonfinite(optax.sgd(0.25))
+    state = tx.init(make_params())
+    total = lambda grads: sum(x.sum() for x in jax.tree.leaves(tx.update(grads, state, make_params())[0]))
+    for reverse in (jax.grad(total), jax.jit(jax.grad(total))):
+        assert all((leaf == -0.25).all() for leaf in jax.tree.leaves(reverse(make_grads(0))))

@@ -183,43 +183,6 @@ def test_flax_leaves_the_powers_of_two():
     assert float(ours.loss_scale) == 2.0**125
 
 
-@pytest.mark.slow
-def test_replicas_that_average_their_gradients_stay_together_as_with_flax():
-    """The row of the table "From Flax's DynamicScale": `axis_name=` there is `lax.pmean` here."""
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",))
-    x, y = jax.random.normal(jax.random.key(0), (2, 8, 3))
-    loss_fn = lambda w, x, y: jnp.mean((x @ w - y[:, 0]) ** 2)
-    tx = jmp_lite.with_loss_scale(optax.sgd(0.1), jmp_lite.DynamicLossScale(8.0), axis_name="data")
-
-    def ours(x, y):
-        w, state = jnp.zeros(3), tx.init(jnp.zeros(3))
-        for _ in range(5):
-            _, grads = jmp_lite.value_and_grad(loss_fn, jmp_lite.get_loss_scale(state))(w, x, y)
-            updates, state = tx.update(jax.lax.pmean(grads, "data"), state, w)
-            w = optax.apply_updates(w, updates)
-        return w[None]
-
-    def theirs(x, y):
-        w, scale = jnp.zeros(3), DynamicScale(scale=jnp.float32(8))
-        for _ in range(5):
-            scale, _, _, grads = scale.value_and_grad(loss_fn, axis_name="data")(w, x, y)
-            w = w - 0.1 * grads
-        return w[None]
-
-    run = lambda f: jax.jit(
-        jax.shard_map(
-            f,
-            mesh=mesh,
-            in_specs=jax.sharding.PartitionSpec("data"),
-            check_vma=False,
-            out_specs=jax.sharding.PartitionSpec("data"),
-        )
-    )(x, y)
-    replicas = np.asarray(run(ours))
-    assert np.abs(replicas - replicas[0]).max() == 0
-    np.testing.assert_allclose(replicas, run(theirs), rtol=1e-5)
-
-
 # optax
 
 
@@ -323,22 +286,18 @@ def our_scales(flag, steps):
 
 
 @pytest.mark.slow
-def test_keras_lets_the_scale_reach_zero(keras):
-    theirs, ours = keras_scales(keras, np.inf, 200), our_scales(OVERFLOW, 200)
+def test_keras_lets_the_scale_reach_zero_and_inf(keras):
+    theirs, ours = keras_scales(keras, np.inf, 150), our_scales(OVERFLOW, 150)
     assert theirs[0] == ours[0] == 2.0**14
-    assert theirs[-1] == 0.0
     assert theirs.index(0.0) + 1 == 142  # 2**15 / 2**142 is 2**-127, flushed to zero.
     assert ours[-1] == min(ours) == 1.0
-
-
-@pytest.mark.slow
-def test_keras_lets_the_scale_reach_inf(keras):
-    theirs, ours = keras_scales(keras, 1e-30, 200), our_scales(FINE, 200)
+    theirs, ours = keras_scales(keras, 1e-30, 150), our_scales(FINE, 150)
     assert theirs[0] == ours[0] == 2.0**16
     assert theirs.index(np.inf) + 1 == 113  # 2**15 * 2**113 is 2**128.
     assert ours[-1] == max(ours) == 2.0**127
 
 
+@pytest.mark.slow  # Keras takes seconds to import.
 def test_keras_scales_a_float16_loss_to_inf(keras):
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), initial_scale=2.0**16)
     before = float(optimizer.scale_loss(jnp.float16(1)))
@@ -346,7 +305,7 @@ def test_keras_scales_a_float16_loss_to_inf(keras):
     assert float(jmp_lite.DynamicLossScale(2.0**16).scale(jnp.float16(1))) == 65536.0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_keras_fit_leaves_nan_in_moving_statistics(keras):
     """`fit` skips the update of the weights, and not that of the statistics. `predict` stays NaN."""
@@ -381,15 +340,14 @@ def test_keras_fit_leaves_nan_in_moving_statistics(keras):
 # mpx
 
 
-@pytest.mark.parametrize("which", ["filter_grad", "filter_value_and_grad"])
-def test_mpx_unscales_with_the_scale_of_the_next_step(which):
+def test_mpx_unscales_with_the_scale_of_the_next_step():
     mpx = pytest.importorskip("mpx")
     fun, w = (lambda w: w * jnp.asarray(3, w.dtype)), jnp.float32(2)
     theirs = mpx.DynamicLossScaling(jnp.float32(8), jnp.float32(1), period=2)
     ours = jmp_lite.DynamicLossScale(8.0, period=2)
     their_gradients, our_gradients = [], []
     for _ in range(4):
-        result = getattr(mpx, which)(fun, theirs)(w)
+        result = mpx.filter_grad(fun, theirs)(w)
         theirs, gradient = result[-3], result[-1]
         their_gradients.append(float(gradient))
         gradient = jmp_lite.grad(fun, ours)(w)

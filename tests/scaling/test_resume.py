@@ -76,7 +76,7 @@ ORBAX = pytest.mark.filterwarnings("ignore::UserWarning:orbax", "ignore::Depreca
 pytestmark = [ORBAX, pytest.mark.filterwarnings("ignore:.*sharding info not provided.*")]
 
 
-@pytest.mark.cases(fast=len(WRAPPED))
+@pytest.mark.cases(fast=len(WRAPPED), slow=2)
 @pytest.mark.parametrize("wrapped", WRAPPED)
 @pytest.mark.parametrize("form", ["flax", "orbax", "live", "numpy", "pickled"])
 def test_the_same_settings_give_the_same_bits(form, wrapped, tmp_path):
@@ -86,8 +86,7 @@ def test_the_same_settings_give_the_same_bits(form, wrapped, tmp_path):
     assert bits(resumed) == bits(state)
 
 
-@pytest.mark.cases(fast=6)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.cases(fast=5, slow=0)
 @pytest.mark.parametrize(
     "tx",
     [
@@ -98,6 +97,7 @@ def test_the_same_settings_give_the_same_bits(form, wrapped, tmp_path):
         jmp.with_loss_scale(optax.set_to_zero()),
     ],
 )
+@pytest.mark.parametrize("form", ["flax", "orbax", "live", "numpy", "pickled"])
 def test_wrappers_of_transforms_without_state_keep_their_own_values(tx, form, tmp_path):
     _, state = train(tx)
     resumed = jmp.resume(tx, PARAMS, FORMS[form](state, tmp_path))
@@ -119,7 +119,7 @@ CHANGES += [change for pair in itertools.pairwise(NAMES[1:]) for change in (pair
 CHANGES += [pair for pair in itertools.product(NAMES, NAMES) if pair not in CHANGES]
 
 
-@pytest.mark.cases(fast=23)
+@pytest.mark.cases(fast=23, slow=3)
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 @pytest.mark.parametrize("form", ["live", "flax", "orbax"])
 def test_other_wrappers_give_their_dtypes_to_the_old_values(before, after, form, tmp_path):
@@ -158,50 +158,6 @@ def test_half_of_an_optimizer_may_have_wrappers_of_its_own():
     assert jax.tree.structure(back) == jax.tree.structure(old)
     assert bits(back.inner_states["b"]) == bits(old.inner_states["b"])
     train(tx, state=resumed)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_transforms_without_state_may_come_and_go(form, tmp_path):
-    threaded = jmp.skip_nonfinite(optax.chain(jmp.unscale(), ADAM))
-    old = threaded.init(PARAMS)
-    _, old = threaded.update(grads(0), old, PARAMS, loss_scale=jmp.NoOpLossScale())
-    tx = jmp.with_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.clip(1.0), ADAM))
-    resumed = jmp.resume(tx, PARAMS, FORMS[form](old, tmp_path))
-    assert bits(moments(resumed)) == bits(moments(old))
-    back = jmp.resume(ADAM, PARAMS, FORMS[form](resumed, tmp_path / "back"))
-    assert bits(moments(back)) == bits(moments(old))
-
-
-OPTIMIZERS = {
-    "sgd": optax.sgd(0.1, momentum=0.9),
-    "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2),
-    "masked": optax.masked(ADAM, {"w": True, "layers": [False, True]}),
-    "hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE),
-    "chain": optax.chain(optax.clip(1.0), optax.add_noise(0.1, 0.5, jax.random.key(0)), ADAM),
-    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
-    "prodigy": optax.contrib.prodigy(),
-    "mechanize": optax.contrib.mechanize(optax.adam(1e-2)),
-    "adafactor": optax.adafactor(1e-2),
-    "lion": optax.lion(1e-3),
-}
-
-
-@pytest.mark.cases(fast=0)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_goes_on_under_a_loss_scale_and_in_bfloat16_and_back(name, tmp_path):
-    plain = OPTIMIZERS[name]
-    as_transform = plain.gradient_transformation() if isinstance(plain, optax.MultiSteps) else plain
-    params, old = train(as_transform)
-    tx = jmp.with_loss_scale(jmp.cast_state(plain, stochastic_rounding=True))
-    resumed = jmp.resume(tx, params, old)
-    train(tx, state=resumed, params=params)
-    full = jmp.with_loss_scale(jmp.cast_state(plain, "float32"))
-    back = jmp.resume(plain, params, jmp.resume(full, params, old))
-    assert bits(back) == bits(old)
-    for form in ("flax", "orbax"):
-        if name != "chain":  # Neither saves a typed PRNG key alone.
-            again = jmp.resume(full, params, FORMS[form](old, tmp_path))
-            assert bits(again.inner_state.inner_state) == bits(old)
 
 
 def test_masters_come_from_the_old_state_or_from_the_parameters():
@@ -262,7 +218,7 @@ def test_the_settings_of_a_dynamic_scale_are_those_of_the_script(form, tmp_path)
     assert float(jmp.get_loss_scale(state).loss_scale) == 16.0
 
 
-@pytest.mark.cases(fast=8)
+@pytest.mark.cases(fast=8, slow=2)
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -294,17 +250,6 @@ def test_a_rounding_key_goes_on_and_a_new_one_is_the_scripts():
     assert bits(same.inner_state.key) == bits(old.key)
     both = jmp.with_stochastic_rounding(jmp.cast_state(ADAM, stochastic_rounding=True))
     assert bits(jmp.resume(both, PARAMS, old).key) == bits(both.init(PARAMS).key)
-
-
-def test_resumed_moments_decay_again():
-    """The second moment of a state in bfloat16 stays as it is under rounding to nearest."""
-    _, old = train(jmp.cast_state(optax.scale_by_adam()), steps=1, params=PARAMS)
-    tx = jmp.cast_state(optax.scale_by_adam(), keep_float32="nu")
-    state = jmp.resume(tx, PARAMS, old)
-    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    _, after = tx.update(zeros, state, PARAMS)
-    before = np.asarray(state.inner_state.nu["w"])
-    np.testing.assert_allclose(after.inner_state.nu["w"], before * np.float32(0.999), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -355,7 +300,7 @@ def test_it_works_inside_jit_and_vmap():
 # What does not fit
 
 
-@pytest.mark.cases(fast=9)
+@pytest.mark.cases(fast=9, slow=2)
 @pytest.mark.parametrize(
     ("tx", "old", "says"),
     [

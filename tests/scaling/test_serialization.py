@@ -28,7 +28,7 @@ assert not any(name.startswith("jmp_lite.linen") for name in __import__("sys").m
 IMPORTS = ["import jmp_lite as jmp", "from flax import serialization"]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("order", [IMPORTS, IMPORTS[::-1]], ids=["jmp_lite first", "flax first"])
 def test_a_state_is_saved_whatever_was_imported_first(order):
     script = SCRIPT.format(first=order[0], second=order[1])
@@ -50,7 +50,7 @@ def restored(target, state):
 STEADY = {"period": 5, "hysteresis": 2}
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=2, slow=0)
 @pytest.mark.parametrize(
     "scale",
     [jmp.NoOpLossScale(), jmp.StaticLossScale(8.0), jmp.DynamicLossScale(8.0, **STEADY)],
@@ -65,44 +65,43 @@ def test_every_field_is_restored(scale, settings):
 # Restored into other settings
 
 
-def test_hysteresis_switched_on_begins_with_its_full_tolerance():
-    _, state = trained(jmp.DynamicLossScale(8.0))
-    target = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(64.0, hysteresis=3)).init(
-        make_params()
-    )
-    scale = jmp.get_loss_scale(restored(target, state))
-    assert (float(scale.loss_scale), int(scale.hysteresis_left), scale.hysteresis) == (4.0, 3, 3)
+DYNAMIC, STATIC = jmp.DynamicLossScale, jmp.StaticLossScale
 
 
-def test_hysteresis_switched_off_is_dropped():
-    _, state = trained(jmp.DynamicLossScale(8.0, **STEADY))
-    target = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(64.0)).init(make_params())
-    scale = jmp.get_loss_scale(restored(target, state))
-    assert (float(scale.loss_scale), scale.hysteresis_left) == (8.0, None)
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        # Hysteresis that is switched on begins with its full tolerance; switched off, it is dropped.
+        (DYNAMIC(8.0), DYNAMIC(64.0, hysteresis=3), {"loss_scale": 4, "hysteresis_left": 3, "hysteresis": 3}),
+        (DYNAMIC(8.0, **STEADY), DYNAMIC(64.0), {"loss_scale": 8, "hysteresis_left": None}),
+        # A static scale continues as a dynamic one, and not the other way round: see below.
+        (STATIC(16.0), DYNAMIC(64.0, counter=3), {"loss_scale": 16, "counter": 3}),
+        # A run that needs no scale any more drops it.
+        (DYNAMIC(16.0), jmp.NoOpLossScale(), {"loss_scale": 1}),
+    ],
+)
+def test_a_scale_is_restored_into_other_settings(before, after, expected):
+    _, state = trained(before)
+    loaded = restored(jmp.with_loss_scale(optax.adam(1e-2), after).init(make_params()), state)
+    scale = jmp.get_loss_scale(loaded)
+    assert {name: getattr(scale, name) for name in expected} == expected
+    assert bits(loaded.inner_state) == bits(state.inner_state)
 
 
-def test_a_static_scale_continues_as_a_dynamic_scale():
-    _, state = trained(jmp.StaticLossScale(16.0))
-    target = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(64.0, counter=3)).init(make_params())
-    scale = jmp.get_loss_scale(restored(target, state))
-    assert (float(scale.loss_scale), int(scale.counter)) == (16.0, 3)
-
-
-def test_a_dynamic_scale_is_not_restored_into_a_static_one():
-    _, state = trained(jmp.DynamicLossScale(16.0))
-    target = jmp.with_loss_scale(optax.adam(1e-2), jmp.StaticLossScale(64.0)).init(make_params())
-    with pytest.raises(
-        ValueError, match=r"saved loss scale is dynamic and is restored into a StaticLossScale"
-    ):
-        restored(target, state)
-
-
-def test_a_run_that_needs_no_scale_any_more_drops_it():
-    _, state = trained(jmp.DynamicLossScale(16.0))
-    target = jmp.with_loss_scale(optax.adam(1e-2), jmp.NoOpLossScale()).init(make_params())
-    after = restored(target, state)
-    assert float(jmp.get_loss_scale(after).loss_scale) == 1.0
-    assert bits(after.inner_state) == bits(state.inner_state)
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (
+            jmp.with_loss_scale(optax.sgd(1.0), STATIC(64.0)),
+            "is dynamic and is restored into a StaticLossScale",
+        ),
+        (jmp.skip_nonfinite(optax.sgd(1.0)), "holds a loss scale, and the optimizer is skip_nonfinite"),
+    ],
+)
+def test_a_dynamic_scale_is_not_lost_in_a_state_without_one(target, message):
+    _, state = trained(jmp.DynamicLossScale(16.0), optax.sgd(1.0))
+    with pytest.raises(ValueError, match=message):
+        restored(target.init(make_params()), state)
 
 
 @pytest.mark.parametrize("clip", [(None, 1.0), (1.0, None)], ids=["on", "off"])
@@ -132,14 +131,98 @@ def test_another_number_of_parameters_is_an_error():
         restored(target, state)
 
 
-def test_a_held_scale_is_not_lost_in_a_state_without_one():
-    _, state = trained(jmp.DynamicLossScale(16.0), optax.sgd(1.0))
-    target = jmp.skip_nonfinite(optax.sgd(1.0)).init(make_params())
-    with pytest.raises(ValueError, match=r"holds a loss scale, and the optimizer is skip_nonfinite"):
-        restored(target, state)
-
-
 def test_a_scale_of_its_own_is_saved_too():
     scale = jmp.DynamicLossScale(8.0, counter=2)
     after = restored(jmp.DynamicLossScale(64.0), scale)
     assert (float(after.loss_scale), int(after.counter), after.loss_scale.dtype) == (8.0, 2, np.float32)
+
+
+# A whole run
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:orbax", "ignore::DeprecationWarning:orbax")
+
+STEPS, SAVE_AT = 12, 6
+
+# Hysteresis is on and the scale moves, so that every leaf of the state says something at SAVE_AT.
+TX = jmp.with_loss_scale(
+    optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS)),
+    jmp.DynamicLossScale(2.0**10, period=3, hysteresis=1, min_loss_scale=0.25),
+)
+
+
+def start():
+    params = {"w": jnp.linspace(-1, 1, 24).reshape(6, 4), "b": jnp.full(4, -0.0)}
+    return {"params": params, "opt_state": TX.init(params), "step": jnp.int32(0)}
+
+
+TRACES = []
+
+
+@jax.jit
+def train_step(state):
+    TRACES.append(1)
+
+    def loss_fn(params, x):
+        params, x = jmp.cast_to_half((params, x))
+        return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]).astype(jnp.float32) ** 2)
+
+    x = jnp.cos(jnp.arange(48.0).reshape(8, 6) * (state["step"] + 1))
+    bad = (state["step"] == 1) | (state["step"] == 4) | (state["step"] == 8)
+    x = x.at[2, 3].set(jnp.where(bad, jnp.inf, x[2, 3]))
+    loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(state["opt_state"]))(state["params"], x)
+    updates, opt_state = TX.update(grads, state["opt_state"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
+
+
+def run_until(state, last):
+    losses = []
+    while int(state["step"]) < last:
+        state, loss = train_step(state)
+        losses.append(float(loss))
+    return state, losses
+
+
+def save(path, state):
+    import orbax.checkpoint
+
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+
+
+def restore(path):
+    """The saved state, into one made anew, as a program that starts again would."""
+    import orbax.checkpoint
+
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, start())
+
+
+def scale_fields(state):
+    scale = jmp.get_loss_scale(state["opt_state"])
+    return [float(scale.loss_scale), int(scale.counter), int(scale.hysteresis_left)]
+
+
+@pytest.mark.slow
+def test_a_run_restored_by_orbax_continues_bit_for_bit(tmp_path):
+    uninterrupted, losses = run_until(start(), STEPS)
+    state, first_losses = run_until(start(), SAVE_AT)
+    save(tmp_path / "checkpoint", state)
+    restored = restore(tmp_path / "checkpoint")
+
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert bits(restored) == bits(state)
+    # None of what was saved is what a new run begins with.
+    assert scale_fields(start()) == [2.0**10, 0, 1]
+    assert scale_fields(restored) == [2.0**9, 1, 0]
+    assert int(jmp.metrics(restored["opt_state"])["skipped_steps"]) == 2
+    assert jmp.get_loss_scale(restored["opt_state"]).min_loss_scale == 0.25
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(restored))
+
+    traces = len(TRACES)
+    finished, later_losses = run_until(restored, STEPS)
+    assert len(TRACES) == traces
+    np.testing.assert_array_equal(first_losses + later_losses, losses)
+    assert bits(finished) == bits(uninterrupted)
+    assert int(jmp.metrics(finished["opt_state"])["skipped_steps"]) == 3
