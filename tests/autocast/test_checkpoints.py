@@ -122,6 +122,7 @@ def test_the_loss_is_that_of_the_forward_pass_to_the_last_bit(loss):
     assert jax.jit(jax.value_and_grad(jmp.autocast(loss)))(STACK, X, HEAD)[0] == fun(STACK, X, HEAD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [scanned(block), unrolled], ids=["scanned", "unrolled"])
 def test_the_gradients_are_those_of_a_float32_copy_at_the_end_of_training(loss):
     """The other order keeps float32. Both are as near to float32, also where the loss is fitted."""
@@ -155,6 +156,7 @@ def test_there_is_no_product_more():
     assert products(jax.grad(jmp.autocast(scanned(block)))) == products(jax.grad(scanned(block)))
 
 
+@pytest.mark.slow
 def test_forward_mode_second_derivatives_and_vmap_work():
     args, fun = (STACK, X, HEAD), jmp.autocast(scanned(block))
     float32 = scanned(block)
@@ -170,6 +172,7 @@ def test_forward_mode_second_derivatives_and_vmap_work():
         np.testing.assert_allclose(ours[0], alone, rtol=0.05, atol=0.02 * float(jnp.abs(alone).max()))
 
 
+@pytest.mark.slow
 def test_integers_and_keys_go_through():
     def with_labels(x, weights):
         y = block(x, weights)
