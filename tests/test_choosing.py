@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jmp_lite as jmp
+from examples import digits
+from jmp_lite.diagnostics import profile_ranges
 
 
 def to_tf32(x):
@@ -56,3 +59,20 @@ def test_the_default_precision_holds_for_what_stays_float32():
         careful = jax.make_jaxpr(jmp.autocast(jmp.full_precision(product), jnp.float16))(w, w)
     assert [each.in_half for each in report.operations if each.name == "dot_general"] == [True]
     assert "HIGHEST" in str(careful)
+
+
+@pytest.mark.slow
+def test_the_gradients_of_the_digits_that_are_zero_in_float16():
+    images, _, labels, _ = digits.load_data()
+    x, y = images[:448], labels[:448]
+    model = digits.PixelClassifier(digits.SIZES["small"][0])
+    variables = model.init(jax.random.key(0), x[:1], train=False)
+
+    def loss_fn(params):
+        logits, _ = model.apply({**variables, "params": params}, x, train=True, mutable=["batch_stats"])
+        return digits.squared_error(logits, y)
+
+    report = profile_ranges(loss_fn, jnp.float16)(variables["params"])
+    assert round(report.pooled.fates(0).lost, 2) == 0.65
+    assert (report.largest_safe_scale, report.static_scale) == (2.0**27, 2.0**24)
+    assert report.pooled.fates(24).flushed < 10
