@@ -418,3 +418,40 @@ def test_what_differs_from_jmp_beside_what_test_peers_runs():
     with pytest.raises(ValueError, match="should be above 0"):
         jmp.StaticLossScale(0.0)
     assert jax.tree.leaves((jmp_of_deepmind.StaticLossScale(2.0), jmp.StaticLossScale(2.0))) == [2]  # Ours.
+
+
+@pytest.mark.slow
+def test_a_program_for_jmp_computes_the_same_numbers_with_both():
+    theirs = pytest.importorskip("jmp")
+    batches = np.random.default_rng(0).normal(size=(16, 8, 16)).astype(np.float32)
+    batches[5, 0, 0] = np.inf
+    start, tx = jnp.full((16, 4), 0.1), optax.adam(1e-2)
+
+    def train(jmp):
+        policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+        loss_scale = jmp.DynamicLossScale(jnp.asarray(2.0**10), period=4)
+
+        @jax.jit
+        def train_step(params, opt_state, loss_scale, x):
+            def loss_fn(params):
+                half_params, half_x = policy.cast_to_compute((params, x))
+                output = policy.cast_to_output(half_x @ half_params)
+                return loss_scale.scale(jnp.mean((output - 1) ** 2))
+
+            grads = loss_scale.unscale(jax.grad(loss_fn)(params))
+            finite = jmp.all_finite(grads)
+            updates, new_state = tx.update(grads, opt_state, params)
+            new_params = optax.apply_updates(params, updates)
+            params, opt_state = jmp.select_tree(finite, (new_params, new_state), (params, opt_state))
+            return params, opt_state, loss_scale.adjust(finite)
+
+        params, opt_state, scales = start, tx.init(start), []
+        for x in batches:
+            params, opt_state, loss_scale = train_step(params, opt_state, loss_scale, x)
+            scales.append(float(loss_scale.loss_scale))
+        return params, scales
+
+    (params, scales), (their_params, their_scales) = train(jmp), train(theirs)
+    assert scales == their_scales
+    assert len(set(scales)) > 1
+    np.testing.assert_array_equal(params, their_params)
