@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jmp_lite as jmp
+from examples import digits
+from jmp_lite.diagnostics import profile_ranges
 
 
 def to_tf32(x):
@@ -46,3 +49,20 @@ def test_autocast_keeps_that_in_float32():
     names = {each.name: each.in_half for each in report.operations}
     assert names["dot_general"]
     assert not any(names[name] for name in ("exp", "log", "reduce_sum", "integer_pow"))
+
+
+@pytest.mark.slow
+def test_the_gradients_of_the_digits_that_are_zero_in_float16():
+    images, _, labels, _ = digits.load_data()
+    x, y = images[:448], labels[:448]
+    model = digits.PixelClassifier(digits.SIZES["small"][0])
+    variables = model.init(jax.random.key(0), x[:1], train=False)
+
+    def loss_fn(params):
+        logits, _ = model.apply({**variables, "params": params}, x, train=True, mutable=["batch_stats"])
+        return digits.squared_error(logits, y)
+
+    report = profile_ranges(loss_fn, jnp.float16)(variables["params"])
+    assert round(report.pooled.fates(0).lost, 2) == 0.65
+    assert (report.largest_safe_scale, report.static_scale) == (2.0**27, 2.0**24)
+    assert report.pooled.fates(24).flushed < 10

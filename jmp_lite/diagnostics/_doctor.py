@@ -222,7 +222,9 @@ def _estimate(
     if device is None:
         return None
     if program is None and not _can_compile():
-        skipped["roofline"] = 'Give program=, or install "jmp_lite[h100]" and set JAX_PLATFORMS=cpu.'
+        skipped["roofline"] = (
+            'Give program=, or pip install -e ".[h100]" in the clone and set JAX_PLATFORMS=cpu.'
+        )
         return None
     if program is None:
         traced = trace("doctor", call, args, kwargs)

@@ -49,7 +49,7 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
         raise ValueError(f"A mesh has 1 to 8 devices, or a multiple of 8, eight a host. Got {count}.")
     # JAX's own error for a missing plugin does not say what to install.
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        raise RuntimeError('The CUDA plugin of JAX is not installed: pip install "jmp_lite[h100]".')
+        raise RuntimeError('JAX has no CUDA plugin: pip install -e ".[h100]" in the clone of jmp_lite.')
     hosts, devices = (1, count) if count <= 8 else (count // 8, 8)
     # XLA's form of a topology: groups of hosts, hosts of a group, devices of a host. XLA reads the properties
     # of the GPU from `target_config`, and does not ask the driver.

@@ -91,3 +91,20 @@ def test_a_loss_in_half_carries_the_scale_in_half():
     report = checked_report(loss, w, x, scale=2.0**16)
     assert (report.cause.direction, report.cause.operation) == ("backward", "convert_element_type")
     assert [trial.loss_scale for trial in report.remedies] == [2.0**15]
+
+
+@pytest.mark.slow
+def test_a_step_with_adam_on_float16_parameters_names_the_state_to_keep_in_float32():
+    """Its epsilon of 1e-8 is 0 in float16. docs/diagnosis.md quotes the remedy."""
+    tx = optax.adam(1e-3)
+
+    def train_step(params, opt_state, batch):
+        grads = jax.grad(lambda params: jnp.mean((batch @ params["w"]).astype(jnp.float32)))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    halves = {"w": jnp.ones((4, 4), jnp.float16), "unused": jnp.ones(4, jnp.float16)}
+    batch = jnp.linspace(-1, 1, 12).reshape(3, 4)
+    report = find_nonfinite(train_step, transform=None)(halves, tx.init(halves), batch)
+    assert "0/unused" in report.gradients
+    assert report.remedies[0].change == "pass these arguments in float32: opt_state"
