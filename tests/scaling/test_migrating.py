@@ -336,69 +336,6 @@ def test_an_equinox_program_by_hand_trains_as_the_one_of_the_page():
         params, opt_state, _ = step(params, opt_state, loss_scale, x)
     weight = lambda model: model.layers[0].weight
     assert_close(weight(page["model"]), weight(params), weight(arrays), 0.05)
-<<<<<<< HEAD
-=======
-
-
-@pytest.mark.slow
-def test_optax_with_a_scale_by_hand_takes_the_steps_of_with_loss_scale():
-    batches = np.random.default_rng(0).normal(size=(16, 8, 16)).astype(np.float32)
-    batches[5, 0, 0] = np.inf
-    S, start = 2.0**10, jnp.full((16, 4), 0.1)
-    by_hand = optax.apply_if_finite(optax.chain(optax.scale(1 / S), optax.adam(1e-2)), 10)
-    ours = jmp.with_loss_scale(optax.adam(1e-2), jmp.StaticLossScale(S))
-    half_loss = jmp.autocast(lambda params, x: jnp.mean((x @ params - 1) ** 2), jnp.float16)
-
-    def train(tx, grad_fn):
-        @jax.jit
-        def step(params, opt_state, x):
-            updates, opt_state = tx.update(grad_fn(params, opt_state, x), opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        params, opt_state = start, tx.init(start)
-        for x in batches:
-            params, opt_state = step(params, opt_state, x)
-        return params, opt_state
-
-    scaled = lambda params, _, x: jax.grad(lambda params: S * half_loss(params, x))(params)
-    theirs, _ = train(by_hand, scaled)
-    params, opt_state = train(
-        ours, lambda params, state, x: jmp.grad(half_loss, jmp.get_loss_scale(state))(params, x)
-    )
-    assert_close(params, theirs, start, 0.01)
-    assert jmp.metrics(opt_state)["skipped_steps"] == 1
-
-
-def test_apply_if_finite_takes_the_steps_of_skip_nonfinite_until_it_applies_a_nan():
-    def train(tx, grads):
-        params = jnp.float32(1)
-        opt_state, update = tx.init(params), jax.jit(tx.update)
-        for grad in grads:
-            updates, opt_state = update(jnp.float32(grad), opt_state, params)
-            params = optax.apply_updates(params, updates)
-        return params, opt_state
-
-    theirs, ours = optax.apply_if_finite(optax.adam(0.1), 2), jmp.skip_nonfinite(optax.adam(0.1))
-    grads = [0.5, np.inf, 0.3, np.nan, np.nan, -0.2]
-    (their_params, their_state), (params, opt_state) = train(theirs, grads), train(ours, grads)
-    assert params == their_params
-    metrics = jmp.metrics(opt_state)
-    assert metrics["skipped_steps"] == their_state.total_notfinite == 3
-    assert metrics["consecutive_skipped_steps"] == their_state.notfinite_count == 0
-    grads = [0.5, np.nan, np.nan, np.nan]
-    assert jnp.isnan(train(theirs, grads)[0])
-    assert train(ours, grads)[0] == train(ours, grads[:1])[0]
-
-
-def test_what_differs_from_jmp_beside_what_test_peers_runs():
-    jmp_of_deepmind = pytest.importorskip("jmp")
-    loss = jnp.float16(1)
-    assert jmp_of_deepmind.StaticLossScale(2.0).unscale(loss).dtype == jnp.float16
-    assert jmp.StaticLossScale(2.0).unscale(loss).dtype == jnp.float32
-    assert jmp_of_deepmind.StaticLossScale(0.0).loss_scale == 0
-    with pytest.raises(ValueError, match="should be above 0"):
-        jmp.StaticLossScale(0.0)
-    assert jax.tree.leaves((jmp_of_deepmind.StaticLossScale(2.0), jmp.StaticLossScale(2.0))) == [2]  # Ours.
 
 
 @pytest.mark.slow
@@ -436,4 +373,3 @@ def test_a_program_for_jmp_computes_the_same_numbers_with_both():
     assert scales == their_scales
     assert len(set(scales)) > 1
     np.testing.assert_array_equal(params, their_params)
->>>>>>> 3972923223fdd40ad47e41862f202beb20acf633
