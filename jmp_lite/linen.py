@@ -13,7 +13,7 @@ import numpy as np
 try:
     import flax.linen as nn
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("jmp_lite.linen needs Flax: pip install 'jmp_lite[flax]'.") from error
+    raise ModuleNotFoundError("jmp_lite.linen needs Flax: pip install flax.") from error
 
 from ._dtypes import DTypeLike, parse_reduce_dtype
 from ._flax.calls import Args, Kwargs, run_call, run_model

@@ -11,7 +11,7 @@ import numpy as np
 try:
     from flax import nnx
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("jmp_lite.nnx needs Flax: pip install 'jmp_lite[flax]'.") from error
+    raise ModuleNotFoundError("jmp_lite.nnx needs Flax: pip install flax.") from error
 
 from ._dtypes import DTypeLike, parse_reduce_dtype
 from ._flax.calls import Args, Kwargs, run_call, run_model
