@@ -160,14 +160,15 @@ def test_there_is_no_product_more():
 def test_forward_mode_second_derivatives_and_vmap_work():
     args, fun = (STACK, X, HEAD), jmp.autocast(scanned(block))
     float32 = scanned(block)
-    grad = jax.grad(fun)(*args)
-    tangent = jax.jvp(lambda stack: fun(stack, X, HEAD), (STACK,), (grad,))[1]
+    grad = jax.jit(jax.grad(fun))(*args)
+    tangent = jax.jit(lambda: jax.jvp(lambda stack: fun(stack, X, HEAD), (STACK,), (grad,))[1])()
     square = sum(float(jnp.vdot(leaf, leaf)) for leaf in jax.tree.leaves(grad))
     assert float(tangent) == pytest.approx(square, rel=0.02)
-    product = lambda loss: jax.jvp(lambda s: jax.grad(loss)(s, X, HEAD), (STACK,), (grad,))[1]
+    hvp = lambda loss: jax.jvp(lambda s: jax.grad(loss)(s, X, HEAD), (STACK,), (grad,))[1]
+    product = lambda loss: jax.jit(lambda: hvp(loss))()
     for ours, exact in zip(jax.tree.leaves(product(fun)), jax.tree.leaves(product(float32))):
         assert np.linalg.norm(ours - exact) < 0.1 * np.linalg.norm(exact)
-    several = jax.vmap(jax.grad(fun), (None, 0, None))(STACK, jnp.stack([X, 2 * X]), HEAD)
+    several = jax.jit(jax.vmap(jax.grad(fun), (None, 0, None)))(STACK, jnp.stack([X, 2 * X]), HEAD)
     for ours, alone in zip(jax.tree.leaves(several), jax.tree.leaves(grad)):
         np.testing.assert_allclose(ours[0], alone, rtol=0.05, atol=0.02 * float(jnp.abs(alone).max()))
 
@@ -182,6 +183,6 @@ def test_integers_and_keys_go_through():
         x, (labels, _) = jax.checkpoint(with_labels)(x + 0 * x, jax.tree.map(lambda leaf: leaf[0], stack))
         return optax.softmax_cross_entropy_with_integer_labels(x @ head, labels % CLASSES).mean()
 
-    ours, exact = jax.grad(jmp.autocast(loss))(STACK, X, HEAD), jax.grad(loss)(STACK, X, HEAD)
+    ours, exact = (jax.jit(jax.grad(each))(STACK, X, HEAD) for each in (jmp.autocast(loss), loss))
     for mine, theirs in zip(jax.tree.leaves(ours), jax.tree.leaves(exact)):
         assert np.linalg.norm(mine - theirs) < 0.03 * np.linalg.norm(theirs)
