@@ -69,7 +69,7 @@ CASES = [
 ]
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("name", "dtype", "scale"), CASES)
 def test_a_healthy_model_has_no_finding_of_its_values(name, dtype, scale):
     model, x = MODELS[name]

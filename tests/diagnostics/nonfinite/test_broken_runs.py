@@ -74,8 +74,8 @@ def test_an_overflow_that_ends_in_finite_numbers(run):
     assert "A value inside of it is not finite." in report.summary()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", cases(OVERFLOWS))
+@pytest.mark.cases(slow=4)
+@pytest.mark.parametrize("run", OVERFLOWS, ids=lambda run: run.name)
 def test_doctor_names_an_overflow_that_ends_in_finite_numbers(run):
     finding = doctor(run.fun, device=None, **({"transform": None} if run.step else {}))(*run.args).findings[0]
     assert finding.severity == "not finite"
@@ -103,7 +103,7 @@ def test_doctor_names_the_line_that_a_wrong_step_casts_in(run):
 RIGHT_ON_A_CPU = ("a_mean_of_small_numbers_in_float16",)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=8)
 @pytest.mark.parametrize("run", [run for run in FINITE_AND_WRONG if not run.step], ids=lambda run: run.name)
 def test_doctor_finds_what_is_finite_and_wrong(run):
     diagnosis = doctor(run.fun, run.dtype, device=None)(*run.args)
