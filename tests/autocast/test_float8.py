@@ -1,5 +1,6 @@
 """`autocast(fun, "float8")`: which products run in fp8, in which formats, in both orders, and inside what."""
 
+import types
 import warnings
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 from jax import lax
 
 import jmp_lite as jmp
-from jmp_lite._float8.selection import SMALLEST_SIZE
+from jmp_lite._float8.quantize import quantize
+from jmp_lite._float8.selection import SMALLEST_SIZE, warn_without_float8
 from tests.support.arrays import normal
 from tests.support.jaxprs import equations, product_kinds
 
@@ -347,6 +349,34 @@ def test_a_forward_mode_derivative_is_refused_by_jax():
 
 
 # Words, and a run.
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "warns"),
+    [
+        ("cpu", "", True),
+        ("gpu", "8.0", True),
+        ("gpu", "8.9", False),
+        ("gpu", "9.0", False),
+        ("gpu", "gfx942", False),
+    ],
+)
+def test_a_warning_names_a_device_without_fp8(platform, capability, warns, monkeypatch):
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability, device_kind=platform)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_without_float8()
+    assert bool(caught) == warns
+
+
+@pytest.mark.parametrize("dtype", [E4, E5])
+def test_the_largest_number_is_in_the_upper_part_of_the_range(dtype):
+    largest = float(jnp.finfo(np.dtype(dtype)).max)
+    for size in (1e-20, 0.3, 1.0, 1.99, 2.0, 300.0, 1e20):
+        quantized = quantize(normal(0, 16, 16) * size, np.dtype(dtype))
+        assert 0.37 * largest <= float(jnp.abs(quantized.array.astype(jnp.float32)).max()) <= 0.86 * largest
+        assert np.frexp(float(quantized.step))[0] == 0.5
 
 
 def test_one_warning_says_that_this_machine_has_no_fp8():
