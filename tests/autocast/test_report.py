@@ -1,5 +1,7 @@
 """`explain`: what it says of every operation is what autocast does."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -273,3 +275,15 @@ def test_an_operation_in_a_while_loop_counts_once_and_in_a_scan_each_time():
 
     found = [each for each in jmp.explain(loops)(jnp.ones((4, 4))).operations if each.is_product]
     assert [(each.times, each.flops) for each in found] == [(1, 2 * 4**3), (5, 5 * 2 * 4**3)]
+
+
+def test_moves_and_casts_count_no_flops_and_the_casts_of_the_program_are_not_autocasts():
+    def fun(w, x):
+        return jnp.sum(x.T @ w) + jnp.sum(jnp.exp(x).astype(jnp.bfloat16).astype(jnp.float32))
+
+    report = jmp.explain(jmp.autocast(fun))(jnp.ones((4, 8)), jnp.ones((4, 2)))
+    flops = {operation.name: operation.flops for operation in report.operations}
+    assert flops["transpose"] == flops["convert_element_type"] == 0
+    assert (flops["dot_general"], flops["exp"]) == (2 * 2 * 8 * 4, 8)
+    (casts,) = re.findall(r"(\d+) casts", report.summary())
+    assert int(casts) == 3  # Of `w`, of `x`, and of the product in front of its sum.
