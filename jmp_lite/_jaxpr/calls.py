@@ -11,7 +11,7 @@ to `inner.inner_jaxprs`, and a function here. autocast takes it from `CALLS`; th
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -104,15 +104,19 @@ def remat(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def remat_from_half(equation: Equation, body: Body, kept: Mapping[int, Any]) -> Callable[..., list[Array]]:
-    """Returns a rematerialized function that keeps half copies of some operands for its backward pass.
+def remat_from_half(
+    equation: Equation, body: Body, kept: Sequence[int], half: Any
+) -> Callable[..., list[Array]]:
+    """Returns a rematerialized function that keeps some operands in `half` for its backward pass.
 
-    The function itself reads its operands as they are. Its derivatives compute it again, from the copies.
+    The forward pass reads the operands as they are. The backward pass computes the function again from the
+    half copies.
 
     Args:
         equation: a `remat2` without a policy.
         body: the function, without side outputs.
-        kept: for the index of each such operand, the dtype of its copy.
+        kept: the indexes of the operands to keep in half.
+        half: the half dtype.
     """
 
     remat = functools.partial(jax.checkpoint, prevent_cse=equation.params["prevent_cse"])
@@ -138,9 +142,7 @@ def remat_from_half(equation: Equation, body: Body, kept: Mapping[int, Any]) -> 
             return jax.jvp(of_moving, [operands[i] for i in moving], directions)[1]
 
         # By default XLA would leave out a cast down and up again, and keep the operand itself.
-        copies = [
-            lax.optimization_barrier(cast(x, kept[i])) if i in kept else x for i, x in enumerate(primals)
-        ]
+        copies = [lax.optimization_barrier(cast(x, half)) if i in kept else x for i, x in enumerate(primals)]
         changes = iter(again(copies, [tangents[index] for index in moving]))
         zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         return results, [next(changes) if each else zero(x) for x, each in zip(results, moves)]

@@ -1,4 +1,4 @@
-"""Finds the float32 inputs of a rematerialized function of which a bfloat16 copy is enough to run it again.
+"""Finds the float32 inputs of a `jax.checkpoint` that it can keep in bfloat16 for the backward pass.
 
 `jax.checkpoint` keeps the inputs of a function for the backward pass. In a deep stack of layers that is the
 residual stream in front of each layer, and in float32 it takes twice the memory that it takes with casts by
@@ -13,8 +13,11 @@ gradients infinite.
 import enum
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+import numpy as np
+
 from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import Var, is_literal, open_jaxpr
+from ..._jaxpr.read import Var, is_differentiated, is_literal, open_jaxpr
 from .op import Op
 from .plan import Call, Decision, Move, Plan, Run, Skip, Take
 from .states import FLOAT32, State
@@ -33,14 +36,17 @@ _IN_NORMS = frozenset({"div", "integer_pow", "max", "mul", "reduce_sum", "rsqrt"
 _CALLS = frozenset({"closed_call", "custom_jvp_call", "jit"})
 
 
-def kept_in_half(op: Op, plan: Plan, operands: Sequence[State]) -> tuple[int, ...]:
-    """Returns the indexes of the operands of which a `jax.checkpoint` should keep a bfloat16 copy.
+def kept_in_half(op: Op, plans: Sequence[Plan], operands: Sequence[State], half: np.dtype) -> tuple[int, ...]:
+    """Returns the indexes of the operands that a call should keep in bfloat16 for its backward pass.
 
-    A policy may keep further values of the forward pass, which do not fit the copies. Then there are none.
+    Only a `jax.checkpoint` without a policy keeps any. A policy may save further values of the forward pass,
+    and the copies would not match them.
     """
-    (inner,), params = op.inner, op.equation.params
-    if params["policy"] is not None or params["differentiated"] or op.equation.effects:
+    if op.name != "remat2" or half != jnp.bfloat16 or op.equation.effects:
         return ()
+    if op.equation.params["policy"] is not None or is_differentiated(op.equation):
+        return ()
+    (inner,), (plan,) = op.inner, plans
     inputs = zip(inner.operands, open_jaxpr(inner.jaxpr).invars)
     return tuple(
         index

@@ -6,6 +6,7 @@ The planner asks this for two options, and only for them:
 - The predicate of a `while` loop needs what it is computed from: `Predicates`.
 """
 
+import abc
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from ..._jaxpr.read import Jaxpr, Var, is_literal, open_jaxpr
 from .op import Op
 
 
-class Dependence:
+class Dependence(abc.ABC):
     """The search, once for each jaxpr and each set of outputs. A subclass says which operations it crosses.
 
     `ops_of` returns the operations of a jaxpr, and keeps the jaxpr alive.
@@ -93,9 +94,9 @@ class Dependence:
         del flags
         return True
 
+    @abc.abstractmethod
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
         """Whether an operation leads on to its operands. `is_found` says that one of its results is found."""
-        raise NotImplementedError
 
 
 class Intermediate(Dependence):

@@ -43,7 +43,7 @@ class Formats:
     """How a product takes its two operands in fp8."""
 
     dtypes: tuple[np.dtype, ...]  # The fp8 dtype of each operand.
-    sources: tuple[np.dtype, ...]  # The dtype from which each operand is cast to fp8: float32 or bfloat16.
+    sources: tuple[np.dtype, ...]  # The dtype of each operand before its cast to fp8: float32 or bfloat16.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Move:
     """Moves data. Each operand keeps its dtype."""
 
     operands: tuple[Take, ...]  # How it takes each operand.
-    # Whether it moves its first operand in float32 and in half. The gradients of all readers go back in
-    # float32. So a copy adds up its gradients in float32, a gathering between devices sends half the bytes,
-    # and readers in half read what was cast before the move.
+    # Whether to move the first operand twice, in float32 and in half. Its gradients then stay float32, so
+    # those of a copy are summed in float32. The half operand is cast before the move, so a gather across
+    # devices sends half the bytes.
     both: bool = False
     # One flag for each result: whether float32 operations read a half result (`pairs`).
     paths: tuple[bool, ...] = ()
@@ -128,7 +128,7 @@ class Call:
     # only their half operands.
     recompute: bool = False
     paired: tuple[int, ...] = ()  # The indexes of the half results that leave the call as pairs (`pairs`).
-    # The indexes of the operands of which a `jax.checkpoint` keeps a half copy (`checkpoints`).
+    # The indexes of the operands that a `jax.checkpoint` keeps in half for its backward pass (`checkpoints`).
     kept: tuple[int, ...] = ()
 
 
@@ -193,7 +193,7 @@ class Pairs:
     starts: frozenset[Var]  # The variables at which float32 gradients of several readers meet.
     # The variables that are read in float32: by an operation, by a call, or after a move.
     read: frozenset[Var]
-    # One flag for each output: whether it is half, and gradients meet at its source.
+    # One flag for each output: whether it is a half value whose gradients must be summed in float32.
     outputs: tuple[bool, ...]
 
 

@@ -148,8 +148,7 @@ class Planner:
         action: Run | Call = Run((Take.AS_IS,) * len(operands))
         if changed:
             inside = _inside(op, operands, plans, results)
-            keeps = op.name == "remat2" and self.rules.dtype == jnp.bfloat16
-            kept = kept_in_half(op, plans[0], operands) if keeps else ()
+            kept = kept_in_half(op, plans, operands, self.rules.dtype)
             action = Call(_handler(op, operands, plans), inside, op.recomputes, kept=kept)
         reason = "decided inside, operation by operation"
         return Decision(op, Category.CALL, action, results, reason, changed, tuple(plans))

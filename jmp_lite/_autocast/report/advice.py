@@ -30,8 +30,8 @@ class _Origin:
     """Why a value is in float32."""
 
     text: str  # The reason.
-    widened: bool = False  # Whether it was half before, and the program cast it up.
-    promoted: bool = False  # Whether it was cast up because another operand is in float32.
+    widened: bool = False  # Whether the program cast it from half to float32.
+    promoted: bool = False  # Whether a float32 operand promoted it to float32.
 
 
 def find_promotions(jaxpr: Jaxpr, names: Sequence[str]) -> dict[int, str]:

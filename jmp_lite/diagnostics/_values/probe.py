@@ -1,5 +1,6 @@
 """Probes, which choose the values that the tap measures, and measure them."""
 
+import abc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ class TapValue(NamedTuple):
     is_scaled: bool = False  # Whether it depends on the loss scale, as gradients do.
 
 
-class Probe:
+class Probe(abc.ABC):
     """Chooses the values to measure, and measures them: by default every floating value."""
 
     adds = False  # Whether the measurements of a loop's iterations are joined instead of kept.
@@ -40,16 +41,16 @@ class Probe:
         del site, half
         return True
 
+    @abc.abstractmethod
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
         """Returns the measurement as one array of a fixed shape. An output of the program has no site."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def empty(self, dtype: Any) -> Array:
         """Returns the measurement of an array of this dtype without elements."""
-        raise NotImplementedError
 
     def join(self, first: Array, second: Array) -> Array:
-        """Returns two measurements as one, if `adds`."""
+        """Returns two measurements as one. Only a probe that `adds` has this."""
         raise NotImplementedError
 
     def alarm(self, record: Array) -> Array:
