@@ -74,7 +74,7 @@ FILES = {
     "diagnostics._values": "sites probe tap calls trace numbers reference",
     "diagnostics._precision": "modules sources flags groups fewest report compare",
     "diagnostics._nonfinite": "extremes flow hints report trials find",
-    "diagnostics._ranges": "magnitudes float8 scales picture report profile updates",
+    "diagnostics._ranges": "magnitudes scales picture report float8 profile updates",
     "programs": "_hlo _traffic _products _program _read _gpus _compile _roofline",
     "diagnostics": "_findings _doctor",
     "testing": "_products _skips",

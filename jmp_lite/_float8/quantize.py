@@ -55,7 +55,7 @@ def quantize(x: Array, dtype: np.dtype) -> Quantized:
     `_first_order` sees if `x` is differentiated.
     """
     fixed = lax.stop_gradient(x)
-    step, fixed = lax.optimization_barrier((_step(fixed, dtype), fixed))
+    step, fixed = lax.optimization_barrier((step_of(fixed, dtype), fixed))
     array = lax.convert_element_type(lax.convert_element_type(fixed, jnp.float32) / step, dtype)
     return Quantized(lax.bitcast_convert_type(array, jnp.uint8), _differentiated(step, x), dtype)
 
@@ -73,7 +73,8 @@ def _differentiated_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _differentiated(*primals), jnp.sum(tangents[1], dtype=jnp.float32) * 0.0
 
 
-def _step(x: Array, dtype: np.dtype) -> Array:
+def step_of(x: Array, dtype: np.dtype) -> Array:
+    """Returns the step of a tensor in an fp8 dtype: a power of two, as a float32 scalar."""
     # 448 = 1.75 * 2**8 in e4m3, 57344 = 1.75 * 2**15 in e5m2. The rounding moves the maximum by at most a
     # half of the power of two, so `x / step` is at most 1.5 * 2**8, and 1.5 * 2**15.
     exponent = math.frexp(float(jnp.finfo(dtype).max))[1] - 1

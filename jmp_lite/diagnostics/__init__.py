@@ -21,7 +21,6 @@ from ._precision.compare import compare_precision as compare_precision
 from ._precision.report import Difference as Difference
 from ._precision.report import ModuleDifference as ModuleDifference
 from ._precision.report import PrecisionReport as PrecisionReport
-from ._ranges.float8 import Float8Range as Float8Range
 from ._ranges.magnitudes import Fates as Fates
 from ._ranges.magnitudes import Magnitudes as Magnitudes
 from ._ranges.profile import profile_ranges as profile_ranges

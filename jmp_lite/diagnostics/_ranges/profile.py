@@ -19,7 +19,7 @@ from ..._jaxpr.read import open_jaxpr
 from .._values.reference import has_value
 from .._values.sites import Path, in_half
 from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
-from .float8 import float8_ranges
+from .float8 import float8_operands
 from .magnitudes import Histogram, pooled
 from .report import ModuleRange, RangeReport
 
@@ -91,7 +91,7 @@ def profile_ranges(
             ModuleRange(name, "backward", probe.read(record), exponent)
             for name, record in zip(program.gradients, measured.results[1:])
         )
-        float8 = float8_ranges(program, plan, 2.0**exponent) if plan is not None and rules.float8 else ()
+        float8 = float8_operands(program, plan, 2.0**exponent) if plan is not None and rules.float8 else ()
         modules = _modules(measured, probe, exponent)
         return RangeReport(rules.dtype, 2.0**exponent, modules, gradients, float8)
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from ..._scaling.loss_scale import DynamicLossScale
 from ..._text import Shown, aligned, dynamic_scale, power, wrapped
-from .float8 import Float8Range
 from .magnitudes import Fates, Magnitudes, pooled
 from .picture import draw
 from .scales import TOLERANCE, Scales, scales_for
@@ -22,7 +21,8 @@ class ModuleRange:
         name: the module: named scopes, Flax modules and jitted functions, joined by slashes. Without one, the
             object that holds the last parameter before. For a gradient, the path of the parameter.
         direction: `forward` or `backward`.
-        magnitudes: their magnitudes; in the backward pass, at a scale of 1.
+        magnitudes: their magnitudes; in the backward pass, at a scale of 1. An operand in fp8 is divided
+            by its step.
         scale: the loss scale of the report as a power of two: its exponent in the backward pass, else 0.
 
     Examples:
@@ -57,8 +57,8 @@ class RangeReport(Shown):
         loss_scale: the loss scale, a power of two.
         modules: the values that are half or would be, by module and direction, in the order of the program.
         gradients: the gradient of each parameter, by its path.
-        float8: what fp8 flushes to zero among the operands of products, by module and direction; empty if
-            the dtype was not `float8`, or no product runs in fp8.
+        float8: the operands of matmuls in fp8, each divided by its step, by module and direction: e4m3
+            forward, and the cotangents in e5m2. Empty if no matmul runs in fp8.
 
     Examples:
         >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(jnp.ones((8, 4)), jnp.ones((2, 8)))
@@ -72,7 +72,7 @@ class RangeReport(Shown):
     loss_scale: float
     modules: tuple[ModuleRange, ...]
     gradients: tuple[ModuleRange, ...]
-    float8: tuple[Float8Range, ...] = ()
+    float8: tuple[ModuleRange, ...] = ()
 
     @cached_property
     def pooled(self) -> Magnitudes:
@@ -139,7 +139,7 @@ class RangeReport(Shown):
         return f"RangeReport({self.summary()})"
 
     def __str__(self) -> str:
-        lines = [*wrapped(self.summary()), "", *aligned(self.rows(), left=2)]
+        lines = [*wrapped(self.summary()), "", *aligned(_table(self.modules), left=2)]
         if self.without_scale:
             names = ", ".join(f"{row.name or '/'} ({row.direction})" for row in self.without_scale[:6])
             lines += ["", *wrapped(f"More than 1 % of these becomes zero at every safe scale: {names}.")]
@@ -150,34 +150,9 @@ class RangeReport(Shown):
         if self.without_scale or self.overflowing:
             lines += wrapped("compare_precision says whether this matters, and which rules help.")
         if self.float8:
-            text = "Operands of products in fp8. None overflows: each tensor has a scale of its own."
-            lines += ["", *wrapped(text), "", *aligned(self.float8_rows(), left=3)]
+            text = "Operands of matmuls in fp8, each divided by its own scale: e4m3 forward, e5m2 backward."
+            lines += ["", *wrapped(text), "", *aligned(_table(self.float8), left=2)]
         return "\n".join(lines)
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Returns the modules as a table of text, with a head."""
-        head = ("module", "direction", "values", "zeros", "min", "max", "flushed", "subnormal", "overflow")
-        rows: list[tuple[str, ...]] = [head]
-        for module in self.modules:
-            fates, magnitudes = module.fates, module.magnitudes
-            zeros = magnitudes.zeros / magnitudes.values if magnitudes.values else 0.0
-            ends = (magnitudes.smallest, magnitudes.largest)
-            extremes = (f"{magnitude * 2.0**module.scale:.3g}" for magnitude in ends)
-            counts = (fates.flushed, fates.subnormal, fates.overflowed)
-            shares = (f"{fates.share(count):.2%}" for count in counts)
-            start = (module.name or "/", module.direction, f"{magnitudes.values:,}", f"{zeros:.1%}")
-            rows.append((*start, *extremes, *shares))
-        return rows
-
-    def float8_rows(self) -> list[tuple[str, ...]]:
-        """Returns the counts of fp8 as a table of text, with a head."""
-        head = ("module", "direction", "dtype", "values", "zeros", "flushed in e4m3", "in e5m2")
-        rows: list[tuple[str, ...]] = [head]
-        for row in self.float8:
-            zeros = row.zeros / row.values if row.values else 0.0
-            start = (row.name or "/", row.direction, row.dtype, f"{row.values:,}", f"{zeros:.1%}")
-            rows.append((*start, *(f"{row.share(count):.2%}" for count in row.flushed.values())))
-        return rows
 
     def plot(self, path: str | Path) -> None:
         """Draws the histogram of the gradients, and the share that each loss scale loses, into a file.
@@ -189,3 +164,19 @@ class RangeReport(Shown):
             ImportError: matplotlib is not installed.
         """
         draw(self, path)
+
+
+def _table(modules: tuple[ModuleRange, ...]) -> list[tuple[str, ...]]:
+    """Returns modules as a table of text, with a head."""
+    head = ("module", "direction", "values", "zeros", "min", "max", "flushed", "subnormal", "overflow")
+    rows: list[tuple[str, ...]] = [head]
+    for module in modules:
+        fates, magnitudes = module.fates, module.magnitudes
+        zeros = magnitudes.zeros / magnitudes.values if magnitudes.values else 0.0
+        ends = (magnitudes.smallest, magnitudes.largest)
+        extremes = (f"{magnitude * 2.0**module.scale:.3g}" for magnitude in ends)
+        counts = (fates.flushed, fates.subnormal, fates.overflowed)
+        shares = (f"{fates.share(count):.2%}" for count in counts)
+        start = (module.name or "/", module.direction, f"{magnitudes.values:,}", f"{zeros:.1%}")
+        rows.append((*start, *extremes, *shares))
+    return rows
