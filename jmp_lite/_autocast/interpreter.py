@@ -197,8 +197,7 @@ class Interpreter:
             value.in_float8(array, dtype) for value, array, dtype in zip(operands, arrays, formats.dtypes)
         ]
         dtype = action.params.get("preferred_element_type", self.half)
-        half_product = self._half_product(equation)
-        return float8_product(equation, half_product, arrays, quantized, dtype, action.gradients)
+        return float8_product(equation, arrays, quantized, dtype, action.gradients)
 
     def _half_product(self, equation: Equation) -> Callable[[Array, Array], Array]:
         return _product(equation, {"preferred_element_type": self.half, "precision": None})

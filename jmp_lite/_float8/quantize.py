@@ -14,6 +14,7 @@ The operations are written such that XLA makes few kernels of them on a GPU:
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._jaxpr.bind import INLINE
 from .._jaxpr.read import Array
 
 FORWARD = np.dtype(jnp.float8_e4m3fn)
@@ -47,6 +49,7 @@ class Quantized:
 jax.tree_util.register_dataclass(Quantized, ["bits", "step"], ["dtype"])
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=INLINE)
 def quantize(x: Array, dtype: np.dtype) -> Quantized:
     """Returns `x`, of float32 or bfloat16, in an fp8 dtype.
 
