@@ -135,8 +135,8 @@ def test_the_files_that_the_tour_of_the_code_names_exist():
 
 TOPICS = (
     *("use gradient accumulation", "DDP", "resume", "evaluate", "log", "-1e9"),
-    *("clip gradients", "schedule", "several optimizers", "moving average", "export", "float32 and half"),
-    *("freeze", "train with BatchNorm", "rematerialize", "scan over layers", "gradient penalty"),
+    *("clip gradients", "schedule", "two optimizers", "moving average", "export", "float32 and half"),
+    *("freeze", "train with BatchNorm", "rematerialize", "gradient penalty"),
     *("custom kernel", "mix modules", "inside the backward pass", "UnexpectedTracerError"),
     *("dtype argument", "LoRA", "first skipped", "mean loss NaN", "OOM", "Apple, AMD", "fp8"),
     *("to a tolerance", "K-FAC", "updates", "one layer in float32", "gradients accumulate"),
