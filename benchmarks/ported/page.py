@@ -87,11 +87,13 @@ def section(name: str) -> str:
     port: Port = program(name).PORT
     measured = result(name)
     address = blob(port.repository, port.revision, port.file)
-    source = f"[`{port.file}`]({address})" if port.own is None else "with a train step of ours"
-    commit = f"https://github.com/{port.repository}/tree/{port.revision}"
+    source = f"[`{port.file}`]({address}) of {port.repository}"
+    if port.own is not None:
+        commit = f"https://github.com/{port.repository}/tree/{port.revision}"
+        source = f"[{port.repository}]({commit}), with a train step of ours"
     packages = f" It needs `pip install {port.packages}`." if port.packages else ""
     intro = (
-        f"[{port.repository}]({commit}), {source}: +{measured['added']}/-{measured['removed']}. {port.size}, "
+        f"{source}: +{measured['added']}/-{measured['removed']}. {port.size}, "
         f"{measured['steps']} {port.unit}. {port.note}{packages}"
     )
     edits = [(line, edit) for line, edit in zip(measured["lines"], port.edits) if not is_import(edit)]
