@@ -75,7 +75,7 @@ def test_the_links_of_the_readme_hold_on_a_package_index():
     text = (ROOT / "README.md").read_text()
     for substitution in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
         text = re.sub(substitution["pattern"], substitution["replacement"], text)
-    links = re.findall(r"\]\((.*?)\)", text)
+    links = [*re.findall(r"\]\((.*?)\)", text), *re.findall(r'src(?:set)?="(.*?)"', text)]
     assert len(links) > 15
     own = [link for link in links if link.startswith(address)]
     assert all(link.startswith("https://") for link in links)
@@ -83,7 +83,12 @@ def test_the_links_of_the_readme_hold_on_a_package_index():
         kind, path = link.removeprefix(f"{address}/").split("/main/")
         assert kind == ("raw" if path.endswith(".png") else "blob")
         assert (ROOT / path.split("#")[0]).is_file()
-    assert {link.split("/")[-1] for link in own} >= {"digits.png", "diagnosis.md", "CHANGELOG.md"}
+    assert {link.split("/")[-1] for link in own} >= {
+        "digits.png",
+        "digits_dark.png",
+        "diagnosis.md",
+        "CHANGELOG.md",
+    }
 
 
 def test_the_lines_that_the_diff_of_the_readme_adds_are_those_of_the_first_program():
