@@ -157,14 +157,10 @@ def test_each_question_has_a_heading_of_its_own():
 
 
 def test_every_python_block_of_a_page_is_one_that_runs():
-    """A block in another spelling of Python would not run above.
-
-    `py` is PyTorch's side of its page, which `benchmarks/tests/arms/test_torch_page.py` runs.
-    """
+    """A block in another spelling of Python would not run above."""
     for page in PAGES:
         languages = set(re.findall(r"^```(\S+)", page.read_text(), re.MULTILINE))
-        allowed = {"python", "sh", "text", "diff"} | ({"py"} if page.name == "torch.md" else set())
-        assert languages <= allowed, page.name
+        assert languages <= {"python", "sh", "text", "diff"}, page.name
 
 
 def test_every_page_is_in_the_navigation():
