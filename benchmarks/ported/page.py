@@ -60,8 +60,8 @@ def table() -> str:
     """Returns a sentence on all programs, and their table."""
     added = [result(name)["added"] for name in NAMES]
     summary = (
-        f"{len(NAMES)} public JAX programs train in float16 with {min(added)} to {max(added)} added lines "
-        "each. No model was changed."
+        f"The {len(NAMES)} public JAX programs below train in float16 with {min(added)} to {max(added)} "
+        "added lines each, without a change to any model."
     )
     head = (
         "| program | lines | another library | first loss | float32 | float16 | in half | skipped | an inf "
