@@ -10,8 +10,10 @@ from typing import Any
 DOCS = Path(__file__).parent
 PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
-# How a search ranks pages: "NaN" is Diagnosis, not nanoGPT; "GradScaler" is torch.amp, not the home page.
-RANKS = {"diagnosis.md": 4, "causes.md": 2, "migrating/torch.md": 2, "ported-programs.md": 0.3}
+# How a search ranks pages: a question before the API, "NaN" is Diagnosis, not nanoGPT.
+RANKS = {"questions.md": 2.5, "diagnosis.md": 3, "fp8.md": 3, "memory.md": 1.5, "migrating/torch.md": 1.5}
+RANKS |= {"ported-programs.md": 0.3, "changelog.md": 0.3}
+API_RANK = 0.5
 
 
 def on_config(config: Any) -> Any:
@@ -26,8 +28,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(
         r"\]\((?:\.\./)+((?:examples|benchmarks|tests)/[^)]*)\)", rf"]({REPOSITORY}/blob/main/\1)", markdown
     )
-    if rank := RANKS.get(page.file.src_uri):
-        page.meta["search"] = {"boost": rank}
+    rank = API_RANK if page.file.src_uri.startswith("api/") else RANKS.get(page.file.src_uri, 1)
+    page.meta["search"] = {"boost": rank}
     own = Path(page.file.src_uri).stem
     if "<!-- all summaries -->" in markdown:
         names = re.findall(r" api/(.*)\.md$", (DOCS.parent / "mkdocs.yml").read_text(), re.MULTILINE)

@@ -198,7 +198,7 @@ def make_evaluate(options: argparse.Namespace) -> Callable[..., float]:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that a run must keep."""
-    free = ("checkpoint", "save_every", "log_every", "tensorboard", "evaluate")
+    free = ("checkpoint", "save_every", "log_every", "tensorboard", "profile", "evaluate")
     return {name: value for name, value in vars(options).items() if name not in free}
 
 
@@ -300,12 +300,17 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[TrainS
         return state, accuracy
     state = checkpoints.restore(state)
     events, step = open_events(options.tensorboard), int(state.step)
+    if events is not None:
+        events.add_text("settings", str(settings_of(options)), step)
+    trace_at = (step + 10, step + 15) if options.profile is not None else ()
 
     for epoch in range(step // steps_an_epoch, options.epochs):
         losses, taken, done, began, seconds = [], [], step % steps_an_epoch, 0.0, math.nan
         micro_batches = batches(train_x, train_y, options, epoch, done)
         bar = tqdm(micro_batches, f"epoch {epoch + 1}", steps_an_epoch, leave=False, initial=done)
         for batch in bar:
+            if trace_at and step == trace_at[0]:  # The steps before it may compile.
+                jax.profiler.start_trace(options.profile)
             state, loss = train_step(state, *jax.device_put(batch, shardings()[0]))
             if not losses:  # The clock starts when the first step, which may compile, is done.
                 jax.block_until_ready(loss)
@@ -313,6 +318,9 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[TrainS
             losses.append(loss)  # Not `float(loss)`, which would wait for the device.
             taken.append(jmp.grads_finite(state))
             step += 1
+            if trace_at and step == trace_at[1]:
+                jax.block_until_ready(loss)
+                jax.profiler.stop_trace()
             if step % options.log_every == 0 and len(losses) > 1:
                 now = float(loss)  # Waits.
                 seconds = (time.perf_counter() - began) / (len(losses) - 1)
@@ -386,8 +394,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--tensorboard", type=Path, metavar="FOLDER", help="a folder for the loss, the accuracy and the scale"
     )
+    add("--profile", type=Path, metavar="FOLDER", help="a folder for a trace of five steps, for XProf")
     add("--evaluate", action="store_true", help="evaluate the best checkpoint, and do not train")
-    absent = argparse.Namespace(checkpoint=None, tensorboard=None, evaluate=False)
+    absent = argparse.Namespace(checkpoint=None, tensorboard=None, profile=None, evaluate=False)
     options = parser.parse_args(arguments, absent)
 
     devices = jax.device_count()
@@ -397,7 +406,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("the run has fewer micro-batches than --accumulate. Give more --epochs.")
     if options.tensorboard is not None and importlib.util.find_spec("tensorboardX") is None:
         parser.error("--tensorboard needs a package: pip install tensorboardX")
-    for folder in filter(None, (options.checkpoint, options.tensorboard)):
+    for folder in filter(None, (options.checkpoint, options.tensorboard, options.profile)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -311,8 +311,16 @@ def test_a_run_writes_scalars_for_tensorboard(program, monkeypatch, capsys):
     names = {name for name, _ in scalars}
     assert names >= {"loss", "learning_rate", "accuracy", "loss_scale", "skipped_steps", "seconds_a_step"}
     assert scalars["learning_rate", 4] == pytest.approx(program.make_schedule(program.parse([]), 2)(2))
+    assert "'precision': 'float16'" in events.add_text.call_args.args[1]
     events.close.assert_called_once_with()
     assert "epoch   1   loss 2." in capsys.readouterr().out
+
+
+@pytest.mark.cases(slow=1)
+@BOTH
+def test_a_run_writes_a_trace(program, tmp_path):
+    program.main(["--epochs", "4", "--profile", str(tmp_path / "trace")])
+    assert [path.suffix for path in tmp_path.rglob("*.pb")] == [".pb"]
 
 
 @pytest.mark.exhaustive

@@ -75,7 +75,7 @@ def test_the_links_of_the_readme_hold_on_a_package_index():
     text = (ROOT / "README.md").read_text()
     for substitution in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
         text = re.sub(substitution["pattern"], substitution["replacement"], text)
-    links = re.findall(r"\]\((.*?)\)", text)
+    links = [*re.findall(r"\]\((.*?)\)", text), *re.findall(r'src(?:set)?="(.*?)"', text)]
     assert len(links) > 15
     own = [link for link in links if link.startswith(address)]
     assert all(link.startswith("https://") for link in links)
@@ -83,7 +83,12 @@ def test_the_links_of_the_readme_hold_on_a_package_index():
         kind, path = link.removeprefix(f"{address}/").split("/main/")
         assert kind == ("raw" if path.endswith(".png") else "blob")
         assert (ROOT / path.split("#")[0]).is_file()
-    assert {link.split("/")[-1] for link in own} >= {"digits.png", "diagnosis.md", "CHANGELOG.md"}
+    assert {link.split("/")[-1] for link in own} >= {
+        "digits.png",
+        "digits_dark.png",
+        "diagnosis.md",
+        "CHANGELOG.md",
+    }
 
 
 def test_the_lines_that_the_diff_of_the_readme_adds_are_those_of_the_first_program():
@@ -135,8 +140,8 @@ def test_the_files_that_the_tour_of_the_code_names_exist():
 
 TOPICS = (
     *("use gradient accumulation", "DDP", "resume", "evaluate", "log", "-1e9"),
-    *("clip gradients", "schedule", "several optimizers", "moving average", "export", "float32 and half"),
-    *("freeze", "train with BatchNorm", "rematerialize", "scan over layers", "gradient penalty"),
+    *("clip gradients", "schedule", "two optimizers", "moving average", "export", "float32 and half"),
+    *("freeze", "train with BatchNorm", "rematerialize", "gradient penalty"),
     *("custom kernel", "mix modules", "inside the backward pass", "UnexpectedTracerError"),
     *("dtype argument", "LoRA", "first skipped", "mean loss NaN", "OOM", "Apple, AMD", "fp8"),
     *("to a tolerance", "K-FAC", "updates", "one layer in float32", "gradients accumulate"),
@@ -152,14 +157,10 @@ def test_each_question_has_a_heading_of_its_own():
 
 
 def test_every_python_block_of_a_page_is_one_that_runs():
-    """A block in another spelling of Python would not run above.
-
-    `py` is PyTorch's side of its page, which `benchmarks/tests/arms/test_torch_page.py` runs.
-    """
+    """A block in another spelling of Python would not run above."""
     for page in PAGES:
         languages = set(re.findall(r"^```(\S+)", page.read_text(), re.MULTILINE))
-        allowed = {"python", "sh", "text", "diff"} | ({"py"} if page.name == "torch.md" else set())
-        assert languages <= allowed, page.name
+        assert languages <= {"python", "sh", "text", "diff"}, page.name
 
 
 def test_every_page_is_in_the_navigation():

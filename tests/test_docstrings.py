@@ -95,7 +95,9 @@ def test_a_method_says_what_its_arguments_are():
 
 def unknown_names(page, value):
     """Returns the names that the examples of `value` use and neither define nor get from the page."""
-    imports = ast.parse(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]).body
+    shared = page.with_name("index.md")  # For the pages of `jmp_lite` itself.
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text() + shared.read_text(), re.DOTALL)
+    imports = ast.parse(blocks[0]).body
     given = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
     nodes = list(ast.walk(ast.parse(code_of(value))))
     given |= {node.arg for node in nodes if isinstance(node, ast.arg)}

@@ -2,7 +2,8 @@
 
     python -m benchmarks.compiled.pictures
 
-A picture is an SVG file whose texts are texts, so a test can read them.
+A picture is an SVG file whose texts are texts, so a test can read them. The command also makes the dark
+version of the README's plot from the light one, which `examples/digits.py` draws.
 """
 
 import ast
@@ -12,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import matplotlib
+import numpy as np
 import optax
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
+from PIL import Image
 
 import jmp_lite as jmp
 
@@ -152,9 +155,24 @@ def _save(figure: Figure, path: pathlib.Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
+def darkened(path: pathlib.Path) -> Image.Image:
+    """Returns a plot for a dark page: the lightness is inverted, as in docs/stylesheets/site.css, and the
+    background is transparent.
+    """
+    turn = np.array(
+        [[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]]
+    )  # hue-rotate(180deg)
+    with Image.open(path) as light:
+        colors = np.clip((1 - np.asarray(light.convert("RGB")) / 255) @ turn.T, 0, 1)
+    opacity = colors.max(-1, keepdims=True)
+    colors = np.concatenate([colors / np.maximum(opacity, 1e-6), opacity], -1)
+    return Image.fromarray(np.uint8(np.round(255 * colors)))
+
+
 PICTURES = {"plan.svg": draw_plan, "rooms.svg": draw_rooms}
 
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
         draw(ROOT / "docs" / name)
+    darkened(ROOT / "docs" / "digits.png").save(ROOT / "docs" / "digits_dark.png", optimize=True)

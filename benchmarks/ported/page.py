@@ -44,7 +44,7 @@ def row(name: str) -> str:
     cells = (
         f"[{port.title}](#{name.replace('_', '-')})",
         f"+{measured['added']}/-{measured['removed']}",
-        "; ".join(f"{lines.library}: {lines.count}" for lines in program(name).OTHERS),
+        "; ".join(map(other, program(name).OTHERS)),
         losses(full["losses"][:1]),
         losses(full["losses"][-10:]),
         losses(half["losses"][-10:]),
@@ -60,8 +60,8 @@ def table() -> str:
     """Returns a sentence on all programs, and their table."""
     added = [result(name)["added"] for name in NAMES]
     summary = (
-        f"{len(NAMES)} public JAX programs train in float16 with {min(added)} to {max(added)} added lines "
-        "each. No model was changed."
+        f"The {len(NAMES)} public JAX programs below train in float16 with {min(added)} to {max(added)} "
+        "added lines each, without a change to any model."
     )
     head = (
         "| program | lines | another library | first loss | float32 | float16 | in half | skipped | an inf "
@@ -77,42 +77,38 @@ def hunk(edit: Edit) -> str:
     return "\n".join(line[0] + line[2:] for line in lines if line[0] != "?").rstrip()
 
 
+def is_import(edit: Edit) -> bool:
+    """Whether an edit only imports jmp_lite, which every program does and the page says once."""
+    return edit.new.replace("import jmp_lite as jmp\n", "") == edit.old
+
+
 def section(name: str) -> str:
     """Returns the section of a program: where it is, its diff, its size."""
     port: Port = program(name).PORT
     measured = result(name)
     address = blob(port.repository, port.revision, port.file)
-    source = f"[`{port.file}`]({address})" if port.own is None else "a train step of ours"
-    where = ""
-    if port.own is None and not port.file.endswith(".ipynb"):
-        links = ", ".join(f"[{line}]({address}#L{line})" for line in measured["lines"])
-        where = f"The whole lines: {links}."
-    commit = f"https://github.com/{port.repository}/tree/{port.revision}"
+    source = f"[`{port.file}`]({address}) of {port.repository}"
+    if port.own is not None:
+        commit = f"https://github.com/{port.repository}/tree/{port.revision}"
+        source = f"[{port.repository}]({commit}), with a train step of ours"
+    packages = f" It needs `pip install {port.packages}`." if port.packages else ""
     intro = (
-        f"[{port.repository}]({commit}), {source}: +{measured['added']}/-{measured['removed']}. {port.size}, "
-        f"{measured['steps']} {port.unit}. {port.note}"
+        f"{source}: +{measured['added']}/-{measured['removed']}. {port.size}, "
+        f"{measured['steps']} {port.unit}. {port.note}{packages}"
     )
-    others = " ".join(other(lines) for lines in program(name).OTHERS)
-    diff = "\n".join(f"@@ {line} @@\n{hunk(edit)}" for line, edit in zip(measured["lines"], port.edits))
-    packages = f"Packages beside those of jmp_lite's tests: `{port.packages}`." if port.packages else ""
+    edits = [(line, edit) for line, edit in zip(measured["lines"], port.edits) if not is_import(edit)]
+    diff = "\n".join(f"@@ {line} @@\n{hunk(edit)}" for line, edit in edits)
     parts = (
         f"### {port.title} {{ #{name.replace('_', '-')} }}",
         textwrap.fill(intro.strip(), 120, break_long_words=False, break_on_hyphens=False),
         f"```diff\n{diff}\n```",
-        " ".join(text for text in (where, packages) if text),
-        others,
     )
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)
 
 
 def other(lines: Lines) -> str:
-    """Returns how many lines another library takes, and where they are."""
-    file = f"[`{lines.file}`]({blob(lines.repository, lines.revision, lines.file)})"
-    ranges = (f"{first}" if first == last else f"{first}-{last}" for first, last in lines.ranges)
-    text = (
-        f"{lines.library} takes {lines.count} lines in {lines.program}: lines {', '.join(ranges)} of {file}."
-    )
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    """Returns how many lines another library takes, with the address of the program."""
+    return f"[{lines.library}: {lines.count}]({blob(lines.repository, lines.revision, lines.file)})"
 
 
 def versions() -> str:

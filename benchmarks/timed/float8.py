@@ -187,11 +187,8 @@ def make_train(arm: str, size: Size) -> Callable[[int, Any], dict[str, Any]]:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Returns the tables of docs/accuracy.md: losses, curves, and what fp8 flushes to zero."""
-    held_out, curves = (
-        {arm: np.array([run[key] for run in runs]) for arm, runs in found["arms"].items()}
-        for key in ("held_out_loss", "losses")
-    )
+    """Returns the tables of docs/accuracy.md: held-out losses, and what fp8 flushes to zero."""
+    held_out = {arm: np.array([run["held_out_loss"] for run in runs]) for arm, runs in found["arms"].items()}
     differences = (("bfloat16", "float32"), ("float8", "float32"), ("float8", "bfloat16"))
     seeds = [f"seed {seed}" for seed in range(len(held_out["float32"]))]
     lines = [_row("held-out loss", *seeds, "mean"), _row(*["---"] * (len(seeds) + 2))]
@@ -200,13 +197,6 @@ def tables(found: dict[str, Any]) -> str:
     for arm, other in differences:
         losses = held_out[arm] - held_out[other]
         lines.append(_row(f"{arm} - {other}", *(f"{loss:+.4f}" for loss in (*losses, losses.mean()))))
-    parts = curves["float32"].shape[1]
-    lines += ["", _row("training loss, mean of the seeds", *(f"{part + 1}/{parts}" for part in range(parts)))]
-    lines.append(_row(*["---"] * (parts + 1)))
-    lines.append(_row("float32", *(f"{loss:.3f}" for loss in curves["float32"].mean(0))))
-    for arm, other in differences:
-        losses = (curves[arm] - curves[other]).mean(0)
-        lines.append(_row(f"{arm} - {other}", *(f"{loss:+.3f}" for loss in losses)))
     runs = found["arms"]["float8"]
     lines += ["", _row("flushed to zero", "at the start", "at the end"), _row("---", "---", "---")]
     for dtype, values in ((FORWARD, "activations and weights"), (BACKWARD, "cotangents")):

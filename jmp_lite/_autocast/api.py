@@ -70,15 +70,15 @@ def autocast(
     float32_results: Patterns = (),
     half_sums: Patterns = (),
 ) -> Callable[..., Any]:
-    """Returns `fun` with its matrix products and convolutions in half precision, the model unchanged.
+    """Returns a function that runs `fun` with its matmuls and convolutions in half precision.
 
     The returned function takes and returns what `fun` does, with the same structure and dtypes. autocast
     rewrites its jaxpr operation by operation, inside jit, loops, branches, rematerialization and custom
     derivatives too:
 
     - *allow*: the operations that Tensor Cores run (`dot_general`, `conv_general_dilated`,
-      `ragged_dot_general`) take half operands and give a half result. The hardware accumulates in float32.
-    - *deny*: the operations that lose range or precision in half (exp, log, rsqrt, sums, ...) take and give
+      `ragged_dot_general`) take half inputs and return half. The hardware accumulates in float32.
+    - *deny*: the operations that lose range or precision in half (exp, log, rsqrt, sums, ...) run in
       float32.
     - *infer*: element-wise operations run in the widest of their operands' dtypes. Numbers, looked-up
       embeddings and broadcast operands (biases, scales, masks) adapt: `h + bias` is in half if `h` is. The
@@ -129,7 +129,7 @@ def autocast(
             not rounded. Use it for logits. The products of their gradients take half operands and give half.
         half_sums: a pattern or several over scopes, as in `rules`. The residual sums that they select, which
             add two values of one shape, give half: a residual stream in half moves fewer bytes, and its
-            rounding errors pile up from layer to layer. By default the stream of a transformer stays float32.
+            rounding errors accumulate across layers. By default the stream of a transformer stays float32.
             The carry of a `scan` that such a sum computes is half as well.
 
     Returns:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
-    """Returns `fun` kept out of any `autocast` around it: everything in it runs as it was written.
+    """Returns `fun` excluded from any `autocast` around it: it runs as it was written.
 
     Half operands that autocast made are cast up to float32 on the way in. An `autocast` inside it switches on
     again. It does nothing outside of autocast. Also a decorator.

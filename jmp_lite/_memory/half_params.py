@@ -25,7 +25,7 @@ class MasterWeightsState(NamedTuple):
 def with_master_weights(
     inner: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps a float32 master of every parameter that rests in half precision, and optimizes the masters.
+    """Keeps a float32 master of every parameter stored in half precision, and optimizes the masters.
 
     A float16 parameter of 1 loses every update below `2**-11`. Its master keeps them, and the parameter is
     the master rounded to nearest (Micikevicius et al., Mixed Precision Training, section 3.1; O2 of Apex,

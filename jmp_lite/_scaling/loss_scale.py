@@ -27,7 +27,7 @@ _NO_GRADIENTS = "_overwrite_with_gradient"  # `flax.linen.fp8_ops.OVERWRITE_WITH
 
 @runtime_checkable
 class LossScale(Protocol):
-    """The interface of a loss scale: that of the three classes here, or of your own.
+    """The interface of the three loss scales here, and of your own.
 
     A loss scale is a pytree. It passes through `jit`, `scan` and checkpoints, and is never changed in place.
     `scale` multiplies a loss, `unscale` divides gradients by the scale that scaled them, and `adjust` returns
@@ -175,7 +175,7 @@ class StaticLossScale(_Scaling):
 @register_state
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_Scaling):
-    """A scale that looks for the largest value at which gradients stay finite.
+    """A scale that seeks the largest value at which the gradients stay finite.
 
     It grows by `factor` on the `period`-th finite step in a row, as in jmp, torch and Apex, and backs off on
     a step with inf or NaN. It never becomes 0 or inf. It stays a power of two if it and the factors are.

@@ -32,7 +32,7 @@ Name = tuple[str, ...]  # The names of the keys on a path. A name may hold a sla
 def resume(
     tx: optax.GradientTransformation | optax.MultiSteps, params: Any, old_state: Any
 ) -> optax.OptState:
-    """Returns a state of `tx` with the values of an old optimizer state, to go on from a checkpoint.
+    """Returns a state of `tx` with the values of an old optimizer state, to continue from a checkpoint.
 
     The settings and dtypes are those of `tx`: the period of a loss scale, the number of a static scale, the
     dtypes of `cast_state`, stochastic rounding. The values are those of `old_state`: moments, counts, the

@@ -253,7 +253,7 @@ def assert_close(ours, theirs, start, share=0.02):
 
 
 @pytest.mark.slow
-def test_a_program_with_flaxs_dynamic_scale_and_dtypes_trains_as_the_one_of_the_page():
+def test_a_program_with_flaxs_dynamic_scale_and_dtypes_trains_as_one_with_autocast():
     page = run_page("flax")
     saved, loss_scale = page["saved"], page["loss_scale"]
     for _ in range(9):
@@ -262,10 +262,29 @@ def test_a_program_with_flaxs_dynamic_scale_and_dtypes_trains_as_the_one_of_the_
         assert saved.scale == loss_scale.loss_scale
 
     class Network(nn.Module):
+        dtype: Any = None
+
         @nn.compact
         def __call__(self, x):
-            x = nn.relu(nn.Dense(16, dtype=jnp.float16)(x))
-            return nn.Dense(4, dtype=jnp.float16)(x).astype(jnp.float32)
+            x = nn.relu(nn.Dense(16, dtype=self.dtype)(x))
+            return nn.Dense(4, dtype=self.dtype)(x).astype(jnp.float32)
+
+    batches = np.random.default_rng(0).normal(size=(16, 8, 16)).astype(np.float32)
+    batches[5, 0, 0] = np.inf
+
+    @jax.jit
+    def our_step(state, x):
+        loss_fn = jmp.autocast(lambda params: jnp.mean((state.apply_fn(params, x) - 1) ** 2), jnp.float16)
+        _, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(state))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    start = Network().init(jax.random.key(0), batches[0])
+    tx = jmp.with_loss_scale(optax.adam(1e-2), jmp.DynamicLossScale(1024.0, period=4))
+    ours, our_scales = TrainState.create(apply_fn=Network().apply, params=start, tx=tx), []
+    for x in batches:
+        ours = our_step(ours, x)
+        our_scales.append(float(jmp.get_loss_scale(ours).loss_scale))
+    assert (our_scales[4], our_scales[5]) == (2048, 1024)
 
     class ScaledState(TrainState):
         dynamic_scale: Any = None
@@ -282,37 +301,58 @@ def test_a_program_with_flaxs_dynamic_scale_and_dtypes_trains_as_the_one_of_the_
             dynamic_scale=dynamic_scale,
         )
 
-    start = page["start"]
     state = ScaledState.create(
-        apply_fn=Network().apply,
+        apply_fn=Network(jnp.float16).apply,
         params=start,
         tx=optax.adam(1e-2),
         dynamic_scale=DynamicScale(scale=1024.0, growth_interval=3),
     )
     scales = []
-    for x in page["batches"]:
+    for x in batches:
         state = flax_step(state, x)
         scales.append(float(state.dynamic_scale.scale))
-    assert scales == page["scales"]
+    assert scales == our_scales
     kernel = lambda params: params["params"]["Dense_0"]["kernel"]
-    assert_close(kernel(page["state"].params), kernel(state.params), kernel(start))
+    assert_close(kernel(ours.params), kernel(state.params), kernel(start))
 
 
 @pytest.mark.exhaustive
-def test_a_program_with_haikus_policies_trains_as_the_one_of_the_page():
-    page = run_page("haiku")
-    hk, network, start, tx = page["hk"], page["network"], page["start"], optax.adam(1e-2)
+def test_a_program_with_haikus_policies_trains_as_one_with_autocast():
+    hk = pytest.importorskip("haiku")
+
+    class Network(hk.Module):
+        def __call__(self, x):
+            return hk.Linear(4, name="head")(jnp.tanh(hk.Linear(16, name="body")(x)))
+
+    batches = np.random.default_rng(0).normal(size=(16, 8, 16)).astype(np.float32)
+    batches[5, 0, 0] = np.inf
+    network = hk.without_apply_rng(hk.transform(lambda x: Network(name="network")(x)))
+    start, tx = network.init(jax.random.key(0), batches[0]), optax.adam(1e-2)
+    our_tx = jmp.with_loss_scale(tx, jmp.DynamicLossScale(2.0**10, period=4))
+
+    @jax.jit
+    def our_step(params, opt_state, x):
+        half_loss = jmp.autocast(lambda params: jnp.mean((network.apply(params, x) - 1) ** 2), jnp.float16)
+        grads = jmp.grad(half_loss, jmp.get_loss_scale(opt_state))(params)
+        updates, opt_state = our_tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    ours, opt_state, our_scales = start, our_tx.init(start), []
+    for x in batches:
+        ours, opt_state = our_step(ours, opt_state, x)
+        our_scales.append(float(jmp.get_loss_scale(opt_state).loss_scale))
+    assert (our_scales[4], our_scales[5]) == (2048, 1024)
     loss_fn = lambda params, scale, x: scale.scale(jnp.mean((network.apply(params, x) - 1) ** 2))
     step, loss_scale = finite_step(tx, loss_fn), jmp.DynamicLossScale(2.0**10, period=4)
     params, opt_state, scales = start, tx.init(start), []
-    hk.mixed_precision.set_policy(page["Network"], jmp.get_policy("p=f32,c=f16,o=f32"))
-    for x in page["batches"]:
+    hk.mixed_precision.set_policy(Network, jmp.get_policy("p=f32,c=f16,o=f32"))
+    for x in batches:
         params, opt_state, loss_scale = step(params, opt_state, loss_scale, x)
         scales.append(float(loss_scale.loss_scale))
-    hk.mixed_precision.clear_policy(page["Network"])
-    assert scales == page["scales"]
+    hk.mixed_precision.clear_policy(Network)
+    assert scales == our_scales
     weight = lambda params: params["network/body"]["w"]
-    assert_close(weight(page["params"]), weight(params), weight(start))
+    assert_close(weight(ours), weight(params), weight(start))
 
 
 @pytest.mark.exhaustive

@@ -26,8 +26,8 @@ PORT = Port(
     size="The program's main, on scanned digits: 2 blocks of width 64, 16 images of 32 x 32",
     packages="clu einops ml_collections",
     note=(
-        "The program logs some steps, and stops with an error if one of them has a gradient that is not "
-        "finite. In float16 that can be a skipped step."
+        "The program stops with an error if a step that it logs has a gradient that is not finite. In "
+        "float16 that can be a skipped step."
     ),
 )
 OTHERS = ()

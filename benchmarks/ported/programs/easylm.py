@@ -36,9 +36,8 @@ PORT = Port(
     size="The program's main, on bytes of text: 2 blocks of width 64, 8 sequences of 64",
     packages="einops ml_collections mlxu 'transformers<5'",
     note=(
-        "autocast is around the model and not around the loss: the loss draws keys from a stateful generator "
-        "([Questions](questions.md#how-do-i-use-a-stateful-generator-of-random-keys)). The program is of "
-        "2024: the driver gives JAX back `jax.tree_map` and the old arguments of `jnp.clip`."
+        "autocast wraps the model, not the loss, because the loss draws keys from a [stateful "
+        "generator](questions.md#how-do-i-use-a-stateful-generator-of-random-keys)."
     ),
 )
 OTHERS = ()

@@ -36,8 +36,8 @@ PORT = Port(
     size="Its train step under pmap, on scanned digits: a ResNet of 2 blocks, 16 images of 32 x 32",
     packages="ml_collections",
     note=(
-        "Three of the lines keep the old batch statistics after a skipped step. The program's own "
-        "DynamicScale does not keep them. It is off here, as always on a CPU."
+        "Three of the lines keep the old batch statistics after a skipped step, which the program's own "
+        "DynamicScale does not do. It is off here, as always on a CPU."
     ),
 )
 OTHERS = (

@@ -26,7 +26,7 @@ PORT = Port(
         Edit("tx=optimizer)", "tx=jmp.with_loss_scale(optimizer))"),
     ),
     size="The program's train step, on bytes of text: 2 blocks of width 64, 8 sequences of 64",
-    note="The program is of 2023: with the Flax of today its mask for weight decay has to be a dict.",
+    note="With today's Flax, its mask for weight decay has to be a dict.",
 )
 OTHERS = ()
 

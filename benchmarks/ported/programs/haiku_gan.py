@@ -40,8 +40,9 @@ PORT = Port(
     ),
     size="The class of the notebook, on scanned digits: 32 images of 28 x 28",
     note=(
-        "Two optimizers, so two loss scales. The loss is that of the discriminator. The inf is in an image: "
-        "the discriminator skips the step, and the generator, which sees no image, takes it."
+        "There are two optimizers and two loss scales, and the table shows the loss of the discriminator. "
+        "The inf is in an image, so the discriminator skips the step; the generator, which sees no image, "
+        "does not."
     ),
 )
 OTHERS = (

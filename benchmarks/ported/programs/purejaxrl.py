@@ -30,9 +30,9 @@ PORT = Port(
     unit="updates",
     packages="distrax gym gymnasium gymnax==0.0.8",
     note=(
-        "The whole training is one compiled program, so the table has the return of an episode (more is "
+        "The whole training is one compiled program, so the table shows the return of an episode (higher is "
         "better) in place of the loss, and no inf was tried. The network that acts in the environment is not "
-        "in the loss: it stays float32. gymnax is 0.0.8; the driver gives JAX back a name for distrax."
+        "part of the loss, so it stays float32."
     ),
 )
 OTHERS = ()

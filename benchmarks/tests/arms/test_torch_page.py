@@ -22,7 +22,7 @@ import jmp_lite as jmp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE = (Path(__file__).parents[3] / "docs/migrating/torch.md").read_text()
-TWINS = (Path(__file__).parent / "torch_programs.md").read_text()  # PyTorch's, but for the first.
+TWINS = (Path(__file__).parent / "torch_programs.md").read_text()  # PyTorch's, and short ones of ours.
 TRAINING = ["One program", "Clip by value", "Accumulation", "Several losses and optimizers"]
 TRAINING += ["Gradient penalty"]
 SECTIONS = [*TRAINING, "Schedule, average and log", "Off", "A saved scaler", "Evaluation"]

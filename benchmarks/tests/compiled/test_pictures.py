@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from PIL import Image
 
 from benchmarks.compiled import pictures
 
@@ -30,3 +31,11 @@ def test_the_rooms_are_those_of_the_package():
     shown = {room for floor in pictures.FLOORS for room in floor}
     assert there - {"_version.py", "py.typed"} == shown
     assert pictures.imported_rooms("_policy.py") == {"_dtypes.py", "_paths.py", "_text.py", "_tree.py"}
+
+
+def test_the_dark_plot_of_the_readme_is_made_from_the_light_one():
+    light = pictures.ROOT / "docs" / "digits.png"
+    made = pictures.darkened(light)
+    with Image.open(light.with_name("digits_dark.png")) as dark:
+        assert dark.tobytes() == made.tobytes()
+    assert made.getpixel((0, 0))[3] == 0  # The white background is transparent.

@@ -125,7 +125,7 @@ def _counted(title: str, texts: Iterable[str]) -> list[str]:
 
 
 def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P, Report]:
-    """Returns a function that tells what autocast does to each operation of `fun`, and why.
+    """Returns a function that reports what autocast does to each operation of `fun`, and why.
 
     It computes nothing; a `jax.ShapeDtypeStruct` may stand for an array. To see the backward pass too,
     explain `autocast(jax.value_and_grad(loss_fn))`, which runs as `jax.value_and_grad(autocast(loss_fn))`.

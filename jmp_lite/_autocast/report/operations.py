@@ -31,7 +31,7 @@ from .advice import advise_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What autocast decided about one operation that takes or gives floating values.
+    """What autocast decided about one operation with floating-point inputs or outputs.
 
     Attributes:
         name: the primitive, as `jax.make_jaxpr` prints it.

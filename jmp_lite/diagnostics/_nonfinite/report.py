@@ -116,7 +116,7 @@ CUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One change of the program that was run, and what it brought.
+    """A change to the program that the report has tried, and its effect.
 
     Attributes:
         change: what to write, in the notation of the program: a loss scale, rules of autocast, the casts to
