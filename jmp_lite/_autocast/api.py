@@ -73,72 +73,71 @@ def autocast(
     """Returns a function that runs `fun` with its matmuls and convolutions in half precision.
 
     The returned function takes and returns what `fun` does, with the same structure and dtypes. autocast
-    rewrites its jaxpr operation by operation, inside jit, loops, branches, rematerialization and custom
-    derivatives too:
+    rewrites the jaxpr of `fun` operation by operation, also inside jit, loops, branches, rematerialization
+    and custom derivatives:
 
     - *allow*: the operations that Tensor Cores run (`dot_general`, `conv_general_dilated`,
       `ragged_dot_general`) take half inputs and return half. The hardware accumulates in float32.
     - *deny*: the operations that lose range or precision in half (exp, log, rsqrt, sums, ...) run in
       float32.
-    - *infer*: element-wise operations run in the widest of their operands' dtypes. Numbers, looked-up
+    - *infer*: element-wise operations run in the widest dtype among their operands. Numbers, looked-up
       embeddings and broadcast operands (biases, scales, masks) adapt: `h + bias` is in half if `h` is. The
       result is in half only if all its readers take half.
     - Every other operation keeps the dtypes with which it was traced.
 
-    Only float32 is ever changed. Integers, float64, complex, fp8 and the program's own half values stay as
-    they are, and so does a product with a `precision=` of its own. A `jax_default_matmul_precision` around
-    the call holds for the products that stay float32. Weights stay float32 and are cast once; the gradients
-    of all uses of a weight are summed in float32. Both `jax.grad(autocast(fun))` and
-    `autocast(jax.grad(fun))` run their backward products in half. float16 needs loss scaling:
-    `with_loss_scale`.
+    autocast only ever changes float32. Integers, float64, complex, fp8 and the half values of your own stay
+    as they are, and so does a matmul with its own `precision=`. The matmuls that stay float32 follow
+    `jax_default_matmul_precision`. Weights stay float32 and are cast once, and the gradients of all uses of a
+    weight are summed in float32. The matmuls of the backward pass run in half under both
+    `jax.grad(autocast(fun))` and `autocast(jax.grad(fun))`. float16 needs loss scaling: `with_loss_scale`.
 
     NNX modules among the arguments are updated as `fun` updates them (batch statistics, RNG counts). Call the
-    function under `jax.jit`: outside, every call traces `fun` again. A cast of a float32 value to float32
-    leaves no trace in a jaxpr, nor does a branch on `x.dtype`: use `keep_float32`, `full_precision` or
-    `rules`. The inside of a Pallas kernel, a callback or an FFI call stays as it is.
+    function under `jax.jit`, because outside of it every call traces `fun` again. A cast of a float32 value
+    to float32 leaves no trace in a jaxpr, and neither does a branch on `x.dtype`: use `keep_float32`,
+    `full_precision` or `rules` instead. Pallas kernels, callbacks and FFI calls run as they are.
 
     Args:
         fun: any function that JAX can trace: a loss, a model's apply, a whole train step. Its arguments
             and outputs may hold anything; only `jax.Array`s are traced. Without `fun`, autocast returns a
             decorator.
         dtype: `jnp.bfloat16` or `jnp.float16`, or one of their names. With float32 the function runs as
-            `full_precision` runs it, so that the precision of a program can be one flag. `"float8"` is
-            bfloat16 with large products in fp8, and experimental: docs/fp8.md. There is then no
-            forward-mode derivative (`jax.jvp`).
-        allow: operations to run on half operands. An operation is the name of a primitive (`"tanh"`, as
+            under `full_precision`, so that one flag can set the precision of a program. `"float8"` means
+            bfloat16 with large matmuls in fp8; it is experimental (docs/fp8.md), and has no forward-mode
+            derivative (`jax.jvp`).
+        allow: operations to run with half inputs. An operation is the name of a primitive (`"tanh"`, as
             `jax.make_jaxpr` prints it) or the primitive itself (`jax.lax.tanh_p`). `"-tanh"` takes the
-            operation off the list. It then keeps the dtypes with which it was traced.
+            operation off the list, so that it keeps the dtypes with which it was traced.
         deny: operations to run in float32, given as in `allow`.
-        infer: operations to run in the widest type of their operands, given as in `allow`.
-        rules: exceptions by scope, pairs or a mapping of pattern and dtype: `{"decoder/head": "float32"}`.
-            A pattern selects `jax.named_scope`s, Flax Linen modules, names of jitted functions, and the path
-            of an argument (the way to name an NNX or Equinox module), with all that lies within; `*` stands
-            for part of one name, `**` for several names. Operations that take a selected argument run in
-            float32. The half dtype is an exception within a wider rule. The first that matches wins. With
+        infer: operations to run in the widest dtype among their operands, given as in `allow`.
+        rules: exceptions by scope, as pairs or a mapping: `{"decoder/head": "float32"}`.
+            A pattern selects `jax.named_scope`s, Flax Linen modules, names of jitted functions, and paths of
+            arguments (the way to name an NNX or Equinox module), with everything inside them. `*` stands for
+            part of one name, `**` for several names. Operations that take a selected argument run in float32.
+            The half dtype makes an exception within a wider rule, and the first rule that matches wins. With
             dtype `"float8"`, a rule may also give bfloat16 (no fp8 here) or `"float8"` (fp8 even for small
-            products).
-        reduce_dtype: the dtype in which weight gradients leave their products, to be summed over devices:
-            float32, or None for the half dtype, which moves half the bytes. The products take half operands
-            all the same, and the gradients of activations stay in half. It affects a `dot_general` if one
-            operand is a float32 argument of `fun`, or a reshape, transpose or slice of one. It does not
-            affect convolutions: XLA widens the operands of a convolution that gives float32. With float32
-            there is no forward-mode derivative (`jax.jvp`), and a `jax.vmap` around the function makes a
-            weight gradient for each example, so put it inside `fun`.
-        float32_results: a pattern or several, as in `rules`. The products (`dot_general`) that they select
-            take half operands and give float32: the Tensor Core sums in float32 anyway, and the result is
-            not rounded. Use it for logits. The products of their gradients take half operands and give half.
+            matmuls).
+        reduce_dtype: the dtype in which the matmuls of weight gradients return their results, which are then
+            summed over devices: float32, or None for the half dtype, which moves half the bytes. The inputs
+            of these matmuls are half in both cases, and the gradients of activations stay in half. The option
+            affects a `dot_general` one of whose operands is a float32 argument of `fun`, or a reshape,
+            transpose or slice of one. It does not affect convolutions, because XLA widens the inputs of a
+            convolution that returns float32. With float32 there is no forward-mode derivative (`jax.jvp`). A
+            `jax.vmap` around the function makes one weight gradient for each example, so put it inside `fun`.
+        float32_results: a pattern or several, as in `rules`. The matmuls (`dot_general`) that they select
+            take half inputs and return float32, which costs no precision: Tensor Cores accumulate in float32
+            anyway. Use it for logits. The matmuls of their gradients take half inputs and return half.
         half_sums: a pattern or several over scopes, as in `rules`. The residual sums that they select, which
-            add two values of one shape, give half: a residual stream in half moves fewer bytes, and its
-            rounding errors accumulate across layers. By default the stream of a transformer stays float32.
+            add two values of one shape, return half. A residual stream in half moves fewer bytes, but its
+            rounding errors accumulate across layers, so the stream of a transformer stays float32 by default.
             The carry of a `scan` that such a sum computes is half as well.
 
     Returns:
         A function with the signature of `fun`.
 
     Raises:
-        ValueError, TypeError: an option is malformed. On a call: a rule selects nothing, or a pattern of
-            `float32_results` selects no product of half operands, or a convolution; a pattern of `half_sums`
-            selects no residual sum.
+        ValueError, TypeError: an option is malformed. On a call: a rule selects nothing; a pattern of
+            `float32_results` selects no matmul with half inputs, or selects a convolution; a pattern of
+            `half_sums` selects no residual sum.
 
     Examples:
         >>> def loss(w, x):

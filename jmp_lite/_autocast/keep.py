@@ -55,7 +55,7 @@ def keep_float32(x: T) -> T:
     """Returns the tree `x`, whose float32 values `autocast` keeps in float32 from here on.
 
     `x.astype(jnp.float32)` says nothing to autocast, since `x` is float32 already where the program is
-    traced. A product of the value still takes half operands.
+    traced. A matmul of the value still takes half inputs.
 
     Args:
         x: a tree of arrays of any dtype.

@@ -93,7 +93,7 @@ def doctor(
     """Returns a function that runs all diagnostics on a loss function. `print` its result for one page.
 
     It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. A float32 function is
-    examined as `autocast(fun, dtype)`. A function with half products of its own, such as a model under a
+    examined as `autocast(fun, dtype)`. A function with half matmuls of its own, such as a model under a
     policy, is examined as it is, and compared with itself in float32; so is one with any half values, unless
     `dtype` is given. If the loss or a gradient is not finite in float32 either, the parts that would compare
     with float32 are skipped. If `find_nonfinite` finds a smaller loss scale that helps, the other parts use
@@ -246,5 +246,5 @@ def _with_jax_arrays(tree: Any) -> Any:
 
 
 def _is_own(report: Report, is_given: bool) -> bool:
-    """Whether a function runs as it is: it has half products, or half values and no dtype was given."""
+    """Whether a function runs as it is: it has half matmuls, or half values and no dtype was given."""
     return any(each.on_tensor_cores if is_given else gives_half(each) for each in report.operations)

@@ -1,6 +1,6 @@
 """Compiled programs: what XLA made of a step, and how long it takes. This file lists the public names.
 
-`compile_for` compiles for a GPU that the machine does not have, `read_program` reads the products, kernels,
+`compile_for` compiles for a GPU that the machine does not have, `read_program` reads the matmuls, kernels,
 bytes and collectives of a compiled step, and `roofline` estimates its time. Nothing is run.
 
 The files, in the reading order: `_hlo` (parses the text that XLA prints), `_traffic` (the bytes of a kernel),

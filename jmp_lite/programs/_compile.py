@@ -71,8 +71,8 @@ def compile_for(
     """Compiles a step for a GPU that the machine does not have. `read_program` reads the result.
 
     It needs the extra `[h100]`, which installs JAX's CUDA plugin without the CUDA libraries. Start Python
-    with `JAX_PLATFORMS=cpu`: without that variable JAX looks for a driver, and fails. No product is
-    autotuned, so all products are those of cuBLAS and cuDNN.
+    with `JAX_PLATFORMS=cpu`: without that variable JAX looks for a driver, and fails. No matmul is
+    autotuned, so all matmuls are those of cuBLAS and cuDNN.
 
     Args:
         device: `"t4"`, `"a100"` (SXM, 80 GB), `"l4"`, `"h100"` (SXM, 80 GB), `"h200"` or `"b200"`.

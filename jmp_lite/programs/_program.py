@@ -51,7 +51,7 @@ class Launch:
     Attributes:
         name: the name of its instruction in the compiled program, which profiles use too.
         operation: the scopes and the JAX operation that it comes from.
-        flops: floating point operations of its products in one run.
+        flops: floating point operations of its matmuls and convolutions in one run.
         bytes_moved: how many bytes one run reads and writes.
         float32_bytes: those of float32 arrays that are not arguments or outputs of the program.
         half_bytes: those of such arrays in half precision.
@@ -74,11 +74,11 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Program(Shown):
-    """The program of one device. `print(program)` gives a table of the products, and the totals.
+    """The program of one device. `print(program)` gives a table of the matmuls, and the totals.
 
     Attributes:
         device: the kind of device for which it was compiled.
-        products: the matrix products, convolutions and attentions, in the order of the program.
+        products: the matmuls, convolutions and attentions, in the order of the program.
         collectives: the communications between devices.
         launches: the kernels and library calls, in the order of the program.
         kernels: how many kernels and library calls one run starts, in every iteration of its loops.

@@ -24,14 +24,14 @@ _CALLS_BACK = re.compile(r"callback|infeed|outfeed|SendToHost|RecvFromHost", re.
 
 
 def read_program(compiled: Any) -> Program:
-    """Returns the products, kernels, bytes and memory of a compiled step.
+    """Returns the matmuls, kernels, bytes and memory of a compiled step.
 
     Args:
         compiled: the result of `jax.jit(step).lower(*args).compile()`, or of `nnx.jit`, for any device.
             `compile_for` compiles for a GPU that the machine does not have.
 
     Returns:
-        The products with their dtypes, kernels, bytes, memory, conditionals and collectives of one run on one
+        The matmuls with their dtypes, kernels, bytes, memory, conditionals and collectives of one run on one
         device. `print` it for a table.
 
     Raises:

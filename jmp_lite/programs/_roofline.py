@@ -22,7 +22,7 @@ class ModuleTime:
 
     Attributes:
         module: its scope; forward and backward pass together.
-        flops: floating point operations of its products in one run.
+        flops: floating point operations of its matmuls and convolutions in one run.
         bytes_moved: how many bytes its kernels read and write.
         launches: how many kernels and library calls it starts.
         bound: what limits most of its time: `arithmetic`, `memory` or `launches`.
@@ -95,7 +95,7 @@ def roofline(
 ) -> Roofline:
     """Estimates the time of a compiled step in float32, TF32, bfloat16 and float16.
 
-    For a precision that is not the program's own, it assumes that the products run at the rate of that
+    For a precision that is not the program's own, it assumes that the matmuls run at the rate of that
     precision and that all arrays between kernels have its width. Arguments and outputs keep their dtypes. So
     the times in half are the best that half precision can reach.
 

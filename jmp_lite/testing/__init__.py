@@ -1,6 +1,6 @@
 """Assertions about precision for a user's own tests, in the manner of chex.
 
-`assert_precision`: the dtype of every product of a function, by scope.
+`assert_precision`: the dtype of every matmul of a function, by scope.
 `assert_tensor_cores`: the share of a compiled program that Tensor Cores run.
 `assert_skips_nonfinite`: that a train step leaves its state alone where a batch holds inf or NaN.
 """

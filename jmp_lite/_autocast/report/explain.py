@@ -49,7 +49,7 @@ class Report(Shown):
 
     @property
     def tensor_core_share(self) -> float:
-        """The share of floating point operations in half precision products, from 0 to 1."""
+        """The share of the FLOPs of matmuls and convolutions that run in half, from 0 to 1."""
         total = sum(operation.flops for operation in self.operations)
         return sum(o.flops for o in self.operations if o.on_tensor_cores) / total if total else 0.0
 
@@ -87,7 +87,7 @@ class Report(Shown):
         return {module: tuple(operations) for module, operations in modules.items()}
 
     def in_float32(self) -> tuple[Operation, ...]:
-        """Returns the products and convolutions that are not in half: what Tensor Cores could run."""
+        """Returns the matmuls and convolutions that are not in half, which Tensor Cores could run."""
         return tuple(o for o in self.operations if o.is_product and not o.in_half)
 
     def table(self) -> str:
@@ -134,7 +134,7 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
         fun: a function that `autocast` returned. For any other function it tells what `autocast(fun, dtype)`
             would do.
         dtype: the dtype for a function that `autocast` did not return; bfloat16 by default. With float32 the
-            report is of the program as it is: which products its own casts bring to half, and what promotes
+            report is of the program as it is: which matmuls its own casts bring to half, and what promotes
             the others.
 
     Returns:

@@ -41,7 +41,7 @@ def compare_precision(
     """Returns a function that measures the accuracy that each module costs in half, and finds remedies.
 
     It runs the loss and its gradients in float32 and with all modules in half. If the error is above the
-    tolerance, it runs them once for each module with that module alone in half. A function with half products
+    tolerance, it runs them once for each module with that module alone in half. A function with half matmuls
     of its own, such as a model under a policy or layers with a half `dtype`, is compared with itself in
     float32. Other functions run under `autocast`; half values of their own stay. A module is a scope with
     half values. If the scopes tell no modules apart (NNX, Equinox, plain functions), a module is the argument
@@ -55,14 +55,14 @@ def compare_precision(
 
     All runs are runs of one program, which is compiled once. It holds half values as float32 numbers, and a
     flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. On a
-    GPU products in float32 run at the highest precision, not in TF32.
+    GPU matmuls in float32 run at the highest precision, not in TF32.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
-        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. With `"float8"` a module is one with products
+        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. With `"float8"` a module is one with matmuls
             in fp8, and the runs without it have it in bfloat16. For a function that `autocast` returned
             it is the dtype of that autocast, for any other float16 by default. A function with half
-            products of its own keeps its dtypes.
+            matmuls of its own keeps its dtypes.
         loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1, or `2**15` as
             above.
         argnums: as in `jmp_lite.value_and_grad`.

@@ -72,7 +72,7 @@ class PrecisionReport(Shown):
             within the tolerance.
         half: the error with all of them in half, or in fp8 for `float8`.
         unscaled: that error at the loss scale 1, if no loss scale was given and the gradients need one.
-        rest: the error with all of them in the kept dtype. In float32 it is 0, except for products that no
+        rest: the error with all of them in the kept dtype. In float32 it is 0, except for matmuls that no
             rule selects. None if `modules` is empty.
         measure: `gradients` or `loss`: which error is compared with the tolerance.
         tolerance: the largest error that is allowed.
