@@ -229,7 +229,7 @@ def get_policy(policy_name: str) -> Policy:
 
     Raises:
         ValueError: a key or dtype is unknown, or a key is given twice.
-        TypeError: `policy_name` is no string.
+        TypeError: `policy_name` is not a string.
 
     Examples:
         >>> str(jmp.get_policy("O1"))

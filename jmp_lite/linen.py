@@ -68,7 +68,7 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
         Attributes can be read, except for submodules.
 
     Raises:
-        TypeError: `module` is no Linen module, or `policy` is no policy.
+        TypeError: `module` is not a Linen module, or `policy` is not a policy.
         ValueError: `reduce_dtype` is another dtype; or, when the model is called, a rule matches no parameter
             (the message names the nearest paths), or names a single parameter of a layer of Flax.
 

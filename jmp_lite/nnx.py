@@ -77,7 +77,7 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
         another `nnx.Variable` for what calls change. The module cannot be pickled: save its `nnx.state`.
 
     Raises:
-        TypeError: `model` is no NNX module, or `policy` is no policy.
+        TypeError: `model` is not an NNX module, or `policy` is not a policy.
         ValueError: `reduce_dtype` is another dtype; a rule matches no parameter (the message names the
             nearest paths), or names a single parameter of a layer of Flax; or the model is under a policy
             already.

@@ -25,7 +25,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
         fun: any function that JAX can trace.
 
     Raises:
-        TypeError: `fun` is no function.
+        TypeError: `fun` is not a function.
 
     Examples:
         >>> head = jmp.full_precision(lambda w, h: h @ w)

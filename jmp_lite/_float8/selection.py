@@ -8,7 +8,7 @@ import jax
 from .._jaxpr.read import Equation
 
 FLOAT8 = "float8"
-"""The name of the dtype with which autocast runs large products in fp8. It is no dtype: e4m3 and e5m2 are."""
+"""The dtype of an autocast that runs large matmuls in fp8, as users name it. Arrays are e4m3 or e5m2."""
 
 MULTIPLE = 16
 """cuBLAS multiplies fp8 only if all sizes of a product are multiples of 16."""

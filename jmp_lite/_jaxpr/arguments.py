@@ -144,7 +144,7 @@ def _check_output(fun: Callable[..., Any], leaf: Any) -> None:
     if any(isinstance(value, jax.Array) and is_jaxpr_tracer(value) for value in held):
         kind, name = type(leaf).__name__, getattr(fun, "__name__", repr(fun))
         raise TypeError(
-            f"autocast: the output of {name} has a {kind}, which holds arrays and is no pytree: JAX would "
+            f"autocast: the output of {name} has a {kind}, which holds arrays and is not a pytree: JAX would "
             f"lose them. Return the arrays, or register the class: jax.tree_util.register_dataclass({kind})."
         )
 

@@ -98,7 +98,7 @@ def _hashable(values: tuple[Any, ...]) -> bool:
 def is_reverse_only(equation: Equation) -> bool:
     """Whether the rule of a `custom_jvp` differentiates a `custom_vjp`, which has no forward mode.
 
-    JAX writes such a rule with the operation `custom_lin`, whose backward rule is no jaxpr: autocast could
+    JAX writes such a rule with the operation `custom_lin`, whose backward rule is not a jaxpr: autocast could
     not go inside. The rule is traced only if a `custom_vjp` is in the function itself.
     """
     (jaxpr,) = jaxprs_in_params(equation.params)

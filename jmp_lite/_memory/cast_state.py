@@ -65,9 +65,9 @@ def cast_state(
         ValueError: `dtype` is another dtype, or `key` was given without `stochastic_rounding`; from `init`, a
             pattern of `keep_float32` matches no array, or `inner` holds master weights; from `update`, the
             state is that of other settings, or a gradient has another shape than its parameter.
-        TypeError: `inner` is no optax transform, `dtype` is no dtype, `key` is no key, or `keep_float32` has
-            something that is no string; from `init`, the parameters are shapes; from `update`, the state is
-            not that of this transform.
+        TypeError: `inner` is not an optax transform, `dtype` is not a dtype, `key` is not a key, or
+            `keep_float32` has something that is not a string; from `init`, the parameters are shapes; from
+            `update`, the state is not that of this transform.
 
     Examples:
         >>> tx = jmp.cast_state(optax.adam(1e-3), "bfloat16", keep_float32="nu")

@@ -49,8 +49,8 @@ def with_master_weights(
         at most `2**-24` of the old value, as in float32, and the optimizer goes on from the parameter.
 
     Raises:
-        TypeError: `inner` is no optax transform; from `init`, the parameters are shapes; from `update`, the
-            state is not that of this transform.
+        TypeError: `inner` is not an optax transform; from `init`, the parameters are shapes; from `update`,
+            the state is not that of this transform.
         ValueError: from `init`, `inner` rounds half parameters too; from `update`, there are no parameters,
             or one has another dtype than in `init`, or a gradient has another shape than its parameter.
 
@@ -125,8 +125,8 @@ def with_stochastic_rounding(
         `stochastic_round`. Parameters of float32 and float64 are not rounded.
 
     Raises:
-        TypeError: `inner` is no optax transform, or `key` is no key; from `init`, the parameters are shapes;
-            from `update`, the state is not that of this transform.
+        TypeError: `inner` is not an optax transform, or `key` is not a key; from `init`, the parameters are
+            shapes; from `update`, the state is not that of this transform.
         ValueError: from `init`, `inner` rounds half parameters too; from `update`, there are no parameters,
             or a gradient has another shape than its parameter.
 

@@ -49,7 +49,7 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
 
     Raises:
         ValueError: `dtype` is another dtype.
-        TypeError: `x` is no floating array, `dtype` is no dtype, or `key` is no key.
+        TypeError: `x` is not a floating array, `dtype` is not a dtype, or `key` is not a key.
 
     Examples:
         >>> x = jnp.full(4000, 1 + 2**-9)  # A quarter of the way from 1 to 1 + 2**-7.

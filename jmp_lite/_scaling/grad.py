@@ -39,8 +39,8 @@ def value_and_grad(
         parameters; float64 and complex gradients keep their dtype.
 
     Raises:
-        TypeError: `fun` is no function, or `loss_scale` is no loss scale; or, when the result is called, the
-            loss is no floating scalar, or the model needs a `transform`.
+        TypeError: `fun` is not a function, or `loss_scale` is not a loss scale; or, when the result is
+            called, the loss is not a floating scalar, or the model needs a `transform`.
 
     Examples:
         >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
@@ -175,7 +175,7 @@ def _needs_transform(error: Exception, args: tuple[Any, ...], argnums: Any) -> s
 
 
 def _split(output: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Returns `(loss, aux)`; a TypeError if the loss is no floating scalar."""
+    """Returns `(loss, aux)`; a TypeError if the loss is not a floating scalar."""
     if has_aux and not (isinstance(output, (tuple, list)) and len(output) == 2):
         raise TypeError(
             f"With has_aux=True the function should return a pair (loss, aux). Got {type(output).__name__}."

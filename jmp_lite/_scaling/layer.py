@@ -42,7 +42,7 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
         forward-mode derivative (`jax.jvp`). Its second derivatives are those of `fun`.
 
     Raises:
-        TypeError: `fun` is no function; or the layer is differentiated with respect to a half array, which
+        TypeError: `fun` is not a function; or the layer is differentiated with respect to a half array, which
             cannot hold a gradient without its scale.
 
     Source: Zhao, Vogel and Ahmed 2019, Adaptive Loss Scaling for Mixed Precision Training, where the scale of

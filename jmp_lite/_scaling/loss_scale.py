@@ -152,7 +152,7 @@ class StaticLossScale(_Scaling):
         loss_scale: the factor, shape `()`, float32. Any real number is cast to float32.
 
     Raises:
-        ValueError: the scale is no scalar, or is zero, negative, NaN or inf.
+        ValueError: the scale is not a scalar, or is zero, negative, NaN or inf.
 
     Examples:
         >>> scale = jmp.StaticLossScale(1024)
@@ -199,9 +199,9 @@ class DynamicLossScale(_Scaling):
             is 0.
 
     Raises:
-        ValueError: the scale is no scalar, or is zero, negative, NaN or inf; a setting is out of range; or
+        ValueError: the scale is not a scalar, or is zero, negative, NaN or inf; a setting is out of range; or
             the minimum or the scale is above the maximum.
-        TypeError: a setting is traced, or the scale or a setting is no number.
+        TypeError: a setting is traced, or the scale or a setting is not a number.
         UserWarning: the scale or its minimum is an integer (as in jmp).
 
     Examples:

@@ -25,7 +25,7 @@ def unscale() -> optax.GradientTransformationExtraArgs:
         is adjusted. Its updates are float32, as from `LossScale.unscale`.
 
     Raises:
-        TypeError: from `update`, `loss_scale=` is missing or is no loss scale.
+        TypeError: from `update`, `loss_scale=` is missing or is not a loss scale.
 
     Examples:
         >>> tx = jmp.unscale()
@@ -90,10 +90,11 @@ def skip_nonfinite(
         as batch statistics, use `select_tree(grads_finite(opt_state), new, old)`.
 
     Raises:
-        ValueError, TypeError: `inner` is no optax transform, `clip_norm` is no number above 0, or `clip_norm`
-            was given and `inner` holds `optax.MultiSteps`; from `init`, the parameters are shapes; from
-            `update`, the state is not that of this transform and its settings, a gradient belongs to no
-            parameter or has another shape, or `loss_scale=` was given and no `unscale()` divides by it.
+        ValueError, TypeError: `inner` is not an optax transform, `clip_norm` is not a number above 0, or
+            `clip_norm` was given and `inner` holds `optax.MultiSteps`; from `init`, the parameters are
+            shapes; from `update`, the state is not that of this transform and its settings, a gradient
+            belongs to no parameter or has another shape, or `loss_scale=` was given and no `unscale()`
+            divides by it.
 
     Examples:
         >>> tx = jmp.skip_nonfinite(optax.sgd(1.0))
@@ -129,7 +130,7 @@ def with_loss_scale(
         A transform. Its state is a `SkipNonfiniteState`.
 
     Raises:
-        TypeError: `loss_scale` is no loss scale, or `update` was given one.
+        TypeError: `loss_scale` is not a loss scale, or `update` was given one.
         ValueError: as in `skip_nonfinite`.
 
     Examples:

@@ -64,7 +64,7 @@ def resume(
         ValueError: the old state lacks an array that `tx` needs, has one that `tx` does not know, or has one
             of another shape or kind, or of 64 bits where `tx` has 32; or a live state is that of another
             optimizer. The message names all of them.
-        TypeError: `tx` is no optax transform, or the parameters are shapes.
+        TypeError: `tx` is not an optax transform, or the parameters are shapes.
 
     Examples:
         >>> params = {"w": jnp.ones(2)}

@@ -1,6 +1,7 @@
 """The numbers of a loss scale: settings as Python numbers, scales and counts as strongly typed scalars.
 
-All functions raise a TypeError if a value is no number, and a ValueError if it is no scalar or out of range.
+All functions raise a TypeError if a value is not a number, and a ValueError if it is not a scalar or is out
+of range.
 """
 
 import math

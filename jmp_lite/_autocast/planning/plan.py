@@ -140,7 +140,7 @@ def rounded(action: Action) -> Action:
 
     By default XLA may leave out a cast down and up again. The forward pass then reads a value that was never
     rounded, and the backward pass reads the rounded value that the loop has kept. A softmax that is computed
-    from both is no softmax. XLA never leaves out a `reduce_precision`.
+    from both is not a softmax. XLA never leaves out a `reduce_precision`.
     """
 
     def round_all(takes: tuple[Take, ...]) -> tuple[Take, ...]:

@@ -197,7 +197,7 @@ def _primitive_name(option: str, entry: str | Primitive) -> tuple[str, bool]:
         near = difflib.get_close_matches(name, _known_names(), n=3)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ValueError(
-            f"{option}= names '{name}', which is no primitive of JAX; jax.make_jaxpr(fun)(*args) prints "
+            f"{option}= names '{name}', which is not a primitive of JAX; jax.make_jaxpr(fun)(*args) prints "
             f"theirs.{hint} Pass a primitive that JAX does not list itself, not its name."
         )
     return name, taken_off

@@ -87,7 +87,7 @@ def entering(state: State, role: Role) -> State:
     """Returns the state of an operand inside the jaxpr that takes it."""
     if role is not Role.CARRY:
         return state
-    # A value that changes from one iteration to the next is no constant.
+    # A value that changes from one iteration to the next is not a constant.
     return OTHER if state.kind == Kind.OTHER else FLOAT32
 
 

@@ -70,8 +70,8 @@ def find_nonfinite(
         array among the arguments is traced, as `jax.jit` does.
 
     Raises:
-        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale;
-            an argument is traced.
+        TypeError: `fun` is not a function; the loss is not a floating scalar; `loss_scale` is not a loss
+            scale; an argument is traced.
         ValueError: the scale is not above 0 and finite; a scale is given for a step.
 
     Source: Hugging Face's `DebugUnderflowOverflow`, TensorFlow's `enable_check_numerics`, JAX's `checkify`.

@@ -75,11 +75,11 @@ def compare_precision(
         A function of the arguments of `fun` that returns a `PrecisionReport`. Call it outside `jit`.
 
     Raises:
-        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale; an
-            argument is traced.
-        ValueError: `dtype` is no half dtype, or is given for a function of autocast; the scale is not above 0
-            and finite; `tolerance` is out of range; a rule of the autocast selects nothing; the loss or a
-            gradient is not finite in float32.
+        TypeError: `fun` is not a function; the loss is not a floating scalar; `loss_scale` is not a loss
+            scale; an argument is traced.
+        ValueError: `dtype` is not a half dtype, or is given for a function of autocast; the scale is not
+            above 0 and finite; `tolerance` is out of range; a rule of the autocast selects nothing; the loss
+            or a gradient is not finite in float32.
 
     Source: for inference, the float16 debugging of ONNX Runtime and the tuning of Intel's Neural Compressor.
 

@@ -60,10 +60,10 @@ def profile_ranges(
         A function of the arguments of `fun` that returns a `RangeReport`. Call it outside `jit`.
 
     Raises:
-        TypeError: `fun` is no function; the loss is no floating scalar; `loss_scale` is not a loss scale;
-            an argument is traced.
-        ValueError: `dtype` is no half dtype, or is given for a function of autocast; the scale is not above 0
-            and finite; a rule of the autocast selects nothing.
+        TypeError: `fun` is not a function; the loss is not a floating scalar; `loss_scale` is not a loss
+            scale; an argument is traced.
+        ValueError: `dtype` is not a half dtype, or is given for a function of autocast; the scale is not
+            above 0 and finite; a rule of the autocast selects nothing.
 
     Source: NVIDIA, Training with Mixed Precision, 2.3 (https://docs.nvidia.com/deeplearning/performance/).
 
