@@ -4,9 +4,7 @@ import importlib.util
 import math
 import re
 import runpy
-import signal
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -144,24 +142,6 @@ def test_an_output_that_cannot_be_written_ends_an_example_before_it_trains(name,
     code, _, errors = end_of(name, *family, option, path)
     assert code == 2, errors
     assert re.search(r"(Not a directory|File exists)\.$", errors.splitlines()[-1])
-
-
-def test_ctrl_c_ends_an_example_with_one_line(tmp_path):
-    # A shell starts a job in the background with SIGINT ignored, and so would start this example.
-    listen = "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    run = "del sys.argv[0]; sys.path[0] = sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [
-        *(sys.executable, "-c", f"{listen}; {run}", EXAMPLES, EXAMPLES / "digits.py"),
-        *("--output", tmp_path / "digits.png"),
-    ]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert started.stderr is not None
-    first = started.stderr.read(10)  # The progress bar: the program is in its main function.
-    started.send_signal(signal.SIGINT)
-    _, rest = started.communicate(timeout=300)
-    assert "Traceback" not in first + rest
-    assert rest.splitlines()[-1] == "Stopped."
-    assert started.returncode == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pickle
 from typing import Any
 
 import hypothesis
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,19 +45,6 @@ def test_policies_are_frozen_and_copied_and_pickled():
         dataclasses.replace(policy),
     ):
         assert same == policy
-
-
-def test_a_policy_is_a_static_argument_that_compiles_once():
-    traces = []
-
-    def cast(x, policy):
-        traces.append(policy)
-        return policy.cast_to_compute(x)
-
-    cast = jax.jit(cast, static_argnames="policy")
-    for spelling in SPELLINGS:
-        assert cast(jnp.ones(2), policy=jmp.Policy("f32", spelling, "f32")).dtype == F16
-    assert len(traces) == 1
 
 
 # Strings

@@ -5,15 +5,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
 from tests.support.jaxprs import products
-from tests.support.small_programs import ORDERS, W, X, normal
+from tests.support.small_programs import ORDERS, W, X
 
 EACH_ORDER = pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 
@@ -148,57 +146,6 @@ def test_a_forward_rule_around_a_custom_vjp_keeps_its_forward_mode():
     expected = jax.jvp(lambda w: jnp.tanh(X @ w), (W,), (W,))
     assert_close((value, tangent), expected, "float16", factor=8)
     assert set(products(lambda w: jax.jvp(lambda w: layer(X, w), (w,), (w,)), W)) == {("float16", "float16")}
-
-
-@pytest.mark.slow
-def test_rules_with_symbolic_zeros_integer_outputs_and_unused_arguments_work():
-    @jax.custom_jvp
-    def split(x, unused, n):
-        return x @ W, n + 1, jnp.argmax(x)
-
-    @split.defjvp
-    def rule(primals, tangents):
-        x, unused, n = primals
-        zero = lambda i: np.zeros(i.shape, jax.dtypes.float0)
-        out = split(x, unused, n)
-        return out, (tangents[0] @ W, zero(out[1]), zero(out[2]))
-
-    @jax.custom_vjp
-    def several(tree, n):
-        return {"y": tree["x"] @ W, "n": n * 2}
-
-    several.defvjp(
-        lambda tree, n: (several(tree, n), tree["x"]),
-        lambda x, g: ({"x": g["y"] @ W.T, "unused": jnp.zeros(3)}, None),
-    )
-
-    def loss(x):
-        y, n, index = split(x, x[0], jnp.int32(3))
-        tree = several({"x": y, "unused": jnp.ones(3)}, n)
-        return jnp.sum(jnp.sin(tree["y"])) + 0 * index + tree["n"]
-
-    assert float(jmp.autocast(loss)(X)) == pytest.approx(float(loss(X)), rel=0.05)
-    for grad in (jax.grad(jmp.autocast(loss)), jmp.autocast(jax.grad(loss))):
-        assert_close(grad(X), jax.grad(loss)(X), "bfloat16", factor=16)
-        assert set(products(grad, X)) == {("bfloat16", "bfloat16")}
-
-
-@EACH_ORDER
-def test_an_implicit_solve_with_a_rule_of_ones_own_works(order, half):
-    def fixed_point(w, x):
-        return lax.custom_root(
-            lambda y: jnp.tanh(0.3 * (y @ w) + x) - y,
-            jnp.zeros_like(x),
-            lambda f, y: lax.fori_loop(0, 30, lambda _, y: f(y) + y, y),
-            lambda g, y: jnp.linalg.solve(
-                jax.jacobian(lambda z: g(z.reshape(y.shape)).ravel())(y.ravel()), y.ravel()
-            ).reshape(y.shape),
-        )
-
-    loss = lambda w: jnp.sum(fixed_point(w, X[:2, :4]))
-    w = normal(4, 4, scale=0.3)
-    grad = jax.grad(jmp.autocast(loss, half)) if order == "inside" else jmp.autocast(jax.grad(loss), half)
-    assert_close(jax.jit(grad)(w), jax.jit(jax.grad(loss))(w), half, factor=24)
 
 
 def large_product(kind):

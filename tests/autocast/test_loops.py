@@ -53,13 +53,6 @@ def test_a_vmapped_while_loop_stops_each_example_at_its_own_limit(order):
     np.testing.assert_allclose(found_rows, expected_rows, rtol=1e-5)
 
 
-def test_a_while_loop_under_two_vmaps_is_the_plain_one():
-    once = jax.vmap(jax.vmap(lambda x, limit: lax.while_loop(lambda x: x < limit, lambda x: 2 * x, x)))
-    start, limits = jnp.ones((2, 3)), jnp.array([[1.0, 3.0, 30.0], [9.0, 0.0, 100.0]])
-    fun = jmp.autocast(lambda x: once(x @ jnp.eye(3), limits))
-    assert fun(start).tolist() == once(start, limits).tolist() == [[1, 4, 32], [16, 1, 128]]
-
-
 def test_loop_carries_keep_their_dtype():
     def fun(x, w):
         def step(carry, _):

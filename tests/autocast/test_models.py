@@ -53,15 +53,12 @@ def root_mean_square(errors):
 # Every family, in one dtype or the other: compiling takes the time here.
 CLOSENESS = {
     "Linen MLP": "float16",
-    "NNX MLP": "bfloat16",
     "Linen ResNet": "bfloat16",
     "NNX ResNet": "float16",
     "Linen transformer, tied": "bfloat16",
     "NNX transformer": "float16",
     "JAX transformer, scanned and rematerialized": "float16",
     "Linen LSTM": "float16",
-    "NNX optimized LSTM": "bfloat16",
-    "Linen U-Net": "bfloat16",
     "NNX experts": "float16",
     "Equinox transformer": "float16",
     "Haiku network": "bfloat16",

@@ -202,19 +202,9 @@ def test_a_product_of_half_operands_with_a_float32_result_has_the_same_gradients
         assert_close(order(loss, half)(W), jax.grad(loss)(W), half, factor=8)
 
 
-def test_float32_inside_another_autocast_is_full_precision():
-    inner = jmp.autocast(lambda w: X @ w, "float32")
-    outer = jmp.autocast(lambda w: jnp.tanh(inner(w)) @ w)
-    assert products(outer, W) == [("float32", "float32"), ("bfloat16", "bfloat16")]
-
-
-def test_none_is_no_rule_and_what_is_no_list_says_so():
+def test_none_is_no_option():
     fun = jmp.autocast(jnp.dot, rules=None, allow=None, deny=None, infer=None)
     assert products(fun, X, W) == [("bfloat16", "bfloat16")]
-    with pytest.raises(TypeError, match=r"rules= is a mapping of patterns over scopes to dtypes.* Got 3"):
-        jmp.autocast(jnp.dot, rules=3)
-    with pytest.raises(TypeError, match=r"deny= is a list of operations.* Got 3"):
-        jmp.autocast(jnp.dot, deny=3)
 
 
 # Derivatives.

@@ -112,17 +112,6 @@ def test_shardings_inside_survive():
     assert jax.jit(jmp.autocast(lambda x: x @ W))(placed).sharding.is_equivalent_to(plain, 2)
 
 
-@pytest.mark.slow
-def test_collectives_of_vmap_stay_float32():
-    fun = lambda w: jax.vmap(lambda x: lax.pmean(x @ w, "batch"), axis_name="batch")(X[:, None])
-    assert_close(jmp.autocast(fun)(W), fun(W), "bfloat16", factor=4)
-    assert products(jmp.autocast(fun), W) == [("bfloat16", "bfloat16")]
-    inner = jax.vmap(jmp.autocast(lambda x, w: lax.psum(x @ w, "batch")), (0, None), axis_name="batch")
-    assert_close(inner(X[:, None], W)[0, 0], (X @ W).sum(0), "bfloat16", factor=4)
-    ones = jax.vmap(jmp.autocast(lambda x, w: lax.psum(x @ w, "batch")), (0, None), axis_name="batch")
-    assert float(ones(jnp.ones((4099, 1, 1)), jnp.ones((1, 1)))[0, 0, 0]) == 4099.0
-
-
 def four_devices():
     auto = (AxisType.Auto,) * 2
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=auto, devices=jax.devices()[:4])

@@ -74,13 +74,6 @@ def test_the_loss_scale_may_be_a_number_or_a_loss_scale(scale):
     assert find_nonfinite(fun)(w, x).is_finite
 
 
-def test_the_scale_of_an_optimizer():
-    opt_state = jmp.with_loss_scale(optax.sgd(1.0)).init(w)
-    report = find_nonfinite(lambda w, x: jnp.sum(x @ w), loss_scale=jmp.get_loss_scale(opt_state))(w, x)
-    assert report.loss_scale == 2**15
-    assert "2**15" in str(report)
-
-
 def test_a_loss_that_is_a_constant():
     report = find_nonfinite(lambda w, x: jnp.float32(3.0))(w, x)
     assert (report.loss, report.is_finite, report.gradients) == (3.0, True, ())
