@@ -128,18 +128,6 @@ PROGRAMS = {
 @pytest.mark.cases(fast=len(PROGRAMS), slow=0)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_option_changes_no_dtype_of_a_product(order, name):
-    run = in_order(PROGRAMS[name], "bfloat16", order)
-    without = products(run, W)
-    with jax.default_matmul_precision("highest"):
-        assert products(run, W) == without
-        found = jax.jit(run)(W)
-    jax.tree.map(np.testing.assert_array_equal, found, jax.jit(run)(W))
-
-
-@pytest.mark.cases(fast=len(PROGRAMS), slow=0)
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("precision", ["highest", "tensorfloat32", "BF16_BF16_F32_X3"])
 def test_products_that_stay_float32_run_under_the_option(precision, order, name):
     loss = PROGRAMS[name]

@@ -6,7 +6,6 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
@@ -272,29 +271,6 @@ def test_float32_results_are_not_rounded():
     assert kinds[E5, E4, HALF] == kinds[E4, E5, HALF] == 1
 
 
-@pytest.mark.cases(fast=1, slow=0)
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_a_step_with_an_inf_or_a_nan_is_skipped(bad):
-    loss = lambda w, x: jnp.sum(jnp.square(mlp(w, x)))
-    tx = jmp.with_loss_scale(optax.adam(1e-3), jmp.NoOpLossScale())
-    state = tx.init(W)
-
-    @jax.jit
-    def step(w, state, x):
-        grads = jax.grad(float8(loss))(w, x)
-        updates, state = tx.update(grads, state, w)
-        return optax.apply_updates(w, updates), state
-
-    w, state = step(W, state, XS.at[3, 5].set(bad))
-    np.testing.assert_array_equal(w, W)
-    assert not np.array_equal(step(w, state, XS)[0], W)
-
-
-def test_a_forward_mode_derivative_is_refused_by_jax():
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(float8(mlp), (W, XS), (W, XS))
-
-
 # Words, and a run.
 
 
@@ -326,45 +302,6 @@ def test_one_warning_says_that_this_machine_has_no_fp8():
         jmp.autocast(mlp, "float8")(W, XS)  # No product is large enough.
     (warning,) = caught
     assert "runs on cpu, which has no fp8 arithmetic" in str(warning.message)
-
-
-@pytest.mark.exhaustive
-def test_digits_are_learnt_as_well_as_in_bfloat16():
-    import sklearn.datasets
-
-    images, labels = sklearn.datasets.load_digits(return_X_y=True)
-    x, y = jnp.asarray(images, jnp.float32)[:1792] / 16, jnp.asarray(labels)[:1792]
-
-    def loss(params, x, y):
-        h = jax.nn.relu(x @ params["in"])
-        h = jax.nn.relu(h @ params["hidden"])
-        return optax.softmax_cross_entropy_with_integer_labels(h @ params["out"], y).mean(), h @ params["out"]
-
-    def train(dtype, rules):
-        params = {
-            "in": normal(0, 64, 128) / 6,
-            "hidden": normal(1, 128, 128) / 8,
-            "out": normal(2, 128, 16) / 11,
-        }
-        tx = optax.adam(3e-3)
-        fun = jmp.autocast(loss, dtype, rules=rules)
-
-        def step(carry, index):
-            params, state = carry
-            batch = (
-                lax.dynamic_slice_in_dim(x, index * 128, 128),
-                lax.dynamic_slice_in_dim(y, index * 128, 128),
-            )
-            grads, _ = jax.grad(fun, has_aux=True)(params, *batch)
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        (params, _), _ = jax.jit(lambda c: lax.scan(step, c, jnp.arange(120) % 11))((params, tx.init(params)))
-        return float((loss(params, x[1408:], y[1408:])[1].argmax(-1) == y[1408:]).mean())
-
-    accuracies = train("bfloat16", {}), train("float8", EVERYWHERE)
-    assert accuracies[0] > 0.9
-    assert abs(accuracies[0] - accuracies[1]) < 0.02
 
 
 def test_a_batch_has_one_scale_inside_autocast_and_one_an_example_outside():

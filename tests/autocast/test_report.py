@@ -96,15 +96,6 @@ def test_it_groups_by_module(report):
     )
 
 
-def test_the_flops_are_those_of_the_products(report):
-    shapes = [(6, 16, 32), (6, 32, 16)] * 2 + [(6, 16, 10)]
-    assert [operation.flops for operation in dots(report)] == [2 * m * k * n for m, k, n in shapes]
-    assert report.tensor_core_share == pytest.approx(
-        sum(operation.flops for operation in dots(report)[:-1])
-        / sum(operation.flops for operation in report.operations)
-    )
-
-
 def test_the_summary_counts_what_the_report_holds(report):
     half = sum(operation.in_half for operation in report.operations)
     casts = [

@@ -75,20 +75,6 @@ def test_the_masters_are_the_parameters_of_a_float32_program(name):
         np.testing.assert_allclose(our, their, rtol=16 * np.finfo(np.float32).eps, atol=1e-9)
 
 
-def test_without_a_compiler_they_are_bit_for_bit_those_of_a_float32_program():
-    params = make_params(jnp.bfloat16)
-    full, plain = wide(params), optax.sgd(1e-3, momentum=0.9)
-    tx = jmp.with_master_weights(plain)
-    opt_state, plain_state = tx.init(params), plain.init(full)
-    for t in range(3):
-        updates, opt_state = tx.update(make_grads(t), opt_state, params)
-        params = optax.apply_updates(params, updates)
-        updates, plain_state = plain.update(make_grads(t), plain_state, full)
-        full = optax.apply_updates(full, updates)
-    assert bits(jmp.master_params(opt_state, params)) == bits(full)
-    assert bits(opt_state.inner_state) == bits(plain_state)
-
-
 @pytest.mark.parametrize("dtype", HALF)
 def test_twenty_steps_below_half_a_unit_are_not_lost(dtype):
     """The trap of O2 without masters: 20 SGD steps of 2e-6 leave a parameter at exactly 1.0."""

@@ -133,20 +133,6 @@ def test_complex_and_integer_leaves():
         assert state.leaf_finite.tolist() == [False, True, True]
 
 
-def test_a_threaded_scale_clips_the_unscaled_gradients():
-    loss_scale = jmp.StaticLossScale(2.0**10)
-    tx = jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.sgd(1.0)), clip_norm=1.0)
-    grads = random_tree(0)
-    updates, state = jax.jit(tx.update)(
-        jax.tree.map(lambda g: g * 2.0**10, grads), tx.init(grads), grads, loss_scale=loss_scale
-    )
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    expected, _ = jax.jit(clipped.update)(grads, clipped.init(grads), grads)
-    for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=16 * EPS)
-    np.testing.assert_allclose(state.grad_norm, optax.tree.norm(grads), rtol=16 * EPS)
-
-
 @pytest.mark.parametrize(
     ("wrap", "made_by"),
     [
@@ -217,18 +203,3 @@ def test_the_devices_of_a_shard_map_agree_though_each_has_a_norm_of_its_own():
     updates, counts = jax.jit(sharded)(grads)
     assert not np.any(updates)
     assert counts.tolist() == [[1, 1, 1]] * 4
-
-
-def test_the_state_keeps_its_dtypes_with_float64_gradients():
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        params = {"w": jnp.ones(3, jnp.float64)}
-        tx = jmp.with_loss_scale(optax.sgd(0.1), clip_norm=1.0)
-        step = jax.jit(lambda grads, state: tx.update(grads, state)[1])
-        state = tx.init(params)
-        dtypes = [leaf.dtype for leaf in jax.tree.leaves(state)]
-        for _ in range(2):
-            state = step(params, state)
-            assert [leaf.dtype for leaf in jax.tree.leaves(state)] == dtypes
-        assert step._cache_size() == 1
-        last, _ = jax.lax.scan(lambda state, _: (step(params, state), None), state, length=2)
-        np.testing.assert_allclose(last.grad_norm, np.sqrt(3), rtol=1e-6)

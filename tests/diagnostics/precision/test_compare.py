@@ -10,7 +10,6 @@ import pytest
 import jmp_lite as jmp
 from jmp_lite.diagnostics import compare_precision
 from jmp_lite.diagnostics._precision import flags
-from jmp_lite.diagnostics._precision.groups import error_of
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
@@ -83,13 +82,6 @@ def test_the_error_of_a_module_is_that_of_this_module_alone_in_half(linen_report
     assert own == sorted(own, reverse=True)
     assert linen_report.rest.gradients < 1e-6
     assert linen_report.loss == pytest.approx(float(blocks_loss(PARAMS, X, Y)))
-
-
-@pytest.mark.parametrize(
-    ("squares", "expected"), [((0, 0, 0), (0, 1)), ((1, 1, 0), (np.inf, 0)), ((4, 0, 4), (1, 0))]
-)
-def test_the_error_of_gradients_that_are_zero(squares, expected):
-    assert error_of(*squares) == expected
 
 
 def test_a_value_that_two_products_read():

@@ -87,18 +87,6 @@ def test_iterations_of_loops_and_shards_add_up():
 
 
 @pytest.mark.slow
-def test_inside_shard_map():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    P = jax.sharding.PartitionSpec
-    one = jax.shard_map(lambda a, w: a @ w, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
-    sharded, plain = (
-        profile_ranges(lambda w, x, f=f: jnp.sum(jnp.sin(f(x, w))))(w, x) for f in (one, lambda a, w: a @ w)
-    )
-    assert sharded.pooled.largest == pytest.approx(plain.pooled.largest, rel=1e-5)
-    assert counts(sharded.gradients[0].fates) == counts(plain.gradients[0].fates)
-
-
-@pytest.mark.slow
 def test_autocast_says_which_values_are_counted():
     def fun(w, x):
         with jax.named_scope("first"):
