@@ -8,33 +8,13 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
 from tests.support.jaxprs import equations, primitives, products, text
-from tests.support.small_programs import STACK, B, V, W, X, layer, value_and_grad
+from tests.support.small_programs import STACK, B, V, W, X, in_mesh, layer, value_and_grad, with_jvp, with_vjp
 
-
-@jax.custom_jvp
-def smooth(x, w):
-    return jnp.tanh(x @ w)
-
-
-@smooth.defjvp
-def _smooth_jvp(primals, tangents):
-    (x, w), (dx, dw) = primals, tangents
-    y = smooth(x, w)
-    return y, (1 - y * y) * (dx @ w + x @ dw)
-
-
-@jax.custom_vjp
-def product(x, w):
-    return x @ w
-
-
-product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+smooth, product = with_jvp(lambda x, w: jnp.tanh(x @ w)), with_vjp(jnp.matmul)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -82,11 +62,6 @@ def _closed(fun):
         return jaxpr_as_fun(closed)(*args)[0]
 
     return run
-
-
-def _in_mesh(fun):
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    return jax.shard_map(fun, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d"))
 
 
 @jax.custom_jvp
@@ -143,7 +118,7 @@ CALLS = {
     "relu and its kin": lambda x, w, b: jax.nn.relu(jax.nn.relu6(jax.nn.silu(x @ w) + b) @ w),
     "vmap of rows": lambda x, w, b: jax.vmap(lambda row: layer(row[None], w, b)[0])(x),
     "vmap of weights": lambda x, w, b: jax.vmap(layer, (None, 0, None))(x, STACK + w, b).mean(0),
-    "shard_map": _in_mesh(layer),
+    "shard_map": in_mesh(layer, 1),
     "everything": jax.jit(
         lambda x, w, b: lax.scan(
             lambda x, w: (

@@ -13,6 +13,7 @@ import jmp_lite as jmp
 from jmp_lite._float8.selection import warn_without_float8
 from tests.support.arrays import normal
 from tests.support.jaxprs import equations, product_kinds
+from tests.support.small_programs import with_jvp, with_vjp
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 
@@ -120,36 +121,13 @@ def mlp(w, x):
     return jnp.tanh(jnp.tanh(x @ w) @ w)
 
 
-@jax.custom_jvp
-def with_jvp(w, x):
-    return jnp.tanh(x @ w)
-
-
-@with_jvp.defjvp
-def _(primals, tangents):
-    (w, x), (dw, dx) = primals, tangents
-    y = with_jvp(w, x)
-    return y, (1 - y * y) * (dx @ w + x @ dw)
-
-
-@jax.custom_vjp
-def with_vjp(w, x):
-    return jnp.tanh(x @ w)
-
-
-def _vjp_backward(kept, g):
-    w, x, y = kept
-    g = g * (1 - y * y)
-    return x.T @ g, g @ w.T
-
-
-with_vjp.defvjp(lambda w, x: (with_vjp(w, x), (w, x, with_vjp(w, x))), _vjp_backward)
+dense = lambda w, x: jnp.tanh(x @ w)
 iterate = lambda step: lambda w, x: lax.scan(lambda c, _: (step(w, c), None), x, None, length=3)[0]
 
 PROGRAMS = {
     "scan of a remat": iterate(jax.checkpoint(lambda w, x: jnp.tanh(x @ w))),
-    "custom_jvp": with_jvp,
-    "custom_vjp": with_vjp,
+    "custom_jvp": with_jvp(dense),
+    "custom_vjp": with_vjp(dense),
     "a transposed weight": lambda w, x: jnp.tanh(x @ w.T),
     "plain": mlp,
     "jit": jax.jit(mlp),

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
 from tests.support.jaxprs import equations, product_kinds, text
-from tests.support.small_programs import STACK, B, V, W, X, layer
+from tests.support.small_programs import STACK, B, V, W, X, in_mesh, layer, with_jvp, with_vjp
 
 wide = functools.partial(jmp.autocast, dtype="float16", reduce_dtype="float32")
 HALF, WIDE = ("float16", "float16", "float16"), ("float16", "float16", "float32")
@@ -26,36 +26,8 @@ def both_orders(loss, **options):
     return jax.grad(autocast(loss), argnums), autocast(jax.grad(loss, argnums))
 
 
-@jax.custom_vjp
-def of_ones_own(x, w):
-    return jnp.tanh(x @ w)
-
-
-def _forward(x, w):
-    y = jnp.tanh(x @ w)
-    return y, (x, w, y)
-
-
-def _backward(saved, g):
-    x, w, y = saved
-    g = g * (1 - y * y)
-    return g @ w.T, x.T @ g
-
-
-of_ones_own.defvjp(_forward, _backward)
-
-
-@jax.custom_jvp
-def with_jvp(x, w):
-    return jnp.tanh(x @ w)
-
-
-with_jvp.defjvp(lambda p, t: jax.jvp(lambda x, w: jnp.tanh(x @ w), p, t))
-
-
-def _in_mesh(fun):
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    return jax.shard_map(fun, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d"))
+dense = lambda x, w: jnp.tanh(x @ w)
+of_ones_own = with_vjp(dense)
 
 
 # Each of (x, w, b), with the number of its products that make the gradient of `w`.
@@ -83,8 +55,8 @@ KINDS = {
     "vmap": (lambda x, w, b: jax.vmap(layer, (0, None, None))(x, w, b), 1),
     "custom_vjp": (lambda x, w, b: of_ones_own(x, w) + b, 1),
     "custom_vjp in jit": (lambda x, w, b: jax.jit(of_ones_own)(x, w) + b, 1),
-    "custom_jvp": (lambda x, w, b: with_jvp(x, w) + b, 1),
-    "shard_map": (_in_mesh(layer), 1),
+    "custom_jvp": (lambda x, w, b: with_jvp(dense)(x, w) + b, 1),
+    "shard_map": (in_mesh(layer, 2), 1),
 }
 
 
