@@ -2,9 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import pytest
 from jax import lax
 
 import jmp_lite as jmp
@@ -55,25 +53,6 @@ def test_no_cast_stands_between_two_products():
     assert [found for found in casts(jmp.autocast(chained), X, W) if found[:2] == ((4, 8), "bfloat16")] == [
         ((4, 8), "bfloat16", "float32")  # The output, and nothing between the products.
     ]
-
-
-@each_half
-@pytest.mark.parametrize(
-    "option",
-    [{}, {"deny": ["dot_general"]}, {"deny": ["tanh"]}, {"allow": ["tanh"]}, {"rules": {"part": "float32"}}],
-)
-def test_applying_autocast_twice_changes_nothing(option, half):
-    def fun(params, x):
-        with jax.named_scope("part"):
-            x = mlp(params, x)
-        return mlp(params, jmp.full_precision(jnp.dot)(x, params["w"]))
-
-    once = jmp.autocast(fun, half, **option)
-    other = "bfloat16" if half == "float16" else "float16"
-    for outer in (half, other):
-        assert text(jmp.autocast(once, outer), PARAMS, X) == text(once, PARAMS, X)
-        np.testing.assert_array_equal(jmp.autocast(once, outer)(PARAMS, X), once(PARAMS, X))
-    assert text(jmp.autocast(jmp.autocast(once, other), half), PARAMS, X) == text(once, PARAMS, X)
 
 
 def test_an_inner_autocast_whose_rules_leave_everything_in_float32_is_respected():

@@ -76,27 +76,6 @@ def test_large_logits_lose_nothing_but_the_rounding_of_the_operands():
     assert error(float32_results="head") < 1e-4
 
 
-@pytest.mark.slow
-def test_inside_loops_rematerialization_and_jit():
-    stack = normal(5, 3, 16, 16, scale=1 / 4)
-
-    def body(h, w):
-        with jax.named_scope("wide"):
-            return jax.nn.softmax(h @ w), None
-
-    for step in (body, jax.checkpoint(body), jax.jit(body)):
-        fun = lambda stack, x: jnp.sum(lax.scan(step, x, stack)[0] ** 2)  # noqa: B023
-        narrow, wide = kinds("float16")
-        grads = jax.grad(jmp.autocast(fun, "float16", float32_results="wide"))
-        around = jmp.autocast(jax.grad(fun), "float16", float32_results="wide")
-        for gradient in (grads, around):
-            counts = product_kinds(gradient, stack, X)
-            assert set(counts) == {narrow, wide}
-        # A rematerialized forward pass runs the product again.
-        np.testing.assert_allclose(grads(stack, X), jax.grad(fun)(stack, X), atol=2e-3)
-        np.testing.assert_allclose(grads(stack, X), around(stack, X), atol=2e-4)
-
-
 def test_explain_says_which_pattern_kept_the_result():
     report = jmp.explain(jmp.autocast(loss_fn, "float16", float32_results="head"))(PARAMS, X, Y)
     reasons = [row.reason for row in report.operations if row.name == "dot_general"]

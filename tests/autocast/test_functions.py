@@ -14,7 +14,6 @@ import pytest
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
-from tests.support.halves import each_half
 from tests.support.jaxprs import operands_of, products, text
 from tests.support.small_programs import PARAMS, W, X, mlp
 
@@ -142,16 +141,6 @@ def test_static_python_arguments_reach_the_function_unchanged():
     assert [type(each) for each in (*seen[0][1][1], seen[0][5]["extra"])] == [int, type(None), float]
     assert_close(result, X @ X.T * 2, "bfloat16", factor=2)
     assert products(lambda x: jmp.autocast(fun)(x, True, mode="double"), X) == [("bfloat16", "bfloat16")]
-
-
-@each_half
-def test_numpy_arguments_work_and_take_part_in_products(half):
-    fun = jmp.autocast(lambda w, x: x @ w, half)
-    result = fun(np.asarray(W), np.asarray(X))
-    assert isinstance(result, (np.ndarray, jax.Array))
-    assert_close(result, X @ W, half, factor=2)
-    assert products(lambda x: fun(np.asarray(W), x), X) == [(half, half)]
-    assert products(jax.jit(lambda w, x: fun(w, x)), np.asarray(W), X) == [(half, half)]
 
 
 def test_outputs_of_any_kind_come_back_in_their_structure():

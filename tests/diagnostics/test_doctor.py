@@ -1,16 +1,11 @@
 """`doctor` names what is wrong, worst first, and skips what makes no sense."""
 
-import ast
-import re
-
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite import linen
 from jmp_lite.diagnostics import _doctor, _findings, doctor
 from jmp_lite.programs import read_program
 
@@ -183,24 +178,3 @@ def test_a_loss_that_is_zero_but_for_rounding_is_no_fault():
     old = jax.nn.log_softmax(obs @ w)[:, 0]
     diagnosis = doctor(jmp.autocast(ppo, "bfloat16"))(w, obs, old, advantages - advantages.mean())
     assert [each for each in diagnosis.findings if each.severity != "speed"] == []
-
-
-def test_the_rules_of_a_policy_are_given_as_one_that_the_policy_takes():
-    class Policy(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return jax.nn.log_softmax(nn.Dense(4, name="logits")(nn.Dense(8, name="body")(x)))
-
-    bf16 = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
-    x = jax.random.normal(jax.random.key(1), (8, 8))
-    model = linen.with_policy(Policy(), bf16)
-    old = model.init(jax.random.key(0), x)
-    new = jax.tree.map(lambda p: p + 3e-4 * jax.random.normal(jax.random.key(2), p.shape), old)
-
-    def divergence(params, x):
-        first, second = model.apply(old, x), model.apply(params, x)
-        return jnp.mean(jnp.sum(jnp.exp(first) * (first - second), -1))
-
-    report = doctor(divergence)(new, x).precision
-    (rules,) = re.findall(r"policy\.with_rules\((\{.*?\})\)", report.change)
-    linen.with_policy(Policy(), bf16.with_rules(ast.literal_eval(rules))).apply(new, x)

@@ -278,19 +278,6 @@ def test_compact_name_scopes_at_the_root():
     assert model.apply(plain, SEQUENCE, method="up").shape == (4, 9, 8)
 
 
-def test_intermediates_and_tables_list_the_model_once():
-    model = with_policy(Generator(), F16)
-    variables = model.init(jax.random.key(0), SEQUENCE)
-    y, state = model.apply(variables, SEQUENCE, capture_intermediates=True)
-    _, plain_state = Generator().apply(variables, SEQUENCE, capture_intermediates=True)
-    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, plain_state)
-    np.testing.assert_array_equal(state["intermediates"]["__call__"][0], y)
-    options = {"console_kwargs": {"force_terminal": False, "width": 200}}
-    table = model.tabulate(jax.random.key(0), SEQUENCE, **options)
-    plain_table = Generator().tabulate(jax.random.key(0), SEQUENCE, **options)
-    assert len(table.splitlines()) == len(plain_table.splitlines())
-
-
 def test_the_wrapper_can_be_pickled_and_copied():
     model = with_policy(Generator(activation=np.tanh), F16)
     assert pickle.loads(pickle.dumps(model)) == copy.deepcopy(model) == copy.copy(model) == model

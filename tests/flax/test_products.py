@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
@@ -148,21 +148,6 @@ def test_a_layer_that_users_wrote_keeps_its_compute_dtype():
 
 
 DEVICES = 4
-
-
-@pytest.mark.slow
-def test_under_an_explicit_mesh_the_gradient_is_split_as_the_weight_is():
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    model = nn.DenseGeneral((3, 4), use_bias=False)
-    loss, params = linen_loss(model, jnp.float16, reduce_dtype="float32")
-    expected = jax.grad(loss)(params)
-    under = jmp_lite.linen.with_policy(model, jmp.get_policy("c=f16,o=f32"), reduce_dtype="float32")
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        for spec in (P(), P(None, None, "model")):
-            placed = jax.device_put(params, NamedSharding(mesh, spec))
-            grads = jax.jit(jax.grad(lambda params: jnp.sum(under.apply(params, x) ** 2)))(placed)
-            np.testing.assert_allclose(*map(jax.tree.leaves, (grads, expected)), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

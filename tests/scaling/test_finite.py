@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite
@@ -215,20 +215,18 @@ def test_large_leaves_are_read_where_they_lie_in_rows_of_the_length_for_a_block_
 # Transformations
 
 
-SHAPE_OF_EACH_WAY = [(3,), (), (300, 256), (SMALL + 1,)]
-
-
-def two_of_each(batch=()):
-    """Two leaves for each way in which leaves are checked, and an integer in between."""
-    leaves = [np.ones(batch + shape, np.float16) for shape in SHAPE_OF_EACH_WAY]
-    return [*leaves, np.ones(batch, np.int32), *(leaf.copy() for leaf in leaves)]
+def two_of_each():
+    """Two leaves for each way in which leaves are checked, an integer in between, and three examples of each."""
+    shapes = [(3,), (), (300, 256), (SMALL + 1,)]
+    leaves = [np.ones((3, *shape), np.float16) for shape in shapes]
+    return [*leaves, np.ones(3, np.int32), *(leaf.copy() for leaf in leaves)]
 
 
 def test_each_member_of_a_batch_has_its_own_flags():
     by_scan = lambda trees: jax.lax.scan(lambda carry, tree: (carry, leaves_finite(tree)), 0, trees)[1]
     for check in (jax.jit(jax.vmap(leaves_finite)), jax.jit(by_scan)):
         for index in (0, 1, 2, 3, 5, 6, 7, 8):
-            trees = two_of_each((3,))
+            trees = two_of_each()
             trees[index][(1, *[-1] * (trees[index].ndim - 1))] = np.nan
             want = np.ones((3, len(trees)), bool)
             want[1, index] = False
@@ -254,33 +252,10 @@ def test_it_may_be_asked_of_values_that_are_being_differentiated(jit):
 # Devices
 
 
-def device_mesh(shape=(4,), names=("data",)):
-    assert jax.device_count() >= 4
-    return Mesh(np.asarray(jax.devices()[:4]).reshape(shape), names)
-
-
-SPECS = [P("data"), P(None, "model"), P("model", "data"), P(("data", "model")), P()]
-
-
-@pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("shape", [(512, 256), (8, 12)], ids=["large", "small"])
-def test_leaves_of_one_shape_may_be_split_each_its_own_way(shape):
-    mesh = device_mesh((2, 2), ("data", "model"))
-    check = jax.jit(leaves_finite)
-    place_all = lambda leaves: [
-        jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, SPECS)
-    ]
-    leaves = ones(*[shape] * len(SPECS))
-    assert check(place_all(leaves)).tolist() == [True] * len(SPECS)
-    for index, where in enumerate([0.0, 0.3, 0.6, 0.99, 0.5]):
-        bad = [spoiled(leaf, np.inf, where) if i == index else leaf for i, leaf in enumerate(leaves)]
-        assert check(place_all(bad)).tolist() == [i != index for i in range(len(SPECS))]
-
-
 @pytest.mark.parametrize("shape", [(8, 12), (512, 256)], ids=["small", "large"])
 def test_in_a_shard_map_each_device_judges_its_own_part(shape):
     """The leaves have one shape. All but one differ from device to device."""
-    mesh = device_mesh()
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("data",))
     check = jax.jit(
         jax.shard_map(
             lambda *leaves: leaves_finite(leaves)[None],

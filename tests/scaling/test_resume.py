@@ -170,22 +170,6 @@ def test_masters_come_from_the_old_state_or_from_the_parameters():
     assert bits(fresh.inner_state.masters) == bits(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
 
-def test_masters_of_parts_become_masters_of_the_whole():
-    halves = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
-    labels = {"w": "a", "layers": ["b", "b"]}
-    parts = optax.multi_transform(
-        {"a": jmp.with_master_weights(optax.adam(1e-3)), "b": jmp.with_master_weights(optax.sgd(1e-3))},
-        labels,
-    )
-    params, old = train(parts, params=halves)
-    whole = jmp.with_master_weights(
-        optax.multi_transform({"a": optax.adam(1e-3), "b": optax.sgd(1e-3)}, labels)
-    )
-    assert bits(jmp.master_params(jmp.resume(whole, params, old), params)) == bits(
-        jmp.master_params(old, params)
-    )
-
-
 def test_a_state_of_an_older_version_gives_what_it_has():
     _, state = train(WRAPPED["scale"](ADAM))
     saved = serialization.to_state_dict(state)

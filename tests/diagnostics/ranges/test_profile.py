@@ -251,14 +251,3 @@ def test_what_a_backward_rule_computes_again_is_no_gradient():
     # The products of the rule that compute the forward pass again are as large as those in it.
     assert max(each.magnitudes.largest for each in forward) > 3
     assert max(each.magnitudes.largest for each in backward) < 0.2
-
-
-@pytest.mark.slow
-def test_a_sum_of_gradients_in_a_loop_is_a_gradient():
-    def fun(w, x):
-        return lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=4)[0].sum() * 1e-3
-
-    one, scaled = (profile_ranges(fun, "float16", loss_scale=2.0**k)(w, x) for k in (0, 12))
-    for first, second in zip(one.modules, scaled.modules, strict=True):
-        assert first.magnitudes.histogram == second.magnitudes.histogram
-    assert counts(scaled.gradients[0].magnitudes.fates()) == counts(one.gradients[0].magnitudes.fates())
