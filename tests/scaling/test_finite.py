@@ -216,7 +216,7 @@ def test_large_leaves_are_read_where_they_lie_in_rows_of_the_length_for_a_block_
 
 
 def two_of_each():
-    """Two leaves for each way in which leaves are checked, an integer in between, and three examples of each."""
+    """Two leaves for each way in which leaves are checked, and an integer; three examples of each."""
     shapes = [(3,), (), (300, 256), (SMALL + 1,)]
     leaves = [np.ones((3, *shape), np.float16) for shape in shapes]
     return [*leaves, np.ones(3, np.int32), *(leaf.copy() for leaf in leaves)]
