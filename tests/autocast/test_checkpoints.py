@@ -122,7 +122,7 @@ def test_the_loss_is_that_of_the_forward_pass_to_the_last_bit(loss):
     assert jax.jit(jax.value_and_grad(jmp.autocast(loss)))(STACK, X, HEAD)[0] == fun(STACK, X, HEAD)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("loss", [scanned(block), unrolled], ids=["scanned", "unrolled"])
 def test_the_gradients_are_those_of_a_float32_copy_at_the_end_of_training(loss):
     """The other order keeps float32. Both are as near to float32, also where the loss is fitted."""

@@ -151,7 +151,7 @@ def errors(loss, params, half):
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_a_fitted_batch_are_those_of_casts_by_hand(name):
-    for target in (1.0, 1e-2, 1e-4):
+    for target in (1.0, 1e-4):
         params, value = fitted(LOSSES[name], target)
         for half in HALVES:
             found = errors(LOSSES[name], params, half)

@@ -91,15 +91,6 @@ def test_slices_leave_a_scan_in_half_when_a_product_takes_them(half):
     assert [var.aval.dtype.name for var in scan.outvars] == [half]
 
 
-def test_options_of_a_scan_survive():
-    fun = lambda x, w: lax.scan(lambda x, _: (jnp.tanh(x @ w), x), x, length=6, reverse=True, unroll=3)
-    find = lambda f: next(e for e in equations(jax.make_jaxpr(f)(X, W)) if e.primitive.name == "scan").params
-    plain, ours = find(fun), find(jmp.autocast(fun))
-    assert {k: ours[k] for k in ("length", "reverse", "unroll")} == {
-        k: plain[k] for k in ("length", "reverse", "unroll")
-    }
-
-
 def test_an_empty_scan_and_a_branch_of_nothing_work():
     assert jmp.autocast(lambda x: lax.scan(lambda x, _: (x @ W, x), x, length=0)[1])(X).shape == (0, 4, 8)
     assert lax.cond(True, lambda: None, lambda: None) is None

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 from jax.interpreters import partial_eval
 
 import jmp_lite as jmp
@@ -146,24 +145,6 @@ def test_it_names_scopes_jitted_functions_and_rules():
         ("outer", "inside full_precision"),
         ("", "dot_general is on the allow list"),
     ]
-
-
-def test_an_nnx_module_is_named_by_its_arguments():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
-            self.norm = nnx.BatchNorm(4, rngs=rngs)
-
-        def __call__(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return self.norm(x)
-
-    model = Model(nnx.Rngs(0))
-    report = jmp.explain(jmp.autocast(lambda model, x: model(x).sum()))(model, jnp.ones((2, 4)))
-    assert [operation.module for operation in dots(report)] == ["model/layers/0", "model/layers/1"]
-    assert dots(report)[0].arguments == ("x", "model/layers/0/kernel")
-    assert float(model.norm.mean[...].sum()) == 0.0  # Explaining computes nothing, and changes nothing.
 
 
 def test_the_report_says_that_an_activation_function_runs_in_float32():
