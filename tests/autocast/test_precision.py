@@ -10,7 +10,7 @@ from jax import lax
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
 from tests.support.halves import each_half
-from tests.support.jaxprs import equations, products, text
+from tests.support.jaxprs import equations, operands_of, products, text
 from tests.support.small_programs import PARAMS, W, X
 
 
@@ -125,3 +125,14 @@ def test_integer_and_boolean_inputs_of_products_are_handled_as_numbers():
     assert products(jmp.autocast(masked), X, W) == [("bfloat16", "bfloat16")]
     large = lambda n: n.astype(jnp.float32) * 2.0
     assert float(jmp.autocast(large, "float16")(jnp.int32(100_001))) == 200_002.0
+
+
+def test_a_product_by_labels_picks_float32_numbers_unless_a_product_reads_them():
+    picked = lambda x, w: jax.nn.one_hot(jnp.array([0, 2, 1, 2]), 4) @ jnp.tanh(x @ w)
+    half, full = ("bfloat16", "bfloat16"), ("float32", "float32")
+    for fun, dtype, last in (
+        (lambda x, w: jnp.sum(jnp.exp(picked(x, w))), "float32", [full]),
+        (lambda x, w: picked(x, w) @ w, "bfloat16", [half, half]),
+    ):
+        assert operands_of("tanh", jmp.autocast(fun), X, W) == [dtype]
+        assert products(jmp.autocast(fun), X, W) == [half, *last]

@@ -131,8 +131,9 @@ def test_powers_are_float32_in_float16_alone(half, expected):
     for name in ("square", "integer_pow", "reciprocal"):
         assert make_rules(half).category_of(name) is (Category.DENY if half == "float16" else Category.INFER)
     # A layout operation follows. So the operation is no part of an activation function, which is float32.
-    fun = lambda x, w: jnp.concatenate([jnp.square(x @ w)] * 2) @ w
-    assert operands_of("square", jmp.autocast(fun, half), X, W) == [expected]
+    for power, name in ((jnp.square, "square"), (lambda y: y * y, "mul")):
+        fun = lambda x, w, power=power: jnp.concatenate([power(x @ w)] * 2) @ w
+        assert operands_of(name, jmp.autocast(fun, half), X, W) == [expected]
     big = jnp.full((1, 1), 300.0)
     assert float(jmp.autocast(lambda x, w: (x @ w) ** 2, "float16")(big, jnp.ones((1, 1)))[0, 0]) == 90_000.0
 

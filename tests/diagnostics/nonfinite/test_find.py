@@ -42,6 +42,17 @@ def test_a_harmless_mask_is_not_taken_for_the_cause():
     assert [each.operation for each in report.harmless] == ["select_n"]
 
 
+def test_an_inf_that_costs_no_more_than_rounding_is_harmless():
+    def loss(w, x):
+        distances = jnp.where(w > 0.4, 300.0, w).astype(jnp.float16)
+        return jnp.mean(jnp.exp(-distances * distances).astype(jnp.float32))  # exp(-inf) is 0 in float32 too.
+
+    report = find_nonfinite(loss)(w, x)
+    assert report.is_finite
+    assert report.cause is None
+    assert [each.operation for each in report.harmless] == ["mul"]
+
+
 class Blocks(nn.Module):
     """Blocks. One block gives gradients that are too large."""
 
