@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite
 from jmp_lite._tree import cast_floating, is_floating
+from tests.support.finite_trees import NOT_FLOATING
 
 # cast_floating
 
@@ -40,30 +41,7 @@ def test_shapes_are_cast_and_keep_their_sharding():
     assert cast_floating(whole, "f16") is whole
 
 
-def a_function():
-    pass
-
-
-UNTOUCHED = {
-    "int32": jnp.arange(3),
-    "uint8": np.arange(3, dtype=np.uint8),
-    "numpy_int": np.int64(3),
-    "bool": jnp.array([True]),
-    "numpy_bool": np.bool_(True),
-    "complex": jnp.ones(2, jnp.complex64),
-    "key": jax.random.key(0),
-    "old_key": jax.random.PRNGKey(0),
-    "float0": np.zeros(2, jax.dtypes.float0),
-    "float": 1.5,
-    "int": 3,
-    "truth": True,
-    "imaginary": 1j,
-    "string": "float32",
-    "function": a_function,
-    "type": np.float32,
-    "object": object(),
-    "object_array": np.array([1.0, None], object),
-}
+UNTOUCHED = {**NOT_FLOATING, "complex": jnp.ones(2, jnp.complex64), "float": 1.5, "imaginary": 1j}
 
 
 def test_leaves_that_are_not_floating_do_not_change():

@@ -13,29 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite
 from jmp_lite._scaling.finite import leaves_finite
-from tests.support.finite_trees import GROUP, SMALL, ones, spoiled
+from tests.support.finite_trees import GROUP, NOT_FLOATING, SMALL, ones, spoiled
 from tests.support.jaxprs import equations
 
 BAD = [np.nan, np.inf, -np.inf]
 
 
-# Leaves in which there is nothing to check.
-OTHERS = {
-    "int32": jnp.arange(3),
-    "uint8": np.arange(3, dtype=np.uint8),
-    "numpy_int": np.int64(3),
-    "bool": jnp.array([True]),
-    "key": jax.random.key(0),
-    "keys": jax.random.split(jax.random.key(0), 3),
-    "old_key": jax.random.PRNGKey(0),
-    "float0": np.zeros(2, jax.dtypes.float0),
-    "int": 3,
-    "truth": True,
-    "string": "float32",
-    "type": np.float32,
-    "object_array": np.array([1.0, None], object),
-    "none": None,
-}
+OTHERS = {**NOT_FLOATING, "none": None}  # Nothing to check.
 
 
 def is_inexact(leaf):
@@ -84,8 +68,8 @@ CHECK = jax.jit(leaves_finite)
 
 def traceable(leaf):
     """Whether a leaf may be an argument of a compiled function."""
-    is_odd = isinstance(leaf, np.ndarray) and leaf.dtype in (object, jax.dtypes.float0)
-    return not is_odd and not isinstance(leaf, (str, type))
+    odd = ("float0", "string", "type", "function", "object", "object_array")
+    return not any(leaf is NOT_FLOATING[name] for name in odd)
 
 
 @pytest.mark.cases(fast=2, slow=3)

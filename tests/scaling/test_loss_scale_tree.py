@@ -13,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jmp_lite
+from tests.support.finite_trees import NOT_FLOATING
 from tests.support.scales import LARGEST, TINY, assert_strong, rebuilt
 
 HYSTERESIS = {
@@ -138,22 +139,8 @@ def test_float64_stays_float64(scale):
 
 @pytest.mark.parametrize("scale", SCALES, ids=["static", "dynamic"])
 def test_leaves_that_are_not_floating_pass_through(scale):
-    def function():
-        pass
-
-    tree = {
-        "int": jnp.arange(3),
-        "numpy": np.arange(3),
-        "bool": jnp.bool_(True),
-        "key": jax.random.key(0),
-        "old_key": jax.random.PRNGKey(0),
-        "float0": np.zeros(2, jax.dtypes.float0),
-        "function": function,
-        "integer": 3,
-        "truth": True,
-    }
-    for result in (scale.scale(tree), scale.unscale(tree)):
-        assert all(result[name] is tree[name] for name in tree)
+    for result in (scale.scale(NOT_FLOATING), scale.unscale(NOT_FLOATING)):
+        assert [name for name, leaf in NOT_FLOATING.items() if result[name] is not leaf] == []
     assert scale.unscale({"none": None, "x": jnp.float32(2.0**16)}) == {"none": None, "x": 1.0}
 
 

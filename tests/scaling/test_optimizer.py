@@ -129,9 +129,6 @@ def test_a_nonfinite_update_is_never_applied_however_many_in_a_row():
     assert float(jmp.get_loss_scale(opt_state).loss_scale) == 1.0
 
 
-# MultiSteps
-
-
 # dtypes
 
 
