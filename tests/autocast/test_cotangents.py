@@ -68,6 +68,7 @@ LOSSES = {
     "one-hot": lambda x: optax.softmax_cross_entropy(x, HOT).mean(),
     "gathered": lambda x: (jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, LABELS[:, None], 1)[:, 0]).mean(),
     "integer labels": lambda x: INTEGER(x, LABELS).mean(),
+    "softplus": lambda x: (jax.nn.softplus(x) - x * HOT).sum() / N,
     "sigmoid": _sigmoid,
     "ctc": _ctc,
     "contrastive": lambda x: (
