@@ -149,7 +149,7 @@ def errors(loss, params, half):
     return {name: np.linalg.norm(flat(g(params)) - reference) / size for name, g in grads.items()}
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_a_fitted_batch_are_those_of_casts_by_hand(name):
     for target in (1.0, 1e-4):

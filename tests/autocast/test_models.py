@@ -75,7 +75,7 @@ def compiled_steps(name, dtype):
     return {key: jax.jit(step) for key, step in steps.items()}
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("name", "dtype"), CLOSENESS.items())
 def test_loss_gradients_and_statistics_are_as_close_to_float32_as_casts_by_hand_bring_them(name, dtype):
     case, eps = case_of(name), float(jnp.finfo(dtype).eps)

@@ -136,7 +136,7 @@ def test_a_step_that_is_skipped_names_the_overflow_that_its_results_do_not_show(
     assert report.is_finite_in_float32
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("rate", "is_lost"), [(1e-6, True), (1e-1, False)])
 def test_the_updates_of_bfloat16_parameters_are_lost_at_a_small_rate(rate, is_lost):
     step, params, state = make_step(jmp.with_loss_scale(optax.adam(rate)), jnp.bfloat16, jnp.bfloat16)
