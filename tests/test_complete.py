@@ -3,7 +3,6 @@
 `benchmarks/tests/arms/test_torch_complete.py` compares each step with the same program in PyTorch.
 """
 
-import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -109,39 +108,21 @@ def moved(a, b):
     )
 
 
-def with_scale(start, state, number):
-    """The state with another loss scale."""
-    opt_state = parts_of(state)["opt_state"]
-    scale = dataclasses.replace(jmp.get_loss_scale(opt_state), loss_scale=jnp.float32(number))
-    opt_state = dataclasses.replace(opt_state, loss_scale=scale)
-    if start.program is complete_nnx:
-        nnx.update(state.optimizer.opt_state, nnx.state(opt_state))
-        return state
-    return state.replace(opt_state=opt_state)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cause", "waiting"),
-    [("an inf in the batch", 1), pytest.param("a scale too large", 0, marks=pytest.mark.exhaustive)],
-)
-def test_a_skipped_micro_batch_leaves_every_bit(start, cause, waiting):
+def test_a_skipped_micro_batch_leaves_every_bit(start):
     state = start.state()
-    for x, y in start.batches[: 2 + waiting]:
+    for x, y in start.batches[:3]:
         state, _ = start.train_step(state, x, y)
     x, y = start.batches[3]
-    if cause == "an inf in the batch":
-        x = x.copy()
-        x[0, 0, 0, 0] = np.inf
-    else:
-        state = with_scale(start, state, 2.0**40)
+    x = x.copy()
+    x[0, 0, 0, 0] = np.inf
     before = jax.device_get(parts_of(state))
     after = parts_of(start.train_step(state, x, y)[0])
     for part in ("params", "batch_stats", "ema"):
         assert_same_bits(before[part], after[part])
     # All but the loss scale and the counts of `with_loss_scale`.
     assert_same_bits(before["opt_state"].inner_state, after["opt_state"].inner_state)
-    assert optax.tree.get(after["opt_state"], "mini_step") == waiting
+    assert optax.tree.get(after["opt_state"], "mini_step") == 1
     assert jmp.metrics(after["opt_state"])["skipped_steps"] == 1
     scales = [jmp.get_loss_scale(parts["opt_state"]).loss_scale for parts in (before, after)]
     assert scales[1] == scales[0] / 2
@@ -162,34 +143,6 @@ def test_the_average_and_the_parameters_wait_for_an_update(start):
 
 
 @pytest.mark.slow
-@BOTH
-def test_a_step_is_compiled_once(program):
-    start = Start(program)
-    state = start.state()
-    for x, y in start.batches[:3]:
-        state = (
-            start.step(state, x, y)[0] if program is complete_linen else (start.step(state, x, y), state)[1]
-        )
-    sizes = {
-        complete_linen: lambda: start.step._cache_size(),
-        complete_nnx: lambda: start.step.jitted_fn._cache_size(),
-    }
-    # With JAX 0.10, `nnx.jit` compiles once more for the results of its first step on a mesh.
-    once_more = program is complete_nnx and jax.__version_info__ < (0, 11)
-    assert sizes[program]() == 1 + once_more
-
-
-@BOTH
-def test_only_matrices_and_kernels_decay(program):
-    options = program.parse(["--accumulate", "1", "--weight-decay", "0.5"])
-    tx = program.make_optimizer(options, lambda _: 1.0)
-    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    assert (updates["kernel"] == -0.5).all()
-    assert (updates["bias"] == 0).all()
-
-
-@pytest.mark.slow
 def test_both_programs_have_the_same_losses():
     """The parameters have the same names, so those of Linen fit the network of NNX."""
     linen, other = (Start(program, "--dropout", "0") for program in PROGRAMS.values())
@@ -200,26 +153,6 @@ def test_both_programs_have_the_same_losses():
     one, two = linen.run(first, linen.batches[:4]), other.run(second, other.batches[:4])
     assert [float(loss) for _, loss in one] == pytest.approx([float(loss) for _, loss in two], rel=1e-5)
     assert len({float(loss) for _, loss in one}) == 4
-
-
-@pytest.mark.cases(slow=1)
-def test_dropout_differs_from_step_to_step_and_evaluation_has_none(start):
-    x, y = start.batches[0]
-    losses = [float(loss) for _, loss in start.run(start.state(), [(x, y), (x, y)])]
-    assert losses[0] != losses[1]  # Nothing is updated between them: two are accumulated.
-    evaluate = start.program.make_evaluate(start.options)
-    state = start.state() if start.program is complete_linen else start.state().ema
-    assert evaluate(state, x, y) == evaluate(state, x, y)
-
-
-@pytest.mark.cases(slow=1)
-def test_evaluation_counts_every_image_once_and_runs_in_half(start):
-    """Of 50 images the last batch has 18, and 14 in their place."""
-    _, images, _, labels = start.program.load_data()
-    state = start.state() if start.program is complete_linen else start.state().ema
-    evaluate = start.program.make_evaluate(start.options)
-    right = [evaluate(state, images[i : i + 1], labels[i : i + 1]) for i in range(len(images))]
-    assert evaluate(state, images, labels) == pytest.approx(np.mean(right))
 
 
 # A whole run, and a run that stops at its seventh micro-batch: in the second epoch, with one accumulated.
@@ -370,16 +303,12 @@ def test_the_package_for_tensorboard_may_be_missing(monkeypatch, capsys):
     [
         (["--precision", "float8"], "invalid choice: 'float8'"),
         (["--epochs", "0"], "--epochs: should be 1 or more. Got 0."),
-        (["--epochs", "many"], "--epochs: invalid int value: 'many'"),
         (["--batch-size", "2000"], "--batch-size should be at most 1347"),
         (["--dropout", "nan"], "--dropout: should be at least 0 and below 1. Got nan."),
-        (["--dropout", "1"], "--dropout: should be at least 0 and below 1. Got 1."),
         (["--learning-rate", "-1"], "--learning-rate: should be above 0 and finite. Got -1."),
-        (["--clip-norm", "0"], "--clip-norm: should be above 0 and finite. Got 0."),
         (["--clip-norm", "inf"], "--clip-norm: should be above 0 and finite. Got inf."),
         (["--epochs", "1", "--accumulate", "100"], "Give more --epochs."),
         (["--checkpoint", __file__], "cannot make the folder"),
-        (["--steps", "3"], "unrecognized arguments: --steps 3"),
     ],
 )
 def test_a_wrong_option_is_a_message(arguments, text, capsys):
@@ -418,25 +347,3 @@ def test_each_precision_learns_the_digits(all_images, program, precision, capsys
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 12
     assert all(line.endswith(" images/s") and "nan" not in line for line in lines)
-
-
-@pytest.mark.cases(slow=1)
-@BOTH
-def test_a_nan_loss_of_a_step_that_was_taken_ends_the_program(program, monkeypatch, capsys):
-    """The losses of skipped steps are left out; all others count."""
-    assert program.mean_loss([1.0, np.nan, 3.0], [True, False, True]) == 2.0
-    make = program.make_train_step
-
-    def make_wrong(options):
-        step = make(options)
-
-        def wrong_step(state, x, y):
-            made = step(state, x, y)
-            return (made[0], made[1] * jnp.nan) if program is complete_linen else made * jnp.nan
-
-        return wrong_step
-
-    monkeypatch.setattr(program, "make_train_step", make_wrong)
-    with pytest.raises(SystemExit, match=r"5 of the last 5 losses are inf or NaN although"):
-        program.main(["--epochs", "1"])
-    assert "loss" not in capsys.readouterr().out

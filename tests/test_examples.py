@@ -4,9 +4,7 @@ import importlib.util
 import math
 import re
 import runpy
-import signal
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import numpy as np
 import optax
 import pytest
 from PIL import Image
-from tqdm import tqdm
 
 import jmp_lite as jmp
 
@@ -146,24 +143,6 @@ def test_an_output_that_cannot_be_written_ends_an_example_before_it_trains(name,
     assert re.search(r"(Not a directory|File exists)\.$", errors.splitlines()[-1])
 
 
-def test_ctrl_c_ends_an_example_with_one_line(tmp_path):
-    # A shell starts a job in the background with SIGINT ignored, and so would start this example.
-    listen = "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    run = "del sys.argv[0]; sys.path[0] = sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [
-        *(sys.executable, "-c", f"{listen}; {run}", EXAMPLES, EXAMPLES / "digits.py"),
-        *("--output", tmp_path / "digits.png"),
-    ]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert started.stderr is not None
-    first = started.stderr.read(10)  # The progress bar: the program is in its main function.
-    started.send_signal(signal.SIGINT)
-    _, rest = started.communicate(timeout=300)
-    assert "Traceback" not in first + rest
-    assert rest.splitlines()[-1] == "Stopped."
-    assert started.returncode == 1
-
-
 @pytest.mark.parametrize(
     ("arm", "layers_that_learn"), [("float16, dynamic scale", 9), ("float16, no scale", 1)]
 )
@@ -191,26 +170,6 @@ def test_at_the_start_of_digits_float16_without_a_scale_has_no_gradient_below_th
     assert "Conv_4" in moved  # The head.
 
 
-@pytest.mark.exhaustive
-def test_float16_reaches_float32_on_digits_with_a_scale_and_visibly_not_without():
-    data = digits.load_data()
-    arms = ("float32", "float16, dynamic scale", "float16, no scale")
-    with tqdm(disable=True) as progress:
-        train = lambda arm, seeds: digits.train_arm(arm, "default", 40, seeds, data, progress)
-        full, scaled, unscaled = train(arms[0], 2), train(arms[1], 1), train(arms[2], 1)
-    accuracies = [run.accuracy for run in full]
-    spread = max(accuracies) - min(accuracies)
-    assert min(accuracies) > 0.96
-    assert 0 < spread < 0.02
-    assert scaled[0].accuracy > accuracies[0] - spread  # The same seed.
-    assert max(run.accuracy for run in unscaled) < 0.5
-    assert min(run.test_loss for run in unscaled) > 3 * max(run.test_loss for run in scaled)
-    assert all(run.scales[0] == 2.0**15 and run.scales.max() > 2.0**20 for run in scaled)
-    assert all(run.skipped_steps >= 1 for run in scaled)
-    first_seed = [runs[0].losses[0] for runs in (full, scaled, unscaled)]
-    np.testing.assert_allclose(first_seed, [first_seed[0]] * 3, rtol=1e-3)
-
-
 def events(folder):
     """The scalars in the event file of TensorBoard in a folder, as (name, step, value)."""
     from tensorboardX.proto.event_pb2 import Event
@@ -225,24 +184,24 @@ def events(folder):
 
 
 def test_language_model_prints_its_table_and_writes_events_for_tensorboard(capsys, tmp_path):
-    runs = language_model.main(["--size", "small", "--steps", "60", "--tensorboard", str(tmp_path)])
+    runs = language_model.main(["--size", "small", "--steps", "40", "--tensorboard", str(tmp_path)])
     found = {(name, step): value for name, step, value in events(tmp_path / "float16")}
     assert {name for name, _ in found} >= {"loss", "loss_scale", "grads_finite", "skipped_steps"}
-    assert {step for _, step in found} == set(range(0, 60, 10))
-    assert found["loss", 50] < found["loss", 0]
-    assert (found["loss_scale", 0], found["loss_scale", 50]) == (2.0**15, 2.0**17)
+    assert {step for _, step in found} == set(range(0, 40, 10))
+    assert found["loss", 30] < found["loss", 0]
+    assert (found["loss_scale", 0], found["loss_scale", 30]) == (2.0**15, 2.0**16)
     rows = table_rows(capsys.readouterr().out, language_model.ARMS)
     assert list(rows) == ["float32", "float16"]
     assert all(float(bits) < 5.5 for bits, *_ in rows.values())  # 8 at the start.
     assert runs["float16"].bits_per_byte == pytest.approx(runs["float32"].bits_per_byte, abs=0.05)
     assert runs["float16"].bits_per_byte != runs["float32"].bits_per_byte
     assert rows["float32"][1:3] == ["0", "1"]
-    assert rows["float16"][1:3] == ["0", f"{2**15 * 2 ** (60 // 20):,}"]
+    assert rows["float16"][1:3] == ["0", f"{2**15 * 2 ** (40 // 20):,}"]
     assert math.isfinite(float(rows["float16"][4]))
 
 
 def test_autocast_prints_its_table_and_its_report(capsys):
-    runs = autocast.main(["--size", "small", "--steps", "60"])
+    runs = autocast.main(["--size", "small", "--steps", "40"])
     out = capsys.readouterr().out
     rows = table_rows(out, autocast.ARMS)
     assert list(rows) == ["float32", "policy", "autocast"]

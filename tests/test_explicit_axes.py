@@ -107,13 +107,10 @@ TRANSFORMS = {
         ),
     ),
     "with_loss_scale": (jnp.float32, lambda: jmp.with_loss_scale(adam())),
-    "clip_norm": (jnp.float32, lambda: jmp.with_loss_scale(adam(), clip_norm=0.1)),
     "skip_nonfinite": (jnp.float32, lambda: jmp.skip_nonfinite(adam())),
     "with_master_weights": (jnp.bfloat16, lambda: jmp.with_master_weights(adam())),
-    "cast_state": (jnp.float32, lambda: jmp.cast_state(adam())),
     "cast_state, stochastic": (jnp.float32, lambda: jmp.cast_state(adam(), stochastic_rounding=True)),
     "with_stochastic_rounding": (jnp.bfloat16, lambda: jmp.with_stochastic_rounding(adam())),
-    "with_stochastic_rounding, float16": (jnp.float16, lambda: jmp.with_stochastic_rounding(adam())),
 }
 
 

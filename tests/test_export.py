@@ -1,8 +1,5 @@
 """examples/export.py: a model and a train step in half, exported, and run by a process that has only JAX."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +8,6 @@ import pytest
 
 import jmp_lite as jmp
 from jmp_lite.programs import compile_for, read_program
-from tests.support.jaxprs import equations
 from tests.support.scripts import load_script
 
 pytestmark = pytest.mark.slow
@@ -45,33 +41,6 @@ def test_the_example_prints_size_and_accuracy_of_what_a_fresh_process_says(
         row = next(line.split() for line in out.splitlines() if line.startswith(name))
         assert row[1] == f"{found.size:,}"
         assert row[4] == f"{found.accuracy:.1%}"
-
-
-def test_the_fresh_process_can_import_neither_flax_nor_jmp_lite(tmp_path):
-    for name in ("flax", "jmp_lite", "optax"):
-        probe = tmp_path / "probe.py"
-        probe.write_text(f"import {name}")
-        command = [sys.executable, "-c", script.ONLY_JAX, probe]
-        found = subprocess.run(command, capture_output=True, text=True)
-        assert found.returncode == 1
-        assert f"import of {name} halted" in found.stderr
-
-
-def test_evaluation_is_half_throughout(variables):
-    images = jnp.asarray(script.resnet.small(part=(0.8, 1.0)).batch(0, 64)[0][0])
-    predict = script.make_predict(variables, script.HALF)
-    products = [
-        each
-        for each in equations(jax.make_jaxpr(predict)(images))
-        if each.primitive.name in ("dot_general", "conv_general_dilated")
-    ]
-    dtypes = {var.aval.dtype.name for each in products for var in (*each.invars[:2], *each.outvars)}
-    assert len(products) == 10
-    assert dtypes == {"float16"}
-    logits = jax.jit(predict)(images)
-    full = jax.jit(script.make_predict(variables, script.FLOAT32))(images)
-    assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(logits, full, atol=10 * HALF_EPS * np.abs(full).max())
 
 
 def test_a_parameter_that_half_cannot_hold_does_not_leave(variables):

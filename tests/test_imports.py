@@ -214,28 +214,5 @@ PUBLIC = {
 }
 
 
-def documented():
-    for name, value in PUBLIC.items():
-        yield name, value
-        if inspect.isclass(value):
-            for attribute, member in vars(value).items():
-                member = getattr(member, "fget", member)
-                if not attribute.startswith("_") and inspect.isfunction(member):
-                    yield f"{name}.{attribute}", member
-
-
 def test_the_version_is_that_of_the_package():
     assert jmp_lite.__version__ == importlib.metadata.version("jmp_lite")
-
-
-def test_there_are_public_names():
-    assert len(PUBLIC) >= 22
-
-
-def test_every_public_name_has_a_docstring():
-    # One of the class itself, and not the one that `dataclass` makes of its signature.
-    assert not [
-        name
-        for name, value in documented()
-        if not (inspect.getdoc(value) or "").strip() or (value.__doc__ or "").startswith(f"{name}(")
-    ]

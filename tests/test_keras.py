@@ -97,22 +97,6 @@ def test_the_products_are_half_and_the_rest_is_not(start, batch):
 
 
 @pytest.mark.slow
-def test_the_losses_of_regularizers_are_added(batch):
-    def loss(strength):
-        keras.utils.set_random_seed(0)
-        regularizer = keras.regularizers.L2(strength)
-        layers = [keras.layers.Flatten(), keras.layers.Dense(10, kernel_regularizer=regularizer)]
-        regularized = Start(keras.Sequential([keras.Input((8, 8, 1)), *layers]))
-        trainable, others, opt_state = regularized.state()
-        penalty = strength * float(jnp.sum(trainable[0] ** 2))
-        return float(regularized.step(trainable, others, opt_state, *batch)[3]), penalty
-
-    (plain, _), (regularized, penalty) = loss(0.0), loss(0.1)
-    assert penalty > 0.1
-    assert regularized == pytest.approx(plain + penalty, rel=1e-5)
-
-
-@pytest.mark.slow
 def test_the_model_has_the_trained_values_and_can_be_saved(tmp_path, capsys):
     path = tmp_path / "new" / "digits.keras"
     model, opt_state = keras_model.main(["--epochs", "1", "--save", str(path)])

@@ -6,7 +6,6 @@ import pickle
 from typing import Any
 
 import hypothesis
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 import jmp_lite
 import jmp_lite as jmp
-from jmp_lite._dtypes import dtype_name, parse_dtype
+from jmp_lite._dtypes import parse_dtype
 from tests.support.policy_names import BF16, F16, F32, F64, dtypes_of
 
 SPELLINGS = [np.float16, jnp.float16, np.dtype("float16"), "f16", "float16"]
@@ -46,19 +45,6 @@ def test_policies_are_frozen_and_copied_and_pickled():
         dataclasses.replace(policy),
     ):
         assert same == policy
-
-
-def test_a_policy_is_a_static_argument_that_compiles_once():
-    traces = []
-
-    def cast(x, policy):
-        traces.append(policy)
-        return policy.cast_to_compute(x)
-
-    cast = jax.jit(cast, static_argnames="policy")
-    for spelling in SPELLINGS:
-        assert cast(jnp.ones(2), policy=jmp.Policy("f32", spelling, "f32")).dtype == F16
-    assert len(traces) == 1
 
 
 # Strings
@@ -267,32 +253,6 @@ def test_an_unknown_preset_lists_the_presets_and_one_for_fp8_is_answered_with_au
 
 
 # Names of dtypes
-
-
-DTYPE_SPELLINGS = {
-    "float16": [np.float16, jnp.float16, np.dtype("float16"), "float16", "f16", "fp16"],
-    "bfloat16": [jnp.bfloat16, np.dtype(jnp.bfloat16), "bfloat16", "bf16"],
-    "float32": [np.float32, jnp.float32, np.dtype("float32"), "float32", "f32", "full", "fp32"],
-    "float64": [np.float64, jnp.float64, np.dtype("float64"), "float64", "f64"],
-}
-
-
-def test_every_spelling_names_the_same_dtype():
-    for name, spellings in DTYPE_SPELLINGS.items():
-        for spelling in spellings:
-            dtype = parse_dtype(spelling)
-            assert isinstance(dtype, np.dtype)
-            assert dtype.name == name
-
-
-@pytest.mark.parametrize("name", [*DTYPE_SPELLINGS, "float8_e4m3fn", "float8_e5m2"])
-def test_the_printed_name_is_read_back(name):
-    dtype = parse_dtype(name)
-    assert parse_dtype(dtype_name(dtype)) == dtype
-
-
-def test_printed_names_are_those_of_jmp():
-    assert [dtype_name(parse_dtype(name)) for name in DTYPE_SPELLINGS] == ["f16", "bf16", "full", "f64"]
 
 
 def test_half_is_float16_on_cpu_and_gpu_and_bfloat16_on_a_tpu(monkeypatch):

@@ -1,7 +1,6 @@
 """Policies cast, and their rules select parameters by path."""
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,49 +42,7 @@ def test_each_cast_uses_its_own_dtype():
     assert policy.cast_to_compute(tree)["h"] is tree["h"]
 
 
-def test_rules_touch_the_same_leaves_as_the_policy():
-    policy = jmp.get_policy("f16; head -> f32")
-    key = jax.random.key(0)
-    tree = {
-        "head": {"w": jnp.ones(2, jnp.bfloat16), "n": jnp.arange(2), "k": key, "s": "x"},
-        "w": np.float64(1),
-    }
-    result = policy.cast_to_compute(tree)
-    assert (result["head"]["w"].dtype, result["w"].dtype) == (F32, F16)
-    assert result["head"]["n"] is tree["head"]["n"]
-    assert result["head"]["k"] is key
-    assert result["head"]["s"] == "x"
-
-
 # Rules
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=True)(nn.Dense(3)(x))
-        return nn.Dense(2, name="head")(x)
-
-
-RULED = "c=f16,o=f32; **/BatchNorm* -> float32; head/** -> c=bf16"
-
-
-@pytest.mark.slow
-def test_rules_act_on_linen_parameters():
-    params = Net().init(jax.random.key(0), jnp.ones((1, 4)))["params"]
-    policy = jmp.get_policy(RULED)
-    policy.check_rules(params)
-    assert names_of(policy.cast_to_compute(params)) == {
-        "BatchNorm_0/bias": "float32",
-        "BatchNorm_0/scale": "float32",
-        "Dense_0/bias": "float16",
-        "Dense_0/kernel": "float16",
-        "head/bias": "bfloat16",
-        "head/kernel": "bfloat16",
-    }
-    assert set(names_of(policy.cast_to_param(params)).values()) == {"float32"}
-    # Under the collection's name too, as `model.apply` takes them.
-    assert names_of(policy.cast_to_compute({"params": params}))["params/head/kernel"] == "bfloat16"
 
 
 class NnxNet(nnx.Module):
@@ -132,17 +89,6 @@ def test_rules_act_on_equinox_modules():
         "layers/2/bias": "bfloat16",
     }
     assert cast.activation is model.activation
-
-
-def test_rules_act_on_nested_containers():
-    tree = {"blocks": [(jnp.ones(2), {"norm": jnp.ones(2)}), (jnp.ones(2), {"norm": jnp.ones(2)})]}
-    cast = jmp.get_policy("f16; norm -> f32; /blocks/1 -> bf16").cast_to_compute(tree)
-    assert names_of(cast) == {
-        "blocks/0/0": "float16",
-        "blocks/0/1/norm": "float32",
-        "blocks/1/0": "bfloat16",
-        "blocks/1/1/norm": "float32",
-    }
 
 
 def test_the_first_match_wins():

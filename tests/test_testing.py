@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training import train_state
 
 import jmp_lite as jmp
 import jmp_lite.linen
@@ -205,22 +204,6 @@ def test_it_names_what_a_step_changes_inside_of_the_optimizer_state():
 
     with pytest.raises(AssertionError, match="- 1/inner_state/0/count\n"):
         assert_skips_nonfinite(counts, state, x)
-
-
-@pytest.mark.slow
-def test_a_step_count_outside_of_the_optimizer_is_named_and_may_be_ignored():
-    tx = jmp.with_loss_scale(optax.adamw(0.1))
-    state = train_state.TrainState.create(apply_fn=network.apply, params=variables["params"], tx=tx)
-
-    @jax.jit
-    def train_step(state, x):
-        fun = jmp.autocast(lambda params, x: loss_fn({"params": params}, x), "float16")
-        _, grads = jmp.value_and_grad(fun, jmp.get_loss_scale(state))(state.params, x)
-        return state.apply_gradients(grads=grads)
-
-    with pytest.raises(AssertionError, match="\n- step\n"):
-        assert_skips_nonfinite(train_step, state, x)
-    assert_skips_nonfinite(train_step, state, x, ignore="step")
 
 
 def threaded(adjust):

@@ -1,10 +1,5 @@
 """Casting and selecting: which leaves, which bits."""
 
-import copy
-import dataclasses
-import pickle
-from typing import Any
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -14,7 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite
-from jmp_lite._tree import STATIC, cast_floating, is_floating, is_traced, register_state, replace_leaves
+from jmp_lite._tree import cast_floating, is_floating
+from tests.support.finite_trees import NOT_FLOATING
 
 # cast_floating
 
@@ -45,36 +41,7 @@ def test_shapes_are_cast_and_keep_their_sharding():
     assert cast_floating(whole, "f16") is whole
 
 
-def test_sharded_arrays_stay_where_they_are():
-    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:8]), ("data",)), P("data"))
-    result = cast_floating(jax.device_put(jnp.ones((8, 2)), sharding), "f16")
-    assert (result.dtype, result.sharding) == (np.float16, sharding)
-
-
-def a_function():
-    pass
-
-
-UNTOUCHED = {
-    "int32": jnp.arange(3),
-    "uint8": np.arange(3, dtype=np.uint8),
-    "numpy_int": np.int64(3),
-    "bool": jnp.array([True]),
-    "numpy_bool": np.bool_(True),
-    "complex": jnp.ones(2, jnp.complex64),
-    "key": jax.random.key(0),
-    "old_key": jax.random.PRNGKey(0),
-    "float0": np.zeros(2, jax.dtypes.float0),
-    "float": 1.5,
-    "int": 3,
-    "truth": True,
-    "imaginary": 1j,
-    "string": "float32",
-    "function": a_function,
-    "type": np.float32,
-    "object": object(),
-    "object_array": np.array([1.0, None], object),
-}
+UNTOUCHED = {**NOT_FLOATING, "complex": jnp.ones(2, jnp.complex64), "float": 1.5, "imaginary": 1j}
 
 
 def test_leaves_that_are_not_floating_do_not_change():
@@ -99,15 +66,6 @@ def test_a_weak_type_becomes_strong():
     assert not cast_floating(shape, "f32").weak_type
     # In arithmetic a weak float32 would have given way.
     assert (result * jnp.float16(1)).dtype == np.float32
-
-
-def test_tracers_are_cast_under_every_transformation():
-    cast = lambda x: cast_floating(x, "f16")
-    assert jax.jit(cast)(jnp.ones(2)).dtype == np.float16
-    assert jax.vmap(cast)(jnp.ones(2)).dtype == np.float16
-    assert jax.eval_shape(cast, jnp.ones(2)).dtype == np.float16
-    grad = jax.grad(lambda x: cast(x).astype(jnp.float32) ** 2)(jnp.float32(3))
-    assert (grad.dtype, float(grad)) == (np.float32, 6.0)
 
 
 def test_a_cast_that_is_not_needed_leaves_no_trace_in_the_jaxpr():
@@ -193,71 +151,6 @@ def test_no_branch_is_taken():
     assert {eqn.primitive.name for eqn in jaxpr.eqns} == {"select_n"}
 
 
-# register_state
-
-
-@register_state
-@dataclasses.dataclass(frozen=True)
-class State:
-    count: Any
-    period: int = dataclasses.field(metadata=STATIC)
-    moments: Any = None
-    name: str = dataclasses.field(default="a", metadata=STATIC)
-
-    def __post_init__(self):
-        if not hasattr(self.count, "dtype"):
-            raise TypeError("a check that trees of anything but numbers would fail")
-
-
-STATE = State(jnp.int32(1), 7, {"mu": jnp.ones(2)}, name="b")
-
-
-def fields(state):
-    return [int(state.count), state.period, state.moments["mu"].tolist(), state.name]
-
-
-@pytest.mark.parametrize(
-    "passage",
-    [
-        lambda state: jax.tree.map(lambda leaf: leaf, state),
-        jax.jit(lambda state: state),
-        lambda state: jax.lax.scan(lambda c, _: (c, None), state, None, length=2)[0],
-        lambda state: pickle.loads(pickle.dumps(state)),
-        copy.deepcopy,
-        replace_leaves,
-    ],
-    ids=["flatten", "jit", "scan", "pickle", "deepcopy", "replace"],
-)
-def test_every_field_of_a_registered_state_survives(passage):
-    assert fields(passage(STATE)) == [1, 7, [1.0, 1.0], "b"]
-
-
-def test_children_are_leaves_and_static_fields_structure():
-    assert [str(jax.tree_util.keystr(p)) for p, _ in jax.tree_util.tree_leaves_with_path(STATE)] == [
-        ".count",
-        ".moments['mu']",
-    ]
-    other = dataclasses.replace(STATE, period=8)
-    assert jax.tree.structure(STATE) != jax.tree.structure(other)
-    assert jax.tree.structure(STATE) == jax.tree.structure(dataclasses.replace(STATE, count=jnp.int32(5)))
-
-
-def test_unflatten_runs_no_check():
-    axes = jax.tree.map(lambda _: None, STATE)
-    assert axes.count is None
-    assert axes.period == 7
-    assert jax.tree.map(lambda _: "spec", STATE).moments == {"mu": "spec"}
-    with pytest.raises(TypeError, match="a check"):
-        State(None, 7)
-
-
-def test_replacing_leaves_keeps_the_others_and_the_original():
-    changed = replace_leaves(STATE, count=jnp.int32(4))
-    assert fields(changed) == [4, 7, [1.0, 1.0], "b"]
-    assert int(STATE.count) == 1
-    assert changed.moments is STATE.moments
-
-
 def test_floating_values_are_numbers_arrays_and_types_of_arrays():
     shape, aval = jax.ShapeDtypeStruct((2,), jnp.bfloat16), jax.typeof(jnp.ones(2))
     for value in (1.0, 1j, np.float16(1), jnp.ones(2, jnp.complex64), shape, aval):
@@ -265,13 +158,3 @@ def test_floating_values_are_numbers_arrays_and_types_of_arrays():
     zeros = np.zeros(2, jax.dtypes.float0)
     for value in (1, True, jnp.arange(2), jax.random.key(0), zeros, np.float32, jnp.float32, "float32", None):
         assert is_floating(value) is False
-
-
-def test_an_array_is_traced_inside_a_transform_only():
-    seen = []
-    note = lambda x: (seen.append(is_traced(x)), x)[1]
-    jax.jit(note)(jnp.ones(2))
-    jax.vmap(note)(jnp.ones(2))
-    note(jnp.ones(2))
-    assert seen == [True, True, False]
-    assert not is_traced(np.ones(2))

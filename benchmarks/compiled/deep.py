@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_lite as jmp
-from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
+from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh, on_mesh
 from jmp_lite.programs import Program, read_program, roofline
 
 BF16 = jnp.bfloat16
@@ -111,11 +111,8 @@ def program(size: Size, way: str) -> Program:
     mesh = gpu_mesh({"data": size.data, "model": size.model})
     loss = loss_of(size, mesh, BF16 if settings is None else None)
     loss = loss if settings is None else jmp.autocast(loss, **{"dtype": BF16, **settings})
-    on_mesh = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
-        shape, dtype, sharding=NamedSharding(mesh, spec)
-    )
-    params = {name: on_mesh(shape, jnp.float32, spec) for name, (shape, spec) in shapes(size).items()}
-    tokens = on_mesh((size.data, size.sequence + 1), jnp.int32, PartitionSpec("data"))
+    params = {name: on_mesh(mesh, shape, jnp.float32, *spec) for name, (shape, spec) in shapes(size).items()}
+    tokens = on_mesh(mesh, (size.data, size.sequence + 1), jnp.int32, "data")
     shardings = {name: leaf.sharding for name, leaf in params.items()}
 
     def step(params: Any, tokens: Any) -> Any:

@@ -36,6 +36,11 @@ def gpu_mesh(axes: Mapping[str, int], pretend: bool = not HAS_GPU) -> Mesh:
     return Mesh(np.array(devices).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape))
 
 
+def on_mesh(mesh: Mesh, shape: Sequence[int], dtype: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array that is split over axes of a mesh, as `PartitionSpec(*axes)` says."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P(*axes)))
+
+
 def compile_for_gpu(
     fun: Callable[..., Any],
     *args: Any,

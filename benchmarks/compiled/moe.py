@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import jmp_lite as jmp
 from benchmarks.command import make_parser
-from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
+from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh, on_mesh
 from jmp_lite.programs import Program, read_program
 
 BF16 = jnp.bfloat16
@@ -90,9 +90,9 @@ def program(size: Size, way: str) -> Program:
     settings, mesh = WAYS[way], gpu_mesh({"data": size.devices})
     loss = loss_of(size, mesh, BF16 if settings is None else None)
     loss = loss if settings is None else jmp.autocast(loss, BF16, **settings)
-    on_mesh = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-    params = [{name: on_mesh(*row) for name, row in size.shapes.items()} for _ in range(size.layers)]
-    x = on_mesh((size.devices * size.tokens, size.width), PartitionSpec("data"))
+    layer = {name: on_mesh(mesh, shape, jnp.float32, *spec) for name, (shape, spec) in size.shapes.items()}
+    params = [layer] * size.layers
+    x = on_mesh(mesh, (size.devices * size.tokens, size.width), jnp.float32, "data")
     return read_program(compile_for_gpu(jax.value_and_grad(loss), params, x, mesh=mesh))
 
 

@@ -4,6 +4,7 @@
 `files`: the few files that travel between two machines.
 `machine`: reports the machine, and checks that JAX computes on the GPU.
 `compile_arm`: compiles one arm, and so fills the caches of compiled programs.
+`turns`: times steps that take turns, by the clock.
 `scale_time`: the time that a loss scale costs in the optimizer.
 `float8_time`: the time of a block of a transformer under autocast to float8.
 `profiles`: the measured times of kernels and modules.

@@ -13,7 +13,6 @@ import functools
 import math
 import pathlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from benchmarks.arms.jax_arms import cudnn_attention
 from benchmarks.command import make_parser, write_json
 from benchmarks.compiled.float8 import ARMS, TOKENS, block, block_model
 from benchmarks.device import HAS_GPU, clocks, device_name, versions
+from benchmarks.gpu.turns import take_turns
 from examples.models.attention import attention
 from jmp_lite.programs import read_program
 
@@ -71,20 +71,11 @@ def measure(
                 "kernels": program.kernels,
                 "bytes_moved": program.bytes_moved,
                 "products": products,
-                "ms_blocks": [],
             }
-            runs[arm] = run
+            runs[arm] = functools.partial(run, *arguments)
             _, grads[dtype] = jax.block_until_ready(run(*arguments))
-    for turn in range(blocks + 1):
-        for arm, run in runs.items():
-            began = time.perf_counter()
-            for _ in range(steps):
-                last = run(*arguments)
-            jax.block_until_ready(last)  # type: ignore[possibly-unbound]
-            if turn:  # The first turn warms up.
-                found[arm]["ms_blocks"].append(1000 * (time.perf_counter() - began) / steps)
-    for figures in found.values():
-        figures["ms"] = statistics.median(figures["ms_blocks"])
+    for arm, milliseconds in take_turns(runs, steps, blocks).items():
+        found[arm] |= {"ms_blocks": milliseconds, "ms": statistics.median(milliseconds)}
     return {"arms": found, **compared(found), "gradient_cosine": cosine(*grads.values())}
 
 

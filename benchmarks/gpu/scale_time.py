@@ -11,7 +11,6 @@ blocks of one turn.
 import importlib.util
 import pathlib
 import statistics
-import time
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from benchmarks.arms.loss_scalers import SCALE, SCALERS, step_of, with_gradients
 from benchmarks.command import make_parser, write_json
 from benchmarks.compiled.loss_scale_cost import many_leaves
 from benchmarks.device import clocks, device_name, versions
+from benchmarks.gpu.turns import take_turns
 from jmp_lite.programs import read_program
 
 
@@ -40,15 +40,11 @@ class Arm:
         self.state = params, scaler.init(params, SCALE)
         step = jax.jit(step_of(scaler, with_gradients), donate_argnums=(0, 1))
         self.run = step.lower(*self.state, self.grads).compile()
-        self.milliseconds: list[float] = []
 
-    def block(self, steps: int) -> float:
-        """Takes steps, waits for the last one, and returns the milliseconds of one."""
-        began = time.perf_counter()
-        for _ in range(steps):
-            self.state = self.run(*self.state, self.grads)
-        jax.block_until_ready(self.state)
-        return 1000 * (time.perf_counter() - began) / steps
+    def step(self) -> Any:
+        """Takes a step, and returns the new state."""
+        self.state = self.run(*self.state, self.grads)
+        return self.state
 
 
 def measure(shapes: Any, steps: int, blocks: int) -> dict[str, Any]:
@@ -60,19 +56,15 @@ def measure(shapes: Any, steps: int, blocks: int) -> dict[str, Any]:
             found[name] = {"error": "not installed: jmp"}
         else:
             arms[name] = Arm(name, shapes)
-    for arm in arms.values():
-        arm.block(steps)  # To warm up.
-    for _ in range(blocks):
-        for arm in arms.values():
-            arm.milliseconds.append(arm.block(steps))
+    timed = take_turns({name: arm.step for name, arm in arms.items()}, steps, blocks)
     for name, arm in arms.items():
-        low, middle, high = statistics.quantiles(arm.milliseconds, n=4, method="inclusive")
-        times = [ours / plain for ours, plain in zip(arm.milliseconds, arms["plain"].milliseconds)]
+        low, middle, high = statistics.quantiles(timed[name], n=4, method="inclusive")
+        times = [ours / plain for ours, plain in zip(timed[name], timed["plain"])]
         program = read_program(arm.run)
         found[name] = {
             "ms": middle,
             "ms_quartiles": [low, high],
-            "ms_blocks": arm.milliseconds,
+            "ms_blocks": timed[name],
             "times_plain": statistics.median(times),
             "kernels": program.kernels,
             "bytes_moved": program.bytes_moved,

@@ -42,17 +42,6 @@ def test_the_constant_is_found_inside_calls(wrap):
     assert reason.endswith("return x * ROPE  # Promotes.")
 
 
-def test_the_constant_is_found_inside_a_scan():
-    def model(x, w):
-        body = lambda h, w: (rotate(h @ w).astype(jnp.bfloat16), rotate(h) @ w)
-        return jax.lax.scan(body, x, jnp.stack([w, w]))
-
-    (first, _), (second, reason) = products(model, X, W)
-    assert first
-    assert not second
-    assert reason.endswith("return x * ROPE  # Promotes.")
-
-
 def test_an_argument_is_named_by_its_path():
     params = {"head": {"kernel": jnp.ones((64, 64))}}
     ((half, reason),) = products(lambda params, x: x @ params["head"]["kernel"], params, X)
@@ -82,33 +71,29 @@ def zeros(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def test_sizes_that_are_no_multiple_of_8_are_named_with_what_to_pad_them_to():
-    params = {"head": zeros(64, 50257)}
-    (text,) = advice(lambda params, x: x @ params["head"], params, zeros(8, 63, 64))
-    assert text == "N = 50257: pad it to 50264 (x, params/head)"
-    (text,) = advice(lambda x, w: x @ w, zeros(8, 63), zeros(63, 16))
-    assert text == "K = 63: pad it to 64 (x, w)"
-    assert advice(lambda x, w: x @ w, zeros(8, 64), zeros(64, 8)) == [""]
+def convolve(x, k):
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=layout)
 
 
-def test_a_batch_of_sequences_counts_as_one_size():
-    """3 sequences of 8 tokens are 24 rows."""
-    assert advice(lambda x, w: x @ w, zeros(3, 8, 64), zeros(64, 8)) == [""]
-
-
-def test_a_product_of_width_1_is_too_thin():
-    (text,) = advice(lambda x, w: x @ w, zeros(64, 64), zeros(64, 1))
-    assert text == "N = 1: too thin for Tensor Cores (x, w)"
-    (text,) = advice(lambda x, w: x @ w, zeros(7, 64), zeros(64, 9))
-    assert text == "M = 7: too thin for Tensor Cores (x, w); N = 9: pad it to 16 (x, w)"
-
-
-def test_channels_of_convolutions_count():
-    convolve = lambda x, k: jax.lax.conv_general_dilated(
-        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    (text,) = advice(convolve, zeros(2, 8, 8, 3), zeros(3, 3, 3, 20))
-    assert text == "input channels = 3: pad it to 8 (x, k); output channels = 20: pad it to 24 (x, k)"
+@pytest.mark.parametrize(
+    ("fun", "shapes", "said"),
+    [
+        (jnp.dot, [(8, 64), (64, 50257)], "N = 50257: pad it to 50264 (a, b)"),
+        (jnp.dot, [(8, 63), (63, 16)], "K = 63: pad it to 64 (a, b)"),
+        (jnp.dot, [(8, 64), (64, 8)], ""),
+        (jnp.dot, [(3, 8, 64), (64, 8)], ""),  # 3 sequences of 8 tokens are 24 rows.
+        (jnp.dot, [(64, 64), (64, 1)], "N = 1: too thin for Tensor Cores (a, b)"),
+        (jnp.dot, [(7, 64), (64, 9)], "M = 7: too thin for Tensor Cores (a, b); N = 9: pad it to 16 (a, b)"),
+        (
+            convolve,
+            [(2, 8, 8, 3), (3, 3, 3, 20)],
+            "input channels = 3: pad it to 8 (x, k); output channels = 20: pad it to 24 (x, k)",
+        ),
+    ],
+)
+def test_sizes_that_tensor_cores_run_slowly_are_named_with_what_to_pad_them_to(fun, shapes, said):
+    assert advice(fun, *(zeros(*shape) for shape in shapes)) == [said]
 
 
 def test_float32_products_get_no_advice_and_the_report_shows_the_others_once():

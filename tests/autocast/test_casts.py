@@ -2,14 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import pytest
 from jax import lax
 
 import jmp_lite as jmp
 from tests.support.halves import each_half
-from tests.support.jaxprs import casts, products, text
+from tests.support.jaxprs import casts, text
 from tests.support.small_programs import PARAMS, W, X, mlp, normal
 
 
@@ -43,19 +41,6 @@ def test_a_weight_used_twice_is_cast_once():
         assert compiled_casts("bf16[8,8]", jmp.autocast(program), x, w) == 1, name
 
 
-def test_a_weight_used_twice_is_cast_once_forward_and_backward():
-    x = normal(5, 8)
-    loss = lambda w: jnp.sum(jnp.tanh(x @ w) @ w)
-    down = [
-        found for found in casts(jmp.autocast(jax.grad(loss)), W) if found == ((8, 8), "float32", "bfloat16")
-    ]
-    assert len(down) == 1
-    down = [
-        found for found in casts(jax.grad(jmp.autocast(loss)), W) if found == ((8, 8), "float32", "bfloat16")
-    ]
-    assert len(down) <= 2  # The cast itself, and what grad may make of it for the tangent.
-
-
 @each_half
 def test_the_cast_up_of_the_program_and_the_cast_down_of_autocast_cancel(half):
     name = {"bfloat16": "bf16", "float16": "f16"}[half]
@@ -70,25 +55,6 @@ def test_no_cast_stands_between_two_products():
     ]
 
 
-@each_half
-@pytest.mark.parametrize(
-    "option",
-    [{}, {"deny": ["dot_general"]}, {"deny": ["tanh"]}, {"allow": ["tanh"]}, {"rules": {"part": "float32"}}],
-)
-def test_applying_autocast_twice_changes_nothing(option, half):
-    def fun(params, x):
-        with jax.named_scope("part"):
-            x = mlp(params, x)
-        return mlp(params, jmp.full_precision(jnp.dot)(x, params["w"]))
-
-    once = jmp.autocast(fun, half, **option)
-    other = "bfloat16" if half == "float16" else "float16"
-    for outer in (half, other):
-        assert text(jmp.autocast(once, outer), PARAMS, X) == text(once, PARAMS, X)
-        np.testing.assert_array_equal(jmp.autocast(once, outer)(PARAMS, X), once(PARAMS, X))
-    assert text(jmp.autocast(jmp.autocast(once, other), half), PARAMS, X) == text(once, PARAMS, X)
-
-
 def test_an_inner_autocast_whose_rules_leave_everything_in_float32_is_respected():
     def fun(x, w):
         with jax.named_scope("head"):
@@ -97,12 +63,6 @@ def test_an_inner_autocast_whose_rules_leave_everything_in_float32_is_respected(
     for inner in (jmp.autocast(fun, rules={"head": "float32"}), jmp.autocast(fun, deny=["dot_general"])):
         assert text(jmp.autocast(inner, jnp.float16), X, W) == text(fun, X, W)
         assert text(jmp.autocast(inner), X, W) == text(fun, X, W)
-
-
-def test_the_gradient_of_an_autocast_function_inside_autocast_changes_nothing():
-    loss = jmp.autocast(lambda p, x: jnp.sum(mlp(p, x)), jnp.float16)
-    step = lambda p, x: jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(loss)(p, x))
-    assert set(products(jmp.autocast(step), PARAMS, X)) == {("float16", "float16")}
 
 
 def nothing_to_do(x, y):

@@ -1,6 +1,7 @@
 """`jax_default_matmul_precision`: it is no wish of the program, and what stays float32 runs under it."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,11 @@ from jax.experimental import pallas as pl
 import jmp_lite as jmp
 from tests.support.halves import each_half
 from tests.support.jaxprs import PRODUCTS, equations, products
-from tests.support.small_programs import HALVES, ORDERS, W, X, normal
+from tests.support.small_programs import HALVES, ORDERS, W, X, normal, with_jvp, with_vjp
 
 FULL = ("float32", "float32")
 HIGHEST = (lax.Precision.HIGHEST,) * 2
+asked = functools.partial(jnp.matmul, precision="highest")
 
 
 @contextlib.contextmanager
@@ -78,7 +80,6 @@ def test_the_likelihood_of_a_gaussian_process_stays_exact(setter, half, order):
 @pytest.mark.parametrize("setter", SETTERS)
 @each_half
 def test_a_product_that_asks_for_the_configured_precision_stays_float32(half, setter):
-    asked = lambda x, w: jnp.dot(x, w, precision="highest")
     x, w = jnp.ones((1, 8)), jnp.full((8, 1), 1.000244140625)
     with setter("highest"):
         assert float(jmp.autocast(asked, half)(x, w)[0, 0]) == 8.001953125
@@ -89,52 +90,15 @@ def test_a_product_that_asks_for_the_configured_precision_stays_float32(half, se
         assert precisions_of(jmp.autocast(convolved, half), X, W) == [("float32", HIGHEST)]
 
 
-@jax.custom_vjp
-def with_rule(x, w):
-    return x @ w
-
-
-def _backward(saved, cotangent):
-    x, w = saved
-    return jnp.matmul(cotangent, w.T, precision="highest"), x.T @ cotangent
-
-
-with_rule.defvjp(lambda x, w: (with_rule(x, w), (x, w)), _backward)
-
-
-@jax.custom_jvp
-def with_forward_rule(x):
-    return jnp.tanh(x @ W)
-
-
-@with_forward_rule.defjvp
-def _rule(primals, tangents):
-    (x,), (change,) = primals, tangents
-    y = with_forward_rule(x)
-    return y, (1 - y**2) * jnp.matmul(change, W, precision="highest")
-
-
 PROGRAMS = {
     "plain": lambda w: jnp.sin(X @ w).sum(),
     "jit": lambda w: jnp.sin(jax.jit(jnp.matmul)(X, w)).sum(),
     "checkpoint": lambda w: jax.checkpoint(lambda w: jnp.sin(X @ w) @ w)(w).sum(),
     "scan": lambda w: lax.scan(lambda x, _: (jnp.sin(x @ w), None), X, None, length=3)[0].sum(),
-    "asked": lambda w: jnp.sin(jnp.matmul(X, w, precision="highest") @ w).sum(),
-    "custom_vjp": lambda w: jnp.sin(with_rule(X, w)).sum(),
-    "custom_jvp": lambda w: jnp.sin(with_forward_rule(X @ w)).sum(),
+    "asked": lambda w: jnp.sin(asked(X, w) @ w).sum(),
+    "custom_vjp": lambda w: jnp.sin(with_vjp(asked)(X, w) @ w).sum(),
+    "custom_jvp": lambda w: jnp.sin(with_jvp(asked)(X @ w, w)).sum(),
 }
-
-
-@pytest.mark.cases(fast=len(PROGRAMS), slow=0)
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_option_changes_no_dtype_of_a_product(order, name):
-    run = in_order(PROGRAMS[name], "bfloat16", order)
-    without = products(run, W)
-    with jax.default_matmul_precision("highest"):
-        assert products(run, W) == without
-        found = jax.jit(run)(W)
-    jax.tree.map(np.testing.assert_array_equal, found, jax.jit(run)(W))
 
 
 @pytest.mark.cases(fast=len(PROGRAMS), slow=0)

@@ -31,14 +31,6 @@ def _cross_entropy(x):
 _cross_entropy.defvjp(lambda x: (_cross_entropy(x), x), lambda x, g: (g * (jax.nn.softmax(x) - HOT) / N,))
 
 
-@jax.custom_jvp
-def _softplus(x):
-    return jnp.log1p(jnp.exp(x))
-
-
-_softplus.defjvp(lambda p, t: (_softplus(*p), jax.nn.sigmoid(p[0]) * t[0]))
-
-
 def _chunked(x):
     body = lambda total, each: (total + INTEGER(each[0], each[1]).sum(), None)
     return lax.scan(body, 0.0, (x.reshape(4, -1, CLASSES), LABELS.reshape(4, -1)))[0] / N
@@ -76,6 +68,7 @@ LOSSES = {
     "one-hot": lambda x: optax.softmax_cross_entropy(x, HOT).mean(),
     "gathered": lambda x: (jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, LABELS[:, None], 1)[:, 0]).mean(),
     "integer labels": lambda x: INTEGER(x, LABELS).mean(),
+    "softplus": lambda x: (jax.nn.softplus(x) - x * HOT).sum() / N,
     "sigmoid": _sigmoid,
     "ctc": _ctc,
     "contrastive": lambda x: (
@@ -89,27 +82,14 @@ LOSSES = {
     ).mean(),
     "transposed": lambda x: (jnp.log(jnp.sum(jnp.exp(x.T), 0)) - (x * HOT).sum(-1)).mean(),
     "custom_vjp and z-loss": lambda x: _cross_entropy(x.T.T) + (jnp.exp(x) - jnp.exp(x.T).T).mean(),
-    "indexed": lambda x: (jax.nn.logsumexp(x, -1) - x[jnp.arange(N), LABELS]).mean(),
-    "softplus": lambda x: (jax.nn.softplus(x) - x * HOT).sum() / N,
-    "logaddexp": lambda x: (jnp.logaddexp(x, 0.0) - x * HOT).sum() / N,
-    "own softplus": lambda x: (_softplus(x) - x * HOT).sum() / N,
-    "z-loss": lambda x: (INTEGER(x, LABELS) + 1e-4 * jax.nn.logsumexp(x, -1) ** 2).mean(),
-    "astype": lambda x: INTEGER(x.astype(F32), LABELS).mean(),
-    "log_softmax": lambda x: -jnp.take_along_axis(jax.nn.log_softmax(x), LABELS[:, None], 1).mean(),
-    "vmapped gather": lambda x: jax.vmap(lambda x, y: jax.nn.logsumexp(x) - x[y])(x, LABELS).mean(),
     "slices of a constant": _sliced,
     "jitted": lambda x: (
         jax.jit(lambda x: jax.nn.logsumexp(x, -1))(x) - jax.jit(lambda x: x[jnp.arange(N), LABELS])(x)
     ).mean(),
-    "jitted move": lambda x: (
-        jax.nn.logsumexp(jax.jit(jnp.transpose)(x), 0) - x[jnp.arange(N), LABELS]
-    ).mean(),
-    "all rematerialized": lambda x: jax.checkpoint(lambda x: INTEGER(x, LABELS).mean())(x),
     "branch": lambda x: (
         lax.cond(x[0, 0] < 1e4, lambda x: jax.nn.logsumexp(x, -1), lambda x: x[:, 0] * 2, x)
         - (x * HOT).sum(-1)
     ).mean(),
-    "custom_vjp": lambda x: _cross_entropy(x),
     "split": lambda x: (
         jax.nn.logsumexp(jnp.concatenate([jnp.exp(part) for part in jnp.split(x, 2, 1)], 1) * 0 + x, -1)
         - x[jnp.arange(N), LABELS]
@@ -169,10 +149,10 @@ def errors(loss, params, half):
     return {name: np.linalg.norm(flat(g(params)) - reference) / size for name, g in grads.items()}
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_a_fitted_batch_are_those_of_casts_by_hand(name):
-    for target in (1.0, 1e-2, 1e-4):
+    for target in (1.0, 1e-4):
         params, value = fitted(LOSSES[name], target)
         for half in HALVES:
             found = errors(LOSSES[name], params, half)

@@ -55,23 +55,6 @@ def test_ordered_effects_inside_loops_keep_their_order():
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_debug_prints_in_jitted_and_differentiated_code_run_once(capsys):
-    @jax.jit
-    def layer(x, w):
-        jax.debug.print("layer {}", x.sum())
-        return jnp.tanh(x @ w)
-
-    loss = lambda w: layer(X, w).sum()
-    for grad in (
-        jax.grad(jmp.autocast(loss)),
-        jmp.autocast(jax.grad(loss)),
-        jax.jit(jax.grad(jmp.autocast(loss))),
-    ):
-        grad(W)
-        jax.effects_barrier()
-        assert capsys.readouterr().out.count("layer ") == 1
-
-
 @pytest.mark.slow
 def test_threads_with_different_dtypes_get_their_own_results():
     layer = jax.jit(lambda x, w: jnp.tanh(x @ w))

@@ -6,15 +6,14 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
 import jmp_lite as jmp
-from jmp_lite._float8.quantize import quantize
-from jmp_lite._float8.selection import SMALLEST_SIZE, warn_without_float8
+from jmp_lite._float8.selection import warn_without_float8
 from tests.support.arrays import normal
 from tests.support.jaxprs import equations, product_kinds
+from tests.support.small_programs import with_jvp, with_vjp
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 
@@ -61,13 +60,6 @@ def test_only_large_products_of_even_sizes_run_in_fp8(left, right, reason):
     assert {text.partition("[")[0] for text in product.inputs} == {E4 if product.in_fp8 else HALF}
 
 
-def test_the_size_from_which_a_product_gains():
-    size = -(-3 * SMALLEST_SIZE // 16) * 16
-    for n, gains in ((size, True), (size - 16, False)):
-        (product,) = products_of(jmp.autocast(jnp.dot, "float8"), shape(n, n), shape(n, n))
-        assert product.in_fp8 == gains
-
-
 def test_attention_and_convolutions_stay_in_bfloat16():
     attention = lambda q, k: jnp.einsum("bqd,bkd->bqk", q, k)
     (product,) = products_of(float8(attention), shape(4, 2048, 2048), shape(4, 2048, 2048))
@@ -112,12 +104,6 @@ def test_rules_select_scopes_and_arguments_and_the_first_wins(rules, in_fp8):
     assert product_kinds(fun, PARAMS, X)[FORWARD] == len(in_fp8)
 
 
-def test_a_rule_by_scope_holds_in_the_other_order_too():
-    grads = jmp.autocast(jax.grad(two_layers, (0, 1)), "float8", rules={"head": "bfloat16", "**": "float8"})
-    kinds = product_kinds(grads, PARAMS, X)
-    assert kinds == {FORWARD: 1, BACKWARD: 1, SWAPPED: 1, (HALF, HALF, HALF): 3}
-
-
 def test_the_report_names_the_rule_and_counts_the_products():
     report = jmp.explain(jmp.autocast(two_layers, "float8", rules={"head": "bfloat16", "**": "float8"}))(
         PARAMS, X
@@ -128,21 +114,6 @@ def test_the_report_names_the_rule_and_counts_the_products():
     assert report.in_float32() == ()
 
 
-@pytest.mark.parametrize("given", ["float8_e4m3fn", jnp.float8_e5m2])
-def test_fp8_dtypes_are_answered_with_the_name_to_write(given):
-    with pytest.raises(ValueError, match=r"in 'float8' .large products in fp8"):
-        jmp.autocast(jnp.dot, given)
-
-
-def test_a_rule_gives_float8_only_under_float8():
-    with pytest.raises(
-        ValueError, match=r"gives float8. It may give float32, or the dtype of the autocast .bfloat16."
-    ):
-        jmp.autocast(jnp.dot, "bfloat16", rules={"head": "float8"})
-    with pytest.raises(ValueError, match="selects nothing"):
-        jmp.autocast(two_layers, "float8", rules={"haed": "float8"})(PARAMS, X)
-
-
 # Inside what.
 
 
@@ -150,36 +121,13 @@ def mlp(w, x):
     return jnp.tanh(jnp.tanh(x @ w) @ w)
 
 
-@jax.custom_jvp
-def with_jvp(w, x):
-    return jnp.tanh(x @ w)
-
-
-@with_jvp.defjvp
-def _(primals, tangents):
-    (w, x), (dw, dx) = primals, tangents
-    y = with_jvp(w, x)
-    return y, (1 - y * y) * (dx @ w + x @ dw)
-
-
-@jax.custom_vjp
-def with_vjp(w, x):
-    return jnp.tanh(x @ w)
-
-
-def _vjp_backward(kept, g):
-    w, x, y = kept
-    g = g * (1 - y * y)
-    return x.T @ g, g @ w.T
-
-
-with_vjp.defvjp(lambda w, x: (with_vjp(w, x), (w, x, with_vjp(w, x))), _vjp_backward)
+dense = lambda w, x: jnp.tanh(x @ w)
 iterate = lambda step: lambda w, x: lax.scan(lambda c, _: (step(w, c), None), x, None, length=3)[0]
 
 PROGRAMS = {
     "scan of a remat": iterate(jax.checkpoint(lambda w, x: jnp.tanh(x @ w))),
-    "custom_jvp": with_jvp,
-    "custom_vjp": with_vjp,
+    "custom_jvp": with_jvp(dense),
+    "custom_vjp": with_vjp(dense),
     "a transposed weight": lambda w, x: jnp.tanh(x @ w.T),
     "plain": mlp,
     "jit": jax.jit(mlp),
@@ -272,16 +220,6 @@ def test_in_a_shard_map_each_device_has_its_own_scale():
         assert relative_error(found[1][small], exact[1][small]) < 0.2
 
 
-@pytest.mark.slow
-def test_a_sharded_batch_has_the_gradients_of_one_device():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
-    loss = lambda w, x: jnp.sum(jnp.square(mlp(w, x)))
-    grads = jax.jit(jax.grad(float8(loss), (0, 1)))
-    x = normal(5, 64, 32)
-    assert relative_error(grads(put(W, "data"), put(x, "data")), grads(W, x)) < 0.01
-
-
 # With the other options.
 
 
@@ -311,43 +249,6 @@ def test_float32_results_are_not_rounded():
     assert kinds[E5, E4, HALF] == kinds[E4, E5, HALF] == 1
 
 
-@pytest.mark.cases(fast=1, slow=0)
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_a_step_with_an_inf_or_a_nan_is_skipped(bad):
-    loss = lambda w, x: jnp.sum(jnp.square(mlp(w, x)))
-    tx = jmp.with_loss_scale(optax.adam(1e-3), jmp.NoOpLossScale())
-    state = tx.init(W)
-
-    @jax.jit
-    def step(w, state, x):
-        grads = jax.grad(float8(loss))(w, x)
-        updates, state = tx.update(grads, state, w)
-        return optax.apply_updates(w, updates), state
-
-    w, state = step(W, state, XS.at[3, 5].set(bad))
-    np.testing.assert_array_equal(w, W)
-    assert not np.array_equal(step(w, state, XS)[0], W)
-
-
-@pytest.mark.slow
-def test_a_scaled_layer_has_true_gradients():
-    loss = lambda layer: lambda w, x: 1e-33 * jnp.sum(jnp.square(layer(w, x)))
-    grads = lambda layer: 1e33 * jax.jit(jax.grad(loss(layer)))(W, XS)
-    assert relative_error(grads(jmp.scale_layer(float8(mlp))), grads(mlp)) < 0.2
-    assert relative_error(grads(float8(mlp)), grads(mlp)) > 0.9  # Its products are too small for the scales.
-
-
-def test_the_program_can_be_exported():
-    exported = jax.export.export(jax.jit(float8(mlp)))(W, XS)
-    again = jax.export.deserialize(exported.serialize())
-    np.testing.assert_array_equal(again.call(W, XS), jax.jit(float8(mlp))(W, XS))
-
-
-def test_a_forward_mode_derivative_is_refused_by_jax():
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(float8(mlp), (W, XS), (W, XS))
-
-
 # Words, and a run.
 
 
@@ -370,15 +271,6 @@ def test_a_warning_names_a_device_without_fp8(platform, capability, warns, monke
     assert bool(caught) == warns
 
 
-@pytest.mark.parametrize("dtype", [E4, E5])
-def test_the_largest_number_is_in_the_upper_part_of_the_range(dtype):
-    largest = float(jnp.finfo(np.dtype(dtype)).max)
-    for size in (1e-20, 0.3, 1.0, 1.99, 2.0, 300.0, 1e20):
-        quantized = quantize(normal(0, 16, 16) * size, np.dtype(dtype))
-        assert 0.37 * largest <= float(jnp.abs(quantized.array.astype(jnp.float32)).max()) <= 0.86 * largest
-        assert np.frexp(float(quantized.step))[0] == 0.5
-
-
 def test_one_warning_says_that_this_machine_has_no_fp8():
     fun = jax.jit(float8(mlp))
     with warnings.catch_warnings(record=True) as caught:
@@ -388,45 +280,6 @@ def test_one_warning_says_that_this_machine_has_no_fp8():
         jmp.autocast(mlp, "float8")(W, XS)  # No product is large enough.
     (warning,) = caught
     assert "runs on cpu, which has no fp8 arithmetic" in str(warning.message)
-
-
-@pytest.mark.exhaustive
-def test_digits_are_learnt_as_well_as_in_bfloat16():
-    import sklearn.datasets
-
-    images, labels = sklearn.datasets.load_digits(return_X_y=True)
-    x, y = jnp.asarray(images, jnp.float32)[:1792] / 16, jnp.asarray(labels)[:1792]
-
-    def loss(params, x, y):
-        h = jax.nn.relu(x @ params["in"])
-        h = jax.nn.relu(h @ params["hidden"])
-        return optax.softmax_cross_entropy_with_integer_labels(h @ params["out"], y).mean(), h @ params["out"]
-
-    def train(dtype, rules):
-        params = {
-            "in": normal(0, 64, 128) / 6,
-            "hidden": normal(1, 128, 128) / 8,
-            "out": normal(2, 128, 16) / 11,
-        }
-        tx = optax.adam(3e-3)
-        fun = jmp.autocast(loss, dtype, rules=rules)
-
-        def step(carry, index):
-            params, state = carry
-            batch = (
-                lax.dynamic_slice_in_dim(x, index * 128, 128),
-                lax.dynamic_slice_in_dim(y, index * 128, 128),
-            )
-            grads, _ = jax.grad(fun, has_aux=True)(params, *batch)
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        (params, _), _ = jax.jit(lambda c: lax.scan(step, c, jnp.arange(120) % 11))((params, tx.init(params)))
-        return float((loss(params, x[1408:], y[1408:])[1].argmax(-1) == y[1408:]).mean())
-
-    accuracies = train("bfloat16", {}), train("float8", EVERYWHERE)
-    assert accuracies[0] > 0.9
-    assert abs(accuracies[0] - accuracies[1]) < 0.02
 
 
 def test_a_batch_has_one_scale_inside_autocast_and_one_an_example_outside():

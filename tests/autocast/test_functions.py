@@ -14,7 +14,6 @@ import pytest
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
-from tests.support.halves import each_half
 from tests.support.jaxprs import operands_of, products, text
 from tests.support.small_programs import PARAMS, W, X, mlp
 
@@ -144,21 +143,6 @@ def test_static_python_arguments_reach_the_function_unchanged():
     assert products(lambda x: jmp.autocast(fun)(x, True, mode="double"), X) == [("bfloat16", "bfloat16")]
 
 
-def test_keyword_arguments_that_are_arrays_are_cast_like_others():
-    fun = jmp.autocast(lambda x, *, w: x @ w)
-    assert products(lambda x, w: fun(x, w=w), X, W) == [("bfloat16", "bfloat16")]
-
-
-@each_half
-def test_numpy_arguments_work_and_take_part_in_products(half):
-    fun = jmp.autocast(lambda w, x: x @ w, half)
-    result = fun(np.asarray(W), np.asarray(X))
-    assert isinstance(result, (np.ndarray, jax.Array))
-    assert_close(result, X @ W, half, factor=2)
-    assert products(lambda x: fun(np.asarray(W), x), X) == [(half, half)]
-    assert products(jax.jit(lambda w, x: fun(w, x)), np.asarray(W), X) == [(half, half)]
-
-
 def test_outputs_of_any_kind_come_back_in_their_structure():
     class Pair(typing.NamedTuple):
         loss: jax.Array
@@ -214,14 +198,6 @@ def test_errors_of_the_function_come_through():
         jmp.autocast(lambda a, b: a)(X)
     with pytest.raises(jax.errors.TracerBoolConversionError):
         jmp.autocast(lambda x: x if (x > 0).all() else -x)(X)
-
-
-def test_dtypes_are_given_by_any_of_their_names():
-    for given in ("float16", jnp.float16, np.dtype("float16"), np.float16):
-        assert products(jmp.autocast(mlp, given), PARAMS, X) == [("float16", "float16")] * 2
-    for given in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), "bf16"):
-        assert products(jmp.autocast(mlp, given), PARAMS, X) == [("bfloat16", "bfloat16")] * 2
-    assert products(jmp.autocast(mlp), PARAMS, X) == [("bfloat16", "bfloat16")] * 2
 
 
 def test_another_value_than_a_half_dtype_is_an_error_at_once():

@@ -53,13 +53,6 @@ def test_a_vmapped_while_loop_stops_each_example_at_its_own_limit(order):
     np.testing.assert_allclose(found_rows, expected_rows, rtol=1e-5)
 
 
-def test_a_while_loop_under_two_vmaps_is_the_plain_one():
-    once = jax.vmap(jax.vmap(lambda x, limit: lax.while_loop(lambda x: x < limit, lambda x: 2 * x, x)))
-    start, limits = jnp.ones((2, 3)), jnp.array([[1.0, 3.0, 30.0], [9.0, 0.0, 100.0]])
-    fun = jmp.autocast(lambda x: once(x @ jnp.eye(3), limits))
-    assert fun(start).tolist() == once(start, limits).tolist() == [[1, 4, 32], [16, 1, 128]]
-
-
 def test_loop_carries_keep_their_dtype():
     def fun(x, w):
         def step(carry, _):
@@ -96,15 +89,6 @@ def test_slices_leave_a_scan_in_half_when_a_product_takes_them(half):
         e for e in equations(jax.make_jaxpr(jmp.autocast(fun, half))(X, W)) if e.primitive.name == "scan"
     )
     assert [var.aval.dtype.name for var in scan.outvars] == [half]
-
-
-def test_options_of_a_scan_survive():
-    fun = lambda x, w: lax.scan(lambda x, _: (jnp.tanh(x @ w), x), x, length=6, reverse=True, unroll=3)
-    find = lambda f: next(e for e in equations(jax.make_jaxpr(f)(X, W)) if e.primitive.name == "scan").params
-    plain, ours = find(fun), find(jmp.autocast(fun))
-    assert {k: ours[k] for k in ("length", "reverse", "unroll")} == {
-        k: plain[k] for k in ("length", "reverse", "unroll")
-    }
 
 
 def test_an_empty_scan_and_a_branch_of_nothing_work():

@@ -61,31 +61,3 @@ def test_a_mask_that_is_an_argument_works(jit, fill, half):
         assert_close(jit(jmp.autocast(fun, half))(q, k, v, row), fun(q, k, v, row), half, factor=8)
     looked_up = lambda q, k, v, bias: fun(q, k, v, bias[jnp.arange(6)])
     assert_close(jit(jmp.autocast(looked_up, half))(q, k, v, bias), fun(q, k, v, bias), half, factor=8)
-
-
-@each_half
-@pytest.mark.parametrize("mask", ["-inf selected", "-1e9 selected", "least selected", "-1e9 by arithmetic"])
-def test_fully_masked_rows_give_what_float32_gives(mask, half):
-    q, k, v = normal(6, 8), normal(6, 8), normal(6, 8)
-    keep = jnp.tril(jnp.ones((6, 6), bool)).at[2].set(False)
-    fun = lambda q, k, v: attention(MASKS[mask], q, k, v, keep)
-    expected, result = fun(q, k, v), jmp.autocast(fun, half)(q, k, v)
-    np.testing.assert_array_equal(jnp.isnan(expected), jnp.isnan(result))
-    assert_close(jnp.nan_to_num(result), jnp.nan_to_num(expected), half, factor=8)
-
-
-@pytest.mark.slow
-def test_jax_dot_product_attention_with_masks_works_in_float16():
-    q, k, v = (normal(2, 6, 2, 8) for _ in range(3))
-    keep = jnp.tril(jnp.ones((6, 6), bool))[None, None]
-    loss = lambda f: lambda *args: jnp.sum(jnp.sin(f(*args)))
-    for settings in ({"is_causal": True}, {"mask": keep}, {"bias": jnp.where(keep, 0.0, -1e9)}, {}):
-        fun = lambda q, k, v, settings=settings: jax.nn.dot_product_attention(q, k, v, **settings)
-        half = jmp.autocast(fun, "float16")
-        assert products(half, q, k, v) == [("float16", "float16")] * 2
-        (result, grads), (expected, expected_grads) = (
-            jax.jit(lambda *args, f=f: (f(*args), jax.grad(loss(f), (0, 1, 2))(*args)))(q, k, v)
-            for f in (half, fun)
-        )
-        assert_close(result, expected, "float16", factor=8)
-        assert_close(grads, expected_grads, "float16", factor=16)

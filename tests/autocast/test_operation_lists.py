@@ -34,7 +34,7 @@ def convolution(of, rank, images, kernels):
 
 
 def operations(expression, dtype):
-    """What autocast does with an expression of `tests/torch_lists.py`, on the way between two products."""
+    """What autocast does with an expression of a page's table, on the way between two products."""
 
     def fun(x, w):
         names = {

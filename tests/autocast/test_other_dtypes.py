@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jmp_lite as jmp
@@ -39,30 +38,6 @@ def test_float64_is_left_alone():
         total, product = jmp.autocast(mixed)(x, w)
         assert (total.dtype, product.dtype) == (jnp.float64, jnp.float32)
         assert abs(float(total) - 128 / 9) < 64 / 9 * 4 * eps("bfloat16")
-
-
-@pytest.mark.slow
-def test_random_keys_pass_through_and_dropout_draws_the_same_mask():
-    def fun(x, key):
-        key, new = jax.random.split(key)
-        kept = jax.random.bernoulli(new, 0.5, x.shape)
-        return (
-            jnp.where(kept, x @ W / 0.5, 0.0),
-            kept,
-            key,
-            jax.random.normal(key, (3,)),
-            jax.random.uniform(new),
-        )
-
-    key = jax.random.key(3)
-    plain, result = fun(X, key), jmp.autocast(fun)(X, key)
-    assert jnp.array_equal(plain[1], result[1])
-    assert jnp.array_equal(plain[0] == 0, result[0] == 0)
-    assert result[2].dtype == key.dtype
-    assert jnp.array_equal(jax.random.key_data(plain[2]), jax.random.key_data(result[2]))
-    np.testing.assert_array_equal(plain[3], result[3])
-    assert float(plain[4]) == float(result[4])
-    assert products(jmp.autocast(fun), X, key) == [("bfloat16", "bfloat16")]
 
 
 @each_half

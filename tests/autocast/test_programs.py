@@ -159,35 +159,6 @@ def test_a_numpy_argument_is_indexed_by_a_traced_order():
 # Decisions.
 
 
-@pytest.mark.slow
-@each_half
-def test_an_einsum_that_sums_nothing_is_an_element_wise_product(half):
-    scale = jnp.full((2, 8), 0.5)
-    rows = jnp.stack([X, X])
-
-    def layer(w, scale):
-        return jnp.einsum("bld,bd->bld", rows @ w, scale @ w) @ w
-
-    report = jmp.explain(layer, half)(W, scale)
-    assert [o.name for o in report.in_float32()] == []
-    dots = [o for o in report.operations if o.name == "dot_general"]
-    assert [(o.category, o.in_half) for o in dots] == [("allow", True)] * 2 + [
-        ("infer", True),
-        ("allow", True),
-    ]
-    assert dots[2].outputs == (f"{half}[2,8,4]",)
-    for order in ORDERS.values():
-        loss = lambda w, scale: jnp.sum(jnp.sin(layer(w, scale)))
-        assert_close(order(loss, half)(W, scale), jax.grad(loss)(W, scale), half, factor=16)
-    # A factor that half does not hold.
-    large = lambda w, scale: jnp.einsum("bld,bd->bld", rows @ w, scale) @ w
-    found = jax.jit(jmp.autocast(large, half))(W * 1e-2, scale * 1e5)
-    assert_close(found, jax.jit(large)(W * 1e-2, scale * 1e5), half, factor=16)
-    # A sum over the only axis that both have is still no Tensor Core's.
-    inner = jmp.explain(lambda w: jnp.einsum("bd,bd->b", X @ w, X), half)(W)
-    assert [o.category for o in inner.operations if o.name == "dot_general"] == ["allow", "deny"]
-
-
 @each_half
 def test_a_product_of_half_operands_with_a_float32_result_has_the_same_gradients_in_both_orders(half):
     def loss(w):
@@ -202,19 +173,9 @@ def test_a_product_of_half_operands_with_a_float32_result_has_the_same_gradients
         assert_close(order(loss, half)(W), jax.grad(loss)(W), half, factor=8)
 
 
-def test_float32_inside_another_autocast_is_full_precision():
-    inner = jmp.autocast(lambda w: X @ w, "float32")
-    outer = jmp.autocast(lambda w: jnp.tanh(inner(w)) @ w)
-    assert products(outer, W) == [("float32", "float32"), ("bfloat16", "bfloat16")]
-
-
-def test_none_is_no_rule_and_what_is_no_list_says_so():
+def test_none_is_no_option():
     fun = jmp.autocast(jnp.dot, rules=None, allow=None, deny=None, infer=None)
     assert products(fun, X, W) == [("bfloat16", "bfloat16")]
-    with pytest.raises(TypeError, match=r"rules= is a mapping of patterns over scopes to dtypes.* Got 3"):
-        jmp.autocast(jnp.dot, rules=3)
-    with pytest.raises(TypeError, match=r"deny= is a list of operations.* Got 3"):
-        jmp.autocast(jnp.dot, deny=3)
 
 
 # Derivatives.

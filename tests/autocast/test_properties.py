@@ -10,7 +10,7 @@ from jax import lax
 
 import jmp_lite as jmp
 from tests.support.jaxprs import products, text
-from tests.support.small_programs import HALVES, normal
+from tests.support.small_programs import HALVES, normal, with_jvp, with_vjp
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
@@ -29,36 +29,6 @@ PARAMS = {
 }
 X = normal(BATCH, SIZE)
 INTEGER = jnp.int32(1)
-
-
-@jax.custom_jvp
-def bounded(x):
-    return jnp.tanh(x)
-
-
-@bounded.defjvp
-def _bounded_jvp(primals, tangents):
-    y = bounded(primals[0])
-    return y, tangents[0] * (1 - y * y)
-
-
-@jax.custom_vjp
-def dense(w, x):
-    return jnp.tanh(x @ w)
-
-
-def _dense_forward(w, x):
-    y = jnp.tanh(x @ w)
-    return y, (w, x, y)
-
-
-def _dense_backward(saved, g):
-    w, x, y = saved
-    g = g * (1 - y * y)
-    return x.T @ g, g @ w.T
-
-
-dense.defvjp(_dense_forward, _dense_backward)
 
 
 def _convolve(p, x):
@@ -113,9 +83,9 @@ STEPS = {
     "half of one's own": lambda p, x: (x.astype(jnp.bfloat16) * jnp.bfloat16(0.5)).astype(jnp.float32) + x,
     "kept": lambda p, x: jmp.keep_float32(x) * 0.5,
     "linear solve": lambda p, x: jnp.linalg.solve(3 * jnp.eye(SIZE) + 0.3 * p["v"], x.T).T * 3,
-    "bounded": lambda p, x: bounded(x),
+    "bounded": lambda p, x: with_jvp(jnp.tanh)(x),
     "relu6 smooth": lambda p, x: jax.nn.hard_tanh(x * 0.01) * 100,
-    "custom product": lambda p, x: dense(p["w"], x),
+    "custom product": lambda p, x: with_vjp(lambda w, x: jnp.tanh(x @ w))(p["w"], x),
     "integers": lambda p, x: x + jnp.arange(SIZE) * 0.01,
     "counted": lambda p, x: x * (1 + 0.01 * (x.shape[0] + INTEGER)),
 }
@@ -133,18 +103,6 @@ def _scan_slices(inside, p, x):
 def _scan_reverse(inside, p, x):
     carry, ys = lax.scan(lambda x, _: (jnp.tanh(inside(p, x)), x.mean()), x, length=2, reverse=True, unroll=2)
     return carry + 0.1 * ys.mean()
-
-
-def _custom_jvp(inside, p, x):
-    fun = jax.custom_jvp(inside)
-    fun.defjvp(lambda primals, tangents: jax.jvp(inside, primals, tangents))
-    return fun(p, x)
-
-
-def _custom_vjp(inside, p, x):
-    fun = jax.custom_vjp(inside)
-    fun.defvjp(lambda p, x: jax.vjp(inside, p, x), lambda pullback, g: pullback(g))
-    return fun(p, x)
 
 
 def _cond(inside, p, x):
@@ -182,8 +140,8 @@ AROUND = {
     "remat dots": lambda inside, p, x: jax.checkpoint(
         inside, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     )(p, x),
-    "custom_jvp": _custom_jvp,
-    "custom_vjp": _custom_vjp,
+    "custom_jvp": lambda inside, p, x: with_jvp(inside)(p, x),
+    "custom_vjp": lambda inside, p, x: with_vjp(inside)(p, x),
     "vmap": _rows,
     "vmap of weights": _stacked,
     "residual": lambda inside, p, x: x * 0.5 + 0.5 * inside(p, x),
@@ -233,7 +191,7 @@ def assert_close(actual, expected, half, factor):
         np.testing.assert_allclose(a, b, rtol=0, atol=factor * float(jnp.finfo(half).eps) * scale)
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(program=programs(), half=st.sampled_from(HALVES))
 def test_a_program_gives_what_float32_gives_in_the_same_dtype(program, half):
     fun = build(program)
@@ -248,7 +206,7 @@ def test_applying_autocast_twice_gives_the_same_jaxpr(program, half):
     assert text(jmp.autocast(once, half), PARAMS, X) == text(once, PARAMS, X)
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(program=programs(), half=st.sampled_from(HALVES))
 def test_gradients_in_both_orders_are_those_of_float32(program, half):
     fun = build(program)
@@ -265,6 +223,7 @@ NO_FULL = tuple(name for name in AROUND if name not in ("full precision", "autoc
 NO_SOLVE = tuple(name for name in STEPS if name not in ("linear solve", "kept"))
 
 
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(program=programs(NO_SOLVE, NO_FULL), half=st.sampled_from(HALVES))
 def test_every_product_is_half_forward_and_backward_in_both_orders(program, half):
     fun = build(program)

@@ -3,12 +3,10 @@
 import functools
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
 from tests.support.jaxprs import equations, product_kinds, text
-from tests.support.small_programs import STACK, B, V, W, X, layer
+from tests.support.small_programs import STACK, B, V, W, X, in_mesh, layer, with_jvp, with_vjp
 
 wide = functools.partial(jmp.autocast, dtype="float16", reduce_dtype="float32")
 HALF, WIDE = ("float16", "float16", "float16"), ("float16", "float16", "float32")
@@ -28,36 +26,8 @@ def both_orders(loss, **options):
     return jax.grad(autocast(loss), argnums), autocast(jax.grad(loss, argnums))
 
 
-@jax.custom_vjp
-def of_ones_own(x, w):
-    return jnp.tanh(x @ w)
-
-
-def _forward(x, w):
-    y = jnp.tanh(x @ w)
-    return y, (x, w, y)
-
-
-def _backward(saved, g):
-    x, w, y = saved
-    g = g * (1 - y * y)
-    return g @ w.T, x.T @ g
-
-
-of_ones_own.defvjp(_forward, _backward)
-
-
-@jax.custom_jvp
-def with_jvp(x, w):
-    return jnp.tanh(x @ w)
-
-
-with_jvp.defjvp(lambda p, t: jax.jvp(lambda x, w: jnp.tanh(x @ w), p, t))
-
-
-def _in_mesh(fun):
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    return jax.shard_map(fun, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d"))
+dense = lambda x, w: jnp.tanh(x @ w)
+of_ones_own = with_vjp(dense)
 
 
 # Each of (x, w, b), with the number of its products that make the gradient of `w`.
@@ -85,8 +55,8 @@ KINDS = {
     "vmap": (lambda x, w, b: jax.vmap(layer, (0, None, None))(x, w, b), 1),
     "custom_vjp": (lambda x, w, b: of_ones_own(x, w) + b, 1),
     "custom_vjp in jit": (lambda x, w, b: jax.jit(of_ones_own)(x, w) + b, 1),
-    "custom_jvp": (lambda x, w, b: with_jvp(x, w) + b, 1),
-    "shard_map": (_in_mesh(layer), 1),
+    "custom_jvp": (lambda x, w, b: with_jvp(dense)(x, w) + b, 1),
+    "shard_map": (in_mesh(layer, 2), 1),
 }
 
 
@@ -149,36 +119,12 @@ def test_the_weight_is_cast_once_and_the_forward_pass_is_the_same():
     np.testing.assert_array_equal(wide(fun)(W, X), jmp.autocast(fun, "float16")(W, X))
 
 
-@pytest.mark.slow
-def test_an_outer_autocast_changes_only_the_operations_outside_the_inner():
-    fun = wide(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w.T))
-    assert text(jmp.autocast(fun), W, X) == text(fun, W, X)
-    around = jmp.autocast(lambda w, x: fun(w, x @ w))
-    expected = jax.grad(lambda w: jnp.sum(jnp.tanh(X @ w @ w) @ w.T))(W)
-    assert_close(jax.grad(around)(W, X), expected, "bfloat16", factor=8)
-    found = product_kinds(jax.grad(around), W, X)
-    assert found[WIDE] >= 2
-    assert found["bfloat16", "bfloat16", "bfloat16"] >= 2
-
-
 def test_a_training_step_inside_autocast_reduces_in_float32():
     def step(w, x):
         loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
         return w - 0.1 * grad / (1 + jnp.linalg.norm(grad)), loss
 
     assert product_kinds(wide(step), W, X) == {HALF: 1, WIDE: 1}
-
-
-@pytest.mark.slow
-def test_linen_and_nnx_models_are_reduced_in_float32():
-    model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)])
-    params = model.init(jax.random.key(0), X)
-    loss = lambda params: jnp.sum(jnp.sin(model.apply(params, X)))
-    for grad in (jax.grad(wide(loss)), wide(jax.grad(loss))):
-        assert product_kinds(grad, params)[WIDE] == 2
-    graph, state = nnx.split(nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu))
-    loss = lambda state: jnp.sum(wide(lambda model: model(X))(nnx.merge(graph, state)))
-    assert product_kinds(jax.grad(loss), state)[WIDE] == 1
 
 
 def all_reduces(grad, params, x):

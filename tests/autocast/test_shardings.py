@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend import source_info_util
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,19 +44,13 @@ def test_source_lines_survive():
     def fun(x, w):
         return x @ w  # This line.
 
-    frame = lambda f: next(
-        e.source_info.traceback
-        for e in equations(jax.make_jaxpr(f)(X, W))
-        if e.primitive.name == "dot_general"
-    )
-    from jax.extend import source_info_util
+    def line_of_the_product(f):
+        found = equations(jax.make_jaxpr(f)(X, W))
+        product = next(e for e in found if e.primitive.name == "dot_general")
+        return source_info_util.summarize(product.source_info)
 
-    find = lambda f: source_info_util.summarize(
-        next(e.source_info for e in equations(jax.make_jaxpr(f)(X, W)) if e.primitive.name == "dot_general")
-    )
-    assert find(jmp.autocast(fun)) == find(fun)
-    assert "test_shardings.py" in find(fun)
-    assert frame(fun) is not None
+    assert line_of_the_product(jmp.autocast(fun)) == line_of_the_product(fun)
+    assert "test_shardings.py" in line_of_the_product(fun)
 
 
 def aliases(fun, *args):
@@ -99,28 +94,9 @@ def test_shardings_inside_survive():
 
     assert found(jmp.autocast(fun)) == found(fun)
     assert_close(jax.jit(jmp.autocast(fun))(X, W), jax.jit(fun)(X, W), "bfloat16", factor=8)
-    for order in (
-        jax.grad(jmp.autocast(lambda w: fun(X, w).sum())),
-        jmp.autocast(jax.grad(lambda w: fun(X, w).sum())),
-    ):
-        assert_close(
-            jax.jit(order)(W), jax.jit(jax.grad(lambda w: fun(X, w).sum()))(W), "bfloat16", factor=16
-        )
-        assert set(products(order, W)) == {("bfloat16", "bfloat16")}
     placed = jax.device_put(X, rows)
     plain = jax.jit(lambda x: x @ W)(placed).sharding
     assert jax.jit(jmp.autocast(lambda x: x @ W))(placed).sharding.is_equivalent_to(plain, 2)
-
-
-@pytest.mark.slow
-def test_collectives_of_vmap_stay_float32():
-    fun = lambda w: jax.vmap(lambda x: lax.pmean(x @ w, "batch"), axis_name="batch")(X[:, None])
-    assert_close(jmp.autocast(fun)(W), fun(W), "bfloat16", factor=4)
-    assert products(jmp.autocast(fun), W) == [("bfloat16", "bfloat16")]
-    inner = jax.vmap(jmp.autocast(lambda x, w: lax.psum(x @ w, "batch")), (0, None), axis_name="batch")
-    assert_close(inner(X[:, None], W)[0, 0], (X @ W).sum(0), "bfloat16", factor=4)
-    ones = jax.vmap(jmp.autocast(lambda x, w: lax.psum(x @ w, "batch")), (0, None), axis_name="batch")
-    assert float(ones(jnp.ones((4099, 1, 1)), jnp.ones((1, 1)))[0, 0, 0]) == 4099.0
 
 
 def four_devices():

@@ -45,34 +45,6 @@ def test_an_exponential_moving_average_moves_by_less_than_half_can_see():
     np.testing.assert_allclose(moved, old + 1e-6, rtol=2 * eps("float32"))
 
 
-@pytest.mark.slow
-@each_half
-def test_an_unrolled_inner_loop_updates_its_weights_in_float32(half):
-    x, y = normal(16, 8), normal(16, 8)
-
-    def meta_loss(params):
-        inner = lambda p: jnp.mean((mlp(p, x) - y) ** 2)
-        steps = []
-        for _ in range(3):
-            grads = jax.grad(inner)(params)
-            steps.append((params, grads))
-            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return jnp.mean((mlp(params, x) - y) ** 2), (steps, params)
-
-    _, (steps, last) = jax.jit(jmp.autocast(meta_loss, half))(PARAMS)
-    for (before, grads), (after, _) in zip(steps, [*steps[1:], (last, None)]):
-        expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, grads)
-        for ours, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(expected)):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2 * eps("float32"))
-    expected = jax.jit(jax.grad(meta_loss, has_aux=True))(PARAMS)[0]
-    for grad in (
-        jax.grad(jmp.autocast(meta_loss, half), has_aux=True),
-        jmp.autocast(jax.grad(meta_loss, has_aux=True), half),
-    ):
-        assert_close(jax.jit(grad)(PARAMS)[0], expected, half, factor=24)
-        assert set(products(lambda p, grad=grad: grad(p)[0], PARAMS)) == {(half, half)}
-
-
 def test_small_steps_on_weights_do_not_underflow_in_float16():
     # Every gradient is 2**-6, every step 2**-26, which float16 does not hold.
     def two_steps(w):

@@ -9,7 +9,7 @@ from jax import lax
 import jmp_lite as jmp
 from tests.support.halves import each_half
 from tests.support.jaxprs import products
-from tests.support.small_programs import PARAMS, B, V, W, X, eps
+from tests.support.small_programs import PARAMS, B, V, W, X
 
 MANY = 40_960
 
@@ -22,32 +22,20 @@ def both_orders(loss, half):
 # Each is linear in its argument, whose gradient is a count that half precision cannot reach by adding ones.
 COUNTS = {
     "bias": ((4,), lambda b, one, eye: (one @ eye + b).sum()),
-    "bias as a row": ((1, 4), lambda b, one, eye: (one @ eye + b).sum()),
     "bias broadcast": ((4,), lambda b, one, eye: (one @ eye + jnp.broadcast_to(b, (MANY, 4))).sum()),
     "half value broadcast": ((1, 4), lambda b, one, eye: (one @ eye + b @ eye).sum()),
-    "half value broadcast in a dim": ((4,), lambda b, one, eye: (one @ eye + (b[None] @ eye)[0]).sum()),
     "half value tiled": ((1, 4), lambda b, one, eye: (jnp.tile(b @ eye, (MANY, 1)) + one @ eye).sum()),
-    "half value repeated": (
-        (1, 4),
-        lambda b, one, eye: (jnp.repeat(b @ eye, MANY, axis=0, total_repeat_length=MANY) + one @ eye).sum(),
-    ),
     "gain": ((4,), lambda b, one, eye: (one @ eye * b).sum()),
     "embedding row": ((3, 4), lambda b, one, eye: (b[jnp.zeros(MANY, int)] @ eye).sum() / 1.0),
     "embedding added": ((3, 4), lambda b, one, eye: (one @ eye + b[jnp.zeros(MANY, int)]).sum()),
     "half rows gathered": ((3, 4), lambda b, one, eye: ((b @ eye)[jnp.zeros(MANY, int)] * 1.0).sum()),
-    "half rows taken": (
-        (3, 4),
-        lambda b, one, eye: (jnp.take(b @ eye, jnp.zeros(MANY, int), axis=0) @ eye).sum(),
-    ),
     "selected": (
         (4,),
         lambda b, one, eye: jnp.where(jnp.ones((MANY, 1), bool), one @ eye * 0 + b, 0.0).sum(),
     ),
     "maximum": ((4,), lambda b, one, eye: jnp.maximum(one @ eye * 0 - 5, b).sum()),
-    "bias by vmap": ((4,), lambda b, one, eye: jax.vmap(lambda row: row @ eye + b)(one).sum()),
     "bias in jit": ((4,), lambda b, one, eye: jax.jit(lambda b: one @ eye + b)(b).sum()),
     "bias in remat": ((4,), lambda b, one, eye: jax.checkpoint(lambda b: one @ eye + b)(b).sum()),
-    "bias then product": ((4,), lambda b, one, eye: ((one @ eye + b) @ eye).sum()),
     "bias in half layers": ((4,), lambda b, one, eye: (jax.nn.relu((one @ eye + b) * 1.0) @ eye).sum()),
 }
 
@@ -62,13 +50,6 @@ def test_the_gradient_over_a_batch_is_summed_in_float32(name, order, half):
     grads = both_orders(loss, half)[order](jnp.ones(shape))  # XLA may sum a whole program in float32.
     assert grads.dtype == jnp.float32
     np.testing.assert_array_equal(jnp.ravel(grads)[:4], np.full(4, MANY, np.float32))
-
-
-@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
-def test_a_scalar_parameter_of_a_batch_is_summed_in_float32(order, half):
-    one, eye = jnp.ones((MANY, 4)), jnp.eye(4)
-    for fun in (lambda s: (one @ eye * s).sum(), lambda s: (one @ eye + s).sum()):
-        assert float(both_orders(fun, half)[order](jnp.float32(1))) == 4 * MANY
 
 
 @pytest.mark.cases(slow=4)
@@ -100,24 +81,6 @@ def test_a_weight_used_many_times_has_its_gradients_summed_in_float32(steps, ord
     assert set(found) == {(half, half)}
 
 
-@pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
-def test_a_half_activation_used_in_every_step_of_a_scan_has_its_gradients_summed_in_float32(order, half):
-    x, eye, count = jnp.full((2, 4), 1.5), jnp.eye(4), 1026
-
-    def loss(w):
-        activation = w @ eye  # Half, and constant in the loop.
-
-        def step(total, _):
-            return total + (x @ activation).sum() + activation.sum() * 0.0, None
-
-        return lax.scan(step, 0.0, length=count)[0]
-
-    # The activation is half, and so is its gradient, after the sum.
-    np.testing.assert_allclose(
-        both_orders(loss, half)[order](eye), np.full((4, 4), 3.0 * count), rtol=eps(half)
-    )
-
-
 @each_half
 def test_parameters_gradients_come_back_in_the_parameters_dtype(half):
     params = {"w": W, "v": V.astype(half), "b": PARAMS["b"].astype("float16"), "s": jnp.float32(2)}
@@ -125,20 +88,6 @@ def test_parameters_gradients_come_back_in_the_parameters_dtype(half):
     for grad in (jax.grad(jmp.autocast(loss, half)), jmp.autocast(jax.grad(loss), half)):
         grads = grad(params, X)
         assert {k: g.dtype for k, g in grads.items()} == {k: p.dtype for k, p in params.items()}
-
-
-@each_half
-def test_the_backward_pass_saves_half_activations(half):
-    def loss(params, x):
-        for _ in range(3):
-            x = jax.nn.relu(x @ params["w"] + params["b"])
-        return jnp.sum(x @ params["v"])
-
-    _, pullback = jax.vjp(jmp.autocast(loss, half), PARAMS, X)
-    saved = [leaf for leaf in jax.tree.leaves(pullback) if getattr(leaf, "shape", ()) == (4, 8)]
-    saved = [leaf for leaf in saved if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    assert saved
-    assert {leaf.dtype.name for leaf in saved} == {half}
 
 
 @each_half

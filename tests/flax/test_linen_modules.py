@@ -89,17 +89,6 @@ def test_lifted_modules_run_under_the_policy(lift):
     assert set(full) == {("float32", "float32")}  # Nothing of the policy is left behind.
 
 
-@pytest.mark.slow
-def test_ensembles_under_vmap_run_under_the_policy():
-    ensemble = nn.vmap(
-        OwnParams, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3
-    )
-    params = ensemble().init(jax.random.key(0), SEQUENCE)
-    model = with_policy(ensemble(), F16)
-    assert set(products(model.apply, params, SEQUENCE)) == {("float16", "float16")}
-    np.testing.assert_allclose(model.apply(params, SEQUENCE), ensemble().apply(params, SEQUENCE), atol=0.02)
-
-
 def test_wrapped_modules_are_equal_and_hash_by_value_so_that_jit_compiles_once():
     assert with_policy(nn.Dense(3), F16) == with_policy(nn.Dense(3), F16)
     assert hash(with_policy(nn.Dense(3), F16)) == hash(with_policy(nn.Dense(3), F16))
@@ -169,16 +158,6 @@ def test_an_nnx_module_in_a_linen_model_runs():
     params = model.init(jax.random.key(0), SEQUENCE)
     y = with_policy(model, BF16).apply(params, SEQUENCE)
     np.testing.assert_allclose(y, model.apply(params, SEQUENCE), atol=0.05)
-
-
-@pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("batch_dims", [(0,), 0, ()])
-def test_the_bias_of_a_layer_with_a_weight_for_each_member_of_a_batch(batch_dims):
-    module = nn.DenseGeneral(7, batch_dims=batch_dims, bias_init=nn.initializers.normal(1.0))
-    x = jax.random.normal(jax.random.key(0), (5, 5, 4))
-    variables = module.init(jax.random.key(1), x)
-    under = with_policy(module, jmp.get_policy("p=f32,c=f32"))
-    np.testing.assert_array_equal(under.apply(variables, x), module.apply(variables, x))
 
 
 # The wrapper is as the plain module outside `init` and `apply`
@@ -297,19 +276,6 @@ def test_compact_name_scopes_at_the_root():
     jax.tree.map(np.testing.assert_array_equal, model.init(jax.random.key(0), SEQUENCE), plain)
     assert products(model.apply, plain, SEQUENCE) == [("float32",) * 2, ("float16",) * 2]
     assert model.apply(plain, SEQUENCE, method="up").shape == (4, 9, 8)
-
-
-def test_intermediates_and_tables_list_the_model_once():
-    model = with_policy(Generator(), F16)
-    variables = model.init(jax.random.key(0), SEQUENCE)
-    y, state = model.apply(variables, SEQUENCE, capture_intermediates=True)
-    _, plain_state = Generator().apply(variables, SEQUENCE, capture_intermediates=True)
-    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, plain_state)
-    np.testing.assert_array_equal(state["intermediates"]["__call__"][0], y)
-    options = {"console_kwargs": {"force_terminal": False, "width": 200}}
-    table = model.tabulate(jax.random.key(0), SEQUENCE, **options)
-    plain_table = Generator().tabulate(jax.random.key(0), SEQUENCE, **options)
-    assert len(table.splitlines()) == len(plain_table.splitlines())
 
 
 def test_the_wrapper_can_be_pickled_and_copied():

@@ -60,19 +60,6 @@ def test_agrees_with_float32_in_outputs_gradients_and_statistics(name, policy, t
     assert {leaf.dtype for leaf in jax.tree.leaves((half_grads, half_stats))} == {jnp.dtype("float32")}
 
 
-@pytest.mark.slow
-def test_the_fast_attention_of_jax_runs_in_half_too():
-    """Without dropout Flax calls `jax.nn.dot_product_attention`, which knows no float16 on a CPU."""
-    model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(4), (3, 7, 16))
-    half_model = with_policy(model, BF16)
-    (y, grads), (half_y, half_grads) = run(model, x), run(half_model, x)
-    assert_close(half_y, y, jnp.bfloat16, 8)
-    assert_close(half_grads, grads, jnp.bfloat16, 16)
-    assert ("bfloat16", "bfloat16") in products_of_grad(half_model, x)
-    assert ("float32", "float32") not in products_of_grad(half_model, x)
-
-
 @pytest.mark.cases(fast=1, slow=0)
 @each_model
 def test_every_product_of_forward_and_backward_takes_half_operands(make, x):
@@ -203,15 +190,6 @@ def test_autocast_takes_a_model_among_other_arguments():
     np.testing.assert_allclose(half(model, SEQUENCE), model(SEQUENCE), atol=0.01)
 
 
-def test_random_number_streams_advance_when_given_as_an_argument():
-    class Noisy(nnx.Module):
-        def __call__(self, x, rngs):
-            return x + rngs.noise.normal(x.shape)
-
-    model, rngs = with_policy(Noisy(), F16), nnx.Rngs(noise=0)
-    assert not np.array_equal(model(SEQUENCE, rngs), model(SEQUENCE, rngs))
-
-
 def test_inside_another_model_the_innermost_policy_wins():
     class Outer(nnx.Module):
         def __init__(self, rngs):
@@ -225,19 +203,6 @@ def test_inside_another_model_the_innermost_policy_wins():
     assert products(lambda x: model(x), SEQUENCE) == [("float32",) * 2, ("float16",) * 2]
     with pytest.raises(ValueError, match="under a policy already"):
         with_policy(model, F16)
-
-
-@pytest.mark.slow
-def test_transforms_run_under_the_policy():
-    ensemble = nnx.vmap(OwnParams, in_axes=0)(nnx.Rngs(0).split(3))
-    half = with_policy(ensemble, F16)
-    apply = nnx.vmap(lambda m, x: m(x), in_axes=(0, None))
-    assert set(products(lambda x: apply(nnx.clone(half), x), SEQUENCE)) == {("float16", "float16")}
-    np.testing.assert_allclose(apply(half, SEQUENCE), apply(ensemble, SEQUENCE), atol=0.02)
-    model = with_policy(OwnParams(nnx.Rngs(0)), F16)
-    remat = nnx.remat(lambda m, x: m(x))
-    run = lambda x: nnx.grad(lambda m, x: remat(m, x).sum())(nnx.clone(model), x)
-    assert set(products(run, SEQUENCE)) == {("float16", "float16")}
 
 
 def test_the_same_class_under_a_policy_is_one_type_so_that_jit_compiles_once():

@@ -95,21 +95,6 @@ def test_the_second_moment_decays_only_with_stochastic_rounding():
     assert decayed.std() > 0
 
 
-def test_the_state_of_mu_dtype_keeps_its_dtype():
-    tx = jmp.cast_state(
-        optax.scale_by_adam(mu_dtype=jnp.bfloat16), stochastic_rounding=True, keep_float32="nu"
-    )
-    params = jnp.ones(4)
-    _, state = jax.eval_shape(tx.update, params, tx.init(params), params)
-    assert (state.inner_state.mu.dtype, state.inner_state.nu.dtype) == (BF16, jnp.dtype("float32"))
-
-
-def test_float32_casts_nothing():
-    params = make_params()
-    state = jmp.cast_state(optax.adam(1e-3), "float32").init(params)
-    assert bits(state.inner_state) == bits(optax.adam(1e-3).init(params))
-
-
 # Both together
 
 

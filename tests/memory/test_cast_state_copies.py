@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from optax import contrib
@@ -64,37 +63,6 @@ def test_a_few_numbers_that_belong_to_no_parameter_stay_float32_and_a_flat_momen
     params = optax.LookaheadParams.init_synced(PARAMS)
     lookahead = jmp.cast_state(optax.lookahead(optax.adam(1e-3), 5, 0.5)).init(params)
     assert lookahead.inner_state.fast_state[0].mu["w"].dtype == jnp.bfloat16
-
-
-MATRIX = normal(0, 64, 16)
-TARGET = normal(1, 16, scale=3.0)
-START = {"w": normal(2, 16, scale=3.0)}
-
-
-def curve(tx, steps):
-    """The losses of least squares whose start is far from the solution."""
-
-    def step(carry, _):
-        params, state = carry
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((MATRIX @ (p["w"] - TARGET)) ** 2))(params)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), loss
-
-    run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=steps)[1])
-    return np.asarray(run((START, tx.init(START))))
-
-
-@pytest.mark.cases(fast=2, slow=1)
-@pytest.mark.parametrize("settings", [{}, {"stochastic_rounding": True}], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("name", ["mechanize of sgd", "prodigy", "dog", "cocob"])
-def test_optimizers_that_measure_a_distance_learn_as_fast_as_in_float32(name, settings):
-    tx = COPIES[name][0]
-    steps_to = lambda losses: int(np.argmax(losses < 1.0))
-    full, half = (
-        curve(jmp.cast_state(tx, d, **s), 300) for d, s in (("float32", {}), ("bfloat16", settings))
-    )
-    assert 10 < steps_to(full) < 280
-    assert abs(steps_to(half) - steps_to(full)) <= 0.05 * steps_to(full) + 1
 
 
 # All of optax on real scans

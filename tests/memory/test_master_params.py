@@ -66,13 +66,6 @@ def test_masters_from_an_array_on_one_device_are_as_free_as_those_before(trained
     assert bits(again) == bits((params, opt_state))
 
 
-def test_under_jit_they_are_the_same(trained):
-    _, params, opt_state, _ = trained
-    full = jmp.master_params(opt_state, params)
-    assert bits(jax.jit(jmp.master_params)(opt_state, params)) == bits(full)
-    assert bits(jax.jit(jmp.set_master_params)(opt_state, params, full)) == bits((params, opt_state))
-
-
 def test_flax_serialization_and_a_train_state_keep_all(trained):
     from flax import serialization
     from flax.training.train_state import TrainState
@@ -85,29 +78,6 @@ def test_flax_serialization_and_a_train_state_keep_all(trained):
     assert bits(jmp.master_params(restored, restored.params)) == bits(jmp.master_params(opt_state, params))
     stepped = state.apply_gradients(grads=grads)
     assert bits(O2.cast_to_param(jmp.master_params(stepped, stepped.params))) == bits(stepped.params)
-
-
-@pytest.mark.slow
-def test_an_nnx_optimizer_and_back():
-    from flax import nnx
-
-    from jmp_lite.nnx import with_policy
-
-    model = with_policy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), O2)
-    optimizer_ = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
-    grads = nnx.state(model, nnx.Param)
-    nnx.jit(lambda model, optimizer_, grads: optimizer_.update(model, grads))(model, optimizer_, grads)
-    params = nnx.state(model, nnx.Param)
-    full = jmp.master_params(optimizer_, params)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(full)} == {"float32"}
-    assert bits(O2.cast_to_param(full)) == bits(nnx.as_pure(params))
-
-    twice = jax.tree.map(lambda leaf: 2 * leaf, full)
-    new_params, new_state = jmp.set_master_params(optimizer_.opt_state, params, twice)
-    nnx.update(model, new_params)
-    nnx.update(optimizer_.opt_state, nnx.state(new_state))
-    assert bits(jmp.master_params(optimizer_, nnx.state(model, nnx.Param))) == bits(twice)
-    assert model.kernel[...].dtype == jnp.float16
 
 
 def test_misuse_is_named(trained):

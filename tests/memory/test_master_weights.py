@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite._memory.half_params import master_states
 from tests.support.optimizers import SCHEDULE
 from tests.support.steps import bits, make_step, spoil
 
@@ -41,11 +40,9 @@ def rounded(tree, like):
 
 INNER = {
     "adamw": lambda: optax.adamw(SCHEDULE, weight_decay=0.1),
-    "sgd": lambda: optax.sgd(1e-4, momentum=0.9),
     "chain": lambda: optax.chain(
         optax.clip_by_global_norm(0.1), optax.add_decayed_weights(0.1), optax.sgd(1e-3)
     ),
-    "inject": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE),
     "lamb": lambda: optax.lamb(1e-3),
     "multi steps": lambda: optax.MultiSteps(optax.adamw(1e-3), 2),
     "masked": lambda: optax.masked(
@@ -53,7 +50,6 @@ INNER = {
         {"dense": {"kernel": True, "bias": False}, "norm": {"scale": True}, "gain": False},
     ),
     "schedule free": lambda: optax.contrib.schedule_free_adamw(1e-3),
-    "prodigy": lambda: optax.contrib.prodigy(),
 }
 
 
@@ -77,20 +73,6 @@ def test_the_masters_are_the_parameters_of_a_float32_program(name):
     # The compiler fuses the two programs in its own way.
     for our, their in zip(*map(jax.tree.leaves, (ours, (full, plain_state))), strict=True):
         np.testing.assert_allclose(our, their, rtol=16 * np.finfo(np.float32).eps, atol=1e-9)
-
-
-def test_without_a_compiler_they_are_bit_for_bit_those_of_a_float32_program():
-    params = make_params(jnp.bfloat16)
-    full, plain = wide(params), optax.sgd(1e-3, momentum=0.9)
-    tx = jmp.with_master_weights(plain)
-    opt_state, plain_state = tx.init(params), plain.init(full)
-    for t in range(3):
-        updates, opt_state = tx.update(make_grads(t), opt_state, params)
-        params = optax.apply_updates(params, updates)
-        updates, plain_state = plain.update(make_grads(t), plain_state, full)
-        full = optax.apply_updates(full, updates)
-    assert bits(jmp.master_params(opt_state, params)) == bits(full)
-    assert bits(opt_state.inner_state) == bits(plain_state)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -156,48 +138,6 @@ def test_the_loss_scale_may_be_inside_or_outside(inside):
     assert moments == [jnp.dtype("float32")] * 3
 
 
-def test_a_transform_beside_the_masters_still_gets_float32_state():
-    """Under `with_loss_scale` only the masters see the half parameters at the start."""
-    tx = jmp.with_loss_scale(optax.chain(optax.trace(0.9), jmp.with_master_weights(optax.sgd(1.0))))
-    state = tx.init({"w": jnp.ones(2, jnp.float16)})
-    assert state.inner_state[0].trace["w"].dtype == jnp.float32
-    assert state.inner_state[1].masters["w"].dtype == jnp.float32
-
-
-@pytest.mark.slow
-def test_multi_steps_outside_applies_the_masters_update_on_the_last_micro_step():
-    inner = jmp.with_master_weights(optax.sgd(2**-12))
-    tx = optax.MultiSteps(inner, 2)
-    params = jnp.ones(2, jnp.float16)
-    state = tx.init(params)
-    step = make_step(tx)
-    for _ in range(4):
-        params, state = step(params, state, jnp.ones(2))
-    np.testing.assert_array_equal(state.inner_opt_state.masters, 1 - 2 * 2.0**-12)
-
-
-@pytest.mark.slow
-def test_in_parts_of_the_model():
-    """One optimizer with masters for the body, another one for the head, and a frozen layer."""
-    params = {name: jnp.ones(3, jnp.float16) for name in ("body", "frozen", "head")}
-    parts = {
-        "body": jmp.with_master_weights(optax.adam(1e-5)),
-        "head": jmp.with_master_weights(optax.sgd(1e-5)),
-        "frozen": optax.set_to_zero(),
-    }
-    tx = jmp.with_loss_scale(optax.multi_transform(parts, {name: name for name in params}))
-    opt_state = tx.init(params)
-    step, grads = make_step(tx), jax.tree.map(jnp.ones_like, params)
-    for _ in range(3):
-        params, opt_state = step(params, opt_state, grads)
-    assert len(master_states(opt_state)) == 2
-    full = jmp.master_params(opt_state, params)
-    np.testing.assert_allclose(full["body"], 1 - 3e-5, rtol=1e-6)
-    np.testing.assert_allclose(full["head"], 1 - 3e-5, rtol=1e-6)
-    assert (full["frozen"] == 1).all()
-    assert full["frozen"].dtype == jnp.float32
-
-
 def test_one_compilation_no_weak_types_and_all_in_place():
     tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(SCHEDULE)))
     params = {f"w{i}": jnp.ones((128, 128), jnp.float16) for i in range(3)}
@@ -218,23 +158,6 @@ def test_one_compilation_no_weak_types_and_all_in_place():
         assert [jax.typeof(leaf) for leaf in leaves] == types
         assert not any(leaf.weak_type for leaf in leaves)
     assert step._cache_size() == 1
-
-
-@pytest.mark.slow
-def test_the_masters_are_sharded_as_the_parameters():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    params = jax.device_put({"w": jnp.ones((16, 2), jnp.bfloat16), "norm": jnp.ones(8)}, sharding)
-    tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(1e-3)))
-    eager, jitted = tx.init(params), jax.jit(tx.init)(params)
-    for opt_state in (eager, jitted):
-        assert opt_state.inner_state.masters["w"].sharding.is_equivalent_to(sharding, 2)
-    params, opt_state = make_step(tx)(params, eager, jax.tree.map(jnp.ones_like, params))
-    assert params["w"].sharding.is_equivalent_to(sharding, 2)
-    assert opt_state.inner_state.masters["w"].sharding.is_equivalent_to(sharding, 2)
-    values = jax.tree.map(lambda p: np.full(p.shape, 0.1, np.float32), params)
-    params, opt_state = jmp.set_master_params(opt_state, params, values)
-    assert opt_state.inner_state.masters["w"].sharding.is_equivalent_to(sharding, 2)
 
 
 def test_tree_map_params_finds_masters_and_moments():

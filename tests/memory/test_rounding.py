@@ -131,16 +131,6 @@ def test_a_raw_key_of_either_generator_is_the_key():
             assert (raw == jmp.stochastic_round(x, jnp.bfloat16, jax.random.key(5))).all()
 
 
-def test_under_vmap_and_from_half_and_scalars():
-    x = np.full((3, 500), 1 + 2.0**-9, np.float32)
-    got = jax.vmap(ROUND["bfloat16"])(x, np.arange(3))
-    for seed in range(3):
-        assert (got[seed] == ROUND["bfloat16"](x[seed], seed)).all()
-    tenth = ROUND["bfloat16"](jnp.float16(0.1), 0)
-    assert tenth.shape == ()
-    assert abs(float(tenth) - float(jnp.float16(0.1))) < 2**-11
-
-
 # The random bits
 
 

@@ -58,14 +58,6 @@ def test_a_gradient_that_does_not_fit_its_parameter_is_named(wrap, optimizer):
             jax.eval_shape(tx.update, {**PARAMS, "head": grads}, state, HALVES)
 
 
-def test_the_gradient_of_the_only_parameter_has_an_axis_too_many():
-    params, said = jnp.ones((2, 3)), r"The gradient '' has the shape \(1, 2, 3\), and its parameter has"
-    for wrap in WRAPPERS.values():
-        tx = wrap(OPTIMIZERS["sgd"])
-        with pytest.raises(ValueError, match=said):
-            tx.update(jnp.ones((1, 2, 3)), tx.init(params), params)
-
-
 def test_masters_need_a_gradient_of_each_parameter():
     tx = jmp.with_master_weights(optax.sgd(1e-3))
     with pytest.raises(ValueError, match=r"The gradients lack the parameters \['head/b'"):
@@ -126,16 +118,6 @@ def test_two_wrappers_for_half_parameters_are_an_error(build):
     for params in (PARAMS, HALVES):
         with pytest.raises(ValueError, match=r"It would see float32 parameters, .* Use one of the two\."):
             build(optax.adam(1e-3)).init(params)
-
-
-def test_parts_of_a_model_may_have_different_wrappers():
-    labels = {"head": {"w": "a", "b": "b"}, "gain": "b"}
-    parts = {
-        "a": jmp.with_master_weights(optax.adam(1e-3)),
-        "b": jmp.with_stochastic_rounding(optax.sgd(1e-3)),
-    }
-    tx = jmp.with_loss_scale(optax.multi_transform(parts, labels))
-    jax.jit(tx.update)(PARAMS, tx.init(HALVES), HALVES)
 
 
 # Messages

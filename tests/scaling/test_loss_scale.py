@@ -400,12 +400,3 @@ def test_a_scale_that_starts_below_the_minimum_stays_until_it_grows():
         scale = scale.adjust(jnp.bool_(finite))
         scales.append(float(scale.loss_scale))
     assert scales == [0.5, 0.5, 1, 1, 1, 2, 1, 1]
-
-
-@pytest.mark.parametrize("finite", [True, False])
-def test_a_counter_beyond_the_period_continues_as_in_jmp(finite):
-    ours = jmp_lite.DynamicLossScale(8.0, counter=4500, period=3)
-    theirs = jmp.DynamicLossScale(jnp.float32(8), jnp.int32(4500), period=3)
-    for _ in range(4):
-        ours, theirs = ours.adjust(jnp.bool_(finite)), theirs.adjust(jnp.bool_(finite))
-        assert (float(ours.loss_scale), int(ours.counter)) == (float(theirs.loss_scale), int(theirs.counter))

@@ -70,15 +70,6 @@ def test_jmp_compiles_its_readme_step_twice():
     assert count_compilations(step, jmp_lite.DynamicLossScale(jnp.asarray(2.0**15))) == 1
 
 
-def test_jmp_lets_the_scale_reach_zero():
-    settings = dict(loss_scale=np.float32(1), min_loss_scale=np.float32(0))  # noqa: C408
-    theirs, ours = jmp.DynamicLossScale(**settings), jmp_lite.DynamicLossScale(**settings)
-    for _ in range(130):
-        theirs, ours = theirs.adjust(OVERFLOW), ours.adjust(OVERFLOW)
-    assert float(theirs.loss_scale) == 0.0
-    assert float(ours.loss_scale) == 2.0**-126
-
-
 def test_jmp_loses_the_gradients_at_a_large_scale():
     # It multiplies by 1 / 2**127, which is subnormal and flushed to zero. Growth can reach 2**127.
     unscale = jax.jit(lambda cls, number: cls(number).unscale(number), static_argnums=0)
@@ -86,59 +77,18 @@ def test_jmp_loses_the_gradients_at_a_large_scale():
     assert float(unscale(jmp_lite.StaticLossScale, jnp.float32(2.0**127))) == 1.0
 
 
-def test_jmp_compiles_anew_for_every_static_scale():
-    def compilations(cls):
-        traces = []
-        step = jax.jit(lambda scale, x: traces.append(1) or scale.scale(x))
-        for number in (2.0, 4.0, 8.0):
-            assert float(step(cls(jnp.float32(number)), jnp.float32(3))) == 3 * number
-        return len(traces)
-
-    assert compilations(jmp.StaticLossScale) == 3
-    assert compilations(jmp_lite.StaticLossScale) == 1
-
-
-def test_jmp_static_scale_cannot_leave_jit():
-    theirs = jax.jit(jmp.StaticLossScale)(jnp.float32(4))
-    with pytest.raises(jax.errors.UnexpectedTracerError):
-        theirs.scale(jnp.float32(1))
-    assert float(jax.jit(jmp_lite.StaticLossScale)(jnp.float32(4)).scale(jnp.float32(1))) == 4.0
-
-
-@pytest.mark.parametrize("settings", [{"factor": 0.5}, {"period": 0}, {"loss_scale": np.float32(0)}])
-def test_jmp_takes_settings_that_cannot_work(settings):
-    settings = {"loss_scale": np.float32(8), **settings}
-    jmp.DynamicLossScale(**settings)
-    with pytest.raises(ValueError, match=r"should be"):
-        jmp_lite.DynamicLossScale(**settings)
-
-
 # Flax
 
 
-def flax_steps(scale, fun, param, steps):
-    numbers = []
-    for _ in range(steps):
-        scale, *_ = scale.value_and_grad(fun)(param)
-        numbers.append(float(scale.scale))
-    return numbers
-
-
-def our_steps(scale, fun, param, steps):
-    numbers = []
-    for _ in range(steps):
-        grads = jmp_lite.grad(fun, scale)(param)
-        scale = scale.adjust(jmp_lite.all_finite(grads))
-        numbers.append(float(scale.loss_scale))
-    return numbers
-
-
 def test_flax_grows_one_step_late():
-    fun = lambda w: w * w
-    theirs = flax_steps(DynamicScale(growth_interval=3), fun, jnp.float32(1), 4)
-    ours = our_steps(jmp_lite.DynamicLossScale(2.0**16, period=3), fun, jnp.float32(1), 4)
-    assert theirs == [2.0**16, 2.0**16, 2.0**16, 2.0**17]
-    assert ours == [2.0**16, 2.0**16, 2.0**17, 2.0**17]
+    fun, w = (lambda w: w * w), jnp.float32(1)
+    theirs, ours = DynamicScale(growth_interval=3), jmp_lite.DynamicLossScale(2.0**16, period=3)
+    scales = []
+    for _ in range(4):
+        theirs, *_ = theirs.value_and_grad(fun)(w)
+        ours = ours.adjust(jmp_lite.all_finite(jmp_lite.grad(fun, ours)(w)))
+        scales.append((float(theirs.scale), float(ours.loss_scale)))
+    assert scales == [(2.0**16, 2.0**16), (2.0**16, 2.0**16), (2.0**16, 2.0**17), (2.0**17, 2.0**17)]
 
 
 def test_flax_compiles_twice():
@@ -169,20 +119,6 @@ def test_flax_gives_back_a_nan_for_a_float16_loss():
     assert float(loss) == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # In Flax.
-def test_flax_leaves_the_powers_of_two():
-    # It grows to the largest float32, (2 - 2**-23) * 2**127, and halves that from then on.
-    fine, bad = lambda w: w, lambda w: w * jnp.inf
-    theirs = DynamicScale(scale=2.0**127, growth_interval=1)
-    for fun in (fine, fine, bad, bad):
-        theirs, *_ = theirs.value_and_grad(fun)(jnp.float32(1e-30))
-    ours = jmp_lite.DynamicLossScale(2.0**127, period=1)
-    for flag in (FINE, FINE, OVERFLOW, OVERFLOW):
-        ours = ours.adjust(flag)
-    assert np.frexp(float(theirs.scale))[0] == 1 - 2.0**-24
-    assert float(ours.loss_scale) == 2.0**125
-
-
 # optax
 
 
@@ -205,12 +141,6 @@ def test_optax_looks_only_after_what_came_before_it_in_the_chain():
         jmp_lite.skip_nonfinite(optax.chain(optax.clip(1.0), optax.sgd(0.5))), [np.inf], params
     )
     assert (ours, int(jmp_lite.metrics(state)["skipped_steps"])) == ([1.0], 1)
-
-
-def test_optax_changes_a_skipped_minus_zero():
-    skip = lambda tx: apply_all(tx, [np.nan], jnp.float32(-0.0))[0][0]
-    assert np.copysign(1, skip(optax.apply_if_finite(optax.sgd(0.1), 2))) == 1.0
-    assert np.copysign(1, skip(jmp_lite.skip_nonfinite(optax.sgd(0.1)))) == -1.0
 
 
 def test_optax_turns_down_gradients_of_another_dtype():
@@ -236,19 +166,6 @@ def test_optax_multi_steps_applies_an_inf_and_is_nan_for_ever_after():
     )
     # Five finite micro-batches are two whole steps and a half.
     assert ours == [0.0, 0.0, -1.0, -1.0, -2.0, -2.0]
-
-
-def test_optax_multi_steps_around_a_check_never_steps_again():
-    # 0 * inf is NaN: the accumulator keeps it, and every later sum is turned down.
-    guarded = optax.apply_if_finite(optax.sgd(1.0), 1000)
-    theirs, state = apply_all(optax.MultiSteps(guarded, 2), MICRO_BATCHES * 10, jnp.float32(0))
-    assert theirs[-1] == 0.0
-    assert int(state.inner_opt_state.total_notfinite) == 30
-    ours, state = apply_all(
-        jmp_lite.skip_nonfinite(optax.MultiSteps(optax.sgd(1.0), 2)), MICRO_BATCHES * 10, jnp.float32(0)
-    )
-    assert ours[-1] == -25.0
-    assert int(jmp_lite.metrics(state)["skipped_steps"]) == 10
 
 
 # Keras
@@ -295,14 +212,6 @@ def test_keras_lets_the_scale_reach_zero_and_inf(keras):
     assert theirs[0] == ours[0] == 2.0**16
     assert theirs.index(np.inf) + 1 == 113  # 2**15 * 2**113 is 2**128.
     assert ours[-1] == max(ours) == 2.0**127
-
-
-@pytest.mark.slow  # Keras takes seconds to import.
-def test_keras_scales_a_float16_loss_to_inf(keras):
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), initial_scale=2.0**16)
-    before = float(optimizer.scale_loss(jnp.float16(1)))
-    assert before == np.inf  # Until it is built, when the scale becomes a float32.
-    assert float(jmp_lite.DynamicLossScale(2.0**16).scale(jnp.float16(1))) == 65536.0
 
 
 @pytest.mark.exhaustive

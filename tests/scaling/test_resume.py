@@ -76,34 +76,31 @@ ORBAX = pytest.mark.filterwarnings("ignore::UserWarning:orbax", "ignore::Depreca
 pytestmark = [ORBAX, pytest.mark.filterwarnings("ignore:.*sharding info not provided.*")]
 
 
-@pytest.mark.cases(fast=len(WRAPPED), slow=2)
-@pytest.mark.parametrize("wrapped", WRAPPED)
+@functools.cache
+def stateless(index):
+    """A wrapper of a transform without state, and its state after three steps."""
+    sgd = optax.sgd(0.1)
+    tx = [
+        lambda: optax.chain(optax.clip(1.0), jmp.with_loss_scale(sgd, SCALE)),
+        lambda: optax.chain(jmp.skip_nonfinite(sgd), optax.trace(0.9)),
+        lambda: optax.chain(jmp.with_stochastic_rounding(sgd)),
+        lambda: jmp.with_loss_scale(optax.masked(jmp.with_stochastic_rounding(sgd), True), SCALE),
+        lambda: jmp.with_loss_scale(optax.set_to_zero()),
+    ][index]()
+    return tx, *train(tx)
+
+
+EACH = [*WRAPPED, *range(5)]
+
+
+@pytest.mark.cases(fast=len(EACH), slow=2)
+@pytest.mark.parametrize("wrapped", EACH)
 @pytest.mark.parametrize("form", ["flax", "orbax", "live", "numpy", "pickled"])
 def test_the_same_settings_give_the_same_bits(form, wrapped, tmp_path):
-    tx, _, params, state = trained(wrapped)
+    tx, *_, params, state = trained(wrapped) if isinstance(wrapped, str) else stateless(wrapped)
     resumed = jmp.resume(tx, params, FORMS[form](state, tmp_path))
     assert jax.tree.structure(resumed) == jax.tree.structure(state)
-    assert bits(resumed) == bits(state)
-
-
-@pytest.mark.cases(fast=5, slow=0)
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.chain(optax.clip(1.0), jmp.with_loss_scale(optax.sgd(0.1), SCALE)),
-        optax.chain(jmp.skip_nonfinite(optax.sgd(0.1)), optax.trace(0.9)),
-        optax.chain(jmp.with_stochastic_rounding(optax.sgd(0.1))),
-        jmp.with_loss_scale(optax.masked(jmp.with_stochastic_rounding(optax.sgd(0.1)), True), SCALE),
-        jmp.with_loss_scale(optax.set_to_zero()),
-    ],
-)
-@pytest.mark.parametrize("form", ["flax", "orbax", "live", "numpy", "pickled"])
-def test_wrappers_of_transforms_without_state_keep_their_own_values(tx, form, tmp_path):
-    _, state = train(tx)
-    resumed = jmp.resume(tx, PARAMS, FORMS[form](state, tmp_path))
-    assert jax.tree.structure(resumed) == jax.tree.structure(state)
-    assert bits(resumed) == bits(state)
-    assert bits(state) != bits(tx.init(PARAMS))
+    assert bits(resumed) == bits(state) != bits(tx.init(params))
 
 
 def moments(state):
@@ -171,22 +168,6 @@ def test_masters_come_from_the_old_state_or_from_the_parameters():
     _, plain = train(ADAM)
     fresh = jmp.resume(tx, params, plain)
     assert bits(fresh.inner_state.masters) == bits(jax.tree.map(lambda p: p.astype(jnp.float32), params))
-
-
-def test_masters_of_parts_become_masters_of_the_whole():
-    halves = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
-    labels = {"w": "a", "layers": ["b", "b"]}
-    parts = optax.multi_transform(
-        {"a": jmp.with_master_weights(optax.adam(1e-3)), "b": jmp.with_master_weights(optax.sgd(1e-3))},
-        labels,
-    )
-    params, old = train(parts, params=halves)
-    whole = jmp.with_master_weights(
-        optax.multi_transform({"a": optax.adam(1e-3), "b": optax.sgd(1e-3)}, labels)
-    )
-    assert bits(jmp.master_params(jmp.resume(whole, params, old), params)) == bits(
-        jmp.master_params(old, params)
-    )
 
 
 def test_a_state_of_an_older_version_gives_what_it_has():
@@ -300,7 +281,7 @@ def test_it_works_inside_jit_and_vmap():
 # What does not fit
 
 
-@pytest.mark.cases(fast=9, slow=2)
+@pytest.mark.cases(fast=4, slow=2)
 @pytest.mark.parametrize(
     ("tx", "old", "says"),
     [
@@ -311,9 +292,7 @@ def test_it_works_inside_jit_and_vmap():
         ),
         (optax.sgd(0.1, momentum=0.9), ADAM, "it lacks '0/trace'"),
         (ADAM, optax.adamw(1e-3), r"it lacks '2'"),
-        (optax.adamw(1e-3), ADAM, r"tx does not know its '2'"),
         (optax.adamw(1e-3), optax.MultiSteps(optax.adamw(1e-3), 2), r"tx does not know its .*'0/acc_grads'"),
-        (optax.adafactor(1e-3), optax.adam(1e-3), "it lacks .*'0/v_row'"),
     ],
 )
 @pytest.mark.parametrize("form", ["live", "flax", "orbax"])
@@ -334,6 +313,8 @@ def test_other_parameters_are_named():
         jmp.resume(ADAM, PARAMS, (old[0]._replace(count=jnp.float32(3)), *old[1:]))
     with pytest.raises(TypeError, match="wraps an optax transform such as"):
         jmp.resume(3, PARAMS, old)
+    with pytest.raises(ValueError, match="'0' is a ScaleByAdamState there and a ScaleByBeliefState in tx"):
+        jmp.resume(optax.adabelief(1e-3), PARAMS, optax.adam(1e-3).init(PARAMS))
     with pytest.raises(ValueError, match="it lacks '0', '2'"):
         jmp.resume(ADAM, PARAMS, None)
 
@@ -353,29 +334,20 @@ def test_a_masked_tuple_does_not_take_the_moments_of_its_neighbour():
     [
         (jmp.with_loss_scale(ADAM, SCALE), jmp.with_loss_scale(ADAM), r"hysteresis=1"),
         (jmp.with_loss_scale(ADAM, jmp.StaticLossScale(8.0)), jmp.with_loss_scale(ADAM), "StaticLossScale"),
-        (jmp.with_loss_scale(ADAM), jmp.with_loss_scale(ADAM, jmp.NoOpLossScale()), "DynamicLossScale"),
         (jmp.with_loss_scale(ADAM), jmp.with_loss_scale(ADAM, clip_norm=1.0), "without clip_norm"),
-        (jmp.skip_nonfinite(ADAM, clip_norm=1.0), jmp.skip_nonfinite(ADAM), "with clip_norm"),
         (jmp.skip_nonfinite(ADAM), jmp.with_loss_scale(ADAM), "a state of skip_nonfinite"),
         (ADAM, jmp.with_loss_scale(ADAM), "Got tuple"),
-        (ADAM, jmp.cast_state(ADAM), "Got tuple"),
         (ADAM, jmp.with_master_weights(ADAM), "Got tuple"),
         (jmp.with_loss_scale(ADAM), jmp.with_loss_scale(jmp.cast_state(ADAM)), "of another optimizer"),
         (jmp.with_loss_scale(jmp.cast_state(ADAM)), jmp.with_loss_scale(ADAM), "of another optimizer"),
-        (
-            jmp.with_loss_scale(jmp.cast_state(optax.adam(1e-3))),
-            jmp.with_loss_scale(optax.adam(1e-3)),
-            "of another optimizer",
-        ),
         (jmp.cast_state(ADAM), jmp.cast_state(ADAM, keep_float32="nu"), r"'0/nu/.*float32.*Got bfloat16"),
-        (jmp.cast_state(ADAM, keep_float32="nu"), jmp.cast_state(ADAM), r"'0/nu/.*bfloat16.*Got float32"),
         (jmp.cast_state(ADAM, "float32"), jmp.cast_state(ADAM), r"'0/mu/.*bfloat16.*Got float32"),
         (jmp.cast_state(ADAM), jmp.cast_state(ADAM, stochastic_rounding=True), "made without it"),
         (jmp.cast_state(ADAM, stochastic_rounding=True), jmp.cast_state(ADAM), "made with it"),
         (jmp.cast_state(optax.lion(1e-3)), jmp.cast_state(ADAM), "does not belong"),
     ],
 )
-@pytest.mark.cases(fast=18, slow=0)
+@pytest.mark.cases(fast=13, slow=0)
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_live_state_of_other_settings_is_named_with_resume(before, after, says, jit):
     state = before.init(PARAMS)

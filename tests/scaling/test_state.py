@@ -6,14 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 from hypothesis import strategies as st
 
 import jmp_lite as jmp
 from jmp_lite._paths import leaf_names
 from jmp_lite._scaling.stuck import describe
-from tests.support.steps import bits, make_grads, make_params, make_step, run, spoil
+from tests.support.steps import make_grads, make_params, make_step, run, spoil
 
 
 @hypothesis.settings(max_examples=20)
@@ -120,36 +119,6 @@ def test_the_state_is_found_at_any_depth(place):
     assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**13
 
 
-@pytest.mark.slow
-def test_the_state_is_found_in_an_nnx_optimizer():
-    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
-    optimizer = nnx.Optimizer(model, jmp.with_loss_scale(optax.adamw(1e-2)), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        loss_fn = lambda model: jnp.mean(model(x) ** 2)
-        loss_scale = jmp.get_loss_scale(optimizer)
-        loss, grads = jmp.value_and_grad(loss_fn, loss_scale, transform=nnx.value_and_grad)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    x = jnp.ones((4, 2))
-    first = float(step(model, optimizer, x))
-    before = bits(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    assert float(jmp.get_loss_scale(optimizer).loss_scale) == 2.0**15
-    step(model, optimizer, x.at[0, 0].set(np.inf))
-    step(model, optimizer, x.at[0, 0].set(np.nan))
-    assert bits(nnx.to_pure_dict(nnx.state(model, nnx.Param))) == before
-    assert float(jmp.get_loss_scale(optimizer).loss_scale) == 2.0**13
-    assert not jmp.grads_finite(optimizer)
-    assert jmp.metrics(optimizer)["skipped_steps"] == jmp.metrics(optimizer)["consecutive_skipped_steps"] == 2
-    with pytest.raises(FloatingPointError, match="gradients of all 4 parameters"):
-        jmp.raise_if_stuck(optimizer, 2)
-    assert float(step(model, optimizer, x)) < first
-    assert int(jmp.metrics(optimizer)["consecutive_skipped_steps"]) == 0
-    assert bits(nnx.to_pure_dict(nnx.state(model, nnx.Param))) != before
-
-
 def test_a_state_without_a_wrapper_is_an_error_that_says_what_to_do():
     state = optax.adam(1e-3).init(make_params())
     with pytest.raises(ValueError, match=r"No optimizer wrapped in with_loss_scale was found.*Wrap yours"):
@@ -181,13 +150,6 @@ def test_two_states_are_told_apart_by_name_or_are_an_error():
     with pytest.raises(ValueError, match="2 optimizers"):
         jmp.raise_if_stuck(named)
     jmp.raise_if_stuck(named, name="critic")
-
-
-def test_a_batched_state_has_a_flag_for_each_member():
-    tx = jmp.skip_nonfinite(optax.sgd(1.0))
-    params = jnp.ones((2, 3))
-    _, state = jax.vmap(tx.update)(params.at[1, 0].set(np.nan), jax.vmap(tx.init)(params), params)
-    assert jmp.grads_finite(state).tolist() == [True, False]
 
 
 # `raise_if_stuck`

@@ -28,6 +28,28 @@ def mlp(params, x):
     return jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
 
 
+def with_vjp(fun):
+    """The function with a `custom_vjp`, which computes the function again in its backward rule."""
+    ruled = jax.custom_vjp(fun)
+    ruled.defvjp(lambda *args: (fun(*args), args), lambda saved, g: jax.vjp(fun, *saved)[1](g))
+    return ruled
+
+
+def with_jvp(fun):
+    """The function with a `custom_jvp`."""
+    ruled = jax.custom_jvp(fun)
+    ruled.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
+    return ruled
+
+
+def in_mesh(fun, devices):
+    """The function of (x, w, b) in a `shard_map` that splits the rows of `x`."""
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((devices,), ("d",), axis_types=kinds, devices=jax.devices()[:devices])
+    rows, whole = jax.P("d"), jax.P()
+    return jax.shard_map(fun, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows)
+
+
 def eps(dtype):
     return float(jnp.finfo(dtype).eps)
 

@@ -181,13 +181,15 @@ def compare(example, pytorch):
             assert_close(state["batch_stats"][norm], statistics, start)
 
 
-@pytest.fixture(scope="module", params=[complete_linen, complete_nnx], ids=["linen", "nnx"])
-def example(request):
+@pytest.fixture(scope="module")
+def linen():
     with pytest.MonkeyPatch.context() as monkeypatch:
-        return run_example(request.param, monkeypatch)
+        return run_example(complete_linen, monkeypatch)
 
 
-def test_each_micro_batch_has_the_numbers_of_pytorch(example, one_thread):
+@pytest.mark.parametrize("program", [complete_linen, complete_nnx], ids=["linen", "nnx"])
+def test_each_micro_batch_has_the_numbers_of_pytorch(program, linen, one_thread, monkeypatch):
+    example = linen if program is complete_linen else run_example(program, monkeypatch)
     compare(example, run_torch(example[0]))
     state = example[1][-1][0]
     assert int(optax.tree.get(state["opt_state"], "gradient_step")) == UPDATES == 21
@@ -203,6 +205,6 @@ def test_each_micro_batch_has_the_numbers_of_pytorch(example, one_thread):
         "the schedule counts micro-batches",
     ],
 )
-def test_the_comparison_sees_a_program_with_a_fault(example, one_thread, fault):
+def test_the_comparison_sees_a_program_with_a_fault(linen, one_thread, fault):
     with pytest.raises(AssertionError):
-        compare(example, run_torch(example[0], fault))
+        compare(linen, run_torch(linen[0], fault))

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 
@@ -18,7 +16,7 @@ if importlib.util.find_spec("jax_cuda13_plugin") is None:
     pytest.skip('needs pip install -e ".[h100]"', allow_module_level=True)
 
 from benchmarks.arms.memory_arms import ARMS
-from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh
+from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh, on_mesh
 from benchmarks.compiled.memory import facts, optimizer_program
 from benchmarks.compiled.pages import RESULTS
 from benchmarks.device import HAS_GPU
@@ -75,16 +73,12 @@ def test_xla_drops_a_cast_to_half_and_back_but_not_the_rounding():
 @on_h100
 def test_under_fsdp_the_half_parameters_are_gathered_as_they_rest():
     mesh = gpu_mesh({"data": 8})
-    on_mesh = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
-        shape, dtype, sharding=NamedSharding(mesh, spec)
-    )
     tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(1e-3)))
-    params = {name: on_mesh((1024, 1024), jnp.float16, P("data")) for name in ("a", "b")}
-    whole = lambda leaf: P("data") if leaf.shape == (1024, 1024) else P()
-    state = jax.tree.map(
-        lambda leaf: on_mesh(leaf.shape, leaf.dtype, whole(leaf)), jax.eval_shape(tx.init, params)
-    )
-    x = on_mesh((64, 1024), jnp.float16, P("data"))
+    params = {name: on_mesh(mesh, (1024, 1024), jnp.float16, "data") for name in ("a", "b")}
+    axes = lambda leaf: ["data"] if leaf.shape == (1024, 1024) else []
+    placed = lambda leaf: on_mesh(mesh, leaf.shape, leaf.dtype, *axes(leaf))
+    state = jax.tree.map(placed, jax.eval_shape(tx.init, params))
+    x = on_mesh(mesh, (64, 1024), jnp.float16, "data")
 
     def step(params, state, x):
         def loss_fn(params):

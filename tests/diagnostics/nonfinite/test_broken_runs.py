@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jmp_lite.diagnostics import doctor, find_nonfinite
-from tests.support.broken import FINITE, LOSSES, PUBLIC, REMEDIED, STEPS, WRONG
+from tests.support.broken import ALL, REMEDIED, WRONG
 from tests.support.broken.remedies import applied, in_float32, results
 
 # JAX warns of a number such as 70000 in float16.
@@ -17,9 +17,8 @@ def cases(runs):
     return [pytest.param(run, marks=slow(run), id=run.name) for run in runs]
 
 
-KNOWN = (*LOSSES, *STEPS, *REMEDIED, *PUBLIC)
-NOT_FINITE = [run for run in KNOWN if not run.finite]
-FINITE_AND_WRONG = [run for run in (*FINITE, *STEPS, *REMEDIED, *WRONG, *PUBLIC) if run.finite]
+NOT_FINITE = [run for run in ALL if not run.finite]
+FINITE_AND_WRONG = [run for run in ALL if run.finite]
 OVERFLOWS = [run for run in FINITE_AND_WRONG if {"mul", "exp"} & set(run.operation)]
 LOST = [run for run in FINITE_AND_WRONG if run.says in ("update is lost", "gradients are all zero")]
 OFF = [run for run in WRONG if run.step and not run.operation]

@@ -12,33 +12,10 @@ from jax import lax
 import jmp_lite as jmp
 from jmp_lite import linen
 from jmp_lite.diagnostics import doctor, find_nonfinite, profile_ranges
-from jmp_lite.diagnostics._nonfinite.extremes import Extremes
-from tests.support.causes import advice_of, cause_of, checked_report, half, w, x
+from tests.support.causes import advice_of, w, x
 from tests.support.policies import F16
 
 # Broken runs.
-
-
-def attention(mask_value):
-    def loss(w, x):
-        with jax.named_scope("attention"):
-            scores = (x @ w).astype(jnp.float16) @ x.T.astype(jnp.float16)
-            allowed = jnp.zeros((3, 3), bool).at[1:, 0].set(True)  # The first row sees nothing.
-            mask = jnp.where(allowed, 0.0, mask_value).astype(jnp.float16)
-            return jnp.mean(jax.nn.softmax(scores + mask).astype(jnp.float32))
-
-    return loss
-
-
-@pytest.mark.slow
-def test_a_mask_of_1e9_in_float16():
-    cause = cause_of(attention(-1e9), w, x)
-    assert (cause.what, cause.operation, cause.direction) == ("inf", "convert_element_type", "forward")
-    assert cause.operand_ranges == ((-1e9, 0.0),)
-    assert cause.range == (-np.inf, 0.0)
-    assert (cause.module, cause.result) == ("attention", "float16[3,3]")
-    assert "test_find.py" in cause.line
-    assert "this line casts to float16" in advice_of(attention(-1e9), w, x)
 
 
 def test_a_mask_that_only_a_softmax_reads_is_harmless():
@@ -63,6 +40,17 @@ def test_a_harmless_mask_is_not_taken_for_the_cause():
     report = find_nonfinite(loss)(w, x)
     assert report.cause.operation == "exp"
     assert [each.operation for each in report.harmless] == ["select_n"]
+
+
+def test_an_inf_that_costs_no_more_than_rounding_is_harmless():
+    def loss(w, x):
+        distances = jnp.where(w > 0.4, 300.0, w).astype(jnp.float16)
+        return jnp.mean(jnp.exp(-distances * distances).astype(jnp.float32))  # exp(-inf) is 0 in float32 too.
+
+    report = find_nonfinite(loss)(w, x)
+    assert report.is_finite
+    assert report.cause is None
+    assert [each.operation for each in report.harmless] == ["mul"]
 
 
 class Blocks(nn.Module):
@@ -116,33 +104,6 @@ def test_a_scale_below_1_is_offered_with_a_minimum_below_1():
     assert ", min_loss_scale=2.0**-24)." in ranges.summary()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_one_bad_batch_of_five(bad):
-    batches = np.tile(np.asarray(x), (5, 1, 1))
-    batches[3, 1, 2] = bad
-
-    def loss(w, batches):
-        step = lambda total, batch: (total + jnp.mean((batch @ w) ** 2), None)
-        return lax.scan(step, 0.0, batches)[0] / 5
-
-    report = checked_report(jmp.autocast(loss, jnp.float16), w, batches)
-    cause = report.cause
-    assert (cause.operation, cause.argument, cause.index) == ("argument", "batches", (3, 1, 2))
-    assert cause.what == ("NaN" if np.isnan(bad) else "inf")
-    assert "The data in batches is not finite" in report.hint
-    assert report.tried == ()
-    assert "[3, 1, 2]" in str(report)
-
-
-def test_a_bad_parameter_is_named():
-    params = {"head": {"kernel": w.at[1, 2].set(jnp.nan)}}
-    report = checked_report(lambda params, x: jnp.mean(x @ params["head"]["kernel"]), params, x)
-    cause = report.cause
-    assert (cause.argument, cause.index) == ("params/head/kernel", (1, 2))
-    assert "The parameter params/head/kernel was not finite before the step" in report.hint
-
-
 # Other operations. Most are in test_broken_runs.py.
 
 
@@ -166,57 +127,10 @@ def test_causes_behind_functions(fun, advice):
     assert advice in advice_of(loss, w, x)
 
 
-@pytest.mark.slow
-def test_a_square_beyond_float32():
-    cause = cause_of(lambda w, x: jnp.sum((w * 1e20) ** 2), w, x)
-    assert cause.operation == "integer_pow"
-    assert cause.range == (np.inf, np.inf) or cause.range[1] == np.inf
-    assert advice_of(lambda w, x: jnp.sum((w * 1e20) ** 2), w, x) == ""
-
-
-@pytest.mark.slow
-def test_a_loss_beyond_65504():
-    fun = half(lambda w, x: jnp.sum(jnp.float16(30000.0) * jnp.ones(4, jnp.float16) + w[0]))
-    assert cause_of(fun, w, x).result == "float16[]"
-    assert "bfloat16 in place of float16: helps" in advice_of(fun, w, x)
-
-
-@pytest.mark.slow
-def test_an_activation_beyond_65504_has_the_line_of_its_cast_as_a_remedy():
-    def fun(w, x):
-        with jax.named_scope("wide"):
-            return jnp.mean(jnp.sin((jnp.abs(x) * 3e4) @ (jnp.abs(w) * 10)))
-
-    assert cause_of(half(fun), w, x).module == "wide"
-    assert "tests/support/causes.py" in advice_of(half(fun), w, x)
-
-
-@pytest.mark.slow
-def test_the_rule_that_was_tried_helps():
-    def fun(w, x):
-        with jax.named_scope("wide"):
-            y = (jnp.abs(x) * 3e4) @ (jnp.abs(w) * 10)
-        return jnp.mean(jnp.sin(y * 1e-4))
-
-    (rule, bfloat16) = find_nonfinite(jmp.autocast(fun, jnp.float16))(w, x).tried
-    assert rule.helps
-    assert (rule.change, bfloat16.dtype) == (f"rules={rule.rules}", "bfloat16")
-    assert find_nonfinite(jmp.autocast(fun, jnp.float16, rules=rule.rules))(w, x).is_finite
-
-
 def test_values_of_8_bits():
     fun = lambda w, x: jnp.sum((x @ w).astype(jnp.float8_e5m2).astype(jnp.float32) + w[0])
     report = find_nonfinite(fun)(w, x * 1e7)
     assert (report.cause.operation, report.cause.result) == ("convert_element_type", "float8_e5m2[3,4]")
-
-
-@pytest.mark.slow
-def test_complex_values():
-    fun = lambda w, x: jnp.sum(jnp.abs(jnp.fft.fft(x @ w) * (1 + 2j)) ** 2 * 1e38)
-    report = find_nonfinite(fun)(w, x)
-    assert not report.is_finite
-    assert report.cause.operation == "mul"
-    assert profile_ranges(fun)(w, x).modules
 
 
 def test_the_report():
@@ -287,12 +201,6 @@ def test_errors_say_what_was_given():
         find_nonfinite(lambda w: w)(w)
 
 
-def test_a_while_loop_keeps_the_iterations_with_an_inf_of_either_sign_or_a_nan():
-    inf, nan = np.inf, np.nan
-    records = jnp.array([[-inf, 0.0], [0.0, inf], [nan, nan], [0.0, nan], [0.0, 1.0], [inf, -inf]])
-    assert Extremes().alarm(records).tolist() == [True, True, True, True, False, False]
-
-
 def test_a_cause_in_the_forward_pass_stands_before_one_in_the_backward_pass():
     """log(softmax(x)) is -inf; its derivative is 0 / 0, which does not come from that inf."""
 
@@ -304,19 +212,3 @@ def test_a_cause_in_the_forward_pass_stands_before_one_in_the_backward_pass():
     assert "jax.nn.log_softmax" in report.hint
     assert (report.first_nan.operation, report.first_nan.direction) == ("div", "backward")
     assert "\n\nBeside it:\nNaN from div" in str(report)
-
-
-def test_a_number_that_meets_a_complex_value_is_followed():
-    """A diagonal state space model, as in S5: a float constant is multiplied by complex eigenvalues."""
-    angles, rows = jnp.linspace(0.0, 3.0, 8), jnp.ones((16, 4))
-
-    def loss(params, x):
-        eigenvalues = jnp.exp(jax.lax.complex(-jnp.exp(params["decay"]), angles) * 0.1)
-        inputs = (x @ params["b"]).astype(jnp.complex64)
-        _, states = jax.lax.scan(lambda h, u: (eigenvalues * h + u,) * 2, jnp.zeros(8, jnp.complex64), inputs)
-        states = jnp.where(x[:, :1] > 0, states, 0.0)
-        return jnp.sum(jnp.real(states) @ params["c"] * params["scale"])
-
-    params = {"decay": jnp.zeros(8), "b": jnp.ones((4, 8)), "c": jnp.ones((8, 2)), "scale": jnp.float32(1)}
-    assert find_nonfinite(loss)(params, rows).is_finite
-    assert "inf" in str(find_nonfinite(loss)({**params, "scale": jnp.float32(jnp.inf)}, rows))

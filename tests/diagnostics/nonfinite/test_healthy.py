@@ -1,6 +1,5 @@
 """On healthy models `find_nonfinite` and the doctor of a step name nothing."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,30 +99,6 @@ def test_find_nonfinite_is_silent(name):
     assert report.cause is None
 
 
-class Normalized(nn.Module):
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x):
-        for norm in (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm):
-            settings = {"use_running_average": False} if norm is nn.BatchNorm else {}
-            x = norm(dtype=self.dtype, **settings)(nn.Dense(8, dtype=self.dtype)(40 * x))
-        return x
-
-
-@pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_norms_of_flax_are_healthy(dtype):
-    model = Normalized(dtype)
-    variables = jax.jit(model.init)(jax.random.key(0), X)
-
-    def loss(params, x):
-        state = {"params": params, "batch_stats": variables["batch_stats"]}
-        return jnp.mean(model.apply(state, x, mutable=["batch_stats"])[0].astype(jnp.float32) ** 2)
-
-    assert find_nonfinite(loss)(variables["params"], X).cause is None
-
-
 # Steps.
 
 
@@ -161,7 +136,7 @@ def test_a_step_that_is_skipped_names_the_overflow_that_its_results_do_not_show(
     assert report.is_finite_in_float32
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("rate", "is_lost"), [(1e-6, True), (1e-1, False)])
 def test_the_updates_of_bfloat16_parameters_are_lost_at_a_small_rate(rate, is_lost):
     step, params, state = make_step(jmp.with_loss_scale(optax.adam(rate)), jnp.bfloat16, jnp.bfloat16)

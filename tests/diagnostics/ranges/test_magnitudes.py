@@ -51,20 +51,6 @@ def test_the_counts_are_those_of_a_cast(values, exponent):
     assert measured.smallest == (finite.min() if finite.size else 0)
 
 
-@pytest.mark.slow
-def test_the_facts_of_the_guide():
-    # float16 has 40 powers of two: 30 normal, and 10 subnormal.
-    powers = magnitudes(2.0 ** np.arange(-60, 60, dtype=np.float32))
-    fates = powers.fates()
-    assert (fates.normal, fates.subnormal) == (30, 10)
-    assert fates.normal + fates.subnormal == 40
-    assert magnitudes([2.0**-24]).fates().subnormal == 1
-    assert magnitudes([2.0**-25]).fates().flushed == 1
-    assert magnitudes([65504.0]).fates().normal == 1
-    assert magnitudes([65519.0]).fates().normal == 1
-    assert magnitudes([65520.0]).fates().overflowed == 1
-
-
 @given(st.floats(2.0**-20, 2.0**30, width=32))
 def test_the_largest_safe_scale_is_the_largest_power_of_two_below_65504(largest):
     found = largest_safe(largest, np.dtype("float16"))

@@ -8,18 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx
 from jax import lax
 
 import jmp_lite as jmp
 from examples.models import FAMILIES
-from jmp_lite import linen
-from jmp_lite import nnx as jmp_nnx
 from jmp_lite.diagnostics import profile_ranges
 from jmp_lite.diagnostics._ranges.scales import EXPONENTS, largest_safe
 from tests.support.casts_of_values import cast, counts
-from tests.support.policies import F16
 
 # Whole programs.
 
@@ -92,32 +87,6 @@ def test_iterations_of_loops_and_shards_add_up():
 
 
 @pytest.mark.slow
-def test_inside_a_while_loop_a_branch_and_remat():
-    def fun(w, x):
-        _, y = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ lax.stop_gradient(w)), (0, x))
-        y = lax.stop_gradient(y)
-        z = lax.cond(y[0, 0] > -1e9, lambda a: a @ w, lambda a: a @ w.T, x)
-        return jnp.sum(jax.checkpoint(lambda a: jnp.sin(a @ w))(z))
-
-    report = profile_ranges(fun)(w, x)
-    grads = jax.grad(fun)(w, x)
-    assert counts(report.gradients[0].fates) == cast(grads, 0, np.float16)
-    assert {each.direction for each in report.modules} == {"forward", "backward"}
-
-
-@pytest.mark.slow
-def test_inside_shard_map():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    P = jax.sharding.PartitionSpec
-    one = jax.shard_map(lambda a, w: a @ w, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
-    sharded, plain = (
-        profile_ranges(lambda w, x, f=f: jnp.sum(jnp.sin(f(x, w))))(w, x) for f in (one, lambda a, w: a @ w)
-    )
-    assert sharded.pooled.largest == pytest.approx(plain.pooled.largest, rel=1e-5)
-    assert counts(sharded.gradients[0].fates) == counts(plain.gradients[0].fates)
-
-
-@pytest.mark.slow
 def test_autocast_says_which_values_are_counted():
     def fun(w, x):
         with jax.named_scope("first"):
@@ -136,18 +105,6 @@ def test_autocast_says_which_values_are_counted():
         np.testing.assert_allclose(
             report.gradients[0].magnitudes.largest, np.abs(jax.grad(fun)(w, x)).max(), rtol=1e-5
         )
-
-
-@pytest.mark.slow
-def test_gradients_that_underflow_without_a_sound():
-    fun = lambda w, x: jnp.mean(jnp.sin(x @ w)) * 1e-6
-    report = profile_ranges(fun)(w, x)
-    assert report.pooled.fates(0).lost > 0.9
-    half = jmp.autocast(fun, jnp.float16)
-    zeros = lambda scale: float(jnp.mean(jmp.grad(half, jmp.StaticLossScale(scale))(w, x) == 0))
-    assert zeros(1.0) > 0.9
-    assert zeros(report.static_scale) < 0.01
-    assert "of the gradients that are not zero are lost" in report.summary()
 
 
 @pytest.mark.slow
@@ -173,32 +130,6 @@ def test_an_overflow_of_the_forward_pass_is_named():
     assert {row.name for row in report.overflowing} == {"w"}
     assert "Values overflow in the forward pass" in str(report)
     assert profile_ranges(mlp, "bfloat16")(params, x).overflowing == ()
-
-
-@pytest.mark.slow
-def test_a_model_under_a_policy_is_counted_in_half():
-    half = linen.with_policy(nn.Sequential([nn.Dense(16), jnp.tanh, nn.Dense(4)]), F16)
-    variables = half.init(jax.random.key(0), x)
-    report = profile_ranges(lambda variables: jnp.mean(half.apply(variables, x) ** 2), loss_scale=2.0**10)(
-        variables
-    )
-    assert {"forward", "backward"} == {each.direction for each in report.modules}
-    assert all(each.magnitudes.values for each in report.modules)
-
-
-@pytest.mark.slow
-def test_nnx_models_are_named_by_their_parameters():
-    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
-    tower = nnx.Sequential(model, nnx.Linear(4, 2, rngs=nnx.Rngs(1)))
-    report = profile_ranges(lambda model, x: jnp.sum(model(x) ** 2), transform=nnx.value_and_grad)(
-        tower, jnp.asarray(x)
-    )
-    assert {"model/layers/0", "model/layers/1"} <= {each.name for each in report.modules}
-    half = jmp_nnx.with_policy(tower, F16)
-    report = profile_ranges(lambda model, x: jnp.sum(model(x) ** 2), transform=nnx.value_and_grad)(
-        half, jnp.asarray(x)
-    )
-    assert report.modules
 
 
 def loss_of(workload):
@@ -320,14 +251,3 @@ def test_what_a_backward_rule_computes_again_is_no_gradient():
     # The products of the rule that compute the forward pass again are as large as those in it.
     assert max(each.magnitudes.largest for each in forward) > 3
     assert max(each.magnitudes.largest for each in backward) < 0.2
-
-
-@pytest.mark.slow
-def test_a_sum_of_gradients_in_a_loop_is_a_gradient():
-    def fun(w, x):
-        return lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=4)[0].sum() * 1e-3
-
-    one, scaled = (profile_ranges(fun, "float16", loss_scale=2.0**k)(w, x) for k in (0, 12))
-    for first, second in zip(one.modules, scaled.modules, strict=True):
-        assert first.magnitudes.histogram == second.magnitudes.histogram
-    assert counts(scaled.gradients[0].magnitudes.fates()) == counts(one.gradients[0].magnitudes.fates())

@@ -3,11 +3,9 @@
 from .finite import FINITE
 from .nonfinite import LOSSES
 from .public import PUBLIC
-from .remedied import REMEDIED, WRONG
+from .remedied import REMEDIED as REMEDIED
+from .remedied import WRONG as WRONG
 from .run import Run
 from .steps import STEPS
 
-NAMED = (*LOSSES, *FINITE, *STEPS, *REMEDIED, *WRONG)
-"""The kinds of faults that the documentation names."""
-
-ALL: tuple[Run, ...] = (*NAMED, *PUBLIC)
+ALL: tuple[Run, ...] = (*LOSSES, *FINITE, *STEPS, *REMEDIED, *WRONG, *PUBLIC)

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 from .run import Run, broken
@@ -20,25 +19,9 @@ HALF, BF16 = jnp.float16, jnp.bfloat16
 # Not finite.
 
 
-@public(np.float32([0, 4]), "div", "derivative of sqrt, which is infinite at 0", source="jax-ml/jax#347")
-def a_where_after_a_root(w):
-    roots = jnp.sqrt(w)  # here
-    return jnp.sum(jnp.where(roots > 1, roots, 1.0))
-
-
-@public(ZEROS, "div", "derivative of sqrt, which is infinite at 0", source="jax-ml/jax#21723")
-def the_square_of_a_norm(w):
-    return jnp.linalg.norm(w) ** 2  # here
-
-
 @public(np.float32([-200, -100, 0]), "exp", "beyond 88.7 in float32", source="jax-ml/jax#777")
 def a_sigmoid_by_hand(w):
     return jnp.sum(1 / (1 + jnp.exp(-w)))  # here
-
-
-@public(np.float32([0, 100]), "exp", "the maximum is subtracted first", source="jax-ml/jax#23842")
-def an_exp_behind_a_where(w):
-    return jnp.log(jnp.sum(jnp.where(jnp.array([True, False]), jnp.exp(w), 0.0)))  # here
 
 
 @public(np.float32([1000.1] * 7), "rsqrt", "E[x^2] - E[x]^2", source="google/flax#1491")
@@ -46,27 +29,6 @@ def a_batch_norm_with_a_fast_variance(w):
     mean = jnp.mean(w)
     variance = jnp.mean(lax.square(w)) - lax.square(mean)
     return jnp.sum((w - mean) * lax.rsqrt(variance + 1e-5))  # here
-
-
-@public((np.ones((3, 4), np.float32), np.full(3, -100)), "div", "0 / 0", source="pytorch/pytorch#116349")
-def a_cross_entropy_of_labels_that_are_all_ignored(logits, labels):
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
-    used = labels >= 0
-    return jnp.sum(losses * used) / jnp.sum(used)  # here
-
-
-@public((ONES, np.array([1, 0])), "select_n", "The inf is a constant", source="pytorch/pytorch#11551")
-def a_loss_that_ignores_a_logit_of_minus_inf(w, used):
-    logits = jnp.where(jnp.arange(4) < 2, w, -jnp.inf)  # here
-    return jnp.sum(jax.nn.log_softmax(logits) * jnp.repeat(used, 2))
-
-
-@public(ZEROS, "rsqrt", "The number 1e-12 on", source="pytorch/pytorch#41527")
-def a_layer_norm_of_zeros(w):
-    h = w.astype(HALF)
-    centred = h - jnp.mean(h)
-    h = centred * lax.rsqrt(jnp.mean(centred * centred) + 1e-12)  # here
-    return jnp.sum(h.astype(jnp.float32))
 
 
 @public(
@@ -88,19 +50,6 @@ def gradients_over_their_norm(w, x):
 
 
 # Finite, and wrong.
-
-
-@public(
-    300 * ONES,
-    "integer_pow square mul",
-    "this line casts to float16",
-    finite=True,
-    source="pytorch/pytorch#133085",
-)
-def an_rms_norm_in_float16(w):
-    h = w.astype(HALF)
-    h = h * lax.rsqrt(jnp.mean(h**2, axis=-1, keepdims=True) + HALF(1e-6))  # here
-    return jnp.sum(h.astype(jnp.float32))
 
 
 @public(
@@ -140,32 +89,6 @@ def clipping_in_float16_that_zeroes_the_gradients(w, x):
 )
 def an_average_of_the_weights_in_bfloat16(average, w):
     return average + BF16(1e-4) * (w - average)
-
-
-@public(
-    (ONES.astype(BF16), ONES),
-    "",
-    "update is lost",
-    finite=True,
-    step=True,
-    source="workofart/ml-by-hand#85",
-)
-def a_step_of_adam_on_bfloat16_weights(w, x):
-    grads = jax.grad(lambda w: jnp.mean((w.astype(jnp.float32) * x) ** 2))(w).astype(jnp.float32)
-    update = grads / (jnp.sqrt(grads**2) + 1e-8)
-    return (w.astype(jnp.float32) - 6e-4 * update).astype(BF16)
-
-
-@public(
-    (100 * ONES.astype(BF16), ZEROS.astype(BF16)),
-    "",
-    "update is lost",
-    finite=True,
-    step=True,
-    source="Nerogar/OneTrainer#996",
-)
-def a_weight_decay_in_bfloat16(w, grads):
-    return w - BF16(1e-2) * (grads + BF16(1e-2) * w)
 
 
 @public((ONES, ONES), "", "become zero in float16", finite=True, source="engichang1467/Open-Rig3R#35")

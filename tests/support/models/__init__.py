@@ -9,27 +9,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from examples.models.attention import attention
 from examples.models.resnet import Basic, ResNet
-from examples.models.unet import UNet
-from tests.support.arrays import normal
 
 from .cases import IMAGES, NEXT_TOKEN, ROWS, SEQUENCES, Case, equinox_case, linen_case, nnx_case
-from .cases import TEXT as TEXT
 from .cases import VOCABULARY as VOCABULARY
-from .cases import next_token_loss as next_token_loss
-from .cases import weighted_mean as weighted_mean
 from .in_jax import EquinoxTransformer, haiku_case, plain_case
-from .in_linen import LinenExperts, LinenLSTM, LinenTransformer
-from .in_nnx import NnxExperts, NnxLSTM, NnxMLP, NnxResNet, NnxTransformer, NnxUNet
+from .in_linen import LinenLSTM, LinenTransformer
+from .in_nnx import NnxExperts, NnxResNet, NnxTransformer
 
-LARGE_IMAGES = normal(6, 4, 20, 20, 3)
 LinenResNet = functools.partial(ResNet, classes=5, stages=(1, 1), block=Basic, features=8, stem=3)
 
 
@@ -52,34 +44,20 @@ def _linen_transformer(hand_dtype: Any, **options: Any) -> Case:
     return linen_case(model, *NEXT_TOKEN)
 
 
-def _nnx_transformer(hand_dtype: Any, **options: Any) -> Case:
-    return nnx_case(lambda rngs: NnxTransformer(rngs, _attention(hand_dtype), **options), *NEXT_TOKEN)
-
-
 CASES: dict[str, Callable[[Any], Case]] = {
     "Linen MLP": lambda _: linen_case(_mlp(), ROWS),
-    "NNX MLP": lambda _: nnx_case(NnxMLP, ROWS),
     "Linen ResNet": lambda _: _linen_resnet(),
     "NNX ResNet": lambda _: nnx_case(NnxResNet, IMAGES),
     "Linen transformer, tied": lambda dtype: _linen_transformer(dtype, tied=True),
-    "Linen transformer, rematerialized": lambda dtype: _linen_transformer(dtype, tied=False, remat=True),
-    "Linen transformer, scanned": lambda dtype: _linen_transformer(dtype, scanned=True, layers=3),
     "Linen transformer, scanned and rematerialized": lambda dtype: _linen_transformer(
         dtype, scanned=True, remat=True, layers=3
     ),
-    "NNX transformer": lambda dtype: _nnx_transformer(dtype),
-    "NNX transformer, tied and rematerialized": lambda dtype: _nnx_transformer(dtype, tied=True, remat=True),
-    "JAX transformer, scanned": lambda dtype: plain_case(_attention(dtype), remat=False),
+    "NNX transformer": lambda dtype: nnx_case(
+        lambda rngs: NnxTransformer(rngs, _attention(dtype)), *NEXT_TOKEN
+    ),
     "JAX transformer, scanned and rematerialized": lambda dtype: plain_case(_attention(dtype)),
     "Linen LSTM": lambda dtype: linen_case(LinenLSTM(dtype=dtype), SEQUENCES),
-    "Linen optimized LSTM": lambda dtype: linen_case(LinenLSTM(nn.OptimizedLSTMCell, dtype), SEQUENCES),
-    "NNX LSTM": lambda _: nnx_case(NnxLSTM, SEQUENCES),
-    "NNX optimized LSTM": lambda _: nnx_case(lambda rngs: NnxLSTM(rngs, nnx.OptimizedLSTMCell), SEQUENCES),
-    "Linen U-Net": lambda _: linen_case(UNet(features=6, depth=1), LARGE_IMAGES),
-    "NNX U-Net": lambda _: nnx_case(NnxUNet, IMAGES),
-    "Linen experts": lambda _: linen_case(LinenExperts(), ROWS),
     "NNX experts": lambda _: nnx_case(NnxExperts, ROWS),
-    "Equinox MLP": lambda _: equinox_case(eqx.nn.MLP(6, 4, 16, 2, key=jax.random.key(0)), ROWS),
     "Equinox transformer": lambda _: equinox_case(EquinoxTransformer(jax.random.key(0)), *NEXT_TOKEN),
     "Haiku network": lambda _: haiku_case(),
 }

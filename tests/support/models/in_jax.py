@@ -54,11 +54,12 @@ def haiku_case() -> Case:
     return Case(forward, weighted_mean, params, state, IMAGES, None)
 
 
-def plain_transformer(params, text, attention=jax.nn.dot_product_attention, remat=False):
+def plain_transformer(params, text, attention):
     def layer_norm(x, scale):
         x = x - x.mean(-1, keepdims=True)
         return scale * x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
+    @jax.checkpoint
     def layer(x, block):
         y = layer_norm(x, block["norms"][0]) @ block["project"]
         y = y.reshape(*x.shape[:-1], 3 * HEADS, -1)
@@ -67,11 +68,11 @@ def plain_transformer(params, text, attention=jax.nn.dot_product_attention, rema
         return x + y @ block["contract"], None
 
     x = params["embed"][text]
-    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params["blocks"])
+    x, _ = jax.lax.scan(layer, x, params["blocks"])
     return layer_norm(x, params["norm"]) @ params["embed"].T
 
 
-def plain_case(attention: Any = jax.nn.dot_product_attention, layers: int = 3, remat: bool = True) -> Case:
+def plain_case(attention: Any, layers: int = 3) -> Case:
     keys = iter(jax.random.split(jax.random.key(0), 8))
     init = lambda *shape: jax.random.normal(next(keys), shape) / np.sqrt(shape[-2])
     blocks = {
@@ -83,5 +84,5 @@ def plain_case(attention: Any = jax.nn.dot_product_attention, layers: int = 3, r
         "norms": jnp.ones((layers, 2, WIDTH)),
     }
     params = {"embed": init(VOCABULARY, WIDTH), "blocks": blocks, "norm": jnp.ones(WIDTH)}
-    forward = lambda params, _, text: (plain_transformer(params, text, attention, remat), ())
+    forward = lambda params, _, text: (plain_transformer(params, text, attention), ())
     return Case(forward, next_token_loss, params, (), TEXT, TEXT)

@@ -1,4 +1,4 @@
-"""Linen models of odd structures: rematerialized, scanned, with dropout, Flax's own cells, experts."""
+"""Linen models of odd structures: rematerialized, scanned, with dropout, of Flax's own cells."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from .cases import HEADS, LENGTH, VOCABULARY, WIDTH
-from .experts import experts
 
 
 class LinenAttentionBlock(nn.Module):
@@ -67,14 +66,3 @@ class LinenLSTM(nn.Module):
     def __call__(self, x):
         x = nn.RNN(self.cell(8, dtype=self.dtype))(x)
         return nn.Dense(3, dtype=self.dtype)(x)
-
-
-class LinenExperts(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        init = nn.initializers.lecun_normal(batch_axis=0)
-        up, down = self.param("up", init, (3, 8, 16)), self.param("down", init, (3, 16, 8))
-        x = nn.Dense(8)(x)
-        gates = nn.softmax(nn.Dense(3, use_bias=False)(x))
-        x = x + experts(x, gates, up, down)
-        return nn.Dense(4)(nn.LayerNorm()(x))

@@ -1,4 +1,4 @@
-"""NNX models: a perceptron, a ResNet, a transformer, an LSTM, a U-Net and experts."""
+"""NNX models: a ResNet, a transformer and a mixture of experts."""
 
 import functools
 from typing import Any
@@ -8,17 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .cases import HEADS, LENGTH, VOCABULARY, WIDTH
-from .experts import experts
-
-
-class NnxMLP(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.first = nnx.Linear(6, 16, rngs=rngs)
-        self.second = nnx.Linear(16, 16, rngs=rngs)
-        self.head = nnx.Linear(16, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(nnx.relu(self.second(nnx.tanh(self.first(x)))))
 
 
 class NnxBlock(nnx.Module):
@@ -78,60 +67,32 @@ class NnxTransformer(nnx.Module):
         rngs: nnx.Rngs,
         attention: Any = jax.nn.dot_product_attention,
         layers: int = 2,
-        remat: bool = False,
-        tied: bool = False,
         width: int = WIDTH,
         heads: int = HEADS,
         vocabulary: int = VOCABULARY,
         length: int = LENGTH,
     ):
-        self.remat = remat
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
         self.positions = nnx.Param(0.1 * jax.random.normal(rngs.params(), (length, width)))
         self.blocks = nnx.List([NnxAttentionBlock(rngs, attention, width, heads) for _ in range(layers)])
         self.norm = nnx.LayerNorm(width, rngs=rngs)
-        self.head = None if tied else nnx.Linear(width, vocabulary, rngs=rngs)
+        self.head = nnx.Linear(width, vocabulary, rngs=rngs)
 
     def __call__(self, text):
         x = self.embed(text) + self.positions[...]
         for block in self.blocks:
-            x = nnx.remat(lambda block, x: block(x))(block, x) if self.remat else block(x)
-        x = self.norm(x)
-        return self.embed.attend(x) if self.head is None else self.head(x)
+            x = block(x)
+        return self.head(self.norm(x))
 
 
-class NnxLSTM(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, cell: Any = nnx.LSTMCell):
-        self.rnn = nnx.RNN(cell(6, 8, rngs=rngs), rngs=rngs)
-        self.head = nnx.Linear(8, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.rnn(x))
-
-
-class NnxUNet(nnx.Module):
-    """The other usual way up: nearest neighbours, then a convolution."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        conv = functools.partial(nnx.Conv, rngs=rngs)
-        self.down = nnx.List([conv(3, 6, (3, 3)), conv(6, 8, (3, 3))])
-        self.strided = nnx.List([conv(6, 6, (3, 3), strides=2), conv(8, 8, (3, 3), strides=2)])
-        self.norms = nnx.List([nnx.GroupNorm(6, num_groups=2, rngs=rngs), nnx.GroupNorm(8, 2, rngs=rngs)])
-        self.middle = conv(8, 8, (3, 3))
-        self.up = nnx.List([conv(16, 8, (3, 3)), conv(14, 6, (3, 3))])
-        self.head = conv(6, 2, (1, 1))
-
-    def __call__(self, x):
-        skips = []
-        for conv, norm, strided in zip(self.down, self.norms, self.strided):
-            x = nnx.gelu(norm(conv(x)))
-            skips.append(x)
-            x = strided(x)
-        x = nnx.gelu(self.middle(x))
-        for conv, skip in zip(self.up, reversed(skips)):
-            x = jax.image.resize(x, (*skip.shape[:3], x.shape[-1]), "nearest")
-            x = nnx.gelu(conv(jnp.concatenate([x, skip], axis=-1)))
-        return self.head(x)
+def experts(x, gates, up, down):
+    """A mixture of experts: each token goes to one of three, sorted by expert for the ragged products."""
+    chosen = jnp.argmax(gates, axis=-1)
+    order = jnp.argsort(chosen)
+    sizes = jnp.bincount(chosen, length=up.shape[0])
+    y = nnx.gelu(jax.lax.ragged_dot(x[order], up, sizes))
+    y = jax.lax.ragged_dot(y, down, sizes)[jnp.argsort(order)]
+    return y * jnp.take_along_axis(gates, chosen[:, None], axis=-1)
 
 
 class NnxExperts(nnx.Module):
