@@ -70,6 +70,7 @@ def test_a_step_trains_and_moves_statistics_and_seeds(start, batch):
     assert 2 < float(loss) < 3
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_every_bit(start, batch):
     images, labels = batch
     state = start.step(*start.state(), images, labels)[:3]

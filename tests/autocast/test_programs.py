@@ -126,7 +126,7 @@ def test_an_output_that_is_no_pytree_is_an_error_if_it_holds_arrays():
         return {"out": Output(X @ w)}
 
     with pytest.raises(
-        TypeError, match="output of my_model has a Output, which holds arrays and is no pytree"
+        TypeError, match="output of my_model has a Output, which holds arrays and is not a pytree"
     ):
         jmp.autocast(my_model)(W)
     with pytest.raises(TypeError, match="register_dataclass"):

@@ -73,14 +73,14 @@ def test_options_reach_into_calls():
 
 MEANINGLESS = {
     ValueError: [
-        ({"allow": ["tanhh"]}, "allow= names 'tanhh', which is no primitive of JAX.*mean 'tanh'"),
-        ({"deny": ["softmax"]}, "deny= names 'softmax', which is no primitive"),
+        ({"allow": ["tanhh"]}, "allow= names 'tanhh', which is not a primitive of JAX.*mean 'tanh'"),
+        ({"deny": ["softmax"]}, "deny= names 'softmax', which is not a primitive"),
         ({"infer": ["dot_genral"]}, "'dot_general'"),
         ({"allow": ["exp"], "infer": [lax.exp_p]}, "'exp' was given twice, in allow= and in infer="),
         ({"deny": ["tanh", "tanh"]}, "given twice"),
         ({"allow": ["-exp"], "deny": ["exp"]}, "given twice|takes 'exp' off a list on which it is not"),
         ({"deny": ["-tanh"]}, "takes 'tanh' off a list on which it is not; it is on the list"),
-        ({"allow": ["-tanhh"]}, "no primitive"),
+        ({"allow": ["-tanhh"]}, "not a primitive"),
         ({"deny": ["scan"]}, "names 'scan', which runs other operations"),
         ({"allow": ["jit"]}, "which runs other operations"),
         ({"infer": ["-custom_vjp_call"]}, "which runs other operations"),

@@ -229,6 +229,7 @@ MODELS = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_without_transform_gets_the_line(name):
     build, fun, transform = MODELS[name]

@@ -113,7 +113,7 @@ def distinct(state):
     return structure.unflatten([number(index, jnp.asarray(leaf)) for index, leaf in enumerate(leaves)])
 
 
-@pytest.mark.cases(fast=3, slow=5)
+@pytest.mark.cases(slow=5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @hypothesis.given(
     before=st.sampled_from(sorted(WRAPPED)),

@@ -11,9 +11,15 @@ from tests.support.broken.remedies import applied, in_float32, results
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 
 
+MANY_TRIALS = (
+    *("a_mask_of_1e9_in_float16", "two_masks_of_the_least_number"),
+    *("an_epsilon_of_a_layer_norm", "the_epsilon_of_adam_in_float16"),
+)
+
+
 def cases(runs):
-    """The named kinds of faults are fast; those of many remedies and after public issues are slow."""
-    slow = lambda run: [pytest.mark.slow] if run.source or run in REMEDIED else []
+    """The named kinds of faults are fast; those of many trials and after public issues are slow."""
+    slow = lambda run: [pytest.mark.slow] if run.source or run in REMEDIED or run.name in MANY_TRIALS else []
     return [pytest.param(run, marks=slow(run), id=run.name) for run in runs]
 
 

@@ -126,6 +126,7 @@ def test_a_healthy_step_has_no_findings():
     )
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_names_the_overflow_that_its_results_do_not_show():
     tx = jmp.with_loss_scale(optax.sgd(1e-3), jmp.DynamicLossScale(2.0**24))
     step, params, state = make_step(tx, jnp.float32)

@@ -47,7 +47,7 @@ def test_has_aux_argnums_and_keywords():
     assert (both.parameters, both.gradients) == (2, ("0", "1"))
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     "scale",
     [1024.0, jnp.float32(1024), jmp.StaticLossScale(1024.0), jmp.DynamicLossScale(1024.0)],
