@@ -99,7 +99,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 
 def _slowdown() -> float:
-    """How many times longer a test may take now than on an idle core, whose caches no other program shares."""
+    """How many times longer a test may take now than on an idle core."""
     import jax
     import jax.numpy as jnp
 

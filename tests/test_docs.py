@@ -145,6 +145,12 @@ def test_every_python_block_of_a_page_is_one_that_runs():
         assert languages <= {"python", "sh", "text", "diff"}, page.name
 
 
+def test_the_tests_that_a_page_names_are_there():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert [name for name in sorted(named) if f"def {name}(" not in tests] == []
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in sorted((ROOT / "docs").rglob("*.md")):
