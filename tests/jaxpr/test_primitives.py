@@ -153,6 +153,7 @@ def test_operations_on_no_list_keep_their_traced_dtypes():
     assert operands_of(own.name, jmp.autocast(unknown, allow=[own]), X, W) == ["bfloat16"]
 
 
+@pytest.mark.slow
 def test_mutable_references_pallas_kernels_and_ffi_like_calls_keep_float32():
     def with_reference(x, w):
         ref = jax.new_ref(jnp.zeros((4, 8)))
