@@ -310,7 +310,7 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[TrainS
         bar = tqdm(micro_batches, f"epoch {epoch + 1}", steps_an_epoch, leave=False, initial=done)
         for batch in bar:
             if trace_at and step == trace_at[0]:  # The steps before it may compile.
-                jax.profiler.start_trace(options.profile)
+                jax.profiler.start_trace(str(options.profile))
             state, loss = train_step(state, *jax.device_put(batch, shardings()[0]))
             if not losses:  # The clock starts when the first step, which may compile, is done.
                 jax.block_until_ready(loss)

@@ -111,7 +111,7 @@ def test_the_products_of_a_family_are_the_same_in_both_orders(name):
     assert sum(inside.values()) > 3
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", models.CASES)
 def test_every_product_of_a_model_takes_half_operands_in_both_orders(name):
     if name.startswith("Haiku"):

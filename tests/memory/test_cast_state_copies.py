@@ -151,7 +151,7 @@ def digits_run(tx, name, steps=300):
     return float(digits_loss(params, x, y))
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", LEARNING)
 def test_an_optimizer_ends_beside_float32(name):
     tx, factor = LEARNING[name], FACTORS.get(name, 1.05)

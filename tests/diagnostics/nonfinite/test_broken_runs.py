@@ -18,9 +18,14 @@ MANY_TRIALS = (
 
 
 def cases(runs):
-    """The named kinds of faults are fast; those of many trials and after public issues are slow."""
-    slow = lambda run: [pytest.mark.slow] if run.source or run in REMEDIED or run.name in MANY_TRIALS else []
-    return [pytest.param(run, marks=slow(run), id=run.name) for run in runs]
+    """The named kinds of faults are fast, those of many trials slow, those after public issues exhaustive."""
+
+    def marks(run):
+        if run.source:
+            return [pytest.mark.exhaustive]
+        return [pytest.mark.slow] if run in REMEDIED or run.name in MANY_TRIALS else []
+
+    return [pytest.param(run, marks=marks(run), id=run.name) for run in runs]
 
 
 NOT_FINITE = [run for run in ALL if not run.finite]
@@ -79,7 +84,7 @@ def test_an_overflow_that_ends_in_finite_numbers(run):
     assert "A value inside of it is not finite." in report.summary()
 
 
-@pytest.mark.cases(slow=4)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("run", OVERFLOWS, ids=lambda run: run.name)
 def test_doctor_names_an_overflow_that_ends_in_finite_numbers(run):
     finding = doctor(run.fun, device=None, **({"transform": None} if run.step else {}))(*run.args).findings[0]
@@ -108,7 +113,7 @@ def test_doctor_names_the_line_that_a_wrong_step_casts_in(run):
 RIGHT_ON_A_CPU = ("a_mean_of_small_numbers_in_float16",)
 
 
-@pytest.mark.cases(slow=8)
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize("run", [run for run in FINITE_AND_WRONG if not run.step], ids=lambda run: run.name)
 def test_doctor_finds_what_is_finite_and_wrong(run):
     diagnosis = doctor(run.fun, run.dtype, device=None)(*run.args)

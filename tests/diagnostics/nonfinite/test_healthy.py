@@ -91,7 +91,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_find_nonfinite_is_silent(name):
     report = find_nonfinite(LOSSES[name], loss_scale=2.0**10)(W, X)
