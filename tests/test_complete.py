@@ -249,7 +249,7 @@ def test_a_run_writes_scalars_for_tensorboard(program, monkeypatch, capsys):
     assert "epoch   1   loss 2." in capsys.readouterr().out
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive
 @BOTH
 def test_a_run_writes_a_trace(program, tmp_path):
     program.main(["--epochs", "4", "--profile", str(tmp_path / "trace")])
@@ -337,7 +337,7 @@ def test_a_run_that_is_stuck_ends_with_the_advice(program, monkeypatch):
     assert "find_nonfinite" in stopped.value.code
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", [*complete_linen.LOSS_SCALES][::-1])
 @BOTH
 def test_each_precision_learns_the_digits(all_images, program, precision, capsys):

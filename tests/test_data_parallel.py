@@ -78,8 +78,12 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     two = ("--processes", "2", "--devices", "4")
     found = {"whole": finish(start(folder, "whole", *two, "--variants"))}
-    found["killed"] = finish(start(folder, "killed", *two, "--die-at", str(KILLED)))
-    shutil.copytree(folder / "killed", folder / "elsewhere")
+    for _ in range(
+        2
+    ):  # On a busy machine the processes may not find one another in time. Then no step is saved.
+        found["killed"] = finish(start(folder, "killed", *two, "--die-at", str(KILLED)))
+        if any(path.is_dir() for path in (folder / "killed").glob("*")):
+            break
     found["left"] = sorted(path.name for path in (folder / "killed").iterdir() if path.is_dir())
     found["again"], found["other"] = map(finish, start_by_slurm(folder, "killed", "--devices", "4"))
     for name in ("whole", "again", "other"):
@@ -186,6 +190,7 @@ def test_the_error_of_sums_in_half_is_that_of_half_rounding_and_float32_has_none
 # The program for 256 H100s, which needs none.
 
 
+@pytest.mark.exhaustive
 def test_256_devices_gather_half_weights_and_scatter_half_gradients():
     """The example's step, of a GPT with one layer. `benchmarks/tests/compiled` has float32 sums of eight."""
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra [h100]")

@@ -142,7 +142,7 @@ def test_a_sound_model_in_fp8_is_no_finding():
     assert not [finding for finding in report.findings if finding.severity != "speed"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_origin_of_an_inf_is_found_behind_the_bits_of_fp8():
     report = find_nonfinite(float8(two_layers))(PARAMS, X.at[0, 3].set(jnp.inf))
     assert "The data in x is not finite" in report.hint

@@ -53,10 +53,10 @@ class Gates(nn.Module):
 
 
 MODELS = {
-    "transformer": (Transformer(), jax.random.randint(KEY, (16, 8), 0, 32)),
     "cnn": (Convolutions(), jax.random.normal(KEY, (16, 8, 8, 8))),
     "rnn": (Recurrent(), jax.random.normal(KEY, (16, 8, 16))),
     "gates": (Gates(), jax.random.normal(KEY, (16, 16))),
+    "transformer": (Transformer(), jax.random.randint(KEY, (16, 8), 0, 32)),
 }
 
 

@@ -50,7 +50,7 @@ def test_both_parts_of_the_text_are_apart():
     assert float8.TRAIN[1] <= float8.HELD_OUT[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_arms_start_alike_and_the_tables_show_their_differences(tmp_path, capsys):
     path = tmp_path / "float8.json"
     found = float8.main(["--seeds", "2", "--json", str(path)], TINY)

@@ -144,7 +144,7 @@ def loss_of(workload):
     return fun, variables["params"]
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", ["neumf", *(name for name in FAMILIES if name not in ("neumf", "gpt2-medium"))]
 )
