@@ -91,7 +91,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     spent, limit = time.process_time() - start, item.config.getoption("--cpu-limit")
     marked = any(item.get_closest_marker(mark) for mark in ("slow", "exhaustive", "gpu"))
     marked |= isinstance(item, pytest.DoctestItem)  # An example shows what its function does, at its cost.
-    if limit is not None and spent > limit and not marked and spent > (limit := limit * _slowdown()):
+    if limit is None or marked or spent <= limit:
+        return
+    limit *= _slowdown()
+    if spent > limit:
         pytest.fail(
             f"took {spent:.1f} s of CPU time, more than {limit:.1f} s: compile less, or mark the test slow.",
             pytrace=False,

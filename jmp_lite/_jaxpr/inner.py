@@ -28,7 +28,7 @@ class Inner:
     roles: tuple[Role, ...]  # For each input, how the inner jaxpr takes it.
     # For each output, the index of the equation's result; None for an output that is no result.
     results: tuple[int | None, ...]
-    carries: tuple[bool, ...]  # For each output, whether it is a loop carry.
+    carries: tuple[bool, ...]  # Which outputs are carried to the next iteration of a loop.
     scope: str = ""  # A scope of ours around the jaxpr; empty for none.
 
     @property

@@ -193,8 +193,7 @@ class Pairs:
     starts: frozenset[Var]  # The variables at which float32 gradients of several readers meet.
     # The variables that are read in float32: by an operation, by a call, or after a move.
     read: frozenset[Var]
-    # One flag for each output: whether it is a half value whose gradients must be summed in float32.
-    outputs: tuple[bool, ...]
+    outputs: tuple[bool, ...]  # Which outputs are half values whose gradients are summed in float32.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,7 +4,6 @@ Each operand has a step of its own, computed from its largest magnitude. So no v
 smaller values become zero.
 """
 
-import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -14,10 +13,10 @@ from ..._autocast.planning.plan import Decision, Plan
 from ..._float8.quantize import BACKWARD, FORWARD, step_of
 from ..._jaxpr.read import Array, Equation
 from .._values.probe import TapValue
-from .._values.sites import Path, Site, SiteKind
+from .._values.sites import Site, SiteKind
 from .._values.trace import LossProgram, Tapped
-from .magnitudes import Histogram, pooled
-from .report import ModuleRange
+from .magnitudes import Histogram
+from .report import ModuleRange, by_module
 
 _DTYPES = {"forward": FORWARD, "backward": BACKWARD}
 
@@ -50,13 +49,5 @@ class _Float8Histogram(Histogram):
 def float8_operands(program: LossProgram, plan: Plan, scale: float) -> tuple[ModuleRange, ...]:
     """Returns the magnitudes of the operands of matmuls in fp8, by module and direction."""
     measured = Tapped(program, _Float8Histogram(), plan)(scale)
-    groups: dict[tuple[str, str], list[Path]] = collections.defaultdict(list)
-    for path in sorted(measured.records):
-        site = measured.sites[path]
-        groups[site.place, site.direction].append(path)
-    rows = []
-    for (name, direction), paths in groups.items():
-        probe = Histogram(_DTYPES[direction])
-        together = pooled([probe.read(measured.records[path]) for path in paths], probe.dtype)
-        rows.append(ModuleRange(name, direction, together, 0))
-    return tuple(rows)
+    probes = {direction: Histogram(dtype) for direction, dtype in _DTYPES.items()}
+    return by_module(measured, probes, lambda site: site.direction)

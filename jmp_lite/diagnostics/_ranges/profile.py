@@ -1,6 +1,5 @@
 """How much half precision loses, and which loss scale recovers it: `profile_ranges`."""
 
-import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -17,11 +16,11 @@ from ..._autocast.planning.rules import Rules
 from ..._dtypes import DTypeLike
 from ..._jaxpr.read import open_jaxpr
 from .._values.reference import has_value
-from .._values.sites import Path, in_half
-from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
+from .._values.sites import in_half
+from .._values.trace import LossCall, LossProgram, Tapped, Transform, scale_of, trace
 from .float8 import float8_operands
-from .magnitudes import Histogram, pooled
-from .report import ModuleRange, RangeReport
+from .magnitudes import Histogram
+from .report import ModuleRange, RangeReport, by_module
 
 P = ParamSpec("P")
 
@@ -92,7 +91,8 @@ def profile_ranges(
             for name, record in zip(program.gradients, measured.results[1:])
         )
         float8 = float8_operands(program, plan, 2.0**exponent) if plan is not None and rules.float8 else ()
-        modules = _modules(measured, probe, exponent)
+        probes = {"forward": probe, "backward": probe}
+        modules = by_module(measured, probes, lambda s: "backward" if s.is_scaled else "forward", exponent)
         return RangeReport(rules.dtype, 2.0**exponent, modules, gradients, float8)
 
     return profile_ranges_fun
@@ -108,17 +108,3 @@ def _plan(program: LossProgram, rules: Rules) -> Plan:
     plan = planner.plan(program.jaxpr, states, [Wanted.NO] * len(open_jaxpr(program.jaxpr).outvars))
     planner.scopes.check()
     return plan
-
-
-def _modules(measured: Measured, probe: Histogram, exponent: int) -> tuple[ModuleRange, ...]:
-    """Returns the magnitudes of the values, by module and direction."""
-    groups: dict[tuple[str, str], list[Path]] = collections.defaultdict(list)
-    for path in sorted(measured.records):
-        site = measured.sites[path]
-        groups[site.place, "backward" if site.is_scaled else "forward"].append(path)
-    modules = []
-    for (name, direction), paths in groups.items():
-        together = pooled([probe.read(measured.records[path]) for path in paths], probe.dtype)
-        scale = exponent if direction == "backward" else 0
-        modules.append(ModuleRange(name, direction, together.shifted(-scale), scale))
-    return tuple(modules)

@@ -1,6 +1,8 @@
 """The report of `profile_ranges`: how much half precision loses, and the loss scale that recovers it."""
 
+import collections
 import dataclasses
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -8,7 +10,10 @@ import numpy as np
 
 from ..._scaling.loss_scale import DynamicLossScale
 from ..._text import Shown, aligned, dynamic_scale, power, wrapped
-from .magnitudes import Fates, Magnitudes, pooled
+from .._values.sites import Path as SitePath
+from .._values.sites import Site
+from .._values.trace import Measured
+from .magnitudes import Fates, Histogram, Magnitudes, pooled
 from .picture import draw
 from .scales import TOLERANCE, Scales, scales_for
 
@@ -164,6 +169,29 @@ class RangeReport(Shown):
             ImportError: matplotlib is not installed.
         """
         draw(self, path)
+
+
+def by_module(
+    measured: Measured,
+    probes: Mapping[str, Histogram],
+    direction: Callable[[Site], str],
+    exponent: int = 0,
+) -> tuple[ModuleRange, ...]:
+    """Returns the magnitudes of the values, by module and direction, with a probe for each direction.
+
+    In the backward pass the values were measured at the loss scale `2**exponent`.
+    """
+    groups: dict[tuple[str, str], list[SitePath]] = collections.defaultdict(list)
+    for path in sorted(measured.records):
+        site = measured.sites[path]
+        groups[site.place, direction(site)].append(path)
+    modules = []
+    for (name, way), paths in groups.items():
+        probe = probes[way]
+        together = pooled([probe.read(measured.records[path]) for path in paths], probe.dtype)
+        scale = exponent if way == "backward" else 0
+        modules.append(ModuleRange(name, way, together.shifted(-scale), scale))
+    return tuple(modules)
 
 
 def _table(modules: tuple[ModuleRange, ...]) -> list[tuple[str, ...]]:

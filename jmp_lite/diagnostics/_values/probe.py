@@ -50,8 +50,8 @@ class Probe(abc.ABC):
         """Returns the measurement of an array of this dtype without elements."""
 
     def join(self, first: Array, second: Array) -> Array:
-        """Returns two measurements as one. Only a probe that `adds` has this."""
-        raise NotImplementedError
+        """Returns two measurements of a probe that `adds` as one: by default their sum."""
+        return first + second
 
     def alarm(self, record: Array) -> Array:
         """Whether a measurement is a reason to keep its iteration of a while loop."""
