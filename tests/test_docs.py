@@ -138,6 +138,24 @@ def test_the_files_that_the_tour_of_the_code_names_exist():
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
+TOPICS = (
+    *("use gradient accumulation", "DDP", "resume", "evaluate", "log", "-1e9"),
+    *("clip gradients", "schedule", "two optimizers", "moving average", "export", "float32 and half"),
+    *("freeze", "train with BatchNorm", "rematerialize", "gradient penalty"),
+    *("custom kernel", "mix modules", "inside the backward pass", "UnexpectedTracerError"),
+    *("dtype argument", "LoRA", "first skipped", "mean loss NaN", "OOM", "Apple, AMD", "fp8"),
+    *("to a tolerance", "K-FAC", "updates", "one layer in float32", "gradients accumulate"),
+    *("bfloat16 weights", "preferred_element_type", "without jit", "flash attention", "Hugging Face"),
+)
+
+
+def test_each_question_has_a_heading_of_its_own():
+    headings = re.findall(r"^### (.*)$", (ROOT / "docs/questions.md").read_text(), re.MULTILINE)
+    assert len(headings) == len(TOPICS)
+    for topic in TOPICS:
+        assert sum(topic in heading for heading in headings) == 1, topic
+
+
 def test_every_python_block_of_a_page_is_one_that_runs():
     """A block in another spelling of Python would not run above."""
     for page in PAGES:
