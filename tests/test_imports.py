@@ -64,7 +64,7 @@ FILES = {
         "finite norm serialization scalars loss_scale grad layer state stuck skipping optimizer resume"
     ),
     "_jaxpr": "primitives read precision inner bind arguments replay calls products",
-    "_float8": "quantize product selection",
+    "_float8": "quantize product action",
     "_autocast.planning": (
         "rules scopes op activations dependence states ruling demand plan pairs checkpoints decide planner"
     ),

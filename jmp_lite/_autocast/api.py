@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from .._dtypes import DTypeLike
-from .._float8.selection import warn_without_float8
+from .._float8.action import warn_without_float8
 from .._jaxpr import arguments
 from .._jaxpr.arguments import Arguments
 from .._jaxpr.precision import only_own_precisions

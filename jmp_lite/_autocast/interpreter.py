@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._float8.product import float8_product
-from .._float8.quantize import FORWARD, Quantized, quantize
+from .._float8.action import Float8, cast_to_float8
+from .._float8.quantize import FORWARD
 from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse, widen
 from .._jaxpr.calls import Body, Outputs
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
 from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, is_literal, open_jaxpr
 from .._jaxpr.replay import replay
-from .planning.plan import Activation, Call, Formats, Inside, Move, Plan, Run, Skip, Take
+from .planning.plan import Activation, Call, Inside, Move, Plan, Run, Skip, Take
 from .planning.planner import Planner
 from .planning.states import State
 
@@ -72,12 +72,6 @@ class Value:
             return self.casts[dtype]  # All float32 readers of a half value share one cast, and meet there.
         # The gradients of all readers of the cast meet in float32.
         return reuse(self.native, self.casts[dtype])
-
-    def in_float8(self, array: Array, dtype: np.dtype) -> Quantized:
-        """Returns `array`, this value in float32 or in half, in an fp8 dtype. The first answer is kept."""
-        if dtype not in self.casts:
-            self.casts[dtype] = quantize(array, dtype)
-        return self.casts[dtype]
 
 
 class Interpreter:
@@ -136,12 +130,12 @@ class Interpreter:
         operands = list(map(read, equation.invars))
         with context_of(equation):
             match action:
-                case Run(float8=None, gradients=()):
+                case Run(gradients=()):
                     return self._bind(equation, action, operands)
-                case Run(float8=None):
+                case Run():
                     return [Value(self._product(equation, action, operands))]
-                case Run(float8=Formats() as formats):
-                    return [Value(self._float8(equation, action, formats, operands))]
+                case Float8():
+                    return [Value(action.run(equation, operands))]
                 case Move():
                     return self._move(equation, action, operands)
                 case Call():
@@ -155,7 +149,7 @@ class Interpreter:
         """
         casts: dict[Any, Any] = {self.half: value.to(self.half)}
         if plan.float8 and value.native.ndim > 1:
-            casts[FORWARD] = value.in_float8(value.native, FORWARD)
+            casts[FORWARD] = cast_to_float8(value, value.native, FORWARD)
         return casts
 
     # The actions of operations.
@@ -190,14 +184,6 @@ class Interpreter:
         # XLA cannot write a float32 result of bfloat16 operands transposed on a CPU.
         barred = lambda *operands: lax.optimization_barrier(product(*operands))
         return product_with_half_gradients(barred, half_product, arrays, halves)
-
-    def _float8(self, equation: Equation, action: Run, formats: Formats, operands: list[Value]) -> Array:
-        arrays = [value.to(source) for value, source in zip(operands, formats.sources, strict=True)]
-        quantized = [
-            value.in_float8(array, dtype) for value, array, dtype in zip(operands, arrays, formats.dtypes)
-        ]
-        dtype = action.params.get("preferred_element_type", self.half)
-        return float8_product(equation, arrays, quantized, dtype, action.gradients)
 
     def _half_product(self, equation: Equation) -> Callable[[Array, Array], Array]:
         return _product(equation, {"preferred_element_type": self.half, "precision": None})

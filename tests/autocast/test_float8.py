@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jmp_lite as jmp
-from jmp_lite._float8.selection import warn_without_float8
+from jmp_lite._float8.action import warn_without_float8
 from tests.support.arrays import normal
 from tests.support.jaxprs import equations, product_kinds
 from tests.support.small_programs import with_jvp, with_vjp

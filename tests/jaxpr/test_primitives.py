@@ -9,7 +9,8 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import jmp_lite as jmp
-from jmp_lite._autocast.planning.rules import fits, make_rules
+from jmp_lite._autocast.planning.rules import make_rules
+from jmp_lite._autocast.planning.states import fits
 from jmp_lite._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from tests.support.halves import each_half
 from tests.support.jaxprs import operands_of, primitives, products

@@ -19,7 +19,7 @@ import numpy as np
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Var, is_differentiated, is_literal, open_jaxpr
 from .op import Op
-from .plan import Call, Decision, Move, Plan, Run, Skip, Take
+from .plan import Call, Decision, Plan, Skip, Take
 from .states import FLOAT32, State
 
 
@@ -85,9 +85,9 @@ def _results(decision: Decision, taken: list[_Part]) -> Sequence[_Part] | None:
         return _results_of_call(decision, taken) if op.name in _CALLS else None
     if isinstance(action, Skip):  # A cast that changes nothing.
         return taken
-    if isinstance(action, (Run, Move)):
+    if decision.takes:
         halves = (Take.HALF, Take.BROADCAST)
-        taken = [_Part.NONE if take in halves else part for take, part in zip(action.operands, taken)]
+        taken = [_Part.NONE if take in halves else part for take, part in zip(decision.takes, taken)]
     if not any(taken):
         return (_Part.NONE,) * count
     if decision.category is Category.MOVE:

@@ -7,14 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._float8.quantize import BACKWARD, FORWARD
-from ..._float8.selection import FLOAT8, NOT_FP8, why_not_float8
+from ..._float8.action import NOT_FP8, float8_action, why_not_float8
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Var, is_float32
 from .demand import Analysis, Wanted
 from .op import Op
-from .plan import Decision, Formats, Move, Run, Skip, Take, conversion
-from .rules import Rules, fits
+from .plan import Decision, Move, Run, Skip, Take, conversion
+from .rules import Rules
 from .ruling import KEPT, Ruling
 from .scopes import Scopes
 from .states import FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, broadcast, may_be_rounded, moved
@@ -114,7 +113,7 @@ def _product(
     if pattern and not is_backward:
         scopes.note_used("float32_results", pattern)
         decision = _with_float32_result(decision, pattern, rules.dtype)
-    return _in_float8(decision, operands, analysis, rules) if rules.float8 else decision
+    return _in_float8(decision, ruling, operands, is_backward, rules) if rules.float8 else decision
 
 
 def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis, rules: Rules) -> Decision:
@@ -123,8 +122,7 @@ def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis, rule
     takes, params = _in_half(op, operands), _half_params(op, half)
     reason = f"{primitive} is on the allow list"
     action, results = Run(takes, params), _halves(op)
-    reduces = rules.reduce_dtype is not None and analysis.makes_weight_gradient(op)
-    if primitive in _GIVES_FLOAT32 and reduces:
+    if primitive in _GIVES_FLOAT32 and not analysis.weight_gradients.isdisjoint(op.equation.outvars):
         reason += "; it makes a weight gradient, which it gives in float32"
         params["preferred_element_type"] = _FLOAT32_DTYPE
         action = Run(takes, params, gradients=(half, half), swapped=True)
@@ -169,27 +167,19 @@ def _half_params(op: Op, half: np.dtype) -> dict[str, Any]:
     return {name: value for name, value in changed.items() if op.equation.params.get(name) is not None}
 
 
-def _in_float8(decision: Decision, operands: Sequence[State], analysis: Analysis, rules: Rules) -> Decision:
+def _in_float8(
+    decision: Decision, ruling: Ruling, operands: Sequence[State], is_backward: bool, rules: Rules
+) -> Decision:
     """Returns the decision about a product in fp8; if it stays in bfloat16, the decision says why."""
-    action, half = decision.action, rules.dtype
+    action = decision.action
     assert isinstance(action, Run)
-    by_scope = rules.pattern_for(analysis.context.scope_of(decision.op))
-    selecting = filter(None, (by_scope, *(state.float8_rule for state in operands)))
-    pattern, dtype = min(selecting, key=rules.scopes.index, default=("", ""))
-    if pattern and dtype != FLOAT8:
-        why_not = f"the rule for '{pattern}'"
-    else:
-        why_not = why_not_float8(decision.op.equation, forced=dtype == FLOAT8)
-    if why_not:
+    selecting = filter(None, (ruling.float8_rule, *(state.float8_rule for state in operands)))
+    rule = min(selecting, key=rules.scopes.index, default=None)
+    if why_not := why_not_float8(decision.op.equation, rule):
         return dataclasses.replace(decision, reason=decision.reason + NOT_FP8 + why_not)
-    # JAX's transpose of a product has the cotangent as its first operand.
-    first = BACKWARD if analysis.context.is_backward(decision.op) else FORWARD
-    # XLA writes a float32 activation once, in bfloat16, for all its readers. A weight is in memory in
-    # float32.
-    sources = tuple(_FLOAT32_DTYPE if state.exact_source else half for state in operands)
-    gradients = action.gradients or (half, half)
-    action = dataclasses.replace(action, gradients=gradients, float8=Formats((first, FORWARD), sources))
-    return dataclasses.replace(decision, action=action, reason=f"{decision.reason}; in fp8")
+    exact = [state.exact_source for state in operands]
+    in_fp8 = float8_action(is_backward, exact, action.params.get("preferred_element_type"), action.gradients)
+    return dataclasses.replace(decision, action=in_fp8, reason=f"{decision.reason}; in fp8")
 
 
 def _outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules) -> Decision:
@@ -234,7 +224,7 @@ def _infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) ->
     reason = ""
     if is_wide or Kind.ARGUMENT in kinds:
         reason = "an operand is in float32, the widest type"
-    elif unfit := [state.number for state in operands if not _fits(state, half)]:
+    elif unfit := [state.number for state in operands if not state.fits]:
         reason = f"{half.name} does not hold the constant {unfit[0]:g}"
     elif not wanted and any(map(is_float32, op.equation.outvars)):
         reason = "float32 operations read its result"
@@ -333,10 +323,6 @@ def _store_half(op: Op, operands: Sequence[State], reason: str) -> Decision:
     takes = _in_full(operands).operands
     action = Run(takes, narrow=tuple(state.is_half for state in results))
     return Decision(op, Category.INFER, action, results, reason, changed=True)
-
-
-def _fits(state: State, half: np.dtype) -> bool:
-    return state.number is None or fits(state.number, half)
 
 
 def _halves(op: Op) -> tuple[State, ...]:

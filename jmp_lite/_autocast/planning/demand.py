@@ -95,14 +95,9 @@ class Analysis:
     estimates: Estimates
     # The variables that a backward pass reads on (`dependence`); empty without a `reduce_dtype`.
     intermediate: frozenset[Var]
+    weight_gradients: frozenset[Var]  # The results of a backward pass; empty without a `reduce_dtype`.
     decisive: frozenset[Var]  # The variables on which the predicate of a loop depends (`dependence`).
     demand: Demand  # The variables that the jaxpr wants in half.
-
-    def makes_weight_gradient(self, op: Op) -> bool:
-        """Whether a product makes the gradient of an argument. Without a `reduce_dtype` no product does."""
-        outvars = op.equation.outvars
-        is_last = self.intermediate.isdisjoint(outvars) and any(map(self.activations.reads, outvars))
-        return is_last and self.context.is_backward(op)
 
 
 class DemandPass:
@@ -124,14 +119,24 @@ class DemandPass:
         key = (id(inside), wanted, inputs, context)
         if key not in self._analyses:
             ops, activations = self._ops(inside)
-            intermediate: frozenset[Var] = frozenset()
+            intermediate = weight_gradients = frozenset[Var]()
             if self._rules.reduce_dtype is not None:
                 intermediate = self._intermediate.variables(inside, context.intermediate, context.backward)
+                made = {var for op in ops if context.is_backward(op) for var in op.equation.outvars}
+                weight_gradients = frozenset(filter(activations.reads, made - intermediate))
             decisive = self._predicates.variables(inside, context.decides)
             rulings, estimates = rule_on(inside, inputs, ops, context, self._rules, self._scopes, decisive)
-            demand = Demand(activations.reads)
             analysis = Analysis(
-                inside, ops, activations, context, rulings, estimates, intermediate, decisive, demand
+                inside,
+                ops,
+                activations,
+                context,
+                rulings,
+                estimates,
+                intermediate,
+                weight_gradients,
+                decisive,
+                Demand(activations.reads),
             )
             self._go_backwards(analysis, wanted)
             self._analyses[key] = analysis

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._float8.action import Float8
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Equation, Jaxpr, Var, constants, open_jaxpr
@@ -39,14 +40,6 @@ def conversion(source: State, target: State) -> Take:
 
 
 @dataclasses.dataclass(frozen=True)
-class Formats:
-    """How a product takes its two operands in fp8."""
-
-    dtypes: tuple[np.dtype, ...]  # The fp8 dtype of each operand.
-    sources: tuple[np.dtype, ...]  # The dtype of each operand before its cast to fp8: float32 or bfloat16.
-
-
-@dataclasses.dataclass(frozen=True)
 class Run:
     """Runs the operation."""
 
@@ -59,7 +52,6 @@ class Run:
     gradients: tuple[np.dtype, ...] = ()
     # Whether a product that makes a weight gradient runs with its operands in the other order.
     swapped: bool = False
-    float8: Formats | None = None  # How a product takes its operands in fp8; None for all other operations.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +124,7 @@ class Call:
     kept: tuple[int, ...] = ()
 
 
-Action = Run | Move | Activation | Skip | Call
+Action = Run | Float8 | Move | Activation | Skip | Call
 
 
 def rounded(action: Action) -> Action:
@@ -170,15 +162,21 @@ class Decision:
     inner: tuple["Plan", ...] = ()  # The plans of the jaxprs inside the operation.
 
     @property
+    def takes(self) -> tuple[Take, ...]:
+        """How the operation itself takes each operand. Empty if it has no dtypes of its own, as a call."""
+        if isinstance(self.action, Float8):
+            return Take.HALF, Take.HALF
+        return self.action.operands if isinstance(self.action, (Run, Move)) else ()
+
+    @property
     def takes_half(self) -> bool:
         """Whether the operation itself takes half operands."""
-        takes = self.action.operands if isinstance(self.action, (Run, Move)) else ()
-        return Take.HALF in takes or Take.BROADCAST in takes
+        return Take.HALF in self.takes or Take.BROADCAST in self.takes
 
     @property
     def in_float8(self) -> bool:
         """Whether the operation itself is a product in fp8."""
-        return isinstance(self.action, Run) and self.action.float8 is not None
+        return isinstance(self.action, Float8)
 
     @property
     def gives_half(self) -> bool:

@@ -40,7 +40,7 @@ from .plan import Activation, Call, Decision, Inside, Plan, Run, Skip, Take, con
 from .rules import Rules
 from .ruling import Ruling, estimate_of_state
 from .scopes import Scopes
-from .states import BY_RULE, FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, entering, join, leaving
+from .states import BY_RULE, FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, entering, fits, join, leaving
 
 
 class Planner:
@@ -72,7 +72,7 @@ class Planner:
         """Returns the state of a constant: a literal if its value is known, else as an argument."""
         number = _number(value) if getattr(value, "dtype", None) == jnp.float32 else None
         if number is not None:
-            return State(Kind.LITERAL, number, constant=True)
+            return State(Kind.LITERAL, number, fits(number, self.rules.dtype), constant=True)
         return self.argument(value, path="")
 
     def literal(self, var: Var) -> State:

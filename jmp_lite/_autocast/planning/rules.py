@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import Primitive, primitives
 
 from ..._dtypes import FLOAT8_ADVICE, DTypeLike, parse_dtype, parse_reduce_dtype
-from ..._float8.selection import FLOAT8
+from ..._float8.action import FLOAT8
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from ..._paths import as_patterns, matches
 
@@ -245,18 +245,3 @@ def _scopes(half: np.dtype, float8: bool, rules: ScopeRules) -> tuple[tuple[str,
             )
         scopes.append((pattern, name))
     return tuple(scopes)
-
-
-def fits(value: float, half: np.dtype) -> bool:
-    """Whether `half` holds the number `value`: it does not overflow, vanish or lose more than 2 %.
-
-    Examples:
-        >>> [fits(value, np.dtype("float16")) for value in (0.1, -np.inf, 1e-8, 1e5)]
-        [True, True, False, False]
-    """
-    value = float(value)
-    if not np.isfinite(value):
-        return True
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = float(np.asarray(value, half))
-    return abs(rounded - value) <= 0.02 * abs(value)

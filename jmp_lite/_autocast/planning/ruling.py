@@ -40,6 +40,8 @@ class Ruling:
     float32_result: str = ""
     # The pattern of `half_sums` that selects the scope of a residual sum; empty for none.
     half_sum: str = ""
+    # The rule that selects the scope of a product of an autocast to float8: the pattern and its dtype.
+    float8_rule: tuple[str, str] | None = None
 
     @property
     def is_half_product(self) -> bool:
@@ -115,7 +117,8 @@ def _ruling_on_product(op: Op, scope: str, is_backward: bool, rules: Rules) -> R
     if op.category is Category.ALLOW:
         # The products of a backward pass give half, as those of other products do.
         pattern = "" if is_backward else rules.float32_result_for(scope)
-        return Ruling(op.category, reason, pattern)
+        rule = rules.pattern_for(scope) if rules.float8 else None
+        return Ruling(op.category, reason, pattern, float8_rule=rule)
     # In a backward pass an outer product is the gradient of a product, and runs as the others do.
     is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
     return Ruling(Category.ALLOW if is_gradient and not reason else op.category, reason)

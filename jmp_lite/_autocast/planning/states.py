@@ -7,6 +7,8 @@ before it knows what is wanted in half (`ruling`), and as its final state (`deci
 import dataclasses
 import enum
 
+import numpy as np
+
 from ..._jaxpr.inner import Role
 from ..._jaxpr.read import Var, is_float32
 from .op import Op
@@ -31,6 +33,7 @@ class State:
 
     kind: Kind  # See `Kind`.
     number: float | None = None  # The value of a literal.
+    fits: bool = True  # Whether half can hold the value of the literal.
     # No operation but a move has changed this argument (or it holds only 0 and 1), so it may be rounded.
     exact_source: bool = False
     constant: bool = False  # The value is computed from literals alone.
@@ -111,3 +114,18 @@ def join(first: State, second: State) -> State:
         return FLOAT32
     kind = max(first.kind, second.kind, Kind.ADAPTS)
     return State(kind, float32_result=first.float32_result or second.float32_result)
+
+
+def fits(value: float, half: np.dtype) -> bool:
+    """Whether `half` holds the number `value`: it does not overflow, vanish or lose more than 2 %.
+
+    Examples:
+        >>> [fits(value, np.dtype("float16")) for value in (0.1, -np.inf, 1e-8, 1e5)]
+        [True, True, False, False]
+    """
+    value = float(value)
+    if not np.isfinite(value):
+        return True
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = float(np.asarray(value, half))
+    return abs(rounded - value) <= 0.02 * abs(value)

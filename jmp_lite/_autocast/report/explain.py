@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._dtypes import DTypeLike
-from ..._float8.selection import NOT_FP8
+from ..._float8.action import NOT_FP8
 from ..._jaxpr.read import Jaxpr, all_equations
 from ..._text import Shown, aligned
 from ..api import given_rules, prepare, run

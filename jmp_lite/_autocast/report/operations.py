@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._float8.action import Float8
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import (
@@ -24,7 +25,7 @@ from ..._jaxpr.read import (
 )
 from ..._paths import join, visible_scope
 from ..._tree import is_floating
-from ..planning.plan import Decision, Plan, Run
+from ..planning.plan import Decision, Plan
 from ..planning.states import State
 from .advice import advise_shapes
 
@@ -189,7 +190,7 @@ def _operation(
         return describe(var.aval, dtype if as_half and is_float32(var) else None)
 
     action = decision.action
-    formats = action.float8.dtypes if isinstance(action, Run) and action.float8 else ()
+    formats = action.formats if isinstance(action, Float8) else ()
     equation = decision.op.equation
     taken = [_taken_in_half(decision, var, states) for var in equation.invars]
     traced = {var.aval.dtype.name for var in floating_operands(equation)}

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -14,18 +14,17 @@ from jax import lax
 
 from ..._autocast.api import make_plan, run
 from ..._autocast.interpreter import Interpreter, Value
-from ..._autocast.planning.plan import Formats, Run
 from ..._autocast.planning.rules import Rules, make_rules
 from ..._autocast.report.operations import Operation, has_floating, operations_of
+from ..._float8.action import FLOAT8, Float8
 from ..._float8.quantize import BACKWARD
-from ..._float8.selection import FLOAT8
 from ..._jaxpr import arguments, read
 from ..._jaxpr.arguments import Arguments
 from ..._jaxpr.bind import bind, cast, reuse
 from ..._jaxpr.inner import inner_jaxprs, with_inner_jaxprs
 from ..._jaxpr.precision import only_own_precisions
 from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import Array, Equation, Jaxpr, Var
+from ..._jaxpr.read import Array, Equation, Jaxpr, Var, context_of
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, in_float8
 from .._values.trace import EVERY_CAST, LossCall, trace
@@ -161,16 +160,22 @@ class FlaggedProgram:
 class _Interpreter(Interpreter):
     """Keeps the casts of literals and the rounding to fp8 in the program, so that flags switch them."""
 
-    def _float8(self, equation: Equation, action: Run, formats: Formats, operands: list[Value]) -> Array:
+    def _run_equation(self, equation: Equation, action: Any, read: Callable[[Var], Value]) -> Sequence[Value]:
+        if not isinstance(action, Float8):
+            return super()._run_equation(equation, action, read)
+        with context_of(equation):
+            return [Value(self._rounded_to_float8(equation, action, list(map(read, equation.invars))))]
+
+    def _rounded_to_float8(self, equation: Equation, action: Float8, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
         rest = max(read.flags_of(equation) or (), default=0)
         arrays = [
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
-            for value, dtype, source in zip(operands, formats.dtypes, formats.sources, strict=True)
+            for value, dtype, source in zip(operands, action.formats, action.sources, strict=True)
         ]
         # The flag of everything that no rule takes out. So bfloat16 stays on if fp8 is off.
         with jax.named_scope(read.flag_scope({rest})):
-            (result,) = bind(equation, arrays, **action.params)
+            (result,) = bind(equation, arrays, preferred_element_type=action.result, precision=None)
         return _with_float8_cotangent(result)
 
     def _literal(self, var: Var) -> Value:

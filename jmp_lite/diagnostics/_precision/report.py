@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ..._float8.selection import FLOAT8
+from ..._float8.action import FLOAT8
 from ..._text import Shown, aligned, power, shortened, wrapped
 
 _NOISE = 1e-5  # What a different order of float32 sums may change.

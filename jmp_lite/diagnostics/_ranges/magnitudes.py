@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.planning.plan import Decision, Run, Take
+from ..._autocast.planning.plan import Decision, Move, Take
 from ..._jaxpr.read import Array, Equation
 from ..._tree import is_floating
 from .._values.probe import Probe, TapValue, maxima
@@ -152,8 +152,7 @@ class Histogram(Probe):
 
     def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
         """Whether the program or autocast casts an operand to half."""
-        action = None if decision is None else decision.action
-        if isinstance(action, Run) and Take.HALF in action.operands:
+        if decision is not None and not isinstance(decision.action, Move) and Take.HALF in decision.takes:
             return True
         if equation.primitive.name != "convert_element_type":
             return False

@@ -1,0 +1,129 @@
+"""The action that `autocast(fun, "float8")` adds to a plan: which products get it, and how it runs."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._jaxpr.read import Array, Equation
+from .product import float8_product
+from .quantize import BACKWARD, FORWARD, Quantized, quantize
+
+FLOAT8 = "float8"
+"""The dtype of an autocast that runs large matmuls in fp8, as users name it. Arrays are e4m3 or e5m2."""
+
+MULTIPLE = 16
+"""cuBLAS multiplies fp8 only if all sizes of a product are multiples of 16."""
+
+SMALLEST_SIZE = 600
+"""The least `1 / (1/m + 1/k + 1/n)` of a product of m x k and k x n numbers that runs in fp8.
+
+The product takes time in proportion to `m * k * n`. Its casts to fp8 take time in proportion to the
+numbers that are read and written, `m * k + k * n + m * n`. So this quotient of the two says what a
+product gains. A trial with programs that were compiled for an H100 put the point of no gain at 500 to
+700: docs/fp8.md.
+"""
+
+NOT_FP8 = "; bfloat16, not fp8: "
+"""Stands in the reason of a product that could not run in fp8, in front of the cause."""
+
+
+class Value(Protocol):
+    """A value of the program, as the interpreter keeps it."""
+
+    casts: dict[Any, Any]  # Its casts that were made, by dtype; `cast_to_float8` adds those to fp8.
+
+    def to(self, dtype: Any) -> Array:
+        """Returns the value in float32 or in half."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """Runs a product in fp8."""
+
+    formats: tuple[np.dtype, ...]  # The fp8 dtype of each operand.
+    sources: tuple[np.dtype, ...]  # The dtype of each operand before its cast to fp8: float32 or bfloat16.
+    result: np.dtype
+    gradients: tuple[np.dtype, ...]  # For each operand, the dtype that the product of its gradient gives.
+
+    def run(self, equation: Equation, operands: Sequence[Value]) -> Array:
+        """Returns the product. Each operand keeps its cast to fp8 for other products."""
+        arrays = [value.to(source) for value, source in zip(operands, self.sources, strict=True)]
+        quantized = list(map(cast_to_float8, operands, arrays, self.formats))
+        return float8_product(equation, arrays, quantized, self.result, self.gradients)
+
+
+def cast_to_float8(value: Value, array: Array, dtype: np.dtype) -> Quantized:
+    """Returns `array`, a value in float32 or in half, in an fp8 dtype. The value keeps the first answer."""
+    if dtype not in value.casts:
+        value.casts[dtype] = quantize(array, dtype)
+    return value.casts[dtype]
+
+
+def float8_action(
+    backward: bool, exact: Sequence[bool], result: np.dtype | None, gradients: Sequence[np.dtype]
+) -> Float8:
+    """Returns the action of a product in fp8.
+
+    Args:
+        backward: whether the product is a part of a backward pass.
+        exact: for each operand, whether it is an argument, such as a weight.
+        result: the dtype of the result; None for bfloat16.
+        gradients: for each operand, the dtype that the product of its gradient gives; empty for bfloat16.
+    """
+    half = np.dtype(jnp.bfloat16)
+    # JAX's transpose of a product has the cotangent as its first operand.
+    formats = BACKWARD if backward else FORWARD, FORWARD
+    # XLA writes a float32 activation once, in bfloat16, for all its readers. A weight is in memory in
+    # float32.
+    sources = tuple(np.dtype(np.float32) if is_exact else half for is_exact in exact)
+    return Float8(formats, sources, result or half, tuple(gradients) or (half, half))
+
+
+def why_not_float8(equation: Equation, rule: tuple[str, str] | None) -> str:
+    """Returns why a product does not run in fp8, whatever its operands are; empty if it may.
+
+    Args:
+        equation: an operation of the allow list.
+        rule: the rule of the user that selects the product, its pattern and its dtype; None without one. If
+            it gives fp8, the product may be small.
+    """
+    pattern, dtype = rule or ("", "")
+    if pattern and dtype != FLOAT8:
+        return f"the rule for '{pattern}'"
+    if equation.primitive.name != "dot_general":
+        return f"{equation.primitive.name} has no fp8 version"
+    (sums, _), (batch, _) = equation.params["dimension_numbers"]
+    if batch:
+        return "it has batch axes"
+    left, right = (var.aval.shape for var in equation.invars)
+    if not all(isinstance(size, int) for size in (*left, *right)):
+        return "a size is symbolic"
+    k = math.prod(left[axis] for axis in sums)
+    sizes = math.prod(left) // max(k, 1), k, math.prod(right) // max(k, 1)
+    text = " x ".join(map(str, sizes))
+    if any(size % MULTIPLE or not size for size in sizes):
+        return f"a size of {text} is no multiple of {MULTIPLE}"
+    if dtype != FLOAT8 and 1 / sum(1 / size for size in sizes) < SMALLEST_SIZE:
+        return f"{text} is too small to gain"
+    return ""
+
+
+def warn_without_float8() -> None:
+    """Warns if the first device has no fp8 arithmetic."""
+    device = jax.local_devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    is_nvidia = device.platform in ("gpu", "cuda") and capability[:1].isdigit()
+    if device.platform == "cpu" or (is_nvidia and float(capability) < 8.9):
+        warnings.warn(
+            f"autocast(..., 'float8') runs on {device.device_kind}, which has no fp8 arithmetic: its "
+            "products have the numbers of fp8, and not its speed. Hopper (H100, H200), Ada (L4) and later "
+            "GPUs multiply fp8.",
+            stacklevel=3,
+        )
