@@ -35,9 +35,10 @@ class Value:
         casts: casts of it that were made, by dtype. Those to fp8 are `Quantized`.
         path: for a half value, the same value in float32, to which the gradients of its float32 readers go
             (`planning.pairs`); None if they go to the half array.
+        again: for an activation function of one half array, that function and the array.
     """
 
-    __slots__ = ("casts", "native", "number", "path")
+    __slots__ = ("again", "casts", "native", "number", "path")
 
     def __init__(
         self,
@@ -45,8 +46,9 @@ class Value:
         casts: dict[Any, Any] | None = None,
         number: float | None = None,
         path: Array | None = None,
+        again: tuple[Callable[[Array], Array], Array] | None = None,
     ) -> None:
-        self.native, self.number, self.path = native, number, path
+        self.native, self.number, self.path, self.again = native, number, path, again
         self.casts = {} if casts is None else casts
 
     def copy(self) -> "Value":
@@ -126,7 +128,7 @@ class Interpreter:
         if isinstance(action, Skip):
             return [Value(None) if action.operand is None else read(equation.invars[action.operand])]
         if isinstance(action, Activation):
-            return [Value(self._activation(action, list(map(read, action.sources))))]
+            return [self._activation(action, list(map(read, action.sources)))]
         operands = list(map(read, equation.invars))
         with context_of(equation):
             match action:
@@ -193,8 +195,7 @@ class Interpreter:
             return arrays
         return [cast(array, self.half) if is_half else array for array, is_half in zip(arrays, narrow)]
 
-    def _activation(self, action: Activation, sources: list[Value]) -> Array:
-        @jax.checkpoint
+    def _activation(self, action: Activation, sources: list[Value]) -> Value:
         def activation(halves: list[Array], paths: list[Array | None]) -> Array:
             wide = (
                 cast(x, jnp.float32) if path is None else widen(x, path) for x, path in zip(halves, paths)
@@ -206,9 +207,12 @@ class Interpreter:
                     known.update(zip(equation.outvars, bind(equation, operands), strict=True))
             return cast(known[action.equations[-1].outvars[0]], self.half)
 
+        halves = [source.to(self.half) for source in sources]
         # Without the barrier XLA stores each cotangent twice: in half and in float32.
-        halves = lax.optimization_barrier([source.to(self.half) for source in sources])
-        return activation(halves, [source.path for source in sources])
+        barred = lax.optimization_barrier(halves)
+        result = jax.checkpoint(activation)(barred, [source.path for source in sources])
+        again = (lambda x: activation([x], [None]), halves[0]) if len(halves) == 1 else None
+        return Value(result, again=again)
 
     def _move(self, equation: Equation, action: Move, operands: list[Value]) -> list[Value]:
         """Moves a half value and its path. XLA drops the moves whose results nothing reads."""

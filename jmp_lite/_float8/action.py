@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 
 from .._jaxpr.read import Array, Equation
 from .product import float8_product
-from .quantize import BACKWARD, FORWARD, Quantized, quantize
+from .quantize import BACKWARD, FORWARD, Quantized, quantize, quantize_result
 
 FLOAT8 = "float8"
 """The dtype of an autocast that runs large matmuls in fp8, as users name it. Arrays are e4m3 or e5m2."""
@@ -37,6 +37,8 @@ class Value(Protocol):
     """A value of the program, as the interpreter keeps it."""
 
     casts: dict[Any, Any]  # Its casts that were made, by dtype; `cast_to_float8` adds those to fp8.
+    # For an activation function of one half array: the function, and the array.
+    again: tuple[Callable[[Array], Array], Array] | None
 
     def to(self, dtype: Any) -> Array:
         """Returns the value in float32 or in half."""
@@ -62,7 +64,9 @@ class Float8:
 def cast_to_float8(value: Value, array: Array, dtype: np.dtype) -> Quantized:
     """Returns `array`, a value in float32 or in half, in an fp8 dtype. The value keeps the first answer."""
     if dtype not in value.casts:
-        value.casts[dtype] = quantize(array, dtype)
+        again = value.again
+        quantized = quantize(array, dtype) if again is None else quantize_result(*again, array, dtype)
+        value.casts[dtype] = quantized
     return value.casts[dtype]
 
 

@@ -11,6 +11,7 @@ from jax import lax
 
 import jmp_lite as jmp
 from jmp_lite._float8.action import warn_without_float8
+from jmp_lite._float8.quantize import quantize, quantize_result
 from tests.support.arrays import normal
 from tests.support.jaxprs import equations, product_kinds
 from tests.support.small_programs import with_jvp, with_vjp
@@ -187,6 +188,19 @@ def test_a_value_is_cast_to_fp8_once_for_all_its_products():
     for fun in (float8(heads), float8(jax.grad(heads, (0, 1)))):
         jaxpr = jax.make_jaxpr(fun)(W, XS)
         assert casts_to_float8(jaxpr).count(XS.shape) == 1
+
+
+def test_the_cast_of_an_activation_function_computes_it_again():
+    """Once for its largest magnitude and once for the cast, so nothing needs to write the result."""
+    names = lambda fun: [e.primitive.name for e in equations(jax.make_jaxpr(fun)(W, XS))]
+    of_one = lambda w, x: jax.nn.gelu(x @ w) @ w
+    of_two = lambda w, x: (jnp.tanh(x @ w) * (x @ w)) @ w
+    assert [names(float8(fun)).count("tanh") for fun in (of_one, of_two)] == [3, 1]
+    relu, dtype = lambda x: lax.max(x, jnp.zeros_like(x)), jnp.dtype(E4)
+    both = jax.jit(lambda x: (quantize_result(relu, x, relu(x), dtype), quantize(relu(x), dtype)))
+    again, once = both(XS.astype(jnp.bfloat16))
+    assert again.step == once.step
+    assert np.array_equal(again.bits, once.bits)
 
 
 def test_what_is_kept_for_the_backward_pass_has_one_byte_a_number():
