@@ -5,6 +5,7 @@ an idle core.
 """
 
 import collections
+import importlib.metadata
 import os
 import time
 from collections.abc import Generator
@@ -14,11 +15,14 @@ import hypothesis
 import pytest
 
 # The tests spend their time in the compiler, not in the programs that it makes.
-_FLAGS = (
+_FLAGS = [
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
-)
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # Later versions do not know the flag.
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS))
 os.environ.setdefault("KERAS_BACKEND", "jax")
 if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists():
