@@ -180,6 +180,16 @@ def test_an_overflow_that_the_next_iteration_makes_finite_and_wrong():
     assert re.search(r"ends in rsqrt, .*test_find.py.*, whose result is finite, and wrong", text)
 
 
+def test_an_inf_that_a_step_tests_for_is_named_though_its_results_are_finite():
+    def step(w, x):
+        new = w / x
+        return jnp.where(jnp.isfinite(new).all(), new, w)
+
+    report = find_nonfinite(step, transform=None)(w, 0 * w)
+    assert report.is_finite
+    assert report.cause.operation == "div"
+
+
 def test_a_step_has_its_own_scale_and_dtypes():
     with pytest.raises(ValueError, match=r"Leave loss_scale out.*Got loss_scale=2.0"):
         find_nonfinite(lambda w: w, transform=None, loss_scale=2.0)

@@ -107,6 +107,15 @@ def test_autocast_says_which_values_are_counted():
         )
 
 
+def test_an_operand_that_overflows_as_autocast_casts_it_is_counted():
+    """Autocast computes `exp` in float32, and its result is cast for the product."""
+    fun = lambda w, x: jnp.sum(jnp.exp(x) @ (1e-9 * w))
+    report = profile_ranges(fun)(w, np.full_like(x, 12))
+    (forward,) = report.overflowing
+    assert forward.fates.overflowed == 2 * x.size  # Once in each product that takes it.
+    assert "no loss scale helps: /." in str(report)
+
+
 @pytest.mark.slow
 def test_a_module_that_no_scale_serves_is_named():
     def fun(w, x):

@@ -51,6 +51,7 @@ def test_a_number_that_is_rounded_is_found(fun, numbers):
         softmax_of_a_masked_row,
         lambda x: jnp.log(x * 2).astype(jnp.float32) * 1e-12,  # A factor of float32 values.
         lambda x: jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf)),
+        lambda x: jnp.zeros_like(x) * (x > 1e-9),  # Zeros, on a line that has an epsilon as well.
     ],
 )
 def test_other_numbers_are_left(fun):
@@ -59,7 +60,9 @@ def test_other_numbers_are_left(fun):
 
 def test_a_number_beside_the_expression_is_not_taken_for_one_in_it():
     epsilon = float("1e-10")
-    assert found(lambda x: jnp.log(x + epsilon).astype(jnp.float32) * 1e-12) == [1e-8]
+    fun = lambda x: jnp.log(x + epsilon).astype(jnp.float32) * 1e-12
+    # Compared on another line, whose numbers are not searched.
+    assert found(fun) == [1e-8]
 
 
 def test_a_number_that_is_not_on_the_line_is_taken_for_a_small_one_where_it_is_added():

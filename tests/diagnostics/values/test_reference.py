@@ -96,6 +96,14 @@ def test_operations_run_in_float32_or_in_half(fun):
     assert not np.array_equal(wide, native)
 
 
+def test_the_result_of_a_product_is_rounded_before_the_next_product_takes_it():
+    x = jnp.array([[2048.0, 1.0], [2048.0, 0.0]])
+    difference = lambda x: jnp.array([[1, -1]], x.dtype) @ (x @ jnp.ones((2, 1), x.dtype))
+    closed = jax.make_jaxpr(half(difference))(x)
+    assert run(closed, (x,), False)[0] == 1
+    assert run(closed, (x,), True)[0] == 0  # 2049 is 2048 in float16.
+
+
 def test_values_of_the_bits_stay():
     bits = lambda x: lax.bitcast_convert_type(
         lax.bitcast_convert_type(x, jnp.uint16) + jnp.uint16(1), jnp.float16
