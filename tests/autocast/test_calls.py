@@ -239,3 +239,18 @@ def test_a_jitted_block_used_many_times_is_made_once():
     assert len({id(e.params["jaxpr"]) for e in calls}) <= 3  # By the dtypes that go in and out.
     plain = jax.jit(fun).lower(X, W).as_text().count("func.func")
     assert jax.jit(jmp.autocast(fun)).lower(X, W).as_text().count("func.func") <= plain + 2
+
+
+def test_the_solver_of_a_linear_system_is_float32_and_its_matrix_half():
+    def solved(w, b):
+        product = lambda v: w @ v
+        solver = lambda _, b: w @ b  # Not the inverse: nothing runs it here.
+        return lax.custom_linear_solve(product, b, solver, symmetric=True)
+
+    closed = jax.make_jaxpr(jmp.autocast(solved, "float16"))(W, W)
+    (system,) = (each for each in equations(closed) if each.primitive.name == "custom_linear_solve")
+    parts = {
+        name: products(jaxpr_as_fun(part), W, W) for name, part in system.params["jaxprs"]._asdict().items()
+    }
+    half, full = [("float16", "float16")], [("float32", "float32")]
+    assert parts == {"matvec": half, "vecmat": half, "solve": full, "transpose_solve": full}

@@ -216,3 +216,23 @@ def test_cotangents_of_float32_readers_are_rounded_after_their_sum(name):
     params = {"w": jnp.ones((WIDTH, 64)), "head": jnp.ones((64, CLASSES))}
     fun = lambda p: LOSSES[name](model(p, X))
     assert not rounded_sums(jax.make_jaxpr(jax.grad(jmp.autocast(fun, "float16")))(params), in_float32=True)
+
+
+@pytest.mark.parametrize(
+    ("read", "paths"),
+    [(lambda y: y, []), (lambda y: y + jnp.exp(y), ["float32"])],
+    ids=["a product alone", "a float32 operation too"],
+)
+def test_a_result_of_a_call_has_a_path_where_a_float32_operation_reads_it(read, paths):
+    @jax.jit
+    def inner(x, w):
+        y = x @ w
+        return y, jnp.exp(y).sum() + jnp.sin(y).sum()
+
+    def fun(x, w):
+        y, total = inner(x, w)
+        return total + jnp.sum(read(y) @ w)
+
+    closed = jax.make_jaxpr(jmp.autocast(fun, "float16"))(jnp.ones((4, 8)), jnp.ones((8, 8)))
+    (call,) = (each for each in closed.eqns if each.params.get("name") == "inner")
+    assert [var.aval.dtype.name for var in call.outvars] == ["float16", "float32", *paths]

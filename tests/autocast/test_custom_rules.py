@@ -171,6 +171,14 @@ def perturbation_rules():
     return with_vjp, with_jvp, seen
 
 
+def test_a_batching_rule_of_the_user_gives_a_batch():
+    rule = jax.custom_batching.custom_vmap(lambda row, w: row @ w)
+    rule.def_vmap(lambda size, batched, rows, w: (3 * (rows @ w), True))  # Wrong on purpose.
+    batch = jax.vmap(jmp.autocast(rule), (0, None))
+    assert_close(batch(X, W), 3 * (X @ W), "bfloat16", factor=4)
+    assert products(batch, X, W) == [("bfloat16", "bfloat16")]
+
+
 @pytest.mark.parametrize(("argument", "order"), [(0, "inside"), (1, "outside")])
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
 def test_a_rule_with_symbolic_zeros_knows_which_operands_are_perturbed(kind, argument, order):

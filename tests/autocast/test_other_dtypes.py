@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jmp_lite as jmp
+from tests.support.closeness import assert_close
 from tests.support.halves import each_half
 from tests.support.jaxprs import products, text
 from tests.support.small_programs import HALVES, W, X, eps
@@ -54,3 +55,16 @@ def test_half_arguments_and_float32_arguments_promote_as_in_jax():
     fun = lambda x, w: x @ w
     assert jmp.autocast(fun)(X.astype(jnp.bfloat16), W).dtype == jnp.float32
     assert products(jmp.autocast(fun), X.astype(jnp.bfloat16), W) == [("bfloat16", "bfloat16")]
+
+
+def test_a_difference_from_a_half_value_of_the_program_is_one_of_float32_numbers():
+    """In bfloat16 the tanh of 2**-5 is 2**-5. The product that takes it rounds it for itself alone."""
+
+    def fun(own, w):
+        wide = own.astype(jnp.float32)
+        y = jnp.tanh(wide)
+        return y @ w, (y - wide) @ w
+
+    own = jnp.full((4, 8), 2.0**-5, jnp.bfloat16)
+    assert products(jmp.autocast(fun), own, W) == [("bfloat16", "bfloat16")] * 2
+    assert_close(jmp.autocast(fun)(own, W)[1], fun(own, W)[1], "bfloat16", factor=4)
