@@ -167,8 +167,9 @@ class Runs:
         """Returns the error of a loss, over what the parameters contribute to it if that is larger."""
         # A loss may be zero but for rounding, as PPO's is at its first step: its relative error says nothing.
         size = abs(self.loss or 0.0)
-        is_small = 0 < size < self._contribution and math.isfinite(error.loss)
-        return error.loss * size / self._contribution if is_small else error.loss
+        is_small = size < self._contribution and math.isfinite(error.loss)
+        # The error of a loss that is exactly 0 is not relative.
+        return error.loss * (size or 1.0) / self._contribution if is_small else error.loss
 
     def try_scale(self, tolerance: float, other: float | None = None) -> Difference | None:
         """Switches to the first scale of `DynamicLossScale`, or else `other`, and returns the error before.

@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import types
 
 import jax.numpy as jnp
 import pytest
 
 from jmp_lite.diagnostics import compare_precision
+from jmp_lite.diagnostics._precision.compare import Runs
 from jmp_lite.diagnostics._precision.report import Difference, ModuleDifference, PrecisionReport
 
 X = jnp.array([[1.0, 2.0**-11]] * 2)
@@ -44,6 +46,31 @@ def test_gradients_that_become_zero_in_float16_get_a_loss_scale():
 def test_a_loss_without_gradients_is_compared_alone():
     report = compare_precision(lambda params, x: jnp.sum(x @ jnp.ones((2, 2))))({}, X)
     assert report.half == Difference(pytest.approx(OFF), gradients=0.0, cosine=1.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "contribution", "error", "expected"),
+    [
+        (1.0, 0.5, 0.2, 0.2),
+        (0.25, 0.5, 0.2, 0.1),
+        (0.0, 0.5, 0.2, 0.4),  # The error of a loss of 0 is the difference.
+        (0.0, 0.0, 0.2, 0.2),
+        (0.25, 0.5, math.inf, math.inf),
+    ],
+)
+def test_a_loss_error_is_relative_to_the_loss_or_what_the_parameters_contribute(
+    loss, contribution, error, expected
+):
+    runs = types.SimpleNamespace(loss=loss, _contribution=contribution)
+    assert Runs.loss_error(runs, Difference(error, 0.0, 1.0)) == pytest.approx(expected)
+
+
+def test_a_difference_of_large_numbers_that_is_zero_in_float32_is_no_fault():
+    loss = lambda w: 100 * (jnp.sum(X @ w) - (4 + 2.0**-9))
+    report = compare_precision(loss)(jnp.ones((2, 2)))
+    assert (report.loss, report.half.loss) == (0.0, 100 * 2.0**-9)
+    assert report.measure == "gradients"
+    assert report.is_close
 
 
 ERROR = Difference(loss=1e-4, gradients=2e-3, cosine=0.999998)
