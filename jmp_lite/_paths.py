@@ -36,6 +36,15 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def positional_names(fun: Callable[..., Any]) -> list[str]:
+    """Returns the names of the parameters that a call may give by position, without `*args`."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # Some built-in functions have none.
+        parameters = ()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
 def argument_names(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
@@ -43,11 +52,7 @@ def argument_names(
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> tuple[str, ...]:
     """Returns the names of the leaves of a call's arguments, such as `params/w`, or `1` of `*args`."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):  # Some built-in functions have none.
-        parameters = ()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = positional_names(fun)
 
     def name(path: tuple[Any, ...]) -> str:
         given_by_name, first, *rest = path

@@ -6,7 +6,6 @@ returns.
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -18,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from ..._autocast.planning.plan import Plan
 from ..._jaxpr import arguments
 from ..._jaxpr.read import Array, Jaxpr, constants, without_constants
-from ..._paths import leaf_names
+from ..._paths import leaf_names, positional_names
 from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import StaticLossScale
 from ..._tree import has_dtype, is_traced
@@ -53,10 +52,7 @@ class LossCall:
         """The names of the arguments that are differentiated, or that a step updates: the parameters."""
         argnums = self.argnums if isinstance(self.argnums, Sequence) else (self.argnums,)
         numbers = [getattr(each, "argnum", each) for each in argnums]  # `nnx.DiffState` has an attribute.
-        try:
-            names = list(inspect.signature(self.fun).parameters)
-        except (TypeError, ValueError):  # Some built-in functions have none.
-            names = []
+        names = positional_names(self.fun)
         return tuple(names[n] if n < len(names) else str(n) for n in numbers)
 
 
