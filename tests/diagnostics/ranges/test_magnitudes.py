@@ -57,6 +57,17 @@ def test_the_largest_safe_scale_is_the_largest_power_of_two_below_65504(largest)
     assert found == max(k for k in EXPONENTS if largest * 2.0**k < 65504)
 
 
+def test_a_scale_is_a_float32_number_that_makes_1_a_float16_number():
+    safe = lambda largest: largest_safe(largest, np.dtype("float16"))
+    assert safe(1e-38) == 127  # 2**128 is inf in float32.
+    assert (safe(2.0**39), safe(2.0**40)) == (-24, None)  # 2**-24 is the smallest number of float16.
+
+
+def test_a_shift_stays_in_the_range_of_float32():
+    assert magnitudes([3e38]).shifted(5).histogram == {127: 1}
+    assert magnitudes([1e-45]).shifted(-5).histogram == {-149: 1}
+
+
 def test_the_histogram_and_the_shares():
     measured = magnitudes([0.0, 1.0, 1.5, -3.0, 2.0**-30, np.inf, np.nan])
     assert measured.histogram == {-30: 1, 0: 2, 1: 1}
