@@ -377,6 +377,31 @@ def test_operations_that_are_not_jaxs_own_are_not_taken_for_each_other_or_kept_a
     assert alive() is None
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "axes", "name"),
+    [
+        ((4, 8), (8, 8), "ij,jk", "dot_general"),
+        ((8,), (8, 4), "j,jk", "dot_general"),
+        ((8,), (8,), "j,j", "inner_product"),
+        ((1, 8), (8, 1), "ij,jk", "inner_product"),
+        ((4, 1), (1, 8), "ij,jk", "outer_product"),
+        ((4, 1), (1, 1), "ij,jk", "elementwise_product"),
+        ((4, 8), (4, 8), "bi,bi", "inner_product"),
+    ],
+)
+def test_a_product_is_named_by_its_axes_that_are_longer_than_1(left, right, axes, name):
+    first, second = axes.split(",")
+    shared = [axis for axis in first if axis in second]
+    batch = [axis for axis in shared if axis == "b"]
+    places = lambda letters: tuple(
+        tuple(operand.index(axis) for axis in letters) for operand in (first, second)
+    )
+    numbers = places([axis for axis in shared if axis not in batch]), places(batch)
+    product = lambda x, y: lax.dot_general(x, y, numbers)
+    (equation,) = read.equations(jax.make_jaxpr(product)(jnp.ones(left), jnp.ones(right)))
+    assert read.name_of(equation) == name
+
+
 def test_literals_and_constants_are_told_from_variables():
     closed = jax.make_jaxpr(lambda x: x * 2.0 + np.arange(8.0, dtype=np.float32))(X)
     multiply = next(e for e in read.equations(read.open_jaxpr(closed)) if e.primitive.name == "mul")
