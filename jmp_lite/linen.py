@@ -38,7 +38,7 @@ _LINEN = Library(
     read_bias=_read_bias,
     no_bias={"use_bias": False},
 )
-# The outer function of a lifted transform, which calls an inner module, and the lookup of an attribute.
+# Methods that only pass calls on: the outer function of a lifted transform, and the lookup of an attribute.
 _CASTS_NOTHING = ("<lambda>", "__getattr__")
 
 
@@ -59,8 +59,8 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
             everything in `head`.
         reduce_dtype: the dtype in which devices sum the weight gradients of `Dense` and `DenseGeneral`:
             float32, or None for the compute dtype, which moves half the bytes. With float32 these layers have
-            no forward-mode derivative (`jax.jvp`), and the rows of an embedding that is looked up without a
-            batch, such as by positions, are float32.
+            no forward-mode derivative (`jax.jvp`), and the rows of an embedding that indices without a batch
+            look up, such as positions, are float32.
 
     Returns:
         A module with the parameter tree of `module`. Call its methods by name, as in

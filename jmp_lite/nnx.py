@@ -48,7 +48,7 @@ class _Setting:
 
     policy: Policy  # That of the whole model.
     path: str  # That of the module in the model.
-    is_model: bool  # Whether the module is the whole model, and its call does not come from inside.
+    is_model: bool  # Whether the module is the whole model, and is not called by its own methods.
     reduce_dtype: np.dtype | None
 
 
@@ -158,7 +158,7 @@ def _subclass(cls: type, layer: bool) -> type:
     names = {"__call__", "attend"} & set(dir(cls))
     if not layer:
         own = cls.__mro__[: cls.__mro__.index(nnx.Module)]
-        # A function, or one under `nnx.jit`.
+        # Methods, also those under `nnx.jit`.
         is_method = lambda x: callable(x) and not isinstance(x, (staticmethod, classmethod, type))
         methods = {name for c in own for name, value in vars(c).items() if is_method(value)}
         names |= {name for name in methods if not name.startswith("_")}

@@ -35,7 +35,8 @@ class Value:
         casts: casts of it that were made, by dtype. Those to fp8 are `Quantized`.
         path: for a half value, the same value in float32, to which the gradients of its float32 readers go
             (`planning.pairs`); None if they go to the half array.
-        again: for an activation function of one half array, that function and the array.
+        again: `(fun, array)` if the value is `fun(array)`, an activation function of one half array. A cast
+            to fp8 then computes it again.
     """
 
     __slots__ = ("again", "casts", "native", "number", "path")
@@ -52,11 +53,11 @@ class Value:
         self.casts = {} if casts is None else casts
 
     def copy(self) -> "Value":
-        """Returns the same value for another trace: later casts of the copy are its own."""
+        """Returns a copy for another trace. Later casts of the copy are not shared with the original."""
         return Value(self.native, dict(self.casts), self.number, self.path)
 
     def start_path(self) -> None:
-        """Lets the gradients of all float32 readers of a half value meet here, if it has no path yet."""
+        """Starts the float32 path of a half value, on which the gradients of its readers are summed."""
         if self.path is None:
             self.path = self.to(jnp.float32)
 
@@ -82,7 +83,8 @@ class Interpreter:
     Attributes:
         planner: the planner, which plans the rules of custom derivatives when they are traced.
         half: the half dtype.
-        is_linear: whether JAX transposes what runs now: the rule of a `custom_jvp`. Paths are then read.
+        is_linear: whether the rule of a `custom_jvp` runs, which JAX transposes. Its float32 readers then
+            read the path.
     """
 
     def __init__(self, planner: Planner, handlers: Mapping[str, "Handler"]) -> None:
@@ -249,8 +251,8 @@ class Interpreter:
             return value.native
         array = value.to(self.half if take is Take.HALF else jnp.float32)
         if take is Take.ROUNDED:
-            # With the exponents of float32: with fewer, XLA would make zeros of subnormal numbers. `reuse`
-            # leads the gradient around the rounding.
+            # Keep the 8 exponent bits of float32: with fewer, XLA would flush subnormal numbers to zero.
+            # `reuse` leads the gradient around the rounding.
             digits = int(jnp.finfo(self.half).nmant)
             array = reuse(array, lax.reduce_precision(array, 8, digits))
         return array
@@ -299,7 +301,7 @@ class Interpreter:
 def pairs_entering(action: Call, operands: Sequence[Value]) -> tuple[int, ...]:
     """Returns the indexes of the half operands that enter a call as pairs: they have a path, and it is read.
 
-    The constants of a loop are no operands of its body. They have a path of their own.
+    Constants of loops are not among them: each has a path of its own.
     """
     return tuple(
         index

@@ -30,14 +30,14 @@ product gains. A trial with programs that were compiled for an H100 put the poin
 """
 
 NOT_FP8 = "; bfloat16, not fp8: "
-"""Stands in the reason of a product that could not run in fp8, in front of the cause."""
+"""In the reason of a product, separates why it is in half from why it is not in fp8."""
 
 
 class Value(Protocol):
     """A value of the program, as the interpreter keeps it."""
 
     casts: dict[Any, Any]  # Its casts that were made, by dtype; `cast_to_float8` adds those to fp8.
-    # For an activation function of one half array: the function, and the array.
+    # `(fun, array)` if the value is `fun(array)`, an activation function of one half array; else None.
     again: tuple[Callable[[Array], Array], Array] | None
 
     def to(self, dtype: Any) -> Array:
@@ -84,8 +84,7 @@ def float8_action(
     half = np.dtype(jnp.bfloat16)
     # JAX's transpose of a product has the cotangent as its first operand.
     formats = BACKWARD if backward else FORWARD, FORWARD
-    # XLA writes a float32 activation once, in bfloat16, for all its readers. A weight is in memory in
-    # float32.
+    # Weights are cast from float32. Activations go through bfloat16, which XLA writes once for all readers.
     sources = tuple(np.dtype(np.float32) if is_exact else half for is_exact in exact)
     return Float8(formats, sources, result or half, tuple(gradients) or (half, half))
 

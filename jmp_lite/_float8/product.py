@@ -123,11 +123,11 @@ def _product(
     def backward(quantized: Any, cotangent: Array) -> tuple[Any, Any]:
         half, steps = _first_order(cast(cotangent, jnp.bfloat16), steps_of(quantized))
         quantized = [dataclasses.replace(each, step=step) for each, step in zip(quantized, steps)]
-        # A product of a backward pass has an operand in e5m2, and cuBLAS multiplies no two of them.
+        # cuBLAS cannot multiply e5m2 by e5m2: if the other operand is in e5m2, the cotangent is in e4m3.
         formats = [FORWARD if other.dtype == BACKWARD else BACKWARD for other in quantized[::-1]]
-        changes = {dtype: quantize(half, dtype) for dtype in formats}
+        cotangents = {dtype: quantize(half, dtype) for dtype in formats}
         arrays = (
-            _gradient(half_product, index, quantized, changes[formats[index]], gradients[index])
+            _gradient(half_product, index, quantized, cotangents[formats[index]], gradients[index])
             for index in range(2)
         )
         return tuple(cast(x, dtype) for x, dtype in zip(arrays, dtypes)), None
@@ -140,30 +140,30 @@ def _product(
 
 @jax.custom_jvp
 def _first_order(x: Array, steps: list[Array]) -> tuple[Array, list[Array]]:
-    """Returns its arguments, values of a rule for derivatives. It is an error to differentiate them again."""
+    """Returns its arguments. Differentiating them, which would be a second derivative, raises an error."""
     return x, steps
 
 
 @_first_order.defjvp
 def _first_order_jvp(*_: Any) -> Any:
     raise ValueError(
-        "autocast to float8 was asked for a derivative of a gradient, and its products give only first "
-        "derivatives. Take all derivatives of the plain function and put autocast around them: "
-        "autocast(jax.grad(loss), 'float8'), also where `loss` takes a gradient itself, as a gradient "
-        "penalty does. Or keep the function that is differentiated twice in bfloat16: autocast(fun)."
+        "autocast to float8 gives only first derivatives, and a gradient was differentiated again. Take "
+        "all derivatives of the plain function and put autocast around them: autocast(jax.grad(loss), "
+        "'float8'), also where `loss` takes a gradient itself, as a gradient penalty does. Or keep the "
+        "function that is differentiated twice in bfloat16: autocast(fun)."
     )
 
 
 def _gradient(
-    product: Product, index: int, quantized: Sequence[Quantized], change: Quantized, dtype: Any
+    product: Product, index: int, quantized: Sequence[Quantized], cotangent: Quantized, dtype: Any
 ) -> Array:
     """Returns the gradient of the operand at `index`, by the transpose that JAX has for the product."""
     operand = jax.typeof(quantized[index].bits).update(dtype=np.dtype(jnp.bfloat16))
 
-    def transposed(other: Array, cotangent: Array) -> Array:
-        other, cotangent = (lax.convert_element_type(x, jnp.bfloat16) for x in (other, cotangent))
+    def transposed(*arrays: Array) -> Array:
+        other, of_result = (lax.convert_element_type(x, jnp.bfloat16) for x in arrays)
         of_operand = lambda x: product(x, other) if index == 0 else product(other, x)
-        return jax.linear_transpose(of_operand, operand)(cotangent)[0]
+        return jax.linear_transpose(of_operand, operand)(of_result)[0]
 
     def run(equation: Equation, operands: Sequence[Any]) -> Any:
         if equation.primitive.name == "dot_general":
@@ -177,4 +177,4 @@ def _gradient(
         return dataclasses.replace(x, bits=bind(equation, [x.bits])[0])
 
     other = quantized[1 - index]
-    return replay_transpose(transposed, (other.array, change.array), (other, change), run)
+    return replay_transpose(transposed, (other.array, cotangent.array), (other, cotangent), run)

@@ -1,17 +1,16 @@
 """A tensor in fp8, with one scale.
 
-The scale is a power of two, from the largest magnitude of the tensor itself ("current scaling"), so
-nothing is kept between steps. Activations and weights are in e4m3, which has three bits of mantissa.
-Cotangents are in e5m2, which has the exponents of float16. The dtypes and their uses are those of
-Micikevicius et al., FP8 formats for deep learning (2022), https://arxiv.org/abs/2209.05433.
+The scale, `step` in the code, is a power of two, from the largest magnitude of the tensor itself ("current
+scaling"), so nothing is kept from one train step to the next. Activations and weights are in e4m3, which
+has three bits of mantissa. Cotangents are in e5m2, which has the exponents of float16. The dtypes and their
+uses are those of Micikevicius et al., FP8 formats for deep learning (2022), https://arxiv.org/abs/2209.05433.
 
 The operations are written such that XLA makes few kernels of them on a GPU:
 
 - XLA makes only unary operations the epilogue of a reduction. So the step of a tensor is its maximum,
   divided by a constant and rounded to a power of two by `reduce_precision`: one small kernel.
-- The barrier of `quantize` makes XLA write a tensor once, in bfloat16, with the maxima of its parts in
-  the same kernel. Without the barrier XLA keeps the tensor in float32, or computes it twice.
-- Of an activation function its operand is written, not its result (`quantize_result`).
+- An activation function is computed twice, for its maximum and for its cast, so its result is never
+  written. The barrier of `quantize_result` keeps XLA from writing it in float32 between the two.
 """
 
 import dataclasses
@@ -56,27 +55,28 @@ def quantize(x: Array, dtype: np.dtype) -> Quantized:
     """Returns `x`, of float32 or bfloat16, in an fp8 dtype.
 
     The largest magnitude lies between 0.375 and 0.86 times the largest number of the dtype. If `x` holds
-    an inf or a NaN, so does every product of the result. The gradient of `x` does not come from here, but
-    `_first_order` sees if `x` is differentiated.
+    an inf or a NaN, so does every product of the result. The result has no gradient. Its step carries a
+    tangent, so that `_first_order` notices if `x` is differentiated.
     """
     return quantize_result(lambda x: x, x, x, dtype)
 
 
 def quantize_result(fun: Callable[[Array], Array], source: Array, x: Array, dtype: np.dtype) -> Quantized:
-    """Returns `x`, the result of the element-wise function `fun` of `source`, in an fp8 dtype.
+    """Returns `x`, the result of the activation function `fun` of `source`, in an fp8 dtype.
 
-    XLA computes the function twice, once for the largest magnitude and once for the cast, and does not write
-    `x`. For a GELU this moves 36 % fewer bytes.
+    XLA computes the function twice and does not write `x`. For a GELU this moves 36 % fewer bytes.
     """
     fixed = lax.stop_gradient(source)
-    step, fixed = lax.optimization_barrier((step_of(fun(fixed), dtype), fixed))
+    step = step_of(fun(fixed), dtype)
+    if source is not x:
+        step, fixed = lax.optimization_barrier((step, fixed))
     array = lax.convert_element_type(lax.convert_element_type(fun(fixed), jnp.float32) / step, dtype)
     return Quantized(lax.bitcast_convert_type(array, jnp.uint8), _differentiated(step, x), dtype)
 
 
 @jax.custom_jvp
 def _differentiated(step: Array, x: Array) -> Array:
-    """Returns `step` with a tangent of zero that JAX does not know to be zero, if `x` has a tangent."""
+    """Returns `step`. If `x` has a tangent, so has the result: zeros, but not symbolic zeros."""
     del x
     return step
 
@@ -92,14 +92,10 @@ def step_of(x: Array, dtype: np.dtype) -> Array:
     # 448 = 1.75 * 2**8 in e4m3, 57344 = 1.75 * 2**15 in e5m2. The rounding moves the maximum by at most a
     # half of the power of two, so `x / step` is at most 1.5 * 2**8, and 1.5 * 2**15.
     exponent = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
-    # The smallest step stands before the reduction: after it, XLA would run one more kernel. As the start of
-    # a `lax.reduce`, which runs a typed function, it would not compile on a mesh of explicit axes.
+    # The smallest step is applied before the reduction; after it, it would cost a kernel. It cannot be the
+    # start of a `lax.reduce`, which does not compile on a mesh of explicit axes.
     sizes = lax.abs(x) * np.asarray(2.0**-exponent, x.dtype)
     sizes = lax.max(sizes, np.asarray(_SMALLEST_STEP, x.dtype))
-    if dtype == BACKWARD and x.ndim > 1:
-        # The gradient of a bias is a sum over the same axes: XLA reads the cotangent once for both.
-        # Without the barrier XLA would make one reduction of the two.
-        sizes = lax.optimization_barrier(lax.reduce_max(sizes, tuple(range(x.ndim - 1))))
     largest = lax.reduce_max(sizes, tuple(range(sizes.ndim)))
     return lax.reduce_precision(lax.convert_element_type(largest, jnp.float32), 8, 0)
 

@@ -1,7 +1,7 @@
 """Compiles a step for a GPU that the machine does not have.
 
 The result is the optimized program for that GPU, with its library calls, kernels and memory. It cannot be
-run, so it tells nothing about time.
+run, so it says nothing about time.
 """
 
 import importlib.util

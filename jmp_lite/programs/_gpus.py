@@ -11,7 +11,7 @@ class Device:
     """The peak rates of a GPU, without sparsity, from NVIDIA's data sheets."""
 
     name: str
-    flops: Mapping[str, float]  # Per second, by precision. A missing format has the rate of XLA's choice.
+    flops: Mapping[str, float]  # Per second, by precision. XLA runs a missing one as another.
     bandwidth: float  # Bytes per second of the memory.
     memory: float  # In bytes.
     source: str  # Title and address of the data sheet.

@@ -58,7 +58,8 @@ class Instruction:
     def results(self) -> tuple[HloArray, ...]:
         """The arrays of its result."""
         # XLA splits an asynchronous instruction, such as an all-gather, into a `-start`, sometimes an
-        # `-update`, and a `-done`. The result of a `-start` holds its operands too, that of a `-done` not.
+        # `-update`, and a `-done`. The result of a `-start` also holds its operands; that of a `-done` does
+        # not.
         last = self
         while last.opcode.endswith(("-start", "-update")) and last.users:
             last = last.users[0]

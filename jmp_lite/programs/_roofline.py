@@ -83,7 +83,7 @@ class Roofline(Shown):
         return sum(row.fixed for row in self.modules) / self.seconds["float16"]
 
     def speedup(self, precision: str = "float16", over: str = "tf32") -> float:
-        """Returns how many times as fast the step is, at best, in `precision` as in `over`."""
+        """Returns the best possible speedup of the step in `precision` over `over`."""
         return self.seconds[over] / self.seconds[precision]
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
         fun: any function that JAX can trace: a loss, `jax.grad(autocast(loss_fn))`, a train step.
         dtypes: a dtype for each pattern over scopes and argument paths, as in the `rules` of `autocast`. The
             first pattern that matches a product decides. The dtype of a product is that of its operands. The
-            product that makes the gradient of a weight does not take the weight: for gradients name scopes.
+            product that makes the gradient of a weight does not take the weight, so select it by its scope.
 
     Returns:
         A function of the arguments of `fun` that returns nothing. A `jax.ShapeDtypeStruct` may stand for an
@@ -30,7 +30,7 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
     Raises:
         AssertionError: on a call, a product runs in another dtype, or no pattern matches it, or a pattern
             decides about no product. The message lists each product with its dtypes, scope, line and reason.
-        ValueError, TypeError: `dtypes` is no mapping of patterns to dtypes, or is empty.
+        ValueError, TypeError: `dtypes` is not a mapping of patterns to dtypes, or is empty.
 
     Examples:
         >>> def loss(w, x):

@@ -79,7 +79,7 @@ def assert_skips_nonfinite(
 
 
 def _filled(leaf: Any, value: float) -> Any:
-    """Returns an array of the same library: JAX compiles again for another."""
+    """Returns `leaf` filled with `value`, as an array of the same library, so the step is not recompiled."""
     library = jnp if isinstance(leaf, jax.Array) else np
     return library.full_like(leaf, value) if is_floating(leaf) else leaf
 

@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:autocast.*'fl
 @pytest.mark.parametrize(
     ("width", "triton", "flash", "kernels", "times", "elsewhere"),
     [
-        (4096, True, False, 96, 1.32, 1.17),
-        (2048, False, True, 98, 1.21, 1.41),
-        (4096, True, True, 80, 1.40, 1.30),
-        (2048, True, True, 80, 1.26, 1.28),
-        (2048, True, False, 96, 1.155, 1.10),
-        (4096, False, False, 115, 1.285, 1.23),
+        (4096, True, False, 90, 1.345, 1.11),
+        (2048, False, True, 96, 1.21, 1.41),
+        (4096, True, True, 75, 1.43, 1.21),
+        (2048, True, True, 75, 1.29, 1.19),
+        (2048, True, False, 90, 1.18, 1.07),
+        (4096, False, False, 113, 1.285, 1.23),
     ],
 )
 def test_all_dense_products_of_a_block_run_in_fp8_and_gain(width, triton, flash, kernels, times, elsewhere):
@@ -32,7 +32,7 @@ def test_all_dense_products_of_a_block_run_in_fp8_and_gain(width, triton, flash,
     assert fp8.kernels <= kernels
     assert fp8.product_bytes < 0.95 * bfloat16.product_bytes
     assert fp8.other_bytes < elsewhere * bfloat16.other_bytes
-    assert fp8.temporary_bytes < 1.05 * bfloat16.temporary_bytes
+    assert fp8.temporary_bytes < 1.08 * bfloat16.temporary_bytes
     assert bfloat16.seconds / fp8.seconds >= times
 
 

@@ -71,7 +71,7 @@ def _kept(op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype) -> 
     decision = _in_float32(op, operands, ruling)
     if ruling.category is not Category.ALLOW or not _widens(op, half):
         return decision
-    # JAX would multiply the float32 cotangent with half operands, on no Tensor Core.
+    # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do.
     action = Run((Take.AS_IS,) * len(operands), gradients=(half, half))
     return dataclasses.replace(decision, action=action, changed=True)
 
@@ -162,7 +162,7 @@ def _selects(operands: Sequence[State]) -> bool:
 
 
 def _half_params(op: Op, half: np.dtype) -> dict[str, Any]:
-    """Returns the parameters of a product that change for half operands: precisions are of float32."""
+    """Returns the parameters of a product that change in half. `precision` only applies to float32."""
     changed = {"preferred_element_type": half, "precision": None}
     return {name: value for name, value in changed.items() if op.equation.params.get(name) is not None}
 
@@ -186,7 +186,7 @@ def _outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules) -> D
     """Decides about a product without a sum, which runs as an element-wise operation does.
 
     Its gradients are products of half operands. The outer product itself may need float32, such as the
-    product of positions and frequencies. In a backward pass `_product` decides.
+    product of positions and frequencies. In a backward pass it is on the allow list, and `_product` decides.
     """
     half = rules.dtype
     if any(state.kind == Kind.BY_RULE for state in operands):
@@ -240,7 +240,7 @@ def _infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) ->
 def _half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
     """Decides about a residual sum that `half_sums` selects: it adds in half.
 
-    XLA would leave out the cast of a float32 sum to half, and store the sum in float32.
+    A float32 sum with a cast to half would not do: XLA drops the cast and stores the sum in float32.
     """
     reason = f"half_sums='{pattern}' selects it"
     return Decision(op, Category.INFER, Run(_in_half(op, operands)), (HALF_SUM,), reason, changed=True)
@@ -254,7 +254,7 @@ def _move(op: Op, operands: Sequence[State], wanted: bool, backward: bool) -> De
     outvars = op.equation.outvars
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
     both = len(results) == 1 and _moves_both(op, operands[0], wanted, backward)
-    # The constant of a loop that is in half outside has its array in float32 as well.
+    # A constant of a loop that is in half outside of it has a float32 array too, so ask for the half one.
     action = Move(tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands), both)
     changed = both or any(state.is_half for state in operands)
     return Decision(op, Category.MOVE, action, results, "it moves data and keeps its type", changed)
@@ -263,9 +263,9 @@ def _move(op: Op, operands: Sequence[State], wanted: bool, backward: bool) -> De
 def _moves_both(op: Op, operand: State, wanted: bool, backward: bool) -> bool:
     """Whether a value should move in both dtypes.
 
-    The transpose of a copy is a sum, which adds up in float32. A backward pass turns weights around for the
-    gradients of inputs. XLA would turn the float32 kernel of a convolution around, and cast it in a kernel of
-    its own.
+    The transpose of a copy is a sum, which adds up in float32. A backward pass transposes or reverses weights
+    for the gradients of inputs: XLA would reverse the float32 weights of a convolution, and cast them in a
+    kernel of its own.
     """
     if operand.is_half:
         return op.traits.gathers or op.traits.copies

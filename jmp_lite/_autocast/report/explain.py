@@ -141,7 +141,7 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
         A function of the arguments of `fun` that returns a `Report`.
 
     Raises:
-        TypeError: `fun` is not a function, or a transform of a function that autocast returned.
+        TypeError: `fun` is not callable, or it is a transform of a function that autocast returned.
         ValueError: autocast returned `fun`, which has a dtype of its own, and `dtype` is given as well.
 
     Examples:

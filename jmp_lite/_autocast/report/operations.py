@@ -111,8 +111,8 @@ def operations_of(
         times: how often it is run.
         origins: for each input, the path of the argument that it is; empty for a computed value.
         promotions: why products are in float32, by the `id` of their equations.
-        read: for each output, whether anything reads it. What computes unread outputs alone is left out, as
-            JAX drops it. None for every operation.
+        read: for each output, whether anything reads it. Operations that only unread outputs need are left
+            out, as JAX drops them. None for every operation.
     """
     inside = open_jaxpr(plan.jaxpr)
     states: dict[Var, State] = dict(zip((*inside.constvars, *inside.invars), plan.states))
