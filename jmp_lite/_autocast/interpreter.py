@@ -35,11 +35,11 @@ class Value:
         casts: casts of it that were made, by dtype. Those to fp8 are `Quantized`.
         path: for a half value, the same value in float32, to which the gradients of its float32 readers go
             (`planning.pairs`); None if they go to the half array.
-        again: `(fun, array)` if the value is `fun(array)`, an activation function of one half array. A cast
-            to fp8 then computes it again.
+        activation: `(fun, array)` if the value is `fun(array)`, an activation function of one half array,
+            which a cast to fp8 computes again.
     """
 
-    __slots__ = ("again", "casts", "native", "number", "path")
+    __slots__ = ("activation", "casts", "native", "number", "path")
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class Value:
         casts: dict[Any, Any] | None = None,
         number: float | None = None,
         path: Array | None = None,
-        again: tuple[Callable[[Array], Array], Array] | None = None,
+        activation: tuple[Callable[[Array], Array], Array] | None = None,
     ) -> None:
-        self.native, self.number, self.path, self.again = native, number, path, again
+        self.native, self.number, self.path, self.activation = native, number, path, activation
         self.casts = {} if casts is None else casts
 
     def copy(self) -> "Value":
@@ -198,7 +198,7 @@ class Interpreter:
         return [cast(array, self.half) if is_half else array for array, is_half in zip(arrays, narrow)]
 
     def _activation(self, action: Activation, sources: list[Value]) -> Value:
-        def activation(halves: list[Array], paths: list[Array | None]) -> Array:
+        def compute(halves: list[Array], paths: list[Array | None]) -> Array:
             wide = (
                 cast(x, jnp.float32) if path is None else widen(x, path) for x, path in zip(halves, paths)
             )
@@ -212,9 +212,9 @@ class Interpreter:
         halves = [source.to(self.half) for source in sources]
         # Without the barrier XLA stores each cotangent twice: in half and in float32.
         barred = lax.optimization_barrier(halves)
-        result = jax.checkpoint(activation)(barred, [source.path for source in sources])
-        again = (lambda x: activation([x], [None]), halves[0]) if len(halves) == 1 else None
-        return Value(result, again=again)
+        result = jax.checkpoint(compute)(barred, [source.path for source in sources])
+        activation = (lambda x: compute([x], [None]), halves[0]) if len(halves) == 1 else None
+        return Value(result, activation=activation)
 
     def _move(self, equation: Equation, action: Move, operands: list[Value]) -> list[Value]:
         """Moves a half value and its path. XLA drops the moves whose results nothing reads."""

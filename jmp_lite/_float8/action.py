@@ -38,7 +38,7 @@ class Value(Protocol):
 
     casts: dict[Any, Any]  # Its casts that were made, by dtype; `cast_to_float8` adds those to fp8.
     # `(fun, array)` if the value is `fun(array)`, an activation function of one half array; else None.
-    again: tuple[Callable[[Array], Array], Array] | None
+    activation: tuple[Callable[[Array], Array], Array] | None
 
     def to(self, dtype: Any) -> Array:
         """Returns the value in float32 or in half."""
@@ -64,20 +64,21 @@ class Float8:
 def cast_to_float8(value: Value, array: Array, dtype: np.dtype) -> Quantized:
     """Returns `array`, a value in float32 or in half, in an fp8 dtype. The value keeps the first answer."""
     if dtype not in value.casts:
-        again = value.again
-        quantized = quantize(array, dtype) if again is None else quantize_result(*again, array, dtype)
-        value.casts[dtype] = quantized
+        if value.activation is None:
+            value.casts[dtype] = quantize(array, dtype)
+        else:
+            value.casts[dtype] = quantize_result(*value.activation, array, dtype)
     return value.casts[dtype]
 
 
 def float8_action(
-    backward: bool, exact: Sequence[bool], result: np.dtype | None, gradients: Sequence[np.dtype]
+    backward: bool, are_arguments: Sequence[bool], result: np.dtype | None, gradients: Sequence[np.dtype]
 ) -> Float8:
     """Returns the action of a product in fp8.
 
     Args:
         backward: whether the product is a part of a backward pass.
-        exact: for each operand, whether it is an argument, such as a weight.
+        are_arguments: for each operand, whether it is an argument, such as a weight.
         result: the dtype of the result; None for bfloat16.
         gradients: for each operand, the dtype that the product of its gradient gives; empty for bfloat16.
     """
@@ -85,7 +86,7 @@ def float8_action(
     # JAX's transpose of a product has the cotangent as its first operand.
     formats = BACKWARD if backward else FORWARD, FORWARD
     # Weights are cast from float32. Activations go through bfloat16, which XLA writes once for all readers.
-    sources = tuple(np.dtype(np.float32) if is_exact else half for is_exact in exact)
+    sources = tuple(np.dtype(np.float32) if is_argument else half for is_argument in are_arguments)
     return Float8(formats, sources, result or half, tuple(gradients) or (half, half))
 
 

@@ -1,11 +1,13 @@
 """The estimate of a step's time."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jmp_lite.programs import Launch, Program, read_program, roofline
-from jmp_lite.programs._gpus import DEVICES, PRECISIONS
+from jmp_lite.programs import Launch, Program, compile_for, mesh_for, read_program, roofline
+from jmp_lite.programs._gpus import DESCRIPTIONS, DEVICES, PRECISIONS
 from jmp_lite.programs._roofline import module_of
 from tests.support.compiled_programs import ROWS, TWO_WEIGHTS, two_modules
 
@@ -24,6 +26,18 @@ def test_the_balance_of_a_v100_is_the_one_of_nvidias_guide():
     """125 TFLOPS and 900 GB/s are 139 FLOPs a byte."""
     assert round(DEVICES["v100"].balance("float16")) == 139
     assert DEVICES["v100"].balance("float32") == pytest.approx(15.7e12 / 900e9)
+
+
+def test_docstrings_and_the_page_name_every_gpu():
+    page = Path(__file__).parents[2].joinpath("docs", "diagnosis.md").read_text()
+    named = {
+        "roofline": (roofline.__doc__, DEVICES),
+        "compile_for": (compile_for.__doc__, DESCRIPTIONS),
+        "mesh_for": (mesh_for.__doc__, DESCRIPTIONS),
+        "docs/diagnosis.md": (page, DESCRIPTIONS),
+    }
+    missing = lambda text, gpus: [gpu for gpu in gpus if f'"{gpu}"' not in text]
+    assert not {where: gpus for where, of in named.items() if (gpus := missing(*of))}
 
 
 # TFLOPS in float32, TF32, bfloat16, float16 and float8 without sparsity, GB/s and GB: NVIDIA's data sheets.

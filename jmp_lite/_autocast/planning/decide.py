@@ -177,8 +177,9 @@ def _in_float8(
     rule = min(selecting, key=rules.scopes.index, default=None)
     if why_not := why_not_float8(decision.op.equation, rule):
         return dataclasses.replace(decision, reason=decision.reason + NOT_FP8 + why_not)
-    exact = [state.exact_source for state in operands]
-    in_fp8 = float8_action(is_backward, exact, action.params.get("preferred_element_type"), action.gradients)
+    are_arguments = [state.exact_source for state in operands]
+    result = action.params.get("preferred_element_type")
+    in_fp8 = float8_action(is_backward, are_arguments, result, action.gradients)
     return dataclasses.replace(decision, action=in_fp8, reason=f"{decision.reason}; in fp8")
 
 

@@ -102,7 +102,7 @@ _DATA = "The data in {name} is not finite. jmp.with_loss_scale skips the steps o
 # The first that fits is given, so the special ones come first.
 _HINTS: tuple[tuple[Callable[[_Case], Any], str], ...] = (
     (
-        lambda case: case.of("gather", "dynamic_gather") and case.origin.is_nan,
+        lambda case: case.of("gather") and case.origin.is_nan,
         "JAX fills elements whose index is out of bounds with NaN. The indices, such as labels or tokens, "
         "may be larger than the table.",
     ),
