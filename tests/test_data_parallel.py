@@ -78,9 +78,8 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     two = ("--processes", "2", "--devices", "4")
     found = {"whole": finish(start(folder, "whole", *two, "--variants"))}
-    for _ in range(
-        2
-    ):  # On a busy machine the processes may not find one another in time. Then no step is saved.
+    # On a busy machine the processes may not find one another in time. Then no step is saved.
+    for _ in range(2):
         found["killed"] = finish(start(folder, "killed", *two, "--die-at", str(KILLED)))
         if any(path.is_dir() for path in (folder / "killed").glob("*")):
             break

@@ -139,7 +139,7 @@ class Interpreter:
                 case Run():
                     return [Value(self._product(equation, action, operands))]
                 case Float8():
-                    return [Value(action.run(equation, operands))]
+                    return [Value(self._float8(equation, action, operands))]
                 case Move():
                     return self._move(equation, action, operands)
                 case Call():
@@ -188,6 +188,9 @@ class Interpreter:
         # XLA cannot write a float32 result of bfloat16 operands transposed on a CPU.
         barred = lambda *operands: lax.optimization_barrier(product(*operands))
         return product_with_half_gradients(barred, half_product, arrays, halves)
+
+    def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> Array:
+        return action.run(equation, operands)
 
     def _half_product(self, equation: Equation) -> Callable[[Array, Array], Array]:
         return _product(equation, {"preferred_element_type": self.half, "precision": None})

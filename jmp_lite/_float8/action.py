@@ -3,8 +3,8 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +33,6 @@ NOT_FP8 = "; bfloat16, not fp8: "
 """In the reason of a product, separates why it is in half from why it is not in fp8."""
 
 
-class Value(Protocol):
-    """A value of the program, as the interpreter keeps it."""
-
-    casts: dict[Any, Any]  # Its casts that were made, by dtype; `cast_to_float8` adds those to fp8.
-    # `(fun, array)` if the value is `fun(array)`, an activation function of one half array; else None.
-    activation: tuple[Callable[[Array], Array], Array] | None
-
-    def to(self, dtype: Any) -> Array:
-        """Returns the value in float32 or in half."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Float8:
     """Runs a product in fp8."""
@@ -54,34 +42,28 @@ class Float8:
     result: np.dtype
     gradients: tuple[np.dtype, ...]  # For each operand, the dtype that the product of its gradient gives.
 
-    def run(self, equation: Equation, operands: Sequence[Value]) -> Array:
-        """Returns the product. Each operand keeps its cast to fp8 for other products."""
+    def run(self, equation: Equation, operands: Sequence[Any]) -> Array:
+        """Returns the product of values of the interpreter, which keep their casts for other products."""
         arrays = [value.to(source) for value, source in zip(operands, self.sources, strict=True)]
         quantized = list(map(cast_to_float8, operands, arrays, self.formats))
         return float8_product(equation, arrays, quantized, self.result, self.gradients)
 
 
-def cast_to_float8(value: Value, array: Array, dtype: np.dtype) -> Quantized:
+def cast_to_float8(value: Any, array: Array, dtype: np.dtype) -> Quantized:
     """Returns `array`, a value in float32 or in half, in an fp8 dtype. The value keeps the first answer."""
     if dtype not in value.casts:
         if value.activation is None:
             value.casts[dtype] = quantize(array, dtype)
         else:
-            value.casts[dtype] = quantize_result(*value.activation, array, dtype)
+            fun, source = value.activation
+            value.casts[dtype] = quantize_result(fun, source, array, dtype)
     return value.casts[dtype]
 
 
 def float8_action(
     backward: bool, are_arguments: Sequence[bool], result: np.dtype | None, gradients: Sequence[np.dtype]
 ) -> Float8:
-    """Returns the action of a product in fp8.
-
-    Args:
-        backward: whether the product is a part of a backward pass.
-        are_arguments: for each operand, whether it is an argument, such as a weight.
-        result: the dtype of the result; None for bfloat16.
-        gradients: for each operand, the dtype that the product of its gradient gives; empty for bfloat16.
-    """
+    """Returns the action of a product in fp8. Without dtypes of their own, all results are in bfloat16."""
     half = np.dtype(jnp.bfloat16)
     # JAX's transpose of a product has the cotangent as its first operand.
     formats = BACKWARD if backward else FORWARD, FORWARD

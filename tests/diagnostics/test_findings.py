@@ -53,7 +53,7 @@ measure = jax.jit(PROBE.measure)
 
 
 def ranges(*lost):
-    """A report with modules of 100 gradients, of which some become zero in float16."""
+    """A report of modules with 100 gradients each, and how many of them become zero in float16."""
     rows = [
         ModuleRange(f"layer_{number}", "backward", PROBE.read(np.asarray(measure(gradients))), 0)
         for number, gradients in enumerate(np.repeat([1e-9, 1.0], (each, 100 - each)) for each in lost)

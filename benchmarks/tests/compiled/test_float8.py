@@ -11,20 +11,23 @@ from jmp_lite.programs import compile_for, mesh_for, read_program
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:autocast.*'float8'")]
 
 
-# The last two are the estimate, and the bytes of all kernels that are no products, each beside bfloat16.
+# The last three are the estimate, the bytes of all kernels that are no products, and the memory, each beside
+# bfloat16.
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
-    ("width", "triton", "flash", "kernels", "times", "elsewhere"),
+    ("width", "triton", "flash", "kernels", "times", "elsewhere", "held"),
     [
-        (4096, True, False, 90, 1.345, 1.11),
-        (2048, False, True, 96, 1.21, 1.41),
-        (4096, True, True, 75, 1.43, 1.21),
-        (2048, True, True, 75, 1.29, 1.19),
-        (2048, True, False, 90, 1.18, 1.07),
-        (4096, False, False, 113, 1.285, 1.23),
+        (4096, True, False, 90, 1.345, 1.11, 1.0),
+        (2048, False, True, 96, 1.21, 1.41, 1.05),
+        (4096, True, True, 75, 1.43, 1.21, 0.6),
+        (2048, True, True, 75, 1.29, 1.19, 1.08),
+        (2048, True, False, 90, 1.18, 1.07, 1.0),
+        (4096, False, False, 113, 1.285, 1.23, 1.0),
     ],
 )
-def test_all_dense_products_of_a_block_run_in_fp8_and_gain(width, triton, flash, kernels, times, elsewhere):
+def test_all_dense_products_of_a_block_run_in_fp8_and_gain(
+    width, triton, flash, kernels, times, elsewhere, held
+):
     costs = float8.measure(width, triton, flash)
     bfloat16, fp8 = costs["bfloat16"], costs["float8"]
     assert fp8.products == bfloat16.products == (12 if flash else 18)
@@ -32,7 +35,7 @@ def test_all_dense_products_of_a_block_run_in_fp8_and_gain(width, triton, flash,
     assert fp8.kernels <= kernels
     assert fp8.product_bytes < 0.95 * bfloat16.product_bytes
     assert fp8.other_bytes < elsewhere * bfloat16.other_bytes
-    assert fp8.temporary_bytes < 1.08 * bfloat16.temporary_bytes
+    assert fp8.temporary_bytes < held * bfloat16.temporary_bytes
     assert bfloat16.seconds / fp8.seconds >= times
 
 

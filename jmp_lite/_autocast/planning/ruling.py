@@ -114,14 +114,15 @@ def _ruling(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes)
 
 def _ruling_on_product(op: Op, scope: str, is_backward: bool, rules: Rules) -> Ruling:
     reason = _why_not_half(op.equation, rules)
+    rule = rules.pattern_for(scope) if rules.float8 else None
     if op.category is Category.ALLOW:
         # The products of a backward pass give half, as those of other products do.
         pattern = "" if is_backward else rules.float32_result_for(scope)
-        rule = rules.pattern_for(scope) if rules.float8 else None
         return Ruling(op.category, reason, pattern, float8_rule=rule)
     # In a backward pass an outer product is the gradient of a product, and runs as the others do.
     is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
-    return Ruling(Category.ALLOW if is_gradient and not reason else op.category, reason)
+    category = Category.ALLOW if is_gradient and not reason else op.category
+    return Ruling(category, reason, float8_rule=rule)
 
 
 _CALL, _AS_TRACED = Ruling(Category.CALL), Ruling(Category.AS_TRACED)

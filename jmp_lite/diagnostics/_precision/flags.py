@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from ..._jaxpr.bind import bind, cast, reuse
 from ..._jaxpr.inner import inner_jaxprs, with_inner_jaxprs
 from ..._jaxpr.precision import only_own_precisions
 from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import Array, Equation, Jaxpr, Var, context_of
+from ..._jaxpr.read import Array, Equation, Jaxpr, Var
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, in_float8
 from .._values.trace import EVERY_CAST, LossCall, trace
@@ -160,13 +160,7 @@ class FlaggedProgram:
 class _Interpreter(Interpreter):
     """Keeps the casts of literals and the rounding to fp8 in the program, so that flags switch them."""
 
-    def _run_equation(self, equation: Equation, action: Any, read: Callable[[Var], Value]) -> Sequence[Value]:
-        if not isinstance(action, Float8):
-            return super()._run_equation(equation, action, read)
-        with context_of(equation):
-            return [Value(self._rounded_to_float8(equation, action, list(map(read, equation.invars))))]
-
-    def _rounded_to_float8(self, equation: Equation, action: Float8, operands: list[Value]) -> Array:
+    def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
         rest = max(read.flags_of(equation) or (), default=0)
         arrays = [

@@ -18,7 +18,7 @@ OFF = 2.0**-11 / (
 
 
 def squares(x, params):
-    """Two products, of which the second one and its gradient are twice as large; all else is exact."""
+    """Two matmuls, the only inexact operations. The second one and its gradient are twice as large."""
     return jnp.sum((params["a"].T @ x.T) ** 2 + (params["b"].T @ x.T) ** 2) / 2
 
 
