@@ -10,6 +10,7 @@ from flax import nnx
 import jmp_lite as jmp
 from jmp_lite import linen
 from jmp_lite import nnx as under_nnx
+from jmp_lite._flax.calls import _is_shared
 from tests.support.jaxprs import products
 from tests.support.policies import F16, SEQUENCE, each_policy
 
@@ -101,6 +102,13 @@ def test_the_gradient_of_rows_that_a_batch_shares_is_summed_in_float32_on_reques
 
     assert count("float32") == 10_009
     assert count(None) != 10_009  # The addition is in half precision.
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_shared"), [((), True), ((5,), True), ((1, 5), True), ((2, 5), False), ((2, 1), False)]
+)
+def test_indices_without_a_batch_are_shared_by_the_batch(shape, is_shared):
+    assert _is_shared(jnp.zeros(shape, jnp.int32)) is is_shared
 
 
 @each_library
