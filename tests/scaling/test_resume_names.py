@@ -122,6 +122,8 @@ def distinct(state):
     params=trees,
 )
 def test_every_parameter_gets_its_own_moments(name, before, after, form, params):
+    # One `optax.apply_if_finite` in another: which of them `tx` has is not clear, and `resume` raises.
+    hypothesis.assume(not (name == "not finite" and before == "apply if finite"))
     old_tx, old_inner = (part if n else part(OPTIMIZERS[name]) for n, part in enumerate(WRAPPED[before]))
     tx, inner = (part if n else part(OPTIMIZERS[name]) for n, part in enumerate(WRAPPED[after]))
     old = distinct(old_tx.init(params))
