@@ -16,7 +16,7 @@ from jax import lax
 
 from .._float8.action import Float8, cast_to_float8
 from .._float8.quantize import FORWARD
-from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse, widen
+from .._jaxpr.bind import bar_cotangent, bind, bind_repeated, cast, is_differentiated, kind_of, reuse, widen
 from .._jaxpr.calls import Body, Outputs
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
 from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, is_literal, open_jaxpr
@@ -35,11 +35,12 @@ class Value:
         casts: casts of it that were made, by dtype. Those to fp8 are `Quantized`.
         path: for a half value, the same value in float32, to which the gradients of its float32 readers go
             (`planning.pairs`); None if they go to the half array.
-        activation: `(fun, array)` if the value is `fun(array)`, an activation function of one half array,
-            which a cast to fp8 computes again.
+        remat: `(fun, arrays)` if the value in half is `fun(arrays)`: the sum of a matmul's result and a bias,
+            or an activation function of one value. An activation function computes a sum again, and a cast to
+            fp8 computes either again, so XLA need not write the value for them.
     """
 
-    __slots__ = ("activation", "casts", "native", "number", "path")
+    __slots__ = ("casts", "native", "number", "path", "remat")
 
     def __init__(
         self,
@@ -47,9 +48,9 @@ class Value:
         casts: dict[Any, Any] | None = None,
         number: float | None = None,
         path: Array | None = None,
-        activation: tuple[Callable[[Array], Array], Array] | None = None,
+        remat: tuple[Callable[[Any], Array], Any] | None = None,
     ) -> None:
-        self.native, self.number, self.path, self.activation = native, number, path, activation
+        self.native, self.number, self.path, self.remat = native, number, path, remat
         self.casts = {} if casts is None else casts
 
     def copy(self) -> "Value":
@@ -161,7 +162,10 @@ class Interpreter:
     def _bind(self, equation: Equation, action: Run, operands: list[Value]) -> list[Value]:
         run = self._how_to_bind(equation)
         results = run(equation, self._operands(equation, action, operands), **action.params)
-        return list(map(Value, self._narrowed(results, action.narrow)))
+        values = list(map(Value, self._narrowed(results, action.narrow)))
+        if Take.BROADCAST in action.operands:
+            values[0].remat = self._remat_of_bias(equation, action, operands)
+        return values
 
     def _how_to_bind(self, equation: Equation) -> Callable[..., list[Array]]:
         return bind_repeated if self._counts and self._counts[kind_of(equation)] > 1 else bind
@@ -171,6 +175,22 @@ class Interpreter:
             cast(jnp.broadcast_to(value.to(jnp.float32), equation.outvars[0].aval.shape), self.half)
             if take is Take.BROADCAST
             else self.take(value, take)
+            for value, take in zip(operands, action.operands, strict=True)
+        ]
+
+    def _remat_of_bias(self, equation: Equation, action: Run, operands: list[Value]) -> Any:
+        """Returns the `remat` of an operation that broadcasts an operand, such as a bias."""
+
+        def again(arrays: list[tuple[Array, Array | None]]) -> Array:
+            values = [Value(array, path=path) for array, path in arrays]
+            with context_of(equation):
+                (result,) = bind(equation, self._operands(equation, action, values), **action.params)
+            return cast(result, self.half)
+
+        return again, [
+            (value.to(self.half), value.to(jnp.float32))
+            if take is Take.BROADCAST
+            else (self.take(value, take), None)
             for value, take in zip(operands, action.operands, strict=True)
         ]
 
@@ -201,7 +221,7 @@ class Interpreter:
         return [cast(array, self.half) if is_half else array for array, is_half in zip(arrays, narrow)]
 
     def _activation(self, action: Activation, sources: list[Value]) -> Value:
-        def compute(halves: list[Array], paths: list[Array | None]) -> Array:
+        def compute(halves: Sequence[Array], paths: Sequence[Array | None]) -> Array:
             wide = (
                 cast(x, jnp.float32) if path is None else widen(x, path) for x, path in zip(halves, paths)
             )
@@ -212,12 +232,21 @@ class Interpreter:
                     known.update(zip(equation.outvars, bind(equation, operands), strict=True))
             return cast(known[action.equations[-1].outvars[0]], self.half)
 
-        halves = [source.to(self.half) for source in sources]
-        # Without the barrier XLA stores each cotangent twice: in half and in float32.
-        barred = lax.optimization_barrier(halves)
-        result = jax.checkpoint(compute)(barred, [source.path for source in sources])
-        activation = (lambda x: compute([x], [None]), halves[0]) if len(halves) == 1 else None
-        return Value(result, activation=activation)
+        # A value with a path gets its gradient there, so it is not computed from other arrays.
+        remats = [
+            value.remat if value.remat and value.path is None else (lambda x: x, value.to(self.half))
+            for value in sources
+        ]
+        funs, arrays = zip(*remats)
+
+        def run(arrays: Any, paths: Any) -> Array:
+            # Without the barrier XLA stores each cotangent twice: in half and in float32.
+            halves = [bar_cotangent(fun(each)) for fun, each in zip(funs, arrays)]
+            return compute(halves, paths)
+
+        result = jax.checkpoint(run)(arrays, [value.path for value in sources])
+        again = lambda each: compute([funs[0](each)], [None])
+        return Value(result, remat=(again, arrays[0]) if len(sources) == 1 else None)
 
     def _move(self, equation: Equation, action: Move, operands: list[Value]) -> list[Value]:
         """Moves a half value and its path. XLA drops the moves whose results nothing reads."""

@@ -52,11 +52,10 @@ class Float8:
 def cast_to_float8(value: Any, array: Array, dtype: np.dtype) -> Quantized:
     """Returns `array`, a value in float32 or in half, in an fp8 dtype. The value keeps the first answer."""
     if dtype not in value.casts:
-        if value.activation is None:
+        if value.remat is None:
             value.casts[dtype] = quantize(array, dtype)
         else:
-            fun, source = value.activation
-            value.casts[dtype] = quantize_result(fun, source, array, dtype)
+            value.casts[dtype] = quantize_result(*value.remat, array, dtype)
     return value.casts[dtype]
 
 

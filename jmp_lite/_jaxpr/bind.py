@@ -155,3 +155,14 @@ def _widen(half: Array, path: Array) -> Array:
 def _widen_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     # Not `_widen` itself: a policy of `jax.checkpoint` should see a cast.
     return lax.convert_element_type(primals[0], primals[1].dtype), tangents[1]
+
+
+@jax.custom_jvp
+def bar_cotangent(x: Array) -> Array:
+    """Returns `x`. Its cotangent passes an optimization barrier."""
+    return x
+
+
+@bar_cotangent.defjvp
+def _bar_cotangent_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return primals[0], lax.optimization_barrier(tangents[0])

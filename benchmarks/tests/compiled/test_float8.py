@@ -11,22 +11,22 @@ from jmp_lite.programs import compile_for, mesh_for, read_program
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:autocast.*'float8'")]
 
 
-# The last three are the estimate, the bytes of all kernels that are no products, and the memory, each beside
-# bfloat16.
+# `milliseconds` are the estimates for bfloat16 and fp8. The last three columns are the estimate, the bytes of
+# all kernels that are not products, and the memory, each beside bfloat16.
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
-    ("width", "triton", "flash", "kernels", "times", "elsewhere", "held"),
+    ("width", "triton", "flash", "kernels", "milliseconds", "times", "elsewhere", "held"),
     [
-        (4096, True, False, 90, 1.345, 1.11, 1.0),
-        (2048, False, True, 96, 1.21, 1.41, 1.05),
-        (4096, True, True, 75, 1.43, 1.21, 0.6),
-        (2048, True, True, 75, 1.29, 1.19, 1.08),
-        (2048, True, False, 90, 1.18, 1.07, 1.0),
-        (4096, False, False, 113, 1.285, 1.23, 1.0),
+        (4096, True, False, 90, (20.48, 15.17), 1.345, 1.14, 1.0),
+        (2048, False, True, 96, (5.42, 4.45), 1.21, 1.41, 1.05),
+        (4096, True, True, 75, (17.82, 12.48), 1.425, 1.28, 0.6),
+        (2048, True, True, 75, (5.28, 4.07), 1.29, 1.25, 1.08),
+        (2048, True, False, 90, (7.76, 6.57), 1.175, 1.08, 1.0),
+        (4096, False, False, 113, (20.92, 16.11), 1.29, 1.22, 1.0),
     ],
 )
 def test_all_dense_products_of_a_block_run_in_fp8_and_gain(
-    width, triton, flash, kernels, times, elsewhere, held
+    width, triton, flash, kernels, milliseconds, times, elsewhere, held
 ):
     costs = float8.measure(width, triton, flash)
     bfloat16, fp8 = costs["bfloat16"], costs["float8"]
@@ -36,6 +36,8 @@ def test_all_dense_products_of_a_block_run_in_fp8_and_gain(
     assert fp8.product_bytes < 0.95 * bfloat16.product_bytes
     assert fp8.other_bytes < elsewhere * bfloat16.other_bytes
     assert fp8.temporary_bytes < held * bfloat16.temporary_bytes
+    assert 1e3 * bfloat16.seconds < milliseconds[0]
+    assert 1e3 * fp8.seconds < milliseconds[1]
     assert bfloat16.seconds / fp8.seconds >= times
 
 
