@@ -36,8 +36,8 @@ class Value:
         path: for a half value, the same value in float32, to which the gradients of its float32 readers go
             (`planning.pairs`); None if they go to the half array.
         remat: `(fun, arrays)` if the value in half is `fun(arrays)`: the sum of a matmul's result and a bias,
-            or an activation function of one value. An activation function computes a sum again, and a cast to
-            fp8 computes either again, so XLA need not write the value for them.
+            or an activation function of one value. An activation function computes a sum again and a cast to
+            fp8 computes either again, so XLA need not write the value.
     """
 
     __slots__ = ("casts", "native", "number", "path", "remat")
@@ -163,7 +163,7 @@ class Interpreter:
         run = self._how_to_bind(equation)
         results = run(equation, self._operands(equation, action, operands), **action.params)
         values = list(map(Value, self._narrowed(results, action.narrow)))
-        if Take.BROADCAST in action.operands:
+        if action.remat:
             values[0].remat = self._remat_of_bias(equation, action, operands)
         return values
 

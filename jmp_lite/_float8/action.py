@@ -55,7 +55,8 @@ def cast_to_float8(value: Any, array: Array, dtype: np.dtype) -> Quantized:
         if value.remat is None:
             value.casts[dtype] = quantize(array, dtype)
         else:
-            value.casts[dtype] = quantize_result(*value.remat, array, dtype)
+            fun, arrays = value.remat
+            value.casts[dtype] = quantize_result(fun, arrays, array, dtype)
     return value.casts[dtype]
 
 

@@ -52,6 +52,7 @@ class Run:
     gradients: tuple[np.dtype, ...] = ()
     # Whether a product that makes a weight gradient runs with its operands in the other order.
     swapped: bool = False
+    remat: bool = False  # Whether those who read the result of a sum with a bias compute the sum again.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._float8.action import Float8
 from ..._jaxpr.bind import is_reverse_only
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.precision import configured_precision, params_with_precision
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import AUTOCAST_SCOPE, Array, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
-from .activations import inner_members
+from .activations import Activations, inner_members
 from .checkpoints import kept_in_half
 from .decide import decide
 from .demand import Analysis, DemandPass, Wanted, wanted_inside
@@ -112,6 +113,7 @@ class Planner:
         ends = [index for index, decision in enumerate(decisions) if isinstance(decision.action, Activation)]
         for index in inner_members(analysis.ops, analysis.activations, ends):
             decisions[index] = dataclasses.replace(decisions[index], action=Skip(), reason=_PART)
+        decisions = [_with_remat(decision, decisions, analysis.activations) for decision in decisions]
         if context.recomputed:
             decisions = [dataclasses.replace(each, action=rounded(each.action)) for each in decisions]
         pairs = find_pairs(inside, decisions, state_of)
@@ -261,6 +263,23 @@ def _activation(
     action = Activation(activations.sources[out], tuple(member.op.equation for member in members))
     reason = "a function of half values, computed in float32; only products read it"
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
+
+
+def _with_remat(decision: Decision, decisions: Sequence[Decision], activations: Activations) -> Decision:
+    """Returns a decision by which the readers of a sum with a bias compute the sum again.
+
+    These are activation functions and products in fp8. If others read the sum too, the backward pass would
+    keep the sum beside the result of the matmul.
+    """
+    action = decision.action
+    if not isinstance(action, Run) or Take.BROADCAST not in action.operands:
+        return decision
+    (out,) = decision.op.equation.outvars
+    readers = [decisions[index].action for index in activations.consumers[out]]
+    computes = lambda reader: reader == Skip() or isinstance(reader, (Activation, Float8))
+    if activations.outputs[out] or not all(map(computes, readers)):
+        return decision
+    return dataclasses.replace(decision, action=dataclasses.replace(action, remat=True))
 
 
 def _number(value: Array) -> float | None:
