@@ -232,12 +232,7 @@ class Interpreter:
                     known.update(zip(equation.outvars, bind(equation, operands), strict=True))
             return cast(known[action.equations[-1].outvars[0]], self.half)
 
-        # A value with a path gets its gradient there, so it is not computed from other arrays.
-        remats = [
-            value.remat if value.remat and value.path is None else (lambda x: x, value.to(self.half))
-            for value in sources
-        ]
-        funs, arrays = zip(*remats)
+        funs, arrays = zip(*(value.remat or (lambda x: x, value.to(self.half)) for value in sources))
 
         def run(arrays: Any, paths: Any) -> Array:
             # Without the barrier XLA stores each cotangent twice: in half and in float32.

@@ -95,6 +95,7 @@ def test_the_backward_pass_keeps_a_matmul_without_its_bias_or_with_it_but_not_bo
     """XLA adds the bias where an activation function reads the sum, so it need not write the sum."""
     bias = jnp.linspace(-1, 1, 8)
     only_gelu = lambda y: jax.nn.gelu(y) @ W
+    another_matmul = lambda y: only_gelu(y) + jnp.sin(y @ W)
     product = (X.astype(half) @ W.astype(half)).astype("float32")
 
     def keeps(fun):
@@ -104,7 +105,7 @@ def test_the_backward_pass_keeps_a_matmul_without_its_bias_or_with_it_but_not_bo
         return is_kept(product), is_kept(product + bias)
 
     assert keeps(only_gelu) == (True, False)
-    assert keeps(lambda y: only_gelu(y) + jnp.sin(y @ W)) == (False, True)
+    assert keeps(another_matmul) == (False, True)
 
 
 @each_half
@@ -123,7 +124,7 @@ def test_a_bias_in_front_of_an_activation_function_is_cast_once_and_its_gradient
 
 READERS = {
     "the activation function": lambda y: jax.nn.gelu(y) @ W,
-    "two activation functions": lambda y: jax.nn.gelu(y) @ W + jax.nn.silu(y) @ W.T,
+    "two activation functions": lambda y: jax.nn.gelu(y) @ W + jax.nn.gelu(y, approximate=False) @ W.T,
     "a product of activation functions": lambda y: (jax.nn.silu(y) * y) @ W,
     "a matmul too": lambda y: jax.nn.gelu(y) @ W + y @ W,
     "float32 too": lambda y: jax.nn.gelu(y) @ W + jnp.exp(y),

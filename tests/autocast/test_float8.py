@@ -206,6 +206,13 @@ def test_the_cast_of_an_activation_function_or_of_a_sum_with_a_bias_computes_it_
     assert np.array_equal(again.bits, once.bits)
 
 
+def test_the_cast_of_an_activation_function_has_the_bias_in_front_of_it():
+    bias = jnp.linspace(-2, 2, 32)
+    for act in (jax.nn.gelu, lambda y: y):
+        fun = lambda w, x, act=act: act(x @ w + bias) @ w
+        assert relative_error(float8(fun)(W, XS), fun(W, XS)) < 0.06
+
+
 def test_what_is_kept_for_the_backward_pass_has_one_byte_a_number():
     """A product keeps its operands in fp8; in bfloat16 it keeps them in half."""
     loss = lambda w, x: jnp.sum(PROGRAMS["scan"](w, x))

@@ -277,7 +277,7 @@ def _with_remat(decision: Decision, decisions: Sequence[Decision], activations: 
     (out,) = decision.op.equation.outvars
     readers = [decisions[index].action for index in activations.consumers[out]]
     computes = lambda reader: reader == Skip() or isinstance(reader, (Activation, Float8))
-    if activations.outputs[out] or not all(map(computes, readers)):
+    if not all(map(computes, readers)):
         return decision
     return dataclasses.replace(decision, action=dataclasses.replace(action, remat=True))
 
