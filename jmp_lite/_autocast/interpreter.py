@@ -135,6 +135,8 @@ class Interpreter:
         operands = list(map(read, equation.invars))
         with context_of(equation):
             match action:
+                case Run(remat=True):
+                    return [self._sum_with_bias(equation, action, operands)]
                 case Run(gradients=()):
                     return self._bind(equation, action, operands)
                 case Run():
@@ -162,10 +164,7 @@ class Interpreter:
     def _bind(self, equation: Equation, action: Run, operands: list[Value]) -> list[Value]:
         run = self._how_to_bind(equation)
         results = run(equation, self._operands(equation, action, operands), **action.params)
-        values = list(map(Value, self._narrowed(results, action.narrow)))
-        if action.remat:
-            values[0].remat = self._remat_of_bias(equation, action, operands)
-        return values
+        return list(map(Value, self._narrowed(results, action.narrow)))
 
     def _how_to_bind(self, equation: Equation) -> Callable[..., list[Array]]:
         return bind_repeated if self._counts and self._counts[kind_of(equation)] > 1 else bind
@@ -178,21 +177,22 @@ class Interpreter:
             for value, take in zip(operands, action.operands, strict=True)
         ]
 
-    def _remat_of_bias(self, equation: Equation, action: Run, operands: list[Value]) -> Any:
-        """Returns the `remat` of an operation that broadcasts an operand, such as a bias."""
+    def _sum_with_bias(self, equation: Equation, action: Run, operands: list[Value]) -> Value:
+        """Runs an operation that broadcasts an operand, such as a bias, and that its readers run again."""
 
-        def again(arrays: list[tuple[Array, Array | None]]) -> Array:
+        def add(arrays: list[tuple[Array, Array | None]]) -> Array:
             values = [Value(array, path=path) for array, path in arrays]
             with context_of(equation):
                 (result,) = bind(equation, self._operands(equation, action, values), **action.params)
-            return cast(result, self.half)
+            return result
 
-        return again, [
+        arrays = [
             (value.to(self.half), value.to(jnp.float32))
             if take is Take.BROADCAST
             else (self.take(value, take), None)
             for value, take in zip(operands, action.operands, strict=True)
         ]
+        return Value(add(arrays), remat=(add, arrays))
 
     def _product(self, equation: Equation, action: Run, operands: list[Value]) -> Array:
         """Runs a product, and those of its derivatives on half operands."""

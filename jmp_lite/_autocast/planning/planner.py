@@ -113,7 +113,7 @@ class Planner:
         ends = [index for index, decision in enumerate(decisions) if isinstance(decision.action, Activation)]
         for index in inner_members(analysis.ops, analysis.activations, ends):
             decisions[index] = dataclasses.replace(decisions[index], action=Skip(), reason=_PART)
-        decisions = [_with_remat(decision, decisions, analysis.activations) for decision in decisions]
+        decisions = _with_remat(decisions, analysis.activations)
         if context.recomputed:
             decisions = [dataclasses.replace(each, action=rounded(each.action)) for each in decisions]
         pairs = find_pairs(inside, decisions, state_of)
@@ -265,21 +265,23 @@ def _activation(
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
 
 
-def _with_remat(decision: Decision, decisions: Sequence[Decision], activations: Activations) -> Decision:
-    """Returns a decision by which the readers of a sum with a bias compute the sum again.
+def _with_remat(decisions: Sequence[Decision], activations: Activations) -> list[Decision]:
+    """Returns decisions by which activation functions and products in fp8 compute sums with a bias again.
 
-    These are activation functions and products in fp8. If others read the sum too, the backward pass would
-    keep the sum beside the result of the matmul.
+    If others read a sum too, the backward pass would keep it beside the result of the matmul.
     """
-    action = decision.action
-    if not isinstance(action, Run) or Take.BROADCAST not in action.operands:
-        return decision
-    (out,) = decision.op.equation.outvars
-    readers = [decisions[index].action for index in activations.consumers[out]]
-    computes = lambda reader: reader == Skip() or isinstance(reader, (Activation, Float8))
-    if not all(map(computes, readers)):
-        return decision
-    return dataclasses.replace(decision, action=dataclasses.replace(action, remat=True))
+    computes = lambda action: action == Skip() or isinstance(action, (Activation, Float8))
+    readers = {index for index, decision in enumerate(decisions) if computes(decision.action)}
+
+    def with_remat(decision: Decision) -> Decision:
+        action = decision.action
+        if not isinstance(action, Run) or Take.BROADCAST not in action.operands:
+            return decision
+        if not activations.read_only_by(decision.op.equation.outvars[0], readers):
+            return decision
+        return dataclasses.replace(decision, action=dataclasses.replace(action, remat=True))
+
+    return list(map(with_remat, decisions))
 
 
 def _number(value: Array) -> float | None:
