@@ -68,7 +68,7 @@ FILES = {
     "_autocast.planning": (
         "rules scopes op activations dependence states ruling demand plan pairs checkpoints decide planner"
     ),
-    "_autocast": "interpreter traced_rule custom_rules calls keep api",
+    "_autocast": "value interpreter traced_rule custom_rules calls keep api",
     "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",
     "diagnostics._values": "sites probe tap calls trace numbers reference",

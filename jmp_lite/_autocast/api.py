@@ -16,13 +16,14 @@ from .._jaxpr.arguments import Arguments
 from .._jaxpr.precision import only_own_precisions
 from .._jaxpr.read import AUTOCAST_SCOPE, Array
 from .calls import HANDLERS
-from .interpreter import Interpreter, Value
+from .interpreter import Interpreter
 from .keep import full_precision
 from .planning.demand import Wanted
 from .planning.plan import Plan, conversion
 from .planning.planner import Planner
 from .planning.rules import Operations, Patterns, Rules, ScopeRules, make_rules
 from .planning.states import FLOAT32
+from .value import Value
 
 P = ParamSpec("P")
 R = TypeVar("R")

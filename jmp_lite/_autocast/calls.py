@@ -10,8 +10,9 @@ from .._jaxpr.inner import Role, with_repeated
 from .._jaxpr.primitives import traits_of
 from .._jaxpr.read import Equation
 from .custom_rules import custom_jvp, custom_vjp, custom_vmap
-from .interpreter import Handler, Interpreter, Value, pairs_entering
+from .interpreter import Handler, Interpreter, pairs_entering
 from .planning.plan import Call, Take
+from .value import Value
 
 
 def _inline(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:

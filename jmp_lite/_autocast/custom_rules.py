@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxpr.read import Array, Equation
-from .interpreter import Interpreter, Value, pairs_entering
+from .interpreter import Interpreter, pairs_entering
 from .planning.plan import Call
 from .traced_rule import TracedRule
+from .value import Value
 
 
 def custom_jvp(

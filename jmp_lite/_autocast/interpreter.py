@@ -1,8 +1,7 @@
 """Runs a jaxpr by a plan: carries out the action of every equation, under the caller's own trace.
 
-A value keeps the array that was computed and the cast that was made of it, so that it is cast once. Functions
-within the program (jit, loops, branches, rematerialization, custom derivatives) are built again by the
-handlers of `calls`.
+Functions within the program (jit, loops, branches, rematerialization, custom derivatives) are built again by
+the handlers of `calls`.
 """
 
 import collections
@@ -24,58 +23,7 @@ from .._jaxpr.replay import replay
 from .planning.plan import Activation, Call, Inside, Move, Plan, Run, Skip, Take
 from .planning.planner import Planner
 from .planning.states import State
-
-
-class Value:
-    """A value of the program, and the dtypes in which it has been made so far.
-
-    Attributes:
-        native: the array as it was computed.
-        number: the value of a literal that is written into the program.
-        casts: casts of it that were made, by dtype. Those to fp8 are `Quantized`.
-        path: for a half value, the same value in float32, to which the gradients of its float32 readers go
-            (`planning.pairs`); None if they go to the half array.
-        remat: `(fun, arrays)` if the value in half is `fun(arrays)`: the sum of a matmul's result and a bias,
-            or an activation function of one value. An activation function computes a sum again and a cast to
-            fp8 computes either again, so XLA need not write the value.
-    """
-
-    __slots__ = ("casts", "native", "number", "path", "remat")
-
-    def __init__(
-        self,
-        native: Array,
-        casts: dict[Any, Any] | None = None,
-        number: float | None = None,
-        path: Array | None = None,
-        remat: tuple[Callable[[Any], Array], Any] | None = None,
-    ) -> None:
-        self.native, self.number, self.path, self.remat = native, number, path, remat
-        self.casts = {} if casts is None else casts
-
-    def copy(self) -> "Value":
-        """Returns a copy for another trace. Later casts of the copy are not shared with the original."""
-        return Value(self.native, dict(self.casts), self.number, self.path)
-
-    def start_path(self) -> None:
-        """Starts the float32 path of a half value, on which the gradients of its readers are summed."""
-        if self.path is None:
-            self.path = self.to(jnp.float32)
-
-    def to(self, dtype: Any) -> Array:
-        """Returns the value in `dtype`, float32 or the half dtype."""
-        if self.number is not None:  # It needs no cast, and stays as it is in float32.
-            return self.native if dtype == jnp.float32 else np.asarray(self.number, dtype)
-        if self.native.dtype == dtype:
-            return self.native
-        if dtype not in self.casts:
-            has_path = self.path is not None and dtype == jnp.float32
-            self.casts[dtype] = widen(self.native, self.path) if has_path else cast(self.native, dtype)
-            return self.casts[dtype]
-        if self.native.dtype != jnp.float32:
-            return self.casts[dtype]  # All float32 readers of a half value share one cast, and meet there.
-        # The gradients of all readers of the cast meet in float32.
-        return reuse(self.native, self.casts[dtype])
+from .value import Value
 
 
 class Interpreter:

@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 
 from ..._autocast.api import make_plan, run
-from ..._autocast.interpreter import Interpreter, Value
+from ..._autocast.interpreter import Interpreter
 from ..._autocast.planning.rules import Rules, make_rules
 from ..._autocast.report.operations import Operation, has_floating, operations_of
+from ..._autocast.value import Value
 from ..._float8.action import FLOAT8, Float8
 from ..._float8.quantize import BACKWARD
 from ..._jaxpr import arguments, read
