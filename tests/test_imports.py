@@ -66,9 +66,10 @@ FILES = {
     "_jaxpr": "primitives read precision inner bind arguments replay calls products",
     "_float8": "quantize product action",
     "_autocast.planning": (
-        "rules scopes op activations dependence states ruling demand plan pairs checkpoints decide planner"
+        "rules scopes op softmaxes activations dependence states ruling demand plan pairs checkpoints decide "
+        "planner"
     ),
-    "_autocast": "value interpreter traced_rule custom_rules calls keep api",
+    "_autocast": "value activation interpreter traced_rule custom_rules calls keep api",
     "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",
     "diagnostics._values": "sites probe tap calls trace numbers reference",

@@ -8,18 +8,18 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .._float8.action import Float8, cast_to_float8
 from .._float8.quantize import FORWARD
-from .._jaxpr.bind import bar_cotangent, bind, bind_repeated, cast, is_differentiated, kind_of, reuse, widen
+from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse
 from .._jaxpr.calls import Body, Outputs
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
-from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, is_literal, open_jaxpr
+from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, open_jaxpr
 from .._jaxpr.replay import replay
+from .activation import run_activation
 from .planning.plan import Activation, Call, Inside, Move, Plan, Run, Skip, Take
 from .planning.planner import Planner
 from .planning.states import State
@@ -79,7 +79,7 @@ class Interpreter:
         if isinstance(action, Skip):
             return [Value(None) if action.operand is None else read(equation.invars[action.operand])]
         if isinstance(action, Activation):
-            return [self._activation(action, list(map(read, action.sources)))]
+            return [run_activation(action, read, self.half)]
         operands = list(map(read, equation.invars))
         with context_of(equation):
             match action:
@@ -167,29 +167,6 @@ class Interpreter:
         if not any(narrow):
             return arrays
         return [cast(array, self.half) if is_half else array for array, is_half in zip(arrays, narrow)]
-
-    def _activation(self, action: Activation, sources: list[Value]) -> Value:
-        def compute(halves: Sequence[Array], paths: Sequence[Array | None]) -> Array:
-            wide = (
-                cast(x, jnp.float32) if path is None else widen(x, path) for x, path in zip(halves, paths)
-            )
-            known = dict(zip(action.sources, wide))
-            for equation in action.equations:
-                operands = [var.val if is_literal(var) else known[var] for var in equation.invars]
-                with context_of(equation):
-                    known.update(zip(equation.outvars, bind(equation, operands), strict=True))
-            return cast(known[action.equations[-1].outvars[0]], self.half)
-
-        funs, arrays = zip(*(value.remat or (lambda x: x, value.to(self.half)) for value in sources))
-
-        def run(arrays: Any, paths: Any) -> Array:
-            # Without the barrier XLA stores each cotangent twice: in half and in float32.
-            halves = [bar_cotangent(fun(each)) for fun, each in zip(funs, arrays)]
-            return compute(halves, paths)
-
-        result = jax.checkpoint(run)(arrays, [value.path for value in sources])
-        again = lambda each: compute([funs[0](each)], [None])
-        return Value(result, remat=(again, arrays[0]) if len(sources) == 1 else None)
 
     def _move(self, equation: Equation, action: Move, operands: list[Value]) -> list[Value]:
         """Moves a half value and its path. XLA drops the moves whose results nothing reads."""

@@ -166,3 +166,22 @@ def bar_cotangent(x: Array) -> Array:
 @bar_cotangent.defjvp
 def _bar_cotangent_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     return primals[0], lax.optimization_barrier(tangents[0])
+
+
+def recomputed(fun: Callable[..., Array]) -> Callable[..., Array]:
+    """Returns `fun` with a derivative that computes it again, from a first argument behind a barrier.
+
+    So XLA does not merge what `jax.checkpoint` computes again with the forward pass.
+    """
+
+    @jax.custom_jvp
+    def run(*arguments: Any) -> Array:
+        return fun(*arguments)
+
+    @run.defjvp
+    def run_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Any]:
+        again = lax.optimization_barrier(primals[0]), *primals[1:]
+        return fun(*primals), jax.jvp(fun, again, tangents)[1]
+
+    del run_jvp
+    return run

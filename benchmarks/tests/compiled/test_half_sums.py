@@ -1,4 +1,4 @@
-"""With `half_sums`, autocast moves the bytes of casts by hand, or of a policy, in a transformer's step."""
+"""With `half_sums`, autocast moves fewer bytes than casts by hand, or a policy, in a transformer's step."""
 
 import functools
 import json
@@ -22,12 +22,13 @@ def test_a_residual_stream_in_half_moves_no_byte_more_than_a_policy(family, monk
     workload = FAMILIES[family].full()
     arm = JaxArm("float16 autocast", workload, workload.batch_size)
     compiled = compile_for_gpu(arm.step, *arm.shapes(), donate_argnums=0, pretend=True)
-    assert read_program(compiled).bytes_moved <= arms["float16"]["bytes_moved"]
-    assert arms["float16 autocast"]["bytes_moved"] > 1.01 * arms["float16"]["bytes_moved"]
+    moved = read_program(compiled).bytes_moved
+    assert moved <= arms["float16"]["bytes_moved"]
+    assert moved < 0.98 * arms["float16 autocast"]["bytes_moved"]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["bert-base", "gpt2-small"])
-def test_a_residual_stream_in_half_moves_the_bytes_of_casts_by_hand(family):
+def test_a_residual_stream_in_half_moves_fewer_bytes_than_casts_by_hand(family):
     casts, ours = (by_hand.program(family, way).bytes_moved for way in ("by hand", [*by_hand.WAYS][-1]))
-    assert ours <= 1.01 * casts
+    assert ours < 0.985 * casts

@@ -11,13 +11,6 @@ from examples.models import FAMILIES
 
 MEASURES = ("bytes_moved", "program_bytes", "kernels")
 LIMIT = 1.01
-# The steps that move more. Under autocast the residual stream of a transformer stays in float32, and a policy
-# has it in half. Rounding errors of a sum of sums would pile up.
-MORE = {
-    ("gpt2-small", "bytes_moved"): 1.035,
-    ("gpt2-medium", "bytes_moved"): 1.02,
-    ("bert-base", "bytes_moved"): 1.03,
-}
 
 
 def arms(family):
@@ -29,14 +22,8 @@ def arms(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_autocast_costs_at_most_what_a_policy_costs(family, measure):
     policy, ours = arms(family)
-    assert ours[measure] <= MORE.get((family, measure), LIMIT) * policy[measure]
+    assert ours[measure] <= LIMIT * policy[measure]
     assert ours["products"] == policy["products"]
-
-
-@pytest.mark.parametrize(("family", "measure"), MORE)
-def test_an_exception_that_is_no_longer_needed_leaves_the_table(family, measure):
-    policy, ours = arms(family)
-    assert ours[measure] > LIMIT * policy[measure]
 
 
 def test_the_lstm_moves_less_than_60_gb_by_less_than_8500_kernels():

@@ -13,17 +13,19 @@ from collections.abc import Sequence, Set
 
 from ..._jaxpr.read import Jaxpr, Var, is_float32, is_literal
 from .op import Op
+from .softmaxes import find_softmaxes
 
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
     """The activation functions of an open jaxpr, and who reads its variables. No decision changes them."""
 
-    # The one or two operands of each variable that is a function of them, element by element.
+    # The one or two operands of each variable that is a function of them, element by element or as a softmax.
     sources: dict[Var, tuple[Var, ...]]
+    extras: dict[Var, tuple[Var, ...]]  # The further operands of a softmax, such as masks.
     # For each such variable, the indexes of the operations that compute it.
     members: dict[Var, frozenset[int]]
-    ends: frozenset[Var]  # The variables among them with an operation that should stay in float32.
+    ends: Set[Var]  # The variables among them with an operation that should stay in float32.
     # For each variable, the indexes of the operations that read it. An operation that reads the variable
     # twice is there twice.
     consumers: dict[Var, list[int]]
@@ -66,7 +68,11 @@ def find_activations(inside: Jaxpr, ops: Sequence[Op]) -> Activations:
             if op.stays_float32 or not ends.isdisjoint(operands):
                 ends.add(out)
     outputs = collections.Counter(var for var in inside.outvars if not is_literal(var))
-    return Activations(sources, members, frozenset(ends), consumers, outputs)
+    activations = Activations(sources, {}, members, ends, consumers, outputs)
+    for out, softmax in find_softmaxes(ops, activations.read_only_by).items():
+        sources[out], activations.extras[out], members[out] = softmax.sources, softmax.extras, softmax.members
+        ends.add(out)
+    return activations
 
 
 def inner_members(ops: Sequence[Op], activations: Activations, ends: Sequence[int]) -> frozenset[int]:
@@ -75,12 +81,14 @@ def inner_members(ops: Sequence[Op], activations: Activations, ends: Sequence[in
     The activation functions compute these operations themselves.
     """
     of_end = {end: activations.members[ops[end].equation.outvars[0]] for end in ends}
+    ends_of = [ops[end].equation.outvars[0] for end in ends]
+    taken = {var for out in ends_of for var in (*activations.sources[out], *activations.extras.get(out, ()))}
     inner: set[int] = set()
     for index in sorted(frozenset().union(*of_end.values()), reverse=True):
         (out,) = ops[index].equation.outvars
         read_inside = all(
             reader in inner or index in of_end.get(reader, ()) for reader in activations.consumers[out]
         )
-        if index not in of_end and read_inside and not activations.outputs[out]:
+        if read_inside and not activations.outputs[out] and out not in taken:
             inner.add(index)
     return frozenset(inner)

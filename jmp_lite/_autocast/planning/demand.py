@@ -191,14 +191,16 @@ class DemandPass:
                 (out,) = op.equation.outvars
                 absorbed |= activations.members[out]
                 demand.want(activations.sources[out], Wanted.INDIRECTLY)
-            if ruling.category is Category.CALL:
-                self._want_operands_of_call(op, analysis)
-                continue
-            takes_half, gives_half = self._halves(op, ruling, analysis, result)
-            demand.want(op.variables, _wants(op, ruling, takes_half, gives_half, result, self._rules.dtype))
+                demand.kept.update(activations.extras.get(out, ()))
             is_absorbed = index in absorbed and (
                 ends or activations.read_only_by(op.equation.outvars[0], absorbed)
             )
+            if ruling.category is Category.CALL:
+                if not is_absorbed:
+                    self._want_operands_of_call(op, analysis)
+                continue
+            takes_half, gives_half = self._halves(op, ruling, analysis, result)
+            demand.want(op.variables, _wants(op, ruling, takes_half, gives_half, result, self._rules.dtype))
             if not is_absorbed and _reads_in_float32(op, ruling, takes_half, gives_half, demand):
                 (demand.summed if op.is_residual_sum else demand.kept).update(op.variables)
 

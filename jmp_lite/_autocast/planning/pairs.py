@@ -91,7 +91,7 @@ def _read_in_float32(decision: Decision) -> Iterable[Var]:
         case Move(both=True):
             return invars[:1]
         case Activation():
-            return action.sources
+            return (*action.sources, *(action.extras or ()))
         case Call():
             entering = [pair for each in action.inner for pair in zip(each.inner.operands, each.enter)]
             indexes = {index for index, take in entering if take is Take.HOISTED or take in _IN_FLOAT32}

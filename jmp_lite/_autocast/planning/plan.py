@@ -74,6 +74,13 @@ class Activation:
 
     sources: tuple[Var, ...]  # The half values.
     equations: tuple[Equation, ...]  # The equations that compute the function, in order.
+    # The further operands of a softmax, such as masks; None for a function that is no softmax.
+    extras: tuple[Var, ...] | None = None
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether the function is a softmax, which reduces rows."""
+        return self.extras is not None
 
 
 @dataclasses.dataclass(frozen=True)

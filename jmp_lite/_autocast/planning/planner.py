@@ -247,6 +247,7 @@ def _with_configured_precision(decision: Decision, precision: Any, context: Cont
     return dataclasses.replace(decision, action=action, changed=True)
 
 
+_OF_SOFTMAX = set(Category) - {Category.ALLOW}
 _PART = "part of a function of half values, computed in float32"
 
 
@@ -258,9 +259,11 @@ def _activation(
     (out,) = last.op.equation.outvars
     members = [decisions[index] for index in sorted(activations.members[out])]
     in_half = all(known[var].is_half for var in activations.sources[out])
-    if not in_half or not {member.category for member in members} <= {Category.DENY, Category.INFER}:
+    extras = activations.extras.get(out)
+    categories = {Category.DENY, Category.INFER} if extras is None else _OF_SOFTMAX
+    if not in_half or not {member.category for member in members} <= categories:
         return None
-    action = Activation(activations.sources[out], tuple(member.op.equation for member in members))
+    action = Activation(activations.sources[out], tuple(member.op.equation for member in members), extras)
     reason = "a function of half values, computed in float32; only products read it"
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
 

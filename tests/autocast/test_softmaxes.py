@@ -1,0 +1,148 @@
+"""Softmaxes of half scores, which are computed in float32 and again in the backward pass."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp_lite as jmp
+from tests.support.closeness import assert_close
+from tests.support.halves import each_half
+from tests.support.jaxprs import operands_of, primitives, products
+from tests.support.small_programs import normal
+
+LENGTH = 6
+X, W, TABLE = normal(2, LENGTH, 2, 8), normal(8, 8, scale=0.5), normal(1, 2, LENGTH, LENGTH)
+CAUSAL = jnp.tri(LENGTH, dtype=bool)
+PADDING = jnp.arange(LENGTH) < jnp.array([LENGTH, 4])[:, None, None, None]
+
+
+def scores_of(x, w):
+    return jnp.einsum("bqhd,bkhd->bhqk", (x @ w) * 8**-0.5, x @ w[::-1])
+
+
+def off_by_one(s):
+    exps = jnp.exp(s - jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True)))
+    return exps / (1 + jnp.sum(exps, axis=-1, keepdims=True))
+
+
+def drop(weights, rate=0.5):
+    return nn.Dropout(rate, deterministic=False).apply({}, weights, rngs={"dropout": jax.random.key(0)})
+
+
+SOFTMAXES = {
+    "plain": lambda s, table: jax.nn.softmax(s),
+    "causal": lambda s, table: jax.nn.softmax(jnp.where(CAUSAL, s, -jnp.inf)),
+    "where": lambda s, table: jax.nn.softmax(s, where=CAUSAL),
+    "padding": lambda s, table: jax.nn.softmax(jnp.where(PADDING, s, jnp.finfo(s.dtype).min)),
+    "an added mask": lambda s, table: jax.nn.softmax(s + jnp.where(PADDING, 0.0, -1e9)),
+    "scaled": lambda s, table: jax.nn.softmax(s * table[0, 0, 0, 0]),
+    "capped": lambda s, table: jax.nn.softmax(5 * jnp.tanh(s / 5)),
+    "off by one": lambda s, table: off_by_one(s),
+    "two scores": lambda s, table: jax.nn.softmax(s + jnp.einsum("bhqk,kd->bhqd", s, TABLE[0, 0])),
+    "dropout": lambda s, table: drop(jax.nn.softmax(s)),
+    "a mask of the scores": lambda s, table: jax.nn.softmax(jnp.where(s > -1, s, -1e9)),
+}
+
+
+def attention(softmax):
+    def fun(w, table):
+        return jnp.einsum("bhqk,bkhd->bqhd", softmax(scores_of(X, w), table), X @ w)
+
+    return fun
+
+
+def loss_of(fun):
+    return lambda w, table: jnp.sum(jnp.sin(fun(w, table)))
+
+
+def kept(fun, half):
+    """The shapes and dtypes of what the backward pass keeps for a softmax: the scores, their rows' sums."""
+    pullback = jax.eval_shape(
+        lambda w, table: jax.vjp(jmp.autocast(loss_of(fun), half), w, table)[1], W, TABLE
+    )
+    rows = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape[:3] == (2, 2, LENGTH)]
+    return {(leaf.shape[3:], leaf.dtype.name) for leaf in rows}
+
+
+@pytest.mark.cases(slow=6)
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_softmaxes_have_the_values_and_derivatives_of_float32(name):
+    half = "float16"
+    fun = attention(SOFTMAXES[name])
+    loss = loss_of(fun)
+    assert_close(jax.jit(jmp.autocast(fun, half))(W, TABLE), fun(W, TABLE), half, factor=8)
+    expected = jax.grad(loss, (0, 1))(W, TABLE)
+    inside, outside = jax.grad(jmp.autocast(loss, half), (0, 1)), jmp.autocast(jax.grad(loss, (0, 1)), half)
+    for grad in (inside, outside):
+        assert_close(jax.jit(grad)(W, TABLE), expected, half, factor=24)
+        assert set(products(grad, W, TABLE)) == {(half, half)}
+    push = lambda f: jax.jit(lambda w, table: jax.jvp(f, (w, table), (W / 8, TABLE / 8)))(W, TABLE)
+    assert_close(push(jmp.autocast(loss, half)), push(loss), half, factor=24)
+    assert_close(push(inside), push(jax.grad(loss, (0, 1))), half, factor=64)
+    assert set(operands_of("exp", inside, W, TABLE)) == {"float32"}
+
+
+@each_half
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_the_backward_pass_keeps_half_scores_and_no_sums_of_rows(name, half):
+    found = kept(attention(SOFTMAXES[name]), half)
+    assert ((LENGTH,), half) in found
+    assert found <= {((LENGTH,), half), ((LENGTH,), "bool")}
+    grad = jax.grad(jmp.autocast(loss_of(attention(SOFTMAXES[name])), half))
+    assert primitives(grad, W, TABLE).count("exp") == 2  # In the forward pass, and again.
+
+
+OTHERS = {
+    "a position bias": lambda s, table: jax.nn.softmax(s + table),
+    "over another axis": lambda s, table: jax.nn.softmax(s, axis=-2),
+    "read in float32 too": lambda s, table: (lambda p: p + 0 * jnp.sum(jnp.sin(p)))(jax.nn.softmax(s)),
+    "of float32 scores": lambda s, table: jax.nn.softmax(jnp.exp(TABLE) + 0 * jnp.sum(s)),
+}
+
+
+@each_half
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_softmax_of_half_scores_for_matmuls_alone_is_computed_once(name, half):
+    fun = attention(OTHERS[name])
+    grad = jax.grad(jmp.autocast(loss_of(fun), half))
+    exps = lambda grad: primitives(grad, W, TABLE).count("exp")
+    assert exps(grad) == exps(jax.grad(loss_of(fun)))
+    assert_close(jax.jit(grad)(W, TABLE), jax.grad(loss_of(fun))(W, TABLE), half, factor=24)
+
+
+@pytest.mark.parametrize(("length", "count"), [(16384, 2), (16385, 1)])
+def test_rows_longer_than_one_kernel_are_not_computed_again(length, count):
+    loss = lambda q, k: jnp.sum(jax.nn.softmax(q @ k.T) @ k)
+    q, k = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((length, 8), "float32")
+    assert primitives(jax.grad(jmp.autocast(loss)), q, k).count("exp") == count
+
+
+@each_half
+def test_the_attention_of_flax_and_of_jax_is_computed_again(half):
+    heads = normal(2, LENGTH, 2, 8)
+    mask = jnp.broadcast_to(PADDING, (2, 1, LENGTH, LENGTH))
+    of_flax = lambda q: nn.dot_product_attention(
+        q, q, q, mask=mask, dropout_rng=jax.random.key(0), dropout_rate=0.1, deterministic=False
+    )
+    of_jax = lambda q: jax.nn.dot_product_attention(q, q, q, mask=mask, is_causal=True)
+    for attend in (of_flax, of_jax):
+        loss = lambda w: jnp.sum(jnp.sin(attend(heads @ w)))  # noqa: B023
+        grad = jax.grad(jmp.autocast(loss, half))
+        assert primitives(grad, W).count("exp") == 2
+        assert_close(jax.jit(grad)(W), jax.grad(loss)(W), half, factor=24)
+
+
+@each_half
+def test_the_mask_of_a_softmax_may_come_from_an_activation_function(half):
+    """The comparison is a part of the activation function, and the softmax reads its result."""
+
+    def fun(w, table):
+        s = scores_of(X, w)
+        is_low = s < -0.5
+        gate = jnp.where(is_low, jnp.exp(s), s)  # Only a matmul reads it.
+        weights = jax.nn.softmax(jnp.where(is_low, -1e9, s))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, X @ w) + jnp.einsum("bhqk,bkhd->bqhd", gate, X @ w)
+
+    selected = lambda f: jax.jit(jax.grad(loss_of(f)))(W, TABLE)
+    assert_close(selected(jmp.autocast(fun, half)), selected(fun), half, factor=64)
