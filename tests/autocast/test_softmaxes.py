@@ -125,8 +125,11 @@ def test_the_attention_of_flax_and_of_jax_is_computed_again(half):
     of_flax = lambda q: nn.dot_product_attention(
         q, q, q, mask=mask, dropout_rng=jax.random.key(0), dropout_rate=0.1, deterministic=False
     )
+    float_mask = mask.astype("float32")  # As `flax.linen.make_causal_mask` gives it.
+    with_floats = lambda q: nn.dot_product_attention(q, q, q, mask=float_mask)
     of_jax = lambda q: jax.nn.dot_product_attention(q, q, q, mask=mask, is_causal=True)
-    for attend in (of_flax, of_jax):
+    unmasked = lambda q: jax.nn.dot_product_attention(q, q, q)  # It transposes the scores.
+    for attend in (of_flax, with_floats, of_jax, unmasked):
         loss = lambda w: jnp.sum(jnp.sin(attend(heads @ w)))  # noqa: B023
         grad = jax.grad(jmp.autocast(loss, half))
         assert primitives(grad, W).count("exp") == 2

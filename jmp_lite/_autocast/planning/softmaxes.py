@@ -8,15 +8,17 @@ of a GPT-2 read a seventh fewer bytes on an H100.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
-from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import Equation, Var, equations, is_float32, name_of
+from ..._jaxpr.primitives import traits_of
+from ..._jaxpr.read import Equation, Var, equations, is_float32, name_of, open_jaxpr
 from .op import Op
 
 LONGEST_ROW = 16384
 """XLA computes a softmax in one kernel on an H100 if its rows have at most this many numbers."""
+
+
+_MOVES = {"broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "transpose"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,8 @@ def find_softmaxes(ops: Sequence[Op], read_only_by: Callable[[Var, Set[int]], bo
             # If others read the weights too, they would be computed twice in the forward pass.
             alone = all(read_only_by(var, softmax.members) for var in made & after)
             # XLA would write the gradient of a position bias twice, in float32 and in half.
-            has_bias = any(is_float32(var) and math.prod(var.aval.shape) != 1 for var in softmax.extras)
+            readers = [ops[member] for member in softmax.members]
+            has_bias = any(_is_bias(var, readers) for var in softmax.extras)
             if alone and not has_bias and len(softmax.sources) in (1, 2):
                 found[out] = softmax
     return found
@@ -99,16 +102,33 @@ def _is_part(op: Op) -> bool:
 
 
 def _is_elementwise(name: str, equation: Equation, operands: Sequence[Var]) -> bool:
-    if name in ("broadcast_in_dim", "stop_gradient"):
+    if name in _MOVES:
         return True
     if name == "convert_element_type":
         return equation.params["new_dtype"] in ("float32", "bool")
     if name == "jit":  # Such as jnp.where.
         inside = equations(equation.params["jaxpr"])
-        return all(_moves_or_selects(name_of(each), each) for each in inside)
+        return all(_compares_or_selects(name_of(each), each) for each in inside)
     return traits_of(name).pointwise and any(map(is_float32, operands))
 
 
-def _moves_or_selects(name: str, equation: Equation) -> bool:
-    traits: Any = traits_of(name)
-    return traits.selects or traits.category is Category.MOVE or _is_elementwise(name, equation, ())
+def _compares_or_selects(name: str, equation: Equation) -> bool:
+    traits = traits_of(name)
+    return traits.compares or traits.selects or _is_elementwise(name, equation, ())
+
+
+def _is_bias(var: Var, readers: Iterable[Op]) -> bool:
+    """Whether an operand of a softmax is an array of numbers, and no mask. Flax has masks in float32."""
+    if not is_float32(var) or math.prod(var.aval.shape) == 1:
+        return False
+    return not all(_only_compares(op.equation, var) for op in readers if var in op.variables)
+
+
+def _only_compares(equation: Equation, var: Var) -> bool:
+    """Whether an operation, or the function that it calls, does nothing with `var` but compare it."""
+    if equation.primitive.name != "jit":
+        return traits_of(name_of(equation)).compares
+    inside = open_jaxpr(equation.params["jaxpr"])
+    inner = [inner for inner, outer in zip(inside.invars, equation.invars) if outer is var]
+    readers = (each for each in equations(inside) if any(x is y for x in each.invars for y in inner))
+    return all(traits_of(name_of(each)).compares for each in readers)
