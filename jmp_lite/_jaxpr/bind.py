@@ -169,9 +169,9 @@ def _bar_cotangent_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, 
 
 
 def recomputed(fun: Callable[..., Array]) -> Callable[..., Array]:
-    """Returns `fun` with a derivative that computes it again, from a first argument behind a barrier.
+    """Returns `fun` with a derivative that computes it again, with a barrier on the first argument.
 
-    So XLA does not merge what `jax.checkpoint` computes again with the forward pass.
+    The barrier keeps XLA from merging what `jax.checkpoint` recomputes with the forward pass.
     """
 
     @jax.custom_jvp

@@ -22,7 +22,7 @@ class Activations:
 
     # The one or two operands of each variable that is a function of them, element by element or as a softmax.
     sources: dict[Var, tuple[Var, ...]]
-    extras: dict[Var, tuple[Var, ...]]  # The further operands of a softmax, such as masks.
+    extras: dict[Var, tuple[Var, ...]]  # The other operands of a softmax, such as masks.
     # For each such variable, the indexes of the operations that compute it.
     members: dict[Var, frozenset[int]]
     ends: Set[Var]  # The variables among them with an operation that should stay in float32.

@@ -70,16 +70,16 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """Computes a function of half values in float32, and again in the backward pass."""
+    """Computes a function of half values, a GELU or softmax, in float32, and again in the backward pass."""
 
     sources: tuple[Var, ...]  # The half values.
     equations: tuple[Equation, ...]  # The equations that compute the function, in order.
-    # The further operands of a softmax, such as masks; None for a function that is no softmax.
+    # The other operands of a softmax, such as masks. None for an activation function.
     extras: tuple[Var, ...] | None = None
 
     @property
     def is_softmax(self) -> bool:
-        """Whether the function is a softmax, which reduces rows."""
+        """Whether the function is a softmax."""
         return self.extras is not None
 
 

@@ -1,9 +1,9 @@
 """Finds the softmaxes in a jaxpr, with the masks in front of them and the dropout behind them.
 
 A softmax of half scores is a function of half values, as an activation function is (`activations`). autocast
-computes it in float32 and computes it again in the backward pass. JAX would keep the sum of each row, so XLA
-would read all scores once more, in a kernel of its own, only to write these sums. Without it, the softmaxes
-of a GPT-2 read a seventh fewer bytes on an H100.
+computes it in float32, and again in the backward pass. JAX would keep the sum of each row for the backward
+pass, so XLA would run one more kernel, which reads all scores to write these sums. Without this kernel, the
+softmaxes of a GPT-2 move a sixth fewer bytes on an H100.
 """
 
 import dataclasses
@@ -17,15 +17,14 @@ from .op import Op
 LONGEST_ROW = 16384
 """XLA computes a softmax in one kernel on an H100 if its rows have at most this many numbers."""
 
-
 _MOVES = {"broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "transpose"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """A softmax, or what is computed of it element by element, as a function of scores."""
+    """A softmax of scores, with the element-wise operations on its result, such as a dropout."""
 
-    sources: tuple[Var, ...]  # The one or two float32 operands of its size: the scores.
+    sources: tuple[Var, ...]  # The scores: the one or two float32 operands of its size.
     extras: tuple[Var, ...]  # Its other operands: masks, and float32 scalars.
     members: frozenset[int]  # The indexes of the operations that compute it.
 
@@ -40,7 +39,7 @@ def find_softmaxes(ops: Sequence[Op], read_only_by: Callable[[Var, Set[int]], bo
     # The operations with one result. Others are never a part of a softmax.
     made_by = {op.equation.outvars[0]: n for n, op in enumerate(ops) if len(op.equation.outvars) == 1}
     found: dict[Var, Softmax] = {}
-    after: set[Var] = set()  # The sums of rows, and what is computed of them.
+    after: set[Var] = set()  # The row sums, and the variables that are computed from them.
     for out, index in made_by.items():
         if _sums_exponentials(ops[index], ops, made_by):
             after.add(out)
@@ -77,12 +76,13 @@ def _softmax(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int], after: Set
 
 
 def _sums_exponentials(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) -> bool:
-    """Whether an operation sums the rows of an `exp`, or of an `exp` with a mask."""
+    """Whether an operation sums the rows of an `exp`, masked or not."""
     if op.name != "reduce_sum" or not _is_over_rows(op):
         return False
-    made = [ops[made_by[var]] for var in op.variables if var in made_by]
+    makers = lambda op: [ops[made_by[var]] for var in op.variables if var in made_by]
+    made = makers(op)
     if made and (made[0].traits.selects or made[0].name == "jit") and _is_part(made[0]):
-        made = [ops[made_by[var]] for var in made[0].variables if var in made_by]
+        made = makers(made[0])
     return any(each.name in ("exp", "exp2") for each in made)
 
 
@@ -118,14 +118,14 @@ def _compares_or_selects(name: str, equation: Equation) -> bool:
 
 
 def _is_bias(var: Var, readers: Iterable[Op]) -> bool:
-    """Whether an operand of a softmax is an array of numbers, and no mask. Flax has masks in float32."""
+    """Whether an operand of a softmax is a float32 array but not a mask. Flax has float32 masks too."""
     if not is_float32(var) or math.prod(var.aval.shape) == 1:
         return False
     return not all(_only_compares(op.equation, var) for op in readers if var in op.variables)
 
 
 def _only_compares(equation: Equation, var: Var) -> bool:
-    """Whether an operation, or the function that it calls, does nothing with `var` but compare it."""
+    """Whether an operation, or the function that it calls, only compares `var` with something."""
     if equation.primitive.name != "jit":
         return traits_of(name_of(equation)).compares
     inside = open_jaxpr(equation.params["jaxpr"])
