@@ -1,12 +1,14 @@
 """Runs an activation function, or a softmax: in float32, of half values, and again in the backward pass."""
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._jaxpr.bind import bar_cotangent, bind, cast, recomputed, widen
+from .._jaxpr.bind import INLINE, bar_cotangent, bind, cast, recomputed, widen
 from .._jaxpr.read import Array, Var, context_of, is_float32, is_literal
 from .planning.plan import Activation
 from .value import Value
@@ -21,28 +23,74 @@ def run_activation(action: Activation, read: Callable[[Var], Value], half: Any) 
         half: the half dtype.
     """
     sources = list(map(read, action.sources))
-    extras = action.extras or ()
+    if action.extras is not None:
+        others = [read(var).to(jnp.float32) if is_float32(var) else read(var).native for var in action.extras]
+        halves, paths = [value.to(half) for value in sources], [value.path for value in sources]
+        with context_of(action.equations[-1]):
+            return Value(_remembered(_Softmax(action), half)(halves, paths, others))
 
-    def compute(halves: Sequence[Array], paths: Sequence[Array | None], others: Sequence[Array]) -> Array:
-        wide = (cast(x, jnp.float32) if path is None else widen(x, path) for x, path in zip(halves, paths))
-        known = dict(zip((*action.sources, *extras), (*wide, *others), strict=True))
-        for equation in action.equations:
-            operands = [var.val if is_literal(var) else known[var] for var in equation.invars]
-            with context_of(equation):
-                known.update(zip(equation.outvars, bind(equation, operands), strict=True))
-        return cast(known[action.equations[-1].outvars[0]], half)
+    def compute(halves: Sequence[Array], paths: Sequence[Array | None]) -> Array:
+        return _compute(action, half, context_of, halves, paths)
 
     funs, arrays = zip(*(value.remat or (lambda x: x, value.to(half)) for value in sources))
 
-    def run(arrays: Any, paths: Any, others: Any) -> Array:
+    def run(arrays: Any, paths: Any) -> Array:
         # Without the barrier XLA stores each cotangent twice: in half and in float32.
         halves = [bar_cotangent(fun(each)) for fun, each in zip(funs, arrays)]
-        return (recomputed(compute) if action.is_softmax else compute)(halves, paths, others)
+        return compute(halves, paths)
 
-    # For a softmax, the barriers of JAX would make XLA write the masks and transpose cotangents.
-    checkpoint = jax.checkpoint(run, prevent_cse=not action.is_softmax)
-    others = [read(var).to(jnp.float32) if is_float32(var) else read(var).native for var in extras]
-    result = checkpoint(arrays, [value.path for value in sources], others)
-    again = lambda each: compute([funs[0](each)], [None], [])
-    may_repeat = len(sources) == 1 and not action.is_softmax
-    return Value(result, remat=(again, arrays[0]) if may_repeat else None)
+    result = jax.checkpoint(run)(arrays, [value.path for value in sources])
+    again = lambda each: compute([funs[0](each)], [None])
+    return Value(result, remat=(again, arrays[0]) if len(sources) == 1 else None)
+
+
+def _compute(
+    action: Activation,
+    half: Any,
+    context: Callable[[Any], Any],
+    halves: Sequence[Array],
+    paths: Sequence[Array | None],
+    others: Sequence[Array] = (),
+) -> Array:
+    wide = (cast(x, jnp.float32) if path is None else widen(x, path) for x, path in zip(halves, paths))
+    known = dict(zip((*action.sources, *(action.extras or ())), (*wide, *others), strict=True))
+    for equation in action.equations:
+        operands = [var.val if is_literal(var) else known[var] for var in equation.invars]
+        with context(equation):
+            known.update(zip(equation.outvars, bind(equation, operands), strict=True))
+    return cast(known[action.equations[-1].outvars[0]], half)
+
+
+class _Softmax:
+    """A softmax that is equal to the softmaxes of equal layers."""
+
+    def __init__(self, action: Activation) -> None:
+        numbers: dict[Var, int] = {}
+        number = lambda var: repr(var) if is_literal(var) else numbers.setdefault(var, len(numbers))
+        self.action = action
+        self.key = (
+            tuple(map(number, (*action.sources, *(action.extras or ())))),
+            tuple(
+                (
+                    each.primitive,
+                    tuple(each.params.items()),
+                    tuple(map(number, each.invars)),
+                    tuple(map(number, each.outvars)),
+                )
+                for each in action.equations
+            ),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Softmax) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _remembered(softmax: _Softmax, half: Any) -> Callable[..., Array]:
+    # JAX remembers the trace and the derivative of a jitted function, so equal layers share them.
+    compute = functools.partial(_compute, softmax.action, half, lambda _: contextlib.nullcontext())
+    # The barriers of `jax.checkpoint` would make XLA write the masks and transpose cotangents.
+    return jax.jit(jax.checkpoint(recomputed(compute), prevent_cse=False), inline=INLINE)

@@ -270,7 +270,9 @@ class TracedRule:
         scope = self._inside.plan.context.scope
         decides = self._inside.plan.context.decides
         is_backward = intermediate is not None
-        context = Context(scope, True, intermediate) if is_backward else Context(scope, decides=decides)
+        context = Context(scope, decides=decides)
+        if is_backward:
+            context = Context(scope, True, intermediate, of_gradient=True)
         plan = interpreter.planner.plan(closed, [state for _, state in arguments], wanted, context)
         further = [
             state if number is None else states[number]

@@ -169,9 +169,10 @@ def _bar_cotangent_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, 
 
 
 def recomputed(fun: Callable[..., Array]) -> Callable[..., Array]:
-    """Returns `fun` with a derivative that computes it again, with a barrier on the first argument.
+    """Returns `fun` with a derivative that computes it again, with barriers on the first argument.
 
-    The barrier keeps XLA from merging what `jax.checkpoint` recomputes with the forward pass.
+    The barrier on its values keeps XLA from merging what `jax.checkpoint` recomputes with the forward pass.
+    The barrier on its cotangents keeps XLA from storing them in float32 too.
     """
 
     @jax.custom_jvp
@@ -180,8 +181,8 @@ def recomputed(fun: Callable[..., Array]) -> Callable[..., Array]:
 
     @run.defjvp
     def run_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Any]:
-        again = lax.optimization_barrier(primals[0]), *primals[1:]
-        return fun(*primals), jax.jvp(fun, again, tangents)[1]
+        bar_first = lambda arguments: (lax.optimization_barrier(arguments[0]), *arguments[1:])
+        return fun(*primals), jax.jvp(fun, bar_first(primals), bar_first(tangents))[1]
 
     del run_jvp
     return run

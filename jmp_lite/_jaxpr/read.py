@@ -230,6 +230,11 @@ def is_transposed(equation: Equation) -> bool:
     return _is_in_stack("transpose(", equation.source_info.name_stack)
 
 
+def is_of_gradient(equation: Equation) -> bool:
+    """Whether the program took a derivative of an equation, so that it has the backward pass too."""
+    return _is_in_stack("jvp(", equation.source_info.name_stack)
+
+
 def is_recomputed(equation: Equation) -> bool:
     """Whether an equation of a backward pass computes a part of the forward pass again."""
     return _is_in_stack("rematted_computation", equation.source_info.name_stack)

@@ -149,3 +149,24 @@ def test_the_mask_of_a_softmax_may_come_from_an_activation_function(half):
 
     selected = lambda f: jax.jit(jax.grad(loss_of(f)))(W, TABLE)
     assert_close(selected(jmp.autocast(fun, half)), selected(fun), half, factor=64)
+
+
+@each_half
+def test_softmaxes_that_differ_in_a_number_or_in_the_order_of_their_operands_are_not_mixed_up(half):
+    """Equal layers share the trace of a softmax."""
+
+    def fun(w, table):
+        s, x = scores_of(X, w), X @ w
+        ways = (
+            lambda s: jnp.where(CAUSAL, s, -1e9),
+            lambda s: jnp.where(CAUSAL, s, -1.0),
+            lambda s: s - jnp.tanh(s),
+            lambda s: jnp.tanh(s) - s,
+        )
+        return sum(
+            (i + 1) * jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(f(s)), x) for i, f in enumerate(ways)
+        )
+
+    assert_close(jax.jit(jmp.autocast(fun, half))(W, TABLE), fun(W, TABLE), half, factor=16)
+    grad = lambda f: jax.jit(jax.grad(loss_of(f)))(W, TABLE)
+    assert_close(grad(jmp.autocast(fun, half)), grad(fun), half, factor=96)

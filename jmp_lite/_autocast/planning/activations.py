@@ -44,7 +44,7 @@ class Activations:
         return op.equation.outvars[0] in self.ends and is_float32(op.equation.outvars[0])
 
 
-def find_activations(inside: Jaxpr, ops: Sequence[Op]) -> Activations:
+def find_activations(inside: Jaxpr, ops: Sequence[Op], with_softmaxes: bool) -> Activations:
     """Returns the functions of one or two values in an open jaxpr, whose operations are `ops`."""
     sources: dict[Var, tuple[Var, ...]] = {}
     members: dict[Var, frozenset[int]] = {}
@@ -69,7 +69,8 @@ def find_activations(inside: Jaxpr, ops: Sequence[Op]) -> Activations:
                 ends.add(out)
     outputs = collections.Counter(var for var in inside.outvars if not is_literal(var))
     activations = Activations(sources, {}, members, ends, consumers, outputs)
-    for out, softmax in find_softmaxes(ops, activations.read_only_by).items():
+    softmaxes = find_softmaxes(ops, activations.read_only_by) if with_softmaxes else {}
+    for out, softmax in softmaxes.items():
         sources[out], activations.extras[out], members[out] = softmax.sources, softmax.extras, softmax.members
         ends.add(out)
     return activations

@@ -15,7 +15,16 @@ import numpy as np
 
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import Jaxpr, Var, call_scope, constants, is_float32, is_literal, open_jaxpr
+from ..._jaxpr.read import (
+    Jaxpr,
+    Var,
+    call_scope,
+    constants,
+    is_float32,
+    is_literal,
+    is_of_gradient,
+    open_jaxpr,
+)
 from .activations import Activations, find_activations
 from .dependence import Intermediate, Predicates
 from .op import Context, Op, read_ops
@@ -105,11 +114,12 @@ class DemandPass:
 
     def __init__(self, rules: Rules, scopes: Scopes) -> None:
         self._rules, self._scopes = rules, scopes
-        self._read: dict[int, tuple[tuple[Op, ...], Activations]] = {}
+        self._read: dict[int, tuple[Op, ...]] = {}
+        self._activations: dict[tuple[int, bool], Activations] = {}
         self._analyses: dict[Any, Analysis] = {}
-        self._alive: list[Jaxpr] = []  # The keys of both hold ids of jaxprs.
-        self._predicates = Predicates(lambda jaxpr: self._ops(jaxpr)[0])
-        self._intermediate = Intermediate(lambda jaxpr: self._ops(jaxpr)[0])
+        self._alive: list[Jaxpr] = []  # The keys of all three hold ids of jaxprs.
+        self._predicates = Predicates(self._ops)
+        self._intermediate = Intermediate(self._ops)
 
     def analyse(
         self, jaxpr: Jaxpr, wanted: tuple[Wanted, ...], inputs: tuple[Kind, ...], context: Context
@@ -118,7 +128,7 @@ class DemandPass:
         inside = open_jaxpr(jaxpr)
         key = (id(inside), wanted, inputs, context)
         if key not in self._analyses:
-            ops, activations = self._ops(inside)
+            ops, activations = self._ops(inside), self._activations_of(inside, context.of_gradient)
             intermediate = weight_gradients = frozenset[Var]()
             if self._rules.reduce_dtype is not None:
                 intermediate = self._intermediate.variables(inside, context.intermediate, context.backward)
@@ -157,15 +167,22 @@ class DemandPass:
             flags = [var in analysis.decisive for var in op.equation.outvars]
             decides = self._predicates.outputs(op, flags, backward)[index]
         recomputed = around.recomputed or op.recomputes
-        return Context(scope, backward, intermediate, recomputed, decides if any(decides) else ())
+        of_gradient = around.of_gradient or is_of_gradient(op.equation)
+        decides = decides if any(decides) else ()
+        return Context(scope, backward, intermediate, recomputed, decides, of_gradient)
 
-    def _ops(self, jaxpr: Jaxpr) -> tuple[tuple[Op, ...], Activations]:
+    def _ops(self, jaxpr: Jaxpr) -> tuple[Op, ...]:
         inside = open_jaxpr(jaxpr)
         if id(inside) not in self._read:
             self._alive.append(inside)
-            ops = read_ops(inside, self._rules)
-            self._read[id(inside)] = ops, find_activations(inside, ops)
+            self._read[id(inside)] = read_ops(inside, self._rules)
         return self._read[id(inside)]
+
+    def _activations_of(self, inside: Jaxpr, of_gradient: bool) -> Activations:
+        key = id(inside), of_gradient
+        if key not in self._activations:
+            self._activations[key] = find_activations(inside, self._ops(inside), not of_gradient)
+        return self._activations[key]
 
     def _go_backwards(self, analysis: Analysis, wanted: Sequence[Wanted]) -> None:
         """Adds to the demand what each operation wants, from the last operation to the first."""

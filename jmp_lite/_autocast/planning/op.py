@@ -122,6 +122,8 @@ class Context:
     # One flag for each output: whether the predicate of a loop depends on it (`dependence`). Empty if no loop
     # around the jaxpr has such a predicate.
     decides: tuple[bool, ...] = ()
+    # Whether the program took a derivative of the jaxpr, so that it has the backward pass too.
+    of_gradient: bool = False
 
     def scope_of(self, op: Op) -> str:
         """Returns all scopes around an operation of the jaxpr."""

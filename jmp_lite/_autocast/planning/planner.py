@@ -113,7 +113,7 @@ class Planner:
         ends = [index for index, decision in enumerate(decisions) if isinstance(decision.action, Activation)]
         for index in inner_members(analysis.ops, analysis.activations, ends):
             decisions[index] = dataclasses.replace(decisions[index], action=Skip(), reason=_PART)
-        decisions = _with_remat(decisions, analysis.activations)
+        _mark_sums(decisions, analysis.activations)
         if context.recomputed:
             decisions = [dataclasses.replace(each, action=rounded(each.action)) for each in decisions]
         pairs = find_pairs(inside, decisions, state_of)
@@ -268,23 +268,25 @@ def _activation(
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
 
 
-def _with_remat(decisions: Sequence[Decision], activations: Activations) -> list[Decision]:
-    """Returns decisions by which activation functions and products in fp8 compute sums with a bias again.
+def _mark_sums(decisions: list[Decision], activations: Activations) -> None:
+    """Marks the sums with a bias that activation functions and products in fp8 compute again.
 
     If others read a sum too, the backward pass would keep it beside the result of the matmul.
     """
+    sums = [
+        index
+        for index, decision in enumerate(decisions)
+        if isinstance(decision.action, Run) and Take.BROADCAST in decision.action.operands
+    ]
+    if not sums:
+        return
     computes = lambda action: action == Skip() or isinstance(action, (Activation, Float8))
     readers = {index for index, decision in enumerate(decisions) if computes(decision.action)}
-
-    def with_remat(decision: Decision) -> Decision:
-        action = decision.action
-        if not isinstance(action, Run) or Take.BROADCAST not in action.operands:
-            return decision
-        if not activations.read_only_by(decision.op.equation.outvars[0], readers):
-            return decision
-        return dataclasses.replace(decision, action=dataclasses.replace(action, remat=True))
-
-    return list(map(with_remat, decisions))
+    for index in sums:
+        decision = decisions[index]
+        if activations.read_only_by(decision.op.equation.outvars[0], readers):
+            action = dataclasses.replace(decision.action, remat=True)
+            decisions[index] = dataclasses.replace(decision, action=action)
 
 
 def _number(value: Array) -> float | None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from ..._jaxpr.primitives import traits_of
-from ..._jaxpr.read import Equation, Var, equations, is_float32, name_of, open_jaxpr
+from ..._jaxpr.read import Equation, Var, equations, is_float32, is_of_gradient, name_of, open_jaxpr
 from .op import Op
 
 LONGEST_ROW = 16384
@@ -41,9 +41,11 @@ def find_softmaxes(ops: Sequence[Op], read_only_by: Callable[[Var, Set[int]], bo
     found: dict[Var, Softmax] = {}
     after: set[Var] = set()  # The row sums, and the variables that are computed from them.
     for out, index in made_by.items():
-        if _sums_exponentials(ops[index], ops, made_by):
-            after.add(out)
-        elif not after.isdisjoint(ops[index].variables) and _is_part(ops[index]):
+        op = ops[index]
+        if op.name == "reduce_sum":
+            if not is_of_gradient(op.equation) and _sums_exponentials(op, ops, made_by):
+                after.add(out)
+        elif after and not after.isdisjoint(op.variables) and _is_part(op):
             after.add(out)
             softmax = _softmax(out, ops, made_by, after)
             made = {ops[member].equation.outvars[0] for member in softmax.members - {index}}
@@ -76,8 +78,8 @@ def _softmax(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int], after: Set
 
 
 def _sums_exponentials(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) -> bool:
-    """Whether an operation sums the rows of an `exp`, masked or not."""
-    if op.name != "reduce_sum" or not _is_over_rows(op):
+    """Whether a `reduce_sum` sums the rows of an `exp`, masked or not."""
+    if not _is_over_rows(op):
         return False
     makers = lambda op: [ops[made_by[var]] for var in op.variables if var in made_by]
     made = makers(op)
