@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,20 +14,26 @@ from .planning.plan import Activation
 from .value import Value
 
 
-def run_activation(action: Activation, read: Callable[[Var], Value], half: Any) -> Value:
+def run_activation(
+    action: Activation,
+    read: Callable[[Var], Value],
+    half: Any,
+    traced: dict[Any, Callable[..., Array]],
+) -> Value:
     """Runs an activation function or a softmax.
 
     Args:
         action: the function.
         read: returns the value of a variable.
         half: the half dtype.
+        traced: the functions of the softmaxes that the interpreter has run. It gets those of new ones.
     """
     sources = list(map(read, action.sources))
     if action.extras is not None:
         others = [read(var).to(jnp.float32) if is_float32(var) else read(var).native for var in action.extras]
         halves, paths = [value.to(half) for value in sources], [value.path for value in sources]
         with context_of(action.equations[-1]):
-            return Value(_remembered(_Softmax(action), half)(halves, paths, others))
+            return Value(_softmax(action, half, traced)(halves, paths, others))
 
     def compute(halves: Sequence[Array], paths: Sequence[Array | None]) -> Array:
         return _compute(action, half, context_of, halves, paths)
@@ -61,36 +67,30 @@ def _compute(
     return cast(known[action.equations[-1].outvars[0]], half)
 
 
-class _Softmax:
-    """A softmax that is equal to the softmaxes of equal layers."""
+def _softmax(action: Activation, half: Any, traced: dict[Any, Callable[..., Array]]) -> Callable[..., Array]:
+    """Returns the function of a softmax, one for all equal softmaxes of a call.
 
-    def __init__(self, action: Activation) -> None:
-        numbers: dict[Var, int] = {}
-        number = lambda var: repr(var) if is_literal(var) else numbers.setdefault(var, len(numbers))
-        self.action = action
-        self.key = (
-            tuple(map(number, (*action.sources, *(action.extras or ())))),
-            tuple(
-                (
-                    each.primitive,
-                    tuple(each.params.items()),
-                    tuple(map(number, each.invars)),
-                    tuple(map(number, each.outvars)),
-                )
-                for each in action.equations
-            ),
+    JAX remembers the trace and the derivative of a jitted function, so equal layers share them.
+    """
+    key = _structure(action)
+    if key not in traced:
+        compute = functools.partial(_compute, action, half, lambda _: contextlib.nullcontext())
+        # The barriers of `jax.checkpoint` would make XLA write the masks and transpose cotangents.
+        traced[key] = jax.jit(jax.checkpoint(recomputed(compute), prevent_cse=False), inline=INLINE)
+    return traced[key]
+
+
+def _structure(action: Activation) -> tuple[Any, ...]:
+    """Returns what equal softmaxes have in common: their equations, with numbers for variables."""
+    numbers: dict[Var, int] = {}
+
+    def number(variables: Iterable[Var]) -> tuple[Any, ...]:
+        return tuple(
+            repr(var) if is_literal(var) else numbers.setdefault(var, len(numbers)) for var in variables
         )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Softmax) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-@functools.lru_cache(maxsize=4096)
-def _remembered(softmax: _Softmax, half: Any) -> Callable[..., Array]:
-    # JAX remembers the trace and the derivative of a jitted function, so equal layers share them.
-    compute = functools.partial(_compute, softmax.action, half, lambda _: contextlib.nullcontext())
-    # The barriers of `jax.checkpoint` would make XLA write the masks and transpose cotangents.
-    return jax.jit(jax.checkpoint(recomputed(compute), prevent_cse=False), inline=INLINE)
+    operands = number((*action.sources, *(action.extras or ())))
+    return operands, *(
+        (each.primitive, tuple(each.params.items()), number(each.invars), number(each.outvars))
+        for each in action.equations
+    )

@@ -275,5 +275,8 @@ def run(
         if not plan.changed:
             return jaxpr_as_fun(plan.jaxpr)(*arrays)
         interpreter = kind(planner, HANDLERS)
-        values = interpreter.run(plan, list(map(Value, arrays)))
-        return interpreter.take_all(values, [conversion(state, FLOAT32) for state in plan.results])
+        try:
+            values = interpreter.run(plan, list(map(Value, arrays)))
+            return interpreter.take_all(values, [conversion(state, FLOAT32) for state in plan.results])
+        finally:
+            interpreter.forget()

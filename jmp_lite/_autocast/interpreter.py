@@ -14,7 +14,7 @@ from jax import lax
 
 from .._float8.action import Float8, cast_to_float8
 from .._float8.quantize import FORWARD
-from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse
+from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse, round_to
 from .._jaxpr.calls import Body, Outputs
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
 from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, open_jaxpr
@@ -41,9 +41,15 @@ class Interpreter:
         self.planner = planner
         self.half = planner.rules.dtype
         self.is_linear = False
-        self._bodies: dict[Any, Body] = {}
-        self._counts: collections.Counter[Any] = collections.Counter()
         self._handlers = handlers
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what equal parts of the program share, and the plans. See `Planner.forget`."""
+        self._bodies: dict[Any, Body] = {}
+        self._softmaxes: dict[Any, Callable[..., Array]] = {}
+        self._counts: collections.Counter[Any] = collections.Counter()
+        self.planner.forget()
 
     def run(self, plan: Plan, arguments: Sequence[Value]) -> list[Value]:
         """Runs the equations of a plan's jaxpr, on a value for each input.
@@ -79,7 +85,7 @@ class Interpreter:
         if isinstance(action, Skip):
             return [Value(None) if action.operand is None else read(equation.invars[action.operand])]
         if isinstance(action, Activation):
-            return [run_activation(action, read, self.half)]
+            return [run_activation(action, read, self.half, self._softmaxes)]
         operands = list(map(read, equation.invars))
         with context_of(equation):
             match action:
@@ -203,10 +209,8 @@ class Interpreter:
             return value.native
         array = value.to(self.half if take is Take.HALF else jnp.float32)
         if take is Take.ROUNDED:
-            # Keep the 8 exponent bits of float32: with fewer, XLA would flush subnormal numbers to zero.
             # `reuse` leads the gradient around the rounding.
-            digits = int(jnp.finfo(self.half).nmant)
-            array = reuse(array, lax.reduce_precision(array, 8, digits))
+            array = reuse(array, round_to(array, self.half))
         return array
 
     def take_all(self, values: Sequence[Value], takes: Sequence[Take]) -> list[Array]:

@@ -267,12 +267,10 @@ class TracedRule:
         wanted = [Wanted.INDIRECTLY if state.is_half else Wanted.NO for state in states]
         wanted += [Wanted.NO if number is None else wanted[number] for number in result_of]
         # The scopes around the function are around its rules too.
-        scope = self._inside.plan.context.scope
-        decides = self._inside.plan.context.decides
-        is_backward = intermediate is not None
-        context = Context(scope, decides=decides)
-        if is_backward:
-            context = Context(scope, True, intermediate, of_gradient=True)
+        around = self._inside.plan.context
+        context = Context(around.scope, streams=around.streams, decides=around.decides)
+        if intermediate is not None:
+            context = Context(around.scope, True, intermediate, of_gradient=True)
         plan = interpreter.planner.plan(closed, [state for _, state in arguments], wanted, context)
         further = [
             state if number is None else states[number]

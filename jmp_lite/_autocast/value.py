@@ -47,7 +47,7 @@ class Value:
     def start_path(self) -> None:
         """Starts the float32 path of a half value, on which the gradients of its readers are summed."""
         if self.path is None:
-            self.path = self.to(jnp.float32)
+            self.path = cast(self.native, jnp.float32)
 
     def to(self, dtype: Any) -> Array:
         """Returns the value in `dtype`, float32 or the half dtype."""

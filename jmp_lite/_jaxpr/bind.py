@@ -148,13 +148,29 @@ def widen(half: Array, path: Array) -> Array:
 
 @jax.custom_jvp
 def _widen(half: Array, path: Array) -> Array:
-    return lax.convert_element_type(half, path.dtype)
+    return _rounded_cast(half, path.dtype)
 
 
 @_widen.defjvp
 def _widen_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     # Not `_widen` itself: a policy of `jax.checkpoint` should see a cast.
-    return lax.convert_element_type(primals[0], primals[1].dtype), tangents[1]
+    return _rounded_cast(primals[0], primals[1].dtype), tangents[1]
+
+
+def _rounded_cast(half: Array, dtype: Any) -> Array:
+    """Casts a half array up, and rounds it once more.
+
+    By default XLA leaves out a cast down and up again where both are in one kernel. A reader there would read
+    the value before its rounding, and other readers the rounded value: a softmax would be normalized by other
+    logits than the one whose label is looked up. XLA never leaves out a `reduce_precision`.
+    """
+    return round_to(lax.convert_element_type(half, dtype), half.dtype)
+
+
+def round_to(x: Array, half: Any) -> Array:
+    """Returns a float32 array rounded to the digits of `half`."""
+    # Keep the 8 exponent bits of float32: with fewer, XLA would flush subnormal numbers to zero.
+    return lax.reduce_precision(x, 8, int(jnp.finfo(half).nmant))
 
 
 @jax.custom_jvp
@@ -172,8 +188,11 @@ def recomputed(fun: Callable[..., Array]) -> Callable[..., Array]:
     """Returns `fun` with a derivative that computes it again, with barriers on the first argument.
 
     The barrier on its values keeps XLA from merging what `jax.checkpoint` recomputes with the forward pass.
-    The barrier on its cotangents keeps XLA from storing them in float32 too.
+    The barrier on its cotangents keeps XLA from storing them in float32 too. Each array has a barrier of its
+    own: JAX cannot transpose one barrier around several tangents if the function is not differentiated with
+    respect to all of them.
     """
+    bar = functools.partial(jax.tree.map, lax.optimization_barrier)
 
     @jax.custom_jvp
     def run(*arguments: Any) -> Array:
@@ -181,7 +200,7 @@ def recomputed(fun: Callable[..., Array]) -> Callable[..., Array]:
 
     @run.defjvp
     def run_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Any]:
-        bar_first = lambda arguments: (lax.optimization_barrier(arguments[0]), *arguments[1:])
+        bar_first = lambda arguments: (bar(arguments[0]), *arguments[1:])
         return fun(*primals), jax.jvp(fun, bar_first(primals), bar_first(tangents))[1]
 
     del run_jvp

@@ -42,6 +42,8 @@ class Traits:
     selects: bool = False
     # Rounding the operand to half changes the result no more than rounding the result would.
     saturates: bool = False
+    # Its derivative squares an operand, and the square may leave the range of float16.
+    squares: bool = False
     keeps_elements: bool = False  # A move whose result has all elements of its operand and no others.
     # If its operand is the gradient of a weight, its result is still a gradient of that weight: moves,
     # transposes of moves, and sums of gradients.
@@ -113,9 +115,9 @@ square                       range      pointwise
 add                          infer      broadcasts pointwise
 sub                          infer      broadcasts pointwise
 mul                          infer      broadcasts scales pointwise
-div                          infer      broadcasts scales pointwise
+div                          infer      broadcasts scales pointwise squares
 rem                          infer      broadcasts scales pointwise
-atan2                        infer      broadcasts scales pointwise
+atan2                        infer      broadcasts scales pointwise squares
 nextafter                    infer      broadcasts
 max                          infer      broadcasts pointwise selects
 min                          infer      broadcasts pointwise selects

@@ -17,11 +17,11 @@ def stream(params, x):
             mean = x.mean(-1, keepdims=True)
             normed = (x - mean) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
             x = x + jax.nn.relu(normed @ inner) @ outer
-    return jnp.mean(jnp.square(x))
+    return jnp.mean(jnp.square(x)) + jnp.mean(x @ HEAD)
 
 
 PARAMS = [(normal(n, 16, 32, scale=1 / 4), normal(3 + n, 32, 16, scale=1 / 6)) for n in range(3)]
-X = normal(6, 8, 16)
+X, HEAD = normal(6, 8, 16), normal(7, 16, 4)
 
 
 def sums(fun):

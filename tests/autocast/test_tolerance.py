@@ -69,7 +69,7 @@ def test_the_products_of_the_solver_stay_float32_and_those_around_it_do_not(wrap
 def test_explain_names_the_predicate_and_the_line():
     report = jmp.explain(jmp.autocast(fixed_point))(W, BIASES)
     (product,) = [operation for operation in report.operations if operation.name == "dot_general"]
-    assert product.reason == "the predicate of a loop depends on it"
+    assert product.reason == "a loop decides by it whether to go on, or what to keep"
     assert product.inputs == ("float32[4,8]", "float32[8,8]")
     assert "test_tolerance.py" in product.source
     assert product in report.in_float32()

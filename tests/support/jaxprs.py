@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._jaxpr.inner import inner_jaxprs
+from jmp_lite._jaxpr.inner import Role, inner_jaxprs
 from jmp_lite._jaxpr.primitives import Category, traits_of
 
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
@@ -169,3 +169,50 @@ def _follow(jaxpr, given: list[bool], found: list[str], in_float32: bool) -> lis
 
 def _is_half(var) -> bool:
     return getattr(var.aval, "dtype", None) in (jnp.float16, jnp.bfloat16)
+
+
+def live_products(closed) -> collections.Counter[tuple[str, ...]]:
+    """Returns how many products of each kind a jaxpr runs: the primitive, and its dtypes.
+
+    Operations whose results nothing reads do not count, as XLA does not run them.
+    """
+    found: collections.Counter[tuple[str, ...]] = collections.Counter()
+    _count_products(closed, None, found)
+    return found
+
+
+def _count_products(jaxpr, is_read, found) -> list[bool]:
+    """Counts the live products of a jaxpr, and returns for each input whether something live reads it."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    is_var = lambda var: not hasattr(var, "val")
+    flags = [True] * len(jaxpr.outvars) if is_read is None else is_read
+    live = {var for var, flag in zip(jaxpr.outvars, flags) if flag and is_var(var)}
+    for equation in reversed(jaxpr.eqns):
+        read = [var in live for var in equation.outvars]
+        if not any(read) and not equation.effects:
+            continue
+        name, inner_reads = equation.primitive.name, None
+        if traits_of(name).category is Category.CALL:
+            inner_reads = set()
+            for inner in inner_jaxprs(equation):
+                looped = any(inner.carries) or name == "scan"
+                flags = [looped or index is None or read[index] for index in inner.results]
+                inputs = _count_products(inner.jaxpr, flags, found)
+                inner_reads |= {
+                    index for index, each in zip(inner.operands, inner_inputs(inner, inputs)) if each
+                }
+                inner_reads |= {0} if name == "cond" else set()
+        elif name in PRODUCTS and not sums_nothing(equation):
+            dtypes = sorted(var.aval.dtype.name for var in equation.invars[:2])
+            found[name, *dtypes, equation.outvars[0].aval.dtype.name] += 1
+        live |= {
+            var
+            for index, var in enumerate(equation.invars)
+            if is_var(var) and (inner_reads is None or index in inner_reads)
+        }
+    return [var in live for var in jaxpr.invars]
+
+
+def inner_inputs(inner, reads):
+    """A loop reads all that it carries."""
+    return [read or role in (Role.CARRY,) for read, role in zip(reads, inner.roles)]

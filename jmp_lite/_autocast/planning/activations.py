@@ -26,6 +26,7 @@ class Activations:
     # For each such variable, the indexes of the operations that compute it.
     members: dict[Var, frozenset[int]]
     ends: Set[Var]  # The variables among them with an operation that should stay in float32.
+    gated: Set[Var]  # The variables among them that multiply by a saturating function, such as a SiLU.
     # For each variable, the indexes of the operations that read it. An operation that reads the variable
     # twice is there twice.
     consumers: dict[Var, list[int]]
@@ -39,9 +40,13 @@ class Activations:
         """Whether no operation but those at `indexes` reads `var`."""
         return not self.outputs[var] and all(reader in indexes for reader in self.consumers[var])
 
-    def may_end(self, op: Op) -> bool:
-        """Whether an operation ends an activation function, a part of which should stay in float32."""
-        return op.equation.outvars[0] in self.ends and is_float32(op.equation.outvars[0])
+    def is_end(self, op: Op, by_products_only: bool) -> bool:
+        """Whether an operation, whose result is wanted in half, ends an activation function.
+
+        A function of which a part should stay in float32 must be read by products only.
+        """
+        out = op.equation.outvars[0]
+        return is_float32(out) and (out in self.gated or (by_products_only and out in self.ends))
 
 
 def find_activations(inside: Jaxpr, ops: Sequence[Op], with_softmaxes: bool) -> Activations:
@@ -49,6 +54,8 @@ def find_activations(inside: Jaxpr, ops: Sequence[Op], with_softmaxes: bool) -> 
     sources: dict[Var, tuple[Var, ...]] = {}
     members: dict[Var, frozenset[int]] = {}
     ends: set[Var] = set()
+    saturated: set[Var] = set()  # The results of saturating operations.
+    gated: set[Var] = set()
     spread: set[Var] = set()  # Biases and scales that the program broadcasts itself.
     consumers: dict[Var, list[int]] = collections.defaultdict(list)
     for index, op in enumerate(ops):
@@ -57,7 +64,7 @@ def find_activations(inside: Jaxpr, ops: Sequence[Op], with_softmaxes: bool) -> 
             consumers[var].append(index)
         if op.traits.copies:
             spread.update(op.equation.outvars)
-        if not op.traits.pointwise:
+        if not op.traits.pointwise or op.is_listed:  # The user's lists win.
             continue
         (out,) = op.equation.outvars
         origins = tuple(dict.fromkeys(source for var in operands for source in sources.get(var, (var,))))
@@ -67,12 +74,17 @@ def find_activations(inside: Jaxpr, ops: Sequence[Op], with_softmaxes: bool) -> 
             members[out] = frozenset({index}).union(*(members.get(var, ()) for var in operands))
             if op.stays_float32 or not ends.isdisjoint(operands):
                 ends.add(out)
+            if op.traits.saturates:
+                saturated.add(out)
+            elif op.name == "mul" and len(operands) == 2 and not saturated.isdisjoint(operands):
+                gated.add(out)
     outputs = collections.Counter(var for var in inside.outvars if not is_literal(var))
-    activations = Activations(sources, {}, members, ends, consumers, outputs)
-    softmaxes = find_softmaxes(ops, activations.read_only_by) if with_softmaxes else {}
+    activations = Activations(sources, {}, members, ends, gated, consumers, outputs)
+    softmaxes = find_softmaxes(ops, consumers, activations.read_only_by) if with_softmaxes else {}
     for out, softmax in softmaxes.items():
         sources[out], activations.extras[out], members[out] = softmax.sources, softmax.extras, softmax.members
         ends.add(out)
+    gated -= ends
     return activations
 
 

@@ -14,15 +14,16 @@ from .demand import Analysis, Wanted
 from .op import Op
 from .plan import Decision, Move, Run, Skip, Take, conversion
 from .rules import Rules
-from .ruling import KEPT, Ruling
-from .scopes import Scopes
-from .states import FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, broadcast, may_be_rounded, moved
+from .ruling import DECIDES, KEEP_FLOAT32, Ruling
+from .scopes import Scopes, by_rule
+from .states import FLOAT32, HALF, HALF_SUM, KEPT, OTHER, WIDE, Kind, State, broadcast, may_be_rounded, moved
 
-_SELECTS = "it picks float32 numbers by zeros and ones, and float32 operations read its result"
-_BY_RULE = "a rule keeps one of its arguments in float32"
+_SELECTS = "a matmul with one-hot labels, which selects float32 values for float32 operations"
+_EXACT = "only integers or booleans are computed from it, and rounding would change them"
 # Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
 # would widen the operands. (`diagnostics/_values/reference.py` names the products as well.)
 _GIVES_FLOAT32 = ("dot_general",)
+_OUTER = ("outer_product", "elementwise_product")
 _FLOAT32_DTYPE = np.dtype(np.float32)
 
 
@@ -40,6 +41,8 @@ def decide(
     Raises:
         ValueError: `float32_results` selects an operation that cannot give float32 from half operands.
     """
+    if ruling.rule is not None or any(state.rule is not None for state in operands):
+        ruling = _by_first_rule(op, ruling, operands, rules)
     if ruling.reason:
         return _kept(op, operands, ruling, rules.dtype)
     if op.is_cast:
@@ -49,7 +52,7 @@ def decide(
     is_constant_outer = op.name == "outer_product" and all(state.constant for state in operands)
     if ruling.category is Category.ALLOW and not is_constant_outer:
         return _product(op, ruling, operands, wanted, analysis, rules, scopes)
-    if op.name in ("outer_product", "elementwise_product"):
+    if op.name in _OUTER:
         return _outer(op, operands, wanted, rules)
     if ruling.category is Category.MOVE:
         is_wanted = op.equation.outvars[0] in analysis.demand.wanted
@@ -57,10 +60,23 @@ def decide(
     return _infer(op, operands, wanted, rules.dtype)
 
 
+def _by_first_rule(op: Op, ruling: Ruling, operands: Sequence[State], rules: Rules) -> Ruling:
+    """Returns the ruling on an operation by the first rule that selects the scope or an argument of a product."""
+    if ruling.category is not Category.ALLOW and ruling.otherwise is None and op.name not in _OUTER:
+        return ruling
+    given = [rule for rule in (ruling.rule, *(state.rule for state in operands)) if rule is not None]
+    pattern, dtype = min(given, key=rules.scopes.index)
+    if dtype != "float32":
+        return ruling.otherwise or ruling
+    return ruling if ruling.reason else dataclasses.replace(ruling, reason=by_rule(pattern))
+
+
 def _in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:
     """Runs an operation in float32. A result that is computed from literals alone adapts to its readers."""
-    constant = all(state.constant for state in operands) and not op.equation.effects and ruling.reason != KEPT
+    constant = all(state.constant for state in operands) and not op.equation.effects
     state = State(Kind.ADAPTS, constant=True) if constant else FLOAT32
+    if ruling.reason == KEEP_FLOAT32:
+        state = KEPT
     changed = any(state.is_half for state in operands)
     results = _results(op, operands, state)
     return Decision(op, ruling.category, _in_full(operands), results, ruling.reason, changed)
@@ -69,10 +85,16 @@ def _in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:
 def _kept(op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype) -> Decision:
     """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
     decision = _in_float32(op, operands, ruling)
-    if ruling.category is not Category.ALLOW or not _widens(op, half):
+    if op.traits.category is not Category.ALLOW:
         return decision
-    # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do.
-    action = Run((Take.AS_IS,) * len(operands), gradients=(half, half))
+    if ruling.reason == DECIDES and len(operands) == 2:
+        # Its gradients decide nothing.
+        action = dataclasses.replace(_in_full(operands), gradients=(half, half))
+    elif _widens(op, half):
+        # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do.
+        action = Run((Take.AS_IS,) * len(operands), gradients=(half, half))
+    else:
+        return decision
     return dataclasses.replace(decision, action=action, changed=True)
 
 
@@ -95,15 +117,13 @@ def _product(
     rules: Rules,
     scopes: Scopes,
 ) -> Decision:
-    """Decides about a product: half operands, unless a rule keeps one of them in float32.
+    """Decides about a product: half operands, unless one of them is kept in float32.
 
     Raises:
         ValueError: `float32_results` selects an operation that cannot give float32 from half operands.
     """
-    if any(state.kind == Kind.BY_RULE for state in operands):
-        return _in_float32(op, operands, Ruling(Category.ALLOW, _BY_RULE))
-    if _selects(operands) and not wanted:
-        return _in_float32(op, operands, Ruling(Category.ALLOW, _SELECTS))
+    if reason := _why_float32(op, operands, wanted, analysis):
+        return _in_float32(op, operands, Ruling(Category.ALLOW, reason))
     decision = _product_in_half(op, operands, analysis, rules)
     if not decision.takes_half:
         return decision
@@ -116,13 +136,25 @@ def _product(
     return _in_float8(decision, ruling, operands, is_backward, rules) if rules.float8 else decision
 
 
+def _why_float32(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis) -> str:
+    """Returns why a product that may take half operands takes float32 ones; empty if it takes half."""
+    if any(state.kind == Kind.KEPT for state in operands):
+        return KEEP_FLOAT32
+    if wanted is Wanted.EXACT:
+        return _EXACT
+    if _selects(operands) and wanted is Wanted.NO and analysis.gradients.isdisjoint(op.equation.outvars):
+        return _SELECTS
+    return ""
+
+
 def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis, rules: Rules) -> Decision:
     """Decides about a product of half operands. One that makes a weight gradient may give float32."""
     primitive, half = op.equation.primitive.name, rules.dtype
     takes, params = _in_half(op, operands), _half_params(op, half)
     reason = f"{primitive} is on the allow list"
     action, results = Run(takes, params), _halves(op)
-    if primitive in _GIVES_FLOAT32 and not analysis.weight_gradients.isdisjoint(op.equation.outvars):
+    makes_gradient = rules.reduce_dtype is not None and not analysis.gradients.isdisjoint(op.equation.outvars)
+    if primitive in _GIVES_FLOAT32 and makes_gradient:
         reason += "; it makes a weight gradient, which it gives in float32"
         params["preferred_element_type"] = _FLOAT32_DTYPE
         action = Run(takes, params, gradients=(half, half), swapped=True)
@@ -173,7 +205,7 @@ def _in_float8(
     """Returns the decision about a product in fp8; if it stays in bfloat16, the decision says why."""
     action = decision.action
     assert isinstance(action, Run)
-    selecting = filter(None, (ruling.float8_rule, *(state.float8_rule for state in operands)))
+    selecting = filter(None, (ruling.rule, *(state.rule for state in operands)))
     rule = min(selecting, key=rules.scopes.index, default=None)
     if why_not := why_not_float8(decision.op.equation, rule):
         return dataclasses.replace(decision, reason=decision.reason + NOT_FP8 + why_not)
@@ -190,8 +222,8 @@ def _outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules) -> D
     product of positions and frequencies. In a backward pass it is on the allow list, and `_product` decides.
     """
     half = rules.dtype
-    if any(state.kind == Kind.BY_RULE for state in operands):
-        return _in_float32(op, operands, Ruling(Category.INFER, _BY_RULE))
+    if any(state.kind == Kind.KEPT for state in operands):
+        return _in_float32(op, operands, Ruling(Category.INFER, KEEP_FLOAT32))
     decision = _infer(op, operands, wanted, half)
     if decision.takes_half:
         action = Run(_in_half(op, operands), _half_params(op, half))
@@ -214,11 +246,11 @@ def _infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) ->
         if state.kind != Kind.OTHER
     ]
     kinds = {kind for _, _, kind in known}
-    is_wide = not kinds.isdisjoint((Kind.FLOAT32, Kind.BY_RULE))
+    is_wide = not kinds.isdisjoint(WIDE)
     if is_wide and wanted >= Wanted.WITH_OTHERS:
         return _store_half(op, operands, "products read its result")
     if Kind.HALF not in kinds:
-        kind = min(max(kinds, default=Kind.ADAPTS), Kind.FLOAT32)
+        kind = Kind.FLOAT32 if is_wide else max(kinds, default=Kind.ADAPTS)
         constant = all(state.constant for state in operands)
         results = _results(op, operands, State(max(kind, Kind.ADAPTS), constant=constant))
         return Decision(op, Category.INFER, _in_full(operands), results, "no operand is in half")
@@ -227,10 +259,12 @@ def _infer(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) ->
         reason = "an operand is in float32, the widest type"
     elif unfit := [state.number for state in operands if not state.fits]:
         reason = f"{half.name} does not hold the constant {unfit[0]:g}"
-    elif not wanted and any(map(is_float32, op.equation.outvars)):
+    elif wanted <= Wanted.NO and any(map(is_float32, op.equation.outvars)):
         reason = "float32 operations read its result"
     if reason:
         return _in_float32(op, operands, Ruling(Category.INFER, reason))
+    if op.traits.squares and half == jnp.float16 and not operands[-1].constant:
+        return _store_half(op, operands, f"the derivative of {op.name} squares an input, which may overflow")
     if all(may_be_rounded(op, var, state, kind) for var, state, kind in known):
         reason = "its operands are in half, or take the type of the others"
         return Decision(op, Category.INFER, Run(_in_half(op, operands)), _halves(op), reason, changed=True)

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr.inner import Inner, Role
@@ -26,7 +27,7 @@ from ..._jaxpr.read import (
     open_jaxpr,
 )
 from .activations import Activations, find_activations
-from .dependence import Intermediate, Predicates
+from .dependence import Decisions, Intermediate, Streams
 from .op import Context, Op, read_ops
 from .rules import Rules
 from .ruling import Estimates, Ruling, estimate_of, rule_on
@@ -37,6 +38,7 @@ from .states import Kind
 class Wanted(enum.IntEnum):
     """How much the readers of a value want the value in half."""
 
+    EXACT = -1  # Only integers and booleans are computed from the value, and rounding would change them.
     NO = 0
     INDIRECTLY = 1  # An operation passes the value on to a product. There may be other readers.
     WITH_OTHERS = 2  # A product takes the value and rounds it. Other readers may read the rounded value.
@@ -58,6 +60,9 @@ class Demand:
     # The variables that a residual sum reads in float32. If a product reads such a variable too, the sum may
     # read it rounded: a user who casts by hand would round it for both.
     summed: set[Var] = dataclasses.field(default_factory=set)
+    # The variables that something reads as numbers, and those from which integers or booleans are computed.
+    numbers: set[Var] = dataclasses.field(default_factory=set)
+    exact: set[Var] = dataclasses.field(default_factory=set)
     # The residual sums that `half_sums` selects. They are in half, whatever reads them.
     stored: set[Var] = dataclasses.field(default_factory=set)
 
@@ -65,6 +70,8 @@ class Demand:
         """Returns how a variable is wanted in half."""
         if var in self.stored:
             return Wanted.WITH_OTHERS
+        if var in self.exact and var not in self.numbers:
+            return Wanted.EXACT
         if var not in self.wanted or self.keeps(var):
             return Wanted.NO
         if self.products[var] >= self.reads(var):
@@ -86,7 +93,7 @@ class Demand:
 
     def want(self, variables: Iterable[Var], wanted: Wanted) -> None:
         """Notes that one reader wants some variables."""
-        if wanted:
+        if wanted > Wanted.NO:
             for var in filter(is_float32, variables):
                 self.wanted.add(var)
                 self.products[var] += wanted >= Wanted.WITH_OTHERS
@@ -102,10 +109,10 @@ class Analysis:
     context: Context
     rulings: tuple[Ruling, ...]
     estimates: Estimates
-    # The variables that a backward pass reads on (`dependence`); empty without a `reduce_dtype`.
-    intermediate: frozenset[Var]
-    weight_gradients: frozenset[Var]  # The results of a backward pass; empty without a `reduce_dtype`.
-    decisive: frozenset[Var]  # The variables on which the predicate of a loop depends (`dependence`).
+    intermediate: frozenset[Var]  # The variables that a backward pass reads on (`dependence`).
+    gradients: frozenset[Var]  # The results of a backward pass, such as the gradient of a weight.
+    streams: frozenset[Var]  # The variables that products or norms read later; empty without `half_sums`.
+    decisive: frozenset[Var]  # The variables on which a decision of a loop depends (`dependence`).
     demand: Demand  # The variables that the jaxpr wants in half.
 
 
@@ -118,8 +125,9 @@ class DemandPass:
         self._activations: dict[tuple[int, bool], Activations] = {}
         self._analyses: dict[Any, Analysis] = {}
         self._alive: list[Jaxpr] = []  # The keys of all three hold ids of jaxprs.
-        self._predicates = Predicates(self._ops)
+        self._decisions = Decisions(self._ops)
         self._intermediate = Intermediate(self._ops)
+        self._streams = Streams(self._ops)
 
     def analyse(
         self, jaxpr: Jaxpr, wanted: tuple[Wanted, ...], inputs: tuple[Kind, ...], context: Context
@@ -129,13 +137,16 @@ class DemandPass:
         key = (id(inside), wanted, inputs, context)
         if key not in self._analyses:
             ops, activations = self._ops(inside), self._activations_of(inside, context.of_gradient)
-            intermediate = weight_gradients = frozenset[Var]()
-            if self._rules.reduce_dtype is not None:
-                intermediate = self._intermediate.variables(inside, context.intermediate, context.backward)
-                made = {var for op in ops if context.is_backward(op) for var in op.equation.outvars}
-                weight_gradients = frozenset(filter(activations.reads, made - intermediate))
-            decisive = self._predicates.variables(inside, context.decides)
-            rulings, estimates = rule_on(inside, inputs, ops, context, self._rules, self._scopes, decisive)
+            intermediate = self._intermediate.variables(inside, context.intermediate, context.backward)
+            made = {var for op in ops if context.is_backward(op) for var in op.equation.outvars}
+            gradients = frozenset(filter(activations.reads, made - intermediate))
+            streams = frozenset[Var]()
+            if self._rules.half_sums:
+                streams = self._streams.variables(inside, context.streams, context.backward)
+            decisive = self._decisions.variables(inside, context.decides, roles=context.roles)
+            rulings, estimates = rule_on(
+                inside, inputs, ops, context, self._rules, self._scopes, decisive, streams
+            )
             analysis = Analysis(
                 inside,
                 ops,
@@ -144,7 +155,8 @@ class DemandPass:
                 rulings,
                 estimates,
                 intermediate,
-                weight_gradients,
+                gradients,
+                streams,
                 decisive,
                 Demand(activations.reads),
             )
@@ -158,18 +170,25 @@ class DemandPass:
         scope = call_scope(around.scope_of(op), op.equation)
         scope = self._scopes.cache_key(f"{scope}/{inner.scope}" if inner.scope else scope)
         backward, index = around.is_backward(op), op.inner.index(inner)
-        intermediate: tuple[bool, ...] = ()
-        if self._rules.reduce_dtype is not None:
-            flags = [var in analysis.intermediate for var in op.equation.outvars]
-            intermediate = self._intermediate.outputs(op, flags, backward)[index]
-        decides: tuple[bool, ...] = ()
-        if analysis.decisive or op.name == "while":
-            flags = [var in analysis.decisive for var in op.equation.outvars]
-            decides = self._predicates.outputs(op, flags, backward)[index]
-        recomputed = around.recomputed or op.recomputes
-        of_gradient = around.of_gradient or is_of_gradient(op.equation)
-        decides = decides if any(decides) else ()
-        return Context(scope, backward, intermediate, recomputed, decides, of_gradient)
+        flags = lambda found: [var in found for var in op.equation.outvars]
+        streams = decides = ()
+        intermediate = self._intermediate.outputs(op, flags(analysis.intermediate), backward)[index]
+        if self._rules.half_sums:
+            streams = self._streams.outputs(op, flags(analysis.streams), backward)[index]
+        held = self._decisions.held(analysis.inside, around.roles)
+        roles = self._decisions.roles_inside(op, held)[index]
+        if analysis.decisive or Role.CARRY in roles:
+            decides = self._decisions.outputs(op, flags(analysis.decisive), backward, held)[index]
+        return Context(
+            scope,
+            backward,
+            intermediate,
+            streams,
+            recomputed=around.recomputed or op.recomputes,
+            decides=decides if any(decides) else (),
+            roles=roles if Role.CARRY in roles else (),
+            of_gradient=around.of_gradient or is_of_gradient(op.equation),
+        )
 
     def _ops(self, jaxpr: Jaxpr) -> tuple[Op, ...]:
         inside = open_jaxpr(jaxpr)
@@ -190,7 +209,8 @@ class DemandPass:
         for var, want in zip(analysis.inside.outvars, wanted):
             if not is_literal(var):
                 demand.want([var], want)
-                if not want:
+                (demand.exact if want is Wanted.EXACT else demand.numbers).add(var)
+                if want <= Wanted.NO:
                     demand.kept.add(var)
         absorbed: set[int] = set()  # The operations that activation functions of half values compute.
         for index in reversed(range(len(analysis.ops))):
@@ -203,7 +223,7 @@ class DemandPass:
             result = demand.of_results(op)
             # Without this condition, GPT-2 reads and writes 7.8 % more bytes on an H100: the backward pass
             # would keep the float32 values inside each GELU.
-            ends = result is Wanted.BY_PRODUCTS_ONLY and activations.may_end(op)
+            ends = result > Wanted.NO and activations.is_end(op, result is Wanted.BY_PRODUCTS_ONLY)
             if ends:
                 (out,) = op.equation.outvars
                 absorbed |= activations.members[out]
@@ -213,9 +233,12 @@ class DemandPass:
                 ends or activations.read_only_by(op.equation.outvars[0], absorbed)
             )
             if ruling.category is Category.CALL:
-                if not is_absorbed:
+                if is_absorbed:
+                    demand.numbers.update(op.variables)
+                else:
                     self._want_operands_of_call(op, analysis)
                 continue
+            _note_use(op, demand)
             takes_half, gives_half = self._halves(op, ruling, analysis, result)
             demand.want(op.variables, _wants(op, ruling, takes_half, gives_half, result, self._rules.dtype))
             if not is_absorbed and _reads_in_float32(op, ruling, takes_half, gives_half, demand):
@@ -226,8 +249,9 @@ class DemandPass:
         if ruling.is_half_product:
             operands = [estimate_of(var, analysis.estimates) for var in op.equation.invars]
             # A product by one-hot labels picks numbers, for float32 operations if nothing wants half.
-            picks = Kind.BINARY in operands and not result
-            takes_half = Kind.BY_RULE not in operands and not picks
+            is_gradient = not analysis.gradients.isdisjoint(op.equation.outvars)
+            picks = Kind.BINARY in operands and result is Wanted.NO and not is_gradient
+            takes_half = ruling.takes_half(operands) and not picks and result is not Wanted.EXACT
             return takes_half, takes_half
         if ruling.category is not Category.INFER or ruling.reason:
             return False, False
@@ -247,7 +271,11 @@ class DemandPass:
                     demand.kept.add(invars[index])
                 if var in inside.demand.summed:
                     demand.summed.add(invars[index])
-                if role is not Role.CARRY and (want := inside.demand.of_var(var)):
+                if role is Role.CARRY or var in inside.demand.numbers:
+                    demand.numbers.add(invars[index])
+                elif var in inside.demand.exact:
+                    demand.exact.add(invars[index])
+                if role is not Role.CARRY and (want := inside.demand.of_var(var)) > Wanted.NO:
                     wants[index].append(want)
         for index, inner_wants in wants.items():
             demand.want([invars[index]], min(inner_wants))
@@ -274,6 +302,23 @@ def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]
         Wanted.NO if index is None or carry else results[index]
         for index, carry in zip(inner.results, inner.carries)
     )
+
+
+def _note_use(op: Op, demand: Demand) -> None:
+    """Notes whether an operation reads its operands as numbers, or makes integers or booleans of them.
+
+    Such an operation is a cast or a comparison. What leads to it by element-wise operations and moves alone
+    should be exact: an identifier of 261 is another one than 260. Other operations that return integers, such
+    as `argmax`, compare numbers with each other.
+    """
+    outvars = op.equation.outvars
+    are_floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in outvars]
+    if (op.is_cast or op.traits.compares) and not any(are_floating):
+        demand.exact.update(op.variables)
+    elif op.equation.effects or not all(are_floating) or not demand.numbers.isdisjoint(outvars):
+        demand.numbers.update(op.variables)
+    elif not demand.exact.isdisjoint(outvars):
+        demand.exact.update(op.variables)
 
 
 def _wants(

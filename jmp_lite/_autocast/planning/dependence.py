@@ -1,14 +1,16 @@
 """Finds the variables of a jaxpr on which some of its outputs depend, backwards, through loops and calls.
 
-The planner asks this for two options, and only for them:
+The planner asks three questions:
 
-- `reduce_dtype` needs the products that make weight gradients: `Intermediate`.
-- The predicate of a `while` loop needs what it is computed from: `Predicates`.
+- Which products make the gradients of weights? `Intermediate`, for `reduce_dtype` and one-hot labels.
+- Which sums are those of a residual stream? `Streams`, for `half_sums`.
+- On what do the decisions of loops depend? `Decisions`.
 """
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +19,9 @@ from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Jaxpr, Var, is_literal, open_jaxpr
 from .op import Op
+
+_LOOPS = ("scan", "while")
+_NOTHING: Mapping[Var, Role] = MappingProxyType({})
 
 
 class Dependence(abc.ABC):
@@ -29,57 +34,103 @@ class Dependence(abc.ABC):
         self._ops_of = ops_of
         self._found: dict[Any, frozenset[Var]] = {}
 
-    def variables(self, jaxpr: Jaxpr, outputs: Sequence[bool], backward: bool = False) -> frozenset[Var]:
+    def variables(
+        self,
+        jaxpr: Jaxpr,
+        outputs: Sequence[bool],
+        backward: bool = False,
+        roles: tuple[Role, ...] = (),
+    ) -> frozenset[Var]:
         """Returns the variables of a jaxpr, closed or open, on which the flagged outputs depend.
 
-        `backward` says whether the whole jaxpr is a part of a backward pass.
+        Args:
+            jaxpr: the jaxpr.
+            outputs: a flag for each output.
+            backward: whether the whole jaxpr is a part of a backward pass.
+            roles: for each input, whether it holds what a loop around the jaxpr carries (`Role.CARRY`) or what
+                no iteration changes (`Role.CONSTANT`). Empty outside of loops.
         """
-        if not self._enters(outputs):
+        if not (self._enters(outputs) or Role.CARRY in roles):
             return frozenset()
         inside = open_jaxpr(jaxpr)
-        key = id(inside), tuple(outputs), backward
+        key = id(inside), tuple(outputs), backward, roles
         if key not in self._found:
             found = {var for var, is_found in zip(inside.outvars, outputs) if is_found and self._counts(var)}
+            held = self.held(inside, roles)
+            found.update(self._seeds(inside, held))
             for op in reversed(self._ops_of(inside)):
                 results = [var in found for var in op.equation.outvars]
-                operands = self._operands(op, results, backward or op.is_transposed)
+                operands = self._operands(op, results, backward or op.is_transposed, held)
                 found.update(filter(self._counts, operands))
             self._found[key] = frozenset(found)
         return self._found[key]
 
-    def outputs(self, op: Op, results: Sequence[bool], backward: bool) -> list[tuple[bool, ...]]:
+    def outputs(
+        self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Role] = _NOTHING
+    ) -> list[tuple[bool, ...]]:
         """Returns a flag for each output of each jaxpr of a call, from flags for the results of the call.
 
-        The carry of a loop is flagged too if the next iteration computes something flagged from it.
+        The carry of a loop is flagged too if the next iteration computes something flagged from it. `held` are
+        the variables around the call that hold what a loop carries, or what no iteration changes.
         """
         known = {index for index, is_found in enumerate(results) if is_found}
+        roles = self.roles_inside(op, held)
         while True:
             outputs = [self._outputs(op, inner, known) for inner in op.inner]
-            carried = {
+            found = {
                 number - inner.constants
-                for inner, flags in zip(op.inner, outputs)
-                for number in self._inputs(inner, flags, backward)
+                for inner, flags, inputs in zip(op.inner, outputs, roles)
+                for number in self._inputs(inner, flags, backward, inputs)
                 if inner.roles[number] is Role.CARRY
             }
-            if carried <= known:
+            if found <= known:
                 return outputs
-            known |= carried
+            known |= found
 
-    def _operands(self, op: Op, results: Sequence[bool], backward: bool) -> Sequence[Var]:
+    def held(self, inside: Jaxpr, roles: tuple[Role, ...]) -> dict[Var, Role]:
+        """Returns the variables that hold what a loop carries, at most moved, or what no iteration changes."""
+        if Role.CARRY not in roles:
+            return {}
+        held = {var: role for var, role in zip(inside.invars, roles) if role in (Role.CARRY, Role.CONSTANT)}
+        held.update(dict.fromkeys(inside.constvars, Role.CONSTANT))
+        for op in self._ops_of(inside):
+            of_operands = {held.get(var) for var in op.variables}
+            if of_operands <= {Role.CONSTANT} and not op.equation.effects:
+                held.update(dict.fromkeys(op.equation.outvars, Role.CONSTANT))
+            elif op.traits.category is Category.MOVE and Role.CARRY in of_operands:
+                held.update(dict.fromkeys(op.equation.outvars, Role.CARRY))
+        return held
+
+    def roles_inside(self, op: Op, held: Mapping[Var, Role]) -> list[tuple[Role, ...]]:
+        """Returns `roles` for each jaxpr of a call."""
+        if op.name in _LOOPS:
+            return [inner.roles for inner in op.inner]
+        if not held:
+            return [()] * len(op.inner)
+        role_of = lambda var: Role.CONSTANT if is_literal(var) else held.get(var, Role.ONCE)
+        return [tuple(role_of(op.equation.invars[index]) for index in inner.operands) for inner in op.inner]
+
+    def _operands(
+        self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Role]
+    ) -> Sequence[Var]:
         """Returns the operands of an operation on which a flagged variable depends."""
         if op.category is not Category.CALL:
             return op.variables if self._crosses(op, any(results), backward) else ()
-        if not self._enters(results):
+        roles, invars = self.roles_inside(op, held), op.equation.invars
+        # What a loop inside decides by may be rounded in front of the loop.
+        holds_carry = op.name not in _LOOPS and any(Role.CARRY in each for each in roles)
+        if not (self._enters(results) or holds_carry):
             return ()
-        invars = op.equation.invars
         return [
             invars[inner.operands[number]]
-            for inner, flags in zip(op.inner, self.outputs(op, results, backward))
-            for number in self._inputs(inner, flags, backward)
+            for inner, flags, inputs in zip(op.inner, self.outputs(op, results, backward, held), roles)
+            for number in self._inputs(inner, flags, backward, inputs)
         ]
 
-    def _inputs(self, inner: Inner, outputs: Sequence[bool], backward: bool) -> list[int]:
-        found = self.variables(inner.jaxpr, outputs, backward)
+    def _inputs(
+        self, inner: Inner, outputs: Sequence[bool], backward: bool, roles: tuple[Role, ...]
+    ) -> list[int]:
+        found = self.variables(inner.jaxpr, outputs, backward, roles)
         return [number for number, var in enumerate(open_jaxpr(inner.jaxpr).invars) if var in found]
 
     def _outputs(self, op: Op, inner: Inner, results: set[int]) -> tuple[bool, ...]:
@@ -93,6 +144,11 @@ class Dependence(abc.ABC):
         """Whether the search enters a jaxpr or call with these flags for its results."""
         del flags
         return True
+
+    def _seeds(self, inside: Jaxpr, held: Mapping[Var, Role]) -> Iterable[Var]:
+        """Returns further variables of a jaxpr from which the search starts."""
+        del inside, held
+        return ()
 
     @abc.abstractmethod
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
@@ -113,15 +169,38 @@ class Intermediate(Dependence):
         return backward and (is_found or not _passes(op))
 
 
-class Predicates(Dependence):
-    """The values on which the predicate of a `while` loop depends.
+class Streams(Dependence):
+    """The variables that a product or a norm of the forward pass reads later, as it reads a residual stream.
 
-    A loop to a tolerance stops when a residual is small. Half products round each iterate, so the residual
-    stays at their rounding error and the loop does not end. What the predicate depends on therefore stays in
-    float32.
+    From a stream, norms compute what products take, so every operation is crossed. What a loop carries counts
+    only if a product of the next iteration depends on it: an accumulator, which only a product after the loop
+    reads, is not a stream.
+    """
+
+    def outputs(
+        self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Role] = _NOTHING
+    ) -> list[tuple[bool, ...]]:
+        carries = {index for inner in op.inner for index, carry in zip(inner.results, inner.carries) if carry}
+        inside = [flag and index not in carries for index, flag in enumerate(results)]
+        return super().outputs(op, inside, backward, held)
+
+    def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
+        is_forward = not backward or op.is_recomputed
+        return is_forward and (is_found or op.traits.category is Category.ALLOW)
+
+
+class Decisions(Dependence):
+    """The values on which the decisions of loops depend.
+
+    A loop decides by the predicate of a `while` whether it goes on. A loop to a tolerance stops when a residual
+    is small. Half products round each iterate, so the residual stays at their rounding error and the loop does
+    not end. A loop also decides by a selection whether it keeps what it carries, as a solver with adaptive
+    steps does when it rejects a step. With rounded errors it would accept other steps, also where a backward
+    pass repeats them. What these decisions depend on therefore stays in float32.
 
     Only floating numbers and booleans count. A counter of iterations is an integer, and so is the token that
-    ends the decoding of a language model: `argmax` gives the same token of logits in half.
+    ends the decoding of a language model: `argmax` gives the same token of logits in half. A check for finite
+    numbers decides nothing that rounding changes.
     """
 
     def _outputs(self, op: Op, inner: Inner, results: set[int]) -> tuple[bool, ...]:
@@ -135,9 +214,24 @@ class Predicates(Dependence):
     def _enters(self, flags: Sequence[bool]) -> bool:
         return any(flags)
 
+    def _seeds(self, inside: Jaxpr, held: Mapping[Var, Role]) -> Iterable[Var]:
+        """Yields the predicates that select between what a loop carries and what an iteration has computed.
+
+        The derivative of a selection is not one of them: it selects between a cotangent and zeros.
+        """
+        for op in self._ops_of(inside) if held else ():
+            if op.name == "select_n":
+                predicate, *cases = op.equation.invars
+                roles = [Role.CONSTANT if is_literal(case) else held.get(case) for case in cases]
+                if Role.CARRY in roles and Role.CONSTANT not in roles:
+                    yield predicate
+
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
-        del op, backward
-        return is_found
+        del backward
+        is_check = op.name == "is_finite" or (
+            op.traits.compares and len(set(op.variables)) < len(op.variables)
+        )
+        return is_found and not is_check
 
 
 def _passes(op: Op) -> bool:

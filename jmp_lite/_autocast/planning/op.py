@@ -6,7 +6,7 @@ All later files of the planner take an `Op` in place of an equation. No decision
 import dataclasses
 import math
 
-from ..._jaxpr.inner import Inner, inner_jaxprs
+from ..._jaxpr.inner import Inner, Role, inner_jaxprs
 from ..._jaxpr.primitives import Category, Traits, traits_of
 from ..._jaxpr.read import (
     Equation,
@@ -15,6 +15,7 @@ from ..._jaxpr.read import (
     equations,
     holds,
     holds_complex,
+    is_float32,
     is_literal,
     is_recomputed,
     is_transposed,
@@ -37,7 +38,8 @@ class Op:
     inner: tuple[Inner, ...]  # The jaxprs that the operation runs; empty for most operations.
     variables: tuple[Var, ...]  # The operands without the literals.
     is_cast: bool
-    is_residual_sum: bool  # Whether the operation adds two values of the same shape.
+    is_listed: bool  # Whether the user has put the operation on a list, or taken it off one.
+    is_residual_sum: bool  # Whether the operation adds two float32 arrays of the same shape.
     is_transposed: bool  # Whether JAX made the operation for a backward pass.
     is_recomputed: bool  # Whether the operation computes a part of the forward pass again.
     # Whether the operation is a loop whose backward pass computes float32 values again. Other loops keep
@@ -88,6 +90,7 @@ def _read_op(equation: Equation, rules: Rules) -> Op:
         inner_jaxprs(equation) if category is Category.CALL else (),
         tuple(var for var in equation.invars if not is_literal(var)),
         name == "convert_element_type",
+        name in rules.listed,
         name == "add" and _is_residual_sum(equation),
         is_transposed(equation),
         is_recomputed(equation),
@@ -96,8 +99,9 @@ def _read_op(equation: Equation, rules: Rules) -> Op:
 
 
 def _is_residual_sum(equation: Equation) -> bool:
-    shape = equation.outvars[0].aval.shape
-    return all(not is_literal(var) and var.aval.shape == shape for var in equation.invars)
+    out = equation.outvars[0]
+    same = all(not is_literal(var) and var.aval.shape == out.aval.shape for var in equation.invars)
+    return same and is_float32(out) and bool(out.aval.shape)
 
 
 def _recomputes(equation: Equation) -> bool:
@@ -114,14 +118,19 @@ class Context:
 
     scope: str = ""  # The scopes around the jaxpr.
     backward: bool = False  # Whether the jaxpr runs in a backward pass.
-    # One flag for each output: whether the output is intermediate (`dependence`). Empty without a
-    # `reduce_dtype`.
+    # One flag for each output: whether the output is intermediate (`dependence`).
     intermediate: tuple[bool, ...] = ()
+    # One flag for each output: whether a product or norm reads it later (`dependence`). Empty without
+    # `half_sums`.
+    streams: tuple[bool, ...] = ()
     # Whether the jaxpr is in a loop whose backward pass computes it again from half values.
     recomputed: bool = False
-    # One flag for each output: whether the predicate of a loop depends on it (`dependence`). Empty if no loop
-    # around the jaxpr has such a predicate.
+    # One flag for each output: whether a decision of a loop depends on it (`dependence`). Empty if no loop
+    # around the jaxpr has such a decision.
     decides: tuple[bool, ...] = ()
+    # For each input, whether it holds what a loop around the jaxpr carries or what no iteration changes
+    # (`dependence`). Empty outside of loops.
+    roles: tuple[Role, ...] = ()
     # Whether the program took a derivative of the jaxpr, so that it has the backward pass too.
     of_gradient: bool = False
 

@@ -41,7 +41,7 @@ from .plan import Activation, Call, Decision, Inside, Plan, Run, Skip, Take, con
 from .rules import Rules
 from .ruling import Ruling, estimate_of_state
 from .scopes import Scopes
-from .states import BY_RULE, FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, entering, fits, join, leaving
+from .states import FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, entering, fits, join, leaving
 
 
 class Planner:
@@ -50,6 +50,13 @@ class Planner:
     def __init__(self, rules: Rules) -> None:
         self.rules = dataclasses.replace(rules, precision=configured_precision())
         self.scopes = Scopes(rules)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops the plans that were made, and with them the constants of the program.
+
+        JAX keeps the rules of custom derivatives, and so this planner, as long as its own caches.
+        """
         self._plans: dict[Any, Plan] = {}
         self._demand_pass = DemandPass(self.rules, self.scopes)
 
@@ -57,8 +64,9 @@ class Planner:
         """Returns the state of the argument at `path`. A constant has an empty path."""
         if getattr(value, "dtype", None) != jnp.float32:
             return OTHER
-        if self.scopes.rule_for(path):
-            return BY_RULE
+        rule = self.scopes.rule_for(path) if path else None
+        if rule is not None and rule[1] == "float32":
+            return State(Kind.BY_RULE, rule=rule)
         if not value.ndim:
             return State(Kind.ADAPTS, exact_source=True)
         return State(
@@ -66,7 +74,7 @@ class Planner:
             exact_source=True,
             wide_gradient=bool(path) and self.rules.reduce_dtype is not None,
             float32_result=self.rules.float32_result_for(path) if path else "",
-            float8_rule=self.rules.pattern_for(path) if path else None,
+            rule=rule,
         )
 
     def constant(self, value: Array) -> State:
@@ -107,7 +115,8 @@ class Planner:
             operands = [state_of(var) for var in op.equation.invars]
             wanted = analysis.demand.of_results(op)
             decisions.append(self._decide(op, ruling, operands, wanted, analysis))
-            if wanted is Wanted.BY_PRODUCTS_ONLY and analysis.activations.may_end(op):
+            by_products_only = wanted is Wanted.BY_PRODUCTS_ONLY
+            if wanted > Wanted.NO and analysis.activations.is_end(op, by_products_only):
                 decisions[-1] = _activation(analysis, decisions, known) or decisions[-1]
             known.update(zip(op.equation.outvars, decisions[-1].results, strict=True))
         ends = [index for index, decision in enumerate(decisions) if isinstance(decision.action, Activation)]
@@ -248,7 +257,7 @@ def _with_configured_precision(decision: Decision, precision: Any, context: Cont
 
 
 _OF_SOFTMAX = set(Category) - {Category.ALLOW}
-_PART = "part of a function of half values, computed in float32"
+_PART = "part of that activation function or softmax"
 
 
 def _activation(
@@ -264,7 +273,7 @@ def _activation(
     if not in_half or not {member.category for member in members} <= categories:
         return None
     action = Activation(activations.sources[out], tuple(member.op.equation for member in members), extras)
-    reason = "a function of half values, computed in float32; only products read it"
+    reason = "an activation function or softmax, computed in float32 from its half inputs, and recomputed"
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
 
 

@@ -38,6 +38,8 @@ class Rules:
     # Pairs of a pattern over scopes and argument paths, and the name of the dtype that the products there
     # take: "float32", the name of the half dtype, or "float8". The first pattern that matches wins.
     scopes: tuple[tuple[str, str], ...]
+    # The primitives that the user has put on a list, or taken off one.
+    listed: frozenset[str] = frozenset()
     # Float32 if the products that make weight gradients give float32; else None.
     reduce_dtype: np.dtype | None = None
     # The precision that `jax_default_matmul_precision` gives to products; None for none. The program did not
@@ -65,6 +67,12 @@ class Rules:
         """Whether the rule that selects the scope `path` gives half or float8."""
         rule = self.pattern_for(path)
         return rule is not None and rule[1] != "float32"
+
+    def is_first(self, rule: tuple[str, str] | None) -> bool:
+        """Whether a rule gives half or float8, and stands before all rules that give float32."""
+        if rule is None or rule[1] == "float32":
+            return False
+        return all(dtype != "float32" for _, dtype in self.scopes[: self.scopes.index(rule)])
 
     def float32_result_for(self, path: str) -> str:
         """Returns the first pattern of `float32_results` that selects a scope or argument, or nothing."""
@@ -110,11 +118,12 @@ def make_rules(
     for name, category in categories.items():
         if category is Category.RANGE:
             categories[name] = Category.DENY if half == jnp.float16 else Category.INFER
-    options = {Category.ALLOW: allow, Category.DENY: deny, Category.INFER: infer}
+    listed = _change(categories, {Category.ALLOW: allow, Category.DENY: deny, Category.INFER: infer})
     return Rules(
         half,
-        MappingProxyType(_changed(categories, options)),
+        MappingProxyType(categories),
         _scopes(half, float8, rules),
+        listed,
         reduced,
         float8=float8,
         float32_results=as_patterns(
@@ -128,8 +137,8 @@ def make_rules(
     )
 
 
-def _changed(categories: dict[str, Category], options: dict[Category, Operations]) -> dict[str, Category]:
-    """Returns the category of each primitive after the user's changes."""
+def _change(categories: dict[str, Category], options: dict[Category, Operations]) -> frozenset[str]:
+    """Changes the category of each primitive that the user names, and returns the names."""
     given: dict[str, str] = {}
     for category, entries in options.items():
         for entry in _entries(category.value, entries):
@@ -149,7 +158,7 @@ def _changed(categories: dict[str, Category], options: dict[Category, Operations
                     f"{category.value}= takes '{name}' off a list on which it is not; it is on the list "
                     f"'{categories.get(name, Category.AS_TRACED).value}'."
                 )
-    return categories
+    return frozenset(given)
 
 
 def _check(category: Category, name: str) -> None:

@@ -6,7 +6,7 @@ uses the estimates: it asks whether an operation can give a half result.
 """
 
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 
 import jax.numpy as jnp
 
@@ -25,8 +25,8 @@ from ..._jaxpr.read import (
 from ..._tree import KEEP_FLOAT32_NAME
 from .op import Context, Op
 from .rules import Rules
-from .scopes import Scopes
-from .states import Kind, State, broadcast
+from .scopes import Scopes, by_rule
+from .states import WIDE, Kind, State, broadcast
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,21 +40,28 @@ class Ruling:
     float32_result: str = ""
     # The pattern of `half_sums` that selects the scope of a residual sum; empty for none.
     half_sum: str = ""
-    # The rule that selects the scope of a product of an autocast to float8: the pattern and its dtype.
-    float8_rule: tuple[str, str] | None = None
+    rule: tuple[str, str] | None = None  # The first rule that selects the scope of a product.
+    is_first: bool = False  # Whether that rule gives half, and stands before all that give float32.
+    # The ruling on a product that the rule keeps in float32, should the rule of an argument come first.
+    otherwise: "Ruling | None" = None
 
     @property
     def is_half_product(self) -> bool:
-        """Whether the operation is a product that takes half operands, unless a rule keeps one in float32."""
+        """Whether the operation is a product that takes half operands, unless one of them is kept."""
         return self.category is Category.ALLOW and not self.reason
+
+    def takes_half(self, operands: Collection[Kind]) -> bool:
+        """Whether the operation is a product that takes half operands, given the kinds of its operands."""
+        is_kept = Kind.KEPT in operands or (Kind.BY_RULE in operands and not self.is_first)
+        return self.is_half_product and not is_kept
 
 
 Estimates = dict[Var, Kind]
 """The estimated kind of each variable of a jaxpr."""
 
-DECIDES = "the predicate of a loop depends on it"
-"""The reason for float32 of what decides whether a loop goes on."""
-KEPT = "keep_float32"
+DECIDES = "a loop decides by it whether to go on, or what to keep"
+"""The reason for float32 of what decides whether a loop goes on, or whether it keeps what it carries."""
+KEEP_FLOAT32 = "keep_float32"
 """The reason for float32 of a value that the user keeps, a constant too."""
 
 
@@ -66,20 +73,28 @@ def rule_on(
     rules: Rules,
     scopes: Scopes,
     decisive: Set[Var],
+    streams: Set[Var],
 ) -> tuple[tuple[Ruling, ...], Estimates]:
     """Returns the ruling on each operation of an open jaxpr, and the estimates of its variables.
 
-    The predicate of a loop depends on the variables `decisive`.
+    A decision of a loop depends on the variables `decisive`. Products or norms read the variables `streams`.
     """
     estimates = dict(zip((*inside.constvars, *inside.invars), inputs, strict=True))
     rulings = []
     for op in ops:
         scope, is_backward = context.scope_of(op), context.is_backward(op)
+        operands = [estimate_of(var, estimates) for var in op.equation.invars]
         ruling = _ruling(op, scope, is_backward, rules, scopes)
+        if (
+            op.is_residual_sum
+            and not is_backward
+            and not ruling.reason
+            and not streams.isdisjoint(op.equation.outvars)
+        ):
+            ruling = _ruling_on_sum(ruling, operands, scope, rules, scopes)
         if decisive and _decides(op, ruling, decisive) and not rules.gives_half(scope):
             ruling = dataclasses.replace(ruling, reason=DECIDES)
         rulings.append(ruling)
-        operands = [estimate_of(var, estimates) for var in op.equation.invars]
         for index, out in enumerate(op.equation.outvars):
             estimates[out] = _estimate(op, ruling, operands, index)
     return tuple(rulings), estimates
@@ -91,38 +106,55 @@ def rule_on(
 def _ruling(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes) -> Ruling:
     if op.category is Category.CALL:
         return _CALL
+    is_product = op.category is Category.ALLOW or op.name in ("outer_product", "elementwise_product")
     if reason := scopes.why_as_traced(scope):
-        return Ruling(Category.AS_TRACED, reason)
+        kept = Ruling(Category.AS_TRACED, reason)
+        rule = scopes.rule_for(scope) if is_product else None
+        if rule is None or reason != by_rule(rule[0]):
+            return kept
+        otherwise = _ruling_on_product(op, scope, is_backward, rules, scopes)
+        return dataclasses.replace(kept, rule=rule, otherwise=otherwise)
     if op.is_cast:
         return _AS_TRACED
     if op.name == "name" and op.equation.params["name"] == KEEP_FLOAT32_NAME:
-        return Ruling(Category.DENY, KEPT)
+        return Ruling(Category.DENY, KEEP_FLOAT32)
     if op.category is Category.DENY:
         return Ruling(op.category, f"{op.name} is on the deny list")
     if op.category is Category.AS_TRACED:
         known = "stays as traced" if op.name in rules.categories else "is on no list"
         return Ruling(op.category, f"{op.name} {known}")
-    if op.category is Category.ALLOW or op.name in ("outer_product", "elementwise_product"):
-        return _ruling_on_product(op, scope, is_backward, rules)
-    if op.is_residual_sum and rules.half_sums and not is_backward:
-        pattern = rules.half_sum_for(scope)
-        if pattern:
-            scopes.note_used("half_sums", pattern)
-        return Ruling(op.category, half_sum=pattern)
+    if is_product:
+        return _ruling_on_product(op, scope, is_backward, rules, scopes)
     return _BY_OPERANDS[op.category]
 
 
-def _ruling_on_product(op: Op, scope: str, is_backward: bool, rules: Rules) -> Ruling:
+def _ruling_on_product(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes) -> Ruling:
     reason = _why_not_half(op.equation, rules)
-    rule = rules.pattern_for(scope) if rules.float8 else None
+    rule = scopes.rule_for(scope)
+    is_first = rules.is_first(rule)
     if op.category is Category.ALLOW:
         # The products of a backward pass give half, as those of other products do.
         pattern = "" if is_backward else rules.float32_result_for(scope)
-        return Ruling(op.category, reason, pattern, float8_rule=rule)
+        return Ruling(op.category, reason, pattern, rule=rule, is_first=is_first)
     # In a backward pass an outer product is the gradient of a product, and runs as the others do.
     is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
     category = Category.ALLOW if is_gradient and not reason else op.category
-    return Ruling(category, reason, float8_rule=rule)
+    return Ruling(category, reason, rule=rule, is_first=is_first)
+
+
+def _ruling_on_sum(
+    ruling: Ruling, operands: Sequence[Kind], scope: str, rules: Rules, scopes: Scopes
+) -> Ruling:
+    """Returns the ruling on a residual sum: it is in half if `half_sums` selects it.
+
+    A residual sum adds the result of a product, and products or norms read it. Other sums of two arrays, such
+    as those of log-probabilities in a loss or those of an accumulator, may need float32.
+    """
+    pattern = rules.half_sum_for(scope) if Kind.ADAPTS in operands else ""
+    if not pattern:
+        return ruling
+    scopes.note_used("half_sums", pattern)
+    return dataclasses.replace(ruling, half_sum=pattern)
 
 
 _CALL, _AS_TRACED = Ruling(Category.CALL), Ruling(Category.AS_TRACED)
@@ -165,7 +197,7 @@ def estimate_of(var: Var, estimates: Estimates) -> Kind:
 
 def estimate_of_state(state: State) -> Kind:
     """Returns the estimate of a value whose state is known."""
-    if state.constant and state.kind not in (Kind.BINARY, Kind.BY_RULE):
+    if state.constant and state.kind not in (Kind.BINARY, Kind.BY_RULE, Kind.KEPT):
         return Kind.LITERAL
     return Kind.ADAPTS if state.kind in (Kind.OTHER, Kind.HALF) else state.kind
 
@@ -175,7 +207,9 @@ def _estimate(op: Op, ruling: Ruling, operands: list[Kind], index: int) -> Kind:
     out = op.equation.outvars[index]
     if ruling.category is Category.CALL:
         return _estimate_of_call(op, index)
-    if not op.equation.effects and ruling.reason != KEPT and all(kind == Kind.LITERAL for kind in operands):
+    if ruling.reason == KEEP_FLOAT32:
+        return Kind.KEPT if is_float32(out) else Kind.ADAPTS
+    if not op.equation.effects and all(kind == Kind.LITERAL for kind in operands):
         return Kind.LITERAL
     if not is_float32(out):
         return Kind.ADAPTS
@@ -184,8 +218,7 @@ def _estimate(op: Op, ruling: Ruling, operands: list[Kind], index: int) -> Kind:
         return operands[0] if is_float32(source) else _estimate_of_cast(source.aval.dtype)
     if ruling.category is Category.MOVE:
         return _estimate_of_move(op, operands, index)
-    is_half = ruling.is_half_product and not ruling.float32_result and Kind.BY_RULE not in operands
-    if is_half or ruling.half_sum:
+    if (ruling.takes_half(operands) and not ruling.float32_result) or ruling.half_sum:
         return Kind.ADAPTS
     is_elementwise = ruling.category is Category.INFER and not ruling.reason
     return _widest(op, operands) if is_elementwise else Kind.FLOAT32
@@ -196,7 +229,7 @@ def _widest(op: Op, operands: list[Kind]) -> Kind:
         broadcast(op, var, kind) if is_float32(var) else Kind.ADAPTS
         for var, kind in zip(op.equation.invars, operands)
     ]
-    return max(Kind.ADAPTS, min(max(kinds), Kind.FLOAT32))
+    return Kind.FLOAT32 if not set(kinds).isdisjoint(WIDE) else max(Kind.ADAPTS, *kinds)
 
 
 def _estimate_of_move(op: Op, operands: list[Kind], index: int) -> Kind:

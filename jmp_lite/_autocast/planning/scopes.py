@@ -5,7 +5,13 @@ import difflib
 import jax.numpy as jnp
 
 from ..._jaxpr.read import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE
+from ..._paths import matches
 from .rules import Rules
+
+
+def by_rule(pattern: str) -> str:
+    """Returns the reason of what a rule keeps in float32."""
+    return f"the rule for '{pattern}'"
 
 
 class Scopes:
@@ -41,22 +47,20 @@ class Scopes:
                 reason = "inside a linear solver: rounding would slow it down, or stop it too early"
             elif self._rules.dtype == jnp.float32:
                 reason = "the dtype is float32"
-            elif pattern := self.rule_for(path):
-                reason = f"the rule for '{pattern}'"
+            elif path and (rule := self.rule_for(path)) and rule[1] == "float32":
+                reason = by_rule(rule[0])
             self._reasons[path] = reason
         return self._reasons[path]
 
-    def rule_for(self, path: str) -> str | None:
-        """Returns the rule that keeps the scope or argument `path` in float32, if any."""
-        if not path or not self._rules.scopes:
+    def rule_for(self, path: str) -> tuple[str, str] | None:
+        """Returns the first rule that selects the scope or argument `path`, if any: its pattern and dtype."""
+        if not self._rules.scopes:
             return None
         self._seen.add(path)
         rule = self._rules.pattern_for(path)
-        if rule is None:
-            return None
-        pattern, dtype = rule
-        self._used.add(pattern)
-        return pattern if dtype == "float32" else None
+        if rule is not None:
+            self._used.add(rule[0])
+        return rule
 
     def note_used(self, option: str, pattern: str) -> None:
         """Notes that a pattern of `float32_results` or of `half_sums` has selected an operation."""
@@ -66,6 +70,7 @@ class Scopes:
         """Raises a ValueError if a pattern has selected nothing, as a misspelt pattern does."""
         for pattern, _ in self._rules.scopes:
             if pattern not in self._used:
+                self._check_for_rule_in_front(pattern)
                 near = difflib.get_close_matches(pattern, self._seen, n=3, cutoff=0.3)
                 hint = f" Close to it are {', '.join(map(repr, near))}." if near else ""
                 raise ValueError(
@@ -84,4 +89,15 @@ class Scopes:
                 raise ValueError(
                     f"half_sums='{pattern}' selects no residual sum: no addition of two values of one shape "
                     "lies in such a scope. `explain` lists the scopes."
+                )
+
+    def _check_for_rule_in_front(self, pattern: str) -> None:
+        """Raises a ValueError if a pattern has selected nothing because rules in front of it did."""
+        for path in sorted(self._seen):
+            if matches(pattern, path):
+                first, dtype = self._rules.pattern_for(path) or ("", "")
+                raise ValueError(
+                    f"The rule for '{pattern}' has no effect: the first rule that matches wins, and the rule "
+                    f"for '{first}' in front of it selects '{path}' and gives {dtype}. Write the narrower "
+                    "pattern first."
                 )

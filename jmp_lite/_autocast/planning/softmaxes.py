@@ -29,11 +29,16 @@ class Softmax:
     members: frozenset[int]  # The indexes of the operations that compute it.
 
 
-def find_softmaxes(ops: Sequence[Op], read_only_by: Callable[[Var, Set[int]], bool]) -> dict[Var, Softmax]:
+def find_softmaxes(
+    ops: Sequence[Op],
+    readers_of: Mapping[Var, Sequence[int]],
+    read_only_by: Callable[[Var, Set[int]], bool],
+) -> dict[Var, Softmax]:
     """Returns the softmaxes over the last axis in a jaxpr, by their results.
 
     Args:
         ops: the operations of the jaxpr.
+        readers_of: for each variable, the indexes of the operations that read it.
         read_only_by: whether no operation but those at some indexes reads a variable.
     """
     # The operations with one result. Others are never a part of a softmax.
@@ -43,10 +48,14 @@ def find_softmaxes(ops: Sequence[Op], read_only_by: Callable[[Var, Set[int]], bo
     for out, index in made_by.items():
         op = ops[index]
         if op.name == "reduce_sum":
-            if not is_of_gradient(op.equation) and _sums_exponentials(op, ops, made_by):
+            may_start = not (op.is_listed or is_of_gradient(op.equation))
+            if may_start and _sums_exponentials(op, ops, made_by):
                 after.add(out)
         elif after and not after.isdisjoint(op.variables) and _is_part(op):
             after.add(out)
+            # If an element-wise operation reads the result, that operation may end the softmax, and not this.
+            if any(_is_part(ops[index]) and ops[index].name not in _MOVES for index in readers_of[out]):
+                continue
             softmax = _softmax(out, ops, made_by, after)
             made = {ops[member].equation.outvars[0] for member in softmax.members - {index}}
             # If others read the weights too, they would be computed twice in the forward pass.
@@ -85,7 +94,7 @@ def _sums_exponentials(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) ->
     made = makers(op)
     if made and (made[0].traits.selects or made[0].name == "jit") and _is_part(made[0]):
         made = makers(made[0])
-    return any(each.name in ("exp", "exp2") for each in made)
+    return any(each.name in ("exp", "exp2") and not each.is_listed for each in made)
 
 
 def _is_over_rows(op: Op) -> bool:
@@ -95,8 +104,8 @@ def _is_over_rows(op: Op) -> bool:
 
 
 def _is_part(op: Op) -> bool:
-    """Whether a softmax may compute a float32 operation itself."""
-    if not all(map(is_float32, op.equation.outvars)):
+    """Whether a softmax may compute a float32 operation itself. The user's lists win."""
+    if op.is_listed or not all(map(is_float32, op.equation.outvars)):
         return False
     if op.name == "reduce_max":
         return _is_over_rows(op)

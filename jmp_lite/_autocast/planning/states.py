@@ -24,7 +24,12 @@ class Kind(enum.IntEnum):
     ARGUMENT = 4  # Computed from arguments alone. It stays float32 until it is broadcast or looked up.
     FLOAT32 = 5  # Computed in float32, because an operation or the user demands it.
     BY_RULE = 6  # An argument, at most moved, whose products a rule of the user keeps in float32.
-    HALF = 7  # Computed in half.
+    KEPT = 7  # A value of `keep_float32`, at most moved. Its products stay in float32.
+    HALF = 8  # Computed in half.
+
+
+WIDE = (Kind.FLOAT32, Kind.BY_RULE, Kind.KEPT)
+"""The kinds of values that element-wise operations take in float32, whatever their other operands are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +48,9 @@ class State:
     # it give float32. Empty for none.
     float32_result: str = ""
     half_sum: bool = False  # The value is a residual sum that `half_sums` selects, at most moved.
-    # The value is an argument, at most moved, and this rule of an autocast to float8 selects it: the pattern,
-    # and the dtype that products of it take.
-    float8_rule: tuple[str, str] | None = None
+    # The value is an argument, at most moved, and this is the first rule that selects it: the pattern, and the
+    # dtype that products of it take.
+    rule: tuple[str, str] | None = None
 
     @property
     def is_half(self) -> bool:
@@ -55,7 +60,7 @@ class State:
 
 OTHER = State(Kind.OTHER)
 FLOAT32 = State(Kind.FLOAT32)
-BY_RULE = State(Kind.BY_RULE)
+KEPT = State(Kind.KEPT)
 HALF = State(Kind.HALF)
 HALF_SUM = State(Kind.HALF, half_sum=True)
 
@@ -98,8 +103,7 @@ def leaving(state: State, carry: bool, wanted: bool) -> State:
     """Returns the state of a result outside its loop. A carry keeps its dtype; a slice may be in half."""
     if state.kind == Kind.OTHER:
         return state
-    is_float32 = state.kind in (Kind.FLOAT32, Kind.BY_RULE)
-    return FLOAT32 if carry else HALF if wanted and is_float32 else state
+    return FLOAT32 if carry else HALF if wanted and state.kind in WIDE else state
 
 
 def join(first: State, second: State) -> State:
