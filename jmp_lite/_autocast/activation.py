@@ -75,8 +75,9 @@ def _softmax(action: Activation, half: Any, traced: dict[Any, Callable[..., Arra
     key = _structure(action)
     if key not in traced:
         compute = functools.partial(_compute, action, half, lambda _: contextlib.nullcontext())
+        fun = recomputed(compute) if action.barred else compute
         # The barriers of `jax.checkpoint` would make XLA write the masks and transpose cotangents.
-        traced[key] = jax.jit(jax.checkpoint(recomputed(compute), prevent_cse=False), inline=INLINE)
+        traced[key] = jax.jit(jax.checkpoint(fun, prevent_cse=False), inline=INLINE)
     return traced[key]
 
 

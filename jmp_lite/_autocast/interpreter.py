@@ -14,7 +14,7 @@ from jax import lax
 
 from .._float8.action import Float8, cast_to_float8
 from .._float8.quantize import FORWARD
-from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse, round_to
+from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse, round_to, widen
 from .._jaxpr.calls import Body, Outputs
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
 from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, open_jaxpr
@@ -135,7 +135,8 @@ class Interpreter:
         """Runs an operation that broadcasts an operand, such as a bias, and that its readers run again."""
 
         def add(arrays: list[tuple[Array, Array | None]]) -> Array:
-            values = [Value(array, path=path) for array, path in arrays]
+            widened = lambda array, path: {} if path is None else {jnp.float32: widen(array, path, False)}
+            values = [Value(array, widened(array, path)) for array, path in arrays]
             with context_of(equation):
                 (result,) = bind(equation, self._operands(equation, action, values), **action.params)
             return result
@@ -199,7 +200,7 @@ class Interpreter:
         """Leads the gradients of a half value's float32 readers through `path`."""
         value.path = path
         if self.is_linear:
-            value.casts[jnp.float32] = path
+            value.casts[jnp.float32] = reuse(path, round_to(path, self.half))
 
     # Values that enter and leave the jaxprs within an equation.
 

@@ -136,35 +136,31 @@ def reuse(x: Array, cast: Array) -> Array:
     return reuse_cast(x, cast)
 
 
-@functools.partial(jax.jit, inline=INLINE)
-def widen(half: Array, path: Array) -> Array:
+@functools.partial(jax.jit, inline=INLINE, static_argnames="is_shared")
+def widen(half: Array, path: Array, is_shared: bool = True) -> Array:
     """Returns `half` in float32, with a gradient that goes to `path`, the same value in float32.
 
     Nothing reads the value of `path`, so JAX and XLA drop what computes it. Only gradients go through it.
     They stay float32 where the program moves `half`, or passes it to a call.
+
+    If other operations read `half` too (`is_shared`), it is rounded once more. By default XLA leaves out a cast
+    down and up again where both are in one kernel. A reader there would read the value before its rounding, and
+    others the rounded value: a softmax would be normalized by other logits than the one that the label selects.
+    XLA never leaves out a `reduce_precision`.
     """
-    return _widen(half, path)
+    return _widen(half, path, is_shared)
 
 
-@jax.custom_jvp
-def _widen(half: Array, path: Array) -> Array:
-    return _rounded_cast(half, path.dtype)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _widen(half: Array, path: Array, is_shared: bool) -> Array:
+    wide = lax.convert_element_type(half, path.dtype)
+    return round_to(wide, half.dtype) if is_shared else wide
 
 
 @_widen.defjvp
-def _widen_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    # Not `_widen` itself: a policy of `jax.checkpoint` should see a cast.
-    return _rounded_cast(primals[0], primals[1].dtype), tangents[1]
-
-
-def _rounded_cast(half: Array, dtype: Any) -> Array:
-    """Casts a half array up, and rounds it once more.
-
-    By default XLA leaves out a cast down and up again where both are in one kernel. A reader there would read
-    the value before its rounding, and other readers the rounded value: a softmax would be normalized by other
-    logits than the one whose label is looked up. XLA never leaves out a `reduce_precision`.
-    """
-    return round_to(lax.convert_element_type(half, dtype), half.dtype)
+def _widen_jvp(is_shared: bool, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    # The function within `_widen`: a policy of `jax.checkpoint` should see a cast.
+    return _widen.fun(*primals, is_shared), tangents[1]
 
 
 def round_to(x: Array, half: Any) -> Array:

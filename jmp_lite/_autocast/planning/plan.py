@@ -74,13 +74,12 @@ class Activation:
 
     sources: tuple[Var, ...]  # The half values.
     equations: tuple[Equation, ...]  # The equations that compute the function, in order.
-    # The other operands of a softmax, such as masks. None for an activation function.
+    # The other operands of a softmax, such as masks; none for a gate, such as a SiLU. None for an activation
+    # function that may compute the sum with a bias in front of it again.
     extras: tuple[Var, ...] | None = None
-
-    @property
-    def is_softmax(self) -> bool:
-        """Whether the function is a softmax."""
-        return self.extras is not None
+    # Whether a barrier keeps XLA from merging the backward pass's computation with the forward pass's. A gate
+    # needs none: the operations around it are element-wise, and XLA computes all of them in one kernel.
+    barred: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

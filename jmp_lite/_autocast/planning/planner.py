@@ -268,11 +268,12 @@ def _activation(
     (out,) = last.op.equation.outvars
     members = [decisions[index] for index in sorted(activations.members[out])]
     in_half = all(known[var].is_half for var in activations.sources[out])
-    extras = activations.extras.get(out)
+    extras = () if out in activations.gated else activations.extras.get(out)
     categories = {Category.DENY, Category.INFER} if extras is None else _OF_SOFTMAX
     if not in_half or not {member.category for member in members} <= categories:
         return None
-    action = Activation(activations.sources[out], tuple(member.op.equation for member in members), extras)
+    equations = tuple(member.op.equation for member in members)
+    action = Activation(activations.sources[out], equations, extras, out not in activations.gated)
     reason = "an activation function or softmax, computed in float32 from its half inputs, and recomputed"
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
 

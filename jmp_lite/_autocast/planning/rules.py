@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -38,8 +38,8 @@ class Rules:
     # Pairs of a pattern over scopes and argument paths, and the name of the dtype that the products there
     # take: "float32", the name of the half dtype, or "float8". The first pattern that matches wins.
     scopes: tuple[tuple[str, str], ...]
-    # The primitives that the user has put on a list, or taken off one.
-    listed: frozenset[str] = frozenset()
+    # The primitives that the user has put on a list, or taken off one, each with how it was written.
+    listed: MappingProxyType[str, str] = MappingProxyType({})
     # Float32 if the products that make weight gradients give float32; else None.
     reduce_dtype: np.dtype | None = None
     # The precision that `jax_default_matmul_precision` gives to products; None for none. The program did not
@@ -53,6 +53,24 @@ class Rules:
     def category_of(self, name: str) -> Category:
         """Returns the category of the primitive called `name`."""
         return self.categories.get(name, Category.AS_TRACED)
+
+    def ablations(self) -> Iterator[tuple[str, "Rules"]]:
+        """Yields each option as the user wrote it, and the rules without it."""
+        defaults = _default_categories(self.dtype)
+        for name, written in self.listed.items():
+            categories = {**self.categories, name: defaults.get(name, Category.AS_TRACED)}
+            listed = MappingProxyType({other: text for other, text in self.listed.items() if other != name})
+            yield written, dataclasses.replace(self, categories=MappingProxyType(categories), listed=listed)
+        for option in ("scopes", "float32_results", "half_sums"):
+            given = getattr(self, option)
+            for entry in given:
+                written = (
+                    f"rules={{{entry[0]!r}: {entry[1]!r}}}" if option == "scopes" else f"{option}={entry!r}"
+                )
+                others = tuple(other for other in given if other is not entry)
+                yield written, dataclasses.replace(self, **{option: others})
+        if self.reduce_dtype is not None:
+            yield f"reduce_dtype='{self.reduce_dtype.name}'", dataclasses.replace(self, reduce_dtype=None)
 
     @property
     def halves_products(self) -> bool:
@@ -114,16 +132,13 @@ def make_rules(
             f"bfloat16), or in float32, which changes nothing. Got dtype={half.name}."
         )
     reduced = parse_reduce_dtype(reduce_dtype)
-    categories = {name: traits.category for name, traits in PRIMITIVES.items()}
-    for name, category in categories.items():
-        if category is Category.RANGE:
-            categories[name] = Category.DENY if half == jnp.float16 else Category.INFER
+    categories = _default_categories(half)
     listed = _change(categories, {Category.ALLOW: allow, Category.DENY: deny, Category.INFER: infer})
     return Rules(
         half,
         MappingProxyType(categories),
         _scopes(half, float8, rules),
-        listed,
+        MappingProxyType(listed),
         reduced,
         float8=float8,
         float32_results=as_patterns(
@@ -137,9 +152,17 @@ def make_rules(
     )
 
 
-def _change(categories: dict[str, Category], options: dict[Category, Operations]) -> frozenset[str]:
-    """Changes the category of each primitive that the user names, and returns the names."""
+def _default_categories(half: np.dtype) -> dict[str, Category]:
+    """Returns the category of each primitive of the table, for a half dtype."""
+    in_range = Category.DENY if half == jnp.float16 else Category.INFER
+    categories = {name: traits.category for name, traits in PRIMITIVES.items()}
+    return {name: in_range if each is Category.RANGE else each for name, each in categories.items()}
+
+
+def _change(categories: dict[str, Category], options: dict[Category, Operations]) -> dict[str, str]:
+    """Changes the category of each primitive that the user names. Returns the names, as they were written."""
     given: dict[str, str] = {}
+    written: dict[str, str] = {}
     for category, entries in options.items():
         for entry in _entries(category.value, entries):
             name, taken_off = _primitive_name(category.value, entry)
@@ -148,6 +171,7 @@ def _change(categories: dict[str, Category], options: dict[Category, Operations]
                     f"The operation '{name}' was given twice, in {given[name]}= and in {category.value}=."
                 )
             given[name] = category.value
+            written[name] = f"{category.value}=['{'-' if taken_off else ''}{name}']"
             if not taken_off:
                 _check(category, name)
                 categories[name] = category
@@ -158,7 +182,7 @@ def _change(categories: dict[str, Category], options: dict[Category, Operations]
                     f"{category.value}= takes '{name}' off a list on which it is not; it is on the list "
                     f"'{categories.get(name, Category.AS_TRACED).value}'."
                 )
-    return frozenset(given)
+    return written
 
 
 def _check(category: Category, name: str) -> None:

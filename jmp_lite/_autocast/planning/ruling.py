@@ -81,20 +81,26 @@ def rule_on(
     """
     estimates = dict(zip((*inside.constvars, *inside.invars), inputs, strict=True))
     rulings = []
+    of_products: set[Var] = set()  # Results of products, and what element-wise operations compute from them.
+    in_half: set[Var] = set()  # Residual sums in half.
     for op in ops:
         scope, is_backward = context.scope_of(op), context.is_backward(op)
         operands = [estimate_of(var, estimates) for var in op.equation.invars]
         ruling = _ruling(op, scope, is_backward, rules, scopes)
-        if (
-            op.is_residual_sum
-            and not is_backward
-            and not ruling.reason
-            and not streams.isdisjoint(op.equation.outvars)
-        ):
-            ruling = _ruling_on_sum(ruling, operands, scope, rules, scopes)
+        if rules.half_sums and op.is_residual_sum and not (is_backward or ruling.reason):
+            # A sum may continue a stream that only a loss reads: casts by hand would round it too.
+            is_stream = not streams.isdisjoint(op.equation.outvars) or not in_half.isdisjoint(op.variables)
+            is_of_products = Kind.ADAPTS in operands or not of_products.isdisjoint(op.variables)
+            if is_stream and is_of_products:
+                ruling = _ruling_on_sum(ruling, scope, rules, scopes)
         if decisive and _decides(op, ruling, decisive) and not rules.gives_half(scope):
             ruling = dataclasses.replace(ruling, reason=DECIDES)
         rulings.append(ruling)
+        passes = ruling.category in _BY_OPERANDS and not of_products.isdisjoint(op.variables)
+        if passes or ruling.is_half_product:
+            of_products.update(op.equation.outvars)
+        if ruling.half_sum:
+            in_half.update(op.equation.outvars)
         for index, out in enumerate(op.equation.outvars):
             estimates[out] = _estimate(op, ruling, operands, index)
     return tuple(rulings), estimates
@@ -142,15 +148,13 @@ def _ruling_on_product(op: Op, scope: str, is_backward: bool, rules: Rules, scop
     return Ruling(category, reason, rule=rule, is_first=is_first)
 
 
-def _ruling_on_sum(
-    ruling: Ruling, operands: Sequence[Kind], scope: str, rules: Rules, scopes: Scopes
-) -> Ruling:
+def _ruling_on_sum(ruling: Ruling, scope: str, rules: Rules, scopes: Scopes) -> Ruling:
     """Returns the ruling on a residual sum: it is in half if `half_sums` selects it.
 
     A residual sum adds the result of a product, and products or norms read it. Other sums of two arrays, such
     as those of log-probabilities in a loss or those of an accumulator, may need float32.
     """
-    pattern = rules.half_sum_for(scope) if Kind.ADAPTS in operands else ""
+    pattern = rules.half_sum_for(scope)
     if not pattern:
         return ruling
     scopes.note_used("half_sums", pattern)

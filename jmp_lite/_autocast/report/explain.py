@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec
 
 import jax
@@ -12,13 +12,17 @@ import numpy as np
 
 from ..._dtypes import DTypeLike
 from ..._float8.action import NOT_FP8
+from ..._jaxpr.arguments import Arguments
 from ..._jaxpr.read import Jaxpr, all_equations
 from ..._text import Shown, aligned
-from ..api import given_rules, prepare, run
+from ..api import given_rules, make_plan, prepare, run
+from ..planning.rules import Rules
 from .advice import find_promotions
 from .operations import Operation, operations_of
 
 P = ParamSpec("P")
+
+_MOST_ABLATIONS = 20  # Each takes one more plan.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -30,6 +34,8 @@ class Report(Shown):
         operations: every operation with floating operands or results on which an output depends, in the
             order of the program.
         casts: how many casts between float32 and the half dtype were added.
+        without_effect: the options of the autocast that change the dtypes of no operation, such as
+            `"infer=['exp']"`. With more than twenty entries and patterns nothing is looked for.
         before: the function's jaxpr as it was traced.
         after: the jaxpr that autocast runs instead.
 
@@ -44,6 +50,7 @@ class Report(Shown):
     dtype: np.dtype
     operations: tuple[Operation, ...]
     casts: int
+    without_effect: tuple[str, ...]
     before: Any
     after: Any
 
@@ -105,6 +112,8 @@ class Report(Shown):
             half = sum(o.in_half for o in operations)
             rows.append((module or "/", f"{len(operations):,}", f"{half:,}", f"{flops:.3g}", f"{share:.1%}"))
         lines = [self.summary(), "", *aligned(rows)]
+        if self.without_effect:
+            lines += ["", f"Options without effect: {', '.join(self.without_effect)}"]
         left = self.in_float32()
         if left:
             lines += ["", "Products that are not in half:", *map(str, left)]
@@ -162,16 +171,29 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
         planner.scopes.check()
         promotions = find_promotions(plan.jaxpr, traced.names) if rules.dtype == jnp.float32 else {}
         read = [True] * len(plan.results)
+        operations = tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions, read))
         after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
         return Report(
             rules.dtype,
-            tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions, read)),
+            operations,
             _casts(after, rules.dtype) - _casts(plan.jaxpr, rules.dtype),
+            tuple(_without_effect(traced, rules, operations)),
             plan.jaxpr,
             after,
         )
 
     return explain_fun
+
+
+def _without_effect(traced: Arguments, rules: Rules, operations: tuple[Operation, ...]) -> Iterator[str]:
+    """Yields the options without which every operation has the same dtypes."""
+    dtypes_of = lambda operations: [(operation.inputs, operation.outputs) for operation in operations]
+    ablations = list(rules.ablations())
+    for written, others in ablations if len(ablations) <= _MOST_ABLATIONS else ():
+        _, plan = make_plan(traced, others)
+        found = operations_of(plan, rules.dtype, "", 1, traced.names, {}, [True] * len(plan.results))
+        if dtypes_of(found) == dtypes_of(operations):
+            yield written
 
 
 def _casts(jaxpr: Jaxpr, half: np.dtype) -> int:
