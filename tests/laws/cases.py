@@ -171,7 +171,7 @@ class Case:
         loss = SCOPES[self.scope](PROGRAMS[self.program].loss)(p, d)
         if not self.beside:
             return loss, []
-        weight = next(x for x in p.values() if x.shape == (WIDTH, WIDTH))
+        weight = next(p[name] for name in sorted(p) if p[name].shape == (WIDTH, WIDTH))
         with body():
             kept, more = BESIDE[self.beside][1](d["z"], d, d["x"] @ weight)
         return loss + 0.1 * more, kept

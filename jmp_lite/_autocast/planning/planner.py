@@ -121,7 +121,10 @@ class Planner:
             known.update(zip(op.equation.outvars, decisions[-1].results, strict=True))
         ends = [index for index, decision in enumerate(decisions) if isinstance(decision.action, Activation)]
         for index in inner_members(analysis.ops, analysis.activations, ends):
-            decisions[index] = dataclasses.replace(decisions[index], action=Skip(), reason=_PART)
+            results = tuple(FLOAT32 if state.is_half else state for state in decisions[index].results)
+            decisions[index] = dataclasses.replace(
+                decisions[index], action=Skip(), results=results, reason=_PART
+            )
         _mark_sums(decisions, analysis.activations)
         if context.recomputed:
             decisions = [dataclasses.replace(each, action=rounded(each.action)) for each in decisions]
