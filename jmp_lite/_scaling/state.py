@@ -96,7 +96,7 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
 
 
 def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
-    """Returns whether the last step was taken, because its gradients were finite.
+    """Returns whether the last step was taken, because its gradients and its update were finite.
 
     Args:
         opt_state: as in `get_loss_scale`.

@@ -85,6 +85,11 @@ def _complaint(
     if in_a_row and not flags.all():
         finite = dict(zip(state.leaf_names.paths, flags.tolist()))
         said += f": inf or NaN in the gradients of {describe(finite)}"
+    elif in_a_row and (state.grad_norm is None or np.isfinite(_member(state.grad_norm, member))):
+        said += (
+            ": the gradients were finite, and an update of the optimizer, its new state, or an extra "
+            "argument such as value= was not"
+        )
     elif in_a_row:
         said += ": the norm of the gradients is inf"
     said += "."
