@@ -59,6 +59,7 @@ class Skipping:
     def init(self, params: Any) -> Any:
         names = leaf_names(without_nnx_variables(differentiated(params)))
         inner_state = init_for_masters(self.inner, params)
+        self._check_inner(inner_state)
         accumulates = lambda node: isinstance(node, optax.MultiStepsState)
         nodes = jax.tree.leaves(inner_state, is_leaf=accumulates)
         if self.clip_norm is not None and any(map(accumulates, nodes)):
@@ -98,6 +99,22 @@ class Skipping:
             name=state.name,
         )
         return new_updates, new_state
+
+    def _check_inner(self, inner_state: Any) -> None:
+        """Raises a ValueError if the wrapped optimizer has a loss scale of its own, or divides by one."""
+        is_ours = lambda node: isinstance(node, (SkipNonfiniteState, UnscaleState))
+        inside = [node for node in jax.tree.leaves(inner_state, is_leaf=is_ours) if is_ours(node)]
+        if self.loss_scale is None or not inside:
+            return
+        if any(isinstance(node, UnscaleState) for node in inside):
+            raise ValueError(
+                "with_loss_scale(inner): inner holds jmp.unscale(), and the gradients of jmp.value_and_grad "
+                "are unscaled already. Leave unscale out."
+            )
+        raise ValueError(
+            "with_loss_scale(inner): inner is wrapped in with_loss_scale or skip_nonfinite already. One of "
+            "them checks the gradients: wrap the optimizer itself, jmp.with_loss_scale(optax.adamw(3e-4))."
+        )
 
     def _check_state(self, state: Any, params: Any) -> None:
         """Raises an error if `state` is not one of this transform and its settings."""

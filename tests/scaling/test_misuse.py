@@ -44,6 +44,17 @@ def test_what_a_wrapper_is_given(wrap):
         wrap(adam).update(PARAMS, other(adam).init(PARAMS), PARAMS)
 
 
+def test_a_loss_scale_within_a_loss_scale():
+    for inner in (jmp.with_loss_scale(optax.sgd(1.0)), jmp.skip_nonfinite(optax.sgd(1.0))):
+        for twice in (inner, optax.chain(optax.clip(1.0), inner)):
+            with pytest.raises(
+                ValueError, match="inner is wrapped in with_loss_scale or skip_nonfinite already"
+            ):
+                jmp.with_loss_scale(twice).init(PARAMS)
+    with pytest.raises(ValueError, match=r"inner holds jmp\.unscale\(\).*Leave unscale out"):
+        jmp.with_loss_scale(optax.chain(jmp.unscale(), optax.sgd(1.0))).init(PARAMS)
+
+
 def test_the_scale_is_a_loss_scale():
     for scale in (1024.0, "dynamic", jmp.DynamicLossScale):
         with pytest.raises(TypeError, match="expected a loss scale such as"):
