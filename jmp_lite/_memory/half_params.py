@@ -107,7 +107,7 @@ def with_stochastic_rounding(
     `inner` runs as in a float32 program: it is initialized with float32 parameters, and its `update` gets
     float32 gradients and parameters. Its state can rest in bfloat16 as well:
 
-        inner = jmp.cast_state(optax.adamw(3e-4), "bfloat16", stochastic_rounding=True)
+        inner = jmp.cast_state(optax.adamw(3e-4))
         tx = jmp.with_loss_scale(jmp.with_stochastic_rounding(inner))
 
     Args:

@@ -19,7 +19,7 @@ GRADS = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-10), PARAMS)
 SPECS = {"split": P("data"), "whole": P()}
 ROUNDING = {
     "parameters": lambda **s: jmp.with_stochastic_rounding(optax.sgd(1.0), **s),
-    "state": lambda **s: jmp.cast_state(optax.trace(0.9), stochastic_rounding=True, **s),
+    "state": lambda **s: jmp.cast_state(optax.trace(0.9), **s),
 }
 
 
