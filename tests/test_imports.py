@@ -61,7 +61,8 @@ ROOMS = {
 FILES = {
     "_memory": "rounding wrapper half_params master_params cast_state",
     "_scaling": (
-        "finite norm serialization scalars loss_scale grad layer state stuck skipping optimizer resume"
+        "finite norm serialization scalars loss_scale grad layer state stuck skipping optimizer "
+        "accumulation resume"
     ),
     "_jaxpr": "primitives read precision inner bind arguments replay calls products",
     "_float8": "quantize product action",

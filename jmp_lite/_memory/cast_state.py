@@ -83,7 +83,7 @@ def cast_state(
         keep_float32, f'{made_by}: keep_float32 takes patterns such as "nu" or "nu/**/head"'
     )
     if key is not None and not stochastic_rounding:
-        raise ValueError(f"{made_by}: key= is for stochastic rounding, which is off. Got {key!r}.")
+        raise ValueError(f"{made_by}: key= is for stochastic rounding, which is off. Got {key!r:.200}.")
     key = 0 if key is None else key
 
     def rests(path: tuple[Any, ...], may_rest: bool) -> bool:

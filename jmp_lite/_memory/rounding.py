@@ -157,7 +157,7 @@ def rounding_key(made_by: str, key: Any) -> RoundingKey:
     dtype = getattr(key, "dtype", None)
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ()
     if not (is_key or (dtype == np.uint32 and key.shape in ((2,), (4,)))):
-        raise TypeError(f"{made_by}: key is one PRNG key, such as jax.random.key(0). Got {key!r}.")
+        raise TypeError(f"{made_by}: key is one PRNG key, such as jax.random.key(0). Got {key!r:.200}.")
     word, step = jax.random.bits(key, (2,), jnp.uint32)
     return RoundingKey(word, step)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._paths import shown
 from .._text import Shown, fields_table
 from .._tree import STATIC, at_least_float32, has_dtype, register_state, replace_leaves
 from . import serialization
@@ -301,8 +302,8 @@ def _as_flag(grads_finite: Any) -> jax.Array:
     shape, dtype = getattr(grads_finite, "shape", ()), getattr(grads_finite, "dtype", type(grads_finite))
     if shape != () or dtype not in (bool, jnp.bool_):
         raise ValueError(
-            "adjust takes one boolean scalar, such as jmp.all_finite(grads) or "
-            f"jmp.grads_finite(opt_state). Got shape {shape} and dtype {getattr(dtype, '__name__', dtype)}."
+            "adjust takes one boolean scalar, such as jmp.all_finite(grads) or jmp.grads_finite(opt_state). "
+            f"Got {shown(grads_finite)}."
         )
     return jnp.asarray(grads_finite)
 

@@ -58,7 +58,7 @@ def _known(name: str, value: Any) -> float | None:
     """Returns a real scalar as a Python number, or None if it is traced."""
     is_python_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_python_number or has_dtype(value, jnp.floating) or has_dtype(value, jnp.integer)):
-        raise TypeError(f"{name} should be a number. Got {value!r} of type {type(value).__name__}.")
+        raise TypeError(f"{name} should be a number. Got {value!r:.200} of type {type(value).__name__}.")
     if jnp.shape(value) != ():
         raise ValueError(f"{name} should be a scalar. Got shape {jnp.shape(value)}.")
     try:

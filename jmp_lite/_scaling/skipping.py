@@ -13,7 +13,7 @@ from jax import lax
 
 from .._memory.half_params import init_for_masters
 from .._memory.wrapper import RESUME, Transform, as_transform, check_update, differentiated
-from .._paths import leaf_names
+from .._paths import leaf_names, shown_difference
 from .._tree import (
     at_least_float32,
     has_dtype,
@@ -249,8 +249,8 @@ def _check_structure(new: Any, old: Any) -> None:
     """Raises a ValueError if the optimizer's new state has another structure than the old one."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
-            "The optimizer's update returned a state of another structure than it was given: "
-            f"{jax.tree.structure(new)}, not {jax.tree.structure(old)}."
+            "The optimizer's update returned a state of another structure than it was given. Of these two: "
+            f"{shown_difference(new, old)}."
         )
 
 

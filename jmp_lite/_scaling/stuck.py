@@ -65,7 +65,7 @@ def raise_if_stuck(
     """
     for limit, value in (("max_consecutive_skips", max_consecutive_skips), ("max_skip_rate", max_skip_rate)):
         if not isinstance(value, (int, float, np.number)):
-            raise TypeError(f"raise_if_stuck: {limit} should be a number. Got {value!r}.")
+            raise TypeError(f"raise_if_stuck: {limit} should be a number. Got {value!r:.200}.")
     if max_consecutive_skips < 1:
         raise ValueError(f"max_consecutive_skips should be 1 or above. Got {max_consecutive_skips}.")
     if not 0 <= max_skip_rate <= 1:
