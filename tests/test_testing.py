@@ -49,28 +49,28 @@ routed = jmp.autocast(loss_fn, "bfloat16", rules={"router": "float32"})
     ],
 )
 def test_the_products_of_autocast_and_of_its_gradients_run_as_asserted(fun):
-    assert_precision(fun, ROUTED)(variables, x)
+    assert_precision(fun, ROUTED, variables, x)
     with pytest.raises(AssertionError, match="float32, not the bfloat16 of"):
-        assert_precision(fun, {"**": "bfloat16"})(variables, x)
+        assert_precision(fun, {"**": "bfloat16"}, variables, x)
 
 
 def test_a_model_under_a_policy_and_casts_by_hand():
     policy = jmp.get_policy("c=bfloat16,o=float32").with_rules({"router": "float32"})
     model = jmp_lite.linen.with_policy(network, policy)
-    assert_precision(jax.grad(lambda variables: jnp.sum(model.apply(variables, x))), ROUTED)(variables)
+    assert_precision(jax.grad(lambda variables: jnp.sum(model.apply(variables, x))), ROUTED, variables)
 
     def by_hand(w, x):
         return jnp.sum(x.astype(jnp.float16) @ w.astype(jnp.float16))
 
     w = jnp.ones((8, 8))
-    assert_precision(jax.grad(by_hand), {"**": "float16"})(w, x)
-    assert_precision(by_hand, {"w": "float16"})(w, x)
+    assert_precision(jax.grad(by_hand), {"**": "float16"}, w, x)
+    assert_precision(by_hand, {"w": "float16"}, w, x)
 
 
 def test_the_first_pattern_that_matches_decides():
-    assert_precision(routed, {"router": "float32", "Network": "bfloat16"})(variables, x)
+    assert_precision(routed, {"router": "float32", "Network": "bfloat16"}, variables, x)
     with pytest.raises(AssertionError, match="the pattern 'router' decides about no product"):
-        assert_precision(routed, {"Network": "bfloat16", "router": "float32"})(variables, x)
+        assert_precision(routed, {"Network": "bfloat16", "router": "float32"}, variables, x)
 
 
 def test_the_message_names_dtype_scope_line_and_reason():
@@ -81,7 +81,7 @@ def test_the_message_names_dtype_scope_line_and_reason():
             return (x.astype(jnp.bfloat16) * table) @ w.astype(jnp.bfloat16)
 
     with pytest.raises(AssertionError) as error:
-        assert_precision(promoted, {"**": "bfloat16"})(jnp.ones((8, 8)), x)
+        assert_precision(promoted, {"**": "bfloat16"}, jnp.ones((8, 8)), x)
     message = str(error.value)
     assert message.startswith(
         "[jmp_lite] Assertion assert_precision failed: 1 of 1 products are not as asserted."
@@ -98,7 +98,7 @@ def test_the_message_names_dtype_scope_line_and_reason():
 def test_a_product_of_two_dtypes_is_in_neither():
     fun = lambda w, x: jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type="float32")
     with pytest.raises(AssertionError, match="float32 x bfloat16, not the bfloat16"):
-        assert_precision(fun, {"**": "bfloat16"})(jnp.ones((8, 8), jnp.bfloat16), x)
+        assert_precision(fun, {"**": "bfloat16"}, jnp.ones((8, 8), jnp.bfloat16), x)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_a_product_of_two_dtypes_is_in_neither():
 )
 def test_a_pattern_without_a_product_and_a_product_without_a_pattern_fail(dtypes, message):
     with pytest.raises(AssertionError, match=message):
-        assert_precision(routed, dtypes)(variables, x)
+        assert_precision(routed, dtypes, variables, x)
 
 
 def test_a_function_without_products_fails():
     with pytest.raises(AssertionError, match="The modules with products are: none"):
-        assert_precision(jnp.tanh, {"**": "bfloat16"})(x)
+        assert_precision(jnp.tanh, {"**": "bfloat16"}, x)
 
 
 def test_what_is_no_mapping_is_an_error():
@@ -303,3 +303,11 @@ def test_a_share_outside_of_0_to_1_is_an_error():
     for share in (0, -0.1, 1.1, 99):
         with pytest.raises(ValueError, match="share is above 0 and at most 1"):
             assert_tensor_cores(h100("products"), share)
+
+
+def test_the_arguments_belong_to_the_same_call():
+    for args in ((), (variables,), (variables, x, x)):
+        with pytest.raises(TypeError, match=r"traces fun with its arguments: (missing|too many)"):
+            assert_precision(routed, {"**": "float16"}, *args)
+    with pytest.raises(AssertionError, match="bfloat16, not the float16"):
+        assert_precision(routed, {"**": "float16"}, variables, x=x)
