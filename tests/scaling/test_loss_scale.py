@@ -403,3 +403,14 @@ def test_a_scale_that_starts_below_the_minimum_stays_until_it_grows():
         scale = scale.adjust(jnp.bool_(finite))
         scales.append(float(scale.loss_scale))
     assert scales == [0.5, 0.5, 1, 1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("make", [jmp_lite.StaticLossScale, jmp_lite.DynamicLossScale])
+def test_a_subnormal_scale_is_refused(make):
+    """A device may flush it to zero: the gradients would be NaN."""
+    assert float(make(TINY).loss_scale) == TINY
+    with pytest.raises(ValueError, match=r"above 0 and finite in float32, at least 1\.18e-38\. Got 1e-40"):
+        make(1e-40)
+    assert np.isnan(jax.jit(make)(jnp.float32(1e-40)).loss_scale)
+    with pytest.raises(ValueError, match="max_loss_scale should be above 0 and a normal float32"):
+        jmp_lite.DynamicLossScale(TINY, min_loss_scale=0.0, max_loss_scale=1e-39)
