@@ -79,7 +79,7 @@ FILES = {
     "diagnostics._ranges": "magnitudes scales picture report float8 profile updates",
     "programs": "_hlo _traffic _products _program _read _gpus _compile _roofline",
     "diagnostics": "_findings _doctor",
-    "testing": "_products _skips",
+    "testing": "_products _hosts _skips",
 }
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}, "_memory": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}

@@ -320,6 +320,8 @@ def _check_settings(scale: DynamicLossScale) -> None:
     is_valid = backoff is None or SMALLEST <= float(np.float32(backoff)) < 1
     require(is_valid, "backoff_factor", "None, or between 0 and 1 and a normal float32")
     require(0 <= minimum < math.inf, "min_loss_scale", "0 or above, and finite")
-    require(SMALLEST <= maximum <= LARGEST, "max_loss_scale", "above 0 and a normal float32")
+    require(
+        SMALLEST <= maximum <= LARGEST, "max_loss_scale", "above 0 and a finite float32 that is not subnormal"
+    )
     require(minimum <= maximum, "min_loss_scale", f"at most max_loss_scale, {maximum}")
     require(scale.hysteresis_refill in ("growth", "finite"), "hysteresis_refill", "'growth' or 'finite'")

@@ -412,5 +412,7 @@ def test_a_subnormal_scale_is_refused(make):
     with pytest.raises(ValueError, match=r"above 0 and finite in float32, at least 1\.18e-38\. Got 1e-40"):
         make(1e-40)
     assert np.isnan(jax.jit(make)(jnp.float32(1e-40)).loss_scale)
-    with pytest.raises(ValueError, match="max_loss_scale should be above 0 and a normal float32"):
+    with pytest.raises(
+        ValueError, match="max_loss_scale should be above 0 and a finite float32 that is not subnormal"
+    ):
         jmp_lite.DynamicLossScale(TINY, min_loss_scale=0.0, max_loss_scale=1e-39)
