@@ -44,7 +44,7 @@ class SkipNonfiniteState:
         grad_norm: the global norm of the last step's gradients before the clip, shape `()`, float32; None
             without `clip_norm`.
         counts: shape `(3,)`, int32: all steps, the skipped steps, and the steps skipped since the last step
-            that was taken. They end at 2**31 - 1, and are one array because a GPU needs a kernel for each.
+            that was taken. They end at `2**31 - 1`, and are one array because a GPU needs a kernel for each.
         leaf_names: the paths of the parameters, in the order of `leaf_finite`.
         name: the name that tells this optimizer from others in the same tree, or None.
 
