@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._paths import named_leaves
+from ._paths import named_leaves, shown
 from ._policy import Policy
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
     Raises:
         ValueError: a leaf has NaN or a number beyond the largest of its new dtype (65504 in float16), or too
             many of its numbers become zero; or `max_flushed` is not between 0 and 1.
-        TypeError: the call is under `jax.jit`.
+        TypeError: `policy` is not a policy, or the call is under `jax.jit`.
 
     Examples:
         >>> jmp.cast_params({"head": {"kernel": jnp.array([1.0, 7e4])}}, jmp.get_policy("float16"))
@@ -39,6 +39,11 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
           head/kernel: 70000 is beyond 65504, the largest number of float16.
         Keep them in float32: policy.with_rules({'head': 'float32'}).
     """
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            "cast_params(params, policy) takes a policy, such as jmp.get_policy('bfloat16'). "
+            f"Got {shown(policy)} as the policy."
+        )
     if not 0 <= max_flushed <= 1:
         raise ValueError(f"cast_params: max_flushed is a share from 0 to 1. Got {max_flushed!r}.")
     with np.errstate(over="ignore"):  # NumPy warns if a number becomes inf, which is an error below.

@@ -64,7 +64,7 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
             is_float8 = any(name in spec.lower() for name in ("float8", "fp8", "e4m3", "e5m2"))
             advice = f" {FLOAT8_ADVICE}" if is_float8 else ""
             raise ValueError(f"Unknown dtype '{spec}'. It should be one of {allowed}.{advice}") from None
-        raise TypeError(f"Expected a dtype or one of {allowed}. Got {spec!r}.") from None
+        raise TypeError(f"Expected a dtype or one of {allowed}. Got {spec!r:.200}.") from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"Expected a floating dtype. Got {dtype.name}. A policy casts floating values only; "
@@ -81,7 +81,7 @@ def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
     try:
         dtype = parse_dtype(reduce_dtype)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{allowed} Got {reduce_dtype!r}.") from None
+        raise type(error)(f"{allowed} Got {reduce_dtype!r:.200}.") from None
     if dtype != jnp.float32:
         raise ValueError(f"{allowed} Got {dtype.name}.")
     return dtype

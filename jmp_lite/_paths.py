@@ -36,6 +36,25 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def shown(value: Any) -> str:
+    """Returns, for an error, what a value is; of a tree its first leaves and how many there are."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype.name}{list(value.shape)}"
+    if names := [name for name in leaf_names(value) if name]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"a {type(value).__name__} with {', '.join(map(repr, names[:3]))}{more}"
+    return f"{value!r:.200}" if type(value).__repr__ is not object.__repr__ else type(value).__name__
+
+
+def shown_difference(given: Any, expected: Any) -> str:
+    """Returns, for an error, by which leaves two trees of different structures differ: the first ones."""
+    new, old = set(leaf_names(given)), set(leaf_names(expected))
+    parts = [(sorted(new - old), "only in the first"), (sorted(old - new), "only in the second")]
+    said = [f"{len(n)} {where}, {', '.join(map(repr, n[:3]))}" for n, where in parts if n]
+    kinds = f"{type(given).__name__} and {type(expected).__name__}"
+    return "; ".join(said) or f"they have the same leaves in other containers, {kinds}"
+
+
 def positional_names(fun: Callable[..., Any]) -> list[str]:
     """Returns the names of the parameters that a call may give by position, without `*args`."""
     try:
@@ -81,13 +100,13 @@ def nearest_paths(pattern: str, names: Iterable[str]) -> str:
 def as_patterns(patterns: str | Iterable[str], takes: str) -> tuple[str, ...]:
     """Returns one pattern or several as a tuple. The message of a TypeError begins with `takes`."""
     if isinstance(patterns, Mapping):
-        raise TypeError(f"{takes}, without values. Got {patterns!r}; pass {list(patterns)!r}.")
+        raise TypeError(f"{takes}, without values. Got {patterns!r:.200}; pass {list(patterns)!r:.200}.")
     if not isinstance(patterns, Iterable):
-        raise TypeError(f"{takes}. Got {patterns!r}.")
+        raise TypeError(f"{takes}. Got {patterns!r:.200}.")
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in given:
         if not isinstance(pattern, str) or not pattern.strip(" /"):
-            raise TypeError(f"{takes}. Got {pattern!r} as one of them.")
+            raise TypeError(f"{takes}. Got {pattern!r:.200} as one of them.")
     return given
 
 

@@ -81,3 +81,9 @@ def test_it_says_what_it_cannot_do():
         jax.jit(lambda params: jmp.cast_params(params, HALF))(jnp.ones(3))
     with pytest.raises(ValueError, match=r"a share from 0 to 1\. Got 2"):
         jmp.cast_params(jnp.ones(3), HALF, max_flushed=2)
+
+
+def test_a_policy_is_a_policy():
+    for given in ("bloat16", None, jnp.bfloat16):
+        with pytest.raises(TypeError, match=r"takes a policy, such as jmp.get_policy\('bfloat16'\). Got"):
+            jmp.cast_params({"w": jnp.ones(2)}, given)

@@ -102,14 +102,12 @@ adam = functools.partial(optax.adam, 1e-2)
 TRANSFORMS = {
     "all": (
         jnp.bfloat16,
-        lambda: jmp.with_loss_scale(
-            jmp.with_stochastic_rounding(jmp.cast_state(adam(), stochastic_rounding=True)), clip_norm=1.0
-        ),
+        lambda: jmp.with_loss_scale(jmp.with_stochastic_rounding(jmp.cast_state(adam())), clip_norm=1.0),
     ),
     "with_loss_scale": (jnp.float32, lambda: jmp.with_loss_scale(adam())),
     "skip_nonfinite": (jnp.float32, lambda: jmp.skip_nonfinite(adam())),
     "with_master_weights": (jnp.bfloat16, lambda: jmp.with_master_weights(adam())),
-    "cast_state, stochastic": (jnp.float32, lambda: jmp.cast_state(adam(), stochastic_rounding=True)),
+    "cast_state, stochastic": (jnp.float32, lambda: jmp.cast_state(adam())),
     "with_stochastic_rounding": (jnp.bfloat16, lambda: jmp.with_stochastic_rounding(adam())),
 }
 

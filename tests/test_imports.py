@@ -61,7 +61,8 @@ ROOMS = {
 FILES = {
     "_memory": "rounding wrapper half_params master_params cast_state",
     "_scaling": (
-        "finite norm serialization scalars loss_scale grad layer state stuck skipping optimizer resume"
+        "finite norm serialization scalars loss_scale grad layer state stuck skipping optimizer "
+        "accumulation resume"
     ),
     "_jaxpr": "primitives read precision inner bind arguments replay calls products",
     "_float8": "quantize product action",
@@ -78,7 +79,7 @@ FILES = {
     "diagnostics._ranges": "magnitudes scales picture report float8 profile updates",
     "programs": "_hlo _traffic _products _program _read _gpus _compile _roofline",
     "diagnostics": "_findings _doctor",
-    "testing": "_products _skips",
+    "testing": "_products _hosts _skips",
 }
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}, "_memory": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}

@@ -2,7 +2,11 @@
 
 import dataclasses
 import functools
+import os
 import re
+import socket
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -13,7 +17,12 @@ import pytest
 
 import jmp_lite as jmp
 import jmp_lite.linen
-from jmp_lite.testing import assert_precision, assert_skips_nonfinite, assert_tensor_cores
+from jmp_lite.testing import (
+    assert_precision,
+    assert_same_on_all_hosts,
+    assert_skips_nonfinite,
+    assert_tensor_cores,
+)
 from tests.support.arrays import normal
 from tests.support.compiled_programs import compiled, h100
 
@@ -49,28 +58,28 @@ routed = jmp.autocast(loss_fn, "bfloat16", rules={"router": "float32"})
     ],
 )
 def test_the_products_of_autocast_and_of_its_gradients_run_as_asserted(fun):
-    assert_precision(fun, ROUTED)(variables, x)
+    assert_precision(fun, ROUTED, variables, x)
     with pytest.raises(AssertionError, match="float32, not the bfloat16 of"):
-        assert_precision(fun, {"**": "bfloat16"})(variables, x)
+        assert_precision(fun, {"**": "bfloat16"}, variables, x)
 
 
 def test_a_model_under_a_policy_and_casts_by_hand():
     policy = jmp.get_policy("c=bfloat16,o=float32").with_rules({"router": "float32"})
     model = jmp_lite.linen.with_policy(network, policy)
-    assert_precision(jax.grad(lambda variables: jnp.sum(model.apply(variables, x))), ROUTED)(variables)
+    assert_precision(jax.grad(lambda variables: jnp.sum(model.apply(variables, x))), ROUTED, variables)
 
     def by_hand(w, x):
         return jnp.sum(x.astype(jnp.float16) @ w.astype(jnp.float16))
 
     w = jnp.ones((8, 8))
-    assert_precision(jax.grad(by_hand), {"**": "float16"})(w, x)
-    assert_precision(by_hand, {"w": "float16"})(w, x)
+    assert_precision(jax.grad(by_hand), {"**": "float16"}, w, x)
+    assert_precision(by_hand, {"w": "float16"}, w, x)
 
 
 def test_the_first_pattern_that_matches_decides():
-    assert_precision(routed, {"router": "float32", "Network": "bfloat16"})(variables, x)
+    assert_precision(routed, {"router": "float32", "Network": "bfloat16"}, variables, x)
     with pytest.raises(AssertionError, match="the pattern 'router' decides about no product"):
-        assert_precision(routed, {"Network": "bfloat16", "router": "float32"})(variables, x)
+        assert_precision(routed, {"Network": "bfloat16", "router": "float32"}, variables, x)
 
 
 def test_the_message_names_dtype_scope_line_and_reason():
@@ -81,7 +90,7 @@ def test_the_message_names_dtype_scope_line_and_reason():
             return (x.astype(jnp.bfloat16) * table) @ w.astype(jnp.bfloat16)
 
     with pytest.raises(AssertionError) as error:
-        assert_precision(promoted, {"**": "bfloat16"})(jnp.ones((8, 8)), x)
+        assert_precision(promoted, {"**": "bfloat16"}, jnp.ones((8, 8)), x)
     message = str(error.value)
     assert message.startswith(
         "[jmp_lite] Assertion assert_precision failed: 1 of 1 products are not as asserted."
@@ -98,7 +107,7 @@ def test_the_message_names_dtype_scope_line_and_reason():
 def test_a_product_of_two_dtypes_is_in_neither():
     fun = lambda w, x: jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type="float32")
     with pytest.raises(AssertionError, match="float32 x bfloat16, not the bfloat16"):
-        assert_precision(fun, {"**": "bfloat16"})(jnp.ones((8, 8), jnp.bfloat16), x)
+        assert_precision(fun, {"**": "bfloat16"}, jnp.ones((8, 8), jnp.bfloat16), x)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +123,12 @@ def test_a_product_of_two_dtypes_is_in_neither():
 )
 def test_a_pattern_without_a_product_and_a_product_without_a_pattern_fail(dtypes, message):
     with pytest.raises(AssertionError, match=message):
-        assert_precision(routed, dtypes)(variables, x)
+        assert_precision(routed, dtypes, variables, x)
 
 
 def test_a_function_without_products_fails():
     with pytest.raises(AssertionError, match="The modules with products are: none"):
-        assert_precision(jnp.tanh, {"**": "bfloat16"})(x)
+        assert_precision(jnp.tanh, {"**": "bfloat16"}, x)
 
 
 def test_what_is_no_mapping_is_an_error():
@@ -303,3 +312,89 @@ def test_a_share_outside_of_0_to_1_is_an_error():
     for share in (0, -0.1, 1.1, 99):
         with pytest.raises(ValueError, match="share is above 0 and at most 1"):
             assert_tensor_cores(h100("products"), share)
+
+
+def test_the_arguments_belong_to_the_same_call():
+    for args in ((), (variables,), (variables, x, x)):
+        with pytest.raises(TypeError, match=r"traces fun with its arguments: (missing|too many)"):
+            assert_precision(routed, {"**": "float16"}, *args)
+    with pytest.raises(AssertionError, match="bfloat16, not the float16"):
+        assert_precision(routed, {"**": "float16"}, variables, x=x)
+
+
+# assert_same_on_all_hosts
+
+
+def replicated(*copies):
+    """An array that should be the same on all devices, with the copies that some devices have."""
+    mesh = jax.make_mesh((len(copies),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    arrays = [jax.device_put(jnp.asarray(c), d) for c, d in zip(copies, mesh.devices.flat, strict=True)]
+    whole = jax.NamedSharding(mesh, jax.P())
+    return jax.make_array_from_single_device_arrays(arrays[0].shape, whole, arrays)
+
+
+def test_copies_on_the_devices_of_one_process_are_compared():
+    same = {
+        "w": replicated(jnp.ones(3), jnp.ones(3)),
+        "key": jax.random.key(0),
+        "step": 3,
+        "host": np.ones(2),
+    }
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    same["split"] = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("x")))
+    assert_same_on_all_hosts(same)
+    for one, other in ((jnp.float32(8), jnp.float32(4)), (jnp.float32(0.0), jnp.float32(-0.0))):
+        with pytest.raises(
+            AssertionError, match=r"1 of 6 leaves have copies that differ\.\n- scale: on the proc"
+        ):
+            assert_same_on_all_hosts({**same, "scale": replicated(one, other)})
+
+
+def test_what_has_no_value_is_an_error():
+    with pytest.raises(TypeError, match="call it on the host, outside jit"):
+        jax.jit(assert_same_on_all_hosts)(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"compares arrays\. Got str at 'name'"):
+        assert_same_on_all_hosts({"name": "x"})
+
+
+HOSTS = """
+import sys, jax
+jax.config.update("jax_platforms", "cpu")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+import jax.numpy as jnp, numpy as np, optax, jmp_lite as jmp
+from jmp_lite.testing import assert_same_on_all_hosts
+mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+number = np.float32(jax.process_index())
+put = lambda value, spec: jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), value)
+opt_state = jmp.with_loss_scale(optax.adam(1e-3)).init({"w": jnp.ones(2)})
+assert_same_on_all_hosts((opt_state, put(np.full((1, 2), number), jax.P("x")), put(np.ones(2), jax.P())))
+for bad in ({"scale": put(number, jax.P())}, {"scale": jmp.StaticLossScale(1 + number)}, {"scale": number}):
+    try:
+        assert_same_on_all_hosts({"w": jnp.ones(2), **bad})
+    except AssertionError as error:
+        print(str(error).splitlines()[1])
+try:
+    assert_same_on_all_hosts([1.0] * (1 + jax.process_index()))
+except AssertionError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_are_compared():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.getcwd()}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    commands = [[sys.executable, "-c", HOSTS, address, str(index)] for index in range(2)]
+    processes = [subprocess.Popen(command, **pipes) for command in commands]
+    ended = [(*process.communicate(timeout=120), process.returncode) for process in processes]
+    for index, (out, errors, status) in enumerate(ended):
+        assert status == 0, errors
+        lines = [line for line in out.splitlines() if "[Gloo]" not in line]
+        assert len(lines) == 4
+        assert lines[0].startswith(f"- scale: on the processes [0, 1]; here it is {index}")
+        assert lines[1].startswith(f"- scale/loss_scale: on the processes [0, 1]; here it is {index + 1}")
+        assert lines[2].startswith("- scale: on the processes [0, 1]")
+        assert "the trees of the processes have other leaves" in lines[3]

@@ -154,12 +154,11 @@ def unpack(folder: pathlib.Path, results: pathlib.Path) -> int:
         if device.endswith("-pretended") and results == TABLES:
             print(f"{path} is of a pretended GPU, and not for the tables: name --results", file=sys.stderr)
             return 1
-        other = results / device / "gpu"
-        for name, content in found["files"].items():
-            inside, _, rest = name.partition("/")
-            files.restore(
-                results if inside == "results" else other, {rest if inside == "results" else name: content}
-            )
+        other = files.inside(results, device) / "gpu"
+        tables = {name.removeprefix("results/") for name in found["files"] if name.startswith("results/")}
+        rest = {name: content for name, content in found["files"].items() if not name.startswith("results/")}
+        files.restore(results, {name: found["files"][f"results/{name}"] for name in tables})
+        files.restore(other, rest)
         short = {
             name: {k: v for k, v in each.items() if k != "tail"} for name, each in found["pieces"].items()
         }

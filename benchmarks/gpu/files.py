@@ -42,10 +42,26 @@ def collect(work: pathlib.Path, patterns: Iterable[str], known: dict[str, Any]) 
 
 
 def restore(work: pathlib.Path, known: dict[str, Any]) -> None:
-    """Writes the files that `collect` has read, so that pieces can add to them."""
+    """Writes the files that `collect` has read, so that pieces can add to them.
+
+    The names come from another machine. If one leads out of `work`, nothing is written and the command ends.
+    """
+    paths = {name: inside(work, name) for name in known}
     for name, content in known.items():
         text = to_json(content) if name.endswith(".json") else content
-        write_atomically(work / name, text)
+        write_atomically(paths[name], text)
+
+
+def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """Returns the path of a file in a folder; ends the command if its name leads out of it."""
+    path = folder / name
+    root, resolved = folder.resolve(), path.resolve()
+    if resolved == root or not resolved.is_relative_to(root):
+        raise SystemExit(
+            f"The results hold a file named {name!r}, which is not inside of {folder}. Nothing of it is "
+            "written: do not trust the machine that these results come from."
+        )
+    return path
 
 
 def pack_caches(cache: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._paths import path_name
+from .._paths import path_name, shown_difference
 from .._tree import at_least_float32, is_half
 from . import rounding
 from .rounding import AxisName, RoundingKey
-from .wrapper import RESUME, Transform, as_transform, check_update
+from .wrapper import RESUME, ChangedDtype, Transform, as_transform, check_update
 
 
 class MasterWeightsState(NamedTuple):
@@ -107,7 +107,7 @@ def with_stochastic_rounding(
     `inner` runs as in a float32 program: it is initialized with float32 parameters, and its `update` gets
     float32 gradients and parameters. Its state can rest in bfloat16 as well:
 
-        inner = jmp.cast_state(optax.adamw(3e-4), "bfloat16", stochastic_rounding=True)
+        inner = jmp.cast_state(optax.adamw(3e-4))
         tx = jmp.with_loss_scale(jmp.with_stochastic_rounding(inner))
 
     Args:
@@ -193,12 +193,7 @@ def full_params(params: Any, masters: Any) -> Any:
     def widen(path: tuple[Any, ...], param: Any, master: Any) -> Any:
         has_master = not isinstance(master, optax.MaskedNode)
         if has_master != is_half(param):
-            now, before = ("float32", "half precision") if has_master else ("half precision", "float32")
-            raise ValueError(
-                f"with_master_weights: the parameter {path_name(path)!r} is in {now}, "
-                f"{jnp.result_type(param)}, and was in {before} when the optimizer was initialized. "
-                f"optax.apply_updates keeps the dtypes of the parameters. After a change of dtypes: {RESUME}"
-            )
+            raise _changed_dtype(path_name(path), jnp.result_type(param), has_master)
         if not has_master:
             return param
         # Not a cast: XLA may drop a cast to half and back, and then every parameter would look changed.
@@ -211,9 +206,25 @@ def full_params(params: Any, masters: Any) -> Any:
     if given != known:
         raise ValueError(
             "with_master_weights: the parameters have another structure than those that the optimizer was "
-            f"initialized with: {given}, not {known}."
+            f"initialized with. Of these two trees: {shown_difference(params, masters)}."
         )
     return jax.tree_util.tree_map_with_path(widen, params, masters)
+
+
+def _changed_dtype(name: str, dtype: Any, has_master: bool) -> ChangedDtype:
+    """Returns the error about a parameter that was in half precision or in float32, and now is in `dtype`."""
+    if not has_master:
+        return ChangedDtype(
+            f"with_master_weights: the parameter {name!r} is {dtype.name}, and had no master when the "
+            f"optimizer was initialized: it was float32. Keep it float32, or make a master from it: {RESUME}"
+        )
+    return ChangedDtype(
+        f"with_master_weights: the parameter {name!r} is {dtype.name}, and was in half precision when the "
+        "optimizer was initialized. optax.apply_updates keeps the dtypes of the parameters; "
+        "equinox.apply_updates and a plain sum with the float32 updates do not. Cast this parameter back, "
+        "for example p.astype(jnp.bfloat16), and its master goes on; jmp.master_params(opt_state, params) "
+        "then gives the float32 parameters."
+    )
 
 
 def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:

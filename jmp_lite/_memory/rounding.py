@@ -157,7 +157,7 @@ def rounding_key(made_by: str, key: Any) -> RoundingKey:
     dtype = getattr(key, "dtype", None)
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ()
     if not (is_key or (dtype == np.uint32 and key.shape in ((2,), (4,)))):
-        raise TypeError(f"{made_by}: key is one PRNG key, such as jax.random.key(0). Got {key!r}.")
+        raise TypeError(f"{made_by}: key is one PRNG key, such as jax.random.key(0). Got {key!r:.200}.")
     word, step = jax.random.bits(key, (2,), jnp.uint32)
     return RoundingKey(word, step)
 
@@ -198,7 +198,8 @@ def random_bits(key: RoundingKey, leaf: int, x: jax.Array) -> jax.Array:
     """
     # The index of an element is computed from its indices along the axes, so that each device makes the bits
     # of its own part of a sharded array.
-    index = jnp.zeros_like(x, jnp.uint32)
+    # Zeros that are made from `x`, because without `jax.set_mesh` those of `jnp.zeros_like` are not sharded.
+    index = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & np.uint32(0)
     for axis, size in enumerate(x.shape):
         # One axis at a time: on a mesh of explicit axes, each device holds the whole iota.
         along = [size if other == axis else 1 for other in range(x.ndim)]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 
-from .._paths import named_leaves
+from .._paths import named_leaves, shown
 from .._tree import without_nnx_variables
 
 Transform = optax.GradientTransformationExtraArgs
@@ -14,6 +14,10 @@ RESUME = (
     "To go on from the state of a plain optimizer, of other wrappers or of other settings: "
     "opt_state = jmp.resume(tx, params, opt_state)."
 )
+
+
+class ChangedDtype(ValueError):
+    """A parameter has another dtype than at the start. Wrappers further outside pass the error on."""
 
 
 def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transform:
@@ -25,7 +29,7 @@ def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transf
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
-            f"{made_by}(inner) wraps an optax transform such as optax.adamw(3e-4). Got {inner!r}."
+            f"{made_by}(inner) wraps an optax transform such as optax.adamw(3e-4). Got {shown(inner)}."
         )
     transform = optax.with_extra_args_support(inner)
 
@@ -46,6 +50,8 @@ def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transf
             _check_complete(made_by, given, known)
         try:
             updates, new_state = transform.update(updates, state, params, **extra_args)
+        except ChangedDtype:
+            raise
         except Exception as error:
             _check_complete(made_by, given, known)
             fresh = state if params is None else jax.eval_shape(transform.init, params)
@@ -56,7 +62,7 @@ def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transf
                 ) from error
             raise
         if params is not None:
-            _check_shapes(made_by, shapes(differentiated(updates)), known)
+            _check_shapes(made_by, shapes(differentiated(updates)), known, "update")
         return updates, new_state
 
     return Transform(init, update)
@@ -77,15 +83,21 @@ def check_update(
         raise ValueError(f"{made_by}: {needs}.")
 
 
-def _check_shapes(made_by: str, given: dict[str, Any], known: dict[str, Any]) -> None:
+def _check_shapes(made_by: str, given: dict[str, Any], known: dict[str, Any], kind: str = "gradient") -> None:
     """Raises a ValueError if a gradient has no parameter, or another shape, which JAX would broadcast."""
     if unknown := [name for name in given if name not in known]:
-        raise ValueError(f"{made_by}: The gradients have leaves that are no parameters: {unknown[:4]}.")
+        raise ValueError(f"{made_by}: The {kind}s have leaves that are no parameters: {unknown[:4]}.")
+    is_gradient = kind == "gradient"
+    do = (
+        "Give the gradients of these parameters."
+        if is_gradient
+        else "The optimizer inside has changed its shape."
+    )
     for name, shape in given.items():
         if shape != known[name]:
             raise ValueError(
-                f"{made_by}: The gradient {name!r} has the shape {shape}, and its parameter has "
-                f"{known[name]}. Give the gradients of these parameters."
+                f"{made_by}: The {kind} {name!r} has the shape {shape}, and its parameter has {known[name]}. "
+                f"{do}"
             )
 
 

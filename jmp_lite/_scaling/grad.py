@@ -39,8 +39,9 @@ def value_and_grad(
         parameters; float64 and complex gradients keep their dtype.
 
     Raises:
-        TypeError: `fun` is not a function, or `loss_scale` is not a loss scale; or, when the result is
-            called, the loss is not a floating scalar, or the model needs a `transform`.
+        TypeError: `fun` or `transform` is not a function, `loss_scale` is not a loss scale, or `argnums` are
+            names; or, when the result is called, the loss is not a floating scalar, or the model needs a
+            `transform`.
 
     Examples:
         >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
@@ -69,6 +70,18 @@ def _true_value_and_grad(
             f"{made_by}(fun, loss_scale): expected a loss scale such as jmp.get_loss_scale(opt_state) or "
             "jmp.DynamicLossScale(), or jmp.NoOpLossScale() for no scale. "
             f"Got {'a class' if isinstance(loss_scale, type) else type(loss_scale).__name__}."
+        )
+
+    if not callable(transform):
+        raise TypeError(
+            f"{made_by}: transform is a function such as jax.value_and_grad or flax.nnx.value_and_grad. "
+            f"Got {transform!r}."
+        )
+    given = argnums if isinstance(argnums, (list, tuple)) else (argnums,)
+    if any(isinstance(number, str) for number in given):
+        raise TypeError(
+            f"{made_by}: argnums are the positions of arguments, such as 0 or (0, 1). Got {argnums!r}: "
+            "arguments are not differentiated by name."
         )
 
     @functools.wraps(fun)

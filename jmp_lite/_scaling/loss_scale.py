@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._paths import shown
 from .._text import Shown, fields_table
 from .._tree import STATIC, at_least_float32, has_dtype, register_state, replace_leaves
 from . import serialization
@@ -152,7 +153,7 @@ class StaticLossScale(_Scaling):
         loss_scale: the factor, shape `()`, float32. Any real number is cast to float32.
 
     Raises:
-        ValueError: the scale is not a scalar, or is zero, negative, NaN or inf.
+        ValueError: the scale is not a scalar, or is zero, subnormal, negative, NaN or inf.
 
     Examples:
         >>> scale = jmp.StaticLossScale(1024)
@@ -199,8 +200,8 @@ class DynamicLossScale(_Scaling):
             is 0.
 
     Raises:
-        ValueError: the scale is not a scalar, or is zero, negative, NaN or inf; a setting is out of range; or
-            the minimum or the scale is above the maximum.
+        ValueError: the scale is not a scalar, or is zero, subnormal, negative, NaN or inf; a setting is out
+            of range; or the minimum or the scale is above the maximum.
         TypeError: a setting is traced, or the scale or a setting is not a number.
         UserWarning: the scale or its minimum is an integer (as in jmp).
 
@@ -301,8 +302,8 @@ def _as_flag(grads_finite: Any) -> jax.Array:
     shape, dtype = getattr(grads_finite, "shape", ()), getattr(grads_finite, "dtype", type(grads_finite))
     if shape != () or dtype not in (bool, jnp.bool_):
         raise ValueError(
-            "adjust takes one boolean scalar, such as jmp.all_finite(grads) or "
-            f"jmp.grads_finite(opt_state). Got shape {shape} and dtype {getattr(dtype, '__name__', dtype)}."
+            "adjust takes one boolean scalar, such as jmp.all_finite(grads) or jmp.grads_finite(opt_state). "
+            f"Got {shown(grads_finite)}."
         )
     return jnp.asarray(grads_finite)
 
@@ -319,6 +320,8 @@ def _check_settings(scale: DynamicLossScale) -> None:
     is_valid = backoff is None or SMALLEST <= float(np.float32(backoff)) < 1
     require(is_valid, "backoff_factor", "None, or between 0 and 1 and a normal float32")
     require(0 <= minimum < math.inf, "min_loss_scale", "0 or above, and finite")
-    require(0 < maximum <= LARGEST, "max_loss_scale", "above 0 and a finite float32")
+    require(
+        SMALLEST <= maximum <= LARGEST, "max_loss_scale", "above 0 and a finite float32 that is not subnormal"
+    )
     require(minimum <= maximum, "min_loss_scale", f"at most max_loss_scale, {maximum}")
     require(scale.hysteresis_refill in ("growth", "finite"), "hysteresis_refill", "'growth' or 'finite'")

@@ -65,7 +65,11 @@ def skip_nonfinite(
     The gradients are checked before everything else, since a clip turns inf into a number. A skipped step
     leaves the parameters and the state of `inner` bit for bit as they were: moments, counts, schedules,
     weight decay. However many steps are skipped in a row, none is applied; `raise_if_stuck` tells the host.
-    An infinite update that `inner` makes of finite gradients is applied.
+
+    If `update` gets extra arguments, such as `grad_fn=` of SAM or `value=` of `optax.polyak_sgd`, `inner` may
+    evaluate the loss again, or read it. Then a step is also skipped if an update, a scalar among the extra
+    arguments, or a number that `inner` changed in its state is inf or NaN. Without extra arguments, an
+    infinite update that `inner` makes of finite gradients is applied.
 
     A transform that is chained after this one runs on skipped steps too, with updates of minus zero, so that
     weight decay would move the parameters. Put it inside, or use `select_tree` on the results. Donated

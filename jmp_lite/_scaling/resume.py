@@ -20,8 +20,8 @@ from .._memory.half_params import MasterWeightsState, StochasticRoundingState
 from .._memory.master_params import placed_like
 from .._memory.wrapper import as_transform
 from .._paths import path_name
-from .._tree import is_half, replace_leaves, select_tree, without_nnx_variables
-from .finite import all_finite
+from .._tree import is_half, is_traced, replace_leaves, without_nnx_variables
+from .accumulation import carried_accumulation, check_accumulation
 from .loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from .state import SkipNonfiniteState
 
@@ -44,10 +44,10 @@ def resume(
     clip, may be added or removed.
 
     Missing values come from `tx.init(params)`: the counts of a new scale, and new masters, which are made
-    from `params`. Old wrappers that `tx` does not have are dropped with their masters, so take the float32
-    parameters from `jmp.master_params` before. A dynamic scale beyond the limits of the new one begins anew.
-    So do the keys, if `tx` rounds in other places, and gradients with inf or NaN that `optax.MultiSteps` has
-    accumulated, in a wrapper around it.
+    from `params`. Old wrappers that `tx` does not have are dropped. Masters are only dropped if the
+    parameters have their values, as those of `jmp.master_params` do. A dynamic scale beyond the limits of the
+    new one begins anew. So do the keys, if `tx` rounds in other places, and gradients with inf or NaN that
+    `optax.MultiSteps` has accumulated, in a wrapper around it.
 
     Args:
         tx: the optimizer of the script, an optax transform with wrappers or without.
@@ -63,7 +63,8 @@ def resume(
     Raises:
         ValueError: the old state lacks an array that `tx` needs, has one that `tx` does not know, or has one
             of another shape or kind, or of 64 bits where `tx` has 32; or a live state is that of another
-            optimizer. The message names all of them.
+            optimizer; or masters would be lost. The message names them. Or an `optax.MultiSteps` of `tx`
+            takes fewer micro-batches for a step than have been accumulated.
         TypeError: `tx` is not an optax transform, or the parameters are shapes.
 
     Examples:
@@ -78,6 +79,10 @@ def resume(
     """
     new_state = as_transform("resume", tx).init(params)
     new, old = without_nnx_variables(new_state), without_nnx_variables(old_state)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(old)):
+        raise TypeError(
+            "resume: old_state holds arrays. Got shapes, as from jax.eval_shape: restore it first."
+        )
     wrappers = ([node for node in _nodes(state) if _is_ours(_fields(node))] for state in (new, old))
     carrying = _Carrying(without_nnx_variables(params), *wrappers)
     # `with_loss_scale` replaces `optax.apply_if_finite`, so its level is taken off, unless `tx` has one too.
@@ -85,7 +90,9 @@ def resume(
     is_if_finite = lambda fields: not stays and fields.keys() == set(optax.ApplyIfFiniteState._fields)
     is_level = lambda fields: _is_ours(fields) or is_if_finite(fields)
     state = carrying.wrapped(new, carrying.values((), _plain(new, is_level), _plain(old, is_level)))
+    carrying.check_dropped_masters()
     carrying.raise_problems()
+    check_accumulation(as_transform("resume", tx), params, state)
     return state
 
 
@@ -98,8 +105,7 @@ class _Carrying:
     old_wrappers: list[Any]
     missing: list[str] = dataclasses.field(default_factory=list)  # The paths that only the new state has.
     unknown: list[str] = dataclasses.field(default_factory=list)  # The paths that only the old state has.
-    # Sentences about what else could not be carried over.
-    others: list[str] = dataclasses.field(default_factory=list)
+    others: list[str] = dataclasses.field(default_factory=list)  # Sentences about all else.
 
     def __post_init__(self) -> None:
         self.in_params = {optax.MaskedNode, *map(type, _nodes(self.params))}
@@ -166,7 +172,7 @@ class _Carrying:
             return MasterWeightsState(self.masters(new.masters), inner)
         if isinstance(new, SkipNonfiniteState):
             is_multi_steps = lambda node: isinstance(node, optax.MultiStepsState)
-            inner = jax.tree.map(_accumulation, new.inner_state, inner, is_leaf=is_multi_steps)
+            inner = jax.tree.map(carried_accumulation, new.inner_state, inner, is_leaf=is_multi_steps)
             return replace_leaves(new, inner_state=inner, **self.skipping(new))
         old = self.same(new, "key")
         key = new.key if old is None else self.values(("key",), new.key, old["key"])
@@ -193,6 +199,22 @@ class _Carrying:
         known |= {name for name, param in _saved(self.params)[0] if not is_half(param)}
         self.unknown += ["/".join(("masters", *name)) for name in old if name not in known]
         return self.each(("masters",), *_saved(new), old)
+
+    def check_dropped_masters(self) -> None:
+        """Notes the old masters that `tx` does not keep, unless the parameters have their values."""
+        kept = {k for node in self.new_wrappers for k, _ in _saved(getattr(node, "masters", None))[0]}
+        params = dict(_saved(self.params)[0])
+        lost = [
+            "/".join(name)
+            for node in self.old_wrappers
+            for name, master in _saved(_fields(node).get("masters"))[0]
+            if name in params and name not in kept and not _is_same(params[name], master)
+        ]
+        if lost:
+            self.others.append(
+                f"tx would drop the float32 masters of {_some(lost)}, from which the parameters differ. Cast "
+                "these back to their old dtypes, or give jmp.master_params(old_state, params) for float32"
+            )
 
     def skipping(self, new: SkipNonfiniteState) -> dict[str, Any]:
         """Returns the values of the fields of `new`, but for the inner state."""
@@ -226,11 +248,8 @@ class _Carrying:
 
     def raise_problems(self) -> None:
         """Raises a ValueError that names what could not be carried over, if there is anything."""
-        problems = [
-            f"{sentence} {', '.join(map(repr, names[:6]))}{' and others' if len(names) > 6 else ''}"
-            for sentence, names in (("it lacks", self.missing), ("tx does not know its", self.unknown))
-            if names
-        ]
+        kinds = (("it lacks", self.missing), ("tx does not know its", self.unknown))
+        problems = [f"{said} {_some(names)}" for said, names in kinds if names]
         if problems := problems + self.others[:4]:
             raise ValueError(
                 "resume(tx, params, old_state): the values of the old state do not fit the optimizer: "
@@ -239,15 +258,14 @@ class _Carrying:
             )
 
 
-def _accumulation(new: Any, carried: Any) -> Any:
-    """Returns the carried state of `optax.MultiSteps`, which begins anew if its gradients are not finite."""
-    # With a wrapper inside of `optax.MultiSteps`, gradients that are not finite are accumulated and the step
-    # is skipped. A wrapper around it would not see them any more.
-    if not isinstance(new, optax.MultiStepsState):
-        return carried
-    kept, fresh = ((state.mini_step, state.acc_grads) for state in (carried, new))
-    mini_step, acc_grads = select_tree(all_finite(carried.acc_grads), kept, fresh)
-    return carried._replace(mini_step=mini_step, acc_grads=acc_grads)
+def _some(names: list[str]) -> str:
+    return f"{', '.join(map(repr, names[:6]))}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
+
+
+def _is_same(param: Any, master: Any) -> bool:
+    """Whether a parameter has the values of its master. Inside `jit`, where values are not known, it has."""
+    same = (jnp.asarray(param, jnp.float32) == jnp.asarray(master)).all()
+    return is_traced(same) or bool(same)
 
 
 def _holds(new: Any, old: Any) -> bool:

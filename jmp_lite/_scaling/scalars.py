@@ -34,14 +34,16 @@ def whole_number(name: str, value: Any, minimum: int) -> int:
 
 
 def float32_scale(name: str, value: Any, maximum: float = LARGEST) -> Any:
-    """Returns a scale above 0 and at most `maximum` as a strongly typed float32 scalar."""
+    """Returns a scale of a normal float32 and at most `maximum` as a strongly typed float32 scalar."""
     is_traced = _known(name, value) is None
     scale = _strongly_typed(value, np.float32)
     if is_traced:
         # An invalid traced scale becomes NaN. Then every step is skipped, and `raise_if_stuck` names it.
-        return jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.float32(np.nan))
-    if not 0 < float(scale) < math.inf:
-        raise ValueError(f"{name} should be above 0 and finite in float32. Got {value}.")
+        return jnp.where((scale >= SMALLEST) & jnp.isfinite(scale), scale, jnp.float32(np.nan))
+    if not SMALLEST <= float(scale) < math.inf:
+        raise ValueError(
+            f"{name} should be above 0 and finite in float32, at least {SMALLEST:.3g}. Got {value}."
+        )
     if float(scale) > np.float32(maximum):
         raise ValueError(f"{name} should be at most max_loss_scale, {maximum}. Got {value}.")
     return scale
@@ -58,7 +60,7 @@ def _known(name: str, value: Any) -> float | None:
     """Returns a real scalar as a Python number, or None if it is traced."""
     is_python_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_python_number or has_dtype(value, jnp.floating) or has_dtype(value, jnp.integer)):
-        raise TypeError(f"{name} should be a number. Got {value!r} of type {type(value).__name__}.")
+        raise TypeError(f"{name} should be a number. Got {value!r:.200} of type {type(value).__name__}.")
     if jnp.shape(value) != ():
         raise ValueError(f"{name} should be a scalar. Got shape {jnp.shape(value)}.")
     try:

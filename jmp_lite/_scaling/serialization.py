@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._tree import replace_leaves
+from .._tree import is_floating, is_traced, replace_leaves
 
 
 def register(cls: type) -> None:
@@ -53,6 +53,8 @@ def _check(state: Any, saved: Any, names: list[str]) -> None:
             f"The saved loss scale is dynamic and is restored into a {kind}. Restore it into a "
             "DynamicLossScale, and make a new optimizer state if the scale should not change any more."
         )
+    if "loss_scale" in names and "inner_state" not in names:
+        _check_scale(kind, saved.get("loss_scale"))
     if "loss_scale" in names and "inner_state" in names and state.loss_scale is None and saved["loss_scale"]:
         raise ValueError(
             "The saved state holds a loss scale, and the optimizer is skip_nonfinite, which holds none. "
@@ -63,3 +65,15 @@ def _check(state: Any, saved: Any, names: list[str]) -> None:
             f"The saved state is that of {np.shape(saved['leaf_finite'])[-1]} parameters, and the model has "
             f"{np.shape(state.leaf_finite)[-1]}."
         )
+
+
+def _check_scale(kind: str, saved: Any) -> None:
+    """Raises a ValueError if no step could be taken with a saved scale. A traced one is not read."""
+    if is_floating(saved) and not is_traced(saved):
+        values = np.asarray(saved, np.float32)
+        if not (np.isfinite(values) & (values >= np.finfo(np.float32).tiny)).all():
+            raise ValueError(
+                f"The saved {kind} has the scale {values.tolist()}, with which every step would be skipped "
+                "or wrong. Restore an earlier checkpoint, or begin with a new scale: jmp.resume(tx, params, "
+                "old_state) takes all else from this one."
+            )

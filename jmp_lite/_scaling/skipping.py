@@ -13,9 +13,16 @@ from jax import lax
 
 from .._memory.half_params import init_for_masters
 from .._memory.wrapper import RESUME, Transform, as_transform, check_update, differentiated
-from .._paths import leaf_names
-from .._tree import at_least_float32, has_dtype, is_traced, select_tree, without_nnx_variables
-from .finite import agree, leaves_finite
+from .._paths import leaf_names, shown_difference
+from .._tree import (
+    at_least_float32,
+    has_dtype,
+    is_floating,
+    is_traced,
+    select_tree,
+    without_nnx_variables,
+)
+from .finite import agree, all_finite, leaves_finite
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
 from .norm import clip, squared_norms
 from .scalars import number
@@ -52,6 +59,7 @@ class Skipping:
     def init(self, params: Any) -> Any:
         names = leaf_names(without_nnx_variables(differentiated(params)))
         inner_state = init_for_masters(self.inner, params)
+        self._check_inner(inner_state)
         accumulates = lambda node: isinstance(node, optax.MultiStepsState)
         nodes = jax.tree.leaves(inner_state, is_leaf=accumulates)
         if self.clip_norm is not None and any(map(accumulates, nodes)):
@@ -79,8 +87,8 @@ class Skipping:
             names = paths
         grads, flags, finite, norm = self._check(at_least_float32(updates), extra_args.get("loss_scale"))
         flags = _in_order(flags, paths, names)
-        inner_update = lambda *args: self.inner.update(*args, **extra_args)
-        new_updates, new_inner = _update_where(finite, inner_update, grads, state.inner_state, params)
+        inner_update = functools.partial(self._checked_update, extra_args)
+        new_updates, new_inner, finite = _update_where(finite, inner_update, grads, state.inner_state, params)
         new_state = SkipNonfiniteState(
             inner_state=new_inner,
             loss_scale=None if self.loss_scale is None else state.loss_scale.adjust(finite),
@@ -91,6 +99,22 @@ class Skipping:
             name=state.name,
         )
         return new_updates, new_state
+
+    def _check_inner(self, inner_state: Any) -> None:
+        """Raises a ValueError if the wrapped optimizer has a loss scale of its own, or divides by one."""
+        is_ours = lambda node: isinstance(node, (SkipNonfiniteState, UnscaleState))
+        inside = [node for node in jax.tree.leaves(inner_state, is_leaf=is_ours) if is_ours(node)]
+        if self.loss_scale is None or not inside:
+            return
+        if any(isinstance(node, UnscaleState) for node in inside):
+            raise ValueError(
+                "with_loss_scale(inner): inner holds jmp.unscale(), and the gradients of jmp.value_and_grad "
+                "are unscaled already. Leave unscale out."
+            )
+        raise ValueError(
+            "with_loss_scale(inner): inner is wrapped in with_loss_scale or skip_nonfinite already. One of "
+            "them checks the gradients: wrap the optimizer itself, jmp.with_loss_scale(optax.adamw(3e-4))."
+        )
 
     def _check_state(self, state: Any, params: Any) -> None:
         """Raises an error if `state` is not one of this transform and its settings."""
@@ -156,24 +180,54 @@ class Skipping:
             flags, finite = agreed[:-1], agreed[-1]
         return grads, flags, finite, norm
 
+    def _checked_update(
+        self, extra_args: dict[str, Any], grads: Any, state: Any, params: Any
+    ) -> tuple[Any, Any, jax.Array | None]:
+        """Returns the updates and the new state of `inner`, and whether they may be applied.
+
+        An optimizer with extra arguments may evaluate the loss again, where its gradients overflow, or read a
+        loss that is not finite. One without them only gets gradients that were checked: the third result is
+        then None, and nothing is read twice.
+        """
+        updates, new = self.inner.update(grads, state, params, **extra_args)
+        _check_structure(new, state)
+        given = {name: value for name, value in extra_args.items() if name != "loss_scale"}
+        if not given:
+            return updates, new, None
+        scalars = [leaf for leaf in jax.tree.leaves(given) if is_floating(leaf) and jnp.ndim(leaf) == 0]
+        appeared = jax.tree.map(_newly_nonfinite, new, state)
+        return updates, new, all_finite((updates, appeared, scalars), self.axis_name)
+
+
+def _newly_nonfinite(new: Any, old: Any) -> Any:
+    """Returns `new` with zeros where it has not changed: line searches begin with a loss of inf."""
+    if not is_floating(new):
+        return 0.0
+    old = jnp.asarray(old, jnp.result_type(new))
+    return jnp.where((new == old) | (jnp.isnan(new) & jnp.isnan(old)), jnp.zeros_like(new), new)
+
 
 def _update_where(
-    finite: jax.Array, update: Callable[..., tuple[Any, Any]], grads: Any, state: Any, params: Any
-) -> tuple[Any, Any]:
-    """Returns the updates and the new state if `finite`, and else minus zeros and the old state."""
+    finite: jax.Array, update: Callable[..., tuple[Any, Any, Any]], grads: Any, state: Any, params: Any
+) -> tuple[Any, Any, jax.Array]:
+    """Returns the updates, the new state and True; minus zeros, the old state and False if it is skipped.
 
-    def select(finite: jax.Array, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, new = update(grads, state, params)
-        _check_structure(new, state)
-        kept = jax.tree.map(lambda update: select_tree(finite, update, _minus_zero(update)), updates)
-        return kept, _select_state(finite, new, state)
+    `update` returns the updates, the new state, and whether they are finite, which is None if only the
+    gradients decide.
+    """
 
-    if not is_traced(finite):
+    def select(finite: jax.Array, grads: Any, state: Any, params: Any) -> tuple[Any, Any, jax.Array]:
+        updates, new, is_finite = update(grads, state, params)
+        taken = finite if is_finite is None else finite & is_finite
+        if is_traced(taken):
+            kept = jax.tree.map(lambda update: select_tree(taken, update, _minus_zero(update)), updates)
+            return kept, _select_state(taken, new, state), taken
         # Outside of `jit`, Python can branch. JAX would compile a condition again on each call, and a select
         # of each leaf takes longer than the update itself.
-        updates, new = update(grads, state, params)
-        _check_structure(new, state)
-        return (updates, new) if finite else (jax.tree.map(_minus_zero, updates), state)
+        return (updates, new, taken) if taken else (jax.tree.map(_minus_zero, updates), state, taken)
+
+    if not is_traced(finite):
+        return select(finite, grads, state, params)
     # `jit` traces the function once for all branches. XLA removes a select by a constant.
     select = jax.jit(select, inline=True)
     taken, skipped = (functools.partial(select, jnp.bool_(flag)) for flag in (True, False))
@@ -195,8 +249,8 @@ def _check_structure(new: Any, old: Any) -> None:
     """Raises a ValueError if the optimizer's new state has another structure than the old one."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
-            "The optimizer's update returned a state of another structure than it was given: "
-            f"{jax.tree.structure(new)}, not {jax.tree.structure(old)}."
+            "The optimizer's update returned a state of another structure than it was given. Of these two: "
+            f"{shown_difference(new, old)}."
         )
 
 

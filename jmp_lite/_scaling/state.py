@@ -1,6 +1,7 @@
 """The state of `skip_nonfinite` and `with_loss_scale`, and how to read it from any optimizer state."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ class SkipNonfiniteState:
         grad_norm: the global norm of the last step's gradients before the clip, shape `()`, float32; None
             without `clip_norm`.
         counts: shape `(3,)`, int32: all steps, the skipped steps, and the steps skipped since the last step
-            that was taken. They are one array because a GPU needs a kernel for each array.
+            that was taken. They end at `2**31 - 1`, and are one array because a GPU needs a kernel for each.
         leaf_names: the paths of the parameters, in the order of `leaf_finite`.
         name: the name that tells this optimizer from others in the same tree, or None.
 
@@ -67,8 +68,10 @@ class SkipNonfiniteState:
 
 def count(counts: jax.Array, finite: jax.Array) -> jax.Array:
     """Returns the `counts` of a `SkipNonfiniteState` after one more step, taken if `finite`."""
-    taken = counts * np.array([1, 1, 0], np.int32) + np.array([1, 0, 0], np.int32)
-    return jnp.where(finite, taken, counts + 1)
+    # As `optax.safe_increment`: a count that wrapped around would be negative.
+    one_more = counts + (counts < np.int32(2**31 - 1)).astype(np.int32)
+    kept = jnp.where(np.array([True, False, False]), one_more, counts) * np.array([1, 1, 0], np.int32)
+    return jnp.where(finite, kept, one_more)
 
 
 def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
@@ -96,7 +99,7 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
 
 
 def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
-    """Returns whether the last step was taken, because its gradients were finite.
+    """Returns whether the last step was taken, because its gradients and its update were finite.
 
     Args:
         opt_state: as in `get_loss_scale`.
@@ -142,20 +145,29 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
         {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skipped_steps': 0}
     """
     state = find_state(opt_state, name)
-    counts = jnp.asarray(state.counts)
-    values = {} if state.loss_scale is None else {"loss_scale": jnp.asarray(state.loss_scale.loss_scale)}
-    values |= {
-        "grads_finite": counts[..., 2] == 0,
-        "skipped_steps": counts[..., 1],
-        "consecutive_skipped_steps": counts[..., 2],
-    }
-    return values if state.grad_norm is None else values | {"grad_norm": jnp.asarray(state.grad_norm)}
+    values = {} if state.loss_scale is None else {"loss_scale": _on_device(state.loss_scale.loss_scale)}
+    names = ("grads_finite", "skipped_steps", "consecutive_skipped_steps")
+    values |= dict(zip(names, _read_counts(_on_device(state.counts)), strict=True))
+    return values if state.grad_norm is None else values | {"grad_norm": _on_device(state.grad_norm)}
+
+
+def _on_device(value: Any) -> jax.Array:
+    """Returns a JAX array. A number of NumPy is moved as `jax.transfer_guard` wants it, explicitly."""
+    return value if isinstance(value, jax.Array) else jax.device_put(value)
+
+
+# Compiled, because eager indices would be moved to the device one by one, implicitly.
+@functools.partial(jax.jit, inline=True)
+def _read_counts(counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns whether the last step was taken, how many were skipped, and how many of them in a row."""
+    return counts[..., 2] == 0, counts[..., 1], counts[..., 2]
 
 
 def find_state(opt_state: Any, name: str | None = None) -> SkipNonfiniteState:
-    """Returns the one state in `opt_state`, or the one called `name`, as arrays and without `inner_state`."""
+    """Returns the one state in `opt_state`, or the one called `name`, whose own leaves are arrays."""
     state = _choose(_find_states(opt_state), name, "skip_nonfinite or with_loss_scale")
-    return without_nnx_variables(dataclasses.replace(state, inner_state=None))
+    arrays = without_nnx_variables(dataclasses.replace(state, inner_state=None))
+    return dataclasses.replace(arrays, inner_state=state.inner_state)
 
 
 def _find_states(tree: Any) -> list[SkipNonfiniteState]:

@@ -1,11 +1,14 @@
-"""`raise_if_stuck`, which tells the host that too many steps are skipped."""
+"""`raise_if_stuck`, which tells the host that too many steps are skipped, or that the gradients are zero."""
 
+import warnings
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from .._paths import subtrees
+from .._tree import is_floating, without_nnx_variables
 from .loss_scale import DynamicLossScale
 from .state import SkipNonfiniteState, find_state
 
@@ -15,6 +18,10 @@ _ADVICE = (
     "that is skipped to jmp_lite.diagnostics.find_nonfinite(loss_fn, loss_scale=loss_scale)(params, batch) "
     "and print the report. More in docs/diagnosis.md, 'My run is NaN, or my steps are skipped'."
 )
+_LINE = "loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, ...)"
+# A scale grows until float16 overflows: so far only if every gradient is below 2**-24.
+_FAR_TOO_LARGE = 2.0**40
+_LINKS = (SkipNonfiniteState, optax.ZeroNansState)
 
 
 def raise_if_stuck(
@@ -24,6 +31,12 @@ def raise_if_stuck(
 
     Call it outside `jit`, every few steps, since it waits for the device. A dynamic scale that starts at
     `2**15` may skip 15 steps until it has found its value, and then one step in `period`.
+
+    A run can also go wrong without a skipped step, most often because `jax.value_and_grad` was left in place
+    of `jmp.value_and_grad`. If the moments of the optimizer (`mu` or `trace` of optax) show that all
+    gradients so far were zero, it raises an error. It warns if a dynamic scale has grown to `2**40` without
+    one skipped step, since then the loss is not scaled, or the run is not in float16 and needs no scale; and
+    if `optax.zero_nans` hides NaN from the check.
 
     Args:
         opt_state: as in `get_loss_scale`. Each member of a batched or replicated state is checked.
@@ -35,8 +48,9 @@ def raise_if_stuck(
 
     Raises:
         FloatingPointError: too many steps were skipped. The message says how many, and names the loss scale
-            and the modules whose gradients were not finite on the last skipped step.
-        TypeError: `opt_state` is traced.
+            and the modules whose gradients were not finite on the last skipped step. Or at least
+            `max_consecutive_skips` steps were taken, and the gradients of all of them were zero.
+        TypeError: `opt_state` is traced, or a limit is not a number.
         ValueError: as in `get_loss_scale`, or a limit is out of range.
 
     Examples:
@@ -49,21 +63,75 @@ def raise_if_stuck(
         ...
         FloatingPointError: The last 1 steps were skipped: inf or NaN in the gradients of ...
     """
+    for limit, value in (("max_consecutive_skips", max_consecutive_skips), ("max_skip_rate", max_skip_rate)):
+        if not isinstance(value, (int, float, np.number)):
+            raise TypeError(f"raise_if_stuck: {limit} should be a number. Got {value!r:.200}.")
     if max_consecutive_skips < 1:
         raise ValueError(f"max_consecutive_skips should be 1 or above. Got {max_consecutive_skips}.")
     if not 0 <= max_skip_rate <= 1:
         raise ValueError(f"max_skip_rate should lie between 0 and 1. Got {max_skip_rate}.")
     state = find_state(opt_state, name)
-    try:
-        counts = np.asarray(state.counts)
-    except jax.errors.TracerArrayConversionError:
-        raise TypeError("raise_if_stuck reads values: call it on the host, outside jit.") from None
-    batch = counts.shape[:-1]
-    for member in np.ndindex(batch):
-        complaint = _complaint(state, member, max_consecutive_skips, max_skip_rate)
-        if complaint:
-            prefix = f"Member {list(member)} of {list(batch)}: " if batch else ""
-            raise FloatingPointError(f"{prefix}{complaint}\n{_ADVICE}")
+    with jax.transfer_guard("allow"):  # Reading values is what it is for.
+        try:
+            counts = np.asarray(state.counts)
+        except jax.errors.TracerArrayConversionError:
+            raise TypeError("raise_if_stuck reads values: call it on the host, outside jit.") from None
+        batch = counts.shape[:-1]
+        for member in np.ndindex(batch):
+            complaint = _complaint(state, member, max_consecutive_skips, max_skip_rate)
+            if complaint:
+                prefix = f"Member {list(member)} of {list(batch)}: " if batch else ""
+                raise FloatingPointError(f"{prefix}{complaint}\n{_ADVICE}")
+        if not batch:
+            _check_gradients(state, max_consecutive_skips)
+    links = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _LINKS))
+    kinds = [type(link) for link in links if isinstance(link, _LINKS)]
+    if kinds[:1] == [optax.ZeroNansState]:
+        message = (
+            "optax.zero_nans() in front of with_loss_scale turns NaN into 0 before the check, so that no "
+            "step is skipped. Leave it out, or put it inside: "
+            "jmp.with_loss_scale(optax.chain(optax.zero_nans(), tx))."
+        )
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
+    """Raises an error if all gradients so far were zero; warns if the scale has grown far too large."""
+    steps, skipped, _ = map(int, np.asarray(state.counts))
+    if steps - skipped >= least_steps and _moments_are_zero(state.inner_state):
+        raise FloatingPointError(
+            f"The gradients of all {steps - skipped} steps were zero. In float16 they underflow if the loss "
+            f"is not scaled: {_LINE} scales it, and jax.value_and_grad does not. Otherwise the loss does not "
+            "depend on the parameters: look for stop_gradient, argmax, a cast to integers, or a wrong "
+            "argnums."
+        )
+    scale = state.loss_scale
+    if isinstance(scale, DynamicLossScale) and not skipped and float(scale.loss_scale) >= _FAR_TOO_LARGE:
+        message = (
+            f"The loss scale has grown to {float(scale.loss_scale):g} and no step was skipped. In float16, "
+            "gradients that are scaled by it would overflow. Either the loss is not scaled, because "
+            f"jax.value_and_grad was left in the step: write {_LINE}. Or the run is in bfloat16 or float32, "
+            "which need no loss scale: jmp.with_loss_scale(tx, jmp.NoOpLossScale())."
+        )
+        warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _moments_are_zero(inner_state: Any) -> bool:
+    """Whether an optimizer keeps means of the gradients, and all are zero, on the devices of this process."""
+    is_accumulating = lambda node: isinstance(node, optax.MultiStepsState)
+    nodes = jax.tree.leaves(inner_state, is_leaf=is_accumulating)
+    if any(map(is_accumulating, nodes)):  # Its optimizer has maybe not been called yet.
+        return False
+    paths = jax.tree_util.tree_leaves_with_path(without_nnx_variables(inner_state))
+    is_moment = lambda path: any(getattr(key, "name", None) in ("mu", "trace") for key in path)
+    moments = [leaf for path, leaf in paths if is_moment(path) and is_floating(leaf) and np.ndim(leaf) > 0]
+    # Each process reads its own part: a reduction over a global array would wait for the others.
+    parts = (
+        part.data if isinstance(moment, jax.Array) else part
+        for moment in sorted(moments, key=np.size)
+        for part in (moment.addressable_shards if isinstance(moment, jax.Array) else [moment])
+    )
+    return bool(moments) and not any(bool((part != 0).any()) for part in parts)
 
 
 def _complaint(
@@ -85,6 +153,11 @@ def _complaint(
     if in_a_row and not flags.all():
         finite = dict(zip(state.leaf_names.paths, flags.tolist()))
         said += f": inf or NaN in the gradients of {describe(finite)}"
+    elif in_a_row and (state.grad_norm is None or np.isfinite(_member(state.grad_norm, member))):
+        said += (
+            ": the gradients were finite, and an update of the optimizer, its new state, or an extra "
+            "argument such as value= was not"
+        )
     elif in_a_row:
         said += ": the norm of the gradients is inf"
     said += "."

@@ -29,7 +29,8 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
         A mesh whose axes have the type `Auto`.
 
     Raises:
-        ValueError: the device is not known, or the number of devices is not allowed.
+        ValueError: the device is not known, the axes are not names with sizes, or the number of devices is
+            not allowed.
         RuntimeError: the CUDA plugin of JAX is not installed.
 
     Examples:
@@ -42,8 +43,11 @@ def mesh_for(device: str, axes: Mapping[str, int]) -> Mesh:
         assert program.collectives[0].kind == "all-reduce"
         ```
     """
-    if device not in DESCRIPTIONS:
-        raise ValueError(f"The device should be one of {', '.join(map(repr, DESCRIPTIONS))}. Got {device!r}.")
+    if not isinstance(device, str) or device not in DESCRIPTIONS:
+        known = ", ".join(map(repr, DESCRIPTIONS))
+        raise ValueError(f"The device should be one of {known}. Got {device!r:.80}.")
+    if not isinstance(axes, Mapping) or not all(isinstance(size, int) for size in axes.values()):
+        raise ValueError(f"mesh_for: axes are names with sizes, such as {{'data': 8}}. Got {axes!r:.80}.")
     count = math.prod(axes.values())
     if count < 1 or (count > 8 and count % 8):
         raise ValueError(f"A mesh has 1 to 8 devices, or a multiple of 8, eight a host. Got {count}.")
@@ -88,6 +92,7 @@ def compile_for(
 
     Raises:
         ValueError: as in `mesh_for`, or no argument is an array: arrays tell JAX the device.
+        TypeError: `fun` is not a function, or it comes first.
         RuntimeError: the CUDA plugin of JAX is not installed.
 
     Examples:
@@ -101,6 +106,11 @@ def compile_for(
         print(roofline(read_program(compiled), "h100"))
         ```
     """
+    if callable(device) or not callable(fun):
+        raise TypeError(
+            "compile_for(device, fun, *args): the device comes first, then the function. "
+            f"Got {type(device).__name__} and {type(fun).__name__}."
+        )
     is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
     if not any(map(is_array, jax.tree.leaves(args))):
         raise ValueError("Give the function an array: by its arrays JAX knows for what to compile.")

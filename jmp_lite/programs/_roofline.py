@@ -112,6 +112,7 @@ def roofline(
 
     Raises:
         ValueError: the device is not known, or `depth` or `launch_seconds` is out of range.
+        TypeError: `program` is not a `Program`.
 
     Examples:
         >>> w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
@@ -120,6 +121,11 @@ def roofline(
         >>> round(report.speedup("float16", over="tf32"), 1)
         2.0
     """
+    if not isinstance(program, Program):
+        raise TypeError(
+            "roofline(program, device) takes what read_program(step.lower(*args).compile()) returns. "
+            f"Got {type(program).__name__}."
+        )
     if device not in DEVICES:
         raise ValueError(f"The device should be one of {', '.join(map(repr, DEVICES))}. Got {device!r}.")
     if depth < 1 or launch_seconds < 0:

@@ -1,18 +1,21 @@
 """Assertions about the products of a function and of a compiled program."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._autocast.report.explain import explain
 from .._autocast.report.operations import Operation
 from .._dtypes import DTypeLike, parse_dtype
-from .._paths import matches
+from .._paths import matches, shown
 from ..programs._program import Program
 from ..programs._read import read_program
 
 
-def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -> Callable[..., None]:
-    """Returns a function that asserts in which dtype every product of `fun` runs.
+def assert_precision(
+    fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike], /, *args: Any, **kwargs: Any
+) -> None:
+    """Asserts in which dtype every product of a function runs.
 
     It traces `fun` and computes nothing. It reads the products as they run, under `autocast`, a policy or
     casts by hand, and in the gradients of all these.
@@ -22,15 +25,14 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
         dtypes: a dtype for each pattern over scopes and argument paths, as in the `rules` of `autocast`. The
             first pattern that matches a product decides. The dtype of a product is that of its operands. The
             product that makes the gradient of a weight does not take the weight, so select it by its scope.
-
-    Returns:
-        A function of the arguments of `fun` that returns nothing. A `jax.ShapeDtypeStruct` may stand for an
-        array.
+        args: the arguments of `fun`. A `jax.ShapeDtypeStruct` may stand for an array.
+        kwargs: those that it takes by name.
 
     Raises:
-        AssertionError: on a call, a product runs in another dtype, or no pattern matches it, or a pattern
+        AssertionError: a product runs in another dtype, or no pattern matches it, or a pattern
             decides about no product. The message lists each product with its dtypes, scope, line and reason.
-        ValueError, TypeError: `dtypes` is not a mapping of patterns to dtypes, or is empty.
+        ValueError, TypeError: `dtypes` is not a mapping of patterns to dtypes, or is empty; or the arguments
+            are not those of `fun`.
 
     Examples:
         >>> def loss(w, x):
@@ -38,19 +40,23 @@ def assert_precision(fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike]) -
         ...         return jnp.mean(x @ w)
         >>> half_loss = jmp.autocast(loss, jnp.bfloat16)
         >>> w, x = jnp.ones((4, 8)), jnp.ones((2, 4))
-        >>> assert_precision(jax.grad(half_loss), {"**/head": "bfloat16"})(w, x)
+        >>> assert_precision(jax.grad(half_loss), {"**/head": "bfloat16"}, w, x)
     """
     if not isinstance(dtypes, Mapping) or not dtypes:
         raise TypeError(
-            "assert_precision(fun, dtypes) takes a mapping of patterns to dtypes, such as "
-            f"{{'**/router': 'float32', '**': 'bfloat16'}}. Got {dtypes!r}."
+            "assert_precision(fun, dtypes, *args) takes a mapping of patterns to dtypes, such as "
+            f"{{'**/router': 'float32', '**': 'bfloat16'}}. Got {shown(dtypes)}."
         )
     wanted = {pattern: parse_dtype(dtype).name for pattern, dtype in dtypes.items()}
-
-    def assert_fun(*args: Any, **kwargs: Any) -> None:
-        _check([row for row in _report(fun, args, kwargs) if row.is_product], wanted)
-
-    return assert_fun
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except ValueError:  # Some built-in functions have no signature.
+        pass
+    except TypeError as error:
+        raise TypeError(
+            f"assert_precision(fun, dtypes, *args, **kwargs) traces fun with its arguments: {error}."
+        ) from None
+    _check([row for row in _report(fun, args, kwargs) if row.is_product], wanted)
 
 
 def _check(products: Sequence[Operation], wanted: Mapping[str, str]) -> None:

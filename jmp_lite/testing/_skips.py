@@ -13,7 +13,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jmp_lite.testing needs chex: pip install chex.") from error
 
-from .._paths import as_patterns, matches, named_leaves
+from .._paths import as_patterns, matches, named_leaves, shown_difference
 from .._scaling.loss_scale import LossScale, is_loss_scale
 from .._scaling.state import SkipNonfiniteState
 from .._text import power
@@ -93,9 +93,9 @@ def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) ->
         if not isinstance(result, tuple) or not result or jax.tree.structure(result[0]) != structure:
             raise TypeError(
                 "assert_skips_nonfinite: train_step(state, *batch) returns the new state, or a tuple that "
-                f"begins with it, of the structure of the state. The state is {structure}, and the result is "
-                f"{jax.tree.structure(result)}. A step that changes NNX modules in place needs nnx.split and "
-                "nnx.merge around it."
+                "begins with it, of the structure of the state. Of the result and the state: "
+                f"{shown_difference(result, state)}. A step that changes NNX modules in place needs "
+                "nnx.split and nnx.merge around it."
             )
         result = result[0]
     chex.assert_trees_all_equal_shapes_and_dtypes(state, result)

@@ -56,7 +56,7 @@ def test_patterns_choose_what_stays_float32(patterns, kept):
 
 
 def test_an_update_is_that_of_the_widened_state_which_is_then_rounded():
-    params, tx = make_params(), jmp.cast_state(optax.adam(1e-2))
+    params, tx = make_params(), jmp.cast_state(optax.adam(1e-2), stochastic_rounding=False)
     plain, state = optax.adam(1e-2), tx.init(params)
     for t in range(2):
         wide = jax.tree.map(
@@ -70,9 +70,9 @@ def test_an_update_is_that_of_the_widened_state_which_is_then_rounded():
         )
 
 
-def second_moments(stochastic_rounding, steps=1500):
+def second_moments(steps=1500, **settings):
     """Adam's second moment of 512 parameters after a gradient of 1 and many of 0, and float32's."""
-    tx = jmp.cast_state(optax.scale_by_adam(), stochastic_rounding=stochastic_rounding)
+    tx = jmp.cast_state(optax.scale_by_adam(), **settings)
     params = jnp.ones(512)
 
     @jax.jit
@@ -85,10 +85,10 @@ def second_moments(stochastic_rounding, steps=1500):
     return np.asarray(run(tx.init(params))), 1e-3 * 0.999**steps
 
 
-def test_the_second_moment_decays_only_with_stochastic_rounding():
-    stuck, _ = second_moments(False)
+def test_the_second_moment_decays_unless_rounding_to_nearest_is_asked_for():
+    stuck, _ = second_moments(stochastic_rounding=False)
     np.testing.assert_allclose(stuck, 1e-3, rtol=2**-8)
-    decayed, exact = second_moments(True)
+    decayed, exact = second_moments()
     # A walk of 1,500 steps, each with a variance of at most 0.001 * 2**-8 of the number squared.
     deviation = np.sqrt(1500 * 0.001 * 2.0**-8 * 2 / 512)
     assert abs(decayed.mean() / exact - 1) < 5 * deviation
@@ -99,7 +99,7 @@ def test_the_second_moment_decays_only_with_stochastic_rounding():
 
 
 def all_half(key=0):
-    inner = jmp.cast_state(optax.adamw(1e-3), stochastic_rounding=True, key=key)
+    inner = jmp.cast_state(optax.adamw(1e-3), key=key)
     return jmp.with_loss_scale(jmp.with_stochastic_rounding(inner, key=key))
 
 
@@ -216,7 +216,7 @@ def test_misuse_is_named():
     with pytest.raises(ValueError, match="Put cast_state inside"):
         jmp.cast_state(jmp.with_master_weights(optax.adam(1e-3))).init(params)
     with pytest.raises(TypeError, match=r"key is one PRNG key, .* Got 'seed'"):
-        jmp.cast_state(optax.adam(1e-3), stochastic_rounding=True, key="seed").init(params)
+        jmp.cast_state(optax.adam(1e-3), key="seed").init(params)
     for made_by in (jmp.cast_state, jmp.with_stochastic_rounding):
         with pytest.raises(TypeError, match="wraps an optax transform such as"):
             made_by(3)
@@ -229,9 +229,7 @@ def test_misuse_is_named():
 
 def test_spoiled_gradients_and_tree_map_params():
     """The names of the placeholder of optax match no pattern, which is no error there."""
-    tx = jmp.with_loss_scale(
-        jmp.cast_state(optax.adam(1e-3), keep_float32="nu/**/bias", stochastic_rounding=True)
-    )
+    tx = jmp.with_loss_scale(jmp.cast_state(optax.adam(1e-3), keep_float32="nu/**/bias"))
     params = make_params()
     state = tx.init(params)
     mapped = optax.tree_map_params(tx, lambda leaf: leaf.dtype, state, transform_non_params=lambda _: None)

@@ -31,7 +31,7 @@ COPIES = {
 def test_copies_of_parameters_rest_in_float32_and_moments_do_not(name):
     """Also those of a bias of zeros, which equals its moment; inside `jit` there are no values to compare."""
     tx, copies = COPIES[name]
-    init = jmp.cast_state(tx, stochastic_rounding=True).init
+    init = jmp.cast_state(tx).init
     state, traced = init(PARAMS), jax.eval_shape(init, PARAMS)
     assert jax.tree.map(lambda x: x.dtype, traced) == jax.tree.map(lambda x: x.dtype, state)
     kept, cast = set(), set()
@@ -156,7 +156,7 @@ def digits_run(tx, name, steps=300):
 def test_an_optimizer_ends_beside_float32(name):
     tx, factor = LEARNING[name], FACTORS.get(name, 1.05)
     full = digits_run(jmp.cast_state(tx, "float32"), name)
-    half = digits_run(jmp.cast_state(tx, stochastic_rounding=True), name)
+    half = digits_run(jmp.cast_state(tx), name)
     if name not in ("galore", "muon", "dowg", "acprop"):
         assert full < 2.0  # It was 2.5, and learned.
     assert full / factor < half < full * factor

@@ -14,7 +14,7 @@ O2 = jmp.get_policy("O2")
 
 
 def optimizer():
-    inner = jmp.cast_state(optax.adamw(1e-2), stochastic_rounding=True)
+    inner = jmp.cast_state(optax.adamw(1e-2))
     return jmp.with_loss_scale(jmp.with_master_weights(inner))
 
 

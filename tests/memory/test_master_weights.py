@@ -214,11 +214,35 @@ def test_misuse_is_named():
         tx.update(grads, state)
     with pytest.raises(TypeError, match=r"Got dict\. The state comes before the parameters"):
         tx.update(grads, params, state)
-    with pytest.raises(
-        ValueError, match=r"'w' is in float32, float32, .* was in half precision .* jmp\.resume\(tx"
-    ):
-        tx.update(grads, state, {**params, "w": jnp.ones(2)})
-    with pytest.raises(ValueError, match=r"'norm' is in half precision, float16, .* was in float32"):
+    with pytest.raises(ValueError, match=r"'norm' is float16, and had no master .* jmp\.resume\(tx"):
         tx.update(grads, state, {**params, "norm": jnp.ones(2, jnp.float16)})
     with pytest.raises(ValueError, match="another structure than those that the optimizer was"):
         tx.update(grads, state, {"w": params["w"]})
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: tx, jmp.with_loss_scale, lambda tx: optax.chain(jmp.skip_nonfinite(tx))]
+)
+def test_parameters_that_equinox_made_float32_are_named_and_go_on_once_they_are_cast_back(wrap):
+    import equinox as eqx
+
+    params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
+    tx = wrap(jmp.with_master_weights(optax.adam(2.0**-12)))
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, state = tx.update(grads, tx.init(params), params)
+    wide = eqx.apply_updates(params, updates)
+    with pytest.raises(
+        ValueError, match=r"'w' is float32, and was in half precision .*equinox\.apply_updates"
+    ) as error:
+        tx.update(grads, state, wide)
+    assert "resume" not in str(error.value)
+    with pytest.raises(ValueError, match=r"would drop the float32 masters of 'w', from which"):
+        jmp.resume(tx, wide, state)
+    back = jax.tree.map(lambda p, old: p.astype(old.dtype), wide, params)
+    full = jmp.master_params(state, back)
+    assert 0 < 1 - float(full["w"][0]) < 2.0**-11
+    tx.update(grads, state, back)
+    for other in (tx, optax.adam(1e-3)):  # The values of the masters go on.
+        jmp.resume(other, full, state)
+    with pytest.raises(ValueError, match="would drop the float32 masters"):
+        jmp.resume(optax.adam(1e-3), back, state)

@@ -19,7 +19,7 @@ GRADS = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-10), PARAMS)
 SPECS = {"split": P("data"), "whole": P()}
 ROUNDING = {
     "parameters": lambda **s: jmp.with_stochastic_rounding(optax.sgd(1.0), **s),
-    "state": lambda **s: jmp.cast_state(optax.trace(0.9), stochastic_rounding=True, **s),
+    "state": lambda **s: jmp.cast_state(optax.trace(0.9), **s),
 }
 
 
@@ -108,3 +108,41 @@ def test_an_axis_that_is_not_there_is_named(rounding):
     tx = ROUNDING[rounding](axis_name="data")
     with pytest.raises(ValueError, match=r"axis_name='data' is no axis of .*Under jit leave axis_name out"):
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+# Explicit axes
+
+
+WRAPPERS = {
+    "parameters": (jnp.bfloat16, jmp.with_stochastic_rounding),
+    "state": (jnp.float32, jmp.cast_state),
+    "both": (jnp.bfloat16, lambda tx: jmp.with_loss_scale(jmp.with_stochastic_rounding(jmp.cast_state(tx)))),
+    "masters": (jnp.bfloat16, lambda tx: jmp.with_loss_scale(jmp.with_master_weights(tx))),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_explicit_axes_need_no_mesh_that_is_set(name):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    specs = {"w": P(None, "model"), "b": P(("data", "model"))}
+    dtype, wrap = WRAPPERS[name]
+    values = {"w": jnp.full((16, 32), 0.3), "b": jnp.full(64, -0.7)}
+    place = lambda leaf, spec: jax.device_put(leaf.astype(dtype), jax.NamedSharding(mesh, spec))
+    tx = wrap(optax.adam(1e-3))
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.tree.map(lambda p: p * 2.0, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def trained(params):
+        state = tx.init(params)
+        for _ in range(2):  # From the first step on, the key is an array of the mesh as well.
+            params, state = step(params, state)
+        return params
+
+    params = trained(jax.tree.map(place, values, specs))
+    whole = trained(jax.tree.map(lambda leaf: leaf.astype(dtype), values))
+    for leaf, other, spec in zip(*map(jax.tree.leaves, (params, whole, specs)), strict=True):
+        assert leaf.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), leaf.ndim)
+        np.testing.assert_array_equal(*(np.asarray(p, np.float32) for p in (leaf, other)))

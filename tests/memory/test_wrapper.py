@@ -21,7 +21,7 @@ WRAPPERS = {
     "with_loss_scale": jmp.with_loss_scale,
     "skip_nonfinite": jmp.skip_nonfinite,
     "with_master_weights": jmp.with_master_weights,
-    "cast_state": lambda tx: jmp.cast_state(tx, stochastic_rounding=True),
+    "cast_state": lambda tx: jmp.cast_state(tx),
     "with_stochastic_rounding": jmp.with_stochastic_rounding,
     "nested": lambda tx: jmp.with_loss_scale(jmp.with_stochastic_rounding(jmp.cast_state(tx))),
     "masters": lambda tx: jmp.with_loss_scale(jmp.with_master_weights(jmp.cast_state(tx))),
@@ -133,8 +133,8 @@ def test_stochastic_round_takes_one_array():
 
 def test_a_key_without_rounding_is_an_error():
     for key in (0, 3, jax.random.key(0)):
-        with pytest.raises(ValueError, match=r"key= is for stochastic_rounding=True, .* Got"):
-            jmp.cast_state(optax.adam(1e-3), key=key)
+        with pytest.raises(ValueError, match=r"key= is for stochastic rounding, which is off\. Got"):
+            jmp.cast_state(optax.adam(1e-3), stochastic_rounding=False, key=key)
 
 
 @pytest.mark.cases(fast=3, slow=0)

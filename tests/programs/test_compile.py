@@ -19,6 +19,14 @@ def test_a_device_that_is_not_known_is_an_error():
         compile_for("k80", jnp.sin, jnp.ones(2))
 
 
+def test_what_stands_in_the_wrong_place_is_named():
+    with pytest.raises(TypeError, match=r"the device comes first, then the function. Got function and str"):
+        compile_for(lambda x: x, "h100 sxm5 80", jnp.ones(2))
+    for axes in ("d", {"d": "x"}, 8):
+        with pytest.raises(ValueError, match=r"axes are names with sizes, such as \{'data': 8\}\. Got"):
+            mesh_for("h100", axes)
+
+
 @pytest.mark.parametrize("count", [0, 9, 12])
 def test_a_mesh_has_whole_hosts(count):
     with pytest.raises(ValueError, match=f"a multiple of 8, eight a host. Got {count}"):

@@ -147,6 +147,12 @@ def test_bad_options_are_errors(options, message):
         roofline(program(), **options)
 
 
+def test_what_is_no_program_is_an_error():
+    for given in (None, "h100", jax.jit(jnp.sin)):
+        with pytest.raises(TypeError, match=r"takes what read_program\(step.lower.* returns\. Got"):
+            roofline(given)
+
+
 def test_the_launches_of_a_program_add_up_to_it():
     found = read_program(jax.jit(jax.grad(two_modules)).lower(TWO_WEIGHTS, ROWS).compile())
     assert sum(each.times for each in found.launches) == found.kernels > 4

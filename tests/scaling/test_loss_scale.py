@@ -385,9 +385,12 @@ def test_a_scale_can_be_built_from_a_traced_number():
     assert (static.loss_scale.dtype, float(static.loss_scale)) == (np.float32, 4.0)
 
 
-@pytest.mark.parametrize("flag", [jnp.ones(2, bool), jnp.int32(1), 1.0, None])
-def test_adjust_takes_only_a_boolean_scalar(flag):
-    with pytest.raises(ValueError, match=r"adjust takes one boolean scalar.*Got shape"):
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [(jnp.ones(2, bool), r"bool\[2\]"), (jnp.int32(1), r"int32\[\]"), (1.0, "1.0"), (None, "None")],
+)
+def test_adjust_takes_only_a_boolean_scalar(flag, said):
+    with pytest.raises(ValueError, match=rf"adjust takes one boolean scalar.*Got {said}"):
         jmp_lite.DynamicLossScale().adjust(flag)
     for constant in (jmp_lite.NoOpLossScale(), jmp_lite.StaticLossScale(2)):
         assert constant.adjust(flag) is constant  # As in jmp, which looks at nothing.
@@ -400,3 +403,16 @@ def test_a_scale_that_starts_below_the_minimum_stays_until_it_grows():
         scale = scale.adjust(jnp.bool_(finite))
         scales.append(float(scale.loss_scale))
     assert scales == [0.5, 0.5, 1, 1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("make", [jmp_lite.StaticLossScale, jmp_lite.DynamicLossScale])
+def test_a_subnormal_scale_is_refused(make):
+    """A device may flush it to zero: the gradients would be NaN."""
+    assert float(make(TINY).loss_scale) == TINY
+    with pytest.raises(ValueError, match=r"above 0 and finite in float32, at least 1\.18e-38\. Got 1e-40"):
+        make(1e-40)
+    assert np.isnan(jax.jit(make)(jnp.float32(1e-40)).loss_scale)
+    with pytest.raises(
+        ValueError, match="max_loss_scale should be above 0 and a finite float32 that is not subnormal"
+    ):
+        jmp_lite.DynamicLossScale(TINY, min_loss_scale=0.0, max_loss_scale=1e-39)

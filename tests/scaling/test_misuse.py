@@ -44,6 +44,17 @@ def test_what_a_wrapper_is_given(wrap):
         wrap(adam).update(PARAMS, other(adam).init(PARAMS), PARAMS)
 
 
+def test_a_loss_scale_within_a_loss_scale():
+    for inner in (jmp.with_loss_scale(optax.sgd(1.0)), jmp.skip_nonfinite(optax.sgd(1.0))):
+        for twice in (inner, optax.chain(optax.clip(1.0), inner)):
+            with pytest.raises(
+                ValueError, match="inner is wrapped in with_loss_scale or skip_nonfinite already"
+            ):
+                jmp.with_loss_scale(twice).init(PARAMS)
+    with pytest.raises(ValueError, match=r"inner holds jmp\.unscale\(\).*Leave unscale out"):
+        jmp.with_loss_scale(optax.chain(jmp.unscale(), optax.sgd(1.0))).init(PARAMS)
+
+
 def test_the_scale_is_a_loss_scale():
     for scale in (1024.0, "dynamic", jmp.DynamicLossScale):
         with pytest.raises(TypeError, match="expected a loss scale such as"):
@@ -272,3 +283,55 @@ def test_each_of_both_names_itself_and_what_to_do(made_by, advice):
         made_by(loss_fn, 8.0)
     with pytest.raises(TypeError, match=rf"^{name}: .*{advice}"):
         made_by(loss_fn, scale, transform=nnx.grad)(PARAMS, x)
+
+
+def test_settings_of_value_and_grad_are_checked_at_once():
+    for made in (jmp.value_and_grad, jmp.grad):
+        with pytest.raises(TypeError, match=r"transform is a function such as .* Got 'grad'"):
+            made(loss_fn, jmp.NoOpLossScale(), transform="grad")
+        for argnums in ("params", ("params", "x")):
+            with pytest.raises(TypeError, match=r"argnums are the positions .* not differentiated by name"):
+                made(loss_fn, jmp.NoOpLossScale(), argnums=argnums)
+
+
+def test_gradients_given_to_adjust_are_named_and_not_printed():
+    with pytest.raises(ValueError, match=r"adjust takes one boolean scalar.* Got a dict with 'b', 'w'\."):
+        jmp.DynamicLossScale(8.0).adjust(PARAMS)
+
+
+def test_an_update_of_another_shape_is_not_called_a_gradient():
+    first = lambda updates, state, params=None: (jax.tree.map(lambda u: u[:1], updates), state)
+    tx = jmp.skip_nonfinite(optax.GradientTransformation(lambda params: (), first))
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(
+        ValueError, match=r"The update 'w' has the shape \(1,\).* optimizer inside has changed"
+    ):
+        tx.update(params, tx.init(params), params)
+
+
+def test_messages_name_the_first_leaves_of_a_large_tree():
+    many = {f"layer_{i}": jnp.ones(2) for i in range(124)}
+    tx = jmp.with_loss_scale(optax.adam(1e-3))
+    mistakes = [
+        lambda: jmp.resume(many, many, many),
+        lambda: jmp.resume(tx, many, {"other": many}),
+        lambda: jmp.cast_state(tx.init(many)),
+        lambda: jmp.DynamicLossScale(8.0).adjust(many),
+        lambda: jmp.cast_params(many, many),
+        lambda: jmp.cast_params("bloat16", many),
+        lambda: jmp.Policy(many, many, many),
+        lambda: jmp.with_loss_scale(optax.sgd(1.0), many),
+        lambda: jmp.with_master_weights(optax.sgd(1.0)).update(
+            many, jmp.with_master_weights(optax.sgd(1.0)).init(many), {"w": jnp.ones(2)}
+        ),
+    ]
+    for mistake in mistakes:
+        with pytest.raises((TypeError, ValueError)) as error:
+            mistake()
+        assert len(str(error.value)) < 700, str(error.value)[:800]
+
+
+def test_a_state_of_shapes_cannot_be_resumed():
+    tx = jmp.with_loss_scale(optax.adam(1e-3))
+    with pytest.raises(TypeError, match=r"old_state holds arrays\. Got shapes"):
+        jmp.resume(tx, PARAMS, jax.eval_shape(tx.init, PARAMS))

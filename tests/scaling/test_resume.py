@@ -18,6 +18,7 @@ BF16 = jnp.dtype("bfloat16")
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "layers": [jnp.zeros(4), jnp.full(4, 0.3, jnp.float32)]}
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 10)
 ADAM = optax.adamw(SCHEDULE)
+NEAREST = jmp.cast_state(ADAM, stochastic_rounding=False)
 SCALE = jmp.DynamicLossScale(2.0**10, period=2, hysteresis=1)
 
 
@@ -54,10 +55,10 @@ WRAPPED = {
     "scale": lambda tx: jmp.with_loss_scale(tx, SCALE, clip_norm=1.0),
     "skip": jmp.skip_nonfinite,
     "cast": lambda tx: jmp.with_loss_scale(jmp.cast_state(tx)),
-    "stochastic": lambda tx: jmp.cast_state(tx, stochastic_rounding=True, key=3),
+    "stochastic": lambda tx: jmp.cast_state(tx, key=3),
     "masters": lambda tx: jmp.with_loss_scale(jmp.with_master_weights(jmp.cast_state(tx, keep_float32="nu"))),
     "rounding": lambda tx: jmp.with_loss_scale(
-        jmp.with_stochastic_rounding(jmp.cast_state(tx, stochastic_rounding=True)), jmp.NoOpLossScale()
+        jmp.with_stochastic_rounding(jmp.cast_state(tx)), jmp.NoOpLossScale()
     ),
 }
 
@@ -226,10 +227,10 @@ def test_the_number_of_a_dynamic_scale_is_a_value_and_that_of_a_static_one_a_set
 
 
 def test_a_rounding_key_goes_on_and_a_new_one_is_the_scripts():
-    _, old = train(jmp.cast_state(ADAM, stochastic_rounding=True, key=7))
-    same = jmp.resume(jmp.with_loss_scale(jmp.cast_state(ADAM, stochastic_rounding=True)), PARAMS, old)
+    _, old = train(jmp.cast_state(ADAM, key=7))
+    same = jmp.resume(jmp.with_loss_scale(jmp.cast_state(ADAM)), PARAMS, old)
     assert bits(same.inner_state.key) == bits(old.key)
-    both = jmp.with_stochastic_rounding(jmp.cast_state(ADAM, stochastic_rounding=True))
+    both = jmp.with_stochastic_rounding(jmp.cast_state(ADAM))
     assert bits(jmp.resume(both, PARAMS, old).key) == bits(both.init(PARAMS).key)
 
 
@@ -342,8 +343,8 @@ def test_a_masked_tuple_does_not_take_the_moments_of_its_neighbour():
         (jmp.with_loss_scale(jmp.cast_state(ADAM)), jmp.with_loss_scale(ADAM), "of another optimizer"),
         (jmp.cast_state(ADAM), jmp.cast_state(ADAM, keep_float32="nu"), r"'0/nu/.*float32.*Got bfloat16"),
         (jmp.cast_state(ADAM, "float32"), jmp.cast_state(ADAM), r"'0/mu/.*bfloat16.*Got float32"),
-        (jmp.cast_state(ADAM), jmp.cast_state(ADAM, stochastic_rounding=True), "made without it"),
-        (jmp.cast_state(ADAM, stochastic_rounding=True), jmp.cast_state(ADAM), "made with it"),
+        (NEAREST, jmp.cast_state(ADAM), "made without it"),
+        (jmp.cast_state(ADAM), NEAREST, "made with it"),
         (jmp.cast_state(optax.lion(1e-3)), jmp.cast_state(ADAM), "does not belong"),
     ],
 )

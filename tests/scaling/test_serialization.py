@@ -135,3 +135,17 @@ def test_a_scale_of_its_own_is_saved_too():
     scale = jmp.DynamicLossScale(8.0, counter=2)
     after = restored(jmp.DynamicLossScale(64.0), scale)
     assert (float(after.loss_scale), int(after.counter), after.loss_scale.dtype) == (8.0, 2, np.float32)
+
+
+@pytest.mark.parametrize("number", [0.0, -8.0, np.nan, np.inf, 1e-40])
+@pytest.mark.parametrize("make", [jmp.StaticLossScale, jmp.DynamicLossScale])
+def test_a_saved_scale_with_which_no_step_can_be_taken_is_an_error(make, number):
+    tx = jmp.with_loss_scale(optax.adam(1e-2), make(8.0))
+    state = tx.init(make_params())
+    saved = serialization.to_state_dict(state)
+    saved["loss_scale"]["loss_scale"] = np.float32(number)
+    with pytest.raises(ValueError, match=r"saved \w+LossScale has the scale .*Restore an earlier checkpoint"):
+        serialization.from_state_dict(state, saved)
+    with pytest.raises(ValueError, match="has the scale"):
+        serialization.from_bytes(state, serialization.msgpack_serialize(saved))
+    assert float(jmp.get_loss_scale(jmp.resume(tx, make_params(), saved)).loss_scale) == 8.0

@@ -95,3 +95,37 @@ def test_results_are_unpacked_to_where_the_tables_are_drawn_from(tmp_path, devic
 def test_a_folder_without_results_is_an_error(tmp_path, capsys):
     assert command.main(["--unpack", str(tmp_path)]) == 1
     assert "gpu-results-*.json" in capsys.readouterr().err
+
+
+def outside(tmp_path):
+    """Names that lead out of a folder: upwards, absolute, or through a link in it."""
+    (tmp_path / "elsewhere").mkdir()
+    return ["../evil.py", "logs/../../evil.py", str(tmp_path / "evil.py"), "link/evil.py", "", "."]
+
+
+def test_a_file_whose_name_leads_out_of_the_folder_is_not_written(tmp_path):
+    names, work = outside(tmp_path), tmp_path / "work"
+    work.mkdir()
+    (work / "link").symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    for name in names:
+        with pytest.raises(SystemExit, match=r"The results hold a file named .* not inside of"):
+            files.restore(work, {"good.txt": "x", name: "x"})
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("prefix", ["", "results/"])
+def test_unpack_refuses_such_names_and_devices(tmp_path, prefix):
+    names, earlier, results = outside(tmp_path), tmp_path / "earlier", tmp_path / "deep" / "results"
+    earlier.mkdir()
+    results.mkdir(parents=True)
+    for name in names[:3]:
+        found = {"calls": [], "pieces": {}, "files": {prefix + name: "x"}}
+        write_json(earlier / "gpu-results-h100.json", found)
+        with pytest.raises(SystemExit, match="not inside of"):
+            command.main(["--unpack", str(earlier), "--results", str(results)])
+    write_json(earlier / "gpu-results-...json", {"calls": [], "pieces": {}, "files": {}})
+    (earlier / "gpu-results-h100.json").unlink()
+    with pytest.raises(SystemExit, match="not inside of"):
+        command.main(["--unpack", str(earlier), "--results", str(results)])
+    assert not list(tmp_path.rglob("evil.py"))

@@ -1,0 +1,101 @@
+"""An assertion about several processes: what should be the same on all of them is."""
+
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from .._paths import named_leaves
+from .._tree import is_traced
+from ._products import failure
+
+
+def assert_same_on_all_hosts(tree: Any) -> None:
+    """Asserts that the copies of every array are the same, bit for bit, on all processes and devices.
+
+    A loss scale or a parameter that differs between processes lets them drift apart in silence: one skips a
+    step that the other takes. Call it on all processes, outside of `jit`, after the first steps and after a
+    checkpoint was restored. It compares a checksum of each copy, and gathers the checksums once.
+
+    Args:
+        tree: any pytree, such as the train state. Of an array that is sharded over processes, the shards
+            that are copies of one another are compared. A number, an array of NumPy, and an array that
+            belongs to one process should be the same on all of them.
+
+    Raises:
+        AssertionError: a copy differs, or the trees have other leaves on other processes. The message names
+            the leaves and the processes.
+        TypeError: a leaf is traced, or is neither an array nor a number.
+
+    Examples:
+        >>> tx = jmp.with_loss_scale(optax.adamw(3e-4))
+        >>> params = {"w": jnp.ones((4, 2))}
+        >>> assert_same_on_all_hosts((params, tx.init(params)))
+    """
+    leaves = named_leaves(tree)
+    names = zlib.crc32("\n".join(name for name, _ in leaves).encode())
+    if len(set(_gathered(np.uint32(names)).tolist())) > 1:
+        raise failure("assert_same_on_all_hosts", "the trees of the processes have other leaves")
+    sums = np.zeros((len(leaves), jax.local_device_count(), 2), np.uint32)
+    for row, (name, leaf) in zip(sums, leaves, strict=True):
+        for place, copy in zip(row, _copies(name, leaf)):
+            place[:] = copy
+    differ = {
+        name: where
+        for (name, _), all_copies in zip(leaves, np.moveaxis(_gathered(sums), 0, 1))
+        if (where := _processes_that_differ(all_copies))
+    }
+    if differ:
+        values = {name: leaf for name, leaf in leaves if np.ndim(leaf) == 0 and not _is_key(leaf)}
+        lines = [
+            f"{name}: on the processes {where}{f'; here it is {values[name]}' if name in values else ''}"
+            for name, where in differ.items()
+        ]
+        more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
+        summary = f"{len(lines)} of {len(leaves)} leaves have copies that differ"
+        raise failure("assert_same_on_all_hosts", summary, [*lines[:8], *more])
+
+
+def _processes_that_differ(all_copies: np.ndarray) -> list[int]:
+    """Returns the processes with copies of one part that differ: their parts and checksums, by process."""
+    first: dict[int, tuple[int, int]] = {}
+    found = set()
+    for process, copies in enumerate(all_copies.tolist()):
+        for part, checksum in copies:
+            other, expected = first.setdefault(part, (process, checksum))
+            if part and checksum != expected:
+                found |= {other, process}
+    return sorted(found)
+
+
+def _gathered(values: Any) -> np.ndarray:
+    """Returns the values of all processes, one below the other."""
+    values = np.asarray(values)
+    return np.asarray(multihost_utils.process_allgather(values)).reshape(jax.process_count(), *values.shape)
+
+
+def _copies(name: str, leaf: Any) -> list[tuple[int, int]]:
+    """Returns, for each copy on this process, a number above 0 for its part of the leaf, and its checksum."""
+    if is_traced(leaf):
+        raise TypeError("assert_same_on_all_hosts reads values: call it on the host, outside jit.")
+    if isinstance(leaf, jax.Array):
+        if _is_key(leaf):
+            leaf = jax.random.key_data(leaf)
+        shards = [(str(shard.index), shard.data) for shard in leaf.addressable_shards]
+    elif isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
+        shards = [("whole", leaf)]
+    else:
+        raise TypeError(f"assert_same_on_all_hosts compares arrays. Got {type(leaf).__name__} at {name!r}.")
+    copies = []
+    for part, data in shards:
+        array = np.asarray(data)
+        header = f"{array.dtype} {array.shape}".encode()
+        copies.append((zlib.crc32(part.encode()) | 1, zlib.crc32(array.tobytes(), zlib.crc32(header))))
+    return copies
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

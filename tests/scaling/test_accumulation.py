@@ -1,0 +1,51 @@
+"""`resume` in the middle of an accumulation of `optax.MultiSteps`."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import serialization
+
+import jmp_lite as jmp
+from tests.support.steps import bits
+
+
+def accumulated(tx, mini_steps):
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    for _ in range(mini_steps):
+        _, state = tx.update(params, state, params)
+    return params, state
+
+
+WITH = {
+    "alone": lambda k: optax.MultiSteps(optax.sgd(1.0), k, use_grad_mean=False).gradient_transformation(),
+    "outside": lambda k: jmp.with_loss_scale(optax.MultiSteps(optax.adam(1e-3), k)),
+    "inside": lambda k: optax.MultiSteps(jmp.with_loss_scale(optax.adam(1e-3)), k).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("name", WITH)
+def test_an_accumulation_is_not_continued_with_fewer_micro_batches(name, saved):
+    make = WITH[name]
+    params, old = accumulated(make(8), 5)
+    saved_state = serialization.to_state_dict(old) if saved else old
+    for k in (2, 3, 5):
+        with pytest.raises(ValueError, match=r"5 micro-batches have been accumulated.*set mini_step to 0"):
+            jmp.resume(make(k), params, saved_state)
+    for k in (6, 8, 16):
+        assert bits(jmp.resume(make(k), params, saved_state)) == bits(old)
+    params, old = accumulated(make(8), 8)
+    jmp.resume(make(2), params, old)
+
+
+def test_an_accumulation_whose_optimizer_needs_more_arguments_is_carried_over():
+    def update(updates, state, params=None, *, value):
+        return jax.tree.map(lambda u: u * value, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(2), update)
+    tx = optax.MultiSteps(inner, 3).gradient_transformation()
+    params = {"w": jnp.ones(2)}
+    _, state = tx.update(params, tx.init(params), params, value=1.0)
+    assert bits(jmp.resume(tx, params, state)) == bits(state)

@@ -1,0 +1,127 @@
+"""`raise_if_stuck` on runs that skip no step and do not learn, and the counts and limits that it reads."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_lite as jmp
+
+PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(4, 3), "b": jnp.zeros(3)}
+X = jnp.linspace(-1, 1, 20).reshape(5, 4)
+LINE = "loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, ...)"
+
+
+@jmp.autocast(dtype="float16")
+def tiny_loss(params):
+    """A loss whose gradients underflow in float16 without a scale."""
+    return 2.0**-30 * jnp.mean(X @ params["w"]) + 0.0 * jnp.sum(params["b"])
+
+
+def plain(opt_state):
+    del opt_state
+    return jax.value_and_grad(tiny_loss)
+
+
+def scaled(opt_state):
+    return jmp.value_and_grad(tiny_loss, jmp.get_loss_scale(opt_state))
+
+
+def trained(tx, value_and_grad, steps=5, params=PARAMS):
+    @jax.jit
+    def step(params, opt_state):
+        grads = value_and_grad(opt_state)(params)[1]
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state = tx.init(params)
+    for _ in range(steps):
+        params, opt_state = step(params, opt_state)
+    return opt_state
+
+
+INNER = {
+    "adam": optax.adam(1e-3),
+    "momentum": optax.sgd(1e-3, momentum=0.9),
+    "clip and masters": jmp.with_master_weights(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_gradients_that_were_all_zero_since_value_and_grad_was_forgotten(name):
+    tx = jmp.with_loss_scale(INNER[name])
+    state = trained(tx, plain)
+    jmp.raise_if_stuck(state, 6)  # Too early.
+    with pytest.raises(FloatingPointError, match="gradients of all 5 steps were zero") as error:
+        jmp.raise_if_stuck(state, 5)
+    assert LINE in str(error.value)
+    assert "stop_gradient" in str(error.value)
+    jmp.raise_if_stuck(trained(tx, scaled), 5)
+
+
+def test_gradients_that_wait_in_an_accumulation_are_not_zero():
+    tx = jmp.with_loss_scale(optax.MultiSteps(optax.adam(1e-3), 8))
+    jmp.raise_if_stuck(trained(tx, scaled), 5)
+    jmp.raise_if_stuck(trained(jmp.with_loss_scale(optax.sgd(1e-3)), plain), 5)  # It keeps no gradients.
+
+
+def test_a_scale_that_grew_without_a_skip_is_named_with_both_causes():
+    """In float16 a scaled gradient would have overflowed; in bfloat16 the scale has no use."""
+    loss_scale = jmp.DynamicLossScale(2.0**38, period=1)
+    tx = jmp.with_loss_scale(optax.sgd(1e-3), loss_scale)
+    jmp.raise_if_stuck(trained(tx, plain, steps=1))
+    with pytest.warns(UserWarning, match=r"has grown to 2\.19902e\+12 and no step was skipped") as warned:
+        jmp.raise_if_stuck(trained(tx, plain, steps=3))
+    said = str(warned[0].message)
+    assert LINE in said
+    assert "with_loss_scale(tx, jmp.NoOpLossScale())" in said
+    assert warned[0].filename == __file__
+    state = trained(tx, plain, steps=3)
+    jmp.raise_if_stuck(dataclasses.replace(state, counts=jnp.array([4, 1, 0])))
+    static = jmp.with_loss_scale(optax.sgd(1e-3), jmp.StaticLossScale(2.0**60))
+    jmp.raise_if_stuck(trained(static, plain))
+
+
+def test_counts_end_at_the_largest_integer():
+    tx = jmp.with_loss_scale(optax.sgd(1.0), jmp.StaticLossScale(1.0))
+    end = 2**31 - 1
+    state = dataclasses.replace(tx.init(PARAMS), counts=jnp.array([end, 60, 0]))
+    _, state = tx.update(PARAMS, state, PARAMS)
+    assert state.counts.tolist() == [end, 60, 0]
+    jmp.raise_if_stuck(state)
+    bad = jax.tree.map(lambda p: p * np.nan, PARAMS)
+    _, state = tx.update(bad, dataclasses.replace(state, counts=jnp.array([end - 1, end, end])), PARAMS)
+    assert state.counts.tolist() == [end, end, end]
+
+
+def test_the_host_may_forbid_implicit_transfers():
+    tx = jmp.with_loss_scale(optax.adam(1e-3), clip_norm=1.0)
+    state = trained(tx, scaled)
+    for saved in (state, jax.device_get(state)):
+        with jax.transfer_guard("disallow"):
+            numbers = jmp.metrics(saved)
+            finite = jmp.grads_finite(saved)
+            jmp.raise_if_stuck(saved, 1)
+        assert all(isinstance(number, jax.Array) for number in numbers.values())
+        assert bool(finite)
+        assert numbers["skipped_steps"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("limits", [{"max_consecutive_skips": "5"}, {"max_skip_rate": "0.1"}])
+def test_limits_are_numbers(limits):
+    state = jmp.with_loss_scale(optax.sgd(1.0)).init(PARAMS)
+    with pytest.raises(TypeError, match=rf"{next(iter(limits))} should be a number\. Got '"):
+        jmp.raise_if_stuck(state, **limits)
+
+
+def test_zero_nans_in_front_of_the_check_is_named():
+    hiding = optax.chain(optax.zero_nans(), jmp.with_loss_scale(optax.sgd(1.0)))
+    with pytest.warns(UserWarning, match=r"zero_nans\(\) in front of with_loss_scale turns NaN into 0"):
+        jmp.raise_if_stuck(hiding.init(PARAMS))
+    jmp.raise_if_stuck(jmp.with_loss_scale(optax.chain(optax.zero_nans(), optax.sgd(1.0))).init(PARAMS))
+    jmp.raise_if_stuck(optax.chain(jmp.with_loss_scale(optax.sgd(1.0)), optax.zero_nans()).init(PARAMS))
