@@ -36,8 +36,8 @@ class Report(Shown):
         casts: how many casts between float32 and the half dtype were added.
         without_effect: the options of the autocast that change the dtypes of no operation, such as
             `"infer=['exp']"`. With more than twenty entries and patterns nothing is looked for.
-        before: the function's jaxpr as it was traced.
-        after: the jaxpr that autocast runs instead.
+        before: the function's jaxpr as it was traced; None in a copy, because jaxprs cannot be pickled.
+        after: the jaxpr that autocast runs instead; None in a copy.
 
     Examples:
         >>> report = jmp.explain(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
@@ -53,6 +53,9 @@ class Report(Shown):
     without_effect: tuple[str, ...]
     before: Any
     after: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "before": None, "after": None}
 
     @property
     def tensor_core_share(self) -> float:
