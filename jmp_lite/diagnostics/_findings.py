@@ -88,17 +88,22 @@ def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
 
 def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
     """Yields the tree of a step's results that is furthest from the same step in float32, if it is far."""
-    error = runs.keeping(())
-    if error.gradients <= HARM:
+    error = lambda kept: runs.keeping(kept).measured("gradients", HARM)
+    if error(()) <= HARM:
         return
-    what = f"The results in {error.group} are" if error.group else "The result of the step is"
-    what += f" off: the relative error against the step in float32 is {error.gradients:.1e}."
+    half = runs.keeping(())
+    what = f"The results in {half.group} are" if half.group else "The result of the step is"
+    what += f" off: the relative error against the step in float32 is {error(()):.1e}."
+    if half.leaf:
+        what = f"{half.group} changes in float32, and in half it does not."
+    is_small = half.leaf and runs.program.has_float16
+    hint = "A hint: small gradients become zero in float16 if the loss is not scaled." if is_small else ""
     groups = sorted(runs.program.groups, key=lambda group: group.name)
-    helpful = [group for group in groups if runs.keeping([group]).gradients <= HARM]
+    helpful = [group for group in groups if error([group]) <= HARM]
     kept = helpful[:1] or groups
-    after = runs.keeping(kept).gradients
-    advice = f"To mend it: {runs.change(kept)}. Then the error is {after:.1e}." if after <= HARM else ""
-    yield Finding("accuracy", what, "", advice)
+    after = error(kept)
+    mend = f"To mend it: {runs.change(kept)}. Then the error is {after:.1e}." if after <= HARM else ""
+    yield Finding("accuracy", what, "", " ".join(filter(None, (mend, hint))))
 
 
 def of_accuracy(
@@ -152,10 +157,8 @@ def _of_ranges(report: RangeReport) -> Iterator[Finding]:
 def _of_precision(report: PrecisionReport) -> Iterator[Finding]:
     if not report.names or report.is_close:
         return
-    worst = [
-        f"{row.module} {getattr(row.own, report.measure):.1e} {' '.join(row.lines[:2])}".strip()
-        for row in report.modules[:4]
-    ]
+    error = lambda row: row.own.measured(report.measure, report.tolerance)
+    worst = [f"{row.module} {error(row):.1e} {' '.join(row.lines[:2])}".strip() for row in report.modules[:4]]
     where = f"The relative error of the {report.measure} with one module alone in half: {', '.join(worst)}"
     yield Finding("accuracy", report.summary(), where, report.advice())
 
