@@ -13,6 +13,7 @@ import numpy as np
 from .._autocast.api import autocast, given_rules, settings_of
 from .._autocast.report.explain import Report, explain
 from .._dtypes import DTypeLike
+from .._jaxpr.arguments import check_function, in_two_calls
 from .._text import Shown, wrapped
 from ..programs._compile import compile_for
 from ..programs._program import Program
@@ -78,6 +79,7 @@ class Diagnosis(Shown):
         return "\n".join(lines)
 
 
+@in_two_calls
 def doctor(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
@@ -130,7 +132,8 @@ def doctor(
         >>> diagnosis.findings[0].advice  # doctest: +ELLIPSIS
         'Start with jmp.DynamicLossScale(2.0**15): at this scale the error is ...'
     """
-    _check(fun, program)
+    check_function("doctor", fun)
+    _check(program)
     if transform is None:
         if dtype is not None or loss_scale is not None:
             raise ValueError(
@@ -172,9 +175,7 @@ def doctor(
     return doctor_fun
 
 
-def _check(fun: Any, program: Any) -> None:
-    if not callable(fun):
-        raise TypeError(f"doctor takes a loss function first. Got {fun!r}.")
+def _check(program: Any) -> None:
     if program is not None and not isinstance(program, Program):
         raise TypeError(
             f"doctor: program should be what read_program returns. Got {type(program).__name__}; write "

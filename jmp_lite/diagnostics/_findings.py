@@ -13,7 +13,7 @@ from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
 from ..programs._roofline import Roofline
 from ._nonfinite.report import CUT, NonfiniteReport
 from ._precision.compare import HARM, Runs
-from ._precision.report import PrecisionReport
+from ._precision.report import PrecisionReport, measured
 from ._ranges.report import RangeReport
 from ._ranges.scales import TOLERANCE
 from ._ranges.updates import run_step, updates_of, zero_gradients
@@ -88,7 +88,7 @@ def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
 
 def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
     """Yields the tree of a step's results that is furthest from the same step in float32, if it is far."""
-    error = lambda kept: runs.keeping(kept).measured("gradients", HARM)
+    error = lambda kept: measured(runs.keeping(kept), "gradients", HARM)
     if error(()) <= HARM:
         return
     half = runs.keeping(())
@@ -157,7 +157,7 @@ def _of_ranges(report: RangeReport) -> Iterator[Finding]:
 def _of_precision(report: PrecisionReport) -> Iterator[Finding]:
     if not report.names or report.is_close:
         return
-    error = lambda row: row.own.measured(report.measure, report.tolerance)
+    error = lambda row: measured(row.own, report.measure, report.tolerance)
     worst = [f"{row.module} {error(row):.1e} {' '.join(row.lines[:2])}".strip() for row in report.modules[:4]]
     where = f"The relative error of the {report.measure} with one module alone in half: {', '.join(worst)}"
     yield Finding("accuracy", report.summary(), where, report.advice())

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._dtypes import DTypeLike
 from ..._float8.action import NOT_FP8
-from ..._jaxpr.arguments import Arguments
+from ..._jaxpr.arguments import Arguments, check_function, in_two_calls
 from ..._jaxpr.read import Jaxpr, all_equations
 from ..._text import Shown, aligned
 from ..api import given_rules, make_plan, prepare, run
@@ -136,6 +136,7 @@ def _counted(title: str, texts: Iterable[str]) -> list[str]:
     return ["", title, *lines] if lines else []
 
 
+@in_two_calls
 def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P, Report]:
     """Returns a function that reports what autocast does to each operation of `fun`, and why.
 
@@ -164,8 +165,7 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
         >>> [(operation.name, operation.reason) for operation in report.operations]
         [('dot_general', 'dot_general is on the allow list'), ('exp', 'exp is on the deny list')]
     """
-    if not callable(fun):
-        raise TypeError(f"explain takes a function. Got {fun!r}.")
+    check_function("explain", fun)
     wrapped, rules = given_rules("explain", fun, dtype, jnp.bfloat16)
 
     @functools.wraps(fun)

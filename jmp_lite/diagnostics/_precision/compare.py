@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..._autocast.api import given_rules, settings_of
 from ..._dtypes import DTypeLike
+from ..._jaxpr.arguments import check_function, in_two_calls
 from ..._jaxpr.read import Array
 from ..._scaling.loss_scale import DynamicLossScale
 from .._values.trace import LossCall, scale_of
@@ -18,7 +19,7 @@ from .fewest import fewest
 from .flags import FlaggedProgram
 from .groups import Leaves, groups_of
 from .modules import Module, in_words, scopes_for
-from .report import Difference, ModuleDifference, PrecisionReport
+from .report import Difference, ModuleDifference, PrecisionReport, measured
 
 P = ParamSpec("P")
 
@@ -28,6 +29,7 @@ HARM = 0.1
 """The error from which `doctor` reports a fault: ReLUs alone may cost a healthy model some percent."""
 
 
+@in_two_calls
 def compare_precision(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
@@ -91,8 +93,7 @@ def compare_precision(
         >>> report.modules[0].module, report.modules[0].own.loss, report.rules
         ('w/b', inf, {'/w/b': 'float32'})
     """
-    if not callable(fun):
-        raise TypeError(f"compare_precision takes a loss function first. Got {fun!r}.")
+    check_function("compare_precision", fun)
     _check(tolerance)
     scale = scale_of("compare_precision", loss_scale)
     is_autocast = settings_of(fun) is not None
@@ -182,7 +183,7 @@ class Runs:
         None if neither halves the error.
         """
         unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
-        error = lambda scale: self.keeping((), scale).measured("gradients", tolerance)
+        error = lambda scale: measured(self.keeping((), scale), "gradients", tolerance)
         if not self.may_scale or error(self.scale) <= tolerance:
             return None
         if other is not None and error(best) > tolerance and error(other) < error(best):
@@ -232,12 +233,12 @@ def report_of(runs: Runs, tolerance: float, harm: float, scale: float | None = N
     measure = "loss" if is_loss else "gradients"
     tolerance = max(tolerance, harm) if is_loss else tolerance
     unscaled = None if is_loss else runs.try_scale(tolerance, scale)
-    error = lambda modules: runs.keeping(modules).measured(measure, tolerance)
+    error = lambda modules: measured(runs.keeping(modules), measure, tolerance)
     is_close = error(()) <= tolerance
     every = set() if is_close else set(program.modules)
     own = {module: runs.keeping(every - {module}) for module in program.modules if every}
     other = "gradients" if is_loss else "loss"
-    size = lambda module: (own[module].measured(measure, tolerance), getattr(own[module], other))
+    size = lambda module: (measured(own[module], measure, tolerance), getattr(own[module], other))
     order = sorted(own, key=size, reverse=True)
     kept = fewest(order, error, tolerance)
     labels = lambda modules: tuple(module.label for module in modules)

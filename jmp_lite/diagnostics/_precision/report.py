@@ -36,18 +36,19 @@ class Difference:
     group: str = ""
     leaf: float = 0.0
 
-    def measured(self, measure: str, tolerance: float) -> float:
-        """Returns the error of the `loss` or the `gradients`: that of one of them if it is above `LEAF`."""
-        if measure == "gradients" and self.leaf > max(LEAF, tolerance):
-            return max(self.gradients, self.leaf)
-        return getattr(self, measure)
-
     def __str__(self) -> str:
         of_leaf = f" ({self.leaf:.2e} in that of {self.group or 'the parameter'})" if self.leaf > LEAF else ""
         return (
             f"{self.loss:.2e} in the loss, {self.gradients:.2e} in the gradients{of_leaf}, "
             f"cosine {self.cosine:.6f}"
         )
+
+
+def measured(error: Difference, measure: str, tolerance: float) -> float:
+    """Returns the error of the `loss` or the `gradients`: that of one of them if it is above `LEAF`."""
+    if measure == "gradients" and error.leaf > max(LEAF, tolerance):
+        return max(error.gradients, error.leaf)
+    return getattr(error, measure)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ class PrecisionReport(Shown):
     @property
     def is_close(self) -> bool:
         """Whether the error with everything in half is within the tolerance."""
-        return self.half.measured(self.measure, self.tolerance) <= self.tolerance
+        return measured(self.half, self.measure, self.tolerance) <= self.tolerance
 
     def summary(self) -> str:
         """Returns one line: the error of everything in half."""
