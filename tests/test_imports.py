@@ -52,7 +52,7 @@ ROOMS = {
     "diagnostics._ranges": ("_dtypes", "_text", "_tree", "_scaling", *AUTOCAST, "diagnostics._values"),
     "programs": ("_paths", "_text"),
     "diagnostics": (
-        *("_dtypes", "_text", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
+        *("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
         *("diagnostics._ranges", "diagnostics._precision", "programs"),
     ),
     "testing": ("_dtypes", "_paths", "_text", "_tree", "_scaling", "_autocast.report", "programs"),

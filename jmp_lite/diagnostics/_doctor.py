@@ -104,7 +104,9 @@ def doctor(
 
     With `transform=None` it examines a whole train step as it is: with `explain` and `find_nonfinite`, for
     updates that are lost in the dtype of an argument and gradients that are all zero, and by comparing its
-    results with those of the same step in float32. `profile_ranges` takes a loss function.
+    results with those of the same step in float32. It also says if a float16 step takes a loss scale and does
+    not scale the loss, and what `raise_if_stuck` says of the optimizer states among the arguments: give it
+    those of the run. `profile_ranges` takes a loss function.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `transform=None` a train

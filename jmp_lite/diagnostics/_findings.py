@@ -2,13 +2,18 @@
 
 import collections
 import dataclasses
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.report.explain import Report
 from .._autocast.report.operations import Operation
+from .._scaling.state import SkipNonfiniteState
+from .._scaling.stuck import LINE, raise_if_stuck
 from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
 from ..programs._roofline import Roofline
 from ._nonfinite.report import CUT, NonfiniteReport
@@ -16,9 +21,14 @@ from ._precision.compare import HARM, Runs
 from ._precision.report import PrecisionReport, measured
 from ._ranges.report import RangeReport
 from ._ranges.scales import TOLERANCE
-from ._ranges.updates import run_step, updates_of, zero_gradients
-from ._values.trace import LossCall, trace
+from ._ranges.updates import holds_scale, is_unscaled, run_step, updates_of, zero_gradients
+from ._values.reference import has_value
+from ._values.trace import LossCall, LossProgram, Measured, trace
 
+_CONSTANT = (
+    "A hint: the loss is scaled, so it may not depend on the parameters: look for stop_gradient, argmax, a "
+    "cast to integers, or a wrong argnums."
+)
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""
 
@@ -69,13 +79,9 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
 
 def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
     traced = trace("doctor", call, args, kwargs)
-    measured = run_step(traced)
-    all_zero, site = zero_gradients(measured)
-    if all_zero:
-        where = "" if site is None else f"The first zero is from {site.operation}, {site.array}, {site.line}"
-        advice = "Scale the loss: jmp.with_loss_scale."
-        yield Finding("accuracy", "The gradients are all zero.", where, advice)
-    for update in updates_of(measured, traced):
+    run = run_step(traced)
+    yield from _of_scale(run, traced, args, kwargs)
+    for update in updates_of(run, traced):
         dtype = update.dtype.name
         if update.lost > TOLERANCE * update.updates and dtype in ("float16", "bfloat16"):
             what = (
@@ -84,6 +90,43 @@ def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
             )
             advice = "Keep it in float32, as master weights, or round it stochastically: see docs/memory.md."
             yield Finding("accuracy", what, update.line, advice)
+
+
+def _of_scale(run: Measured, traced: LossProgram, args: Any, kwargs: Any) -> Iterator[Finding]:
+    """Yields a finding about the loss scale of a step, from this run or from the states that it is given."""
+    is_missing = is_unscaled(run) and has_value(traced.jaxpr, _is_float16)
+    all_zero, site = zero_gradients(run)
+    if all_zero:
+        where = "" if site is None else f"The first zero is from {site.operation}, {site.array}, {site.line}"
+        advice = _CONSTANT if holds_scale(traced) else "Scale the loss: jmp.with_loss_scale."
+        advice = f"Scale the loss: {LINE}." if is_missing else advice
+        yield Finding("accuracy", "The gradients are all zero.", where, advice)
+    elif is_missing:
+        what = "The step takes a loss scale, and does not scale the loss by it."
+        yield Finding("accuracy", what, "", f"Write {LINE}, in place of jax.value_and_grad.")
+    else:
+        for complaint in _complaints((args, kwargs)):
+            what, _, advice = complaint.partition(". ")
+            yield Finding("accuracy", f"{what}.", "", advice)
+
+
+def _is_float16(var: Any) -> bool:
+    return getattr(var.aval, "dtype", None) == jnp.float16
+
+
+def _complaints(tree: Any) -> list[str]:
+    """Returns what `raise_if_stuck` says of the optimizer states in a tree."""
+    is_state = lambda node: isinstance(node, SkipNonfiniteState)
+    states = list(filter(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for state in states:
+            try:
+                raise_if_stuck(tree if len(states) == 1 else state)
+            except FloatingPointError as error:
+                said.append(str(error))
+    return [*said, *(str(warning.message) for warning in caught)]
 
 
 def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
