@@ -82,6 +82,16 @@ def test_the_first_pattern_that_matches_decides():
         assert_precision(routed, {"Network": "bfloat16", "router": "float32"}, variables, x)
 
 
+def test_the_message_names_lines_of_the_program_and_not_ours():
+    policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+    wide = jmp_lite.linen.with_policy(network, policy, reduce_dtype="float32")
+    fun = jax.grad(lambda variables, x: wide.apply(variables, x).sum())
+    with pytest.raises(AssertionError) as error:
+        assert_precision(fun, {"**": "float64"}, variables, x)
+    assert "linear.py:" in str(error.value)
+    assert os.path.dirname(jmp.__file__) not in str(error.value)
+
+
 def test_the_message_names_dtype_scope_line_and_reason():
     table = jnp.ones(8)
 

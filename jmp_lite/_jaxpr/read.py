@@ -30,6 +30,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive, jaxprs_in_params
 
 from .._paths import join, plain_scope
+from .primitives import Category, traits_of
 
 # JAX's own classes differ between versions (a Jaxpr is a ClosedJaxpr since JAX 0.11), and their annotations
 # do not know the shape and dtype of a variable. So the aliases say what a value is, and a type checker sees
@@ -252,13 +253,17 @@ def call_scope(scope: str, equation: Equation) -> str:
 
 
 def source_line(equation: Equation) -> str:
-    """Returns the line that made an equation, as `file.py:12 (function)`. It may be one of ours."""
-    return source_info_util.summarize(equation.source_info)
+    """Returns the line that made an equation, as `file.py:12 (function)`.
+
+    It may be one of ours, such as a cast of a policy. The matmuls under a policy are those of its layers.
+    """
+    is_product = traits_of(equation.primitive.name).category is Category.ALLOW
+    return users_line(equation) if is_product else source_info_util.summarize(equation.source_info)
 
 
 def users_line(equation: Equation) -> str:
     """Returns the line of the user's program that made an equation, as `file.py:12 (function)`."""
-    line = source_line(equation)
+    line = source_info_util.summarize(equation.source_info)
     if not line.startswith(_OURS):
         return line
     # A function of ours, such as a cast of a policy, that the user's program calls.

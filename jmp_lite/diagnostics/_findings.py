@@ -137,9 +137,9 @@ def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
     half = runs.keeping(())
     what = f"The results in {half.group} are" if half.group else "The result of the step is"
     what += f" off: the relative error against the step in float32 is {error(()):.1e}."
-    if half.leaf:
+    if half.leaf > half.gradients:
         what = f"{half.group} changes in float32, and in half it does not."
-    is_small = half.leaf and runs.program.has_float16
+    is_small = half.leaf > half.gradients and runs.program.has_float16
     hint = "A hint: small gradients become zero in float16 if the loss is not scaled." if is_small else ""
     groups = sorted(runs.program.groups, key=lambda group: group.name)
     helpful = [group for group in groups if error([group]) <= HARM]

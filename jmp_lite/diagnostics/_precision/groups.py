@@ -35,6 +35,10 @@ class Group:
         norms = zip(self.numbers, self._norms(half, full))
         return {number: error_of(*row)[0] for number, row in norms if row[-1]}
 
+    def unchanged(self, half: Sequence[Array], full: Sequence[Array]) -> set[int]:
+        """Returns the outputs that are zero in half, or as they were before."""
+        return {number for number, row in zip(self.numbers, self._norms(half, full)) if not row[1]}
+
     def _norms(self, half: Sequence[Array], full: Sequence[Array]) -> np.ndarray:
         pick = lambda arrays: [arrays[number] for number in self.numbers]
         units = [float(jnp.max(jnp.abs(array), initial=0)) or 1.0 for array in pick(full)]
@@ -103,7 +107,8 @@ class Leaves:
         """
         errors = self._errors(half)
         if self._program.is_step:
-            errors = {number: error for number, error in errors.items() if error == 1}
+            unchanged = set[int]().union(*(group.unchanged(half, self._full) for group in self._groups))
+            errors = {number: error for number, error in errors.items() if number in unchanged}
         if not errors:
             return 0.0, ""
         number = max(errors, key=lambda number: (errors[number], -number))
