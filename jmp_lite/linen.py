@@ -193,9 +193,8 @@ class WithPolicy(nn.Module):
                     module.put_variable("params", name, value)
             return output
 
-        before = jax.tree.map(lambda leaf: leaf, dict(module.variables))
         scope: Any = module.scope
-        counters = dict(scope.rng_counters)
+        before, counters = _copy_dicts(module.variables), _copy_dicts(scope.rng_counters)
 
         def restore() -> None:
             scope: Any = self._bound.scope
@@ -212,6 +211,11 @@ class WithPolicy(nn.Module):
 
         is_cell = is_cell_call(_LINEN, module, method)
         return run_model(run, restore, Precision(self.policy, self.reduce_dtype), cast_floating, is_cell)
+
+
+def _copy_dicts(tree: Any) -> dict[Any, Any]:
+    """Copies nested dictionaries, whose keys `jax.tree.map` might not be able to sort."""
+    return {name: _copy_dicts(value) if isinstance(value, dict) else value for name, value in tree.items()}
 
 
 def _call_method(name: str, model: WithPolicy, *args: Any, **kwargs: Any) -> Any:

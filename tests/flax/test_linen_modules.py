@@ -109,19 +109,27 @@ def test_a_run_that_is_repeated_in_float32_between_layers_counts_once():
     class Counts(nn.Module):
         def setup(self):
             self.norm = nn.BatchNorm(use_running_average=False)
+            self.dropout = nn.Dropout(0.5, deterministic=False)
             self.dense = nn.Dense(6)
 
         def __call__(self, x):
             step = lambda dense, carry, _: (dense(carry), None)
             scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, length=2)
-            self.sow("intermediates", "noise", jax.random.normal(self.make_rng("noise"), x.shape))
-            return scan(self.dense, self.norm(x) + x, None)[0]
+            self.sow("intermediates", "noise", jax.random.normal(self.make_rng("dropout"), x.shape))
+            return scan(self.dense, self.norm(self.dropout(x)) + x, None)[0]
 
-    rngs = {"params": jax.random.key(0), "noise": jax.random.key(1)}
-    plain = Counts()
-    half = with_policy(plain, F16)
+    class Twice(nn.Module):
+        wrap: Callable[..., nn.Module]
+
+        @nn.compact
+        def __call__(self, x):
+            inner = self.wrap(Counts())
+            return inner(x) + inner(2 * x)
+
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    plain, half = Twice(lambda module: module), Twice(lambda module: with_policy(module, F16))
     variables = plain.init(rngs, SEQUENCE)
-    jax.tree.map(np.testing.assert_array_equal, half.init(rngs, SEQUENCE), variables)
+    jax.tree.map(np.testing.assert_array_equal, half.init(rngs, SEQUENCE)["params"], variables["params"])
     state = {name: variables[name] for name in ("params", "batch_stats")}
     run = lambda model: model.apply(state, SEQUENCE, rngs=rngs, mutable=["batch_stats", "intermediates"])
     (y, new), (expected, wanted) = run(half), run(plain)

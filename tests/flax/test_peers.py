@@ -149,8 +149,8 @@ def errors(name, model):
 
 
 @pytest.mark.cases(slow=5)
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_a_model_is_as_near_to_float32_as_with_the_dtype_of_its_layers(name, half):
     cls, _, rules = MODELS[name]
     policy = jmp.get_policy(f"params=float32,compute={half},output=float32").with_rules(rules)

@@ -18,7 +18,7 @@ import jmp_lite as jmp
 from jmp_lite import linen
 from jmp_lite import nnx as under_nnx
 from tests.support.arrays import normal
-from tests.support.jaxprs import products
+from tests.support.jaxprs import equations
 from tests.support.policy_models import INPUTS, LINEN, NNX, RULES, make, run
 
 OPTIONS = {
@@ -55,37 +55,43 @@ def test_each_parameter_of_with_policy_has_a_row(library):
     assert parameters == [*OPTIONS]
 
 
-@pytest.mark.cases(fast=2 * len(TRANSFORMS), slow=0)
+@pytest.mark.cases(fast=3 * len(TRANSFORMS), slow=0)
 @pytest.mark.parametrize(("library", "transform"), TRANSFORMS)
-@pytest.mark.parametrize("draw", range(24))
-def test_what_runs_in_float32_runs_with_the_same_dtypes(library, transform, draw):
-    for (rule, half), reduce_dtype, name in CASES[draw::24]:
-        plain, *state = make(library, transform, name)
-        model = under(library, plain, rule, half, reduce_dtype)
-        args = (*jax.eval_shape(lambda *state: state, *state), INPUTS[name])
-        expected = jax.eval_shape(loss_and_grads(plain, transform), *args)
-        assert shapes(jax.eval_shape(loss_and_grads(model, transform), *args)) == shapes(expected)
-        assert (half, half) in products(functools.partial(run, model), *args)
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_what_runs_in_float32_runs_with_the_same_dtypes(library, transform, case):
+    (rule, half), reduce_dtype, name = case
+    plain, *state = make(library, transform, name)
+    model = under(library, plain, rule, half, reduce_dtype)
+    args = (*jax.eval_shape(lambda *state: state, *state), INPUTS[name])
+    expected = jax.eval_shape(loss_and_grads(plain, transform), *args)
+    jaxpr, found = jax.make_jaxpr(loss_and_grads(model, transform), return_shape=True)(*args)
+    assert shapes(found) == shapes(expected)
+    operands = [
+        {var.aval.dtype for var in e.invars} for e in equations(jaxpr) if e.primitive.name == "dot_general"
+    ]
+    assert {jnp.dtype(half)} in operands
 
 
 @pytest.mark.cases(fast=0, slow=len(TRANSFORMS))
 @pytest.mark.parametrize(("library", "transform"), TRANSFORMS)
-@pytest.mark.parametrize("draw", range(24))
-def test_the_numbers_are_as_good_as_with_the_dtype_of_each_layer(library, transform, draw):
-    for (rule, half), reduce_dtype, name in CASES[draw::24]:
-        plain, params, statistics = make(library, transform, name)
-        by_hand, *_ = make(library, transform, name, jnp.dtype(half), rule)
-        noise = lambda leaf: leaf + 0.1 * normal(leaf.size, SEEDS, *leaf.shape)
-        many = jax.tree.map(noise, params), jax.tree.map(lambda leaf: jnp.stack([leaf] * SEEDS), statistics)
-        results = []
-        for model in (plain, by_hand, under(library, plain, rule, half, reduce_dtype)):
-            run_all = jax.vmap(loss_and_grads(model, transform), in_axes=(0, 0, None))
-            (_, (outputs, new)), grads = jax.jit(run_all)(*many, INPUTS[name])
-            results.append((outputs.pop("y"), new, grads, outputs))
-        expected, hand, policy = results
-        jax.tree.map(np.testing.assert_array_equal, policy[3]["ids"], expected[3]["ids"])
-        for got, limit, exact in zip(policy[:3], hand[:3], expected[:3]):
-            assert error(got, exact) <= 1.2 * error(limit, exact) + 1e-6
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_the_numbers_are_as_good_as_with_the_dtype_of_each_layer(library, transform, case):
+    (rule, half), reduce_dtype, name = case
+    if (library, transform, half) == ("NNX", "scan of attention", "float16"):
+        pytest.skip("JAX cannot compile its attention in float16 for a CPU")
+    plain, params, statistics = make(library, transform, name)
+    by_hand, *_ = make(library, transform, name, jnp.dtype(half), rule)
+    noise = lambda leaf: leaf + 0.1 * normal(leaf.size, SEEDS, *leaf.shape)
+    many = jax.tree.map(noise, params), jax.tree.map(lambda leaf: jnp.stack([leaf] * SEEDS), statistics)
+    results = []
+    for model in (plain, by_hand, under(library, plain, rule, half, reduce_dtype)):
+        run_all = jax.vmap(loss_and_grads(model, transform), in_axes=(0, 0, None))
+        (_, (outputs, new)), grads = jax.jit(run_all)(*many, INPUTS[name])
+        results.append((outputs.pop("y"), new, grads, outputs))
+    expected, hand, policy = results
+    jax.tree.map(np.testing.assert_array_equal, policy[3]["ids"], expected[3]["ids"])
+    for got, limit, exact in zip(policy[:3], hand[:3], expected[:3]):
+        assert error(got, exact) <= 1.2 * error(limit, exact) + 1e-6
 
 
 def error(trees, exact):

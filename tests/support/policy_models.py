@@ -4,6 +4,7 @@ A model has the layers `dense`, `norm` and `last` in a `block`, which a transfor
 float32, integer (an embedding), or float timesteps around 1000, which become sines in float32.
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -48,11 +49,16 @@ class LinenBlock(nn.Module):
 
     half: Any = None
     rule: str = "no rule"
+    attends: bool = False
 
     @nn.compact
     def __call__(self, carry: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         dtype = lambda name: dtype_by_hand(self.half, self.rule, name)
-        x = jnp.tanh(nn.Dense(8, dtype=dtype("dense"), name="dense")(carry))
+        x = carry
+        if self.attends:
+            x = nn.Conv(6, (3,), dtype=dtype("dense"), name="conv")(x)
+            x = nn.MultiHeadDotProductAttention(2, dtype=dtype("dense"), name="attention")(x)
+        x = jnp.tanh(nn.Dense(8, dtype=dtype("dense"), name="dense")(x))
         x = nn.Dense(6, dtype=dtype("last"), name="last")(x)
         x = nn.LayerNorm(dtype=dtype("norm"), name="norm")(carry + x)
         return (x if self.half is None else x.astype(carry.dtype)), None
@@ -106,6 +112,7 @@ LINEN = {
     "jit": lambda block, x, **fields: _once(nn.jit(block)(name="block", **fields), x),
     "scan": _linen_scan,
     "scan of a function": _linen_scan_of_function,
+    "scan of attention": functools.partial(_linen_scan, attends=True),
     "vmap": _linen_vmap,
     "while_loop": _linen_while,
     "cond": _linen_cond,
@@ -140,15 +147,19 @@ class LinenModel(nn.Module):
 class NnxBlock(nnx.Module):
     """As `LinenBlock`, from an array to an array."""
 
-    def __init__(self, half: Any, rule: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, half: Any, rule: str, attends: bool, rngs: nnx.Rngs) -> None:
         dtype = lambda name: dtype_by_hand(half, rule, name)
         self.half = half
+        self.conv = nnx.Conv(6, 6, (3,), dtype=dtype("dense"), rngs=rngs) if attends else None
+        if attends:
+            self.attention = nnx.MultiHeadAttention(2, 6, dtype=dtype("dense"), decode=False, rngs=rngs)
         self.dense = nnx.Linear(6, 8, dtype=dtype("dense"), rngs=rngs)
         self.last = nnx.Linear(8, 6, dtype=dtype("last"), rngs=rngs)
         self.norm = nnx.LayerNorm(6, dtype=dtype("norm"), rngs=rngs)
 
     def __call__(self, carry: jax.Array) -> jax.Array:
-        x = self.norm(carry + self.last(jnp.tanh(self.dense(carry))))
+        x = carry if self.conv is None else self.attention(self.conv(carry))
+        x = self.norm(carry + self.last(jnp.tanh(self.dense(x))))
         return x if self.half is None else x.astype(carry.dtype)
 
 
@@ -164,6 +175,7 @@ NNX = {
     "jit": lambda block, x: nnx.jit(lambda block, x: block(x))(block, x),
     "vmap": lambda block, x: nnx.vmap(lambda block, x: block(x), in_axes=(None, 0))(block, x),
     "scan": lambda block, x: _scan(x, block),
+    "scan of attention": lambda block, x: _scan(x, block),
     "fori_loop": lambda block, x: nnx.fori_loop(0, 3, lambda _, v: (v[0], v[0](v[1])), (block, x))[1],
     "while_loop": _nnx_while,
     "cond": lambda block, x: nnx.cond(x[0, 0] < 9, lambda b, x: b(x), lambda b, x: 2 * x, block, x),
@@ -176,10 +188,9 @@ class NnxModel(nnx.Module):
     def __init__(self, transform: str, half: Any = None, rule: str = "no rule") -> None:
         self.transform, self.half, rngs = transform, half, nnx.Rngs(0)
         self.embed = nnx.Embed(11, 6, dtype=half, rngs=rngs)
-        make = lambda key: NnxBlock(half, rule, nnx.Rngs(key))
-        self.block = (
-            nnx.vmap(make)(jax.random.split(jax.random.key(0), 3)) if transform == "scan" else make(0)
-        )
+        attends, is_scan = transform == "scan of attention", transform.startswith("scan")
+        block = lambda key: NnxBlock(half, rule, attends, nnx.Rngs(key))
+        self.block = nnx.vmap(block)(jax.random.split(jax.random.key(0), 3)) if is_scan else block(0)
         self.statistics = nnx.BatchNorm(6, dtype=half, rngs=rngs)
         self.scale = nnx.Param(normal(3, 6))
         self.head = nnx.Linear(6, 3, dtype=half, rngs=rngs)
