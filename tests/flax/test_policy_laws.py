@@ -19,6 +19,7 @@ from jmp_lite import linen
 from jmp_lite import nnx as under_nnx
 from tests.support.arrays import normal
 from tests.support.jaxprs import equations
+from tests.support.policies import F16
 from tests.support.policy_models import INPUTS, LINEN, NNX, RULES, make, run
 
 OPTIONS = {
@@ -70,6 +71,22 @@ def test_what_runs_in_float32_runs_with_the_same_dtypes(library, transform, case
         {var.aval.dtype for var in e.invars} for e in equations(jaxpr) if e.primitive.name == "dot_general"
     ]
     assert {jnp.dtype(half)} in operands
+
+
+@pytest.mark.cases(fast=3, slow=len(TRANSFORMS))
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize(("library", "transform"), TRANSFORMS[::-1])
+def test_it_runs_under_strict_dtype_promotion(library, transform, name):
+    if (library, transform) == ("NNX", "scan of attention"):
+        pytest.skip("JAX's own attention in half does not run")
+    plain, *state = make(library, transform, name)
+    args = (*jax.eval_shape(lambda *state: state, *state), INPUTS[name])
+    # In half, Flax's own normalization does not run.
+    policy = F16.with_rules({"**/norm": "float32", "statistics": "float32"})
+    model = LIBRARIES[library].with_policy(plain, policy)
+    with jax.numpy_dtype_promotion("strict"):
+        expected, found = (jax.eval_shape(loss_and_grads(m, transform), *args) for m in (plain, model))
+    assert shapes(found) == shapes(expected)
 
 
 @pytest.mark.cases(fast=0, slow=len(TRANSFORMS))
