@@ -29,7 +29,7 @@ ROOMS = {
     "_tree": ("_dtypes",),
     "_memory": ("_dtypes", "_paths", "_tree"),
     "_policy": ("_dtypes", "_paths", "_text", "_tree"),
-    "_cast_params": ("_paths", "_policy"),
+    "_cast_params": ("_paths", "_tree", "_policy"),
     "_scaling": ("_dtypes", "_paths", "_text", "_tree", "_memory"),
     "_jaxpr": ("_paths", "_tree"),
     "_float8": ("_jaxpr",),

@@ -55,8 +55,11 @@ def decide(
     if op.name in _OUTER:
         return _outer(op, operands, wanted, rules)
     if ruling.category is Category.MOVE:
-        is_wanted = op.equation.outvars[0] in analysis.demand.wanted
-        return _move(op, operands, is_wanted, analysis.context.is_backward(op))
+        is_wanted, by_products = (
+            op.equation.outvars[0] in analysis.demand.wanted,
+            wanted >= Wanted.WITH_OTHERS,
+        )
+        return _move(op, operands, is_wanted, by_products, analysis.context.is_backward(op))
     return _infer(op, operands, wanted, rules.dtype)
 
 
@@ -281,18 +284,29 @@ def _half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
     return Decision(op, Category.INFER, Run(_in_half(op, operands)), (HALF_SUM,), reason, changed=True)
 
 
-def _move(op: Op, operands: Sequence[State], wanted: bool, backward: bool) -> Decision:
+def _move(op: Op, operands: Sequence[State], wanted: bool, by_products: bool, backward: bool) -> Decision:
     """Decides about an operation that moves data: each operand keeps its dtype.
 
-    `wanted` says whether any operation wants the first result in half.
+    `wanted` says whether any operation wants the first result in half, `by_products` whether products do and
+    no operation reads it in float32.
     """
     outvars = op.equation.outvars
+    if _casts_first(op, operands[0], by_products):
+        # The devices send half, forwards and backwards, as with a cast by hand.
+        half = dataclasses.replace(operands[0], kind=Kind.HALF)
+        return Decision(op, Category.MOVE, Move((Take.HALF,)), (half,), "products read its result", True)
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
     both = len(results) == 1 and _moves_both(op, operands[0], wanted, backward)
     # A constant of a loop that is in half outside of it has a float32 array too, so ask for the half one.
     action = Move(tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands), both)
     changed = both or any(state.is_half for state in operands)
     return Decision(op, Category.MOVE, action, results, "it moves data and keeps its type", changed)
+
+
+def _casts_first(op: Op, operand: State, by_products: bool) -> bool:
+    """Whether a float32 value is cast before it moves between devices, where only products read it."""
+    keeps = operand.kind in (Kind.OTHER, Kind.BY_RULE, Kind.HALF) or operand.wide_gradient
+    return op.name == "reshard" and by_products and not keeps
 
 
 def _moves_both(op: Op, operand: State, wanted: bool, backward: bool) -> bool:
@@ -307,7 +321,8 @@ def _moves_both(op: Op, operand: State, wanted: bool, backward: bool) -> bool:
     if not wanted:
         return False
     turns = backward and not op.traits.copies
-    return (op.traits.gathers or turns) and operand.kind != Kind.OTHER
+    gathers = op.traits.gathers or (op.name == "reshard" and operand.wide_gradient)
+    return (gathers or turns) and operand.kind != Kind.OTHER
 
 
 def _cast(op: Op, operand: State) -> Decision:
