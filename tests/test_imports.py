@@ -67,8 +67,8 @@ FILES = {
     "_jaxpr": "primitives read precision inner bind arguments replay calls products",
     "_float8": "quantize product action",
     "_autocast.planning": (
-        "rules scopes op softmaxes activations dependence states ruling demand plan pairs checkpoints decide "
-        "planner"
+        "rules scopes op softmaxes activations dependence states ruling demand plan pairs checkpoints "
+        "elementwise products decide planner"
     ),
     "_autocast": "value activation interpreter traced_rule custom_rules calls keep api",
     "_autocast.report": "advice operations explain",

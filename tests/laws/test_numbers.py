@@ -15,8 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.laws.by_product import by_product
-from tests.laws.cases import BESIDE, ORDERS, Case, cases
-from tests.laws.programs import PROGRAMS
+from tests.laws.cases import BESIDE, ORDERS, cases
 from tests.laws.test_autocast import OurError, ours, whole_tracebacks
 
 __all__ = ["whole_tracebacks"]
@@ -76,7 +75,9 @@ def errors(case, seeds):
             np.mean(
                 [
                     np.log(max(a, least) / max(b, least))
-                    for a, b in zip(size([flat(run(*case.arguments(seed))[1]) for seed in seeds]), size(of_casts))
+                    for a, b in zip(
+                        size([flat(run(*case.arguments(seed))[1]) for seed in seeds]), size(of_casts)
+                    )
                 ]
             )
         )

@@ -47,8 +47,8 @@ class Dependence(abc.ABC):
             jaxpr: the jaxpr.
             outputs: a flag for each output.
             backward: whether the whole jaxpr is a part of a backward pass.
-            roles: for each input, whether it holds what a loop around the jaxpr carries (`Role.CARRY`) or what
-                no iteration changes (`Role.CONSTANT`). Empty outside of loops.
+            roles: for each input, whether it holds what a loop around the jaxpr carries (`Role.CARRY`) or
+                what no iteration changes (`Role.CONSTANT`). Empty outside of loops.
         """
         if not (self._enters(outputs) or Role.CARRY in roles):
             return frozenset()
@@ -70,8 +70,8 @@ class Dependence(abc.ABC):
     ) -> list[tuple[bool, ...]]:
         """Returns a flag for each output of each jaxpr of a call, from flags for the results of the call.
 
-        The carry of a loop is flagged too if the next iteration computes something flagged from it. `held` are
-        the variables around the call that hold what a loop carries, or what no iteration changes.
+        The carry of a loop is flagged too if the next iteration computes something flagged from it. `held`
+        are the variables around the call that hold what a loop carries, or what no iteration changes.
         """
         known = {index for index, is_found in enumerate(results) if is_found}
         roles = self.roles_inside(op, held)
@@ -88,7 +88,7 @@ class Dependence(abc.ABC):
             known |= found
 
     def held(self, inside: Jaxpr, roles: tuple[Role, ...]) -> dict[Var, Role]:
-        """Returns the variables that hold what a loop carries, at most moved, or what no iteration changes."""
+        """Returns the variables that hold what a loop carries, at most moved, or what it never changes."""
         if Role.CARRY not in roles:
             return {}
         held = {var: role for var, role in zip(inside.invars, roles) if role in (Role.CARRY, Role.CONSTANT)}
@@ -192,11 +192,11 @@ class Streams(Dependence):
 class Decisions(Dependence):
     """The values on which the decisions of loops depend.
 
-    A loop decides by the predicate of a `while` whether it goes on. A loop to a tolerance stops when a residual
-    is small. Half products round each iterate, so the residual stays at their rounding error and the loop does
-    not end. A loop also decides by a selection whether it keeps what it carries, as a solver with adaptive
-    steps does when it rejects a step. With rounded errors it would accept other steps, also where a backward
-    pass repeats them. What these decisions depend on therefore stays in float32.
+    A loop decides by the predicate of a `while` whether it goes on. A loop to a tolerance stops when a
+    residual is small. Half products round each iterate, so the residual stays at their rounding error and the
+    loop does not end. A loop also decides by a selection whether it keeps what it carries, as a solver with
+    adaptive steps does when it rejects a step. With rounded errors it would accept other steps, also where a
+    backward pass repeats them. What these decisions depend on therefore stays in float32.
 
     Only floating numbers and booleans count. A counter of iterations is an integer, and so is the token that
     ends the decoding of a language model: `argmax` gives the same token of logits in half. A check for finite
