@@ -268,7 +268,8 @@ class TracedRule:
         wanted += [Wanted.NO if number is None else wanted[number] for number in result_of]
         # The scopes around the function are around its rules too.
         around = self._inside.plan.context
-        context = Context(around.scope, streams=around.streams, decides=around.decides)
+        are_tangents = (False,) * len(inputs) + (True,) * len(tangents)
+        context = Context(around.scope, streams=around.streams, decides=around.decides, tangents=are_tangents)
         if intermediate is not None:
             context = Context(around.scope, True, intermediate, of_gradient=True)
         plan = interpreter.planner.plan(closed, [state for _, state in arguments], wanted, context)

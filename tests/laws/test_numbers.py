@@ -15,7 +15,8 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.laws.by_product import by_product
-from tests.laws.cases import BESIDE, ORDERS, cases
+from tests.laws.cases import BESIDE, ORDERS, Case, cases, options
+from tests.laws.programs import PROGRAMS
 from tests.laws.test_autocast import OurError, ours, whole_tracebacks
 
 __all__ = ["whole_tracebacks"]
@@ -60,7 +61,7 @@ def flat(tree):
 
 
 def errors(case, seeds):
-    """For each order, the error of the gradients beside that of casts around each matmul: a mean over seeds."""
+    """For each order, the error of the gradients beside that of casts around each matmul, over seeds."""
     args = [case.arguments(seed) for seed in seeds]
     gradients = lambda fun: [flat(fun(*each)[1]) for each in args]
     exact = gradients(jax.jit(case.value_and_grad(ORDERS[0], lambda fun: fun)))

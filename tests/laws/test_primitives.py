@@ -1,7 +1,7 @@
 """Each element-wise operation of the table, on small and large numbers, in both orders, beside float32.
 
-A derivative that leaves the range of half where the operation does not would be lost without an inf, so that no
-loss scale would help.
+A derivative that leaves the range of half where the operation does not would be lost without an inf, so that
+no loss scale would help.
 """
 
 import jax

@@ -27,7 +27,7 @@ from ..._jaxpr.read import (
     open_jaxpr,
 )
 from .activations import Activations, find_activations
-from .dependence import Decisions, Intermediate, Streams
+from .dependence import Decisions, Intermediate, Streams, Tangents
 from .op import Context, Op, read_ops
 from .rules import Rules
 from .ruling import Estimates, Ruling, estimate_of, rule_on
@@ -113,6 +113,7 @@ class Analysis:
     gradients: frozenset[Var]  # The results of a backward pass, such as the gradient of a weight.
     streams: frozenset[Var]  # The variables that products or norms read later; empty without `half_sums`.
     decisive: frozenset[Var]  # The variables on which a decision of a loop depends (`dependence`).
+    tangents: frozenset[Var]  # The variables that depend on the tangents of a forward-mode rule.
     demand: Demand  # The variables that the jaxpr wants in half.
 
 
@@ -128,6 +129,7 @@ class DemandPass:
         self._decisions = Decisions(self._ops)
         self._intermediate = Intermediate(self._ops)
         self._streams = Streams(self._ops)
+        self._tangents = Tangents(self._ops)
 
     def analyse(
         self, jaxpr: Jaxpr, wanted: tuple[Wanted, ...], inputs: tuple[Kind, ...], context: Context
@@ -158,6 +160,7 @@ class DemandPass:
                 gradients,
                 streams,
                 decisive,
+                self._tangents.variables(inside, context.tangents),
                 Demand(activations.reads),
             )
             self._go_backwards(analysis, wanted)
@@ -187,6 +190,7 @@ class DemandPass:
             recomputed=around.recomputed or op.recomputes,
             decides=decides if any(decides) else (),
             roles=roles if Role.CARRY in roles else (),
+            tangents=self._tangents.inputs(op, analysis.tangents)[index] if analysis.tangents else (),
             of_gradient=around.of_gradient or is_of_gradient(op.equation),
         )
 

@@ -61,7 +61,8 @@ def decide_product(
     is_backward = analysis.context.is_backward(op)
     by_argument = next((state.float32_result for state in operands if state.float32_result), "")
     pattern = ruling.float32_result or by_argument
-    if pattern and not is_backward:
+    # The products of derivatives give half.
+    if pattern and not is_backward and analysis.tangents.isdisjoint(op.variables):
         scopes.note_used("float32_results", pattern)
         decision = _with_float32_result(decision, pattern, rules.dtype)
     return _in_float8(decision, ruling, operands, is_backward, rules) if rules.float8 else decision
