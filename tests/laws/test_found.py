@@ -311,6 +311,12 @@ def test_where_a_product_ends_as_integers_or_booleans(use):
     assert products(jmp.autocast(both), X, W)[0] == ("bfloat16", "bfloat16")
 
 
+def test_only_the_last_matmul_in_front_of_integers_stays_in_float32():
+    encode = lambda x, w: (jnp.round(jnp.tanh(jax.nn.gelu(x @ w) @ w) * 4) @ w).astype(jnp.int32)
+    dtypes = [left for left, _ in products(jmp.autocast(encode), X, W)]
+    assert dtypes == ["bfloat16", "bfloat16", "float32"]
+
+
 def test_the_index_of_a_largest_number_may_come_from_half():
     assert products(jmp.autocast(lambda x, w: (x @ w).argmax(-1)), X, W) == [("bfloat16", "bfloat16")]
 

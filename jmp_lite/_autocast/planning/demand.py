@@ -313,16 +313,21 @@ def _note_use(op: Op, demand: Demand) -> None:
 
     Such an operation is a cast or a comparison. What leads to it by element-wise operations and moves alone
     should be exact: an identifier of 261 is another one than 260. Other operations that return integers, such
-    as `argmax`, compare numbers with each other.
+    as `argmax`, compare numbers with each other, and a matmul of which integers are made reads numbers.
     """
     outvars = op.equation.outvars
     are_floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in outvars]
     if (op.is_cast or op.traits.compares) and not any(are_floating):
         demand.exact.update(op.variables)
-    elif op.equation.effects or not all(are_floating) or not demand.numbers.isdisjoint(outvars):
+    elif _is_numeric(op, are_floating) or not demand.numbers.isdisjoint(outvars):
         demand.numbers.update(op.variables)
     elif not demand.exact.isdisjoint(outvars):
         demand.exact.update(op.variables)
+
+
+def _is_numeric(op: Op, are_floating: Sequence[bool]) -> bool:
+    """Whether an operation reads numbers whatever is made of its results."""
+    return op.traits.category is Category.ALLOW or bool(op.equation.effects) or not all(are_floating)
 
 
 def _wants(
