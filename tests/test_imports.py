@@ -67,7 +67,7 @@ FILES = {
     "_jaxpr": "primitives read precision inner bind arguments replay calls products",
     "_float8": "quantize product action",
     "_autocast.planning": (
-        "rules scopes op softmaxes activations dependence states ruling demand plan pairs checkpoints "
+        "rules scopes op softmaxes activations dependence states ruling wanted demand plan pairs checkpoints "
         "elementwise products decide planner"
     ),
     "_autocast": "value activation interpreter traced_rule custom_rules calls keep api",

@@ -18,11 +18,11 @@ from .._jaxpr.read import AUTOCAST_SCOPE, Array
 from .calls import HANDLERS
 from .interpreter import Interpreter
 from .keep import full_precision
-from .planning.demand import Wanted
 from .planning.plan import Plan, conversion
 from .planning.planner import Planner
 from .planning.rules import Operations, Patterns, Rules, ScopeRules, make_rules
 from .planning.states import FLOAT32
+from .planning.wanted import Wanted
 from .value import Value
 
 P = ParamSpec("P")
@@ -114,10 +114,9 @@ def autocast(
             A pattern selects `jax.named_scope`s, Flax Linen modules, names of jitted functions, and paths of
             arguments (the way to name an NNX or Equinox module), with everything inside them. `*` stands for
             part of one name, `**` for several names. Operations that take a selected argument run in float32.
-            The half dtype makes an exception within a wider rule. The first rule that matches wins, whether it
-            selects a scope or an argument. With
-            dtype `"float8"`, a rule may also give bfloat16 (no fp8 here) or `"float8"` (fp8 even for small
-            matmuls).
+            The half dtype makes an exception within a wider rule. The first rule that matches wins, whether
+            it selects a scope or an argument. With dtype `"float8"`, a rule may also give bfloat16 (no fp8
+            here) or `"float8"` (fp8 even for small matmuls).
         reduce_dtype: the dtype in which the matmuls of weight gradients return their results, which are then
             summed over devices: float32, or None for the half dtype, which moves half the bytes. The inputs
             of these matmuls are half in both cases, and the gradients of activations stay in half. The option

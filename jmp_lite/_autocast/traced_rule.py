@@ -18,10 +18,10 @@ from .._jaxpr.bind import bind, cast
 from .._jaxpr.precision import only_own_precisions
 from .._jaxpr.read import Array, Equation, Var, is_float32, sources_of_outputs
 from .interpreter import Interpreter
-from .planning.demand import Wanted
 from .planning.op import Context
 from .planning.plan import Call, conversion
 from .planning.states import FLOAT32, HALF, OTHER, State
+from .planning.wanted import Wanted
 from .value import Value
 
 

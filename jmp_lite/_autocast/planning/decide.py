@@ -8,7 +8,7 @@ import numpy as np
 
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import is_float32
-from .demand import Analysis, Wanted
+from .demand import Analysis
 from .elementwise import decide_elementwise, in_full, in_half, run_in_float32
 from .op import Op
 from .plan import Decision, Move, Run, Skip, Take
@@ -17,6 +17,7 @@ from .rules import Rules
 from .ruling import DECIDES, Ruling
 from .scopes import Scopes
 from .states import FLOAT32, HALF_SUM, Kind, State, moved
+from .wanted import Wanted
 
 
 def decide(

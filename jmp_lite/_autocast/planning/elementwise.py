@@ -7,11 +7,11 @@ import numpy as np
 
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Var, is_float32
-from .demand import Wanted
 from .op import Op
 from .plan import Decision, Run, Take, conversion
 from .ruling import KEEP_FLOAT32, Ruling
 from .states import FLOAT32, HALF, KEPT, OTHER, WIDE, Kind, State, broadcast, may_be_rounded
+from .wanted import Wanted
 
 
 def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) -> Decision:

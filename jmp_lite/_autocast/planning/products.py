@@ -9,7 +9,7 @@ import numpy as np
 
 from ..._float8.action import NOT_FP8, float8_action, why_not_float8
 from ..._jaxpr.primitives import Category
-from .demand import Analysis, Wanted
+from .demand import Analysis
 from .elementwise import decide_elementwise, halves, in_full, in_half, results_of, run_in_float32
 from .op import Op
 from .plan import Decision, Run
@@ -17,6 +17,7 @@ from .rules import Rules
 from .ruling import KEEP_FLOAT32, Ruling
 from .scopes import Scopes, by_rule
 from .states import FLOAT32, Kind, State
+from .wanted import Wanted
 
 OUTER = ("outer_product", "elementwise_product")
 """Products that sum nothing."""
