@@ -34,7 +34,7 @@ ROOMS = {
     "_jaxpr": ("_paths", "_tree"),
     "_float8": ("_jaxpr",),
     "_autocast.planning": ("_dtypes", "_paths", "_tree", "_jaxpr", "_float8"),
-    "_autocast": ("_dtypes", "_tree", "_jaxpr", "_float8", "_autocast.planning"),
+    "_autocast": ("_dtypes", "_paths", "_tree", "_jaxpr", "_float8", "_autocast.planning"),
     "_autocast.report": (
         *("_dtypes", "_paths", "_text", "_tree", "_jaxpr", "_float8", "_autocast.planning", "_autocast"),
     ),
@@ -52,7 +52,7 @@ ROOMS = {
     "diagnostics._ranges": ("_dtypes", "_text", "_tree", "_scaling", *AUTOCAST, "diagnostics._values"),
     "programs": ("_paths", "_text"),
     "diagnostics": (
-        *("_dtypes", "_text", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
+        *("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
         *("diagnostics._ranges", "diagnostics._precision", "programs"),
     ),
     "testing": ("_dtypes", "_paths", "_text", "_tree", "_scaling", "_autocast.report", "programs"),
@@ -74,7 +74,7 @@ FILES = {
     "_autocast.report": "advice operations explain",
     "_flax": "products layers calls",
     "diagnostics._values": "sites probe tap calls trace numbers reference",
-    "diagnostics._precision": "modules sources flags groups fewest report compare",
+    "diagnostics._precision": "modules sources flags report groups fewest compare",
     "diagnostics._nonfinite": "extremes flow hints report trials find",
     "diagnostics._ranges": "magnitudes scales picture report float8 profile updates",
     "programs": "_hlo _traffic _products _program _read _gpus _compile _roofline",

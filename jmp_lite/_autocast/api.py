@@ -1,12 +1,12 @@
 """`autocast`, and the parts of a call that other rooms use."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from .._dtypes import DTypeLike
@@ -15,6 +15,7 @@ from .._jaxpr import arguments
 from .._jaxpr.arguments import Arguments
 from .._jaxpr.precision import only_own_precisions
 from .._jaxpr.read import AUTOCAST_SCOPE, Array
+from .._paths import shown
 from .calls import HANDLERS
 from .interpreter import Interpreter
 from .keep import full_precision
@@ -59,6 +60,7 @@ def autocast(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
+@arguments.in_two_calls
 def autocast(
     fun: Callable[..., Any] | None = None,
     dtype: DTypeLike = jnp.bfloat16,
@@ -162,20 +164,36 @@ def autocast(
     Source: PyTorch's autocast (https://pytorch.org/docs/stable/amp.html), for its lists and its meaning.
     """
     settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype, float32_results, half_sums)
-    return functools.partial(_autocast, settings=settings) if fun is None else _autocast(fun, settings)
+    return _Decorator(settings) if fun is None else _autocast(fun, settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decorator:
+    """What `autocast` returns without a function."""
+
+    settings: Rules
+
+    def __call__(self, *given: Any, **options: Any) -> Callable[..., Any]:
+        if len(given) != 1 or options:
+            got = ", ".join([*map(shown, given), *(f"{name}=" for name in options)]) or "nothing"
+            raise TypeError(
+                f"autocast without a function returns a decorator, which takes one function. Got {got}; "
+                "write autocast(fun, dtype)(*args)."
+            )
+        return _autocast(given[0], self.settings)
+
+    def __enter__(self) -> None:
+        raise TypeError(
+            "autocast is not a context manager, as torch.autocast is: it rewrites a function, which JAX "
+            "traces. Wrap the function, as in loss_fn = jmp.autocast(loss_fn, 'float16'), or decorate it: "
+            "@jmp.autocast(dtype='float16')."
+        )
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
-    if hasattr(fun, "init") and hasattr(fun, "apply"):
-        raise TypeError(
-            f"autocast takes a function first, and got the model {type(fun).__name__}. Give what computes: "
-            "autocast(model.apply, dtype), or the loss function that calls it."
-        )
-    if not callable(fun) or isinstance(fun, (type(jnp.float16), np.dtype)):
-        raise TypeError(
-            f"autocast takes a function first. Got {fun!r}; write autocast(fun, dtype), or as a decorator "
-            "@autocast(dtype='float16')."
-        )
+    arguments.check_function("autocast", fun, ", or as a decorator @autocast(dtype='float16')")
 
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:

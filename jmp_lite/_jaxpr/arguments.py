@@ -11,13 +11,13 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._paths import argument_names
+from .._paths import argument_names, positional_names, shown
 from .bind import is_jaxpr_tracer
 from .read import Array, Jaxpr
 
@@ -28,7 +28,48 @@ from .read import Array, Jaxpr
 # returns a function of arrays, its arguments, and a function that finishes the call with the output.
 ADAPTERS = {"flax.nnx": "jmp_lite.nnx"}
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _ARRAY = object()  # Stands for an output that is an array.
+_KINDS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+
+
+def check_function(caller: str, fun: Any, otherwise: str = "") -> None:
+    """Raises a TypeError if what was given as a function is a model, a dtype, or no function.
+
+    `otherwise` ends the sentence that says what to write.
+    """
+    if hasattr(fun, "init") and hasattr(fun, "apply"):
+        raise TypeError(
+            f"{caller} takes a function first, and got the model {type(fun).__name__}. Give what computes: "
+            f"{caller}(model.apply, ...), or the loss function that calls it."
+        )
+    is_scalar_type = isinstance(fun, type) and issubclass(fun, np.generic)
+    is_dtype = is_scalar_type or isinstance(fun, (type(jnp.float16), np.dtype))
+    if is_dtype or not callable(fun):
+        given = repr(fun) if is_dtype else shown(fun)
+        raise TypeError(
+            f"{caller} takes a function first. Got {given}; write {caller}(fun, ...)(*args){otherwise}."
+        )
+
+
+def in_two_calls(make: Callable[P, R]) -> Callable[P, R]:
+    """Makes `tool(fun, *args)`, in place of `tool(fun)(*args)`, an error in our words."""
+    most = len(positional_names(make))
+
+    @functools.wraps(make)
+    def checked(*given: P.args, **options: P.kwargs) -> R:
+        holds_arrays = lambda tree: any(isinstance(leaf, _KINDS) for leaf in jax.tree.leaves(tree))
+        if len(given) > most or any(map(holds_arrays, given[1:])):
+            name = make.__name__
+            raise TypeError(
+                f"{name} takes a function, and returns one that takes its arguments: write "
+                f"{name}(fun, ...)(*args). Got {', '.join(map(shown, given[1:]))} behind the function."
+            )
+        return make(*given, **options)
+
+    return checked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ _ADVICE = (
     "that is skipped to jmp_lite.diagnostics.find_nonfinite(loss_fn, loss_scale=loss_scale)(params, batch) "
     "and print the report. More in docs/diagnosis.md, 'My run is NaN, or my steps are skipped'."
 )
-_LINE = "loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, ...)"
+LINE = "loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, ...)"
+"""The line of a step that scales the loss."""
 # A scale grows until float16 overflows: so far only if every gradient is below 2**-24.
 _FAR_TOO_LARGE = 2.0**40
 _LINKS = (SkipNonfiniteState, optax.ZeroNansState)
@@ -101,7 +102,7 @@ def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
     if steps - skipped >= least_steps and _moments_are_zero(state.inner_state):
         raise FloatingPointError(
             f"The gradients of all {steps - skipped} steps were zero. In float16 they underflow if the loss "
-            f"is not scaled: {_LINE} scales it, and jax.value_and_grad does not. Otherwise the loss does not "
+            f"is not scaled: {LINE} scales it, and jax.value_and_grad does not. Otherwise the loss does not "
             "depend on the parameters: look for stop_gradient, argmax, a cast to integers, or a wrong "
             "argnums."
         )
@@ -110,7 +111,7 @@ def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
         message = (
             f"The loss scale has grown to {float(scale.loss_scale):g} and no step was skipped. In float16, "
             "gradients that are scaled by it would overflow. Either the loss is not scaled, because "
-            f"jax.value_and_grad was left in the step: write {_LINE}. Or the run is in bfloat16 or float32, "
+            f"jax.value_and_grad was left in the step: write {LINE}. Or the run is in bfloat16 or float32, "
             "which need no loss scale: jmp.with_loss_scale(tx, jmp.NoOpLossScale())."
         )
         warnings.warn(message, UserWarning, stacklevel=3)

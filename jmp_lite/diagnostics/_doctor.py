@@ -13,6 +13,7 @@ import numpy as np
 from .._autocast.api import autocast, given_rules, settings_of
 from .._autocast.report.explain import Report, explain
 from .._dtypes import DTypeLike
+from .._jaxpr.arguments import check_function, in_two_calls
 from .._text import Shown, wrapped
 from ..programs._compile import compile_for
 from ..programs._program import Program
@@ -78,6 +79,7 @@ class Diagnosis(Shown):
         return "\n".join(lines)
 
 
+@in_two_calls
 def doctor(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
@@ -102,7 +104,9 @@ def doctor(
 
     With `transform=None` it examines a whole train step as it is: with `explain` and `find_nonfinite`, for
     updates that are lost in the dtype of an argument and gradients that are all zero, and by comparing its
-    results with those of the same step in float32. `profile_ranges` takes a loss function.
+    results with those of the same step in float32. It also says if a float16 step takes a loss scale and does
+    not scale the loss, and what `raise_if_stuck` says of the optimizer states among the arguments: give it
+    those of the run. `profile_ranges` takes a loss function.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `transform=None` a train
@@ -130,7 +134,8 @@ def doctor(
         >>> diagnosis.findings[0].advice  # doctest: +ELLIPSIS
         'Start with jmp.DynamicLossScale(2.0**15): at this scale the error is ...'
     """
-    _check(fun, program)
+    check_function("doctor", fun)
+    _check(program)
     if transform is None:
         if dtype is not None or loss_scale is not None:
             raise ValueError(
@@ -172,9 +177,7 @@ def doctor(
     return doctor_fun
 
 
-def _check(fun: Any, program: Any) -> None:
-    if not callable(fun):
-        raise TypeError(f"doctor takes a loss function first. Got {fun!r}.")
+def _check(program: Any) -> None:
     if program is not None and not isinstance(program, Program):
         raise TypeError(
             f"doctor: program should be what read_program returns. Got {type(program).__name__}; write "

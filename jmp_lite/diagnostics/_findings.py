@@ -2,23 +2,33 @@
 
 import collections
 import dataclasses
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.report.explain import Report
 from .._autocast.report.operations import Operation
+from .._scaling.state import SkipNonfiniteState
+from .._scaling.stuck import LINE, raise_if_stuck
 from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
 from ..programs._roofline import Roofline
 from ._nonfinite.report import CUT, NonfiniteReport
 from ._precision.compare import HARM, Runs
-from ._precision.report import PrecisionReport
+from ._precision.report import PrecisionReport, measured
 from ._ranges.report import RangeReport
 from ._ranges.scales import TOLERANCE
-from ._ranges.updates import run_step, updates_of, zero_gradients
-from ._values.trace import LossCall, trace
+from ._ranges.updates import holds_scale, is_unscaled, run_step, updates_of, zero_gradients
+from ._values.reference import has_value
+from ._values.trace import LossCall, LossProgram, Measured, trace
 
+_CONSTANT = (
+    "A hint: the loss is scaled, so it may not depend on the parameters: look for stop_gradient, argmax, a "
+    "cast to integers, or a wrong argnums."
+)
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""
 
@@ -69,13 +79,9 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
 
 def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
     traced = trace("doctor", call, args, kwargs)
-    measured = run_step(traced)
-    all_zero, site = zero_gradients(measured)
-    if all_zero:
-        where = "" if site is None else f"The first zero is from {site.operation}, {site.array}, {site.line}"
-        advice = "Scale the loss: jmp.with_loss_scale."
-        yield Finding("accuracy", "The gradients are all zero.", where, advice)
-    for update in updates_of(measured, traced):
+    run = run_step(traced)
+    yield from _of_scale(run, traced, args, kwargs)
+    for update in updates_of(run, traced):
         dtype = update.dtype.name
         if update.lost > TOLERANCE * update.updates and dtype in ("float16", "bfloat16"):
             what = (
@@ -86,19 +92,61 @@ def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
             yield Finding("accuracy", what, update.line, advice)
 
 
+def _of_scale(run: Measured, traced: LossProgram, args: Any, kwargs: Any) -> Iterator[Finding]:
+    """Yields a finding about the loss scale of a step, from this run or from the states that it is given."""
+    is_missing = is_unscaled(run) and has_value(traced.jaxpr, _is_float16)
+    all_zero, site = zero_gradients(run)
+    if all_zero:
+        where = "" if site is None else f"The first zero is from {site.operation}, {site.array}, {site.line}"
+        advice = _CONSTANT if holds_scale(traced) else "Scale the loss: jmp.with_loss_scale."
+        advice = f"Scale the loss: {LINE}." if is_missing else advice
+        yield Finding("accuracy", "The gradients are all zero.", where, advice)
+    elif is_missing:
+        what = "The step takes a loss scale, and does not scale the loss by it."
+        yield Finding("accuracy", what, "", f"Write {LINE}, in place of jax.value_and_grad.")
+    else:
+        for complaint in _complaints((args, kwargs)):
+            what, _, advice = complaint.partition(". ")
+            yield Finding("accuracy", f"{what}.", "", advice)
+
+
+def _is_float16(var: Any) -> bool:
+    return getattr(var.aval, "dtype", None) == jnp.float16
+
+
+def _complaints(tree: Any) -> list[str]:
+    """Returns what `raise_if_stuck` says of the optimizer states in a tree."""
+    is_state = lambda node: isinstance(node, SkipNonfiniteState)
+    states = list(filter(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for state in states:
+            try:
+                raise_if_stuck(tree if len(states) == 1 else state)
+            except FloatingPointError as error:
+                said.append(str(error))
+    return [*said, *(str(warning.message) for warning in caught)]
+
+
 def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
     """Yields the tree of a step's results that is furthest from the same step in float32, if it is far."""
-    error = runs.keeping(())
-    if error.gradients <= HARM:
+    error = lambda kept: measured(runs.keeping(kept), "gradients", HARM)
+    if error(()) <= HARM:
         return
-    what = f"The results in {error.group} are" if error.group else "The result of the step is"
-    what += f" off: the relative error against the step in float32 is {error.gradients:.1e}."
+    half = runs.keeping(())
+    what = f"The results in {half.group} are" if half.group else "The result of the step is"
+    what += f" off: the relative error against the step in float32 is {error(()):.1e}."
+    if half.leaf:
+        what = f"{half.group} changes in float32, and in half it does not."
+    is_small = half.leaf and runs.program.has_float16
+    hint = "A hint: small gradients become zero in float16 if the loss is not scaled." if is_small else ""
     groups = sorted(runs.program.groups, key=lambda group: group.name)
-    helpful = [group for group in groups if runs.keeping([group]).gradients <= HARM]
+    helpful = [group for group in groups if error([group]) <= HARM]
     kept = helpful[:1] or groups
-    after = runs.keeping(kept).gradients
-    advice = f"To mend it: {runs.change(kept)}. Then the error is {after:.1e}." if after <= HARM else ""
-    yield Finding("accuracy", what, "", advice)
+    after = error(kept)
+    mend = f"To mend it: {runs.change(kept)}. Then the error is {after:.1e}." if after <= HARM else ""
+    yield Finding("accuracy", what, "", " ".join(filter(None, (mend, hint))))
 
 
 def of_accuracy(
@@ -152,10 +200,8 @@ def _of_ranges(report: RangeReport) -> Iterator[Finding]:
 def _of_precision(report: PrecisionReport) -> Iterator[Finding]:
     if not report.names or report.is_close:
         return
-    worst = [
-        f"{row.module} {getattr(row.own, report.measure):.1e} {' '.join(row.lines[:2])}".strip()
-        for row in report.modules[:4]
-    ]
+    error = lambda row: measured(row.own, report.measure, report.tolerance)
+    worst = [f"{row.module} {error(row):.1e} {' '.join(row.lines[:2])}".strip() for row in report.modules[:4]]
     where = f"The relative error of the {report.measure} with one module alone in half: {', '.join(worst)}"
     yield Finding("accuracy", report.summary(), where, report.advice())
 

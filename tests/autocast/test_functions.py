@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
+from jmp_lite.diagnostics import compare_precision, doctor, find_nonfinite, profile_ranges
 from tests.support.closeness import assert_close
 from tests.support.jaxprs import operands_of, products, text
 from tests.support.small_programs import PARAMS, W, X, mlp
@@ -58,9 +59,50 @@ def test_a_model_in_the_place_of_the_function_is_an_error():
 
 
 def test_an_option_in_the_place_of_the_function_is_an_error():
-    for given in ("float16", jnp.float16, jnp.dtype("float16"), 3):
-        with pytest.raises(TypeError, match=r"takes a function first\. Got .*autocast\(fun, dtype\)"):
+    for given in ("float16", jnp.float16, np.float16, jnp.dtype("float16"), 3):
+        with pytest.raises(TypeError, match=r"takes a function first\. Got .*autocast\(fun, \.\.\.\)"):
             jmp.autocast(given)
+
+
+LARGE = {f"layer{number}": {"w": jnp.ones((8, 8)), "b": jnp.ones(8)} for number in range(62)}
+
+
+def test_a_with_statement_is_an_error_that_shows_the_way():
+    with (
+        pytest.raises(
+            TypeError, match=r"not a context manager.*loss_fn = jmp\.autocast\(loss_fn, 'float16'\)"
+        ),
+        jmp.autocast(dtype="float16"),
+    ):
+        pass
+
+
+def test_arguments_in_the_place_of_the_function_are_named_by_their_first_leaves():
+    leaves = "a dict with 'layer0/b', 'layer0/w', 'layer1/b' and 121 more"
+    decorator = jmp.autocast(dtype="float16")
+    for call in (lambda: jmp.autocast(LARGE), lambda: decorator(LARGE)):
+        with pytest.raises(TypeError, match=rf"takes a function first\. Got {leaves}; write") as error:
+            call()
+        assert len(str(error.value)) < 300
+    for given, got in (((LARGE, X), f"{leaves}, float32"), ((), "nothing")):
+        with pytest.raises(TypeError, match=rf"a decorator, which takes one function\. Got {got}"):
+            decorator(*given)
+    with pytest.raises(TypeError, match=r"one function\. Got fun="):
+        decorator(fun=jnp.dot)
+
+
+@pytest.mark.parametrize(
+    "tool", [jmp.autocast, jmp.explain, find_nonfinite, compare_precision, profile_ranges, doctor]
+)
+def test_the_arguments_in_the_same_call_are_an_error(tool):
+    name, fun = tool.__name__, lambda w, x: jnp.mean(x @ w)
+    said = rf"{name} takes a function, and returns one that takes its arguments: write {name}\(fun, \.\.\.\)"
+    for given in ((W, X), (X,), (LARGE,), (LARGE, X)):
+        with pytest.raises(TypeError, match=said) as error:
+            tool(fun, *given)
+        assert len(str(error.value)) < 400
+    with pytest.raises(TypeError, match=f"{name} takes a function first. Got a dict with 'layer0/b'"):
+        tool(LARGE)
 
 
 def test_float32_is_the_identity():

@@ -213,7 +213,7 @@ def test_it_explains_a_plain_function_as_if_it_were_autocast():
     assert jmp.explain(jax.jit(loss_fn))(PARAMS, TOKENS).tensor_core_share > 0
     with pytest.raises(ValueError, match="with the dtype float16; leave dtype out"):
         jmp.explain(jmp.autocast(loss_fn, "float16"), "bfloat16")
-    with pytest.raises(TypeError, match=r"explain takes a function\. Got 'float16'"):
+    with pytest.raises(TypeError, match=r"explain takes a function first\. Got 'float16'"):
         jmp.explain("float16")
 
 

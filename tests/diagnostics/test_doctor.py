@@ -156,7 +156,7 @@ def test_without_a_program_the_step_is_compiled_for_an_h100(monkeypatch):
 
 
 def test_bad_input_is_named():
-    with pytest.raises(TypeError, match=r"takes a loss function first. Got 3"):
+    with pytest.raises(TypeError, match=r"takes a function first. Got 3"):
         doctor(3)
     with pytest.raises(TypeError, match=r"what read_program returns. Got str"):
         doctor(faulty, program="program")

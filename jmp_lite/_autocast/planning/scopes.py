@@ -87,8 +87,8 @@ class Scopes:
         for pattern in self._rules.half_sums:
             if ("half_sums", pattern) not in self._selecting:
                 raise ValueError(
-                    f"half_sums='{pattern}' selects no residual sum. Such a sum adds the result of a matmul to "
-                    "a float32 array of its shape, and matmuls or norms read it later. `explain` lists the "
+                    f"half_sums='{pattern}' selects no residual sum. Such a sum adds the result of a matmul "
+                    "to a float32 array of its shape, and matmuls or norms read it later. `explain` lists the "
                     "scopes."
                 )
 

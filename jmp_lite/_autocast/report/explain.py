@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._dtypes import DTypeLike
 from ..._float8.action import NOT_FP8
-from ..._jaxpr.arguments import Arguments
+from ..._jaxpr.arguments import Arguments, check_function, in_two_calls
 from ..._jaxpr.read import Jaxpr, all_equations
 from ..._text import Shown, aligned
 from ..api import given_rules, make_plan, prepare, run
@@ -36,8 +36,8 @@ class Report(Shown):
         casts: how many casts between float32 and the half dtype were added.
         without_effect: the options of the autocast that change the dtypes of no operation, such as
             `"infer=['exp']"`. With more than twenty entries and patterns nothing is looked for.
-        before: the function's jaxpr as it was traced.
-        after: the jaxpr that autocast runs instead.
+        before: the function's jaxpr as it was traced; None in a copy, because jaxprs cannot be pickled.
+        after: the jaxpr that autocast runs instead; None in a copy.
 
     Examples:
         >>> report = jmp.explain(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
@@ -53,6 +53,9 @@ class Report(Shown):
     without_effect: tuple[str, ...]
     before: Any
     after: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "before": None, "after": None}
 
     @property
     def tensor_core_share(self) -> float:
@@ -133,6 +136,7 @@ def _counted(title: str, texts: Iterable[str]) -> list[str]:
     return ["", title, *lines] if lines else []
 
 
+@in_two_calls
 def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P, Report]:
     """Returns a function that reports what autocast does to each operation of `fun`, and why.
 
@@ -161,8 +165,7 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
         >>> [(operation.name, operation.reason) for operation in report.operations]
         [('dot_general', 'dot_general is on the allow list'), ('exp', 'exp is on the deny list')]
     """
-    if not callable(fun):
-        raise TypeError(f"explain takes a function. Got {fun!r}.")
+    check_function("explain", fun)
     wrapped, rules = given_rules("explain", fun, dtype, jnp.bfloat16)
 
     @functools.wraps(fun)

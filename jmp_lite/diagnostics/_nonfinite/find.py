@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._jaxpr.arguments import check_function, in_two_calls
 from ..._jaxpr.read import Array
 from .._precision.compare import Runs, runs_of
 from .._precision.modules import is_of_library
@@ -32,6 +33,7 @@ LOWEST = -24
 """The exponent of the smallest scale that is tried. It makes a loss of 1 the smallest number of float16."""
 
 
+@in_two_calls
 def find_nonfinite(
     fun: Callable[P, Any],
     *,
@@ -85,8 +87,7 @@ def find_nonfinite(
         >>> print(find_nonfinite(step, transform=None)(w, jnp.zeros(4)).summary())
         The result of the step is not finite.
     """
-    if not callable(fun):
-        raise TypeError(f"find_nonfinite takes a loss function first. Got {fun!r}.")
+    check_function("find_nonfinite", fun)
     scale = scale_of("find_nonfinite", loss_scale)
     call = LossCall(fun, argnums, has_aux, transform)
     if transform is None and loss_scale is not None:

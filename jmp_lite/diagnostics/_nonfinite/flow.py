@@ -12,7 +12,7 @@ origin if it is bad and its operands are not. An origin is harmful in two ways:
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -58,13 +58,14 @@ class Flow:
         self._sites, self._records = measured.sites, measured.records
 
     def origins(self) -> list[Origin]:
-        instances = (each for path in self._records for each in self._bad_instances(path))
+        instances = (each for path in self._records for each in self._bad_instances[path])
         origins = map(self._origin, filter(self._begins, instances))
         return sorted(origins, key=lambda origin: origin.moment)
 
     def bad_outputs(self) -> list[int]:
         paths = enumerate(self._measured.outputs)
-        return [index for index, path in paths if path is not None and self._bad(path).any()]
+        is_bad = lambda path: Extremes().alarm(self._records[path]).any()
+        return [index for index, path in paths if path is not None and is_bad(path)]
 
     @functools.cached_property
     def _following(self) -> dict[Instance, Instance | None]:
@@ -73,7 +74,7 @@ class Flow:
         # A step that tests its gradients skips its update, so no output shows them. A loss that tests a value
         # is guarded against it.
         outputs |= self._measured.checked if self._measured.is_step else set()
-        starts = [instance for path in outputs if path is not None for instance in self._bad_instances(path)]
+        starts = [instance for path in outputs if path is not None for instance in self._bad_instances[path]]
         following: dict[Instance, Instance | None] = dict.fromkeys(starts)
         todo = collections.deque(starts)
         while todo:
@@ -129,9 +130,9 @@ class Flow:
     def _is_derivative(self, site: Site) -> bool:
         """Whether only the backward pass reads a value of the forward pass, such as 0.5 / sqrt(x)."""
         loss = None if self._measured.is_step else self._measured.outputs[0]
-        if site.direction != "forward" or loss is None or site.path in self._sources_of(loss):
+        if site.direction != "forward" or loss is None:
             return False
-        return any(self._sites[path].is_scaled for path in self._made_of(site.path))
+        return site.path in self._before_backward and site.path not in self._before_loss
 
     def _readers(self, instance: Instance) -> Iterator[Instance]:
         """Yields the instances that were computed from an instance."""
@@ -164,7 +165,7 @@ class Flow:
             if depth <= len(steps):
                 yield from self._of_shards(source, steps[:depth], site)
             else:  # What leaves a loop may come from any of its iterations.
-                bad = self._bad_instances(source)
+                bad = self._bad_instances[source]
                 yield from (instance for instance in bad if instance[1][: len(steps)] == steps)
 
     def _of_shards(self, source: Path, steps: Steps, site: Site) -> Iterator[Instance]:
@@ -200,7 +201,7 @@ class Flow:
             start = end
         return (*moment, *site.path[start:])
 
-    # The graph and the records. The caches live as long as a `Flow`, which is one report.
+    # The graph and the records.
 
     @functools.cached_property
     def _reading(self) -> dict[Path, list[Path]]:
@@ -220,28 +221,40 @@ class Flow:
                 entries[source].append(entry)
         return entries
 
-    @functools.cache  # noqa: B019
-    def _sources_of(self, path: Path) -> set[Path]:
-        """Returns the sites that a value was computed from, in any iteration."""
-        carried = self._measured.carried
-        return _reached(path, lambda path: filter(None, (*self._sites[path].sources, carried.get(path))))
+    @functools.cached_property
+    def _before_loss(self) -> set[Path]:
+        """The sites that the loss was computed from, in any iteration, and its own."""
+        loss = self._measured.outputs[0]
+        return self._before([] if loss is None else [loss])
 
-    @functools.cache  # noqa: B019
-    def _made_of(self, path: Path) -> set[Path]:
-        """Returns the sites that were computed from a value, in any iteration."""
-        return _reached(path, lambda path: (*self._reading[path], *self._entries[path]))
+    @functools.cached_property
+    def _before_backward(self) -> set[Path]:
+        """The sites that the backward pass was computed from, in any iteration, and its own."""
+        return self._before([path for path, site in self._sites.items() if site.is_scaled])
 
-    @functools.cache  # noqa: B019
-    def _bad(self, path: Path) -> np.ndarray:
-        return np.asarray(Extremes().alarm(self._records[path]))
+    def _before(self, paths: Iterable[Path]) -> set[Path]:
+        """Returns the sites that some values were computed from, and their own."""
+        seen, todo = set(paths), list(paths)
+        while todo:
+            path = todo.pop()
+            sources = (*self._sites[path].sources, self._measured.carried.get(path))
+            new = {source for source in sources if source is not None} - seen
+            seen |= new
+            todo += new
+        return seen
 
-    @functools.cache  # noqa: B019
-    def _nan(self, path: Path) -> np.ndarray:
-        return np.asarray(np.isnan(self._records[path]).any(-1))
+    @functools.cached_property
+    def _bad(self) -> dict[Path, np.ndarray]:
+        return {path: np.asarray(Extremes().alarm(record)) for path, record in self._records.items()}
 
-    @functools.cache  # noqa: B019
-    def _bad_instances(self, path: Path) -> list[Instance]:
-        return [(path, tuple(map(int, steps))) for steps in np.argwhere(self._bad(path))]
+    @functools.cached_property
+    def _nan(self) -> dict[Path, np.ndarray]:
+        return {path: np.asarray(np.isnan(record).any(-1)) for path, record in self._records.items()}
+
+    @functools.cached_property
+    def _bad_instances(self) -> dict[Path, list[Instance]]:
+        listed = lambda bad: (tuple(map(int, steps)) for steps in np.argwhere(bad))
+        return {path: [(path, steps) for steps in listed(bad)] for path, bad in self._bad.items()}
 
     def _is_finite(self, path: Path, steps: Steps) -> bool:
         """Whether an instance has elements, and all are finite. A branch that is not taken has none."""
@@ -249,10 +262,10 @@ class Flow:
         return -np.inf < low <= high < np.inf
 
     def _is_bad(self, instance: Instance) -> bool:
-        return bool(self._bad(instance[0])[instance[1]])
+        return bool(self._bad[instance[0]][instance[1]])
 
     def _is_nan(self, instance: Instance) -> bool:
-        return bool(self._nan(instance[0])[instance[1]])
+        return bool(self._nan[instance[0]][instance[1]])
 
     def _extent(self, path: Path, steps: Steps) -> Extent:
         low, high = self._records[path][steps]
@@ -261,16 +274,6 @@ class Flow:
     def _extent_at(self, source: Path, steps: Steps) -> Extent | None:
         depth = len(self._sites[source].loops)
         return self._extent(source, steps[:depth]) if depth <= len(steps) else None
-
-
-def _reached(path: Path, onwards: Callable[[Path], Iterable[Path]]) -> set[Path]:
-    """Returns the paths that can be reached from a path, itself included."""
-    seen, todo = {path}, [path]
-    while todo:
-        new = set(onwards(todo.pop())) - seen
-        seen |= new
-        todo += new
-    return seen
 
 
 def _passes_on(site: Site) -> bool:

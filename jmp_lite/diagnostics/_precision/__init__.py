@@ -1,6 +1,6 @@
 """Measures how much accuracy each module loses in half precision.
 
 Read `modules` (the parts of a program that are in half), `sources` (the casts and arguments that half values
-come from), `flags` (the program with a flag for each of them), `groups` (the outputs that are compared
-together), `fewest` (the search for modules to keep in float32), `report`, then `compare`.
+come from), `flags` (the program with a flag for each of them), `report`, `groups` (the outputs that are
+compared together or alone), `fewest` (the search for modules to keep in float32), then `compare`.
 """

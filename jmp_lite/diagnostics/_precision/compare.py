@@ -11,14 +11,15 @@ import jax.numpy as jnp
 
 from ..._autocast.api import given_rules, settings_of
 from ..._dtypes import DTypeLike
+from ..._jaxpr.arguments import check_function, in_two_calls
 from ..._jaxpr.read import Array
 from ..._scaling.loss_scale import DynamicLossScale
 from .._values.trace import LossCall, scale_of
 from .fewest import fewest
 from .flags import FlaggedProgram
-from .groups import groups_of
+from .groups import Leaves, groups_of
 from .modules import Module, in_words, scopes_for
-from .report import Difference, ModuleDifference, PrecisionReport
+from .report import Difference, ModuleDifference, PrecisionReport, measured
 
 P = ParamSpec("P")
 
@@ -28,6 +29,7 @@ HARM = 0.1
 """The error from which `doctor` reports a fault: ReLUs alone may cost a healthy model some percent."""
 
 
+@in_two_calls
 def compare_precision(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
@@ -49,9 +51,11 @@ def compare_precision(
 
     Then it searches for a small set of modules to keep in float32, none of which can be left out. With
     `tolerance=0` it measures each module, and nothing is left to search. The error is that of the gradients.
-    If they are close and the loss is off by more than 0.1, as with a sum that stops growing, it is that of
-    the loss. If no loss scale is given, and the error in float16 is above the tolerance, it tries `2**15`,
-    the start of `DynamicLossScale`. If this scale more than halves the error, all runs in half use it.
+    If one gradient is off by more than half of its own norm, its error counts, however small its share of all
+    gradients is. If they are close and the loss is off by more than 0.1, as with a sum that stops growing, it
+    is that of the loss. If no loss scale is given, and the error in float16 is above the tolerance, it tries
+    `2**15`, the start of `DynamicLossScale`. If this scale more than halves the error, all runs in half use
+    it.
 
     All runs are runs of one program, which is compiled once. It holds half values as float32 numbers, and a
     flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. On a
@@ -89,8 +93,7 @@ def compare_precision(
         >>> report.modules[0].module, report.modules[0].own.loss, report.rules
         ('w/b', inf, {'/w/b': 'float32'})
     """
-    if not callable(fun):
-        raise TypeError(f"compare_precision takes a loss function first. Got {fun!r}.")
+    check_function("compare_precision", fun)
     _check(tolerance)
     scale = scale_of("compare_precision", loss_scale)
     is_autocast = settings_of(fun) is not None
@@ -134,6 +137,7 @@ class Runs:
         self._full = program(None, 1.0)  # In float32.
         self.loss = None if program.is_step else float(self._full[0])
         self._groups = groups_of(program, self._full)
+        self._leaves = Leaves(program, self._full, self._groups)
         self._contribution = _first_order(program, self._full)
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
         names = program.outputs[0 if program.is_step else 1 :]
@@ -160,8 +164,10 @@ class Runs:
         errors = {group: group.error(outputs, self._full) for group in self._groups}
         worst = max(errors, key=lambda group: errors[group][0], default=None)
         error, cosine = (0.0, 1.0) if worst is None else errors[worst]
-        name = "" if worst is None else worst.name
-        return Difference(loss_error if math.isfinite(loss_error) else math.inf, error, cosine, name)
+        leaf, name = self._leaves.worst(outputs)
+        if worst is not None and self.program.is_step and leaf <= error:
+            name = worst.name
+        return Difference(loss_error if math.isfinite(loss_error) else math.inf, error, cosine, name, leaf)
 
     def loss_error(self, error: Difference) -> float:
         """Returns the error of a loss, over what the parameters contribute to it if that is larger."""
@@ -177,12 +183,12 @@ class Runs:
         None if neither halves the error.
         """
         unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
-        if not self.may_scale or unscaled.gradients <= tolerance:
+        error = lambda scale: measured(self.keeping((), scale), "gradients", tolerance)
+        if not self.may_scale or error(self.scale) <= tolerance:
             return None
-        error = lambda scale: self.keeping((), scale).gradients
         if other is not None and error(best) > tolerance and error(other) < error(best):
             best = other
-        if error(best) >= unscaled.gradients / 2:
+        if error(best) >= error(self.scale) / 2:
             return None
         self.scale = best
         return unscaled
@@ -227,12 +233,12 @@ def report_of(runs: Runs, tolerance: float, harm: float, scale: float | None = N
     measure = "loss" if is_loss else "gradients"
     tolerance = max(tolerance, harm) if is_loss else tolerance
     unscaled = None if is_loss else runs.try_scale(tolerance, scale)
-    error = lambda modules: getattr(runs.keeping(modules), measure)
+    error = lambda modules: measured(runs.keeping(modules), measure, tolerance)
     is_close = error(()) <= tolerance
     every = set() if is_close else set(program.modules)
     own = {module: runs.keeping(every - {module}) for module in program.modules if every}
     other = "gradients" if is_loss else "loss"
-    size = lambda module: (getattr(own[module], measure), getattr(own[module], other))
+    size = lambda module: (measured(own[module], measure, tolerance), getattr(own[module], other))
     order = sorted(own, key=size, reverse=True)
     kept = fewest(order, error, tolerance)
     labels = lambda modules: tuple(module.label for module in modules)

@@ -72,13 +72,20 @@ class FlaggedProgram:
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
         self._run = jax.jit(self._outputs, compiler_options=EVERY_CAST)
 
-    def __call__(self, half: Set[Module] | None, scale: float) -> list[Array]:
-        """Returns the outputs with some of the groups in half; None for everything in float32."""
+    def __call__(self, half: Set[Module] | None, scale: float, nudged: bool = False) -> list[Array]:
+        """Returns the outputs with some of the groups in half; None for everything in float32.
+
+        With `nudged` the parameters differ in their last digits.
+        """
         groups = (*self.modules, *self._sources)
         on = {number for number, group in enumerate(groups) if group in (half or ())}
         on |= {len(groups)} if half is not None else set()
         is_on = np.array([flags <= on for flags in self._sets], bool)
-        return self._run(self._program.at_scale(scale), is_on)
+        arrays = self._program.at_scale(scale)
+        if nudged:
+            named = zip(arrays, self._program.names)
+            arrays = [_nudged(array) if name in self.parameters else array for array, name in named]
+        return self._run(arrays, is_on)
 
     def groups_on(self, line: str) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
@@ -211,6 +218,12 @@ def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[Op
     if check:
         planner.scopes.check()
     return list(operations_of(plan, rules.dtype, "", 1, traced.names, {}))
+
+
+def _nudged(array: Array) -> Array:
+    if array.dtype.itemsize == 1:  # A format of fp8 has no last digits to spare.
+        return array
+    return array + array * jnp.finfo(array.dtype).eps * jnp.sin(1e4 * array)
 
 
 def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:

@@ -1,7 +1,8 @@
-"""Outputs that are compared together: all gradients of a loss, or one tree of a step, as Adam's moments."""
+"""Outputs that are compared: all gradients of a loss and each of them, or one tree of a step."""
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -11,6 +12,9 @@ import numpy as np
 
 from ..._jaxpr.read import Array
 from .flags import FlaggedProgram
+from .report import LEAF
+
+_NOISE = 0.01
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,12 +28,20 @@ class Group:
 
     def error(self, half: Sequence[Array], full: Sequence[Array]) -> tuple[float, float]:
         """Returns the relative error and the cosine, as one vector; inf and NaN if one is not finite."""
+        return error_of(*self._norms(half, full).sum(axis=0))
+
+    def errors(self, half: Sequence[Array], full: Sequence[Array]) -> dict[int, float]:
+        """Returns the relative error of each output that is not zero in float32, by its index."""
+        norms = zip(self.numbers, self._norms(half, full))
+        return {number: error_of(*row)[0] for number, row in norms if row[-1]}
+
+    def _norms(self, half: Sequence[Array], full: Sequence[Array]) -> np.ndarray:
         pick = lambda arrays: [arrays[number] for number in self.numbers]
         units = [float(jnp.max(jnp.abs(array), initial=0)) or 1.0 for array in pick(full)]
         before = self.before or [jnp.zeros_like(array) for array in pick(full)]
         sums = np.asarray(_sums(pick(half), pick(full), before, units), np.float64).reshape(-1, 3)
         # The squares of small gradients would be zero in float32, so each array is divided by its unit.
-        return error_of(*(np.square(units)[:, None] * sums).sum(axis=0))
+        return np.square(units)[:, None] * sums
 
 
 def error_of(difference: float, half: float, full: float) -> tuple[float, float]:
@@ -75,3 +87,42 @@ def _old(program: FlaggedProgram, full: Sequence[Array], numbers: Sequence[int])
     old = [jnp.asarray(array, jnp.float32) for array in old]
     moves = sum(float(jnp.sum(jnp.square(a - b))) for a, b in zip(new, old))
     return tuple(old) if moves < sum(float(jnp.sum(jnp.square(a))) for a in old) / 4 else None
+
+
+class Leaves:
+    """The outputs, each compared alone: a wrong gradient may have a small share of the norm of all."""
+
+    def __init__(self, program: FlaggedProgram, full: Sequence[Array], groups: Sequence[Group]) -> None:
+        self._program, self._full, self._groups = program, full, groups
+
+    def worst(self, half: Sequence[Array]) -> tuple[float, str]:
+        """Returns the largest error of an output, over its own norm, and the path of the output.
+
+        Of a step only those outputs count that do not change in half and do in float32: Adam divides each
+        gradient by its size, so that the error of a small one is as large as that of any other.
+        """
+        errors = self._errors(half)
+        if self._program.is_step:
+            errors = {number: error for number, error in errors.items() if error == 1}
+        if not errors:
+            return 0.0, ""
+        number = max(errors, key=lambda number: (errors[number], -number))
+        return errors[number], self._program.outputs[number]
+
+    def _errors(self, half: Sequence[Array]) -> dict[int, float]:
+        errors = [pair for group in self._groups for pair in group.errors(half, self._full).items()]
+        if all(error <= LEAF for _, error in errors):
+            return dict(errors)
+        return {number: error for number, error in errors if number not in self._noise}
+
+    @functools.cached_property
+    def _noise(self) -> set[int]:
+        """The gradients that are rounding errors in float32 as well, so that no dtype has them right.
+
+        That of a bias in front of a normalization is one: it would be zero if sums were exact. The last
+        digits of the parameters change such a gradient as a whole, and other gradients of real models by
+        1e-5 at most.
+        """
+        near = self._program(None, 1.0, nudged=True)
+        errors = [pair for group in self._groups for pair in group.errors(near, self._full).items()]
+        return {number for number, error in errors if error > _NOISE}

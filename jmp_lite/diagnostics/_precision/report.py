@@ -6,6 +6,8 @@ from ..._float8.action import FLOAT8
 from ..._text import Shown, aligned, power, shortened, wrapped
 
 _NOISE = 1e-5  # What a different order of float32 sums may change.
+LEAF = 0.5
+"""The error of a single gradient, over its own norm, from which it is wrong, however small its share is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +19,11 @@ class Difference:
         gradients: the norm of the difference of all gradients over the norm of those in float32; inf if a
             gradient is not finite.
         cosine: of the angle between all gradients and those in float32; NaN if a gradient is not finite.
-        group: for a step, which compares its results by trees, the path of the tree that is furthest off.
+        group: the path of the gradient that is furthest off. For a step, which compares its results by trees,
+            the path of the tree that is furthest off, or of an array that changes in float32 alone.
+        leaf: the error of that gradient over its own norm. A gradient that is rounding error in float32 as
+            well, as that of a bias in front of a normalization, does not count. For a step, 1 if an array
+            changes in float32 alone, and else 0.
 
     Examples:
         >>> print(Difference(loss=1e-4, gradients=2e-3, cosine=0.999998))
@@ -28,9 +34,21 @@ class Difference:
     gradients: float
     cosine: float
     group: str = ""
+    leaf: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.loss:.2e} in the loss, {self.gradients:.2e} in the gradients, cosine {self.cosine:.6f}"
+        of_leaf = f" ({self.leaf:.2e} in that of {self.group or 'the parameter'})" if self.leaf > LEAF else ""
+        return (
+            f"{self.loss:.2e} in the loss, {self.gradients:.2e} in the gradients{of_leaf}, "
+            f"cosine {self.cosine:.6f}"
+        )
+
+
+def measured(error: Difference, measure: str, tolerance: float) -> float:
+    """Returns the error of the `loss` or the `gradients`: that of one of them if it is above `LEAF`."""
+    if measure == "gradients" and error.leaf > max(LEAF, tolerance):
+        return max(error.gradients, error.leaf)
+    return getattr(error, measure)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +92,8 @@ class PrecisionReport(Shown):
         unscaled: that error at the loss scale 1, if no loss scale was given and the gradients need one.
         rest: the error with all of them in the kept dtype. In float32 it is 0, except for matmuls that no
             rule selects. None if `modules` is empty.
-        measure: `gradients` or `loss`: which error is compared with the tolerance.
+        measure: `gradients` or `loss`: which error is compared with the tolerance. A single gradient that is
+            off by more than half of its norm is above every tolerance below that.
         tolerance: the largest error that is allowed.
         kept: the modules to keep in float32, none of which can be left out. None, and the next fields empty,
             if all modules together do not bring the error to the tolerance.
@@ -110,15 +129,17 @@ class PrecisionReport(Shown):
     @property
     def is_close(self) -> bool:
         """Whether the error with everything in half is within the tolerance."""
-        return getattr(self.half, self.measure) <= self.tolerance
+        return measured(self.half, self.measure, self.tolerance) <= self.tolerance
 
     def summary(self) -> str:
         """Returns one line: the error of everything in half."""
         if not self.names:
             return f"No value of this function is in {self.dtype}: autocast finds no product for it."
+        is_leaf = self.measure == "gradients" and self.half.leaf > max(LEAF, self.tolerance)
+        of_each = f", and {LEAF} for each of them" if is_leaf else ""
         return (
             f"In {self.dtype} at the loss scale {power(self.loss_scale)} the error is {self.half}. "
-            f"The tolerance is {self.tolerance:.2g} for the {self.measure}."
+            f"The tolerance is {self.tolerance:.2g} for the {self.measure}{of_each}."
         )
 
     def advice(self) -> str:
@@ -144,9 +165,14 @@ class PrecisionReport(Shown):
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""
         alone = f"module alone in {'fp8' if self.dtype == FLOAT8 else 'half'}"
-        numbers = lambda own: (f"{own.loss:.2e}", f"{own.gradients:.2e}", f"{own.cosine:.6f}")
+        numbers = lambda own: (
+            f"{own.loss:.2e}",
+            f"{own.gradients:.2e}",
+            f"{own.leaf:.2e}",
+            f"{own.cosine:.6f}",
+        )
         return [
-            (alone, "loss", "gradients", "cosine"),
+            (alone, "loss", "gradients", "one of them", "cosine"),
             *((row.module, *numbers(row.own)) for row in self.modules),
         ]
 

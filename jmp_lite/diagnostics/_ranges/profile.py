@@ -14,6 +14,7 @@ from ..._autocast.planning.planner import Planner
 from ..._autocast.planning.rules import Rules
 from ..._autocast.planning.wanted import Wanted
 from ..._dtypes import DTypeLike
+from ..._jaxpr.arguments import check_function, in_two_calls
 from ..._jaxpr.read import open_jaxpr
 from .._values.reference import has_value
 from .._values.sites import in_half
@@ -25,6 +26,7 @@ from .report import ModuleRange, RangeReport, by_module
 P = ParamSpec("P")
 
 
+@in_two_calls
 def profile_ranges(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
@@ -72,8 +74,7 @@ def profile_ranges(
         >>> report.pooled.fates(0).lost, report.static_scale, report.largest_safe_scale == 2.0**44
         (1.0, 65536.0, True)
     """
-    if not callable(fun):
-        raise TypeError(f"profile_ranges takes a loss function first. Got {fun!r}.")
+    check_function("profile_ranges", fun)
     exponent = math.frexp(scale_of("profile_ranges", loss_scale))[1] - 1
     fun, rules = given_rules("profile_ranges", fun, dtype, jnp.float16)
     if rules.dtype == jnp.float32:

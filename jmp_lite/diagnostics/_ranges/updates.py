@@ -1,4 +1,4 @@
-"""What a train step loses in half: updates that are rounded away, and gradients that are all zero."""
+"""What a train step loses in half: updates that are rounded away, and gradients that are zero or unscaled."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -98,3 +98,29 @@ def zero_gradients(measured: Measured) -> tuple[bool, Site | None]:
         if is_zero(path) and sources and not any(map(is_zero, sources)):
             return True, measured.sites[path]
     return True, None
+
+
+def holds_scale(program: LossProgram) -> bool:
+    """Whether a step takes a loss scale, in the state of its optimizer or as an argument."""
+    return any(map(_is_scale, program.names))
+
+
+def is_unscaled(measured: Measured) -> bool:
+    """Whether a step takes a loss scale, and nothing in its backward pass is computed from it."""
+    sites, carried = measured.sites, measured.carried
+    scaled = {
+        path for path, site in sites.items() if site.operation == "argument" and _is_scale(site.argument)
+    }
+    backward = [path for path, site in sites.items() if site.direction == "backward"]
+    found = bool(scaled)
+    while found:  # Once, and once more for each loop around a value that it carries on.
+        found = False
+        for path in sorted(sites.keys() - scaled):
+            if not scaled.isdisjoint((*sites[path].sources, carried.get(path))):
+                scaled.add(path)
+                found = True
+    return bool(scaled and backward) and scaled.isdisjoint(backward)
+
+
+def _is_scale(name: str) -> bool:
+    return f"/{name}".endswith("/loss_scale/loss_scale")

@@ -199,7 +199,7 @@ def test_a_step_has_its_own_scale_and_dtypes():
 
 def test_errors_say_what_was_given():
     loss = lambda w, x: jnp.sum(w)
-    with pytest.raises(TypeError, match=r"takes a loss function first. Got 3"):
+    with pytest.raises(TypeError, match=r"takes a function first. Got 3"):
         find_nonfinite(3)
     with pytest.raises(TypeError, match=r"loss_scale should be None, a number, or a loss scale.*Got str"):
         find_nonfinite(loss, loss_scale="half")

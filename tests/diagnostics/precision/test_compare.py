@@ -237,7 +237,7 @@ def test_bad_settings_are_named(options, error, says):
 
 
 def test_bad_functions_are_named():
-    with pytest.raises(TypeError, match="takes a loss function first"):
+    with pytest.raises(TypeError, match="takes a function first"):
         compare_precision(3)
     with pytest.raises(ValueError, match="leave dtype out"):
         compare_precision(jmp.autocast(blocks_loss), "float16")

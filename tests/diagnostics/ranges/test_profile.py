@@ -224,7 +224,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
 
 
 def test_errors_say_what_was_given():
-    with pytest.raises(TypeError, match=r"takes a loss function first. Got 3"):
+    with pytest.raises(TypeError, match=r"takes a function first. Got 3"):
         profile_ranges(3)
     with pytest.raises(ValueError, match=r"autocast returned this function, with the dtype bfloat16"):
         profile_ranges(jmp.autocast(mlp), "float16")

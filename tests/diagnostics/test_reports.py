@@ -1,0 +1,64 @@
+"""What all reports have in common: they keep nothing of the user's alive, and can be pickled and copied."""
+
+import copy
+import functools
+import gc
+import pickle
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp_lite as jmp
+from jmp_lite.diagnostics import Diagnosis, compare_precision, doctor, find_nonfinite, profile_ranges
+from jmp_lite.diagnostics._nonfinite.flow import Flow
+
+TOOLS = {
+    "explain": jmp.explain,
+    "find_nonfinite": find_nonfinite,
+    "find_nonfinite of a step": functools.partial(find_nonfinite, transform=None),
+    "compare_precision": compare_precision,
+    "profile_ranges": profile_ranges,
+    "doctor": functools.partial(doctor, device=None),
+    "doctor of a step": functools.partial(doctor, transform=None, device=None),
+}
+slow = lambda name: [pytest.mark.slow] if "doctor" in name else []
+tools = pytest.mark.parametrize(
+    "tool", [pytest.param(tool, id=name, marks=slow(name)) for name, tool in TOOLS.items()]
+)
+
+
+def loss_with(constant):
+    return lambda w, x: jnp.mean(jax.nn.silu(jax.nn.relu(x @ w)) / constant)
+
+
+@tools
+@pytest.mark.parametrize("divisor", [0, 1])
+def test_nothing_of_the_users_outlives_a_report(tool, divisor):
+    w, x, constant = jnp.full((8, 4), 0.3), jnp.ones((2, 8)), jnp.arange(4.0) + divisor
+    references = [weakref.ref(array) for array in (w, x, constant)]
+    fun = loss_with(constant)
+    if divisor == 0 and tool is compare_precision:  # Its loss is not finite, which is an error.
+        with pytest.raises(ValueError, match="compares with float32"):
+            tool(fun)(w, x)
+    else:
+        tool(fun)(w, x)
+    del w, x, constant, fun
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]
+    assert not any(isinstance(each, Flow) for each in gc.get_objects())
+
+
+@tools
+@pytest.mark.parametrize("copied", [lambda report: pickle.loads(pickle.dumps(report)), copy.deepcopy])
+def test_reports_can_be_pickled_and_copied(tool, copied):
+    report = tool(loss_with(jnp.ones(4)))(jnp.full((8, 4), 0.3), jnp.ones((2, 8)))
+    again = copied(report)
+    assert (type(again), str(again), repr(again)) == (type(report), str(report), repr(report))
+    if isinstance(report, Diagnosis):
+        report, again = report.operations, again.operations
+    if isinstance(report, jmp.Report):  # The jaxprs stay behind, in the copy alone.
+        assert None not in (report.before, report.after)
+        assert (again.before, again.after) == (None, None)
+        assert again.operations == report.operations

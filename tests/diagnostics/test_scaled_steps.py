@@ -1,0 +1,121 @@
+"""`doctor` of a step that takes a loss scale: whether it uses it, and what the state of its optimizer shows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import jmp_lite as jmp
+from jmp_lite.diagnostics import doctor
+
+pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
+
+PARAMS = {"w": jax.random.normal(jax.random.key(0), (8, 4)), "up": jnp.eye(4)}
+X = jnp.linspace(-1, 1, 32).reshape(4, 8)
+TX = jmp.with_loss_scale(optax.adam(1e-3), jmp.DynamicLossScale(period=1))
+LINE = "loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, ...)"
+
+
+def loss(params, x, factor=1.0):
+    return factor * jnp.mean((x @ params["w"] @ params["up"]) ** 2)
+
+
+def plain(fun, opt_state):
+    del opt_state
+    return jax.value_and_grad(fun)
+
+
+def scaled(fun, opt_state):
+    return jmp.value_and_grad(fun, jmp.get_loss_scale(opt_state))
+
+
+def step_of(value_and_grad, factor=1.0, dtype="float16", tx=TX):
+    fun = jmp.autocast(functools.partial(loss, factor=factor), dtype)
+
+    def step(params, opt_state, x):
+        loss, grads = value_and_grad(fun, opt_state)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def faults(step, *args):
+    diagnosis = doctor(step, transform=None, device=None)(*args)
+    return [finding for finding in diagnosis.findings if finding.severity != "speed"]
+
+
+def test_a_forgotten_value_and_grad_is_found_before_the_first_step():
+    (finding,) = faults(step_of(plain), PARAMS, TX.init(PARAMS), X)
+    assert finding.what == "The step takes a loss scale, and does not scale the loss by it."
+    assert LINE in finding.advice
+    # Gradients that are all zero: the advice is the line that is missing, not the wrapper that is there.
+    (finding,) = faults(step_of(plain, 2.0**-30), PARAMS, TX.init(PARAMS), X)
+    assert finding.what == "The gradients are all zero."
+    assert finding.advice == f"Scale the loss: {LINE}."
+    (finding,) = faults(step_of(scaled, 0.0), PARAMS, TX.init(PARAMS), X)
+    assert "the loss is scaled, so it may not depend on the parameters" in finding.advice
+
+
+def microbatches(params, opt_state, x):
+    """The gradients of two halves of the batch, summed in a scan."""
+    value_and_grad = scaled(jmp.autocast(loss, "float16"), opt_state)
+
+    def one(total, x):
+        loss, grads = value_and_grad(params, x)
+        return jax.tree.map(jnp.add, total, grads), loss
+
+    grads, losses = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), x.reshape(2, 2, 8))
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, losses.mean()
+
+
+def shards(params, opt_state, x):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    fun = jax.shard_map(
+        lambda params, x: jax.lax.pmean(loss(params, x), "data"),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec(),
+    )
+    return step_of(lambda _, opt_state: scaled(jmp.autocast(fun, "float16"), opt_state))(params, opt_state, x)
+
+
+def checkpointed(params, opt_state, x):
+    return step_of(lambda fun, opt_state: scaled(jax.checkpoint(fun), opt_state))(params, opt_state, x)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [step_of(scaled), jax.jit(step_of(scaled)), microbatches, shards, checkpointed],
+    ids=["plain", "jit", "scan", "shard_map", "checkpoint"],
+)
+def test_a_step_that_scales_its_loss_has_no_finding(step):
+    assert faults(step, PARAMS, TX.init(PARAMS), X) == []
+
+
+def test_a_step_without_float16_needs_no_scaled_loss():
+    assert faults(step_of(plain, dtype="bfloat16"), PARAMS, TX.init(PARAMS), X) == []
+
+
+def trained(step, steps):
+    params, opt_state = PARAMS, TX.init(PARAMS)
+    for _ in range(steps):
+        params, opt_state, _ = jax.jit(step)(params, opt_state, X)
+    return params, opt_state
+
+
+def test_the_state_of_a_run_is_read_as_raise_if_stuck_does():
+    step = step_of(plain, dtype="bfloat16")
+    (finding,) = faults(step, *trained(step, 60), X)  # The scale has grown to 2**75.
+    assert "The loss scale has grown to" in finding.what
+    params, opt_state = PARAMS, TX.init(PARAMS)
+    for _ in range(50):
+        _, opt_state = TX.update(jax.tree.map(lambda x: x * jnp.nan, params), opt_state, params)
+    (finding,) = faults(step_of(scaled), params, opt_state, X)
+    assert finding.what.startswith("The last 50 steps were skipped: inf or NaN in the gradients of all 2")
+    assert "find_nonfinite" in finding.advice
