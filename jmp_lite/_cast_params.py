@@ -1,6 +1,6 @@
 """`cast_params`: trained parameters in half, and the check that they survive."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import numpy as np
 
 from ._paths import named_leaves, shown
 from ._policy import Policy
+from ._tree import is_nnx_variable, without_nnx_variables
 
 T = TypeVar("T")
 
@@ -19,7 +20,8 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
     before a model is exported or saved in half.
 
     Args:
-        params: a pytree of arrays of any shape. Leaves that are not floating stay as they are.
+        params: a pytree of arrays of any shape, or an `nnx.State`. Leaves that are not floating stay as they
+            are, and so do NNX variables that are no `nnx.Param`, such as batch statistics.
         policy: its `param_dtype` and its rules give the dtype of each leaf.
         max_flushed: the share, from 0 to 1, of the non-zero numbers of one leaf that may become zero.
 
@@ -48,8 +50,12 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
         raise ValueError(f"cast_params: max_flushed is a share from 0 to 1. Got {max_flushed!r}.")
     with np.errstate(over="ignore"):  # NumPy warns if a number becomes inf, which is an error below.
         cast = policy.cast_to_param(params)
+    # Flax NNX keeps batch statistics, caches and random keys in the same tree, as variables of other classes.
+    keep = lambda before, after: before if is_nnx_variable(before) and not _is_nnx_param(before) else after
+    cast = jax.tree.map(keep, params, cast, is_leaf=is_nnx_variable)
     lost = {}
-    for (name, before), after in zip(named_leaves(params), jax.tree.leaves(cast), strict=True):
+    named, leaves = named_leaves(without_nnx_variables(params)), jax.tree.leaves(without_nnx_variables(cast))
+    for (name, before), after in zip(named, leaves, strict=True):
         try:
             fault = "" if after is before else _fault(np.asarray(before), np.asarray(after), max_flushed)
         except jax.errors.TracerArrayConversionError:
@@ -64,6 +70,12 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
             f"Keep them in float32: policy.with_rules({rules})."
         )
     return cast
+
+
+def _is_nnx_param(variable: Any) -> bool:
+    """Whether a variable of Flax NNX is an `nnx.Param`. This package does not import Flax."""
+    classes = type(variable).__mro__
+    return any(cls.__name__ == "Param" and cls.__module__.startswith("flax.") for cls in classes)
 
 
 def _fault(before: np.ndarray, after: np.ndarray, max_flushed: float) -> str:

@@ -134,11 +134,15 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
 
 
+def is_nnx_variable(node: Any) -> bool:
+    """Whether `node` is a variable of Flax NNX, known by its method: this package does not import Flax."""
+    return hasattr(node, "get_value")
+
+
 def without_nnx_variables(tree: Any) -> Any:
     """Returns `tree` with the arrays of Flax NNX's variables in place of the variables."""
-    # A variable is known by its method, because this package does not import Flax.
-    is_variable = lambda node: hasattr(node, "get_value")
-    return jax.tree.map(lambda v: v.get_value() if is_variable(v) else v, tree, is_leaf=is_variable)
+    value = lambda node: node.get_value() if is_nnx_variable(node) else node
+    return jax.tree.map(value, tree, is_leaf=is_nnx_variable)
 
 
 STATIC = {"static": True}

@@ -16,8 +16,16 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jmp_lite.linen needs Flax: pip install flax.") from error
 
 from ._dtypes import DTypeLike, parse_reduce_dtype
-from ._flax.calls import Args, Kwargs, run_call, run_model
-from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, is_layer, takes_dtype
+from ._flax.calls import Args, Kwargs, Precision, run_call, run_model
+from ._flax.layers import (
+    Library,
+    attributes,
+    check_arguments,
+    check_layer_rules,
+    is_cell_call,
+    is_layer,
+    takes_dtype,
+)
 from ._paths import join
 from ._policy import Policy
 from ._tree import cast_floating
@@ -45,12 +53,13 @@ _CASTS_NOTHING = ("<lambda>", "__getattr__")
 def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> "WithPolicy":
     """Returns `module` under a policy.
 
-    The model casts its inputs and parameters to the compute dtype, and its outputs to the output dtype. Each
-    parameter is cast where it is used. Parameters keep their paths, so checkpoints of the plain module fit.
-    `init` returns parameters in the parameter dtype.
+    The layers of the model compute in the compute dtype, and its outputs are cast to the output dtype. Inputs
+    keep their dtype until a layer casts them, as with Flax's own `dtype`. Each parameter is cast where it is
+    used. Parameters keep their paths, so checkpoints of the plain module fit. `init` returns parameters in
+    the parameter dtype.
 
-    Normalization layers compute their statistics in float32. Batch statistics, other collections and
-    recurrent carries keep their dtype. Gradients of biases and embeddings are summed in float32.
+    Normalization layers compute their statistics in float32. Batch statistics, other collections, and the
+    carries of loops keep their dtype. Gradients of biases and embeddings are summed in float32.
 
     Args:
         module: any Linen module. It is not changed. The policy overrides the `dtype` that a layer was given:
@@ -69,8 +78,9 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
 
     Raises:
         TypeError: `module` is not a Linen module, or `policy` is not a policy.
-        ValueError: `reduce_dtype` is another dtype; or, when the model is called, a rule matches no parameter
-            (the message names the nearest paths), or names a single parameter of a layer of Flax.
+        ValueError: `reduce_dtype` is another dtype; the model is under a policy already; or, when the model
+            is called, a rule matches no parameter (the message names the nearest paths), or names a single
+            parameter of a layer of Flax.
 
     Examples:
         >>> policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
@@ -80,6 +90,8 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
         (dtype('float32'), dtype('float32'))
     """
     check_arguments("linen.with_policy", "flax.linen.Module", _LINEN, module, policy)
+    if isinstance(module, WithPolicy):
+        raise ValueError("The model is under a policy already. Give the plain model to linen.with_policy.")
     return WithPolicy(_Plain(module), policy, parse_reduce_dtype(reduce_dtype))
 
 
@@ -163,10 +175,16 @@ class WithPolicy(nn.Module):
         """Calls a method of the plain module; every call inside it goes through `_intercept`."""
         module: nn.Module = self._bound
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(precision: Precision) -> Any:
+            module: nn.Module = self._bound
             if not module.is_initializing():
                 self.policy.check_rules(module.variables.get("params", {}))
-            with nn.intercept_methods(functools.partial(_intercept, self, len(module.path))):
+            # The scopes of submodules inherit the flags. `nn.jit` traces a module again if they differ, and
+            # knows nothing else of the policy.
+            scope: Any = module.scope
+            flags = {**scope.flags, "jmp_lite.precision": repr(precision)}
+            intercept = functools.partial(_intercept, precision, len(module.path))
+            with attributes(scope, {"flags": flags}), nn.intercept_methods(intercept):
                 output = getattr(module, method)(*args, **kwargs)
             if module.is_initializing():
                 params = module.variables.get("params", {})
@@ -175,8 +193,29 @@ class WithPolicy(nn.Module):
                     module.put_variable("params", name, value)
             return output
 
+        scope: Any = module.scope
+        before, counters = _copy_dicts(module.variables), _copy_dicts(scope.rng_counters)
+
+        def restore() -> None:
+            scope: Any = self._bound.scope
+            variables: Any = module.variables
+            for name, values in variables.items():
+                if scope.is_mutable_collection(name):
+                    # In place: the scopes of other modules hold the same dictionary.
+                    values.clear()
+                    values.update(before.get(name, {}))
+            scope.rng_counters.clear()
+            scope.rng_counters.update(counters)
+            # A new module, because the submodules of this one have counted random keys too.
+            object.__setattr__(self, "_bound", module.clone(parent=scope.rewound()))
+
         is_cell = is_cell_call(_LINEN, module, method)
-        return run_model(run, self.policy, cast_floating, is_cell, args, kwargs)
+        return run_model(run, restore, Precision(self.policy, self.reduce_dtype), cast_floating, is_cell)
+
+
+def _copy_dicts(tree: Any) -> dict[Any, Any]:
+    """Copies nested dictionaries, whose keys `jax.tree.map` might not be able to sort."""
+    return {name: _copy_dicts(value) if isinstance(value, dict) else value for name, value in tree.items()}
 
 
 def _call_method(name: str, model: WithPolicy, *args: Any, **kwargs: Any) -> Any:
@@ -187,31 +226,31 @@ def _call_method(name: str, model: WithPolicy, *args: Any, **kwargs: Any) -> Any
 
 
 def _intercept(
-    model: WithPolicy,
+    precision: Precision,
     depth: int,
     call: Callable[..., Any],
     args: Args,
     kwargs: Kwargs,
     context: nn.module.InterceptorContext,
 ) -> Any:
-    """Calls one method of one module inside of `model`, whose own path has `depth` names."""
-    module, policy = context.module, model.policy
+    """Calls one method of one module inside of a model, whose own path has `depth` names."""
+    module, policy = context.module, precision.policy
     if context.method_name in _CASTS_NOTHING or isinstance(module, WithPolicy):
         return call(*args, **kwargs)
-    path = "/".join(module.path[depth:])
-    own_policy, changes = policy.at(path), dict[str, Any]()
+    path, changes = "/".join(module.path[depth:]), dict[str, Any]()
     if takes_dtype(_LINEN, module):
-        changes["dtype"] = np.dtype(own_policy.compute_dtype)
+        changes["dtype"] = np.dtype(policy.at(path).compute_dtype)
     if not is_layer(_LINEN, module):
-        changes["param"] = functools.partial(_cast_param, module, path, policy)
+        changes["param"] = functools.partial(_cast_param, module, path, precision)
     elif policy.rules and changes:
         own = [name for name, value in module.variables.get("params", {}).items() if hasattr(value, "dtype")]
         check_layer_rules(policy, path, own, module)
-    how = own_policy, model.reduce_dtype, changes
-    return run_call(_LINEN, module, context.method_name, *how, call, args, kwargs)
+    return run_call(_LINEN, module, context.method_name, path, precision, changes, call, args, kwargs)
 
 
-def _cast_param(module: nn.Module, path: str, policy: Policy, name: str, *args: Any, **kwargs: Any) -> Any:
+def _cast_param(
+    module: nn.Module, path: str, precision: Precision, name: str, *args: Any, **kwargs: Any
+) -> Any:
     """Runs `module.param` and casts what it returns. The stored parameter stays as it is."""
     value = type(module).param(module, name, *args, **kwargs)
-    return cast_floating(value, policy.at(join(path, name)).compute_dtype)
+    return precision.cast_param(value, join(path, name))

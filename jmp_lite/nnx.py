@@ -1,5 +1,6 @@
 """Flax NNX: `with_policy` returns a model that runs under a policy, with the same parameter tree."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -14,8 +15,16 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jmp_lite.nnx needs Flax: pip install flax.") from error
 
 from ._dtypes import DTypeLike, parse_reduce_dtype
-from ._flax.calls import Args, Kwargs, run_call, run_model
-from ._flax.layers import Library, check_arguments, check_layer_rules, is_cell_call, is_layer, takes_dtype
+from ._flax.calls import Args, Kwargs, Precision, run_call, run_model
+from ._flax.layers import (
+    Library,
+    attributes,
+    check_arguments,
+    check_layer_rules,
+    is_cell_call,
+    is_layer,
+    takes_dtype,
+)
 from ._paths import argument_names, join, path_name
 from ._policy import Policy
 from ._tree import cast_leaf
@@ -46,21 +55,21 @@ _SETTING = "_jmp_lite_setting"
 class _Setting:
     """The policy of a module, held by the module itself."""
 
-    policy: Policy  # That of the whole model.
+    precision: Precision  # That of the whole model.
     path: str  # That of the module in the model.
     is_model: bool  # Whether the module is the whole model, and is not called by its own methods.
-    reduce_dtype: np.dtype | None
 
 
 def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> M:
     """Returns a copy of `model` that runs under a policy.
 
-    The copy casts its inputs and parameters to the compute dtype, and its outputs to the output dtype. Each
-    parameter is cast where it is used. `nnx.state` of the copy has the paths of the original, with the
-    parameters in the parameter dtype, so checkpoints of the plain model fit.
+    The layers of the copy compute in the compute dtype, and its outputs are cast to the output dtype. Inputs
+    keep their dtype until a layer casts them, as with Flax's own `dtype`. Each parameter is cast where it is
+    used. `nnx.state` of the copy has the paths of the original, with the parameters in the parameter dtype,
+    so checkpoints of the plain model fit.
 
-    Normalization layers compute their statistics in float32. Batch statistics, all other variables and
-    recurrent carries keep their dtype. Gradients of biases and embeddings are summed in float32.
+    Normalization layers compute their statistics in float32. Batch statistics, all other variables, and the
+    carries of loops keep their dtype. Gradients of biases and embeddings are summed in float32.
 
     Args:
         model: any NNX module. It is not changed. The copy shares its arrays: a step that donates one of the
@@ -72,9 +81,10 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
             devices sum their weight gradients, float32 or None for the compute dtype.
 
     Returns:
-        A module of a subclass of the model's class. All public methods run under the policy. A call works on
-        cast copies of the parameters, so that a value assigned to a parameter inside a call is lost: use
-        another `nnx.Variable` for what calls change. The module cannot be pickled: save its `nnx.state`.
+        A module of a subclass of the model's class, with the attribute `policy` unless the model has one. All
+        public methods run under the policy. A call works on cast copies of the parameters, so that a value
+        assigned to a parameter inside a call is lost: use another `nnx.Variable` for what calls change. The
+        module cannot be pickled: save its `nnx.state`.
 
     Raises:
         TypeError: `model` is not an NNX module, or `policy` is not a policy.
@@ -102,7 +112,7 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
     for path, module in modules.items():
         _check_bridge(path, module)
         if not f"{path}/".startswith(settled):  # A policy that a part of the model has already wins.
-            _set(module, _Setting(policy, path, module is model, wide))
+            _set(module, _Setting(Precision(policy, wide), path, module is model))
     return model
 
 
@@ -117,14 +127,14 @@ def _check_bridge(path: str, module: nnx.Module) -> None:
 
 def _set(module: Any, setting: _Setting) -> None:
     """Sets the dtype of one module, and lets its calls run through `_call` where they need it."""
-    layer = is_layer(_NNX, module)
-    if takes_dtype(_NNX, module):
-        module.dtype = np.dtype(setting.policy.at(setting.path).compute_dtype)
+    layer, policy, path = is_layer(_NNX, module), setting.precision.policy, setting.path
+    needs_plan = takes_dtype(_NNX, module)
+    if needs_plan:
+        module.dtype = np.dtype(policy.at(path).compute_dtype)
         if layer:
-            check_layer_rules(setting.policy, setting.path, list(_own_params(module)), module)
+            check_layer_rules(policy, path, list(_own_params(module)), module)
     if isinstance(module, _NORMALIZATION):
         module.promote_dtype = _keep_dtypes
-    needs_plan = isinstance(module, (*_NNX.biased, _NNX.embedding, _NNX.cell))
     if needs_plan or setting.is_model or (not layer and _own_params(module)):
         setattr(module, _SETTING, setting)
         # Python looks up `__call__` on the class, so the module gets a subclass. Flax would refuse a plain
@@ -164,7 +174,27 @@ def _subclass(cls: type, layer: bool) -> type:
         names |= {name for name in methods if not name.startswith("_")}
     body = {name: _under_policy(name, getattr(cls, name)) for name in names}
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), body)
+    if not hasattr(cls, "policy"):
+        body["policy"] = _PolicyAttribute()
+
+    def show(self: Any) -> str:
+        setting: _Setting = getattr(self, _SETTING)
+        text: str = super(subclass, self).__repr__()
+        return f"with_policy({text}, {setting.precision.policy!r})" if setting.is_model else text
+
+    subclass: Any = type(cls.__name__, (cls,), body | {"__repr__": show, "__str__": show})
+    return subclass
+
+
+class _PolicyAttribute:
+    """The attribute `policy` of a model. An attribute of that name that the model has itself wins."""
+
+    # A `property` would win over the attribute of the model.
+    def __get__(self, module: Any, cls: type) -> Policy:
+        if module is None:
+            raise AttributeError("The policy belongs to a model, not to its class.")
+        setting: _Setting = getattr(module, _SETTING)
+        return setting.precision.policy
 
 
 def _under_policy(name: str, method: Callable[..., Any]) -> Any:
@@ -179,20 +209,40 @@ def _under_policy(name: str, method: Callable[..., Any]) -> Any:
 def _call(module: Any, name: str, method: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Calls one method of one module in the compute dtype that the policy gives it."""
     setting: _Setting = getattr(module, _SETTING)
-    policy = setting.policy
+    call = functools.partial(method, module)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(setting: _Setting) -> Any:
         changes: dict[str, Any] = {}
         if not is_layer(_NNX, module):
             changes = {n: _cast_params(value, setting, n) for n, value in _own_params(module).items()}
         if setting.is_model:  # Calls from inside of this call are calls of a part of the model.
             changes[_SETTING] = dataclasses.replace(setting, is_model=False)
-        how = policy.at(setting.path), setting.reduce_dtype, changes
-        return run_call(_NNX, module, name, *how, functools.partial(method, module), args, kwargs)
+        how = setting.path, setting.precision, changes
+        return run_call(_NNX, module, name, *how, call, args, kwargs)
+
+    def run_whole(precision: Precision) -> Any:
+        with contextlib.ExitStack() as stack:
+            if precision.returns_float32:
+                for part in [part for _, part in nnx.iter_modules(module) if hasattr(part, _SETTING)]:
+                    stack.enter_context(attributes(part, {_SETTING: _returning_float32(part)}))
+            return run(getattr(module, _SETTING))
 
     if not setting.is_model:
-        return run(*args, **kwargs)
-    return run_model(run, policy, _cast, is_cell_call(_NNX, module, name), args, kwargs)
+        return run(setting)
+    nodes = nnx.iter_graph([module, *filter(is_object, jax.tree.leaves((args, kwargs), is_leaf=is_object))])
+    values = [(node, node.get_value()) for _, node in nodes if isinstance(node, nnx.Variable)]
+
+    def restore() -> None:
+        for variable, value in values:
+            variable.set_value(value)
+
+    return run_model(run_whole, restore, setting.precision, _cast, is_cell_call(_NNX, module, name))
+
+
+def _returning_float32(part: Any) -> _Setting:
+    setting: _Setting = getattr(part, _SETTING)
+    precision = dataclasses.replace(setting.precision, returns_float32=True)
+    return dataclasses.replace(setting, precision=precision)
 
 
 def _cast(tree: Any, dtype: np.dtype) -> Any:
@@ -206,8 +256,7 @@ def _cast_params(tree: Any, setting: _Setting, attribute: str) -> Any:
         if not isinstance(leaf, nnx.Param):
             return leaf
         name = join(setting.path, f"{attribute}/{path_name(path)}".rstrip("/"))
-        dtype = np.dtype(setting.policy.at(name).compute_dtype)
-        return jax.tree.map(lambda value: cast_leaf(value, dtype), leaf)
+        return setting.precision.cast_param(leaf, name)
 
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=_is_node)
 

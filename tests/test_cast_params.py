@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jmp_lite as jmp
 
@@ -74,6 +75,27 @@ def test_each_parameter_is_named():
     ) as error:
         jmp.cast_params(params, HALF)
     assert "layer_3" not in str(error.value)
+
+
+def test_the_state_of_an_nnx_model_keeps_its_statistics_in_float32():
+    class Model(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.dense, self.norm = nnx.Linear(3, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    model = Model()
+    model.norm.var[...] = jnp.full(3, 7e4)  # Beyond float16.
+    before, after = nnx.state(model), jmp.cast_params(nnx.state(model), HALF)
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.filter_state(after, nnx.Param))} == {"float16"}
+    others = nnx.filter_state(after, nnx.BatchStat)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(others)} == {"float32"}
+    np.testing.assert_array_equal(others["norm"]["var"][...], np.full(3, 7e4))
+    model.dense.kernel[...] = jnp.full((3, 3), 1e5)
+    said = r"dense/kernel: 100000 is beyond 65504.*\n.*{'dense': 'float32'}"
+    with pytest.raises(ValueError, match=said):
+        jmp.cast_params(nnx.state(model), HALF)
 
 
 def test_it_says_what_it_cannot_do():

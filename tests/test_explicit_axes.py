@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from tests.support.arrays import normal
-from tests.support.jaxprs import products
+from tests.support.jaxprs import equations, products
 from tests.support.small_programs import ORDERS
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -79,6 +79,57 @@ def test_autocast_has_the_gradients_of_one_device(order, name):
     for leaf, true in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         error = np.linalg.norm(np.asarray(leaf) - true) / np.linalg.norm(true)
         assert error < tolerance
+
+
+def gathering(cast):
+    """A loss that gathers each weight by `reshard` (FSDP), after a cast by hand."""
+
+    def loss(params, x):
+        gathered = {name: jax.sharding.reshard(cast(leaf), P()) for name, leaf in params.items()}
+        hidden = jnp.tanh(cast(x) @ gathered["w1"])
+        return jnp.mean((hidden @ gathered["w2"]).astype(jnp.float32) ** 2)
+
+    return loss
+
+
+def resharded(fun, params, x):
+    """The dtype and the sharding of each matrix that a function moves between devices by `reshard`."""
+    found = [
+        e.outvars[0].aval for e in equations(jax.make_jaxpr(fun)(params, x)) if e.primitive.name == "reshard"
+    ]
+    return sorted((aval.dtype.name, str(aval.sharding.spec)) for aval in found if aval.ndim == 2)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_weight_is_cast_before_reshard_gathers_it_and_its_gradient_after(order):
+    params = {name: jax.device_put(leaf, NamedSharding(MESH, P("data"))) for name, leaf in WHOLE.items()}
+    del params["b"]
+    x = jax.device_put(X, NamedSharding(MESH, P("data")))
+
+    def grad(**options):
+        cast = functools.partial(jmp.autocast, dtype="bfloat16", **options)
+        loss = gathering(lambda leaf: leaf)
+        return jax.grad(cast(loss)) if order == "inside" else cast(jax.grad(loss))
+
+    by_hand = jax.grad(gathering(lambda leaf: leaf.astype(jnp.bfloat16)))
+    expected = resharded(by_hand, params, x)
+    assert [dtype for dtype, _ in expected] == ["bfloat16"] * 4
+    assert resharded(grad(), params, x) == expected
+    compiled = jax.jit(grad()).lower(params, x).compile().as_text()
+    assert compiled.count(" all-gather(") == 2
+    # With `reduce_dtype` the gradients move in float32, and the weights still in half.
+    wide = grad(reduce_dtype="float32")
+    assert resharded(wide, params, x).count(("float32", str(P("data", None)))) == 2
+    assert jax.jit(wide).lower(params, x).compile().as_text().count(" all-gather(") == 2
+
+
+def test_a_weight_that_float32_operations_read_too_is_gathered_once_in_float32():
+    def loss(w, x):
+        w = jax.sharding.reshard(w, P())
+        return jnp.mean((x @ w) ** 2) + 1e-4 * jnp.sum(jnp.exp(w))
+
+    w, x = jax.device_put((WHOLE["w1"], X), NamedSharding(MESH, P("data")))
+    assert [dtype for dtype, _ in resharded(jmp.autocast(loss, "bfloat16"), w, x)] == ["float32"]
 
 
 def trained(tx, params, x, fun, jit, steps=3):

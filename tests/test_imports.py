@@ -29,7 +29,7 @@ ROOMS = {
     "_tree": ("_dtypes",),
     "_memory": ("_dtypes", "_paths", "_tree"),
     "_policy": ("_dtypes", "_paths", "_text", "_tree"),
-    "_cast_params": ("_paths", "_policy"),
+    "_cast_params": ("_paths", "_tree", "_policy"),
     "_scaling": ("_dtypes", "_paths", "_text", "_tree", "_memory"),
     "_jaxpr": ("_paths", "_tree"),
     "_float8": ("_jaxpr",),
@@ -67,8 +67,8 @@ FILES = {
     "_jaxpr": "primitives read precision inner bind arguments replay calls products",
     "_float8": "quantize product action",
     "_autocast.planning": (
-        "rules scopes op softmaxes activations dependence states ruling demand plan pairs checkpoints decide "
-        "planner"
+        "rules scopes op softmaxes activations dependence states ruling wanted demand plan pairs checkpoints "
+        "elementwise products decide planner"
     ),
     "_autocast": "value activation interpreter traced_rule custom_rules calls keep api",
     "_autocast.report": "advice operations explain",

@@ -19,11 +19,11 @@ from .._paths import shown
 from .calls import HANDLERS
 from .interpreter import Interpreter
 from .keep import full_precision
-from .planning.demand import Wanted
 from .planning.plan import Plan, conversion
 from .planning.planner import Planner
 from .planning.rules import Operations, Patterns, Rules, ScopeRules, make_rules
 from .planning.states import FLOAT32
+from .planning.wanted import Wanted
 from .value import Value
 
 P = ParamSpec("P")
@@ -116,9 +116,9 @@ def autocast(
             A pattern selects `jax.named_scope`s, Flax Linen modules, names of jitted functions, and paths of
             arguments (the way to name an NNX or Equinox module), with everything inside them. `*` stands for
             part of one name, `**` for several names. Operations that take a selected argument run in float32.
-            The half dtype makes an exception within a wider rule, and the first rule that matches wins. With
-            dtype `"float8"`, a rule may also give bfloat16 (no fp8 here) or `"float8"` (fp8 even for small
-            matmuls).
+            The half dtype makes an exception within a wider rule. The first rule that matches wins, whether
+            it selects a scope or an argument. With dtype `"float8"`, a rule may also give bfloat16 (no fp8
+            here) or `"float8"` (fp8 even for small matmuls).
         reduce_dtype: the dtype in which the matmuls of weight gradients return their results, which are then
             summed over devices: float32, or None for the half dtype, which moves half the bytes. The inputs
             of these matmuls are half in both cases, and the gradients of activations stay in half. The option
@@ -129,10 +129,11 @@ def autocast(
         float32_results: a pattern or several, as in `rules`. The matmuls (`dot_general`) that they select
             take half inputs and return float32, which costs no precision: Tensor Cores accumulate in float32
             anyway. Use it for logits. The matmuls of their gradients take half inputs and return half.
-        half_sums: a pattern or several over scopes, as in `rules`. The residual sums that they select, which
-            add two values of one shape, return half. A residual stream in half moves fewer bytes, but its
-            rounding errors accumulate across layers, so the stream of a transformer stays float32 by default.
-            The carry of a `scan` that such a sum computes is half as well.
+        half_sums: a pattern or several over scopes, as in `rules`. The residual sums that they select return
+            half. A residual sum adds the result of a matmul to an array of its shape, and matmuls or norms
+            read it later; the sums of losses and accumulators stay float32. A residual stream in half moves
+            fewer bytes, but its rounding errors accumulate across layers, so the stream of a transformer
+            stays float32 by default. The carry of a `scan` that such a sum computes is half as well.
 
     Returns:
         A function with the signature of `fun`.

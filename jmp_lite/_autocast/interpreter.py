@@ -200,7 +200,7 @@ class Interpreter:
         """Leads the gradients of a half value's float32 readers through `path`."""
         value.path = path
         if self.is_linear:
-            value.casts[jnp.float32] = reuse(path, round_to(path, self.half))
+            value.casts[jnp.float32] = path
 
     # Values that enter and leave the jaxprs within an equation.
 

@@ -18,10 +18,10 @@ from .._jaxpr.bind import bind, cast
 from .._jaxpr.precision import only_own_precisions
 from .._jaxpr.read import Array, Equation, Var, is_float32, sources_of_outputs
 from .interpreter import Interpreter
-from .planning.demand import Wanted
 from .planning.op import Context
 from .planning.plan import Call, conversion
 from .planning.states import FLOAT32, HALF, OTHER, State
+from .planning.wanted import Wanted
 from .value import Value
 
 
@@ -268,7 +268,8 @@ class TracedRule:
         wanted += [Wanted.NO if number is None else wanted[number] for number in result_of]
         # The scopes around the function are around its rules too.
         around = self._inside.plan.context
-        context = Context(around.scope, streams=around.streams, decides=around.decides)
+        are_tangents = (False,) * len(inputs) + (True,) * len(tangents)
+        context = Context(around.scope, streams=around.streams, decides=around.decides, tangents=are_tangents)
         if intermediate is not None:
             context = Context(around.scope, True, intermediate, of_gradient=True)
         plan = interpreter.planner.plan(closed, [state for _, state in arguments], wanted, context)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._jaxpr.bind import cast, reuse, widen
+from .._jaxpr.bind import cast, reuse, round_to, widen
 from .._jaxpr.read import Array
 
 
@@ -48,6 +48,7 @@ class Value:
         """Starts the float32 path of a half value, on which the gradients of its readers are summed."""
         if self.path is None:
             self.path = cast(self.native, jnp.float32)
+            self.casts[jnp.float32] = reuse(self.path, round_to(self.path, self.native.dtype))
 
     def to(self, dtype: Any) -> Array:
         """Returns the value in `dtype`, float32 or the half dtype."""

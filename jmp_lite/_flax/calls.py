@@ -1,34 +1,59 @@
 """One call of one module, or of a whole model, under a policy."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._policy import Policy
-from .._tree import cast_leaf, reuse_cast
-from .layers import Library, attributes, is_cell_call, is_layer
+from .._tree import at_least_float32, cast_floating, cast_leaf, has_dtype, is_half, reuse_cast
+from .layers import Library, attributes, is_cell_call, is_layer, takes_dtype
 from .products import wide_gradients
 
+T = TypeVar("T")
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """How the modules of a model compute.
+
+    Attributes:
+        policy: the policy of the whole model.
+        reduce_dtype: the dtype in which devices sum weight gradients; None for the compute dtype.
+        returns_float32: whether a module that computes in half returns float32, and parameters of a user's
+            module are float32 after they were rounded. All values between layers then have the dtypes of the
+            plain model.
+    """
+
+    policy: Policy
+    reduce_dtype: np.dtype | None
+    returns_float32: bool = False
+
+    def cast_param(self, value: T, path: str) -> T:
+        """Casts the parameter of a user's module to the compute dtype of its `path`."""
+        value = cast_floating(value, self.policy.at(path).compute_dtype)
+        return at_least_float32(value) if self.returns_float32 else value
 
 
 def run_call(
     library: Library,
     module: Any,
     method: str,
-    policy: Policy,
-    reduce_dtype: np.dtype | None,
-    changes: Mapping[str, Any],
+    path: str,
+    precision: Precision,
+    changes: dict[str, Any],
     call: Callable[..., Any],
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Runs a `call` of `method` with attributes `changes`. `policy` is the policy at the module's path."""
-    compute_dtype, is_cell = np.dtype(policy.compute_dtype), is_cell_call(library, module, method)
+    """Runs a `call` of `method` with attributes `changes`. `path` is that of the module in the model."""
+    compute_dtype = np.dtype(precision.policy.at(path).compute_dtype)
+    reduce_dtype, is_cell = precision.reduce_dtype, is_cell_call(library, module, method)
     calls_layer = is_layer(library, module) and method == "__call__"
     bias = library.read_bias(module) if calls_layer and isinstance(module, library.biased) else None
     changes = {**changes, **({} if bias is None else library.no_bias)}
@@ -44,29 +69,48 @@ def run_call(
 
     if calls_layer and isinstance(module, library.embedding):
         keeps_rows = reduce_dtype is not None and _is_shared(*args, **kwargs)
-        return _look_up(lambda dtype: run(dtype=dtype), compute_dtype, keeps_rows)
-    output: Any = run()
+        output: Any = _look_up(lambda dtype: run(dtype=dtype), compute_dtype, keeps_rows)
+    else:
+        output = run()
     if bias is not None:
         output = _add_bias(output, bias)
     if is_cell:
         output = _cast_cell_output(output, args[0] if args else kwargs["carry"], compute_dtype)
+    if precision.returns_float32 and takes_dtype(library, module):
+        output = _widen(output, compute_dtype, (args, kwargs))
     return output
 
 
 def run_model(
-    run: Callable[..., Any],
-    policy: Policy,
+    run: Callable[[Precision], Any],
+    restore: Callable[[], None],
+    precision: Precision,
     cast: Callable[[Any, np.dtype], Any],
     keeps_carry: bool,
-    args: Args,
-    kwargs: Kwargs,
 ) -> Any:
-    """Calls a whole model: casts its inputs to the compute dtype and its outputs to the output dtype."""
-    carry, others = (args[:1], args[1:]) if keeps_carry else ((), args)
-    kept = {name: value for name, value in kwargs.items() if name in ("carry", "initial_carry")}
-    compute_dtype, output_dtype = np.dtype(policy.compute_dtype), np.dtype(policy.output_dtype)
-    named = cast({name: value for name, value in kwargs.items() if name not in kept}, compute_dtype)
-    output = run(*carry, *cast(others, compute_dtype), **named, **kept)
+    """Runs a whole model, and casts its outputs to the output dtype.
+
+    Args:
+        run: runs the model and returns its outputs.
+        restore: undoes what a run that failed has changed.
+        precision: that of the model.
+        cast: casts a tree of outputs.
+        keeps_carry: whether the first output is a carry, which keeps its dtype.
+    """
+    try:
+        output: Any = run(precision)
+        is_done = True
+    except (TypeError, jax.dtypes.TypePromotionError):
+        # In a loop or a branch that mixes values in half and in float32, such as a float32 input, or a layer
+        # that a rule keeps in float32, JAX finds that a carry changes its dtype or that branches differ.
+        # With float32 between the layers it finds the dtypes of the plain model.
+        if precision.returns_float32:
+            raise
+        output, is_done = None, False
+    if not is_done:  # Not in the handler, which would show both errors.
+        restore()
+        output = run(dataclasses.replace(precision, returns_float32=True))
+    output_dtype = np.dtype(precision.policy.output_dtype)
     if keeps_carry:
         return output[0], cast(output[1], output_dtype)
     return cast(output, output_dtype)
@@ -82,7 +126,7 @@ def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype, keeps_rows:
     # The gradient of a row is the sum over all its uses, and such a sum stops growing in half precision: 256
     # + 1 is 256 in bfloat16. So the gradient is that of a lookup in float32. XLA removes the float32 lookup
     # itself, and devices that share a table gather it in half precision.
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = np.dtype(np.float32) if dtype.itemsize < 4 else dtype
     rows = read(wide)
     return rows if keeps_rows or dtype == wide else reuse_cast(rows, read(dtype))
 
@@ -109,3 +153,11 @@ def _cast_cell_output(output: tuple[Any, Any], carry: Any, dtype: np.dtype) -> t
     new_carry, y = output
     new_carry = jax.tree.map(lambda new, old: cast_leaf(new, jnp.result_type(old)), new_carry, carry)
     return new_carry, jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), y)
+
+
+def _widen(output: Any, dtype: np.dtype, inputs: Any) -> Any:
+    """Casts what a layer computed in a half `dtype` to the dtype that the plain layer returns."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(inputs) if has_dtype(leaf, jnp.floating)]
+    wide = np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
+    is_rounded = lambda leaf: is_half(leaf) and leaf.dtype == dtype
+    return jax.tree.map(lambda leaf: cast_leaf(leaf, wide) if is_rounded(leaf) else leaf, output)

@@ -88,7 +88,7 @@ def check_layer_rules(policy: Policy, path: str, parameters: list[str], module: 
 
 @contextlib.contextmanager
 def attributes(module: Any, changes: dict[str, Any]) -> Iterator[None]:
-    """Sets attributes of `module` for the length of a call, in its `__dict__`."""
+    """Sets attributes of a module, or of its scope, for the length of a call, in its `__dict__`."""
     # Assigning them would raise an error of Flax, because the module is frozen or from another trace.
     values = vars(module)
     before = {name: values.get(name, _MISSING) for name in changes}

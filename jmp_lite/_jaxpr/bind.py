@@ -143,10 +143,10 @@ def widen(half: Array, path: Array, is_shared: bool = True) -> Array:
     Nothing reads the value of `path`, so JAX and XLA drop what computes it. Only gradients go through it.
     They stay float32 where the program moves `half`, or passes it to a call.
 
-    If other operations read `half` too (`is_shared`), it is rounded once more. By default XLA leaves out a cast
-    down and up again where both are in one kernel. A reader there would read the value before its rounding, and
-    others the rounded value: a softmax would be normalized by other logits than the one that the label selects.
-    XLA never leaves out a `reduce_precision`.
+    If other operations read `half` too (`is_shared`), it is rounded once more. By default XLA leaves out a
+    cast down and up again where both are in one kernel. A reader there would read the value before its
+    rounding, and others the rounded value: a softmax would be normalized by other logits than the one that
+    the label selects. XLA never leaves out a `reduce_precision`.
     """
     return _widen(half, path, is_shared)
 

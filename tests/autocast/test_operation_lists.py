@@ -78,8 +78,9 @@ def wrong(row, name, dtype):
         return None
     if row.here == "float32":
         return [str(operation) for operation in decisive if operation.in_half]
-    # Half, and the widest of half. In float16, a division computes in float32 and stores half.
-    is_half = lambda o: o.in_half or (traits_of(o.name).squares and o.outputs[0].startswith(dtype))
+    # Half, and the widest of half. A quotient in float16, and a product with a number that half rounds, are
+    # computed in float32 and stored in half.
+    is_half = lambda o: o.in_half or (traits_of(o.name).scales and o.outputs[0].startswith(dtype))
     return [str(operation) for operation in decisive if not is_half(operation)]
 
 

@@ -179,6 +179,65 @@ def test_the_policy_wins_over_the_dtype_of_a_layer(library):
     assert set(products(run, params, SEQUENCE)) == {("float16", "float16")}
 
 
+class LinenClock(nn.Module):
+    """Computes with its inputs before a layer takes them."""
+
+    @nn.compact
+    def __call__(self, x, t, ids):
+        y = nn.Dense(3, name="dense")(jnp.sin(t[:, None] * jnp.exp(-jnp.arange(6.0))) + x)
+        return y, x, t[0] + 1, ids
+
+
+class NnxClock(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(6, 3, rngs=RNGS)
+
+    def __call__(self, x, t, ids):
+        y = self.dense(jnp.sin(t[:, None] * jnp.exp(-jnp.arange(6.0))) + x)
+        return y, x, t[0] + 1, ids
+
+
+@each_library
+@each_policy
+def test_inputs_keep_their_dtype_until_a_layer_takes_them(library, policy):
+    model = LinenClock() if library == "Linen" else NnxClock()
+    inputs = jnp.zeros((4, 6)), jnp.array([999.3, 936.7, 833.4, 625.1]), jnp.arange(300, 304)
+    plain, params = as_function(model, *inputs)
+    half, _ = as_function(with_policy(model, policy), *inputs)
+    (y, *others), (expected, *kept) = half(params, *inputs), plain(params, *inputs)
+    eps = float(jnp.finfo(policy.compute_dtype).eps)
+    np.testing.assert_allclose(y, expected, atol=4 * eps)  # Rounded timesteps make it wrong by more.
+    jax.tree.map(np.testing.assert_array_equal, others, kept)
+    # The outputs have the output dtype, whatever their dtype was before.
+    output = as_function(with_policy(model, policy.with_output_dtype(policy.compute_dtype)), *inputs)[0]
+    wanted = [jnp.dtype(policy.compute_dtype)] * 3 + [jnp.dtype("int32")]
+    assert [leaf.dtype for leaf in output(params, *inputs)] == wanted
+
+
+@each_library
+def test_a_second_policy_is_refused(library):
+    with pytest.raises(ValueError, match=r"under a policy already\. Give the plain model to (linen|nnx)\."):
+        with_policy(with_policy(embedding(library), F16), F16)
+
+
+@each_library
+def test_a_model_shows_its_policy(library):
+    model = with_policy(embedding(library), F16)
+    assert model.policy == F16
+    assert "get_policy('p=full,c=f16,o=full')" in repr(model)
+
+
+@each_library
+@pytest.mark.parametrize("reduce_dtype", [None, "float32"])
+def test_an_embedding_runs_under_strict_dtype_promotion(library, reduce_dtype):
+    under = (linen if library == "Linen" else under_nnx).with_policy
+    ids = jnp.zeros((2, 3), jnp.int32)
+    with jax.numpy_dtype_promotion("strict"):
+        run, params = as_function(under(embedding(library), F16, reduce_dtype=reduce_dtype), ids)
+        grads = jax.grad(lambda params: run(params, ids).sum())(params)
+    assert grads["embedding"][0, 0] == 6
+
+
 @pytest.mark.parametrize("library", [linen, under_nnx], ids=["Linen", "NNX"])
 def test_wrong_arguments_are_type_errors(library):
     model = embedding("Linen" if library is linen else "NNX")

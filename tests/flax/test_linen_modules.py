@@ -1,6 +1,7 @@
 """`linen.with_policy`: rules, methods, submodules, lifted modules, and training with a `TrainState`."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 
@@ -87,6 +88,53 @@ def test_lifted_modules_run_under_the_policy(lift):
     assert set(products(jax.grad(run), params)) == {("float16", "float16")}
     full = products(jax.grad(lambda p: module().apply(p, SEQUENCE).sum()), params)
     assert set(full) == {("float32", "float32")}  # Nothing of the policy is left behind.
+
+
+def test_each_policy_has_a_trace_of_its_own_under_the_jit_of_flax():
+    @nn.jit
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            return nn.Dense(5)(nn.Embed(7, 4)(ids))
+
+    ids = jnp.arange(6).reshape(2, 3)
+    variables = Model().init(jax.random.key(0), ids)
+    for dtype in ("bfloat16", "float16", "float32"):
+        model = with_policy(Model(), jmp.get_policy(f"params=float32,compute={dtype}"))
+        assert model.apply(variables, ids).dtype == dtype
+        assert Model().apply(variables, ids).dtype == jnp.float32
+
+
+def test_a_run_that_is_repeated_in_float32_between_layers_counts_once():
+    class Counts(nn.Module):
+        def setup(self):
+            self.norm = nn.BatchNorm(use_running_average=False)
+            self.dropout = nn.Dropout(0.5, deterministic=False)
+            self.dense = nn.Dense(6)
+
+        def __call__(self, x):
+            step = lambda dense, carry, _: (dense(carry), None)
+            scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, length=2)
+            self.sow("intermediates", "noise", jax.random.normal(self.make_rng("dropout"), x.shape))
+            return scan(self.dense, self.norm(self.dropout(x)) + x, None)[0]
+
+    class Twice(nn.Module):
+        wrap: Callable[..., nn.Module]
+
+        @nn.compact
+        def __call__(self, x):
+            inner = self.wrap(Counts())
+            return inner(x) + inner(2 * x)
+
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    plain, half = Twice(lambda module: module), Twice(lambda module: with_policy(module, F16))
+    variables = plain.init(rngs, SEQUENCE)
+    jax.tree.map(np.testing.assert_array_equal, half.init(rngs, SEQUENCE)["params"], variables["params"])
+    state = {name: variables[name] for name in ("params", "batch_stats")}
+    run = lambda model: model.apply(state, SEQUENCE, rngs=rngs, mutable=["batch_stats", "intermediates"])
+    (y, new), (expected, wanted) = run(half), run(plain)
+    np.testing.assert_allclose(y, expected, atol=0.02)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), new, wanted)
 
 
 def test_wrapped_modules_are_equal_and_hash_by_value_so_that_jit_compiles_once():

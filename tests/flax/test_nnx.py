@@ -161,7 +161,7 @@ def test_rules_name_single_parameters_of_modules_that_users_write():
     model = with_policy(OwnParams(nnx.Rngs(0)), F16.with_rules({"/kernel": "float32"}))
     jaxpr = jax.make_jaxpr(lambda x: model.encode(x))(SEQUENCE)
     operands = [v.aval.dtype.name for e in equations(jaxpr) if "dot" in e.primitive.name for v in e.invars]
-    assert operands == ["float16", "float32"]
+    assert operands == ["float32", "float32"]
 
 
 def test_a_rule_for_one_parameter_of_a_layer_is_an_error():
@@ -203,6 +203,41 @@ def test_inside_another_model_the_innermost_policy_wins():
     assert products(lambda x: model(x), SEQUENCE) == [("float32",) * 2, ("float16",) * 2]
     with pytest.raises(ValueError, match="under a policy already"):
         with_policy(model, F16)
+
+
+def test_an_attribute_policy_of_the_model_stays():
+    class Agent(nnx.Module):
+        def __init__(self):
+            self.policy = nnx.Linear(6, 2, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.policy(x)
+
+    model = with_policy(Agent(), F16)
+    assert isinstance(model.policy, nnx.Linear)
+    assert model(SEQUENCE).shape == (4, 9, 2)
+
+
+def test_a_run_that_is_repeated_in_float32_between_layers_counts_once():
+    class Counts(nnx.Module):
+        def __init__(self):
+            self.dense, self.norm = nnx.Linear(6, 6, rngs=nnx.Rngs(0)), nnx.BatchNorm(6, rngs=nnx.Rngs(0))
+            self.calls = nnx.Variable(jnp.int32(0))
+
+        def __call__(self, x, rngs):
+            self.calls[...] += 1
+            noise = jax.random.normal(rngs.noise(), x.shape)
+            return nnx.fori_loop(0, 2, lambda _, v: (v[0], v[0](v[1])), (self.dense, self.norm(x) + x))[
+                1
+            ], noise
+
+    plain, rngs, other = Counts(), nnx.Rngs(noise=0), nnx.Rngs(noise=0)
+    half = with_policy(plain, F16)
+    (y, noise), (expected, wanted) = half(SEQUENCE, rngs), plain(SEQUENCE, other)
+    np.testing.assert_allclose(y, expected, atol=0.02)
+    np.testing.assert_array_equal(noise, wanted)
+    assert half.calls[...] == 1
+    np.testing.assert_allclose(half.norm.mean[...], plain.norm.mean[...], atol=1e-6)
 
 
 def test_the_same_class_under_a_policy_is_one_type_so_that_jit_compiles_once():
@@ -257,7 +292,7 @@ def test_methods_under_nnx_jit_run_under_the_policy():
 
         @nnx.jit
         def encode(self, x):
-            return x @ self.w
+            return x.astype(self.w.dtype) @ self.w
 
     model = with_policy(Model(), BF16)
     assert products(model.encode, SEQUENCE) == [("bfloat16", "bfloat16")]

@@ -1,4 +1,4 @@
-"""The reference of the laws: casts around each matmul and convolution, for any function, the model untouched."""
+"""The reference of the laws: casts around each matmul and convolution, for any function."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ def by_product(dtype: Any) -> Iterator[None]:
     """Casts the operands of each float32 product to `dtype`, and its result up again.
 
     A product with a precision of its own stays as it is. The primitives themselves are changed while the
-    context lasts, since `jnp.einsum` and the layers of Flax have captured the functions that call them. Backward
-    passes are reached as well. Call `jax.jit` inside.
+    context lasts, since `jnp.einsum` and the layers of Flax have captured the functions that call them.
+    Backward passes are reached as well. Call `jax.jit` inside.
     """
     dtype = jnp.dtype(dtype)
     primitives = [jax.lax.dot_general_p, jax.lax.conv_general_dilated_p]

@@ -50,7 +50,7 @@ def _booleans(z, d, h):
 def _keys(z, d, h):
     keys = jax.random.split(z, 2)
     noise = jax.random.normal(keys[0], h.shape)
-    return [keys, jax.random.key_data(keys), noise], (jax.random.uniform(keys[1]) * h).mean()
+    return [keys, jax.random.key_data(keys)], (jax.random.uniform(keys[1]) * h * noise).mean()
 
 
 def _float8(z, d, h):
@@ -101,22 +101,22 @@ SCOPES = {
 
 
 def _vmapped(fun):
-    return lambda p, d: jax.tree.map(_mean, jax.vmap(fun, (None, 0))(p, _twice(d)))
+    def vmapped(p, d):
+        losses, kept = jax.vmap(fun, (None, 0))(p, _twice(d))
+        return losses.mean(0), kept
+
+    return vmapped
 
 
 def _scanned(fun):
     def scanned(p, d):
         def step(total, d):
             loss, kept = fun(p, d)
-            return total + loss / 2, kept
+            return (total + loss / 2).astype(jnp.float32), kept
 
         return lax.scan(step, jnp.float32(0), _twice(d))
 
     return scanned
-
-
-def _mean(x):
-    return x.mean(0) if x.shape == (2,) and x.dtype == jnp.float32 else x
 
 
 def _twice(tree):

@@ -156,10 +156,10 @@ def loops_and_branches(p, d):
     x = d["x"] @ p["w"]
     step = lambda z: 0.5 * jnp.tanh(z @ p["v"]) + 0.1 * x
     with body():
-        z, _ = lax.while_loop(
-            lambda c: c[1] > 1e-4,
-            lambda c: (step(c[0]), jnp.abs(step(c[0]) - c[0]).max()),
-            (jnp.zeros_like(x), jnp.float32(1)),
+        z, _, _ = lax.while_loop(
+            lambda c: (c[1] > 1e-4) & (c[2] < 40),
+            lambda c: (step(c[0]), jnp.abs(step(c[0]) - c[0]).max(), c[2] + 1),
+            (jnp.zeros_like(x), jnp.float32(1), 0),
         )
         z = step(lax.stop_gradient(z))
         z = lax.cond(d["y"][0] > 3, lambda z: z @ p["w"], lambda z: jnp.sin(z @ p["v"]), z)
@@ -302,7 +302,7 @@ def deep_stack(p, d):
 @_program("q", "k", "v")
 def quotients(p, d):
     """A linear attention, whose normalizers are large numbers, an angle, and an absmax scaling."""
-    feature = lambda x: jax.nn.elu(100 * x) + 1
+    feature = lambda x: jax.nn.elu(20 * x) + 1
     with body():
         q, k, v = feature(d["x"] @ p["q"]), feature(d["x"] @ p["k"]), d["x"] @ p["v"]
         x = (q @ (k.T @ v)) / (q @ k.sum(0)[:, None])

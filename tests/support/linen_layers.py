@@ -65,10 +65,10 @@ class OwnParams(nn.Module):
     def __call__(self, x, train: bool = False):
         del train
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
-        return self.inner(jnp.tanh(x @ self.in_setup) @ kernel)
+        return self.inner(jnp.tanh(self.encode(x)) @ kernel)
 
     def encode(self, x):
-        return x @ self.in_setup
+        return x.astype(self.in_setup.dtype) @ self.in_setup
 
 
 CELLS = [nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell, nn.SimpleCell]

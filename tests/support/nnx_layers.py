@@ -63,7 +63,7 @@ class OwnParams(nnx.Module):
         self.calls = nnx.Variable(jnp.int32(0))
 
     def encode(self, x):
-        return x @ self.kernel
+        return x.astype(self.kernel.dtype) @ self.kernel
 
     def __call__(self, x):
         self.calls[...] += 1

@@ -4,9 +4,9 @@
 
 - What the user asks for: `rules` (the options), `scopes` (the parts of a program that stay as they are).
 - What a jaxpr is: `op` (an operation, read once), `activations` (operations that run as one function),
-  `dependence` (what computes a weight's gradient or the predicate of a loop).
-- What is known of values: `states`, then `ruling` (which values stay float32 in any case) and `demand` (which
-  values are wanted in half).
+  `dependence` (what computes a weight's gradient, and by what a loop decides).
+- What is known of values: `states`, then `ruling` (which values stay float32 in any case), `wanted` and
+  `demand` (which values are wanted in half).
 - What is decided: `plan` (the parts of a plan, plain data), `pairs` (half values whose gradients go through
-  float32), `decide` (one operation), `planner`.
+  float32), `elementwise`, `products` and `decide` (one operation), `planner`.
 """

@@ -7,8 +7,7 @@ pass uses the operations, the rulings on them and the estimates. It does not kno
 
 import collections
 import dataclasses
-import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,76 +26,13 @@ from ..._jaxpr.read import (
     open_jaxpr,
 )
 from .activations import Activations, find_activations
-from .dependence import Decisions, Intermediate, Streams
+from .dependence import Decisions, Intermediate, Streams, Tangents
 from .op import Context, Op, read_ops
 from .rules import Rules
 from .ruling import Estimates, Ruling, estimate_of, rule_on
 from .scopes import Scopes
 from .states import Kind
-
-
-class Wanted(enum.IntEnum):
-    """How much the readers of a value want the value in half."""
-
-    EXACT = -1  # Only integers and booleans are computed from the value, and rounding would change them.
-    NO = 0
-    INDIRECTLY = 1  # An operation passes the value on to a product. There may be other readers.
-    WITH_OTHERS = 2  # A product takes the value and rounds it. Other readers may read the rounded value.
-    BY_PRODUCTS_ONLY = 3  # All readers are products, which round the value.
-
-
-@dataclasses.dataclass(frozen=True)
-class Demand:
-    """What a jaxpr wants in half."""
-
-    reads: Callable[[Var], int]  # How often each variable is read.
-    # The variables that some operation wants in half.
-    wanted: set[Var] = dataclasses.field(default_factory=set)
-    # For each variable, how many readers take it in half as a product does.
-    products: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
-    # The variables that an operation reads in float32. If other readers rounded such a variable, that
-    # operation would read the rounded value too.
-    kept: set[Var] = dataclasses.field(default_factory=set)
-    # The variables that a residual sum reads in float32. If a product reads such a variable too, the sum may
-    # read it rounded: a user who casts by hand would round it for both.
-    summed: set[Var] = dataclasses.field(default_factory=set)
-    # The variables that something reads as numbers, and those from which integers or booleans are computed.
-    numbers: set[Var] = dataclasses.field(default_factory=set)
-    exact: set[Var] = dataclasses.field(default_factory=set)
-    # The residual sums that `half_sums` selects. They are in half, whatever reads them.
-    stored: set[Var] = dataclasses.field(default_factory=set)
-
-    def of_var(self, var: Var) -> Wanted:
-        """Returns how a variable is wanted in half."""
-        if var in self.stored:
-            return Wanted.WITH_OTHERS
-        if var in self.exact and var not in self.numbers:
-            return Wanted.EXACT
-        if var not in self.wanted or self.keeps(var):
-            return Wanted.NO
-        if self.products[var] >= self.reads(var):
-            return Wanted.BY_PRODUCTS_ONLY
-        return Wanted.WITH_OTHERS if self.products[var] else Wanted.INDIRECTLY
-
-    def of_results(self, op: Op) -> Wanted:
-        """Returns how the results of an operation are wanted: the largest answer among them."""
-        outvars = op.equation.outvars
-        if len(outvars) == 1:
-            return self.of_var(outvars[0])
-        return max(map(self.of_var, outvars), default=Wanted.NO)
-
-    def keeps(self, var: Var) -> bool:
-        """Whether an operation reads `var` in float32 and should not read a rounded value."""
-        if var in self.stored:
-            return False
-        return var in self.kept or (var in self.summed and not self.products[var])
-
-    def want(self, variables: Iterable[Var], wanted: Wanted) -> None:
-        """Notes that one reader wants some variables."""
-        if wanted > Wanted.NO:
-            for var in filter(is_float32, variables):
-                self.wanted.add(var)
-                self.products[var] += wanted >= Wanted.WITH_OTHERS
+from .wanted import Demand, Wanted
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,6 +49,7 @@ class Analysis:
     gradients: frozenset[Var]  # The results of a backward pass, such as the gradient of a weight.
     streams: frozenset[Var]  # The variables that products or norms read later; empty without `half_sums`.
     decisive: frozenset[Var]  # The variables on which a decision of a loop depends (`dependence`).
+    tangents: frozenset[Var]  # The variables that depend on the tangents of a forward-mode rule.
     demand: Demand  # The variables that the jaxpr wants in half.
 
 
@@ -128,6 +65,7 @@ class DemandPass:
         self._decisions = Decisions(self._ops)
         self._intermediate = Intermediate(self._ops)
         self._streams = Streams(self._ops)
+        self._tangents = Tangents(self._ops)
 
     def analyse(
         self, jaxpr: Jaxpr, wanted: tuple[Wanted, ...], inputs: tuple[Kind, ...], context: Context
@@ -158,6 +96,7 @@ class DemandPass:
                 gradients,
                 streams,
                 decisive,
+                self._tangents.variables(inside, context.tangents),
                 Demand(activations.reads),
             )
             self._go_backwards(analysis, wanted)
@@ -187,6 +126,7 @@ class DemandPass:
             recomputed=around.recomputed or op.recomputes,
             decides=decides if any(decides) else (),
             roles=roles if Role.CARRY in roles else (),
+            tangents=self._tangents.inputs(op, analysis.tangents)[index] if analysis.tangents else (),
             of_gradient=around.of_gradient or is_of_gradient(op.equation),
         )
 
@@ -309,16 +249,21 @@ def _note_use(op: Op, demand: Demand) -> None:
 
     Such an operation is a cast or a comparison. What leads to it by element-wise operations and moves alone
     should be exact: an identifier of 261 is another one than 260. Other operations that return integers, such
-    as `argmax`, compare numbers with each other.
+    as `argmax`, compare numbers with each other, and a matmul of which integers are made reads numbers.
     """
     outvars = op.equation.outvars
     are_floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in outvars]
     if (op.is_cast or op.traits.compares) and not any(are_floating):
         demand.exact.update(op.variables)
-    elif op.equation.effects or not all(are_floating) or not demand.numbers.isdisjoint(outvars):
+    elif _is_numeric(op, are_floating) or not demand.numbers.isdisjoint(outvars):
         demand.numbers.update(op.variables)
     elif not demand.exact.isdisjoint(outvars):
         demand.exact.update(op.variables)
+
+
+def _is_numeric(op: Op, are_floating: Sequence[bool]) -> bool:
+    """Whether an operation reads numbers whatever is made of its results."""
+    return op.traits.category is Category.ALLOW or bool(op.equation.effects) or not all(are_floating)
 
 
 def _wants(

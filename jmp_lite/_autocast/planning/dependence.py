@@ -5,11 +5,13 @@ The planner asks three questions:
 - Which products make the gradients of weights? `Intermediate`, for `reduce_dtype` and one-hot labels.
 - Which sums are those of a residual stream? `Streams`, for `half_sums`.
 - On what do the decisions of loops depend? `Decisions`.
+
+A fourth question goes forwards: what depends on the tangents of a rule? `Tangents`.
 """
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -47,8 +49,8 @@ class Dependence(abc.ABC):
             jaxpr: the jaxpr.
             outputs: a flag for each output.
             backward: whether the whole jaxpr is a part of a backward pass.
-            roles: for each input, whether it holds what a loop around the jaxpr carries (`Role.CARRY`) or what
-                no iteration changes (`Role.CONSTANT`). Empty outside of loops.
+            roles: for each input, whether it holds what a loop around the jaxpr carries (`Role.CARRY`) or
+                what no iteration changes (`Role.CONSTANT`). Empty outside of loops.
         """
         if not (self._enters(outputs) or Role.CARRY in roles):
             return frozenset()
@@ -70,8 +72,8 @@ class Dependence(abc.ABC):
     ) -> list[tuple[bool, ...]]:
         """Returns a flag for each output of each jaxpr of a call, from flags for the results of the call.
 
-        The carry of a loop is flagged too if the next iteration computes something flagged from it. `held` are
-        the variables around the call that hold what a loop carries, or what no iteration changes.
+        The carry of a loop is flagged too if the next iteration computes something flagged from it. `held`
+        are the variables around the call that hold what a loop carries, or what no iteration changes.
         """
         known = {index for index, is_found in enumerate(results) if is_found}
         roles = self.roles_inside(op, held)
@@ -88,7 +90,7 @@ class Dependence(abc.ABC):
             known |= found
 
     def held(self, inside: Jaxpr, roles: tuple[Role, ...]) -> dict[Var, Role]:
-        """Returns the variables that hold what a loop carries, at most moved, or what no iteration changes."""
+        """Returns the variables that hold what a loop carries, at most moved, or what it never changes."""
         if Role.CARRY not in roles:
             return {}
         held = {var: role for var, role in zip(inside.invars, roles) if role in (Role.CARRY, Role.CONSTANT)}
@@ -192,11 +194,11 @@ class Streams(Dependence):
 class Decisions(Dependence):
     """The values on which the decisions of loops depend.
 
-    A loop decides by the predicate of a `while` whether it goes on. A loop to a tolerance stops when a residual
-    is small. Half products round each iterate, so the residual stays at their rounding error and the loop does
-    not end. A loop also decides by a selection whether it keeps what it carries, as a solver with adaptive
-    steps does when it rejects a step. With rounded errors it would accept other steps, also where a backward
-    pass repeats them. What these decisions depend on therefore stays in float32.
+    A loop decides by the predicate of a `while` whether it goes on. A loop to a tolerance stops when a
+    residual is small. Half products round each iterate, so the residual stays at their rounding error and the
+    loop does not end. A loop also decides by a selection whether it keeps what it carries, as a solver with
+    adaptive steps does when it rejects a step. With rounded errors it would accept other steps, also where a
+    backward pass repeats them. What these decisions depend on therefore stays in float32.
 
     Only floating numbers and booleans count. A counter of iterations is an integer, and so is the token that
     ends the decoding of a language model: `argmax` gives the same token of logits in half. A check for finite
@@ -240,3 +242,58 @@ def _passes(op: Op) -> bool:
         sizes = {math.prod(var.aval.shape) for var in (op.equation.invars[0], op.equation.outvars[0])}
         return len(sizes) == 1
     return op.traits.keeps_gradient
+
+
+class Tangents:
+    """The variables that depend on the tangents of a forward-mode rule: a search forwards.
+
+    JAX transposes what computes them, so the products among them are those of the backward pass.
+    """
+
+    def __init__(self, ops_of: Callable[[Jaxpr], Sequence[Op]]) -> None:
+        self._ops_of = ops_of
+        self._found: dict[Any, frozenset[Var]] = {}
+
+    def variables(self, jaxpr: Jaxpr, inputs: tuple[bool, ...]) -> frozenset[Var]:
+        """Returns the variables of a jaxpr that depend on the flagged inputs."""
+        if not any(inputs):
+            return frozenset()
+        inside = open_jaxpr(jaxpr)
+        key = id(inside), inputs
+        if key not in self._found:
+            found = {var for var, is_found in zip(inside.invars, inputs) if is_found}
+            for op in self._ops_of(inside):
+                if not found.isdisjoint(op.variables):
+                    found.update(self._results(op, found))
+            self._found[key] = frozenset(found)
+        return self._found[key]
+
+    def inputs(self, op: Op, found: Set[Var]) -> list[tuple[bool, ...]]:
+        """Returns flags for the inputs of each jaxpr of a call. What a loop carries may become flagged."""
+        is_found = lambda var: not is_literal(var) and var in found
+        known = {index for index, var in enumerate(op.equation.invars) if is_found(var)}
+        while True:
+            inputs = [tuple(index in known for index in inner.operands) for inner in op.inner]
+            if op.name not in _LOOPS:
+                return inputs
+            body, flags = op.inner[-1], inputs[-1]
+            outvars = open_jaxpr(body.jaxpr).outvars
+            inside = self.variables(body.jaxpr, flags)
+            carried = {
+                body.operands[body.constants + index]
+                for index, (var, carry) in enumerate(zip(outvars, body.carries))
+                if carry and not is_literal(var) and var in inside
+            }
+            if carried <= known:
+                return inputs
+            known |= carried
+
+    def _results(self, op: Op, found: Set[Var]) -> Iterable[Var]:
+        if op.category is not Category.CALL:
+            return op.equation.outvars
+        return [
+            op.equation.outvars[index]
+            for inner, flags in zip(op.inner, self.inputs(op, found))
+            for index, var in zip(inner.results, open_jaxpr(inner.jaxpr).outvars)
+            if index is not None and not is_literal(var) and var in self.variables(inner.jaxpr, flags)
+        ]

@@ -131,6 +131,9 @@ class Context:
     # For each input, whether it holds what a loop around the jaxpr carries or what no iteration changes
     # (`dependence`). Empty outside of loops.
     roles: tuple[Role, ...] = ()
+    # One flag for each input: whether it is the tangent of a forward-mode rule, or depends on one
+    # (`dependence`). Empty outside of such rules.
+    tangents: tuple[bool, ...] = ()
     # Whether the program took a derivative of the jaxpr, so that it has the backward pass too.
     of_gradient: bool = False
 

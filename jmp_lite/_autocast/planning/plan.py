@@ -14,9 +14,9 @@ from ..._float8.action import Float8
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Equation, Jaxpr, Var, constants, open_jaxpr
-from .demand import Demand
 from .op import Context, Op
 from .states import Kind, State
+from .wanted import Demand
 
 
 class Take(enum.Enum):

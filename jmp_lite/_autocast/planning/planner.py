@@ -34,7 +34,7 @@ from ..._jaxpr.read import AUTOCAST_SCOPE, Array, Jaxpr, Var, constants, is_floa
 from .activations import Activations, inner_members
 from .checkpoints import kept_in_half
 from .decide import decide
-from .demand import Analysis, DemandPass, Wanted, wanted_inside
+from .demand import Analysis, DemandPass, wanted_inside
 from .op import Context, Op
 from .pairs import find_pairs, with_paths
 from .plan import Activation, Call, Decision, Inside, Plan, Run, Skip, Take, conversion, rounded
@@ -42,6 +42,7 @@ from .rules import Rules
 from .ruling import Ruling, estimate_of_state
 from .scopes import Scopes
 from .states import FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, entering, fits, join, leaving
+from .wanted import Wanted
 
 
 class Planner:

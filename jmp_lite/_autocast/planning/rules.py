@@ -39,7 +39,7 @@ class Rules:
     # take: "float32", the name of the half dtype, or "float8". The first pattern that matches wins.
     scopes: tuple[tuple[str, str], ...]
     # The primitives that the user has put on a list, or taken off one, each with how it was written.
-    listed: MappingProxyType[str, str] = MappingProxyType({})
+    listed: MappingProxyType[str, str]
     # Float32 if the products that make weight gradients give float32; else None.
     reduce_dtype: np.dtype | None = None
     # The precision that `jax_default_matmul_precision` gives to products; None for none. The program did not

@@ -87,8 +87,9 @@ class Scopes:
         for pattern in self._rules.half_sums:
             if ("half_sums", pattern) not in self._selecting:
                 raise ValueError(
-                    f"half_sums='{pattern}' selects no residual sum: no addition of two values of one shape "
-                    "lies in such a scope. `explain` lists the scopes."
+                    f"half_sums='{pattern}' selects no residual sum. Such a sum adds the result of a matmul "
+                    "to a float32 array of its shape, and matmuls or norms read it later. `explain` lists the "
+                    "scopes."
                 )
 
     def _check_for_rule_in_front(self, pattern: str) -> None:

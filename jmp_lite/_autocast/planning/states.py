@@ -48,8 +48,8 @@ class State:
     # it give float32. Empty for none.
     float32_result: str = ""
     half_sum: bool = False  # The value is a residual sum that `half_sums` selects, at most moved.
-    # The value is an argument, at most moved, and this is the first rule that selects it: the pattern, and the
-    # dtype that products of it take.
+    # The value is an argument, at most moved, and this is the first rule that selects it: the pattern, and
+    # the dtype that products of it take.
     rule: tuple[str, str] | None = None
 
     @property

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from ..._autocast.api import given_rules
-from ..._autocast.planning.demand import Wanted
 from ..._autocast.planning.plan import Plan
 from ..._autocast.planning.planner import Planner
 from ..._autocast.planning.rules import Rules
+from ..._autocast.planning.wanted import Wanted
 from ..._dtypes import DTypeLike
 from ..._jaxpr.arguments import check_function, in_two_calls
 from ..._jaxpr.read import open_jaxpr

@@ -1,0 +1,113 @@
+"""Decides about element-wise operations. Says how any operation takes its operands and gives its results."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jaxpr.primitives import Category
+from ..._jaxpr.read import Var, is_float32
+from .op import Op
+from .plan import Decision, Run, Take, conversion
+from .ruling import KEEP_FLOAT32, Ruling
+from .states import FLOAT32, HALF, KEPT, OTHER, WIDE, Kind, State, broadcast, may_be_rounded
+from .wanted import Wanted
+
+
+def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) -> Decision:
+    """Decides about an element-wise operation: the widest type of its operands; half only if wanted."""
+    known = [
+        (var, state, broadcast(op, var, state.kind))
+        for var, state in zip(op.equation.invars, operands)
+        if state.kind != Kind.OTHER
+    ]
+    kinds = {kind for _, _, kind in known}
+    is_wide = not kinds.isdisjoint(WIDE)
+    if is_wide and wanted >= Wanted.WITH_OTHERS:
+        return store_half(op, operands, "products read its result")
+    if Kind.HALF not in kinds:
+        kind = Kind.FLOAT32 if is_wide else max(kinds, default=Kind.ADAPTS)
+        constant = all(state.constant for state in operands)
+        results = results_of(op, operands, State(max(kind, Kind.ADAPTS), constant=constant))
+        return Decision(op, Category.INFER, in_full(operands), results, "no operand is in half")
+    reason = ""
+    if is_wide or Kind.ARGUMENT in kinds:
+        reason = "an operand is in float32, the widest type"
+    elif unfit := [state.number for state in operands if not state.fits]:
+        reason = f"{half.name} does not hold the constant {unfit[0]:g}"
+    elif wanted <= Wanted.NO and any(map(is_float32, op.equation.outvars)):
+        reason = "float32 operations read its result"
+    if reason:
+        return run_in_float32(op, operands, Ruling(Category.INFER, reason))
+    if op.traits.scales and (rounded := [each.number for each in operands if _is_rounded(each, half)]):
+        return store_half(op, operands, f"{half.name} rounds the constant {rounded[0]:g}")
+    if op.traits.squares and half == jnp.float16 and not operands[-1].constant:
+        return store_half(op, operands, f"the derivative of {op.name} squares an input, which may overflow")
+    if all(may_be_rounded(op, var, state, kind) for var, state, kind in known):
+        reason = "its operands are in half, or take the type of the others"
+        return Decision(op, Category.INFER, Run(in_half(op, operands)), halves(op), reason, changed=True)
+    reason = "one operand is in half; another was computed in float32 and takes its type"
+    return store_half(op, operands, reason)
+
+
+def _is_rounded(state: State, half: np.dtype) -> bool:
+    """Whether `half` rounds the number of a literal by more than a quarter of the largest rounding error.
+
+    A rounded factor is off by the same share everywhere, while the errors of other roundings cancel out. In
+    float16 the 0.7 of a dropout doubles the error of the gradient.
+    """
+    if state.number is None or not np.isfinite(state.number):
+        return False
+    error = abs(float(np.asarray(state.number, half)) - state.number)
+    return error > float(jnp.finfo(half).eps) / 8 * abs(state.number)
+
+
+def run_in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:
+    """Runs an operation in float32. A result that is computed from literals alone adapts to its readers."""
+    constant = all(state.constant for state in operands) and not op.equation.effects
+    state = State(Kind.ADAPTS, constant=True) if constant else FLOAT32
+    if ruling.reason == KEEP_FLOAT32:
+        state = KEPT
+    changed = any(state.is_half for state in operands)
+    results = results_of(op, operands, state)
+    return Decision(op, ruling.category, in_full(operands), results, ruling.reason, changed)
+
+
+def in_full(operands: Sequence[State]) -> Run:
+    """Returns the action of an operation that takes its operands in float32."""
+    return Run(tuple(conversion(state, FLOAT32) for state in operands))
+
+
+def in_half(op: Op, operands: Sequence[State]) -> tuple[Take, ...]:
+    """Returns how an operation takes its operands in half. It may broadcast some of them.
+
+    The gradient of a broadcast operand is a sum, so the operand is broadcast in float32 and cast after.
+    """
+
+    def take(var: Var, state: State) -> Take:
+        if state.kind == Kind.OTHER:
+            return Take.AS_IS
+        if op.traits.broadcasts and var.aval.ndim > 0 and not state.constant:
+            return Take.HALF if var.aval.shape == op.equation.outvars[0].aval.shape else Take.BROADCAST
+        return Take.HALF
+
+    return tuple(map(take, op.equation.invars, operands))
+
+
+def store_half(op: Op, operands: Sequence[State], reason: str) -> Decision:
+    """Computes in float32 and stores the result in half."""
+    results = halves(op)
+    takes = in_full(operands).operands
+    action = Run(takes, narrow=tuple(state.is_half for state in results))
+    return Decision(op, Category.INFER, action, results, reason, changed=True)
+
+
+def halves(op: Op) -> tuple[State, ...]:
+    """Returns the states of the results of an operation that runs in half."""
+    return tuple(HALF if is_float32(var) else OTHER for var in op.equation.outvars)
+
+
+def results_of(op: Op, operands: Sequence[State], state: State) -> tuple[State, ...]:
+    """Returns `state` for each float32 result. Results of other dtypes are never changed."""
+    other = State(Kind.OTHER, constant=all(state.constant for state in operands))
+    return tuple(state if is_float32(var) else other for var in op.equation.outvars)

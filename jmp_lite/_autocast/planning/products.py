@@ -1,0 +1,181 @@
+"""Decides about products: matmuls, convolutions and outer products."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..._float8.action import NOT_FP8, float8_action, why_not_float8
+from ..._jaxpr.primitives import Category
+from .demand import Analysis
+from .elementwise import decide_elementwise, halves, in_full, in_half, results_of, run_in_float32
+from .op import Op
+from .plan import Decision, Run
+from .rules import Rules
+from .ruling import KEEP_FLOAT32, Ruling
+from .scopes import Scopes, by_rule
+from .states import FLOAT32, Kind, State
+from .wanted import Wanted
+
+OUTER = ("outer_product", "elementwise_product")
+"""Products that sum nothing."""
+_SELECTS = "a matmul with one-hot labels, which selects float32 values for float32 operations"
+_EXACT = "only integers or booleans are computed from it, and rounding would change them"
+# Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
+# would widen the operands. (`diagnostics/_values/reference.py` names the products as well.)
+_GIVES_FLOAT32 = ("dot_general",)
+_FLOAT32_DTYPE = np.dtype(np.float32)
+
+
+def by_first_rule(op: Op, ruling: Ruling, operands: Sequence[State], rules: Rules) -> Ruling:
+    """Returns the ruling by the first rule that selects the scope or an argument of a product."""
+    if ruling.category is not Category.ALLOW and ruling.otherwise is None and op.name not in OUTER:
+        return ruling
+    given = [rule for rule in (ruling.rule, *(state.rule for state in operands)) if rule is not None]
+    pattern, dtype = min(given, key=rules.scopes.index)
+    if dtype != "float32":
+        return ruling.otherwise or ruling
+    return ruling if ruling.reason else dataclasses.replace(ruling, reason=by_rule(pattern))
+
+
+def decide_product(
+    op: Op,
+    ruling: Ruling,
+    operands: Sequence[State],
+    wanted: Wanted,
+    analysis: Analysis,
+    rules: Rules,
+    scopes: Scopes,
+) -> Decision:
+    """Decides about a product: half operands, unless one of them is kept in float32.
+
+    Raises:
+        ValueError: `float32_results` selects an operation that cannot give float32 from half operands.
+    """
+    if reason := _why_float32(op, operands, wanted, analysis):
+        return run_in_float32(op, operands, Ruling(Category.ALLOW, reason))
+    decision = _product_in_half(op, operands, analysis, rules)
+    if not decision.takes_half:
+        return decision
+    is_backward = analysis.context.is_backward(op)
+    by_argument = next((state.float32_result for state in operands if state.float32_result), "")
+    pattern = ruling.float32_result or by_argument
+    # The products of derivatives give half.
+    if pattern and not is_backward and analysis.tangents.isdisjoint(op.variables):
+        scopes.note_used("float32_results", pattern)
+        decision = _with_float32_result(decision, pattern, rules.dtype)
+    return _in_float8(decision, ruling, operands, is_backward, rules) if rules.float8 else decision
+
+
+def _why_float32(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis) -> str:
+    """Returns why a product that may take half operands takes float32 ones; empty if it takes half."""
+    if any(state.kind == Kind.KEPT for state in operands):
+        return KEEP_FLOAT32
+    if wanted is Wanted.EXACT:
+        return _EXACT
+    if _selects(operands) and wanted is Wanted.NO and analysis.gradients.isdisjoint(op.equation.outvars):
+        return _SELECTS
+    return ""
+
+
+def _selects(operands: Sequence[State]) -> bool:
+    """Whether a product picks numbers computed in float32, as a CTC loss does with one-hot labels."""
+    return sorted(state.kind for state in operands) == [Kind.BINARY, Kind.FLOAT32]
+
+
+def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis, rules: Rules) -> Decision:
+    """Decides about a product of half operands. One that makes a weight gradient may give float32."""
+    primitive, half = op.equation.primitive.name, rules.dtype
+    takes, params = in_half(op, operands), _half_params(op, half)
+    reason = f"{primitive} is on the allow list"
+    action, results = Run(takes, params), halves(op)
+    makes_gradient = rules.reduce_dtype is not None and not analysis.gradients.isdisjoint(op.equation.outvars)
+    if primitive in _GIVES_FLOAT32 and makes_gradient:
+        reason += "; it makes a weight gradient, which it gives in float32"
+        params["preferred_element_type"] = _FLOAT32_DTYPE
+        action = Run(takes, params, gradients=(half, half), swapped=True)
+        results = results_of(op, operands, FLOAT32)
+    elif primitive in _GIVES_FLOAT32 and any(state.wide_gradient for state in operands):
+        gradients = tuple(_FLOAT32_DTYPE if state.wide_gradient else half for state in operands)
+        action = Run(takes, params, gradients=gradients)
+    return Decision(op, Category.ALLOW, action, results, reason, changed=True)
+
+
+def _half_params(op: Op, half: np.dtype) -> dict[str, Any]:
+    """Returns the parameters of a product that change in half. `precision` only applies to float32."""
+    changed = {"preferred_element_type": half, "precision": None}
+    return {name: value for name, value in changed.items() if op.equation.params.get(name) is not None}
+
+
+def _with_float32_result(decision: Decision, pattern: str, half: np.dtype) -> Decision:
+    """Returns the decision about a product of half operands that gives float32.
+
+    The Tensor Core sums in float32, so the result is not rounded. The products of the derivatives take half
+    operands and give half, as they do for other products.
+
+    Raises:
+        ValueError: the operation cannot give float32 from half operands.
+    """
+    op, action = decision.op, decision.action
+    assert isinstance(action, Run)
+    if op.equation.primitive.name not in _GIVES_FLOAT32:
+        raise ValueError(
+            f"float32_results='{pattern}' selects {op.name} in the scope '{op.scope}'. For a float32 result "
+            "XLA would run it on float32 operands. Write a narrower pattern, or rules={'...': 'float32'}."
+        )
+    params = {**action.params, "preferred_element_type": _FLOAT32_DTYPE}
+    action = dataclasses.replace(action, params=params, gradients=action.gradients or (half, half))
+    reason = f"{decision.reason}; float32_results='{pattern}' keeps its result"
+    results = tuple(FLOAT32 if state.is_half else state for state in decision.results)
+    return dataclasses.replace(decision, action=action, results=results, reason=reason)
+
+
+def _in_float8(
+    decision: Decision, ruling: Ruling, operands: Sequence[State], is_backward: bool, rules: Rules
+) -> Decision:
+    """Returns the decision about a product in fp8; if it stays in bfloat16, the decision says why."""
+    action = decision.action
+    assert isinstance(action, Run)
+    selecting = filter(None, (ruling.rule, *(state.rule for state in operands)))
+    rule = min(selecting, key=rules.scopes.index, default=None)
+    if why_not := why_not_float8(decision.op.equation, rule):
+        return dataclasses.replace(decision, reason=decision.reason + NOT_FP8 + why_not)
+    are_arguments = [state.exact_source for state in operands]
+    result = action.params.get("preferred_element_type")
+    in_fp8 = float8_action(is_backward, are_arguments, result, action.gradients)
+    return dataclasses.replace(decision, action=in_fp8, reason=f"{decision.reason}; in fp8")
+
+
+def decide_outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules) -> Decision:
+    """Decides about a product without a sum, which runs as an element-wise operation does.
+
+    Its gradients are products of half operands. The outer product itself may need float32, such as the
+    product of positions and frequencies. In a backward pass it is on the allow list, and `_product` decides.
+    """
+    half = rules.dtype
+    if any(state.kind == Kind.KEPT for state in operands):
+        return run_in_float32(op, operands, Ruling(Category.INFER, KEEP_FLOAT32))
+    decision = decide_elementwise(op, operands, wanted, half)
+    if decision.takes_half:
+        action = Run(in_half(op, operands), _half_params(op, half))
+        return dataclasses.replace(decision, action=action)
+    is_constant = all(state.constant for state in operands)
+    gives_products = rules.halves_products and op.name == "outer_product" and not is_constant
+    if not gives_products or any(state.wide_gradient for state in operands):
+        return decision
+    action = dataclasses.replace(in_full(operands), gradients=(half, half))
+    # The result is in float32, also where `decide_elementwise` would store it in half.
+    results = results_of(op, operands, FLOAT32) if decision.gives_half else decision.results
+    return dataclasses.replace(decision, action=action, results=results, changed=True)
+
+
+def widens(op: Op, half: np.dtype) -> bool:
+    """Whether a product of the program's own half operands gives float32."""
+    equation = op.equation
+    return (
+        equation.primitive.name == "dot_general"
+        and equation.params.get("preferred_element_type") == jnp.float32
+        and all(var.aval.dtype == half for var in equation.invars)
+    )

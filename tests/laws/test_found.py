@@ -1,0 +1,412 @@
+"""The smallest program of each fault that the laws, or other people's programs, have found."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jmp_lite as jmp
+from tests.laws.by_product import by_product
+from tests.laws.cases import ORDERS
+from tests.laws.test_numbers import flat
+from tests.support.arrays import normal
+from tests.support.jaxprs import equations, live_products, products
+from tests.support.small_programs import HALVES, W, X
+
+each_order = pytest.mark.parametrize("order", ORDERS)
+each_half = pytest.mark.parametrize("half", HALVES)
+ONE_KERNEL = {"xla_cpu_experimental_ynn_fusion_type": ""}  # As limits.md recommends for JAX 0.12.
+
+
+def in_order(order, fun, half, transform=jax.grad, **options):
+    """The gradient of a function under autocast, in one of both orders."""
+    if order == ORDERS[0]:
+        return transform(jmp.autocast(fun, half, **options))
+    return jmp.autocast(transform(fun), half, **options)
+
+
+def error(found, exact):
+    return np.linalg.norm(flat(found) - flat(exact)) / np.linalg.norm(flat(exact))
+
+
+# A half value is one value, whatever XLA leaves out.
+
+
+def compiled(fun, *args):
+    options = {} if jax.__version_info__ < (0, 11) else ONE_KERNEL
+    return jax.jit(fun).lower(*args).compile(options)(*args)
+
+
+@functools.cache
+def fitted():
+    """Parameters of a linear classifier whose loss is small, and its data."""
+    x, labels = normal(1, 21, 16), jnp.asarray(np.random.default_rng(2).integers(0, 8, 21))
+    loss = lambda w: optax.softmax_cross_entropy_with_integer_labels(x @ w, labels).mean()
+    tx = optax.adam(0.1)
+
+    @jax.jit
+    def fit(w):
+        def step(carry, _):
+            w, state = carry
+            updates, state = tx.update(jax.grad(loss)(w), state)
+            return (optax.apply_updates(w, updates), state), None
+
+        return lax.scan(step, (w, tx.init(w)), length=300)[0][0]
+
+    return fit(normal(3, 16, 8)), x, labels
+
+
+LOSSES = {
+    "optax": lambda logits, labels: optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(),
+    "logsumexp": lambda logits, labels: (
+        jax.nn.logsumexp(logits, -1) - logits[jnp.arange(21), labels]
+    ).mean(),
+    "one-hot": lambda logits, labels: optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, 8)).mean(),
+}
+
+
+@pytest.mark.slow
+@each_half
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_under_jit_is_the_eager_one_at_a_small_loss(name, half):
+    w, x, labels = fitted()
+    loss = lambda w: LOSSES[name](x @ w, labels)
+    eager = float(jmp.autocast(loss, half)(w))
+    assert 1e-5 < eager < 2e-2
+    value = lambda order: lambda w: in_order(order, loss, half, jax.value_and_grad)(w)[0]
+    for fun in (jmp.autocast(loss, half), *map(value, ORDERS)):
+        np.testing.assert_allclose(float(compiled(fun, w)), eager, rtol=2e-3)
+
+
+@pytest.mark.slow
+@each_order
+def test_a_checkpointed_reader_reads_the_value_that_the_others_read(order):
+    sums = lambda logits: jnp.log(jnp.exp(logits).sum(-1))
+
+    def loss(w):
+        logits = fitted()[1] @ w
+        return jnp.mean(jax.checkpoint(sums)(logits) - sums(1.0005 * logits))
+
+    w = fitted()[0]
+    assert error(compiled(in_order(order, loss, "bfloat16"), w), jax.grad(loss)(w)) < 0.01
+
+
+# Derivatives in the range of float16.
+
+
+@each_order
+@pytest.mark.parametrize("name", ["div", "atan2"])
+def test_the_derivative_of_a_quotient_by_large_numbers_does_not_vanish(name, order):
+    fun = {"div": jnp.divide, "atan2": jnp.arctan2}[name]
+    loss = lambda w, v: jnp.sum(fun(300 + X @ w, 400 + X @ v) @ W)
+    for found, exact in zip(
+        *(
+            g(W, W)
+            for g in (
+                in_order(order, loss, "float16", functools.partial(jax.grad, argnums=(0, 1))),
+                jax.grad(loss, (0, 1)),
+            )
+        )
+    ):
+        assert error(found, exact) < 0.02
+
+
+# Softmaxes and activation functions with an operand that is not differentiated.
+
+ACTIVATIONS = {
+    "softmax": lambda x, y: jax.nn.softmax(x + y),
+    "gelu": lambda x, y: jax.nn.gelu(x * y),
+    "silu": lambda x, y: jax.nn.silu(x) * y,
+    "glu": lambda x, y: x * jax.nn.sigmoid(y),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_function_of_two_half_values_of_which_one_is_constant(name):
+    loss = lambda w: jnp.sum(jnp.sin(ACTIVATIONS[name](X @ w, X @ jnp.flip(W)) @ w))
+    assert error(jax.jit(jax.grad(jmp.autocast(loss, "float16")))(W), jax.grad(loss)(W)) < 0.02
+
+
+@pytest.mark.slow
+@each_half
+@pytest.mark.parametrize(
+    "name",
+    ["silu", "swish", "gelu", "mish", "elu", "celu", "selu", "relu", "softplus", "log_sigmoid", "tanh"],
+)
+def test_an_activation_function_has_the_error_of_casts_around_each_matmul(name, half):
+    """A loss over a few layers, at most 1.2 times in both orders, over sixteen seeds."""
+    act, sizes = getattr(jax.nn, name), (8, 64, 64, 64, 64, 4)
+
+    def loss(p, x, y):
+        for w, b in p[:-1]:
+            x = act(x @ w + b)
+        return ((x @ p[-1][0] - y) ** 2).mean()
+
+    def arguments(seed):
+        shapes = list(itertools.pairwise(sizes))
+        p = [
+            (normal(100 * seed + i, a, b, scale=a**-0.5), normal(100 * seed + 10 + i, b, scale=0.1))
+            for i, (a, b) in enumerate(shapes)
+        ]
+        return p, normal(100 * seed + 30, 256, 8), normal(100 * seed + 31, 256, 4)
+
+    plain = jax.jit(jax.grad(loss))
+    exact = [plain(*arguments(seed)) for seed in range(16)]
+    mean = lambda run: np.log([error(run(*arguments(s)), exact[s]) for s in range(16)]).mean()
+    with by_product(half):
+        casts = mean(jax.jit(jax.grad(lambda *args: loss(*args))))
+    for order in ORDERS:
+        assert np.exp(mean(jax.jit(in_order(order, loss, half))) - casts) < 1.2
+
+
+# What a loop decides by.
+
+
+@each_order
+@pytest.mark.slow
+def test_a_solver_that_rejects_steps_takes_those_of_float32_in_the_backward_pass(order):
+    w = [normal(0, 2, 32, scale=1 / 1.4), normal(1, 32, 2, scale=1 / 5.6)]
+    y = normal(2, 4, 2)
+
+    def step(w, carry):
+        f = lambda y: jnp.tanh(y @ w[0]) @ w[1]
+        t, h, y = carry
+        h = jnp.minimum(h, 2.0 - t)
+        a = f(y)
+        b = f(y + h * a)
+        e = jnp.abs(h / 2 * (b - a)).max() / 1e-4
+        ok = e < 1
+        h_next = h * jnp.clip(0.9 * jnp.sqrt(1 / jnp.maximum(e, 1e-9)), 0.3, 3.0)
+        return jnp.where(ok, t + h, t), h_next, jnp.where(ok, y + h / 2 * (a + b), y)
+
+    start = lambda y: (jnp.float32(0), jnp.float32(0.1), y)
+
+    @jax.custom_vjp
+    def solve(w, y):
+        return lax.while_loop(lambda s: s[1][0] < 2.0, lambda s: (s[0] + 1, step(w, s[1])), (0, start(y)))
+
+    def forward(w, y):
+        count, carry = solve(w, y)
+        return (count, carry), (w, y, count)
+
+    def backward(saved, cotangents):
+        w, y, count = saved
+
+        def run(w, y):
+            keep = lambda c, i: jax.tree.map(lambda a, b: jnp.where(i < count, a, b), step(w, c), c)
+            return lax.scan(lambda c, i: (keep(c, i), None), start(y), jnp.arange(200))[0]
+
+        return jax.vjp(run, w, y)[1](cotangents[1])
+
+    solve.defvjp(forward, backward)
+    loss = lambda w: (solve(w, y)[1][2] ** 2).sum()
+    assert error(in_order(order, loss, "bfloat16")(w), jax.grad(loss)(w)) < 0.01
+
+
+@each_order
+def test_a_solver_of_constant_steps_has_its_network_in_half(order):
+    def loss(w, x):
+        step = lambda x, _: (x + 0.1 * jax.nn.elu(x @ w), None)
+        return jnp.mean(lax.scan(step, x, length=4)[0] ** 2)
+
+    assert set(products(in_order(order, loss, "bfloat16"), W, X)) == {("bfloat16", "bfloat16")}
+
+
+@each_order
+def test_a_check_for_finite_numbers_decides_nothing_that_rounding_changes(order):
+    """A scanned train step that skips bad steps keeps its parameters by a selection."""
+
+    def loss(w, x):
+        def step(w, _):
+            new = w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+            return jnp.where(jnp.isfinite(new).all() & ~jnp.isnan(new).any(), new, w), None
+
+        return jnp.mean(lax.scan(step, w, length=2)[0] ** 2)
+
+    assert set(products(in_order(order, loss, "bfloat16"), W, X)) == {("bfloat16", "bfloat16")}
+
+
+# `half_sums` and what is not a residual sum.
+
+
+def test_half_sums_leaves_sums_of_other_dtypes_alone():
+    fun = lambda w, x, z: ((x + x @ w) @ w, z + z * 3j)
+    z = jnp.asarray(normal(3, 8) + 1j * normal(4, 8))
+    found = jmp.autocast(fun, "bfloat16", half_sums="**")(W, X, z)[1]
+    np.testing.assert_array_equal(found, z + z * 3j)
+
+    def decode(w, x, i):
+        cache = jnp.zeros((8, 8)).at[i + i].set(x[0] @ w)
+        rows = w[jnp.arange(4) + jnp.arange(4)] + lax.dynamic_slice(w, (i + i, 0 * i), (4, 8))
+        return (x + x @ w) @ w + rows + cache[:4], jax.nn.gelu(x.astype(jnp.float16))
+
+    jax.eval_shape(jmp.autocast(decode, "bfloat16", half_sums="**"), W, X, jnp.int32(1))
+
+
+@each_order
+@pytest.mark.slow
+@each_half
+def test_half_sums_leaves_the_recursion_of_a_loss_alone(order, half):
+    def loss(w):
+        logits = (normal(5, 24, 16) @ w)[None]
+        labels = jnp.arange(1, 7)[None]
+        return optax.ctc_loss(logits, jnp.zeros((1, 24)), labels, jnp.zeros((1, 6))).mean()
+
+    w = normal(6, 16, 8, scale=0.5)
+    # A network in front of the loss, so that there is a residual sum for the pattern.
+    model = lambda w: loss(w) + jnp.mean((X + X @ W) @ W) * 0
+    assert error(in_order(order, model, half, half_sums="**")(w), jax.grad(loss)(w)) < 0.03
+
+
+def test_half_sums_leaves_accumulators_alone():
+    def chunked(w, x):
+        add = lambda total, pair: (total + pair[0] @ pair[1], None)
+        total = lax.scan(add, jnp.zeros((4, 8)), (x.reshape(4, 2, 4).swapaxes(0, 1), w.reshape(2, 4, 8)))[0]
+        return ((total + total @ w) @ w).mean()
+
+    found = jmp.explain(jmp.autocast(chunked, half_sums="**"))(W, X).operations
+    assert [o.outputs[0] for o in found if o.name == "add"] == ["float32[4,8]", "bfloat16[4,8]"]
+
+
+# Integers that a product makes.
+
+
+@each_half
+def test_a_product_of_which_only_integers_are_made_is_exact(half):
+    def encode(z, w):
+        basis = jnp.asarray([1.0, 3, 9, 27, 81, 243])
+        digits = jnp.round(jax.nn.sigmoid(z) * 2)
+        return (digits @ basis).astype(jnp.int32), z @ w
+
+    z = normal(7, 64, 6, scale=2.0)
+    found, _ = jmp.autocast(encode, half)(z, normal(8, 6, 6))
+    np.testing.assert_array_equal(found, encode(z, normal(8, 6, 6))[0])
+    report = jmp.explain(jmp.autocast(encode, half))(z, normal(8, 6, 6))
+    reasons = [o.reason for o in report.operations if o.name == "dot_general"]
+    assert reasons == [
+        "only integers or booleans are computed from it, and rounding would change them",
+        "dot_general is on the allow list",
+    ]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p.astype(jnp.int32),
+        lambda p: jnp.round(p * 2).astype(jnp.int8),
+        lambda p: p == 3.0,
+        lambda p: jax.jit(jnp.floor)(p).astype(jnp.uint32),
+        lambda p: jnp.arange(8.0) < p,
+        lambda p: lax.while_loop(lambda c: (c[0] < p).any(), lambda c: (c[0] + 1, c[1] + 1), (0.0, 0))[1],
+    ],
+)
+def test_where_a_product_ends_as_integers_or_booleans(use):
+    assert products(jmp.autocast(lambda x, w: use(x @ w)), X, W) == [("float32", "float32")]
+    both = lambda x, w: (lambda p: (use(p), p @ w))(x @ w)
+    assert products(jmp.autocast(both), X, W)[0] == ("bfloat16", "bfloat16")
+
+
+def test_only_the_last_matmul_in_front_of_integers_stays_in_float32():
+    encode = lambda x, w: (jnp.round(jnp.tanh(jax.nn.gelu(x @ w) @ w) * 4) @ w).astype(jnp.int32)
+    dtypes = [left for left, _ in products(jmp.autocast(encode), X, W)]
+    assert dtypes == ["bfloat16", "bfloat16", "float32"]
+
+
+def test_the_index_of_a_largest_number_may_come_from_half():
+    assert products(jmp.autocast(lambda x, w: (x @ w).argmax(-1)), X, W) == [("bfloat16", "bfloat16")]
+
+
+# One-hot labels, custom rules, `keep_float32`, rules, lists.
+
+
+@each_half
+def test_one_hot_embeddings_have_the_same_products_in_both_orders(half):
+
+    def loss(w, x, ids):
+        x = x + jax.nn.one_hot(ids, 8) @ w
+        x = x + jnp.tanh(x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True)) @ w) @ w
+        return jnp.mean(jnp.square(x))
+
+    args = W, X, jnp.arange(4)
+    kinds = [live_products(jax.make_jaxpr(in_order(order, loss, half))(*args)) for order in ORDERS]
+    assert kinds[0] == kinds[1] == {("dot_general", half, half, half): sum(kinds[0].values())}
+
+
+def test_a_matmul_of_a_kept_value_runs_in_float32():
+    kept = lambda x, w: jmp.keep_float32(x).T.reshape(8, 4).T @ w
+    assert products(jmp.autocast(kept), X, W) == [("float32", "float32")]
+    (operation,) = jmp.explain(jmp.autocast(kept))(X, W).in_float32()
+    assert operation.reason == "keep_float32"
+    changed = lambda x, w: (jmp.keep_float32(x) * 2) @ w
+    assert products(jmp.autocast(changed), X, W) == [("bfloat16", "bfloat16")]
+
+
+def test_the_first_rule_that_matches_wins_whether_it_names_a_scope_or_an_argument():
+    def fun(p, x):
+        with jax.named_scope("body"):
+            x = jnp.tanh(x @ p["w"])
+        with jax.named_scope("head"):
+            return x @ p["v"]
+
+    run = lambda *rules: [a for a, _ in products(jmp.autocast(fun, rules=rules), {"w": W, "v": W}, X)]
+    assert run(("body", "bfloat16"), ("**", "float32")) == ["bfloat16", "float32"]
+    assert run(("p/v", "bfloat16"), ("**", "float32")) == ["float32", "bfloat16"]
+    assert run(("p/w", "float32"), ("body", "bfloat16")) == ["float32", "bfloat16"]
+    assert run(
+        ("**", "float32"),
+    ) == ["float32", "float32"]
+
+
+def test_a_rule_behind_a_wider_one_is_an_error_that_names_the_rule_in_front():
+    fun = jmp.autocast(lambda p, x: x @ p["w"] + p["b"], rules=[("p/**", "float32"), ("p/b", "bfloat16")])
+    with pytest.raises(ValueError, match=r"'p/b' has no effect.*'p/\*\*' in front of it selects 'p/b'"):
+        fun({"w": W, "b": W[0]}, X)
+
+
+@pytest.mark.parametrize(
+    ("infer", "program", "name"),
+    [
+        (["exp", "reduce_sum", "reduce_max", "div", "sub"], lambda x: jax.nn.softmax(x), "exp"),
+        (["integer_pow"], lambda x: jax.nn.gelu(x), "integer_pow"),
+    ],
+)
+def test_a_list_of_the_users_wins_over_recomputation(infer, program, name):
+    fun = lambda x, w: program(x @ w) @ w
+    jaxpr = jax.make_jaxpr(jmp.autocast(fun, infer=infer))(X, W)
+    (operation,) = [each for each in equations(jaxpr) if each.primitive.name == name]
+    assert operation.invars[0].aval.dtype == jnp.bfloat16
+
+
+def test_explain_names_options_without_effect():
+    fun = lambda x, w: jnp.tanh(x @ w) @ w
+    report = jmp.explain(jmp.autocast(fun, deny=["tanh"], infer=["exp"], reduce_dtype="float32"))(X, W)
+    assert report.without_effect == ("infer=['exp']", "reduce_dtype='float32'")
+    assert "Options without effect: infer=['exp'], reduce_dtype='float32'" in str(report)
+
+
+# The time of a trace.
+
+
+def test_operations_behind_a_softmax_are_read_in_linear_time():
+    """Function calls of a trace with four times as many operations."""
+    import cProfile
+    import pstats
+
+    def calls(count):
+        def fun(x):
+            y = jax.nn.softmax(x @ W)
+            for _ in range(count):
+                y = jnp.sin(y)
+            return y @ W
+
+        profile = cProfile.Profile()
+        profile.runcall(jax.make_jaxpr(jmp.autocast(fun)), X)
+        return pstats.Stats(profile).total_calls
+
+    calls(4)
+    assert calls(200) < 5 * calls(50)
