@@ -145,6 +145,7 @@ TOPICS = (
     *("custom kernel", "mix modules", "inside the backward pass", "UnexpectedTracerError"),
     *("dtype argument", "LoRA", "first skipped", "mean loss NaN", "OOM", "Apple, AMD", "fp8"),
     *("to a tolerance", "K-FAC", "updates", "one layer in float32", "gradients accumulate"),
+    *("compute an index",),
     *("bfloat16 weights", "preferred_element_type", "without jit", "flash attention", "Hugging Face"),
 )
 

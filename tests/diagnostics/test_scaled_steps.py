@@ -1,4 +1,4 @@
-"""`doctor` of a step that takes a loss scale: whether it uses it, and what the state of its optimizer shows."""
+"""Steps that do not use the loss scale of their optimizer, and gradients that are zero."""
 
 import functools
 

@@ -88,8 +88,8 @@ class Scopes:
             if ("half_sums", pattern) not in self._selecting:
                 raise ValueError(
                     f"half_sums='{pattern}' selects no residual sum. Such a sum adds the result of a matmul "
-                    "to a float32 array of its shape, and matmuls or norms read it later. `explain` lists the "
-                    "scopes."
+                    "to a float32 array of its shape, and matmuls or norms read it later. `explain` lists "
+                    "the scopes."
                 )
 
     def _check_for_rule_in_front(self, pattern: str) -> None:
