@@ -15,7 +15,7 @@ from tests.laws.by_product import by_product
 from tests.laws.cases import ORDERS
 from tests.laws.test_numbers import flat
 from tests.support.arrays import normal
-from tests.support.jaxprs import equations, live_products, products
+from tests.support.jaxprs import equations, live_products, operands_of, products
 from tests.support.small_programs import HALVES, W, X
 
 each_order = pytest.mark.parametrize("order", ORDERS)
@@ -209,10 +209,14 @@ def test_a_solver_that_rejects_steps_takes_those_of_float32_in_the_backward_pass
 
 
 @each_order
-def test_a_solver_of_constant_steps_has_its_network_in_half(order):
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.checkpoint])
+def test_a_solver_of_constant_steps_has_its_network_in_half(wrap, order):
+    """Derivatives of selections select between cotangents, which the backward loop carries, and zeros."""
+
     def loss(w, x):
-        step = lambda x, _: (x + 0.1 * jax.nn.elu(x @ w), None)
-        return jnp.mean(lax.scan(step, x, length=4)[0] ** 2)
+        act = lambda h: jnp.where(h > 0, h, jnp.where(h < -1, 0.1 * h, jnp.expm1(h)))
+        step = lambda x, _: (act(x @ w) + jnp.where(x > 0, x, 0.5 * x), None)
+        return jnp.mean(lax.scan(wrap(step), x, length=4)[0] ** 2)
 
     assert set(products(in_order(order, loss, "bfloat16"), W, X)) == {("bfloat16", "bfloat16")}
 
@@ -335,6 +339,36 @@ def test_one_hot_embeddings_have_the_same_products_in_both_orders(half):
     args = W, X, jnp.arange(4)
     kinds = [live_products(jax.make_jaxpr(in_order(order, loss, half))(*args)) for order in ORDERS]
     assert kinds[0] == kinds[1] == {("dot_general", half, half, half): sum(kinds[0].values())}
+
+
+@each_order
+def test_float32_results_inside_of_a_custom_rule_have_gradients_of_half_operands(order):
+    @jax.custom_jvp
+    def layers(x, w):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    def rule(primals, tangents):
+        return jax.jvp(
+            lambda x, w: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], primals, tangents
+        )
+
+    layers.defjvp(rule)
+    loss = lambda w, x: jnp.mean(layers(x @ w, jnp.stack([w, w])) ** 2)
+    found = live_products(jax.make_jaxpr(in_order(order, loss, "bfloat16", float32_results="**"))(W, X))
+    half = "bfloat16"
+    assert found == {
+        ("dot_general", half, half, "float32"): 2,
+        ("dot_general", half, half, half): sum(found.values()) - 2,
+    }
+
+
+@each_half
+def test_a_factor_that_half_rounds_badly_is_not_rounded(half):
+    scaled = lambda number: lambda x, w: ((x @ w) * number) @ w
+    dtype_of = lambda number: operands_of("mul", jmp.autocast(scaled(number), half), X, W)
+    # The rounding errors of 0.7 and 0.3 are over a quarter of the largest one, that of 1 / sqrt(128) is not.
+    assert [dtype_of(number) for number in (0.7, 0.3, 0.3 * 2**9)] == [["float32"]] * 3
+    assert [dtype_of(number) for number in (0.5, 128**-0.5, 256.0)] == [[half]] * 3
 
 
 def test_a_matmul_of_a_kept_value_runs_in_float32():

@@ -81,7 +81,7 @@ class DemandPass:
             streams = frozenset[Var]()
             if self._rules.half_sums:
                 streams = self._streams.variables(inside, context.streams, context.backward)
-            decisive = self._decisions.variables(inside, context.decides, roles=context.roles)
+            decisive = self._decisions.variables(inside, context.decides, loop=context.loop)
             rulings, estimates = rule_on(
                 inside, inputs, ops, context, self._rules, self._scopes, decisive, streams
             )
@@ -114,10 +114,10 @@ class DemandPass:
         intermediate = self._intermediate.outputs(op, flags(analysis.intermediate), backward)[index]
         if self._rules.half_sums:
             streams = self._streams.outputs(op, flags(analysis.streams), backward)[index]
-        held = self._decisions.held(analysis.inside, around.roles)
-        roles = self._decisions.roles_inside(op, held)[index]
-        if analysis.decisive or Role.CARRY in roles:
-            decides = self._decisions.outputs(op, flags(analysis.decisive), backward, held)[index]
+        carried = self._decisions.carried(analysis.inside, around.loop)
+        loop = self._decisions.loops_inside(op, carried)[index]
+        if analysis.decisive or loop is not None:
+            decides = self._decisions.outputs(op, flags(analysis.decisive), backward, carried)[index]
         return Context(
             scope,
             backward,
@@ -125,7 +125,7 @@ class DemandPass:
             streams,
             recomputed=around.recomputed or op.recomputes,
             decides=decides if any(decides) else (),
-            roles=roles if Role.CARRY in roles else (),
+            loop=loop,
             tangents=self._tangents.inputs(op, analysis.tangents)[index] if analysis.tangents else (),
             of_gradient=around.of_gradient or is_of_gradient(op.equation),
         )

@@ -10,6 +10,7 @@ A fourth question goes forwards: what depends on the tangents of a rule? `Tangen
 """
 
 import abc
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
@@ -20,10 +21,17 @@ import jax.numpy as jnp
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Jaxpr, Var, is_literal, open_jaxpr
-from .op import Op
+from .op import Loop, Op
 
 _LOOPS = ("scan", "while")
-_NOTHING: Mapping[Var, Role] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """The variables of a jaxpr in a loop that hold what the loop carries. Both are empty outside of loops."""
+
+    held: Mapping[Var, Role] = MappingProxyType({})  # What `Loop.inputs` says of inputs, of variables.
+    leaving: Set[Var] = frozenset()  # The variables that the loop carries on, at most moved or selected.
 
 
 class Dependence(abc.ABC):
@@ -41,7 +49,7 @@ class Dependence(abc.ABC):
         jaxpr: Jaxpr,
         outputs: Sequence[bool],
         backward: bool = False,
-        roles: tuple[Role, ...] = (),
+        loop: Loop | None = None,
     ) -> frozenset[Var]:
         """Returns the variables of a jaxpr, closed or open, on which the flagged outputs depend.
 
@@ -49,51 +57,54 @@ class Dependence(abc.ABC):
             jaxpr: the jaxpr.
             outputs: a flag for each output.
             backward: whether the whole jaxpr is a part of a backward pass.
-            roles: for each input, whether it holds what a loop around the jaxpr carries (`Role.CARRY`) or
-                what no iteration changes (`Role.CONSTANT`). Empty outside of loops.
+            loop: what a loop around the jaxpr does with its inputs and outputs. None outside of loops.
         """
-        if not (self._enters(outputs) or Role.CARRY in roles):
+        if not (self._enters(outputs) or loop is not None):
             return frozenset()
         inside = open_jaxpr(jaxpr)
-        key = id(inside), tuple(outputs), backward, roles
+        key = id(inside), tuple(outputs), backward, loop
         if key not in self._found:
             found = {var for var, is_found in zip(inside.outvars, outputs) if is_found and self._counts(var)}
-            held = self.held(inside, roles)
-            found.update(self._seeds(inside, held))
+            carried = self.carried(inside, loop)
+            found.update(self._seeds(inside, carried))
             for op in reversed(self._ops_of(inside)):
                 results = [var in found for var in op.equation.outvars]
-                operands = self._operands(op, results, backward or op.is_transposed, held)
+                operands = self._operands(op, results, backward or op.is_transposed, carried)
                 found.update(filter(self._counts, operands))
             self._found[key] = frozenset(found)
         return self._found[key]
 
     def outputs(
-        self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Role] = _NOTHING
+        self,
+        op: Op,
+        results: Sequence[bool],
+        backward: bool,
+        carried: Carried = Carried(),
     ) -> list[tuple[bool, ...]]:
         """Returns a flag for each output of each jaxpr of a call, from flags for the results of the call.
 
-        The carry of a loop is flagged too if the next iteration computes something flagged from it. `held`
-        are the variables around the call that hold what a loop carries, or what no iteration changes.
+        The carry of a loop is flagged too if the next iteration computes something flagged from it. `carried`
+        are the variables around the call that hold what a loop carries.
         """
         known = {index for index, is_found in enumerate(results) if is_found}
-        roles = self.roles_inside(op, held)
+        loops = self.loops_inside(op, carried)
         while True:
             outputs = [self._outputs(op, inner, known) for inner in op.inner]
             found = {
                 number - inner.constants
-                for inner, flags, inputs in zip(op.inner, outputs, roles)
-                for number in self._inputs(inner, flags, backward, inputs)
+                for inner, flags, loop in zip(op.inner, outputs, loops)
+                for number in self._inputs(inner, flags, backward, loop)
                 if inner.roles[number] is Role.CARRY
             }
             if found <= known:
                 return outputs
             known |= found
 
-    def held(self, inside: Jaxpr, roles: tuple[Role, ...]) -> dict[Var, Role]:
-        """Returns the variables that hold what a loop carries, at most moved, or what it never changes."""
-        if Role.CARRY not in roles:
-            return {}
-        held = {var: role for var, role in zip(inside.invars, roles) if role in (Role.CARRY, Role.CONSTANT)}
+    def carried(self, inside: Jaxpr, loop: Loop | None) -> Carried:
+        """Returns the variables of a jaxpr that hold what the loop around it carries."""
+        if loop is None:
+            return Carried()
+        held = {var: role for var, role in zip(inside.invars, loop.inputs) if role is not Role.ONCE}
         held.update(dict.fromkeys(inside.constvars, Role.CONSTANT))
         for op in self._ops_of(inside):
             of_operands = {held.get(var) for var in op.variables}
@@ -101,38 +112,57 @@ class Dependence(abc.ABC):
                 held.update(dict.fromkeys(op.equation.outvars, Role.CONSTANT))
             elif op.traits.category is Category.MOVE and Role.CARRY in of_operands:
                 held.update(dict.fromkeys(op.equation.outvars, Role.CARRY))
-        return held
+        return Carried(held, self._leaving(inside, loop.outputs))
 
-    def roles_inside(self, op: Op, held: Mapping[Var, Role]) -> list[tuple[Role, ...]]:
-        """Returns `roles` for each jaxpr of a call."""
+    def _leaving(self, inside: Jaxpr, outputs: Sequence[bool]) -> frozenset[Var]:
+        """Returns the variables that become a flagged output of a jaxpr, at most moved or selected."""
+        leaving = {var for var, flag in zip(inside.outvars, outputs) if flag and not is_literal(var)}
+        for op in reversed(self._ops_of(inside)):
+            invars, outvars = op.equation.invars, op.equation.outvars
+            if leaving.isdisjoint(outvars):
+                continue
+            if op.traits.category is Category.MOVE or op.name == "select_n":
+                leaving.update(op.variables)
+            for inner in op.inner if op.name not in _LOOPS else ():
+                flags = [index is not None and outvars[index] in leaving for index in inner.results]
+                found = self._leaving(open_jaxpr(inner.jaxpr), flags)
+                pairs = zip(inner.operands, open_jaxpr(inner.jaxpr).invars)
+                leaving.update(invars[index] for index, var in pairs if var in found)
+        return frozenset(var for var in leaving if not is_literal(var))
+
+    def loops_inside(self, op: Op, carried: Carried) -> list[Loop | None]:
+        """Returns for each jaxpr of a call what a loop does with its inputs and outputs."""
         if op.name in _LOOPS:
-            return [inner.roles for inner in op.inner]
-        if not held:
-            return [()] * len(op.inner)
-        role_of = lambda var: Role.CONSTANT if is_literal(var) else held.get(var, Role.ONCE)
-        return [tuple(role_of(op.equation.invars[index]) for index in inner.operands) for inner in op.inner]
+            roles = [tuple(map(_role_in_loop, inner.roles)) for inner in op.inner]
+            return [Loop(inputs, inner.carries) for inputs, inner in zip(roles, op.inner)]
+        invars, outvars = op.equation.invars, op.equation.outvars
+        role_of = lambda var: Role.CONSTANT if is_literal(var) else carried.held.get(var, Role.ONCE)
+        loops = [
+            Loop(
+                tuple(role_of(invars[index]) for index in inner.operands),
+                tuple(index is not None and outvars[index] in carried.leaving for index in inner.results),
+            )
+            for inner in op.inner
+        ]
+        return [loop if Role.CARRY in loop.inputs and any(loop.outputs) else None for loop in loops]
 
-    def _operands(
-        self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Role]
-    ) -> Sequence[Var]:
+    def _operands(self, op: Op, results: Sequence[bool], backward: bool, carried: Carried) -> Sequence[Var]:
         """Returns the operands of an operation on which a flagged variable depends."""
         if op.category is not Category.CALL:
             return op.variables if self._crosses(op, any(results), backward) else ()
-        roles, invars = self.roles_inside(op, held), op.equation.invars
+        loops, invars = self.loops_inside(op, carried), op.equation.invars
         # What a loop inside decides by may be rounded in front of the loop.
-        holds_carry = op.name not in _LOOPS and any(Role.CARRY in each for each in roles)
-        if not (self._enters(results) or holds_carry):
+        is_in_loop = op.name not in _LOOPS and any(loop is not None for loop in loops)
+        if not (self._enters(results) or is_in_loop):
             return ()
         return [
             invars[inner.operands[number]]
-            for inner, flags, inputs in zip(op.inner, self.outputs(op, results, backward, held), roles)
-            for number in self._inputs(inner, flags, backward, inputs)
+            for inner, flags, loop in zip(op.inner, self.outputs(op, results, backward, carried), loops)
+            for number in self._inputs(inner, flags, backward, loop)
         ]
 
-    def _inputs(
-        self, inner: Inner, outputs: Sequence[bool], backward: bool, roles: tuple[Role, ...]
-    ) -> list[int]:
-        found = self.variables(inner.jaxpr, outputs, backward, roles)
+    def _inputs(self, inner: Inner, outputs: Sequence[bool], backward: bool, loop: Loop | None) -> list[int]:
+        found = self.variables(inner.jaxpr, outputs, backward, loop)
         return [number for number, var in enumerate(open_jaxpr(inner.jaxpr).invars) if var in found]
 
     def _outputs(self, op: Op, inner: Inner, results: set[int]) -> tuple[bool, ...]:
@@ -147,9 +177,9 @@ class Dependence(abc.ABC):
         del flags
         return True
 
-    def _seeds(self, inside: Jaxpr, held: Mapping[Var, Role]) -> Iterable[Var]:
+    def _seeds(self, inside: Jaxpr, carried: Carried) -> Iterable[Var]:
         """Returns further variables of a jaxpr from which the search starts."""
-        del inside, held
+        del inside, carried
         return ()
 
     @abc.abstractmethod
@@ -180,11 +210,15 @@ class Streams(Dependence):
     """
 
     def outputs(
-        self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Role] = _NOTHING
+        self,
+        op: Op,
+        results: Sequence[bool],
+        backward: bool,
+        carried: Carried = Carried(),
     ) -> list[tuple[bool, ...]]:
         carries = {index for inner in op.inner for index, carry in zip(inner.results, inner.carries) if carry}
         inside = [flag and index not in carries for index, flag in enumerate(results)]
-        return super().outputs(op, inside, backward, held)
+        return super().outputs(op, inside, backward, carried)
 
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
         is_forward = not backward or op.is_recomputed
@@ -216,15 +250,16 @@ class Decisions(Dependence):
     def _enters(self, flags: Sequence[bool]) -> bool:
         return any(flags)
 
-    def _seeds(self, inside: Jaxpr, held: Mapping[Var, Role]) -> Iterable[Var]:
-        """Yields the predicates that select between what a loop carries and what an iteration has computed.
+    def _seeds(self, inside: Jaxpr, carried: Carried) -> Iterable[Var]:
+        """Yields the predicates by which a loop carries on what it carried, or what it has computed.
 
-        The derivative of a selection is not one of them: it selects between a cotangent and zeros.
+        The derivative of a selection is not one of them: it selects between a cotangent and zeros. Nor is an
+        activation function of what the loop carries, whose result the loop does not carry on.
         """
-        for op in self._ops_of(inside) if held else ():
-            if op.name == "select_n":
+        for op in self._ops_of(inside) if carried.leaving else ():
+            if op.name == "select_n" and op.equation.outvars[0] in carried.leaving:
                 predicate, *cases = op.equation.invars
-                roles = [Role.CONSTANT if is_literal(case) else held.get(case) for case in cases]
+                roles = [Role.CONSTANT if is_literal(case) else carried.held.get(case) for case in cases]
                 if Role.CARRY in roles and Role.CONSTANT not in roles:
                     yield predicate
 
@@ -234,6 +269,10 @@ class Decisions(Dependence):
             op.traits.compares and len(set(op.variables)) < len(op.variables)
         )
         return is_found and not is_check
+
+
+def _role_in_loop(role: Role) -> Role:
+    return role if role in (Role.CARRY, Role.CONSTANT) else Role.ONCE
 
 
 def _passes(op: Op) -> bool:

@@ -113,6 +113,16 @@ def _recomputes(equation: Equation) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Loop:
+    """What a loop around a jaxpr does with the inputs and outputs of the jaxpr."""
+
+    # For each input, whether it holds what the loop carries (`Role.CARRY`) or what no iteration changes
+    # (`Role.CONSTANT`), at most moved.
+    inputs: tuple[Role, ...]
+    outputs: tuple[bool, ...]  # For each output, whether the loop carries it on, at most moved or selected.
+
+
+@dataclasses.dataclass(frozen=True)
 class Context:
     """What the planner needs to know of the program around a jaxpr."""
 
@@ -128,9 +138,7 @@ class Context:
     # One flag for each output: whether a decision of a loop depends on it (`dependence`). Empty if no loop
     # around the jaxpr has such a decision.
     decides: tuple[bool, ...] = ()
-    # For each input, whether it holds what a loop around the jaxpr carries or what no iteration changes
-    # (`dependence`). Empty outside of loops.
-    roles: tuple[Role, ...] = ()
+    loop: Loop | None = None  # What a loop around the jaxpr does with its inputs and outputs.
     # One flag for each input: whether it is the tangent of a forward-mode rule, or depends on one
     # (`dependence`). Empty outside of such rules.
     tangents: tuple[bool, ...] = ()
