@@ -27,7 +27,7 @@ from ..._jaxpr.read import (
 )
 from .activations import Activations, find_activations
 from .dependence import Decisions, Intermediate, Streams, Tangents
-from .op import Context, Op, read_ops
+from .op import Context, Held, Op, read_ops
 from .rules import Rules
 from .ruling import Estimates, Ruling, estimate_of, rule_on
 from .scopes import Scopes
@@ -81,7 +81,7 @@ class DemandPass:
             streams = frozenset[Var]()
             if self._rules.half_sums:
                 streams = self._streams.variables(inside, context.streams, context.backward)
-            decisive = self._decisions.variables(inside, context.decides, loop=context.loop)
+            decisive = self._decisions.variables(inside, context.decides, held=context.held)
             rulings, estimates = rule_on(
                 inside, inputs, ops, context, self._rules, self._scopes, decisive, streams
             )
@@ -114,10 +114,10 @@ class DemandPass:
         intermediate = self._intermediate.outputs(op, flags(analysis.intermediate), backward)[index]
         if self._rules.half_sums:
             streams = self._streams.outputs(op, flags(analysis.streams), backward)[index]
-        carried = self._decisions.carried(analysis.inside, around.loop)
-        loop = self._decisions.loops_inside(op, carried)[index]
-        if analysis.decisive or loop is not None:
-            decides = self._decisions.outputs(op, flags(analysis.decisive), backward, carried)[index]
+        known = self._decisions.held(analysis.inside, around.held)
+        held = self._decisions.held_inside(op, known)[index]
+        if analysis.decisive or Held.CARRY in held:
+            decides = self._decisions.outputs(op, flags(analysis.decisive), backward, known)[index]
         return Context(
             scope,
             backward,
@@ -125,7 +125,7 @@ class DemandPass:
             streams,
             recomputed=around.recomputed or op.recomputes,
             decides=decides if any(decides) else (),
-            loop=loop,
+            held=held if Held.CARRY in held else (),
             tangents=self._tangents.inputs(op, analysis.tangents)[index] if analysis.tangents else (),
             of_gradient=around.of_gradient or is_of_gradient(op.equation),
         )

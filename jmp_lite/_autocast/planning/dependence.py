@@ -10,7 +10,6 @@ A fourth question goes forwards: what depends on the tangents of a rule? `Tangen
 """
 
 import abc
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
@@ -21,17 +20,12 @@ import jax.numpy as jnp
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Jaxpr, Var, is_literal, open_jaxpr
-from .op import Loop, Op
+from .op import Held, Op
 
 _LOOPS = ("scan", "while")
 
 
-@dataclasses.dataclass(frozen=True)
-class Carried:
-    """The variables of a jaxpr in a loop that hold what the loop carries. Both are empty outside of loops."""
-
-    held: Mapping[Var, Role] = MappingProxyType({})  # What `Loop.inputs` says of inputs, of variables.
-    leaving: Set[Var] = frozenset()  # The variables that the loop carries on, at most moved or selected.
+_NOTHING: Mapping[Var, Held | None] = MappingProxyType({})
 
 
 class Dependence(abc.ABC):
@@ -49,7 +43,7 @@ class Dependence(abc.ABC):
         jaxpr: Jaxpr,
         outputs: Sequence[bool],
         backward: bool = False,
-        loop: Loop | None = None,
+        held: tuple[Held | None, ...] = (),
     ) -> frozenset[Var]:
         """Returns the variables of a jaxpr, closed or open, on which the flagged outputs depend.
 
@@ -57,19 +51,19 @@ class Dependence(abc.ABC):
             jaxpr: the jaxpr.
             outputs: a flag for each output.
             backward: whether the whole jaxpr is a part of a backward pass.
-            loop: what a loop around the jaxpr does with its inputs and outputs. None outside of loops.
+            held: for each input, what it holds of a loop around the jaxpr. Empty outside of loops.
         """
-        if not (self._enters(outputs) or loop is not None):
+        if not (self._enters(outputs) or Held.CARRY in held):
             return frozenset()
         inside = open_jaxpr(jaxpr)
-        key = id(inside), tuple(outputs), backward, loop
+        key = id(inside), tuple(outputs), backward, held
         if key not in self._found:
             found = {var for var, is_found in zip(inside.outvars, outputs) if is_found and self._counts(var)}
-            carried = self.carried(inside, loop)
-            found.update(self._seeds(inside, carried))
+            known = self.held(inside, held)
+            found.update(self._seeds(inside, known))
             for op in reversed(self._ops_of(inside)):
                 results = [var in found for var in op.equation.outvars]
-                operands = self._operands(op, results, backward or op.is_transposed, carried)
+                operands = self._operands(op, results, backward or op.is_transposed, known)
                 found.update(filter(self._counts, operands))
             self._found[key] = frozenset(found)
         return self._found[key]
@@ -79,90 +73,82 @@ class Dependence(abc.ABC):
         op: Op,
         results: Sequence[bool],
         backward: bool,
-        carried: Carried = Carried(),
+        held: Mapping[Var, Held | None] = _NOTHING,
     ) -> list[tuple[bool, ...]]:
         """Returns a flag for each output of each jaxpr of a call, from flags for the results of the call.
 
-        The carry of a loop is flagged too if the next iteration computes something flagged from it. `carried`
-        are the variables around the call that hold what a loop carries.
+        The carry of a loop is flagged too if the next iteration computes something flagged from it. `held`
+        says what the variables around the call hold of a loop.
         """
         known = {index for index, is_found in enumerate(results) if is_found}
-        loops = self.loops_inside(op, carried)
+        inputs = self.held_inside(op, held)
         while True:
             outputs = [self._outputs(op, inner, known) for inner in op.inner]
             found = {
                 number - inner.constants
-                for inner, flags, loop in zip(op.inner, outputs, loops)
-                for number in self._inputs(inner, flags, backward, loop)
+                for inner, flags, each in zip(op.inner, outputs, inputs)
+                for number in self._inputs(inner, flags, backward, each)
                 if inner.roles[number] is Role.CARRY
             }
             if found <= known:
                 return outputs
             known |= found
 
-    def carried(self, inside: Jaxpr, loop: Loop | None) -> Carried:
-        """Returns the variables of a jaxpr that hold what the loop around it carries."""
-        if loop is None:
-            return Carried()
-        held = {var: role for var, role in zip(inside.invars, loop.inputs) if role is not Role.ONCE}
-        held.update(dict.fromkeys(inside.constvars, Role.CONSTANT))
+    def held(self, inside: Jaxpr, inputs: tuple[Held | None, ...]) -> dict[Var, Held | None]:
+        """Returns what the variables of a jaxpr hold of a loop around it. None stands for anything else."""
+        if Held.CARRY not in inputs:
+            return {}
+        held = dict(zip(inside.invars, inputs)) | dict.fromkeys(inside.constvars, Held.CONSTANT)
         for op in self._ops_of(inside):
-            of_operands = {held.get(var) for var in op.variables}
-            if of_operands <= {Role.CONSTANT} and not op.equation.effects:
-                held.update(dict.fromkeys(op.equation.outvars, Role.CONSTANT))
-            elif op.traits.category is Category.MOVE and Role.CARRY in of_operands:
-                held.update(dict.fromkeys(op.equation.outvars, Role.CARRY))
-        return Carried(held, self._leaving(inside, loop.outputs))
+            of_operands = {held[var] for var in op.variables}
+            result = None
+            if Held.COMPUTED in of_operands or self._multiplies(op):
+                result = Held.COMPUTED
+            elif of_operands <= {Held.CONSTANT} and not op.equation.effects:
+                result = Held.CONSTANT
+            elif op.traits.category is Category.MOVE and Held.CARRY in of_operands:
+                result = Held.CARRY
+            held.update(dict.fromkeys(op.equation.outvars, result))
+        return held
 
-    def _leaving(self, inside: Jaxpr, outputs: Sequence[bool]) -> frozenset[Var]:
-        """Returns the variables that become a flagged output of a jaxpr, at most moved or selected."""
-        leaving = {var for var, flag in zip(inside.outvars, outputs) if flag and not is_literal(var)}
-        for op in reversed(self._ops_of(inside)):
-            invars, outvars = op.equation.invars, op.equation.outvars
-            if leaving.isdisjoint(outvars):
-                continue
-            if op.traits.category is Category.MOVE or op.name == "select_n":
-                leaving.update(op.variables)
-            for inner in op.inner if op.name not in _LOOPS else ():
-                flags = [index is not None and outvars[index] in leaving for index in inner.results]
-                found = self._leaving(open_jaxpr(inner.jaxpr), flags)
-                pairs = zip(inner.operands, open_jaxpr(inner.jaxpr).invars)
-                leaving.update(invars[index] for index, var in pairs if var in found)
-        return frozenset(var for var in leaving if not is_literal(var))
+    def _multiplies(self, op: Op) -> bool:
+        """Whether an operation is a product, or runs one."""
+        is_product = op.traits.category is Category.ALLOW
+        return is_product or any(
+            self._multiplies(each) for inner in op.inner for each in self._ops_of(inner.jaxpr)
+        )
 
-    def loops_inside(self, op: Op, carried: Carried) -> list[Loop | None]:
-        """Returns for each jaxpr of a call what a loop does with its inputs and outputs."""
+    def held_inside(self, op: Op, held: Mapping[Var, Held | None]) -> list[tuple[Held | None, ...]]:
+        """Returns for each jaxpr of a call what its inputs hold of a loop: of the call, or of one around it."""
         if op.name in _LOOPS:
-            roles = [tuple(map(_role_in_loop, inner.roles)) for inner in op.inner]
-            return [Loop(inputs, inner.carries) for inputs, inner in zip(roles, op.inner)]
-        invars, outvars = op.equation.invars, op.equation.outvars
-        role_of = lambda var: Role.CONSTANT if is_literal(var) else carried.held.get(var, Role.ONCE)
-        loops = [
-            Loop(
-                tuple(role_of(invars[index]) for index in inner.operands),
-                tuple(index is not None and outvars[index] in carried.leaving for index in inner.results),
-            )
-            for inner in op.inner
-        ]
-        return [loop if Role.CARRY in loop.inputs and any(loop.outputs) else None for loop in loops]
+            of_roles = {Role.CARRY: Held.CARRY, Role.CONSTANT: Held.CONSTANT}
+            return [tuple(map(of_roles.get, inner.roles)) for inner in op.inner]
+        if not held:
+            return [()] * len(op.inner)
+        held_by = lambda var: Held.CONSTANT if is_literal(var) else held[var]
+        return [tuple(held_by(op.equation.invars[index]) for index in inner.operands) for inner in op.inner]
 
-    def _operands(self, op: Op, results: Sequence[bool], backward: bool, carried: Carried) -> Sequence[Var]:
+    def _operands(
+        self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Held | None]
+    ) -> Sequence[Var]:
         """Returns the operands of an operation on which a flagged variable depends."""
         if op.category is not Category.CALL:
             return op.variables if self._crosses(op, any(results), backward) else ()
-        loops, invars = self.loops_inside(op, carried), op.equation.invars
+        inputs, invars = self.held_inside(op, held), op.equation.invars
         # What a loop inside decides by may be rounded in front of the loop.
-        is_in_loop = op.name not in _LOOPS and any(loop is not None for loop in loops)
+        is_in_loop = op.name not in _LOOPS and any(Held.CARRY in each for each in inputs)
         if not (self._enters(results) or is_in_loop):
             return ()
         return [
             invars[inner.operands[number]]
-            for inner, flags, loop in zip(op.inner, self.outputs(op, results, backward, carried), loops)
-            for number in self._inputs(inner, flags, backward, loop)
+            for inner, flags, each in zip(op.inner, self.outputs(op, results, backward, held), inputs)
+            for number in self._inputs(inner, flags, backward, each)
         ]
 
-    def _inputs(self, inner: Inner, outputs: Sequence[bool], backward: bool, loop: Loop | None) -> list[int]:
-        found = self.variables(inner.jaxpr, outputs, backward, loop)
+    def _inputs(
+        self, inner: Inner, outputs: Sequence[bool], backward: bool, held: tuple[Held | None, ...]
+    ) -> list[int]:
+        found = self.variables(inner.jaxpr, outputs, backward, held)
         return [number for number, var in enumerate(open_jaxpr(inner.jaxpr).invars) if var in found]
 
     def _outputs(self, op: Op, inner: Inner, results: set[int]) -> tuple[bool, ...]:
@@ -177,9 +163,9 @@ class Dependence(abc.ABC):
         del flags
         return True
 
-    def _seeds(self, inside: Jaxpr, carried: Carried) -> Iterable[Var]:
+    def _seeds(self, inside: Jaxpr, held: Mapping[Var, Held | None]) -> Iterable[Var]:
         """Returns further variables of a jaxpr from which the search starts."""
-        del inside, carried
+        del inside, held
         return ()
 
     @abc.abstractmethod
@@ -214,11 +200,11 @@ class Streams(Dependence):
         op: Op,
         results: Sequence[bool],
         backward: bool,
-        carried: Carried = Carried(),
+        held: Mapping[Var, Held | None] = _NOTHING,
     ) -> list[tuple[bool, ...]]:
         carries = {index for inner in op.inner for index, carry in zip(inner.results, inner.carries) if carry}
         inside = [flag and index not in carries for index, flag in enumerate(results)]
-        return super().outputs(op, inside, backward, carried)
+        return super().outputs(op, inside, backward, held)
 
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
         is_forward = not backward or op.is_recomputed
@@ -250,18 +236,19 @@ class Decisions(Dependence):
     def _enters(self, flags: Sequence[bool]) -> bool:
         return any(flags)
 
-    def _seeds(self, inside: Jaxpr, carried: Carried) -> Iterable[Var]:
-        """Yields the predicates by which a loop carries on what it carried, or what it has computed.
+    def _seeds(self, inside: Jaxpr, held: Mapping[Var, Held | None]) -> Iterable[Var]:
+        """Yields the predicates by which a loop keeps what it carries, or takes what it has computed.
 
         The derivative of a selection is not one of them: it selects between a cotangent and zeros. Nor is an
-        activation function of what the loop carries, whose result the loop does not carry on.
+        activation function of what the loop carries: no product computes its predicate.
         """
-        for op in self._ops_of(inside) if carried.leaving else ():
-            if op.name == "select_n" and op.equation.outvars[0] in carried.leaving:
-                predicate, *cases = op.equation.invars
-                roles = [Role.CONSTANT if is_literal(case) else carried.held.get(case) for case in cases]
-                if Role.CARRY in roles and Role.CONSTANT not in roles:
-                    yield predicate
+        for op in self._ops_of(inside) if held else ():
+            if op.name == "select_n":
+                predicate, *cases = (
+                    Held.CONSTANT if is_literal(var) else held[var] for var in op.equation.invars
+                )
+                if predicate is Held.COMPUTED and Held.CARRY in cases and Held.CONSTANT not in cases:
+                    yield op.equation.invars[0]
 
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
         del backward
@@ -269,10 +256,6 @@ class Decisions(Dependence):
             op.traits.compares and len(set(op.variables)) < len(op.variables)
         )
         return is_found and not is_check
-
-
-def _role_in_loop(role: Role) -> Role:
-    return role if role in (Role.CARRY, Role.CONSTANT) else Role.ONCE
 
 
 def _passes(op: Op) -> bool:

@@ -4,9 +4,10 @@ All later files of the planner take an `Op` in place of an equation. No decision
 """
 
 import dataclasses
+import enum
 import math
 
-from ..._jaxpr.inner import Inner, Role, inner_jaxprs
+from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.primitives import Category, Traits, traits_of
 from ..._jaxpr.read import (
     Equation,
@@ -112,14 +113,12 @@ def _recomputes(equation: Equation) -> bool:
     return not holds(body, "remat2") and not holds_complex(body)
 
 
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """What a loop around a jaxpr does with the inputs and outputs of the jaxpr."""
+class Held(enum.Enum):
+    """What a variable of a jaxpr inside of a loop holds."""
 
-    # For each input, whether it holds what the loop carries (`Role.CARRY`) or what no iteration changes
-    # (`Role.CONSTANT`), at most moved.
-    inputs: tuple[Role, ...]
-    outputs: tuple[bool, ...]  # For each output, whether the loop carries it on, at most moved or selected.
+    CARRY = "what the loop carries, at most moved"
+    CONSTANT = "what no iteration changes"
+    COMPUTED = "what an iteration computes with a product"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Context:
     # One flag for each output: whether a decision of a loop depends on it (`dependence`). Empty if no loop
     # around the jaxpr has such a decision.
     decides: tuple[bool, ...] = ()
-    loop: Loop | None = None  # What a loop around the jaxpr does with its inputs and outputs.
+    held: tuple[Held | None, ...] = ()  # For each input, what it holds of a loop. Empty outside of loops.
     # One flag for each input: whether it is the tangent of a forward-mode rule, or depends on one
     # (`dependence`). Empty outside of such rules.
     tangents: tuple[bool, ...] = ()
