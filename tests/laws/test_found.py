@@ -38,13 +38,15 @@ def error(found, exact):
 
 
 def compiled(fun, *args):
-    options = {} if jax.__version_info__ < (0, 11) else ONE_KERNEL
-    return jax.jit(fun).lower(*args).compile(options)(*args)
+    """The results of a jitted function, without and with the flag that limits.md recommends for JAX 0.12."""
+    lowered = jax.jit(fun).lower(*args)
+    flags = [{}] if jax.__version_info__ < (0, 11) else [{}, ONE_KERNEL]
+    return [lowered.compile(options)(*args) for options in flags]
 
 
 @functools.cache
-def fitted():
-    """Parameters of a linear classifier whose loss is small, and its data."""
+def fitted(steps):
+    """Parameters of a linear classifier after some steps of Adam, and its data."""
     x, labels = normal(1, 21, 16), jnp.asarray(np.random.default_rng(2).integers(0, 8, 21))
     loss = lambda w: optax.softmax_cross_entropy_with_integer_labels(x @ w, labels).mean()
     tx = optax.adam(0.1)
@@ -56,9 +58,9 @@ def fitted():
             updates, state = tx.update(jax.grad(loss)(w), state)
             return (optax.apply_updates(w, updates), state), None
 
-        return lax.scan(step, (w, tx.init(w)), length=300)[0][0]
+        return lax.scan(step, (w, tx.init(w)), length=steps)[0][0]
 
-    return fit(normal(3, 16, 8)), x, labels
+    return fit(normal(3, 16, 8, scale=0.25)), x, labels
 
 
 LOSSES = {
@@ -72,28 +74,33 @@ LOSSES = {
 
 @pytest.mark.slow
 @each_half
+@pytest.mark.parametrize("steps", [0, 30, 300, 2000])
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_under_jit_is_the_eager_one_at_a_small_loss(name, half):
-    w, x, labels = fitted()
+def test_the_loss_under_jit_is_the_eager_one(name, steps, half):
+    """Losses of about 2, 0.1, 1e-3 and 1e-4."""
+    w, x, labels = fitted(steps)
     loss = lambda w: LOSSES[name](x @ w, labels)
     eager = float(jmp.autocast(loss, half)(w))
-    assert 1e-5 < eager < 2e-2
     value = lambda order: lambda w: in_order(order, loss, half, jax.value_and_grad)(w)[0]
     for fun in (jmp.autocast(loss, half), *map(value, ORDERS)):
-        np.testing.assert_allclose(float(compiled(fun, w)), eager, rtol=2e-3)
+        for found in compiled(fun, w):
+            np.testing.assert_allclose(float(found), eager, rtol=3e-3)
+    by_hand = lambda w: LOSSES[name]((x.astype(half) @ w.astype(half)).astype(jnp.float32), labels)
+    np.testing.assert_allclose(float(by_hand(w)), eager, rtol=3e-3)
 
 
 @pytest.mark.slow
 @each_order
 def test_a_checkpointed_reader_reads_the_value_that_the_others_read(order):
+    w, x, _ = fitted(300)
     sums = lambda logits: jnp.log(jnp.exp(logits).sum(-1))
 
     def loss(w):
-        logits = fitted()[1] @ w
+        logits = x @ w
         return jnp.mean(jax.checkpoint(sums)(logits) - sums(1.0005 * logits))
 
-    w = fitted()[0]
-    assert error(compiled(in_order(order, loss, "bfloat16"), w), jax.grad(loss)(w)) < 0.01
+    for found in compiled(in_order(order, loss, "bfloat16"), w):
+        assert error(found, jax.grad(loss)(w)) < 0.01
 
 
 # Derivatives in the range of float16.

@@ -119,7 +119,7 @@ class Dependence(abc.ABC):
         )
 
     def held_inside(self, op: Op, held: Mapping[Var, Held | None]) -> list[tuple[Held | None, ...]]:
-        """Returns for each jaxpr of a call what its inputs hold of a loop: of the call, or of one around it."""
+        """Returns for each jaxpr of a call what its inputs hold of the innermost loop around them."""
         if op.name in _LOOPS:
             of_roles = {Role.CARRY: Held.CARRY, Role.CONSTANT: Held.CONSTANT}
             return [tuple(map(of_roles.get, inner.roles)) for inner in op.inner]
