@@ -9,7 +9,7 @@ operands are in half and only products read the result: products take half opera
 
 import collections
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from ..._jaxpr.read import Jaxpr, Var, is_float32, is_literal
 from .op import Op
@@ -64,12 +64,9 @@ def find_activations(inside: Jaxpr, ops: Sequence[Op], with_softmaxes: bool) -> 
             consumers[var].append(index)
         if op.traits.copies:
             spread.update(op.equation.outvars)
-        if not op.traits.pointwise or op.is_listed:  # The user's lists win.
-            continue
-        (out,) = op.equation.outvars
-        origins = tuple(dict.fromkeys(source for var in operands for source in sources.get(var, (var,))))
-        broadcasts = any(var in spread or var.aval.shape != out.aval.shape for var in operands)
-        if not broadcasts and len(origins) in (1, 2) and all(map(is_float32, origins)):
+        origins = _origins(op, sources, spread)
+        if origins:
+            (out,) = op.equation.outvars
             sources[out] = origins
             members[out] = frozenset({index}).union(*(members.get(var, ()) for var in operands))
             if op.stays_float32 or not ends.isdisjoint(operands):
@@ -86,6 +83,20 @@ def find_activations(inside: Jaxpr, ops: Sequence[Op], with_softmaxes: bool) -> 
         ends.add(out)
     gated -= ends
     return activations
+
+
+def _origins(op: Op, sources: Mapping[Var, tuple[Var, ...]], spread: Set[Var]) -> tuple[Var, ...]:
+    """Returns the one or two float32 variables of which an operation computes a function; none for another.
+
+    The user's lists win over activation functions.
+    """
+    if not op.traits.pointwise or op.is_listed:
+        return ()
+    shape = op.equation.outvars[0].aval.shape
+    if any(var in spread or var.aval.shape != shape for var in op.variables):
+        return ()
+    origins = tuple(dict.fromkeys(source for var in op.variables for source in sources.get(var, (var,))))
+    return origins if len(origins) in (1, 2) and all(map(is_float32, origins)) else ()
 
 
 def inner_members(ops: Sequence[Op], activations: Activations, ends: Sequence[int]) -> frozenset[int]:

@@ -148,10 +148,7 @@ class DemandPass:
         demand, activations = analysis.demand, analysis.activations
         for var, want in zip(analysis.inside.outvars, wanted):
             if not is_literal(var):
-                demand.want([var], want)
-                (demand.exact if want is Wanted.EXACT else demand.numbers).add(var)
-                if want <= Wanted.NO:
-                    demand.kept.add(var)
+                demand.want_output(var, want)
         absorbed: set[int] = set()  # The operations that activation functions of half values compute.
         for index in reversed(range(len(analysis.ops))):
             op, ruling = analysis.ops[index], analysis.rulings[index]

@@ -37,6 +37,7 @@ class Dependence(abc.ABC):
     def __init__(self, ops_of: Callable[[Jaxpr], Sequence[Op]]) -> None:
         self._ops_of = ops_of
         self._found: dict[Any, frozenset[Var]] = {}
+        self._held: dict[Any, dict[Var, Held | None]] = {}
 
     def variables(
         self,
@@ -98,6 +99,12 @@ class Dependence(abc.ABC):
         """Returns what the variables of a jaxpr hold of a loop around it. None stands for anything else."""
         if Held.CARRY not in inputs:
             return {}
+        key = id(inside), inputs
+        if key not in self._held:
+            self._held[key] = self._follow(inside, inputs)
+        return self._held[key]
+
+    def _follow(self, inside: Jaxpr, inputs: tuple[Held | None, ...]) -> dict[Var, Held | None]:
         held = dict(zip(inside.invars, inputs)) | dict.fromkeys(inside.constvars, Held.CONSTANT)
         for op in self._ops_of(inside):
             of_operands = {held[var] for var in op.variables}

@@ -1,6 +1,6 @@
 """Decides about element-wise operations. Says how any operation takes its operands and gives its results."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,24 +30,35 @@ def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: 
         constant = all(state.constant for state in operands)
         results = results_of(op, operands, State(max(kind, Kind.ADAPTS), constant=constant))
         return Decision(op, Category.INFER, in_full(operands), results, "no operand is in half")
-    reason = ""
-    if is_wide or Kind.ARGUMENT in kinds:
-        reason = "an operand is in float32, the widest type"
-    elif unfit := [state.number for state in operands if not state.fits]:
-        reason = f"{half.name} does not hold the constant {unfit[0]:g}"
-    elif wanted <= Wanted.NO and any(map(is_float32, op.equation.outvars)):
-        reason = "float32 operations read its result"
-    if reason:
+    if reason := _why_float32(op, operands, kinds, wanted, half):
         return run_in_float32(op, operands, Ruling(Category.INFER, reason))
-    if op.traits.scales and (rounded := [each.number for each in operands if _is_rounded(each, half)]):
-        return store_half(op, operands, f"{half.name} rounds the constant {rounded[0]:g}")
-    if op.traits.squares and half == jnp.float16 and not operands[-1].constant:
-        return store_half(op, operands, f"the derivative of {op.name} squares an input, which may overflow")
+    if reason := _why_stored(op, operands, half):
+        return store_half(op, operands, reason)
     if all(may_be_rounded(op, var, state, kind) for var, state, kind in known):
         reason = "its operands are in half, or take the type of the others"
         return Decision(op, Category.INFER, Run(in_half(op, operands)), halves(op), reason, changed=True)
     reason = "one operand is in half; another was computed in float32 and takes its type"
     return store_half(op, operands, reason)
+
+
+def _why_float32(op: Op, operands: Sequence[State], kinds: Set[Kind], wanted: Wanted, half: np.dtype) -> str:
+    """Returns why an operation with a half operand runs in float32; empty if its result may be in half."""
+    if Kind.ARGUMENT in kinds or not kinds.isdisjoint(WIDE):
+        return "an operand is in float32, the widest type"
+    if unfit := [state.number for state in operands if not state.fits]:
+        return f"{half.name} does not hold the constant {unfit[0]:g}"
+    if wanted <= Wanted.NO and any(map(is_float32, op.equation.outvars)):
+        return "float32 operations read its result"
+    return ""
+
+
+def _why_stored(op: Op, operands: Sequence[State], half: np.dtype) -> str:
+    """Returns why an operation computes in float32 what it stores in half; empty if it computes in half."""
+    if op.traits.scales and (rounded := [each.number for each in operands if _is_rounded(each, half)]):
+        return f"{half.name} rounds the constant {rounded[0]:g}"
+    if op.traits.squares and half == jnp.float16 and not operands[-1].constant:
+        return f"the derivative of {op.name} squares an input, which may overflow"
+    return ""
 
 
 def _is_rounded(state: State, half: np.dtype) -> bool:

@@ -54,18 +54,21 @@ def find_softmaxes(
         elif after and not after.isdisjoint(op.variables) and _is_part(op):
             after.add(out)
             # If an element-wise operation reads the result, that operation may end the softmax, and not this.
-            if any(_is_part(ops[index]) and ops[index].name not in _MOVES for index in readers_of[out]):
+            if any(_is_part(ops[reader]) and ops[reader].name not in _MOVES for reader in readers_of[out]):
                 continue
             softmax = _softmax(out, ops, made_by, after)
             made = {ops[member].equation.outvars[0] for member in softmax.members - {index}}
             # If others read the weights too, they would be computed twice in the forward pass.
             alone = all(read_only_by(var, softmax.members) for var in made & after)
-            # XLA would write the gradient of a position bias twice, in float32 and in half.
-            readers = [ops[member] for member in softmax.members]
-            has_bias = any(_is_bias(var, readers) for var in softmax.extras)
-            if alone and not has_bias and len(softmax.sources) in (1, 2):
+            if alone and len(softmax.sources) in (1, 2) and not _has_bias(softmax, ops):
                 found[out] = softmax
     return found
+
+
+def _has_bias(softmax: Softmax, ops: Sequence[Op]) -> bool:
+    """Whether a softmax adds a position bias. XLA would write its gradient twice, in float32 and in half."""
+    readers = [ops[member] for member in softmax.members]
+    return any(_is_bias(var, readers) for var in softmax.extras)
 
 
 def _softmax(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int], after: Set[Var]) -> Softmax:

@@ -65,6 +65,13 @@ class Demand:
             return False
         return var in self.kept or (var in self.summed and not self.products[var])
 
+    def want_output(self, var: Var, wanted: Wanted) -> None:
+        """Notes how the caller of the jaxpr wants an output."""
+        self.want([var], wanted)
+        (self.exact if wanted is Wanted.EXACT else self.numbers).add(var)
+        if wanted <= Wanted.NO:
+            self.kept.add(var)
+
     def want(self, variables: Iterable[Var], wanted: Wanted) -> None:
         """Notes that one reader wants some variables."""
         if wanted > Wanted.NO:
