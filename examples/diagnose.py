@@ -7,8 +7,8 @@ row of pixels at a time. It has three faults that people make: a mask of -1e9, w
 float32 table that promotes the matmul behind it; and a loss whose gradients float16 rounds to zero.
 
 In the first run every step is skipped, and `jmp.raise_if_stuck` stops it. `doctor` names the mask, and its
-list of operations the table. With both fixed nothing is skipped, but the loss does not move. `doctor` names
-the gradients that become zero and a scale that saves them. With it the loss falls to a tenth. The picture of
+list of operations the table. With both fixed nothing is skipped, but all gradients are zero, which stops the
+second run. `doctor` names a scale that saves them. With it the loss falls to a tenth. The picture of
 `profile_ranges` goes to `out/`. Takes less than a minute on two CPU cores.
 """
 
@@ -71,12 +71,8 @@ def initial() -> Params:
     }
 
 
-def train(loss_fn: Callable[..., Any], loss_scale: Any, data: Any, steps: int) -> tuple[np.ndarray, Params]:
-    """Trains on batches of 64.
-
-    Raises:
-        FloatingPointError: the run is stuck.
-    """
+def train(loss_fn: Callable[..., Any], loss_scale: Any, data: Any, steps: int) -> tuple[np.ndarray, str]:
+    """Trains on batches of 64. Returns the losses, and why the run was stopped if it was stuck."""
     params, tx = initial(), jmp.with_loss_scale(optax.adam(1e-2, eps=1e-12), loss_scale)
     opt_state = tx.init(params)
 
@@ -90,8 +86,11 @@ def train(loss_fn: Callable[..., Any], loss_scale: Any, data: Any, steps: int) -
     for number in range(steps):
         params, opt_state, loss = step(params, opt_state, *batch(data, number))
         losses.append(float(loss))
-        jmp.raise_if_stuck(opt_state)
-    return np.array(losses), params
+        try:
+            jmp.raise_if_stuck(opt_state)
+        except FloatingPointError as error:
+            return np.array(losses), str(error)
+    return np.array(losses), ""
 
 
 def batch(data: Any, number: int) -> tuple[jax.Array, jax.Array]:
@@ -109,7 +108,7 @@ class Story:
     """What is kept.
 
     Attributes:
-        stuck: the message of `raise_if_stuck`.
+        stuck, zero: what `raise_if_stuck` says of the first and of the second run.
         promoted: why a matmul of the first run is not in half.
         first, second: what `doctor` says of the two runs that failed.
         flat, learned: the losses of the second run and of the last one.
@@ -118,6 +117,7 @@ class Story:
     """
 
     stuck: str
+    zero: str
     promoted: str
     first: Diagnosis
     second: Diagnosis
@@ -147,11 +147,7 @@ def main(arguments: list[str] | None = None) -> Story:
     data = ((images / 16).reshape(-1, 8, 8).astype(np.float32), labels.astype(np.int32))
     # 1. All steps are skipped.
     broken = Model(mask=-1e9, channels=jnp.asarray(CHANNELS))
-    stuck = ""
-    try:
-        train(broken.loss, jmp.DynamicLossScale(2.0**15), data, options.steps)
-    except FloatingPointError as error:
-        stuck = str(error)
+    _, stuck = train(broken.loss, jmp.DynamicLossScale(2.0**15), data, options.steps)
     print(f"=== The first run stops: {stuck}")
     first = doctor(broken.loss, "float16", device=None)(initial(), *batch(data, 0))
     show("The doctor on the first run", first)
@@ -161,8 +157,10 @@ def main(arguments: list[str] | None = None) -> Story:
     print(f"\nThe matmul that is not in half is in {promoted.module}: {reason}")
     # 2. The mask and the table are fixed. Nothing is skipped, but the loss does not move.
     fixed = Model(mask=float(jnp.finfo(jnp.float16).min), channels=jnp.asarray(CHANNELS, jnp.float16))
-    flat, _ = train(fixed.loss, jmp.NoOpLossScale(), data, options.steps)
-    print(f"\n=== The second run: the loss goes from {flat[:10].mean():.3e} to {flat[-10:].mean():.3e}")
+    flat, zero = train(fixed.loss, jmp.NoOpLossScale(), data, options.steps)
+    print(
+        f"\n=== The second run: the loss goes from {flat[:10].mean():.3e} to {flat[-10:].mean():.3e}. {zero}"
+    )
     second = doctor(fixed.loss, "float16", device=None)(initial(), *batch(data, 0))
     show("The doctor on the second run", second)
     ranges = second.ranges
@@ -175,7 +173,8 @@ def main(arguments: list[str] | None = None) -> Story:
     start, end = learned[:10].mean(), learned[-10:].mean()
     print(f"\n=== The third run: the loss goes from {start:.3e} to {end:.3e}, {end / start:.0%} of the start")
     print(f"The picture is {options.output}/diagnosis.png.")
-    return Story(stuck, promoted.reason, first, second, flat, learned, ranges, second.precision.loss_scale)
+    scale_found = second.precision.loss_scale
+    return Story(stuck, zero, promoted.reason, first, second, flat, learned, ranges, scale_found)
 
 
 if __name__ == "__main__":

@@ -275,6 +275,7 @@ def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
     assert "diagnose.py" in worst.where
     assert "a constant float32[32] is float32" in story.promoted
     # The second run: nothing is inf, and nothing moves.
+    assert "gradients of all 50 steps were zero" in story.zero
     lost, *others = story.second.findings
     assert "of the gradients that are not zero become zero" in lost.what
     assert not any("is float32" in each.what or each.severity == "not finite" for each in others)
