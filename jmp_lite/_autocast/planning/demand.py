@@ -18,6 +18,7 @@ from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import (
     Jaxpr,
     Var,
+    all_equations,
     call_scope,
     constants,
     is_float32,
@@ -61,6 +62,7 @@ class DemandPass:
         self._read: dict[int, tuple[Op, ...]] = {}
         self._activations: dict[tuple[int, bool], Activations] = {}
         self._analyses: dict[Any, Analysis] = {}
+        self._has_one_hot: dict[int, bool] = {}  # Whether a jaxpr makes numbers of booleans.
         self._alive: list[Jaxpr] = []  # The keys of all three hold ids of jaxprs.
         self._decisions = Decisions(self._ops)
         self._intermediate = Intermediate(self._ops)
@@ -75,9 +77,11 @@ class DemandPass:
         key = (id(inside), wanted, inputs, context)
         if key not in self._analyses:
             ops, activations = self._ops(inside), self._activations_of(inside, context.of_gradient)
-            intermediate = self._intermediate.variables(inside, context.intermediate, context.backward)
-            made = {var for op in ops if context.is_backward(op) for var in op.equation.outvars}
-            gradients = frozenset(filter(activations.reads, made - intermediate))
+            intermediate = gradients = frozenset[Var]()
+            if self._tells_gradients(inside):
+                intermediate = self._intermediate.variables(inside, context.intermediate, context.backward)
+                made = {var for op in ops if context.is_backward(op) for var in op.equation.outvars}
+                gradients = frozenset(filter(activations.reads, made - intermediate))
             streams = frozenset[Var]()
             if self._rules.half_sums:
                 streams = self._streams.variables(inside, context.streams, context.backward)
@@ -110,8 +114,9 @@ class DemandPass:
         scope = self._scopes.cache_key(f"{scope}/{inner.scope}" if inner.scope else scope)
         backward, index = around.is_backward(op), op.inner.index(inner)
         flags = lambda found: [var in found for var in op.equation.outvars]
-        streams = decides = ()
-        intermediate = self._intermediate.outputs(op, flags(analysis.intermediate), backward)[index]
+        intermediate = streams = decides = ()
+        if self._tells_gradients(analysis.inside):
+            intermediate = self._intermediate.outputs(op, flags(analysis.intermediate), backward)[index]
         if self._rules.half_sums:
             streams = self._streams.outputs(op, flags(analysis.streams), backward)[index]
         known = self._decisions.held(analysis.inside, around.held)
@@ -129,6 +134,15 @@ class DemandPass:
             tangents=self._tangents.inputs(op, analysis.tangents)[index] if analysis.tangents else (),
             of_gradient=around.of_gradient or is_of_gradient(op.equation),
         )
+
+    def _tells_gradients(self, inside: Jaxpr) -> bool:
+        """Whether decisions depend on which products make the gradients of weights."""
+        if self._rules.reduce_dtype is not None:
+            return True
+        if id(inside) not in self._has_one_hot:
+            casts = (each for each in all_equations(inside) if each.primitive.name == "convert_element_type")
+            self._has_one_hot[id(inside)] = any(each.invars[0].aval.dtype == bool for each in casts)
+        return self._has_one_hot[id(inside)]
 
     def _ops(self, jaxpr: Jaxpr) -> tuple[Op, ...]:
         inside = open_jaxpr(jaxpr)
