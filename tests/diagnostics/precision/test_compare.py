@@ -61,7 +61,9 @@ def errors(fun, args, rules, dtype="float16", scale=1.0):
 
 def assert_is(difference, expected):
     np.testing.assert_allclose(difference.loss, expected[0], rtol=1e-2, atol=1e-6)
-    np.testing.assert_allclose(difference.gradients, expected[1], rtol=1e-3, atol=1e-6)
+    # XLA of JAX 0.10.2 for CPUs leaves out other roundings in one program than in the other.
+    rtol = 1e-3 if jax.__version_info__ >= (0, 11) else 4e-2
+    np.testing.assert_allclose(difference.gradients, expected[1], rtol=rtol, atol=1e-6)
     np.testing.assert_allclose(difference.cosine, expected[2], rtol=0, atol=1e-6)
 
 
