@@ -42,13 +42,14 @@ class Interpreter:
         self.half = planner.rules.dtype
         self.is_linear = False
         self._handlers = handlers
-        self.forget()
-
-    def forget(self) -> None:
-        """Drops what equal parts of the program share, and the plans. See `Planner.forget`."""
         self._bodies: dict[Any, Body] = {}
         self._softmaxes: dict[Any, Callable[..., Array]] = {}
         self._counts: collections.Counter[Any] = collections.Counter()
+
+    def forget(self) -> None:
+        """Drops what equal parts of the program share, and the plans. See `Planner.forget`."""
+        for shared in (self._bodies, self._softmaxes, self._counts):
+            shared.clear()
         self.planner.forget()
 
     def run(self, plan: Plan, arguments: Sequence[Value]) -> list[Value]:

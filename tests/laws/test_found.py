@@ -383,6 +383,8 @@ def test_a_matmul_of_a_kept_value_runs_in_float32():
     assert products(jmp.autocast(kept), X, W) == [("float32", "float32")]
     (operation,) = jmp.explain(jmp.autocast(kept))(X, W).in_float32()
     assert operation.reason == "keep_float32"
+    behind = lambda x, w: jmp.keep_float32(x) @ w @ w
+    assert products(jmp.autocast(behind), X, W) == [("float32", "float32"), ("bfloat16", "bfloat16")]
     changed = lambda x, w: (jmp.keep_float32(x) * 2) @ w
     assert products(jmp.autocast(changed), X, W) == [("bfloat16", "bfloat16")]
 

@@ -86,7 +86,7 @@ def find_activations(inside: Jaxpr, ops: Sequence[Op], with_softmaxes: bool) -> 
 
 
 def _origins(op: Op, sources: Mapping[Var, tuple[Var, ...]], spread: Set[Var]) -> tuple[Var, ...]:
-    """Returns the one or two float32 variables of which an operation computes a function; none for another.
+    """Returns the one or two float32 variables that an operation is a function of; none if there are others.
 
     The user's lists win over activation functions.
     """

@@ -9,14 +9,14 @@ import numpy as np
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import is_float32
 from .demand import Analysis
-from .elementwise import decide_elementwise, in_full, in_half, run_in_float32
+from .elementwise import decide_elementwise, in_full, in_half, results_of, run_in_float32
 from .op import Op
 from .plan import Decision, Move, Run, Skip, Take
 from .products import OUTER, by_first_rule, decide_outer, decide_product, widens
 from .rules import Rules
-from .ruling import DECIDES, Ruling
+from .ruling import DECIDES, KEEP_FLOAT32, Ruling
 from .scopes import Scopes
-from .states import FLOAT32, HALF_SUM, Kind, State, moved
+from .states import FLOAT32, HALF_SUM, KEPT, Kind, State, moved
 from .wanted import Wanted
 
 
@@ -57,6 +57,8 @@ def decide(
 def _kept(op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype) -> Decision:
     """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
     decision = run_in_float32(op, operands, ruling)
+    if ruling.reason == KEEP_FLOAT32:
+        return dataclasses.replace(decision, results=results_of(op, operands, KEPT))
     if op.traits.category is not Category.ALLOW:
         return decision
     if ruling.reason == DECIDES and len(operands) == 2:

@@ -9,8 +9,8 @@ from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Var, is_float32
 from .op import Op
 from .plan import Decision, Run, Take, conversion
-from .ruling import KEEP_FLOAT32, Ruling
-from .states import FLOAT32, HALF, KEPT, OTHER, WIDE, Kind, State, broadcast, may_be_rounded
+from .ruling import Ruling
+from .states import FLOAT32, HALF, OTHER, WIDE, Kind, State, broadcast, may_be_rounded
 from .wanted import Wanted
 
 
@@ -77,8 +77,6 @@ def run_in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decisio
     """Runs an operation in float32. A result that is computed from literals alone adapts to its readers."""
     constant = all(state.constant for state in operands) and not op.equation.effects
     state = State(Kind.ADAPTS, constant=True) if constant else FLOAT32
-    if ruling.reason == KEEP_FLOAT32:
-        state = KEPT
     changed = any(state.is_half for state in operands)
     results = results_of(op, operands, state)
     return Decision(op, ruling.category, in_full(operands), results, ruling.reason, changed)
