@@ -267,7 +267,7 @@ class TracedRule:
         wanted = [Wanted.INDIRECTLY if state.is_half else Wanted.NO for state in states]
         wanted += [Wanted.NO if number is None else wanted[number] for number in result_of]
         # The scopes around the function are around its rules too.
-        around = self._inside.plan.context
+        around = self._inside.plan.analysis.context
         are_tangents = (False,) * len(inputs) + (True,) * len(tangents)
         context = Context(around.scope, streams=around.streams, decides=around.decides, tangents=are_tangents)
         if intermediate is not None:
