@@ -5,7 +5,8 @@ the handlers of `calls`.
 """
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,8 +33,7 @@ class Interpreter:
     Attributes:
         planner: the planner, which plans the rules of custom derivatives when they are traced.
         half: the half dtype.
-        is_linear: whether the rule of a `custom_jvp` runs, which JAX transposes. Its float32 readers then
-            read the path.
+        is_linear: whether the rule of a `custom_jvp` runs (`in_linear_rule`).
     """
 
     def __init__(self, planner: Planner, handlers: Mapping[str, "Handler"]) -> None:
@@ -51,6 +51,19 @@ class Interpreter:
         for shared in (self._bodies, self._regions, self._counts):
             shared.clear()
         self.planner.forget()
+
+    @contextlib.contextmanager
+    def in_linear_rule(self) -> Iterator[None]:
+        """Returns a context for the rule of a `custom_jvp`, in which float32 readers read the path itself.
+
+        JAX transposes what such a rule computes from tangents, and does not differentiate it. It could not
+        transpose `widen`, which has a custom derivative and no transpose.
+        """
+        was_linear, self.is_linear = self.is_linear, True
+        try:
+            yield
+        finally:
+            self.is_linear = was_linear
 
     def run(self, plan: Plan, arguments: Sequence[Value]) -> list[Value]:
         """Runs the equations of a plan's jaxpr, on a value for each input.
@@ -174,11 +187,11 @@ class Interpreter:
             ]
             for result, path, is_read in zip(results, run(equation, wides), action.paths):
                 if is_read:
-                    self._lead(result, path)
+                    self._attach_path(result, path)
         return results
 
-    def _lead(self, value: Value, path: Array) -> None:
-        """Leads the gradients of a half value's float32 readers through `path`."""
+    def _attach_path(self, value: Value, path: Array) -> None:
+        """Attaches a path: float32 readers of this half value send their gradients there."""
         value.path = path
         if self.is_linear:
             value.casts[jnp.float32] = path
@@ -203,7 +216,7 @@ class Interpreter:
         """Returns arrays as values. The last arrays are the paths of those at the indexes `pairs`."""
         values = list(map(Value, arrays[: len(arrays) - len(pairs)]))
         for index, path in zip(pairs, arrays[len(values) :], strict=True):
-            self._lead(values[index], path)
+            self._attach_path(values[index], path)
         return values
 
     def body(

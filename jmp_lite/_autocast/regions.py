@@ -45,7 +45,7 @@ def run_region(
     run, arrays = traced[key], _arrays(action, read, half)
     with context_of(action.equations[-1]):
         result = run(*arrays)
-    if action.region.barrier is not Barrier.CHECKPOINT:
+    if action.region.barrier is not Barrier.CHECKPOINT or len(action.region.sources) > 1:
         return Value(result)
     again = functools.partial(_compute, action, half)
     return Value(result, computed=(lambda arrays: again(*arrays), arrays))
