@@ -15,7 +15,7 @@ from jax import lax
 
 from .._float8.action import Float8, cast_to_float8
 from .._float8.quantize import FORWARD
-from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse, round_to
+from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse
 from .._jaxpr.calls import Body, Outputs
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
 from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, open_jaxpr
@@ -202,11 +202,7 @@ class Interpreter:
         """Returns the array of a value, in the dtype in which an operation or a call takes it."""
         if take is Take.AS_IS:
             return value.native
-        array = value.to(self.half if take is Take.HALF else jnp.float32)
-        if take is Take.ROUNDED:
-            # `reuse` leads the gradient around the rounding.
-            array = reuse(array, round_to(array, self.half))
-        return array
+        return value.to(self.half if take is Take.HALF else jnp.float32)
 
     def take_all(self, values: Sequence[Value], takes: Sequence[Take]) -> list[Array]:
         """Returns the arrays of some values, as `take` does."""

@@ -32,7 +32,6 @@ from .planning.passes.checkpoints import checkpoints
 from .planning.passes.pairs import pairs
 from .planning.passes.precision import precision
 from .planning.passes.recompute import recompute
-from .planning.passes.rounding import rounding
 from .planning.plan import Call, Decision, Inside, Plan, Run, Take, conversion
 from .planning.rules import Rules
 from .planning.ruling import Ruling, estimate_of_state
@@ -40,7 +39,7 @@ from .planning.scopes import Scopes
 from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, State, entering, fits, join, leaving
 from .planning.wanted import Wanted
 
-PASSES: tuple[Callable[[Plan, Rules], Plan], ...] = (recompute, rounding, pairs, checkpoints, precision)
+PASSES: tuple[Callable[[Plan, Rules], Plan], ...] = (recompute, pairs, checkpoints, precision)
 """The passes over each plan, in order."""
 
 

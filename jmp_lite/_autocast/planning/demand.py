@@ -140,7 +140,6 @@ class DemandPass:
             backward,
             intermediate,
             streams,
-            recomputed=around.recomputed or op.recomputes,
             decides=decides if any(decides) else (),
             held=held if Held.CARRY in held else (),
             tangents=self._tangents.inputs(op, analysis.tangents)[index] if analysis.tangents else (),

@@ -160,8 +160,6 @@ class Context:
     # One flag for each output: whether a product or norm reads it later (`dependence`). Empty without
     # `half_sums`.
     streams: tuple[bool, ...] = ()
-    # Whether the jaxpr is in a loop whose backward pass computes it again from half values.
-    recomputed: bool = False
     # One flag for each output: whether a decision of a loop depends on it (`dependence`). Empty if no loop
     # around the jaxpr has such a decision.
     decides: tuple[bool, ...] = ()

@@ -27,7 +27,6 @@ class Take(enum.Enum):
 
     AS_IS = "as it was computed"
     FLOAT32 = "float32"
-    ROUNDED = "cast up from half, and rounded to half once more"
     HALF = "half"
     BROADCAST = "broadcast in float32 to the shape of the result, then cast to half"
     HOISTED = "float32 for a constant of a loop, with its cast to half in front of the loop"

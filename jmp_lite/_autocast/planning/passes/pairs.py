@@ -20,7 +20,7 @@ from ...._jaxpr.read import Equation, Var, is_literal
 from ..plan import Call, Decision, Move, Pairs, Plan, Product, Recompute, Run, Skip, Take, WeightGradient
 from ..rules import Rules
 
-_IN_FLOAT32 = (Take.FLOAT32, Take.ROUNDED, Take.BROADCAST)
+_IN_FLOAT32 = (Take.FLOAT32, Take.BROADCAST)
 
 
 def pairs(plan: Plan, rules: Rules) -> Plan:
