@@ -29,9 +29,6 @@ product gains. A trial with programs that were compiled for an H100 put the poin
 700: docs/fp8.md.
 """
 
-NOT_FP8 = "; bfloat16, not fp8: "
-"""In the reason of a product, separates why it is in half from why it is not in fp8."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Float8:

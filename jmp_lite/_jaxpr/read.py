@@ -93,14 +93,9 @@ def floating_operands(equation: Equation) -> list[Var]:
     return [var for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
 
 
-def describe(array: Array | Var, dtype: Any = None) -> str:
-    """Returns the dtype and shape of an array or of a variable's type, such as `float16[8,128]`.
-
-    Args:
-        array: anything with a dtype and a shape.
-        dtype: another dtype to name.
-    """
-    return f"{(dtype or array.dtype).name}[{','.join(map(str, array.shape))}]"
+def describe(array: Array | Var | jax.ShapeDtypeStruct) -> str:
+    """Returns the dtype and shape of anything that has them, such as `float16[8,128]`."""
+    return f"{array.dtype.name}[{','.join(map(str, array.shape))}]"
 
 
 def sources_of_outputs(jaxpr: Jaxpr) -> list[Any]:

@@ -208,14 +208,14 @@ def _of_precision(report: PrecisionReport) -> Iterator[Finding]:
 
 def of_operations(report: Report) -> Iterator[Finding]:
     total = sum(operation.flops for operation in report.operations) or 1
-    slow: dict[str, list[Operation]] = collections.defaultdict(list)
+    slow: dict[tuple[str, str], list[Operation]] = collections.defaultdict(list)
     for product in report.in_float32():
-        slow[product.reason].append(product)
-    for reason, products in slow.items():
+        slow[product.why, product.reason].append(product)
+    for (why, reason), products in slow.items():
         share = sum(product.flops for product in products) / total
         what = f"{plural(len(products), 'matmul')}, {share:.0%} of the FLOPs, not in half: {reason}."
         advice = "Cast the float32 operands of these products to half, or give the plain model to autocast."
-        yield Finding("speed", what, _where(products), "" if "rule for" in reason else advice)
+        yield Finding("speed", what, _where(products), "" if why == "rule" else advice)
     sizes: dict[str, list[Operation]] = collections.defaultdict(list)
     for operation in report.operations:
         if operation.advice:

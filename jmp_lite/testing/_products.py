@@ -65,7 +65,7 @@ def _check(products: Sequence[Operation], wanted: Mapping[str, str]) -> None:
     used = [next((p for p in wanted if selects(p, product)), None) for product in products]
     wrong = []
     for product, pattern in zip(products, used):
-        dtype = " x ".join(dict.fromkeys(operand.split("[")[0] for operand in product.inputs[:2]))
+        dtype = " x ".join(dict.fromkeys(operand.dtype.name for operand in product.operands[:2]))
         if pattern is None:
             wrong.append(f"{dtype}; no pattern matches it: {_described(product)}")
         elif dtype != wanted[pattern]:

@@ -14,7 +14,7 @@ from .op import Op
 from .plan import Decision, Move, Product, Run, Skip, Take
 from .products import OUTER, by_first_rule, decide_outer, decide_product, widens
 from .rules import Rules
-from .ruling import DECIDES, KEEP_FLOAT32, Ruling
+from .ruling import Ruling, Why
 from .scopes import Scopes
 from .states import FLOAT32, HALF_SUM, KEPT, Kind, State, moved
 from .wanted import Wanted
@@ -61,11 +61,11 @@ def _kept(
     if ruling.category is Category.DENY and analysis.region_of(op, wanted) is not None:
         return dataclasses.replace(store_half(op, operands, ruling.reason), category=Category.DENY)
     decision = run_in_float32(op, operands, ruling)
-    if ruling.reason == KEEP_FLOAT32:
+    if ruling.why is Why.KEEP_FLOAT32:
         return dataclasses.replace(decision, results=results_of(op, operands, KEPT))
     if op.traits.category is not Category.ALLOW:
         return decision
-    if ruling.reason == DECIDES and len(operands) == 2:
+    if ruling.why is Why.LOOP and len(operands) == 2:
         # Its gradients decide nothing.
         action = Product(in_full(operands).operands, (half, half))
     elif widens(op, half):

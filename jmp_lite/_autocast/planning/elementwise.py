@@ -79,7 +79,7 @@ def run_in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decisio
     state = State(Kind.ADAPTS, constant=True) if constant else FLOAT32
     changed = any(state.is_half for state in operands)
     results = results_of(op, operands, state)
-    return Decision(op, ruling.category, in_full(operands), results, ruling.reason, changed)
+    return Decision(op, ruling.category, in_full(operands), results, ruling.reason, changed, why=ruling.why)
 
 
 def in_full(operands: Sequence[State]) -> Run:

@@ -18,6 +18,7 @@ from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Equation, Jaxpr, Var, is_literal, open_jaxpr
 from .demand import Analysis
 from .op import Op
+from .ruling import Why
 from .softmaxes import Region
 from .states import Kind, State
 
@@ -155,6 +156,8 @@ class Decision:
     reason: str  # Why, in words.
     changed: bool = False  # Whether anything differs from the program as it was traced.
     inner: tuple["Plan", ...] = ()  # The plans of the jaxprs inside the operation.
+    why: Why = Why.OTHER  # The kind of the reason.
+    not_fp8: str = ""  # Why a product in bfloat16 is not in fp8; empty without fp8.
 
     @property
     def takes(self) -> tuple[Take, ...]:

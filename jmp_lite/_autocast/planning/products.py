@@ -7,14 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._float8.action import NOT_FP8, float8_action, why_not_float8
+from ..._float8.action import float8_action, why_not_float8
 from ..._jaxpr.primitives import Category
 from .demand import Analysis
 from .elementwise import decide_elementwise, halves, in_full, in_half, results_of, run_in_float32
 from .op import Op
 from .plan import Decision, Product, Run, WeightGradient
 from .rules import Rules
-from .ruling import KEEP_FLOAT32, Ruling
+from .ruling import KEPT_BY_USER, Ruling, Why
 from .scopes import Scopes, by_rule
 from .states import FLOAT32, Kind, State
 from .wanted import Wanted
@@ -37,7 +37,7 @@ def by_first_rule(op: Op, ruling: Ruling, operands: Sequence[State], rules: Rule
     pattern, dtype = min(given, key=rules.scopes.index)
     if dtype != "float32":
         return ruling.otherwise or ruling
-    return ruling if ruling.reason else dataclasses.replace(ruling, reason=by_rule(pattern))
+    return ruling if ruling.reason else dataclasses.replace(ruling, reason=by_rule(pattern), why=Why.RULE)
 
 
 def decide_product(
@@ -54,6 +54,8 @@ def decide_product(
     Raises:
         ValueError: `float32_results` selects an operation that cannot give float32 from half operands.
     """
+    if any(state.kind == Kind.KEPT for state in operands):
+        return run_in_float32(op, operands, dataclasses.replace(KEPT_BY_USER, category=Category.ALLOW))
     if reason := _why_float32(op, operands, wanted, analysis):
         return run_in_float32(op, operands, Ruling(Category.ALLOW, reason))
     decision = _product_in_half(op, operands, analysis, rules)
@@ -71,8 +73,6 @@ def decide_product(
 
 def _why_float32(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis) -> str:
     """Returns why a product that may take half operands takes float32 ones; empty if it takes half."""
-    if any(state.kind == Kind.KEPT for state in operands):
-        return KEEP_FLOAT32
     if wanted is Wanted.EXACT:
         return _EXACT
     if _selects(operands) and wanted is Wanted.NO and analysis.gradients.isdisjoint(op.equation.outvars):
@@ -143,7 +143,7 @@ def _in_float8(
     selecting = filter(None, (ruling.rule, *(state.rule for state in operands)))
     rule = min(selecting, key=rules.scopes.index, default=None)
     if why_not := why_not_float8(decision.op.equation, rule):
-        return dataclasses.replace(decision, reason=decision.reason + NOT_FP8 + why_not)
+        return dataclasses.replace(decision, not_fp8=why_not)
     are_arguments = [state.exact_source for state in operands]
     result = action.params.get("preferred_element_type")
     gradients = action.gradients if isinstance(action, Product) else ()
@@ -159,7 +159,7 @@ def decide_outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules
     """
     half = rules.dtype
     if any(state.kind == Kind.KEPT for state in operands):
-        return run_in_float32(op, operands, Ruling(Category.INFER, KEEP_FLOAT32))
+        return run_in_float32(op, operands, dataclasses.replace(KEPT_BY_USER, category=Category.INFER))
     decision = decide_elementwise(op, operands, wanted, half)
     if decision.takes_half:
         action = Run(in_half(op, operands), _half_params(op, half))

@@ -6,6 +6,7 @@ uses the estimates: it asks whether an operation can give a half result.
 """
 
 import dataclasses
+import enum
 from collections.abc import Collection, Sequence, Set
 
 import jax.numpy as jnp
@@ -25,8 +26,18 @@ from ..._jaxpr.read import (
 from ..._tree import KEEP_FLOAT32_NAME
 from .op import Context, Op
 from .rules import Rules
-from .scopes import Scopes, by_rule
+from .scopes import Scopes
 from .states import WIDE, Kind, State, broadcast
+
+
+class Why(enum.Enum):
+    """What keeps an operation from half, as far as other code asks for it."""
+
+    RULE = "a rule of the user"
+    KEEP_FLOAT32 = "keep_float32"
+    LOOP = "a loop decides by it"
+    NO_LIST = "it is on no list"
+    OTHER = "another reason"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +47,7 @@ class Ruling:
     category: Category  # The category that decides.
     # Why the operation keeps the dtypes of the program or float32; empty if it may run in half.
     reason: str = ""
+    why: Why = Why.OTHER  # The kind of the reason.
     # The pattern of `float32_results` that selects the scope of a product; empty for none.
     float32_result: str = ""
     # The pattern of `half_sums` that selects the scope of a residual sum; empty for none.
@@ -58,11 +70,6 @@ class Ruling:
 
 Estimates = dict[Var, Kind]
 """The estimated kind of each variable of a jaxpr."""
-
-DECIDES = "a loop decides by it whether to go on, or what to keep"
-"""The reason for float32 of what decides whether a loop goes on, or whether it keeps what it carries."""
-KEEP_FLOAT32 = "keep_float32"
-"""The reason for float32 of a value that the user keeps, a constant too."""
 
 
 def rule_on(
@@ -94,7 +101,7 @@ def rule_on(
             if is_stream and is_of_products:
                 ruling = _ruling_on_sum(ruling, scope, rules, scopes)
         if decisive and _decides(op, ruling, decisive) and not rules.gives_half(scope):
-            ruling = dataclasses.replace(ruling, reason=DECIDES)
+            ruling = dataclasses.replace(ruling, reason=_DECIDES, why=Why.LOOP)
         rulings.append(ruling)
         passes = ruling.category in _BY_OPERANDS and not of_products.isdisjoint(op.variables)
         if passes or ruling.is_half_product:
@@ -114,21 +121,23 @@ def _ruling(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes)
         return _CALL
     is_product = op.category is Category.ALLOW or op.name in ("outer_product", "elementwise_product")
     if reason := scopes.why_as_traced(scope):
-        kept = Ruling(Category.AS_TRACED, reason)
+        is_by_rule = scopes.is_kept_by_rule(scope)
+        kept = Ruling(Category.AS_TRACED, reason, Why.RULE if is_by_rule else Why.OTHER)
         rule = scopes.rule_for(scope) if is_product else None
-        if rule is None or reason != by_rule(rule[0]):
+        if rule is None or not is_by_rule:
             return kept
         otherwise = _ruling_on_product(op, scope, is_backward, rules, scopes)
         return dataclasses.replace(kept, rule=rule, otherwise=otherwise)
     if op.is_cast:
         return _AS_TRACED
     if op.name == "name" and op.equation.params["name"] == KEEP_FLOAT32_NAME:
-        return Ruling(Category.DENY, KEEP_FLOAT32)
+        return KEPT_BY_USER
     if op.category is Category.DENY:
         return Ruling(op.category, f"{op.name} is on the deny list")
     if op.category is Category.AS_TRACED:
-        known = "stays as traced" if op.name in rules.categories else "is on no list"
-        return Ruling(op.category, f"{op.name} {known}")
+        if op.name in rules.categories:
+            return Ruling(op.category, f"{op.name} stays as traced")
+        return Ruling(op.category, f"{op.name} is on no list", Why.NO_LIST)
     if is_product:
         return _ruling_on_product(op, scope, is_backward, rules, scopes)
     return _BY_OPERANDS[op.category]
@@ -141,7 +150,7 @@ def _ruling_on_product(op: Op, scope: str, is_backward: bool, rules: Rules, scop
     if op.category is Category.ALLOW:
         # The products of a backward pass give half, as those of other products do.
         pattern = "" if is_backward else rules.float32_result_for(scope)
-        return Ruling(op.category, reason, pattern, rule=rule, is_first=is_first)
+        return Ruling(op.category, reason, float32_result=pattern, rule=rule, is_first=is_first)
     # In a backward pass an outer product is the gradient of a product, and runs as the others do.
     is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
     category = Category.ALLOW if is_gradient and not reason else op.category
@@ -161,6 +170,9 @@ def _ruling_on_sum(ruling: Ruling, scope: str, rules: Rules, scopes: Scopes) -> 
     return dataclasses.replace(ruling, half_sum=pattern)
 
 
+KEPT_BY_USER = Ruling(Category.DENY, "keep_float32", Why.KEEP_FLOAT32)
+"""The ruling on a value that the user keeps in float32, a constant too."""
+_DECIDES = "a loop decides by it whether to go on, or what to keep"
 _CALL, _AS_TRACED = Ruling(Category.CALL), Ruling(Category.AS_TRACED)
 _BY_OPERANDS = {category: Ruling(category) for category in (Category.INFER, Category.MOVE)}
 
@@ -211,7 +223,7 @@ def _estimate(op: Op, ruling: Ruling, operands: list[Kind], index: int) -> Kind:
     out = op.equation.outvars[index]
     if ruling.category is Category.CALL:
         return _estimate_of_call(op, index)
-    if ruling.reason == KEEP_FLOAT32:
+    if ruling.why is Why.KEEP_FLOAT32:
         return Kind.KEPT if is_float32(out) else Kind.ADAPTS
     if not op.equation.effects and all(kind == Kind.LITERAL for kind in operands):
         return Kind.LITERAL

@@ -23,6 +23,7 @@ class Scopes:
         self._selecting: set[tuple[str, str]] = set()
         self._seen: set[str] = set()
         self._reasons: dict[str, str] = {}
+        self._kept_by_rules: set[str] = set()  # The scopes that a rule keeps in float32.
 
     def cache_key(self, scope: str) -> str:
         """Returns the part of a scope on which decisions depend.
@@ -49,8 +50,13 @@ class Scopes:
                 reason = "the dtype is float32"
             elif path and (rule := self.rule_for(path)) and rule[1] == "float32":
                 reason = by_rule(rule[0])
+                self._kept_by_rules.add(path)
             self._reasons[path] = reason
         return self._reasons[path]
+
+    def is_kept_by_rule(self, path: str) -> bool:
+        """Whether `why_as_traced` has found a rule of the user that keeps the scope `path` in float32."""
+        return path in self._kept_by_rules
 
     def rule_for(self, path: str) -> tuple[str, str] | None:
         """Returns the first rule that selects the scope or argument `path`, if any: its pattern and dtype."""

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._dtypes import DTypeLike
-from ..._float8.action import NOT_FP8
 from ..._jaxpr.arguments import Arguments, check_function, in_two_calls
 from ..._jaxpr.read import Jaxpr, all_equations
 from ..._text import Shown, aligned
@@ -75,7 +74,7 @@ class Report(Shown):
         in_fp8 = sum(operation.in_fp8 for operation in self.operations)
         in_half = [operation for operation in self.operations if operation.in_half and not operation.in_fp8]
         # The program's own casts may be to the other half precision dtype, which autocast keeps.
-        half = sum(any(text.startswith(f"{self.dtype.name}[") for text in o.inputs) for o in in_half)
+        half = sum(any(each.dtype == self.dtype for each in o.operands) for o in in_half)
         other = "bfloat16" if self.dtype == jnp.float16 else "float16"
         by_hand = f"{len(in_half) - half:,} in the program's own {other}, " if half < len(in_half) else ""
         total = f"{len(self.operations):,} operations"
@@ -120,11 +119,11 @@ class Report(Shown):
         left = self.in_float32()
         if left:
             lines += ["", "Products that are not in half:", *map(str, left)]
-        not_fp8 = (o.reason.rpartition(NOT_FP8)[2] for o in self.operations if NOT_FP8 in o.reason)
+        not_fp8 = (o.not_fp8 for o in self.operations if o.not_fp8)
         lines += _counted("Products that are in bfloat16 and not in fp8:", not_fp8)
         slow = (o.advice for o in self.operations if o.advice)
         lines += _counted("Products of sizes that Tensor Cores run slowly:", slow)
-        unknown = sorted({o.name for o in self.operations if o.reason.endswith("is on no list")})
+        unknown = sorted({o.name for o in self.operations if o.why == "no_list"})
         if unknown:
             lines += ["", f"On no list, kept as they were traced: {', '.join(unknown)}"]
         return "\n".join(lines)
@@ -177,12 +176,12 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
         operations = tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions, read))
         after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
         return Report(
-            rules.dtype,
-            operations,
-            _casts(after, rules.dtype) - _casts(plan.jaxpr, rules.dtype),
-            tuple(_without_effect(traced, rules, operations)),
-            plan.jaxpr,
-            after,
+            dtype=rules.dtype,
+            operations=operations,
+            casts=_casts(after, rules.dtype) - _casts(plan.jaxpr, rules.dtype),
+            without_effect=tuple(_without_effect(traced, rules, operations)),
+            before=plan.jaxpr,
+            after=after,
         )
 
     return explain_fun
@@ -190,7 +189,7 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
 
 def _without_effect(traced: Arguments, rules: Rules, operations: tuple[Operation, ...]) -> Iterator[str]:
     """Yields the options without which every operation has the same dtypes."""
-    dtypes_of = lambda operations: [(operation.inputs, operation.outputs) for operation in operations]
+    dtypes_of = lambda operations: [(operation.operands, operation.results) for operation in operations]
     ablations = list(rules.ablations())
     for written, others in ablations if len(ablations) <= _MOST_ABLATIONS else ():
         _, plan = make_plan(traced, others)

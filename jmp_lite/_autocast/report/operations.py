@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..._float8.action import Float8
@@ -38,9 +39,11 @@ class Operation:
         name: the primitive, as `jax.make_jaxpr` prints it.
         category: the category that decided: `allow`, `deny`, `infer`, `move` (the part of infer that
             changes no value) or `as traced`.
-        reason: why it runs in the dtypes in which it runs.
-        inputs: dtype and shape of each operand, such as `bfloat16[8,128]`.
-        outputs: dtype and shape of each result.
+        reason: why it runs in the dtypes in which it runs, in words.
+        why: the kind of the reason if it is one that keeps float32: `rule`, `keep_float32`, `loop` (which
+            decides by the operation) or `no_list`; `other` for any other.
+        operands: dtype and shape of each operand.
+        results: dtype and shape of each result.
         scope: the named scopes, Flax modules and jitted functions around it, joined by slashes.
         arguments: the paths of the arguments that it takes, as they are or cast, reshaped, looked up.
         source: the line that made it, as `file.py:12:4 (function)`.
@@ -48,6 +51,7 @@ class Operation:
         flops: floating point operations in one call of the function; a symbolic size counts as 1.
         in_half: whether it takes half operands, made by autocast or by the program.
         in_fp8: whether autocast casts its operands to fp8. `in_half` holds too.
+        not_fp8: why a matmul in bfloat16 is not in fp8; empty without fp8.
         advice: the sizes of a half precision product that Tensor Cores run slowly, and what to pad them to.
 
     Examples:
@@ -59,8 +63,9 @@ class Operation:
     name: str
     category: str
     reason: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    why: str
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
     scope: str
     arguments: tuple[str, ...]
     source: str
@@ -69,6 +74,17 @@ class Operation:
     in_half: bool
     advice: str = ""
     in_fp8: bool = False
+    not_fp8: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The operands in words, such as `bfloat16[8,128]`."""
+        return tuple(map(describe, self.operands))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The results in words."""
+        return tuple(map(describe, self.results))
 
     @property
     def module(self) -> str:
@@ -185,8 +201,9 @@ def _operation(
     arguments: tuple[str, ...],
     times: int,
 ) -> Operation:
-    def described(var: Var, as_half: bool, dtype: np.dtype = half) -> str:
-        return describe(var.aval, dtype if as_half and is_float32(var) else None)
+    def typed(var: Var, as_half: bool, dtype: np.dtype = half) -> jax.ShapeDtypeStruct:
+        aval = var.aval
+        return jax.ShapeDtypeStruct(aval.shape, dtype if as_half and is_float32(var) else aval.dtype)
 
     action = decision.action
     formats = action.formats if isinstance(action, Float8) else ()
@@ -196,19 +213,21 @@ def _operation(
     in_half = any(taken) or traced in ({"float16"}, {"bfloat16"})
     is_product = traits_of(equation.primitive.name).category is Category.ALLOW
     return Operation(
-        equation.primitive.name,
-        decision.category.value,
-        reason,
-        tuple(map(described, equation.invars, taken, formats or [half] * len(taken))),
-        tuple(described(var, state.is_half) for var, state in zip(equation.outvars, decision.results)),
-        scope,
-        arguments,
-        source_line(equation),
-        times,
-        _flops(equation) * times,
-        in_half,
-        advise_shapes(equation, arguments) if in_half and is_product else "",
-        bool(formats),
+        name=equation.primitive.name,
+        category=decision.category.value,
+        reason=f"{reason}; bfloat16, not fp8: {decision.not_fp8}" if decision.not_fp8 else reason,
+        why=decision.why.name.lower(),
+        operands=tuple(map(typed, equation.invars, taken, formats or [half] * len(taken))),
+        results=tuple(typed(var, each.is_half) for var, each in zip(equation.outvars, decision.results)),
+        scope=scope,
+        arguments=arguments,
+        source=source_line(equation),
+        times=times,
+        flops=_flops(equation) * times,
+        in_half=in_half,
+        advice=advise_shapes(equation, arguments) if in_half and is_product else "",
+        in_fp8=bool(formats),
+        not_fp8=decision.not_fp8,
     )
 
 

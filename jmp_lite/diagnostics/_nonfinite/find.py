@@ -135,7 +135,7 @@ def examine(
 def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> NonfiniteReport:
     tried = tuple(trials.of_cause(cause, report.fitting_scale))
     facts = trials.runs.program.rounded_numbers() if tried else ()
-    if cause.site.is_scaled and cause.site.array.endswith("[]") and cause.site.is_half:
+    if cause.site.is_scaled and not cause.site.shape and cause.site.is_half:
         facts = (HALF_LOSS.format(dtype=cause.site.dtype.name), *facts)
     is_finite = trials.runs.is_finite
     return dataclasses.replace(report, tried=tried, is_finite_in_float32=is_finite, rounded=facts)
@@ -169,16 +169,16 @@ def _report(
     # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
     harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
     report = NonfiniteReport(
-        read(first_inf),
-        read(first_nan),
-        tuple(_row(origin, program) for origin in harmful if origin not in (first_inf, first_nan)),
-        tuple(_row(origin, program) for origin in harmless),
-        None if program.is_step else float(measured.results[0][0]),
-        scale,
-        tuple(name for name, ends in outputs if Extremes().alarm(ends)),
-        len(outputs),
-        None,
-        measured.cut,
+        first_inf=read(first_inf),
+        first_nan=read(first_nan),
+        others=tuple(_row(origin, program) for origin in harmful if origin not in (first_inf, first_nan)),
+        harmless=tuple(_row(origin, program) for origin in harmless),
+        loss=None if program.is_step else float(measured.results[0][0]),
+        loss_scale=scale,
+        gradients=tuple(name for name, ends in outputs if Extremes().alarm(ends)),
+        parameters=len(outputs),
+        fitting_scale=None,
+        cut=measured.cut,
     )
     return report, first_inf if report.cause is report.first_inf else first_nan
 
@@ -188,14 +188,22 @@ def _row(origin: Origin, program: LossProgram) -> Nonfinite:
     direction = "derivative" if origin.is_derivative else site.direction
     is_outside = direction == "forward" and program.is_step  # Of any backward pass.
     return Nonfinite(
-        "NaN" if origin.is_nan else "inf",
-        *(site.operation, site.array, origin.extent, site.operands, origin.operands, site.module),
-        *(site.argument or site.last_parameter, bool(site.argument), site.line, site.caller),
-        "" if is_outside else direction,
-        tuple((loop.kind, number) for loop, number in zip(site.loops, origin.iterations)),
-        _way(origin),
-        "" if origin.end is None else f"{origin.end.operation}, {origin.end.line}".rstrip(", "),
-        _index(site, origin.is_nan, program),
+        what="NaN" if origin.is_nan else "inf",
+        operation=site.operation,
+        result=site.array,
+        range=origin.extent,
+        operands=site.operands,
+        operand_ranges=origin.operands,
+        module=site.module,
+        argument=site.argument or site.last_parameter,
+        is_operand=bool(site.argument),
+        line=site.line,
+        caller=site.caller,
+        direction="" if is_outside else direction,
+        iterations=tuple((loop.kind, number) for loop, number in zip(site.loops, origin.iterations)),
+        way=_way(origin),
+        end="" if origin.end is None else f"{origin.end.operation}, {origin.end.line}".rstrip(", "),
+        index=_index(site, origin.is_nan, program),
     )
 
 

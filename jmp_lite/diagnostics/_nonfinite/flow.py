@@ -104,10 +104,16 @@ class Flow:
         path, steps = instance
         site, is_harmful = self._sites[path], instance in self._following
         return Origin(
-            *(site, self._iterations(site, steps), self._is_nan(instance), self._extent(path, steps)),
-            tuple(None if source is None else self._extent_at(source, steps) for source in site.sources),
-            *(is_harmful, None if is_harmful else self._end(instance), tuple(self._way(instance))),
-            *(self._is_derivative(site), self._moment(site, steps)),
+            site=site,
+            iterations=self._iterations(site, steps),
+            is_nan=self._is_nan(instance),
+            extent=self._extent(path, steps),
+            operands=tuple(None if x is None else self._extent_at(x, steps) for x in site.sources),
+            is_harmful=is_harmful,
+            end=None if is_harmful else self._end(instance),
+            way=tuple(self._way(instance)),
+            is_derivative=self._is_derivative(site),
+            moment=self._moment(site, steps),
         )
 
     def _end(self, instance: Instance) -> Site | None:

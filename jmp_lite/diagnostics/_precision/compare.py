@@ -243,10 +243,17 @@ def report_of(runs: Runs, tolerance: float, harm: float, scale: float | None = N
     kept = fewest(order, error, tolerance)
     labels = lambda modules: tuple(module.label for module in modules)
     report = PrecisionReport(
-        *(program.narrow, program.wide, runs.scale, float(runs.loss or 0.0), labels(program.modules)),
-        tuple(ModuleDifference(each.label, own[each], each.pattern, each.lines) for each in order),
-        *(runs.keeping(()), unscaled, None if is_close else runs.keeping(program.modules)),
-        *(measure, tolerance),
+        dtype=program.narrow,
+        kept_dtype=program.wide,
+        loss_scale=runs.scale,
+        loss=float(runs.loss or 0.0),
+        names=labels(program.modules),
+        modules=tuple(ModuleDifference(each.label, own[each], each.pattern, each.lines) for each in order),
+        half=runs.keeping(()),
+        unscaled=unscaled,
+        rest=None if is_close else runs.keeping(program.modules),
+        measure=measure,
+        tolerance=tolerance,
     )
     if kept is None:
         return report

@@ -17,6 +17,7 @@ from ..._autocast.interpreter import Interpreter
 from ..._autocast.planning.rules import Rules, make_rules
 from ..._autocast.report.operations import Operation, has_floating, operations_of
 from ..._autocast.value import Value
+from ..._dtypes import HALF_DTYPES
 from ..._float8.action import FLOAT8, Float8
 from ..._float8.quantize import BACKWARD
 from ..._jaxpr import arguments, read
@@ -148,7 +149,7 @@ class FlaggedProgram:
         scopes = scopes_for([module], cast, self.wide, narrow)
         rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
         for own, now, kept in zip(flags, self.operations, _operations(traced, rules), strict=True):
-            if own and (now.inputs, now.outputs) != (kept.inputs, kept.outputs):
+            if own and (now.operands, now.results) != (kept.operands, kept.results):
                 yield own
 
     def _flagged(self, call: LossCall, flags: Sequence[Flags]) -> LossCall:
@@ -230,9 +231,8 @@ def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:
     """Returns the dtype of autocast; without it the dtype that the program has most often."""
     if rules.dtype != jnp.float32:
         return rules.dtype
-    values = [value for operation in before for value in (*operation.inputs, *operation.outputs)]
-    counts = {name: sum(value.startswith(name) for value in values) for name in ("float16", "bfloat16")}
-    return np.dtype(jnp.dtype(max(counts, key=lambda name: counts[name])))
+    values = [value for operation in before for value in (*operation.operands, *operation.results)]
+    return max(HALF_DTYPES, key=lambda half: sum(value.dtype == half for value in values))
 
 
 def _with_flags(jaxpr: Jaxpr, flags: Iterator[Flags]) -> Jaxpr:

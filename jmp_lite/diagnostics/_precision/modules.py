@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from ..._autocast.report.operations import Operation
 from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
 
-_HALVES = tuple(dtype.name for dtype in (*HALF_DTYPES, *FLOAT8_DTYPES))
+_HALVES = (*HALF_DTYPES, *FLOAT8_DTYPES)
 _PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are lines of this library.
 
 
@@ -33,7 +33,7 @@ class Module:
 
 def is_in_half(operation: Operation) -> bool:
     """Whether an operation takes or returns half values, or rounds to few digits."""
-    return gives_half(operation) or any(value.startswith(_HALVES) for value in operation.inputs)
+    return gives_half(operation) or any(value.dtype in _HALVES for value in operation.operands)
 
 
 def cast_modules(products: Sequence[Operation], parameters: Sequence[str]) -> list[Module]:
@@ -58,8 +58,8 @@ def own_modules(
 def _own_module(
     name: str, operations: Sequence[Operation], has_policy: bool, paths: Collection[str]
 ) -> Module:
-    is_half = lambda value: value.startswith(_HALVES)
-    makes_half = lambda operation: gives_half(operation) and not all(map(is_half, operation.inputs))
+    is_half = lambda value: value.dtype in _HALVES
+    makes_half = lambda operation: gives_half(operation) and not all(map(is_half, operation.operands))
     makers = [operation.source for operation in operations if makes_half(operation)]
     users = lambda lines: tuple(dict.fromkeys(line for line in lines if not is_of_library(line)))[:4]
     lines = users(makers) or users(operation.source for operation in operations)
@@ -67,7 +67,7 @@ def _own_module(
     path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)
     if users(makers):
         first = next(operation for operation in operations if operation.source in lines)
-        return Module(name, "", lines, casts=first.outputs[0].partition("[")[0])
+        return Module(name, "", lines, casts=first.results[0].dtype.name)
     # A policy has rules for modules with parameters, and none for the functions that they call.
     if has_policy and any(f"/{path}/" in f"/{parameter}" for parameter in paths if path):
         return Module(name, "", lines, policy=path)
@@ -104,7 +104,7 @@ def is_of_library(line: str) -> bool:
 
 def gives_half(operation: Operation) -> bool:
     """Whether an operation returns half values, or rounds to few digits."""
-    is_half = any(value.startswith(_HALVES) for value in operation.outputs)
+    is_half = any(value.dtype in _HALVES for value in operation.results)
     return is_half or operation.name == "reduce_precision"
 
 

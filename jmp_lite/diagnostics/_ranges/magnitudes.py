@@ -162,7 +162,7 @@ class Histogram(Probe):
     def wants(self, site: Site, half: bool) -> bool:
         """Whether it is an array that is in half, or would be. Recomputed values are not counted again."""
         is_new = site.kind not in (SiteKind.ENTRY, SiteKind.LEAVE) and site.direction != "recomputed"
-        return is_new and (half or site.is_half) and not site.array.endswith("[]")
+        return is_new and (half or site.is_half) and site.shape != ()
 
     def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
         """Returns counts by exponent and class, and the bits of the extremes, shape `(1113,)`, uint32."""

@@ -5,6 +5,10 @@ import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from ..._autocast.planning.plan import Decision, Plan
 from ..._autocast.planning.states import Kind
 from ..._dtypes import HALF_DTYPES
@@ -43,11 +47,12 @@ class Site:
     path: Path
     kind: SiteKind
     operation: str  # The primitive; for an input, `argument` or `constant`.
-    array: str  # The dtype and shape, such as `float16[8,128]`.
+    shape: tuple[Any, ...]
+    dtype: np.dtype
     loops: tuple[Loop, ...]  # The outermost first.
-    dtype: Any
     is_scaled: bool  # Whether it depends on the loss scale, as gradients do.
     operands: tuple[str, ...] = ()  # The dtype and shape of each operand, or the number of a literal.
+    numbers: tuple[float | None, ...] = ()  # For each operand that is known while tracing, the number.
     sources: tuple[Path | None, ...] = ()  # For each operand, the site at which it was measured.
     module: str = ""  # The scopes, Flax modules and jitted functions around it, with slashes.
     argument: str = ""  # The path of the argument that it is, or that the operation takes.
@@ -55,6 +60,11 @@ class Site:
     line: str = ""  # Such as `file.py:12:4 (function)`.
     direction: str = "forward"  # `forward`, `backward`, or `recomputed` in the backward pass.
     caller: str = ""  # The user's line if `line` is in a library.
+
+    @property
+    def array(self) -> str:
+        """The dtype and shape in words, such as `float16[8,128]`."""
+        return read.describe(jax.ShapeDtypeStruct(self.shape, self.dtype))
 
     @property
     def place(self) -> str:
@@ -67,12 +77,9 @@ class Site:
         return holder if holder and (is_class or not self.module) else self.module
 
     def number(self, operand: int) -> tuple[float, float] | None:
-        """Returns a literal operand as its range, the number twice; None for any other operand."""
-        try:
-            number = float(self.operands[operand])
-        except (IndexError, ValueError):  # A dtype and shape, such as `float16[8]`.
-            return None
-        return number, number
+        """Returns an operand that is known while tracing as its range, the number twice; None for others."""
+        known = self.numbers[operand] if operand < len(self.numbers) else None
+        return None if known is None else (known, known)
 
     @property
     def is_half(self) -> bool:
@@ -128,19 +135,27 @@ class Point(NamedTuple):
 
     def site(self, path: Path, kind: SiteKind, operands: Sequence[Any], array: Array) -> Site:
         equation, where, _ = self
-        exponent = [str(equation.params["y"])] if equation.primitive.name == "integer_pow" else []
+        exponents = [equation.params["y"]] if equation.primitive.name == "integer_pow" else []
         is_operation = kind is SiteKind.OPERATION
+        described = [*map(_described, equation.invars, operands), *map(str, exponents)]
+        numbers = [*map(_number, equation.invars, operands), *map(float, exponents)]
         return Site(
-            *(path, kind, equation.primitive.name, read.describe(array)),
-            *(where.loops, array.dtype, any(value.is_scaled for value in operands)),
-            (*map(_described, equation.invars, operands), *exponent) if is_operation else (),
-            (*(value.source for value in operands), *(None for _ in exponent)),
-            visible_scope(_without_repeats(read.scope_of(equation, where.scope))),
-            _argument_of(operands),
-            last_parameter_of(operands),
-            line_of(equation) or where.line,
-            _direction(equation, where.direction),
-            read.calling_line(equation),
+            path=path,
+            kind=kind,
+            operation=equation.primitive.name,
+            shape=array.shape,
+            dtype=array.dtype,
+            loops=where.loops,
+            is_scaled=any(value.is_scaled for value in operands),
+            operands=tuple(described) if is_operation else (),
+            numbers=tuple(numbers) if is_operation else (),
+            sources=(*(value.source for value in operands), *(None for _ in exponents)),
+            module=visible_scope(_without_repeats(read.scope_of(equation, where.scope))),
+            argument=_argument_of(operands),
+            last_parameter=last_parameter_of(operands),
+            line=line_of(equation) or where.line,
+            direction=_direction(equation, where.direction),
+            caller=read.calling_line(equation),
         )
 
 
@@ -161,6 +176,14 @@ def _described(var: Var, value: Any) -> str:
     if value.number is not None:
         return f"{value.number:.4g}"
     return str(var.val) if read.is_literal(var) else read.describe(var.aval)
+
+
+def _number(var: Var, value: Any) -> float | None:
+    """Returns the number of an operand that is known while tracing."""
+    if value.number is not None:
+        return float(f"{value.number:.4g}")  # As it is shown.
+    is_number = read.is_literal(var) and jnp.issubdtype(var.aval.dtype, jnp.number)
+    return None if not is_number or jnp.issubdtype(var.aval.dtype, jnp.complexfloating) else float(var.val)
 
 
 def in_half(value: Any) -> bool:

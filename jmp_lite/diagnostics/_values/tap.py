@@ -18,7 +18,7 @@ from jax import lax
 from ..._jaxpr.bind import bind
 from ..._jaxpr.calls import Side
 from ..._jaxpr.primitives import traits_of
-from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of, describe
+from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of
 from ..._jaxpr.replay import replay
 from ..._tree import is_floating
 from .probe import Probe, TapValue
@@ -78,7 +78,13 @@ class Tap:
             return TapValue(array, argument=name)
         path, operation = (*where.path, -1, number), "argument" if name else "constant"
         site = Site(
-            *(path, SiteKind.INPUT, operation, describe(array), where.loops, array.dtype, is_scaled),
+            path=path,
+            kind=SiteKind.INPUT,
+            operation=operation,
+            shape=array.shape,
+            dtype=array.dtype,
+            loops=where.loops,
+            is_scaled=is_scaled,
             argument=name,
             last_parameter=last_parameter,
         )

@@ -180,11 +180,15 @@ class Tapped:
         steps = {path[:-1]: record for path, record in records.items() if path[-1] == STEPS}
         cut = (self._tap.loops[path] for path, record in steps.items() if (record[..., -1] == 1).any())
         return Measured(
-            self._tap.sites,
-            {path: record for path, record in records.items() if path[-1] != STEPS},
-            {path: record[..., :-1] for path, record in steps.items()},
-            tuple(dict.fromkeys(cut)),
-            *(self._tap.carried, self._tap.checked, self._program.is_step, self._outputs, tuple(results)),
+            sites=self._tap.sites,
+            records={path: record for path, record in records.items() if path[-1] != STEPS},
+            steps={path: record[..., :-1] for path, record in steps.items()},
+            cut=tuple(dict.fromkeys(cut)),
+            carried=self._tap.carried,
+            checked=self._tap.checked,
+            is_step=self._program.is_step,
+            outputs=self._outputs,
+            results=tuple(results),
         )
 
     def _measure(self, arrays: list[Array]) -> tuple[list[Array], list[Array]]:
