@@ -20,7 +20,7 @@ MODULES = {
 
 
 AUTOCAST = ("_jaxpr", "_float8", "_autocast.planning", "_autocast", "_autocast.report")
-# The rooms of design.md, and the rooms below each that it may import.
+# The rooms of docs/development.md, and the rooms below each that it may import.
 ROOMS = {
     "_version": (),
     "_dtypes": (),
@@ -59,7 +59,7 @@ ROOMS = {
 }
 # The files of each room, in the order in which to read them: a file imports only files before it.
 FILES = {
-    "_memory": "rounding wrapper half_params master_params cast_state",
+    "_memory": "rounding wrapper half_params placing master_params cast_state",
     "_scaling": (
         "finite norm serialization scalars loss_scale grad layer state stuck skipping optimizer "
         "accumulation resume"
