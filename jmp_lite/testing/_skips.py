@@ -116,7 +116,7 @@ def _check_skipped(before: Any, after: Any, value: float, patterns: Sequence[str
         nodes = jax.tree.leaves(after, is_leaf=_is_ours)
         flags = [node.leaf_finite for node in nodes if isinstance(node, SkipNonfiniteState)]
         hint = "The step was not skipped: the gradients that the optimizer saw were finite."
-        if not flags or not np.all(np.concatenate(flags)):
+        if not flags or not all(map(np.all, flags)):
             select = "jmp.select_tree(jmp.grads_finite(opt_state), new, old)"
             hint = f"Write {select} for them, or name them in ignore=."
         raise _failure(f"{leaves} of the state moved {on_batch}", [*moved, hint])
