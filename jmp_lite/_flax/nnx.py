@@ -162,8 +162,8 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, (nnx.Variable, nnx.Module, nnx.Rngs, nnx.RngStream)) and not is_container
 
 
-# One subclass for each class, since `jit` compares types and would compile again. A notebook whose cell is run
-# again and again makes a class each time, so the cache has an end.
+# One subclass for each class, since `jit` compares types and would compile again. The cache has an end,
+# because a notebook makes a new class each time that a cell is run.
 @functools.lru_cache(maxsize=256)
 def _subclass(cls: type, layer: bool) -> type:
     """Returns a subclass of `cls` with methods that run in `_call`: for a user's class, all public ones."""
