@@ -307,7 +307,7 @@ def test_it_works_inside_jit_and_vmap():
         (
             optax.sgd(0.1, momentum=0.9),
             optax.adam(1e-3),
-            "ScaleByAdamState there and a TraceState|'0' has the parts",
+            "ScaleByAdamState there and a TraceState|0' has the parts",
         ),
         (ADAM, optax.adamw(1e-3), r"has the parts \[\] there and \['2'\] in tx"),
         (

@@ -114,8 +114,14 @@ def distinct(state):
     return structure.unflatten([number(index, jnp.asarray(leaf)) for index, leaf in enumerate(leaves)])
 
 
-# What is carried over: the same wrappers, and further ones around them.
-GOING = [("plain", "scale"), ("plain", "masters"), ("scale", "masters"), *((name, name) for name in WRAPPED)]
+# What is carried over: the same wrappers, and further ones around them. (`distinct` gives a `MultiSteps` inside of
+# `apply_if_finite` more micro-batches than it takes, which is refused.)
+GOING = [
+    ("plain", "scale"),
+    ("plain", "masters"),
+    ("scale", "masters"),
+    *((name, name) for name in WRAPPED if name != "apply if finite"),
+]
 
 
 @pytest.mark.cases(slow=5)
