@@ -114,8 +114,8 @@ def distinct(state):
     return structure.unflatten([number(index, jnp.asarray(leaf)) for index, leaf in enumerate(leaves)])
 
 
-# What is carried over: the same wrappers, and further ones around them. (`distinct` gives a `MultiSteps` inside of
-# `apply_if_finite` more micro-batches than it takes, which is refused.)
+# What is carried over: the same wrappers, and further ones around them. Not here: `distinct` gives a
+# `MultiSteps` in `apply_if_finite` more micro-batches than it takes.
 GOING = [
     ("plain", "scale"),
     ("plain", "masters"),
