@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -21,7 +22,7 @@ MODULES = {
 
 
 AUTOCAST = ("_jaxpr", "_float8", "_autocast.planning", "_autocast", "_autocast.report")
-# The rooms of docs/development.md, and the rooms below each that it may import.
+# The rooms, and the rooms below each that it may import.
 ROOMS = {
     "_version": (),
     "_dtypes": (),
@@ -35,7 +36,11 @@ ROOMS = {
     "_jaxpr": ("_paths", "_tree"),
     "_float8": ("_jaxpr",),
     "_autocast.planning": ("_dtypes", "_paths", "_tree", "_jaxpr", "_float8"),
-    "_autocast": ("_dtypes", "_paths", "_tree", "_jaxpr", "_float8", "_autocast.planning"),
+    "_autocast.planning.passes": ("_jaxpr", "_autocast.planning"),
+    "_autocast": (
+        *("_dtypes", "_paths", "_tree", "_jaxpr", "_float8"),
+        *("_autocast.planning", "_autocast.planning.passes"),
+    ),
     "_autocast.report": (
         *("_dtypes", "_paths", "_text", "_tree", "_jaxpr", "_float8", "_autocast.planning", "_autocast"),
     ),
@@ -58,30 +63,19 @@ ROOMS = {
     ),
     "testing": ("_dtypes", "_paths", "_text", "_tree", "_scaling", "_autocast.report", "programs"),
 }
-# The files of each room, in the order in which to read them: a file imports only files before it.
-FILES = {
-    "_memory": "rounding wrapper half_params placing master_params cast_state",
-    "_scaling": (
-        "finite norm serialization scalars loss_scale grad layer state stuck skipping optimizer "
-        "accumulation resume"
-    ),
-    "_jaxpr": "primitives read precision inner bind arguments replay calls products",
-    "_float8": "quantize product action",
-    "_autocast.planning": (
-        "rules scopes op softmaxes activations dependence states ruling wanted demand plan pairs checkpoints "
-        "elementwise products decide planner"
-    ),
-    "_autocast": "value activation interpreter traced_rule custom_rules calls keep api",
-    "_autocast.report": "advice operations explain",
-    "_flax": "products layers calls linen objects nnx",
-    "diagnostics._values": "sites probe tap calls trace numbers reference",
-    "diagnostics._precision": "modules sources flags report groups fewest compare",
-    "diagnostics._nonfinite": "extremes flow hints report trials find",
-    "diagnostics._ranges": "magnitudes scales picture report float8 profile updates",
-    "programs": "_hlo _traffic _products _program _read _gpus _compile _roofline",
-    "diagnostics": "_findings _doctor",
-    "testing": "_products _hosts _skips",
-}
+
+
+def files_of(room):
+    """The files of a room in the order of its docstring: a file imports only files before it."""
+    path = ROOT.joinpath(*room.split("."), "__init__.py")
+    if not path.exists():
+        return []
+    files = {each.stem for each in path.parent.glob("*.py")} - {"__init__"}
+    named = re.findall(r"`(\w+)(?:\.py)?`", ast.get_docstring(ast.parse(path.read_text())))
+    return [name for name in dict.fromkeys(named) if name in files]
+
+
+FILES = {room: files_of(room) for room in ROOMS}
 THIRD_PARTY = {"_paths": {"jax"}, "_scaling": {"jax", "numpy", "optax"}, "_memory": {"jax", "numpy", "optax"}}
 THIRD_PARTY |= {room: {"jax", "numpy", "flax"} for room in ("_flax", "linen", "nnx")}
 THIRD_PARTY |= {"testing": {"jax", "numpy", "chex"}}
@@ -97,7 +91,7 @@ def allowed(name):
     """The modules of this package that the module `name` may import."""
     room, file = room_of(name), name.rpartition(".")[2]
     below = {module for module in MODULES if room_of(module) in ROOMS[room]}
-    files = FILES.get(room, "").split()
+    files = FILES[room]
     return below | {f"{room}.{before}" for before in files[: files.index(file)]} if files else below
 
 
@@ -129,8 +123,8 @@ def public(module):
 def test_the_rooms_and_their_files_are_those_that_there_are():
     assert {room_of(name) for name in MODULES} == set(ROOMS)
     for room, files in FILES.items():
-        modules = {name for name in MODULES if room_of(name) == room}
-        assert modules == {f"{room}.{file}" for file in files.split()}
+        modules = {name for name in MODULES if room_of(name) == room} - {room}
+        assert modules == {f"{room}.{file}" for file in files}, f"the docstring of {room} names its files"
 
 
 def test_a_room_stands_above_all_that_it_imports():

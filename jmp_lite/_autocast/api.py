@@ -19,8 +19,8 @@ from .._paths import shown
 from .calls import HANDLERS
 from .interpreter import Interpreter
 from .keep import full_precision
+from .planner import Planner
 from .planning.plan import Plan, conversion
-from .planning.planner import Planner
 from .planning.rules import Operations, Patterns, Rules, ScopeRules, make_rules
 from .planning.states import FLOAT32
 from .planning.wanted import Wanted

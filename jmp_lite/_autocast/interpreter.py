@@ -5,7 +5,8 @@ the handlers of `calls`.
 """
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,15 +15,15 @@ from jax import lax
 
 from .._float8.action import Float8, cast_to_float8
 from .._float8.quantize import FORWARD
-from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse, round_to, widen
+from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse, round_to
 from .._jaxpr.calls import Body, Outputs
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
 from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, open_jaxpr
 from .._jaxpr.replay import replay
-from .activation import run_activation
-from .planning.plan import Activation, Call, Inside, Move, Plan, Run, Skip, Take
-from .planning.planner import Planner
+from .planner import Planner
+from .planning.plan import Call, Inside, Move, Plan, Product, Recompute, Run, Skip, Take, WeightGradient
 from .planning.states import State
+from .regions import broadcast_to_half, run_region
 from .value import Value
 
 
@@ -32,8 +33,7 @@ class Interpreter:
     Attributes:
         planner: the planner, which plans the rules of custom derivatives when they are traced.
         half: the half dtype.
-        is_linear: whether the rule of a `custom_jvp` runs, which JAX transposes. Its float32 readers then
-            read the path.
+        is_linear: whether the rule of a `custom_jvp` runs (`in_linear_rule`).
     """
 
     def __init__(self, planner: Planner, handlers: Mapping[str, "Handler"]) -> None:
@@ -43,14 +43,27 @@ class Interpreter:
         self.is_linear = False
         self._handlers = handlers
         self._bodies: dict[Any, Body] = {}
-        self._softmaxes: dict[Any, Callable[..., Array]] = {}
+        self._regions: dict[Any, Callable[..., Array]] = {}
         self._counts: collections.Counter[Any] = collections.Counter()
 
     def forget(self) -> None:
         """Drops what equal parts of the program share, and the plans. See `Planner.forget`."""
-        for shared in (self._bodies, self._softmaxes, self._counts):
+        for shared in (self._bodies, self._regions, self._counts):
             shared.clear()
         self.planner.forget()
+
+    @contextlib.contextmanager
+    def in_linear_rule(self) -> Iterator[None]:
+        """Returns a context for the rule of a `custom_jvp`, in which float32 readers read the path itself.
+
+        JAX transposes what such a rule computes from tangents, and does not differentiate it. It could not
+        transpose `widen`, which has a custom derivative and no transpose.
+        """
+        was_linear, self.is_linear = self.is_linear, True
+        try:
+            yield
+        finally:
+            self.is_linear = was_linear
 
     def run(self, plan: Plan, arguments: Sequence[Value]) -> list[Value]:
         """Runs the equations of a plan's jaxpr, on a value for each input.
@@ -58,7 +71,7 @@ class Interpreter:
         Returns:
             A value for each output.
         """
-        fixed = map(_constant, constants(plan.jaxpr), plan.states)
+        fixed = map(_constant, constants(plan.jaxpr), plan.constants)
         # Counting pays only where `bind_repeated` saves a derivative: it makes the trace of a GPT-2 of 12
         # layers 16 % shorter under jax.grad.
         if is_differentiated([value.native for value in arguments]):
@@ -85,19 +98,20 @@ class Interpreter:
     def _run_equation(self, equation: Equation, action: Any, read: Callable[[Var], Value]) -> Sequence[Value]:
         if isinstance(action, Skip):
             return [Value(None) if action.operand is None else read(equation.invars[action.operand])]
-        if isinstance(action, Activation):
-            return [run_activation(action, read, self.half, self._softmaxes)]
+        if isinstance(action, Recompute):
+            return [run_region(action, read, self.half, self._regions)]
         operands = list(map(read, equation.invars))
         with context_of(equation):
             match action:
-                case Run(remat=True):
-                    return [self._sum_with_bias(equation, action, operands)]
-                case Run(gradients=()):
-                    return self._bind(equation, action, operands)
                 case Run():
+                    return self._bind(equation, action, operands)
+                case Product():
                     return [Value(self._product(equation, action, operands))]
+                case WeightGradient():
+                    arrays = self._operands(equation, action, operands)
+                    return [Value(wide_product(equation, arrays, jnp.float32, **action.params))]
                 case Float8():
-                    return [Value(self._float8(equation, action, operands))]
+                    return [Value(action.run(equation, operands))]
                 case Move():
                     return self._move(equation, action, operands)
                 case Call():
@@ -124,37 +138,19 @@ class Interpreter:
     def _how_to_bind(self, equation: Equation) -> Callable[..., list[Array]]:
         return bind_repeated if self._counts and self._counts[kind_of(equation)] > 1 else bind
 
-    def _operands(self, equation: Equation, action: Run, operands: list[Value]) -> list[Array]:
+    def _operands(
+        self, equation: Equation, action: Run | Product | WeightGradient, operands: list[Value]
+    ) -> list[Array]:
         return [
-            cast(jnp.broadcast_to(value.to(jnp.float32), equation.outvars[0].aval.shape), self.half)
+            broadcast_to_half(value.to(jnp.float32), equation, self.half)
             if take is Take.BROADCAST
             else self.take(value, take)
             for value, take in zip(operands, action.operands, strict=True)
         ]
 
-    def _sum_with_bias(self, equation: Equation, action: Run, operands: list[Value]) -> Value:
-        """Runs an operation that broadcasts an operand, such as a bias, and that its readers run again."""
-
-        def add(arrays: list[tuple[Array, Array | None]]) -> Array:
-            widened = lambda array, path: {} if path is None else {jnp.float32: widen(array, path, False)}
-            values = [Value(array, widened(array, path)) for array, path in arrays]
-            with context_of(equation):
-                (result,) = bind(equation, self._operands(equation, action, values), **action.params)
-            return result
-
-        arrays = [
-            (value.to(self.half), value.to(jnp.float32))
-            if take is Take.BROADCAST
-            else (self.take(value, take), None)
-            for value, take in zip(operands, action.operands, strict=True)
-        ]
-        return Value(add(arrays), remat=(add, arrays))
-
-    def _product(self, equation: Equation, action: Run, operands: list[Value]) -> Array:
+    def _product(self, equation: Equation, action: Product, operands: list[Value]) -> Array:
         """Runs a product, and those of its derivatives on half operands."""
         arrays = self._operands(equation, action, operands)
-        if action.swapped:
-            return wide_product(equation, arrays, jnp.float32, **action.params)
         product, half_product = _product(equation, action.params), self._half_product(equation)
         is_wide = [dtype == jnp.float32 for dtype in action.gradients]
         if any(is_wide):
@@ -164,9 +160,6 @@ class Interpreter:
         # XLA cannot write a float32 result of bfloat16 operands transposed on a CPU.
         barred = lambda *operands: lax.optimization_barrier(product(*operands))
         return product_with_half_gradients(barred, half_product, arrays, halves)
-
-    def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> Array:
-        return action.run(equation, operands)
 
     def _half_product(self, equation: Equation) -> Callable[[Array, Array], Array]:
         return _product(equation, {"preferred_element_type": self.half, "precision": None})
@@ -194,11 +187,11 @@ class Interpreter:
             ]
             for result, path, is_read in zip(results, run(equation, wides), action.paths):
                 if is_read:
-                    self._lead(result, path)
+                    self._attach_path(result, path)
         return results
 
-    def _lead(self, value: Value, path: Array) -> None:
-        """Leads the gradients of a half value's float32 readers through `path`."""
+    def _attach_path(self, value: Value, path: Array) -> None:
+        """Attaches a path: float32 readers of this half value send their gradients there."""
         value.path = path
         if self.is_linear:
             value.casts[jnp.float32] = path
@@ -223,7 +216,7 @@ class Interpreter:
         """Returns arrays as values. The last arrays are the paths of those at the indexes `pairs`."""
         values = list(map(Value, arrays[: len(arrays) - len(pairs)]))
         for index, path in zip(pairs, arrays[len(values) :], strict=True):
-            self._lead(values[index], path)
+            self._attach_path(values[index], path)
         return values
 
     def body(

@@ -7,7 +7,7 @@ does not hold it in a form that autocast can read: autocast differentiates the e
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._jaxpr.bind import bind, cast
 from .._jaxpr.precision import only_own_precisions
-from .._jaxpr.read import Array, Equation, Var, is_float32, sources_of_outputs
+from .._jaxpr.read import Array, Equation, Jaxpr, Var, is_float32, sources_of_outputs
 from .interpreter import Interpreter
 from .planning.op import Context
 from .planning.plan import Call, conversion
@@ -25,25 +25,39 @@ from .planning.wanted import Wanted
 from .value import Value
 
 
+class _Operand(NamedTuple):
+    """An operand of the function, and what its derivatives need to know of it."""
+
+    var: Var
+    state: State
+    # Whether the rule gives a gradient of it. JAX gives none of what the function closes over.
+    is_differentiable: bool
+    has_path: bool  # Whether it is a pair (`planning.passes.pairs`).
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays"],
+    meta_fields=["structure", "states", "perturbed"],
+)
 @dataclasses.dataclass(frozen=True)
-class _Saved:
-    """The static part of the residuals of a forward rule."""
+class _Residuals:
+    """What the forward rule of a `custom_vjp` leaves for the backward rule."""
 
-    structure: Any  # How to build the pushforward of a `custom_vjp`: tangents to tangents.
-    states: tuple[State, ...]  # The states of the residuals.
-    moving: tuple[bool, ...]  # For each operand, whether the rule gives a gradient of it.
-
-    def __call__(self) -> None:
-        """Never called. `jax.tree_util.Partial`, the pytree that carries this, asks for a callable."""
+    arrays: list[Array]
+    structure: Any  # How to build the pushforward: a function of tangents that gives tangents.
+    states: tuple[State, ...]  # The states of the arrays.
+    perturbed: tuple[bool, ...]  # For each operand, whether the rule differentiates with respect to it.
 
 
 class TracedRule:
     """A function with a custom derivative, and its rules, each run by a plan of its own.
 
-    A rule with symbolic zeros is told which operands are perturbed. It is not differentiated by the others.
+    With symbolic zeros, JAX says which operands are perturbed; the rule is differentiated with respect to
+    those only.
 
-    The path of an operand that is a pair follows the operands, and the path of such a result the results. The
-    tangent of a pair is that of its path, in float32; JAX adds nothing of the half operand to it.
+    The paths of the operands that are pairs follow the operands, and the paths of such results the results.
+    The tangent of a pair is that of its path, in float32; JAX adds nothing of the half operand to it.
     """
 
     def __init__(
@@ -58,8 +72,10 @@ class TracedRule:
         self._interpreter, self._equation = interpreter, equation
         self._name = str(equation.params.get("name", "fun"))
         self._closed_over, self._pairs, self._paired = closed_over, pairs, action.paired
-        self._moving = tuple(
-            index >= len(closed_over) and _is_differentiable(var) for index, var in enumerate(equation.invars)
+        states = self._inside.plan.inputs
+        self._operands = tuple(
+            _Operand(var, state, n >= len(closed_over) and _is_differentiable(var), n in pairs)
+            for n, (var, state) in enumerate(zip(equation.invars, states, strict=True))
         )
 
     @property
@@ -77,103 +93,106 @@ class TracedRule:
 
     def jvp(self, primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
         """The rule of a `custom_jvp`."""
-        tangents = self._of_operands(tangents)
-        moving = self._perturbed(not isinstance(tangent, SymbolicZero) for tangent in tangents)
-        operands = zip(tangents, self._equation.invars, moving)
-        directions = [_tangent(tangent, var) for tangent, var, moves in operands if moves]
+        given = self._by_operand(tangents)
+        perturbed = self._differentiable(not isinstance(tangent, SymbolicZero) for tangent in given)
+        directions = [
+            _tangent(tangent, operand.var)
+            for tangent, operand, is_perturbed in zip(given, self._operands, perturbed)
+            if is_perturbed
+        ]
         states, outvars = self._inside.plan.results, self._equation.outvars
         moved = [index for index, var in enumerate(outvars) if _is_differentiable(var)]
-        pushforward = functools.partial(self._pushforward, moving)
-        paired = [*self._paired, *(len(states) + moved.index(index) for index in self._paired)]
-        results = [*states, *(states[index] for index in moved)]
-        was_linear, self._interpreter.is_linear = self._interpreter.is_linear, True
-        try:
-            arrays, _, paths = self._run(pushforward, self._inputs(primals), directions, results, paired)
-        finally:
-            self._interpreter.is_linear = was_linear
+        results = _Results(
+            (*states, *(states[index] for index in moved)),
+            (*self._paired, *(len(states) + moved.index(index) for index in self._paired)),
+        )
+        rule = functools.partial(self._pushforward, perturbed)
+        with self._interpreter.in_linear_rule():
+            arrays, _, paths = self._run(rule, self._inputs(primals), directions, results)
         changes = dict(zip(moved, arrays[len(states) :], strict=True))
+        for index, var in enumerate(outvars):
+            changes.setdefault(index, np.zeros(var.aval.shape, jax.dtypes.float0))
         count = len(self._paired)
-        return arrays[: len(states)] + paths[:count], [
-            *(
-                changes[index] if index in changes else np.zeros(var.aval.shape, jax.dtypes.float0)
-                for index, var in enumerate(outvars)
-            ),
-            *paths[count:],
-        ]
+        of_results = [changes[index] for index in range(len(outvars))]
+        return arrays[: len(states)] + paths[:count], of_results + paths[count:]
 
     def _pushforward(
-        self, moving: Sequence[bool], primals: list[Array], directions: list[Array]
+        self, perturbed: Sequence[bool], primals: list[Array], directions: list[Array]
     ) -> tuple[list[Array], list[Array]]:
         """The rule at the dtypes for which it was written."""
-        of_moving, moved = self._of_moving(primals, moving)
-        results, changes = jax.jvp(of_moving, moved, tuple(directions))
+        fun, operands = self._of_perturbed(primals, perturbed)
+        results, changes = jax.jvp(fun, operands, tuple(directions))
         differentiable = map(_is_differentiable, self._equation.outvars)
         return results, [change for change, each in zip(changes, differentiable) if each]
 
     # The reverse-mode rules.
 
     def forward(self, *given: Any) -> tuple[list[Array], Any]:
-        """The forward rule of a `custom_vjp`: the results, and a pytree of the residuals."""
-        arrays, moving = [primal.value for primal in given], self._moving
+        """The forward rule of a `custom_vjp`: the results, and the residuals."""
+        perturbed = self._differentiable(True for _ in self._operands)
         if self._equation.params["symbolic_zeros"]:
-            moving = self._perturbed(
-                getattr(primal, "perturbed", False) for primal in self._of_operands(given)
+            perturbed = self._differentiable(
+                getattr(primal, "perturbed", False) for primal in self._by_operand(given)
             )
         structures: list[Any] = []
 
         def trace(arrays: list[Array], _: list[Array]) -> tuple[list[Array], list[Array]]:
-            of_moving, moved = self._of_moving(arrays, moving)
-            results, pushforward = jax.linearize(of_moving, *moved)
+            fun, operands = self._of_perturbed(arrays, perturbed)
+            results, pushforward = jax.linearize(fun, *operands)
             leaves, structure = jax.tree.flatten(pushforward)
             structures.append(structure)
             return results, leaves
 
         states = self._inside.plan.results
-        results, further, paths = self._run(trace, self._inputs(arrays), [], states, self._paired)
-        saved = _Saved(structures[-1], tuple(further), moving)
-        return results[: len(states)] + paths, jax.tree_util.Partial(saved, *results[len(states) :])
+        inputs = self._inputs([primal.value for primal in given])
+        arrays, residual_states, paths = self._run(trace, inputs, [], _Results(states, self._paired))
+        saved = _Residuals(arrays[len(states) :], structures[-1], tuple(residual_states), perturbed)
+        return arrays[: len(states)] + paths, saved
 
-    def backward(self, saved: Any, cotangents: list[Any]) -> tuple[Array | None, ...]:
+    def backward(self, saved: _Residuals, cotangents: list[Any]) -> tuple[Array | None, ...]:
         """The backward rule of a `custom_vjp`."""
-        moving, outvars = saved.func.moving, self._equation.outvars
-        for index, of_path in zip(self._paired, cotangents[len(outvars) :], strict=True):
-            cotangents[index] = _sum(cotangents[index], of_path)
-        cotangents = cotangents[: len(outvars)]
-        is_given = [
-            _is_differentiable(var) and not isinstance(cotangent, SymbolicZero)
-            for cotangent, var in zip(cotangents, outvars)
-        ]
-        arriving = [
-            _tangent(cotangent, var) for cotangent, var, given in zip(cotangents, outvars, is_given) if given
-        ]
-        operands = [var.aval for var, moves in zip(self._equation.invars, moving) if moves]
+        is_given, arriving = self._arriving(cotangents)
+        operands = [operand for operand, each in zip(self._operands, saved.perturbed) if each]
 
         def pullback(leaves: list[Array], arriving: list[Array]) -> list[Array]:
-            pushforward = jax.tree.unflatten(saved.func.structure, leaves)
+            pushforward = jax.tree.unflatten(saved.structure, leaves)
 
             def to_given(*tangents: Array) -> list[Array]:
                 return [change for change, given in zip(pushforward(*tangents), is_given) if given]
 
-            return list(jax.linear_transpose(to_given, *operands)(arriving))
+            return list(jax.linear_transpose(to_given, *(operand.var.aval for operand in operands))(arriving))
 
-        residuals = list(zip(map(Value, saved.args), saved.func.states, strict=True))
-        states = [
-            FLOAT32 if index in self._pairs else state
-            for index, (state, moves) in enumerate(zip(self._inside.plan.inputs, moving))
-            if moves
-        ]
+        residuals = list(zip(map(Value, saved.arrays), saved.states, strict=True))
+        states = tuple(FLOAT32 if operand.has_path else operand.state for operand in operands)
         # The gradient of an activation is read on; that of a parameter leaves the backward pass.
         intermediate = tuple(not state.wide_gradient for state in states)
+        context = Context(self._inside.plan.analysis.context.scope, True, intermediate, of_gradient=True)
         try:
-            arrays, _, _ = self._run(pullback, residuals, arriving, states, intermediate=intermediate)
+            arrays, _, _ = self._run(pullback, residuals, arriving, _Results(states), context)
         except jax.errors.UnexpectedTracerError as error:
             raise ValueError(_READS_TRACED) from error
-        return self._gradients(arrays, moving)
+        return self._gradients(arrays, saved.perturbed)
 
-    def _gradients(self, of_moving: Iterable[Array], moving: Sequence[bool]) -> tuple[Array | None, ...]:
+    def _arriving(self, cotangents: list[Any]) -> tuple[list[bool], list[tuple[Value, State]]]:
+        """Returns for each result whether it has a cotangent, and these cotangents.
+
+        The cotangents of a pair, in half and of its path, are summed in float32.
+        """
+        outvars = self._equation.outvars
+        of_results, of_paths = cotangents[: len(outvars)], cotangents[len(outvars) :]
+        for index, of_path in zip(self._paired, of_paths, strict=True):
+            of_results[index] = _sum(of_results[index], of_path)
+        is_given = [
+            _is_differentiable(var) and not isinstance(cotangent, SymbolicZero)
+            for cotangent, var in zip(of_results, outvars)
+        ]
+        arriving = zip(of_results, outvars, is_given)
+        return is_given, [_tangent(cotangent, var) for cotangent, var, given in arriving if given]
+
+    def _gradients(self, of_perturbed: Iterable[Array], perturbed: Sequence[bool]) -> tuple[Any, ...]:
         """Returns the gradient of each operand, then those of the paths. The half of a pair has none."""
-        given = iter(of_moving)
-        gradients = [next(given) if moves else None for moves in moving]
+        given = iter(of_perturbed)
+        gradients = [next(given) if each else None for each in perturbed]
         of_paths = [gradients[index] for index in self._pairs]
         for index in self._pairs:
             gradients[index] = None
@@ -191,8 +210,7 @@ class TracedRule:
             run = jax.vmap(lambda *arrays: bind(self._equation, arrays), axes, axis_size=axis_size)
             return run(*arrays)
 
-        states = self._inside.plan.results
-        results, _, _ = self._run(rule, self._inputs(arrays), [], states)
+        results, _, _ = self._run(rule, self._inputs(arrays), [], _Results(self._inside.plan.results))
         return results, [True] * len(results)
 
     # All.
@@ -200,42 +218,42 @@ class TracedRule:
     def _inputs(self, arrays: Sequence[Array]) -> list[tuple[Value, State]]:
         """Returns all operands of the function, each with its state."""
         values = self._interpreter.with_paths((*self._closed_over, *arrays), self._pairs)
-        return list(zip(values, self._inside.plan.inputs, strict=True))
+        return [(value, operand.state) for value, operand in zip(values, self._operands, strict=True)]
 
-    def _of_operands(self, given: Sequence[Any]) -> list[Any]:
-        """Returns what was given for each operand, such as a tangent; of a pair what was given for its path.
+    def _by_operand(self, given: Sequence[Any]) -> list[Any]:
+        """Returns one entry per operand, such as its tangent.
 
-        Nothing was given for the operands that are closed over: they stand as None.
+        It is that of the path if the operand is a pair, and None if the function closes over it.
         """
         count = len(given) - len(self._pairs)
-        operands = [*(None for _ in self._closed_over), *given[:count]]
+        entries = [*(None for _ in self._closed_over), *given[:count]]
         for index, of_path in zip(self._pairs, given[count:], strict=True):
-            operands[index] = of_path
-        return operands
+            entries[index] = of_path
+        return entries
 
-    def _perturbed(self, perturbed: Iterable[bool]) -> tuple[bool, ...]:
-        """Returns for each operand whether it moves, of whether each operand is perturbed."""
-        return tuple(moves and each for moves, each in zip(self._moving, perturbed, strict=True))
+    def _differentiable(self, perturbed: Iterable[bool]) -> tuple[bool, ...]:
+        """Restricts the operands that are perturbed to those that are differentiable."""
+        pairs = zip(self._operands, perturbed, strict=True)
+        return tuple(operand.is_differentiable and each for operand, each in pairs)
 
-    def _of_moving(
-        self, arrays: list[Array], moving: Sequence[bool]
+    def _of_perturbed(
+        self, arrays: list[Array], perturbed: Sequence[bool]
     ) -> tuple[Callable[..., list[Array]], tuple[Array, ...]]:
-        """Returns the equation as a function of the operands that move, and those operands."""
+        """Returns the equation as a function of its perturbed operands, and those operands."""
 
-        def fun(*moved: Array) -> list[Array]:
-            given = iter(moved)
-            return bind(self._equation, [next(given) if moves else x for x, moves in zip(arrays, moving)])
+        def fun(*operands: Array) -> list[Array]:
+            given = iter(operands)
+            return bind(self._equation, [next(given) if each else x for x, each in zip(arrays, perturbed)])
 
-        return fun, tuple(x for x, moves in zip(arrays, moving) if moves)
+        return fun, tuple(x for x, each in zip(arrays, perturbed) if each)
 
     def _run(
         self,
         rule: Callable[[list[Array], list[Array]], Any],
         inputs: Sequence[tuple[Value, State]],
         tangents: Sequence[tuple[Value, State]],
-        states: Sequence[State],
-        paired: Sequence[int] = (),
-        intermediate: tuple[bool, ...] | None = None,
+        results: "_Results",
+        context: Context | None = None,
     ) -> tuple[list[Array], Sequence[State], list[Array]]:
         """Traces a rule in the dtypes for which it was written, plans it and runs it.
 
@@ -243,44 +261,52 @@ class TracedRule:
             rule: the rule, a function of arrays in their traced dtypes.
             inputs: its operands, each with its state.
             tangents: its tangents or cotangents, each with its state.
-            states: the states of its first results, which take their dtypes.
-            paired: the indexes of the results that are pairs.
-            intermediate: for each result of a backward rule, whether the backward pass reads it on; None for
-                another rule.
+            results: what is known of its first results. Those after them are residuals.
+            context: the context of a backward rule; None for another rule.
 
         Returns:
-            The results, the states of the results beyond `states`, and the paths of the pairs.
+            The results, the states of the residuals, and the paths of the pairs.
         """
         interpreter = self._interpreter
         arguments = [*inputs, *tangents]
-        values = [value for value, _ in arguments]
-        traced = [
-            interpreter.take(value, conversion(state, FLOAT32))
-            for value, (_, state) in zip(values, arguments)
-        ]
+        traced = [interpreter.take(value, conversion(state, FLOAT32)) for value, state in arguments]
         with only_own_precisions():
             closed = jax.make_jaxpr(rule)(traced[: len(inputs)], traced[len(inputs) :])
-        # A residual that is also a result of the function is the value that the readers of the result read.
-        sources = sources_of_outputs(closed)
-        first = {source: number for number, source in reversed([*enumerate(sources[: len(states)])])}
-        result_of = [first.get(source) for source in sources[len(states) :]]
-        wanted = [Wanted.INDIRECTLY if state.is_half else Wanted.NO for state in states]
+        result_of = _also_results(closed, len(results.states))
+        wanted = [Wanted.INDIRECTLY if state.is_half else Wanted.NO for state in results.states]
         wanted += [Wanted.NO if number is None else wanted[number] for number in result_of]
-        # The scopes around the function are around its rules too.
-        around = self._inside.plan.context
-        are_tangents = (False,) * len(inputs) + (True,) * len(tangents)
-        context = Context(around.scope, streams=around.streams, decides=around.decides, tangents=are_tangents)
-        if intermediate is not None:
-            context = Context(around.scope, True, intermediate, of_gradient=True)
+        if context is None:  # The scopes around the function are around its rules too.
+            around = self._inside.plan.analysis.context
+            are_tangents = (False,) * len(inputs) + (True,) * len(tangents)
+            context = Context(
+                around.scope, streams=around.streams, decides=around.decides, tangents=are_tangents
+            )
         plan = interpreter.planner.plan(closed, [state for _, state in arguments], wanted, context)
-        further = [
-            state if number is None else states[number]
-            for state, number in zip(plan.results[len(states) :], result_of)
+        residuals = [
+            state if number is None else results.states[number]
+            for state, number in zip(plan.results[len(results.states) :], result_of)
         ]
-        leave = map(conversion, plan.results, (*states, *further))
-        results = interpreter.run(plan, values)
-        paths = [results[index].to(jnp.float32) for index in paired]
-        return interpreter.take_all(results, list(leave)), further, paths
+        leave = list(map(conversion, plan.results, (*results.states, *residuals)))
+        values = interpreter.run(plan, [value for value, _ in arguments])
+        paths = [values[index].to(jnp.float32) for index in results.paired]
+        return interpreter.take_all(values, leave), residuals, paths
+
+
+class _Results(NamedTuple):
+    """What is known of the results of a rule before it is planned."""
+
+    states: Sequence[State]  # The results take the dtypes of these.
+    paired: Sequence[int] = ()  # The indexes of those that are pairs.
+
+
+def _also_results(rule: Jaxpr, count: int) -> list[int | None]:
+    """Returns for each residual which of the first `count` results it is; None for another value.
+
+    Such a residual is the value that the readers of the result read.
+    """
+    sources = sources_of_outputs(rule)
+    first = {source: number for number, source in reversed([*enumerate(sources[:count])])}
+    return [first.get(source) for source in sources[count:]]
 
 
 _READS_TRACED = (

@@ -22,12 +22,12 @@ class Value:
         casts: casts of it that were made, by dtype. Those to fp8 are `Quantized`.
         path: for a half value, the same value in float32, to which the gradients of its float32 readers go
             (`planning.pairs`); None if they go to the half array.
-        remat: `(fun, arrays)` if the value in half is `fun(arrays)`: the sum of a matmul's result and a bias,
-            or an activation function of one value. An activation function computes a sum again and a cast to
-            fp8 computes either again, so XLA need not write the value.
+        computed: `(fun, arrays)` if the value is `fun(arrays)`, an activation function of one value. A cast
+        to
+            fp8 computes it again, so that XLA never writes the result in half.
     """
 
-    __slots__ = ("casts", "native", "number", "path", "remat")
+    __slots__ = ("casts", "computed", "native", "number", "path")
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class Value:
         casts: dict[Any, Any] | None = None,
         number: float | None = None,
         path: Array | None = None,
-        remat: tuple[Callable[[Any], Array], Any] | None = None,
+        computed: tuple[Callable[[Any], Array], Any] | None = None,
     ) -> None:
-        self.native, self.number, self.path, self.remat = native, number, path, remat
+        self.native, self.number, self.path, self.computed = native, number, path, computed
         self.casts = {} if casts is None else casts
 
     def copy(self) -> "Value":

@@ -1,5 +1,6 @@
-"""Flax modules under a policy. `products`, `layers` and `calls` are what `linen` and `nnx` share.
+"""Flax modules under a policy.
 
-`layers` tells the kinds of modules apart. `calls` runs one call of one module. `linen` and `nnx` only find
-the modules of a model and read their parameters. `objects` splits NNX modules into arrays for autocast.
+In the order in which to read the files: `products` (layers whose gradients are summed in float32), `layers`
+(the kinds of modules), `calls` (one call of one module), then `linen`, `objects` (NNX modules as arrays, for
+autocast) and `nnx`, which only find the modules of a model and read their parameters.
 """

@@ -52,10 +52,10 @@ class Float8:
 def cast_to_float8(value: Any, array: Array, dtype: np.dtype) -> Quantized:
     """Returns `array`, a value in float32 or in half, in an fp8 dtype. The value keeps the first answer."""
     if dtype not in value.casts:
-        if value.remat is None:
+        if value.computed is None:
             value.casts[dtype] = quantize(array, dtype)
         else:
-            fun, arrays = value.remat
+            fun, arrays = value.computed
             value.casts[dtype] = quantize_result(fun, arrays, array, dtype)
     return value.casts[dtype]
 

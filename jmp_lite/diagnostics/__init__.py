@@ -6,8 +6,8 @@ The rooms, in the reading order:
 - `_precision`: `compare_precision` finds the modules that cost accuracy.
 - `_nonfinite`: `find_nonfinite` finds the operation at which a value becomes inf or NaN, and tries remedies.
 - `_ranges`: `profile_ranges` counts the values that half precision loses, and suggests a loss scale.
-- `_findings.py`: the faults of all reports, in one form.
-- `_doctor.py`: `doctor` runs all of them, and reads the compiled program with `jmp_lite.programs`.
+- `_findings`: the faults of all reports, in one form.
+- `_doctor`: `doctor` runs all of them, and reads the compiled program with `jmp_lite.programs`.
 """
 
 from ._doctor import Diagnosis as Diagnosis

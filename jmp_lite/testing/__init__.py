@@ -4,6 +4,8 @@
 `assert_tensor_cores`: the share of a compiled program that Tensor Cores run.
 `assert_same_on_all_hosts`: that the processes of a run hold the same values.
 `assert_skips_nonfinite`: that a train step leaves its state alone where a batch holds inf or NaN.
+
+The files: `_products`, `_hosts`, `_skips`.
 """
 
 from ._hosts import assert_same_on_all_hosts as assert_same_on_all_hosts

@@ -190,15 +190,12 @@ def test_a_value_is_cast_to_fp8_once_for_all_its_products():
         assert casts_to_float8(jaxpr).count(XS.shape) == 1
 
 
-def test_the_cast_of_an_activation_function_or_of_a_sum_with_a_bias_computes_it_again():
+def test_the_cast_of_an_activation_function_computes_it_again():
     """Once for its largest magnitude and once for the cast, so nothing needs to write the result."""
     names = lambda fun: [e.primitive.name for e in equations(jax.make_jaxpr(float8(fun))(W, XS))]
     of_one = lambda w, x: jax.nn.gelu(x @ w) @ w
     of_two = lambda w, x: (jnp.tanh(x @ w) * (x @ w)) @ w
-    bias = jnp.arange(32.0)
-    of_sum = lambda w, x: (x @ w + bias) @ w
     assert [names(fun).count("tanh") for fun in (of_one, of_two)] == [3, 1]
-    assert names(of_sum).count("add") == 3
     relu, dtype = lambda x: lax.max(x, jnp.zeros_like(x)), jnp.dtype(E4)
     both = jax.jit(lambda x: (quantize_result(relu, x, relu(x), dtype), quantize(relu(x), dtype)))
     again, once = both(XS.astype(jnp.bfloat16))

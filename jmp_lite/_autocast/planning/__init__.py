@@ -1,12 +1,15 @@
 """The plan of autocast: what runs in half, decided before anything is computed.
 
-`planner` says which passes it makes and why; read it last. In the order in which to read the files:
+docs/how-autocast-works.md has the idea in about 150 lines. Here it is with its options and guarantees. In the
+order in which to read the files:
 
 - What the user asks for: `rules` (the options), `scopes` (the parts of a program that stay as they are).
-- What a jaxpr is: `op` (an operation, read once), `activations` (operations that run as one function),
-  `dependence` (what computes a weight's gradient, and by what a loop decides).
+- What a jaxpr is: `op` (an operation, read once), `softmaxes` and `regions` (operations that run as one
+  function), `dependence` (what computes a weight's gradient, and by what a loop decides).
 - What is known of values: `states`, then `ruling` (which values stay float32 in any case), `wanted` and
   `demand` (which values are wanted in half).
-- What is decided: `plan` (the parts of a plan, plain data), `pairs` (half values whose gradients go through
-  float32), `elementwise`, `products` and `decide` (one operation), `planner`.
+- What is decided: `plan` (the parts of a plan, plain data), `elementwise`, `products` and `decide` (one
+  operation).
+
+`passes` then improve the plan, each in a file of its own. `_autocast/planner.py` runs all of it.
 """

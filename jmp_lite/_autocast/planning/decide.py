@@ -9,9 +9,9 @@ import numpy as np
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import is_float32
 from .demand import Analysis
-from .elementwise import decide_elementwise, in_full, in_half, results_of, run_in_float32
+from .elementwise import decide_elementwise, in_full, in_half, results_of, run_in_float32, store_half
 from .op import Op
-from .plan import Decision, Move, Run, Skip, Take
+from .plan import Decision, Move, Product, Run, Skip, Take
 from .products import OUTER, by_first_rule, decide_outer, decide_product, widens
 from .rules import Rules
 from .ruling import DECIDES, KEEP_FLOAT32, Ruling
@@ -37,7 +37,7 @@ def decide(
     if ruling.rule is not None or any(state.rule is not None for state in operands):
         ruling = by_first_rule(op, ruling, operands, rules)
     if ruling.reason:
-        return _kept(op, operands, ruling, rules.dtype)
+        return _kept(op, operands, ruling, wanted, analysis, rules.dtype)
     if op.is_cast:
         return _cast(op, operands[0])
     if ruling.half_sum:
@@ -54,8 +54,12 @@ def decide(
     return decide_elementwise(op, operands, wanted, rules.dtype)
 
 
-def _kept(op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype) -> Decision:
+def _kept(
+    op: Op, operands: Sequence[State], ruling: Ruling, wanted: Wanted, analysis: Analysis, half: np.dtype
+) -> Decision:
     """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
+    if ruling.category is Category.DENY and analysis.region_of(op, wanted) is not None:
+        return dataclasses.replace(store_half(op, operands, ruling.reason), category=Category.DENY)
     decision = run_in_float32(op, operands, ruling)
     if ruling.reason == KEEP_FLOAT32:
         return dataclasses.replace(decision, results=results_of(op, operands, KEPT))
@@ -63,10 +67,10 @@ def _kept(op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype) -> 
         return decision
     if ruling.reason == DECIDES and len(operands) == 2:
         # Its gradients decide nothing.
-        action = dataclasses.replace(in_full(operands), gradients=(half, half))
+        action = Product(in_full(operands).operands, (half, half))
     elif widens(op, half):
         # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do.
-        action = Run((Take.AS_IS,) * len(operands), gradients=(half, half))
+        action = Product((Take.AS_IS,) * len(operands), (half, half))
     else:
         return decision
     return dataclasses.replace(decision, action=action, changed=True)

@@ -7,7 +7,7 @@ pass uses the operations, the rulings on them and the estimates. It does not kno
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,12 +26,13 @@ from ..._jaxpr.read import (
     is_of_gradient,
     open_jaxpr,
 )
-from .activations import Activations, find_activations
 from .dependence import Decisions, Intermediate, Streams, Tangents
-from .op import Context, Held, Op, read_ops
+from .op import Context, Held, Op, Readers, read_ops, readers_of
+from .regions import find_regions
 from .rules import Rules
 from .ruling import Estimates, Ruling, estimate_of, rule_on
 from .scopes import Scopes
+from .softmaxes import Region
 from .states import Kind
 from .wanted import Demand, Wanted
 
@@ -42,7 +43,8 @@ class Analysis:
 
     inside: Jaxpr  # The open jaxpr.
     ops: tuple[Op, ...]
-    activations: Activations  # Its activation functions, and the readers of its variables.
+    readers: Readers
+    regions: Mapping[Var, Region]  # Its activation functions and softmaxes, by their results.
     context: Context
     rulings: tuple[Ruling, ...]
     estimates: Estimates
@@ -53,6 +55,13 @@ class Analysis:
     tangents: frozenset[Var]  # The variables that depend on the tangents of a forward-mode rule.
     demand: Demand  # The variables that the jaxpr wants in half.
 
+    def region_of(self, op: Op, wanted: Wanted) -> Region | None:
+        """Returns the region that ends with an operation, whose result is wanted in half; None for none."""
+        region = self.regions.get(op.equation.outvars[0]) if wanted > Wanted.NO else None
+        if region is None or (region.needs_products and wanted is not Wanted.BY_PRODUCTS_ONLY):
+            return None
+        return region
+
 
 class DemandPass:
     """Analyses jaxprs: each one once for each context and each set of inputs and wanted outputs."""
@@ -60,10 +69,11 @@ class DemandPass:
     def __init__(self, rules: Rules, scopes: Scopes) -> None:
         self._rules, self._scopes = rules, scopes
         self._read: dict[int, tuple[Op, ...]] = {}
-        self._activations: dict[tuple[int, bool], Activations] = {}
+        self._readers: dict[int, Readers] = {}
+        self._regions: dict[tuple[int, bool], Mapping[Var, Region]] = {}
         self._analyses: dict[Any, Analysis] = {}
         self._is_told: bool | None = None  # See `_tells_gradients`.
-        self._alive: list[Jaxpr] = []  # The keys of all three hold ids of jaxprs.
+        self._alive: list[Jaxpr] = []  # The keys of all four hold ids of jaxprs.
         self._decisions = Decisions(self._ops)
         self._intermediate = Intermediate(self._ops)
         self._streams = Streams(self._ops)
@@ -76,12 +86,13 @@ class DemandPass:
         inside = open_jaxpr(jaxpr)
         key = (id(inside), wanted, inputs, context)
         if key not in self._analyses:
-            ops, activations = self._ops(inside), self._activations_of(inside, context.of_gradient)
+            ops = self._ops(inside)
+            readers = self._readers[id(inside)]
             intermediate = gradients = frozenset[Var]()
             if self._tells_gradients(inside):
                 intermediate = self._intermediate.variables(inside, context.intermediate, context.backward)
                 made = {var for op in ops if context.is_backward(op) for var in op.equation.outvars}
-                gradients = frozenset(filter(activations.reads, made - intermediate))
+                gradients = frozenset(filter(readers.count, made - intermediate))
             streams = frozenset[Var]()
             if self._rules.half_sums:
                 streams = self._streams.variables(inside, context.streams, context.backward)
@@ -90,18 +101,19 @@ class DemandPass:
                 inside, inputs, ops, context, self._rules, self._scopes, decisive, streams
             )
             analysis = Analysis(
-                inside,
-                ops,
-                activations,
-                context,
-                rulings,
-                estimates,
-                intermediate,
-                gradients,
-                streams,
-                decisive,
-                self._tangents.variables(inside, context.tangents),
-                Demand(activations.reads),
+                inside=inside,
+                ops=ops,
+                readers=readers,
+                regions=self._regions_of(inside, context.of_gradient),
+                context=context,
+                rulings=rulings,
+                estimates=estimates,
+                intermediate=intermediate,
+                gradients=gradients,
+                streams=streams,
+                decisive=decisive,
+                tangents=self._tangents.variables(inside, context.tangents),
+                demand=Demand(readers.count),
             )
             self._go_backwards(analysis, wanted)
             self._analyses[key] = analysis
@@ -152,21 +164,22 @@ class DemandPass:
         if id(inside) not in self._read:
             self._alive.append(inside)
             self._read[id(inside)] = read_ops(inside, self._rules)
+            self._readers[id(inside)] = readers_of(inside, self._read[id(inside)])
         return self._read[id(inside)]
 
-    def _activations_of(self, inside: Jaxpr, of_gradient: bool) -> Activations:
+    def _regions_of(self, inside: Jaxpr, of_gradient: bool) -> Mapping[Var, Region]:
         key = id(inside), of_gradient
-        if key not in self._activations:
-            self._activations[key] = find_activations(inside, self._ops(inside), not of_gradient)
-        return self._activations[key]
+        if key not in self._regions:
+            self._regions[key] = find_regions(self._ops(inside), self._readers[id(inside)], not of_gradient)
+        return self._regions[key]
 
     def _go_backwards(self, analysis: Analysis, wanted: Sequence[Wanted]) -> None:
         """Adds to the demand what each operation wants, from the last operation to the first."""
-        demand, activations = analysis.demand, analysis.activations
+        demand = analysis.demand
         for var, want in zip(analysis.inside.outvars, wanted):
             if not is_literal(var):
                 demand.want_output(var, want)
-        absorbed: set[int] = set()  # The operations that activation functions of half values compute.
+        absorbed: set[int] = set()  # The operations that regions compute.
         for index in reversed(range(len(analysis.ops))):
             op, ruling = analysis.ops[index], analysis.rulings[index]
             if ruling.half_sum:
@@ -177,15 +190,13 @@ class DemandPass:
             result = demand.of_results(op)
             # Without this condition, GPT-2 reads and writes 7.8 % more bytes on an H100: the backward pass
             # would keep the float32 values inside each GELU.
-            ends = result > Wanted.NO and activations.is_end(op, result is Wanted.BY_PRODUCTS_ONLY)
-            if ends:
-                (out,) = op.equation.outvars
-                absorbed |= activations.members[out]
-                demand.want(activations.sources[out], Wanted.INDIRECTLY)
-                demand.kept.update(activations.extras.get(out, ()))
-            is_absorbed = index in absorbed and (
-                ends or activations.read_only_by(op.equation.outvars[0], absorbed)
-            )
+            region = analysis.region_of(op, result)
+            if region is not None:
+                absorbed |= region.members
+                demand.want(region.sources, Wanted.INDIRECTLY)
+                demand.kept.update(region.extras)
+            is_inner = index in absorbed and analysis.readers.are_only(op.equation.outvars[0], absorbed)
+            is_absorbed = region is not None or is_inner
             if ruling.category is Category.CALL:
                 if is_absorbed:
                     demand.numbers.update(op.variables)

@@ -3,9 +3,11 @@
 All later files of the planner take an `Op` in place of an equation. No decision changes it.
 """
 
+import collections
 import dataclasses
 import enum
 import math
+from collections.abc import Mapping, Sequence, Set
 
 from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.primitives import Category, Traits, traits_of
@@ -111,6 +113,32 @@ def _recomputes(equation: Equation) -> bool:
         return False
     body = equation.params["jaxpr"]
     return not holds(body, "remat2") and not holds_complex(body)
+
+
+@dataclasses.dataclass(frozen=True)
+class Readers:
+    """Who reads the variables of an open jaxpr."""
+
+    # For each variable, the indexes of the operations that read it: twice for one that reads it twice.
+    operations: Mapping[Var, Sequence[int]]
+    outputs: collections.Counter[Var]  # How often each variable is an output.
+
+    def count(self, var: Var) -> int:
+        """Returns how often an operation reads `var` or the jaxpr returns it."""
+        return len(self.operations[var]) + self.outputs[var]
+
+    def are_only(self, var: Var, indexes: Set[int]) -> bool:
+        """Whether no operation but those at `indexes` reads `var`."""
+        return not self.outputs[var] and all(reader in indexes for reader in self.operations[var])
+
+
+def readers_of(inside: Jaxpr, ops: Sequence[Op]) -> Readers:
+    """Returns the readers of the variables of an open jaxpr, whose operations are `ops`."""
+    readers: dict[Var, list[int]] = collections.defaultdict(list)
+    for index, op in enumerate(ops):
+        for var in op.variables:
+            readers[var].append(index)
+    return Readers(readers, collections.Counter(var for var in inside.outvars if not is_literal(var)))
 
 
 class Held(enum.Enum):

@@ -1,11 +1,13 @@
 """The parts of a plan, as plain data.
 
-The planner decides about each equation once, and writes an action. An action is all that the interpreter
-needs to run the equation. The interpreter carries the actions out and decides nothing.
+The planner decides about each equation, and writes an action. An action is all that the interpreter needs to
+run the equation. The interpreter carries the actions out and decides nothing.
 """
 
 import dataclasses
 import enum
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,11 @@ import numpy as np
 from ..._float8.action import Float8
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import Equation, Jaxpr, Var, constants, open_jaxpr
-from .op import Context, Op
+from ..._jaxpr.read import Equation, Jaxpr, Var, is_literal, open_jaxpr
+from .demand import Analysis
+from .op import Op
+from .softmaxes import Region
 from .states import Kind, State
-from .wanted import Demand
 
 
 class Take(enum.Enum):
@@ -47,12 +50,23 @@ class Run:
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # The parameters that change.
     # One flag for each result: whether the result is stored in half. Empty if no result is.
     narrow: tuple[bool, ...] = ()
-    # For a product whose derivatives have dtypes of their own, the dtype that the product of each operand's
-    # gradient gives. These products take half operands. Empty if JAX differentiates the operation as it runs.
-    gradients: tuple[np.dtype, ...] = ()
-    # Whether a product that makes a weight gradient runs with its operands in the other order.
-    swapped: bool = False
-    remat: bool = False  # Whether those who read the result of a sum with a bias compute the sum again.
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Runs a matmul whose gradients have dtypes of their own. The matmuls of the gradients take half."""
+
+    operands: tuple[Take, ...]  # How it takes each operand.
+    gradients: tuple[np.dtype, ...]  # The dtype that the matmul of each operand's gradient gives.
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)  # The parameters that change.
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGradient:
+    """Runs a matmul of a backward pass that makes the gradient of a weight, and gives float32."""
+
+    operands: tuple[Take, ...]  # How it takes each operand.
+    params: dict[str, Any]  # The parameters that change.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,25 +83,22 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True)
-class Activation:
-    """Computes a function of half values, a GELU or softmax, in float32, and again in the backward pass."""
+class Recompute:
+    """Computes a region, such as a GELU, in float32 from half values, and again in the backward pass."""
 
-    sources: tuple[Var, ...]  # The half values.
-    equations: tuple[Equation, ...]  # The equations that compute the function, in order.
-    # The other operands of a softmax, such as masks; none for a gate, such as a SiLU. None for an activation
-    # function that may compute the sum with a bias in front of it again.
-    extras: tuple[Var, ...] | None = None
-    # Whether a barrier keeps XLA from merging the backward pass's computation with the forward pass's. A gate
-    # needs none: the operations around it are element-wise, and XLA computes all of them in one kernel.
-    barred: bool = True
+    region: Region
+    equations: tuple[Equation, ...]  # The equations of the region, in order.
+    # Sums of a matmul's result and a bias among the sources of the region, which nothing else reads: how to
+    # run each in half. The backward pass computes them again too, so that XLA never writes them.
+    sums: dict[Var, tuple[Equation, Run]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Skip:
     """Runs nothing."""
 
-    # The index of the operand that is the result of a cast which changes nothing. None if only activation
-    # functions read the result, which they compute themselves.
+    # The index of the operand that is the result of a cast which changes nothing. None if only regions read
+    # the result, which they compute themselves.
     operand: int | None = None
 
 
@@ -131,29 +142,7 @@ class Call:
     kept: tuple[int, ...] = ()
 
 
-Action = Run | Float8 | Move | Activation | Skip | Call
-
-
-def rounded(action: Action) -> Action:
-    """Returns an action with half operands rounded once more, for a loop that a backward pass computes again.
-
-    By default XLA may leave out a cast down and up again. The forward pass then reads a value that was never
-    rounded, and the backward pass reads the rounded value that the loop has kept. A softmax that is computed
-    from both is not a softmax. XLA never leaves out a `reduce_precision`.
-    """
-
-    def round_all(takes: tuple[Take, ...]) -> tuple[Take, ...]:
-        return tuple(Take.ROUNDED if take is Take.FLOAT32 else take for take in takes)
-
-    if isinstance(action, Run):
-        return dataclasses.replace(action, operands=round_all(action.operands))
-    if isinstance(action, Call):
-        inner = (
-            dataclasses.replace(inside, enter=round_all(inside.enter), leave=round_all(inside.leave))
-            for inside in action.inner
-        )
-        return dataclasses.replace(action, inner=tuple(inner))
-    return action
+Action = Run | Product | WeightGradient | Float8 | Move | Recompute | Skip | Call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,7 +162,9 @@ class Decision:
         """How the operation itself takes each operand. Empty if it has no dtypes of its own, as a call."""
         if isinstance(self.action, Float8):
             return Take.HALF, Take.HALF
-        return self.action.operands if isinstance(self.action, (Run, Move)) else ()
+        if isinstance(self.action, (Run, Product, WeightGradient, Move)):
+            return self.action.operands
+        return ()
 
     @property
     def takes_half(self) -> bool:
@@ -201,26 +192,50 @@ class Pairs:
     outputs: tuple[bool, ...]  # Which outputs are half values whose gradients are summed in float32.
 
 
+_NO_PAIRS = Pairs(frozenset(), frozenset(), ())
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """How a jaxpr runs."""
+    """How a jaxpr runs. Compared by identity."""
 
     jaxpr: Jaxpr
-    context: Context
-    states: tuple[State, ...]  # The states of the constants and inputs.
+    analysis: Analysis  # What was known before the decisions: the operations, their readers, the demand.
+    states: Mapping[Var, State]  # The state of each variable.
     decisions: tuple[Decision, ...]  # One for each equation.
     results: tuple[State, ...]
-    demand: Demand  # The variables that the jaxpr wants in half.
-    pairs: Pairs  # The half variables whose gradients need a path in float32.
-    changed: bool  # Whether any decision differs from the program as it was traced.
-    float8: bool  # Whether a product runs in fp8.
+    pairs: Pairs = _NO_PAIRS  # The half variables whose gradients need a path in float32.
+
+    def with_decisions(self, decisions: Sequence[Decision]) -> "Plan":
+        """Returns the plan with other decisions about the same operations."""
+        states = dict(self.states)
+        for decision in decisions:
+            states.update(zip(decision.op.equation.outvars, decision.results))
+        outvars = zip(open_jaxpr(self.jaxpr).outvars, self.results)
+        results = tuple(state if is_literal(var) else states[var] for var, state in outvars)
+        return dataclasses.replace(self, decisions=tuple(decisions), states=states, results=results)
+
+    @functools.cached_property
+    def changed(self) -> bool:
+        """Whether any decision differs from the program as it was traced."""
+        return any(decision.changed for decision in self.decisions)
+
+    @functools.cached_property
+    def float8(self) -> bool:
+        """Whether a product runs in fp8."""
+        return any(each.in_float8 or any(plan.float8 for plan in each.inner) for each in self.decisions)
 
     @property
     def is_wanted(self) -> tuple[bool, ...]:
         """One flag for each input: whether a product wants the input in half."""
-        return tuple(self.demand.products[var] > 0 for var in open_jaxpr(self.jaxpr).invars)
+        return tuple(self.analysis.demand.products[var] > 0 for var in open_jaxpr(self.jaxpr).invars)
+
+    @property
+    def constants(self) -> tuple[State, ...]:
+        """The states of the constants."""
+        return tuple(map(self.states.__getitem__, open_jaxpr(self.jaxpr).constvars))
 
     @property
     def inputs(self) -> tuple[State, ...]:
-        """The states of the inputs, without those of the constants."""
-        return self.states[len(constants(self.jaxpr)) :]
+        """The states of the inputs."""
+        return tuple(map(self.states.__getitem__, open_jaxpr(self.jaxpr).invars))

@@ -12,7 +12,7 @@ from ..._jaxpr.primitives import Category
 from .demand import Analysis
 from .elementwise import decide_elementwise, halves, in_full, in_half, results_of, run_in_float32
 from .op import Op
-from .plan import Decision, Run
+from .plan import Decision, Product, Run, WeightGradient
 from .rules import Rules
 from .ruling import KEEP_FLOAT32, Ruling
 from .scopes import Scopes, by_rule
@@ -90,16 +90,17 @@ def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis, rule
     primitive, half = op.equation.primitive.name, rules.dtype
     takes, params = in_half(op, operands), _half_params(op, half)
     reason = f"{primitive} is on the allow list"
-    action, results = Run(takes, params), halves(op)
+    action: Run | Product | WeightGradient = Run(takes, params)
+    results = halves(op)
     makes_gradient = rules.reduce_dtype is not None and not analysis.gradients.isdisjoint(op.equation.outvars)
     if primitive in _GIVES_FLOAT32 and makes_gradient:
         reason += "; it makes a weight gradient, which it gives in float32"
         params["preferred_element_type"] = _FLOAT32_DTYPE
-        action = Run(takes, params, gradients=(half, half), swapped=True)
+        action = WeightGradient(takes, params)
         results = results_of(op, operands, FLOAT32)
     elif primitive in _GIVES_FLOAT32 and any(state.wide_gradient for state in operands):
         gradients = tuple(_FLOAT32_DTYPE if state.wide_gradient else half for state in operands)
-        action = Run(takes, params, gradients=gradients)
+        action = Product(takes, gradients, params)
     return Decision(op, Category.ALLOW, action, results, reason, changed=True)
 
 
@@ -119,14 +120,15 @@ def _with_float32_result(decision: Decision, pattern: str, half: np.dtype) -> De
         ValueError: the operation cannot give float32 from half operands.
     """
     op, action = decision.op, decision.action
-    assert isinstance(action, Run)
+    assert isinstance(action, (Run, Product))
     if op.equation.primitive.name not in _GIVES_FLOAT32:
         raise ValueError(
             f"float32_results='{pattern}' selects {op.name} in the scope '{op.scope}'. For a float32 result "
             "XLA would run it on float32 operands. Write a narrower pattern, or rules={'...': 'float32'}."
         )
     params = {**action.params, "preferred_element_type": _FLOAT32_DTYPE}
-    action = dataclasses.replace(action, params=params, gradients=action.gradients or (half, half))
+    gradients = action.gradients if isinstance(action, Product) else (half, half)
+    action = Product(action.operands, gradients, params)
     reason = f"{decision.reason}; float32_results='{pattern}' keeps its result"
     results = tuple(FLOAT32 if state.is_half else state for state in decision.results)
     return dataclasses.replace(decision, action=action, results=results, reason=reason)
@@ -137,14 +139,15 @@ def _in_float8(
 ) -> Decision:
     """Returns the decision about a product in fp8; if it stays in bfloat16, the decision says why."""
     action = decision.action
-    assert isinstance(action, Run)
+    assert isinstance(action, (Run, Product, WeightGradient))
     selecting = filter(None, (ruling.rule, *(state.rule for state in operands)))
     rule = min(selecting, key=rules.scopes.index, default=None)
     if why_not := why_not_float8(decision.op.equation, rule):
         return dataclasses.replace(decision, reason=decision.reason + NOT_FP8 + why_not)
     are_arguments = [state.exact_source for state in operands]
     result = action.params.get("preferred_element_type")
-    in_fp8 = float8_action(is_backward, are_arguments, result, action.gradients)
+    gradients = action.gradients if isinstance(action, Product) else ()
+    in_fp8 = float8_action(is_backward, are_arguments, result, gradients)
     return dataclasses.replace(decision, action=in_fp8, reason=f"{decision.reason}; in fp8")
 
 
@@ -165,7 +168,7 @@ def decide_outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules
     gives_products = rules.halves_products and op.name == "outer_product" and not is_constant
     if not gives_products or any(state.wide_gradient for state in operands):
         return decision
-    action = dataclasses.replace(in_full(operands), gradients=(half, half))
+    action = Product(in_full(operands).operands, (half, half))
     # The result is in float32, also where `decide_elementwise` would store it in half.
     results = results_of(op, operands, FLOAT32) if decision.gives_half else decision.results
     return dataclasses.replace(decision, action=action, results=results, changed=True)

@@ -1,18 +1,19 @@
 """Finds the softmaxes in a jaxpr, with the masks in front of them and the dropout behind them.
 
-A softmax of half scores is a function of half values, as an activation function is (`activations`). autocast
-computes it in float32, and again in the backward pass. JAX would keep the sum of each row for the backward
-pass, so XLA would run one more kernel, which reads all scores to write these sums. Without this kernel, the
-softmaxes of a GPT-2 move a sixth fewer bytes on an H100.
+A softmax is a region (`regions`): autocast computes it in float32 from half scores, and again in the backward
+pass. JAX would keep the sum of each row for the backward pass, so XLA would run one more kernel, which reads
+all scores to write these sums. Without this kernel, the softmaxes of a GPT-2 move a sixth fewer bytes on an
+H100.
 """
 
 import dataclasses
+import enum
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from ..._jaxpr.primitives import traits_of
 from ..._jaxpr.read import Equation, Var, equations, is_float32, is_of_gradient, name_of, open_jaxpr
-from .op import Op
+from .op import Op, Readers
 
 LONGEST_ROW = 16384
 """XLA computes a softmax in one kernel on an H100 if its rows have at most this many numbers."""
@@ -20,30 +21,41 @@ LONGEST_ROW = 16384
 _MOVES = {"broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "transpose"}
 
 
+class Barrier(enum.Enum):
+    """What keeps XLA from merging the second computation of a region with the first."""
+
+    CHECKPOINT = "the barriers of `jax.checkpoint`, and one on the cotangents of the sources"
+    # With the barriers of `jax.checkpoint` XLA would write the masks, and transpose cotangents.
+    SOURCES = "barriers in the derivative, on the sources alone"
+    # XLA computes a gate and the element-wise operations around it in one kernel.
+    NONE = "no barrier"
+
+
 @dataclasses.dataclass(frozen=True)
-class Softmax:
-    """A softmax of scores, with the element-wise operations on its result, such as a dropout."""
+class Region:
+    """Operations that are one function of one or two float32 values: an activation function or a softmax."""
 
-    sources: tuple[Var, ...]  # The scores: the one or two float32 operands of its size.
-    extras: tuple[Var, ...]  # Its other operands: masks, and float32 scalars.
+    sources: tuple[Var, ...]  # The one or two float32 operands of its size.
+    extras: tuple[Var, ...]  # The other operands of a softmax: masks, and float32 scalars.
     members: frozenset[int]  # The indexes of the operations that compute it.
+    barrier: Barrier
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether its operations are not all element-wise."""
+        return self.barrier is Barrier.SOURCES
+
+    @property
+    def needs_products(self) -> bool:
+        """Whether only products may read the result."""
+        return self.barrier is not Barrier.NONE
 
 
-def find_softmaxes(
-    ops: Sequence[Op],
-    readers_of: Mapping[Var, Sequence[int]],
-    read_only_by: Callable[[Var, Set[int]], bool],
-) -> dict[Var, Softmax]:
-    """Returns the softmaxes over the last axis in a jaxpr, by their results.
-
-    Args:
-        ops: the operations of the jaxpr.
-        readers_of: for each variable, the indexes of the operations that read it.
-        read_only_by: whether no operation but those at some indexes reads a variable.
-    """
+def find_softmaxes(ops: Sequence[Op], readers: Readers) -> dict[Var, Region]:
+    """Returns the softmaxes over the last axis among the operations `ops` of a jaxpr, by their results."""
     # The operations with one result. Others are never a part of a softmax.
     made_by = {op.equation.outvars[0]: n for n, op in enumerate(ops) if len(op.equation.outvars) == 1}
-    found: dict[Var, Softmax] = {}
+    found: dict[Var, Region] = {}
     after: set[Var] = set()  # The row sums, and the variables that are computed from them.
     for out, index in made_by.items():
         op = ops[index]
@@ -54,24 +66,26 @@ def find_softmaxes(
         elif after and not after.isdisjoint(op.variables) and _is_part(op):
             after.add(out)
             # If an element-wise operation reads the result, that operation may end the softmax, and not this.
-            if any(_is_part(ops[reader]) and ops[reader].name not in _MOVES for reader in readers_of[out]):
+            if any(
+                _is_part(ops[reader]) and ops[reader].name not in _MOVES for reader in readers.operations[out]
+            ):
                 continue
             softmax = _softmax(out, ops, made_by, after)
             made = {ops[member].equation.outvars[0] for member in softmax.members - {index}}
             # If others read the weights too, they would be computed twice in the forward pass.
-            alone = all(read_only_by(var, softmax.members) for var in made & after)
+            alone = all(readers.are_only(var, softmax.members) for var in made & after)
             if alone and len(softmax.sources) in (1, 2) and not _has_bias(softmax, ops):
                 found[out] = softmax
     return found
 
 
-def _has_bias(softmax: Softmax, ops: Sequence[Op]) -> bool:
+def _has_bias(softmax: Region, ops: Sequence[Op]) -> bool:
     """Whether a softmax adds a position bias. XLA would write its gradient twice, in float32 and in half."""
     readers = [ops[member] for member in softmax.members]
     return any(_is_bias(var, readers) for var in softmax.extras)
 
 
-def _softmax(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int], after: Set[Var]) -> Softmax:
+def _softmax(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int], after: Set[Var]) -> Region:
     """Returns `out` as a function of the values from which a softmax is computed."""
     members: set[int] = set()
     operands: dict[Var, None] = {}
@@ -86,7 +100,8 @@ def _softmax(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int], after: Set
             open_vars.extend(ops[index].variables)
     is_source = lambda var: is_float32(var) and math.prod(var.aval.shape) == math.prod(out.aval.shape)
     sources = tuple(filter(is_source, operands))
-    return Softmax(sources, tuple(var for var in operands if var not in sources), frozenset(members))
+    extras = tuple(var for var in operands if var not in sources)
+    return Region(sources, extras, frozenset(members), Barrier.SOURCES)
 
 
 def _sums_exponentials(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) -> bool:

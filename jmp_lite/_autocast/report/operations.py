@@ -115,7 +115,7 @@ def operations_of(
             out, as JAX drops them. None for every operation.
     """
     inside = open_jaxpr(plan.jaxpr)
-    states: dict[Var, State] = dict(zip((*inside.constvars, *inside.invars), plan.states))
+    states = plan.states
     paths = dict(zip(inside.invars, origins, strict=True))
     live = None if read is None else _live(inside, read)
     for decision in plan.decisions:
@@ -134,7 +134,6 @@ def operations_of(
             yield _operation(decision, reason, states, half, visible_scope(path), arguments, times)
         if decision.category is Category.MOVE or op.is_cast:
             paths[equation.outvars[0]] = taken[0]
-        states.update(zip(equation.outvars, decision.results))
 
 
 def _operations_of_call(
@@ -180,7 +179,7 @@ def _read_inside(
 def _operation(
     decision: Decision,
     reason: str,
-    states: dict[Var, State],
+    states: Mapping[Var, State],
     half: np.dtype,
     scope: str,
     arguments: tuple[str, ...],
@@ -213,7 +212,7 @@ def _operation(
     )
 
 
-def _taken_in_half(decision: Decision, var: Var, states: dict[Var, State]) -> bool:
+def _taken_in_half(decision: Decision, var: Var, states: Mapping[Var, State]) -> bool:
     """Whether an operation takes an operand in half."""
     if decision.category is Category.MOVE or decision.op.is_cast:
         return not is_literal(var) and states[var].is_half

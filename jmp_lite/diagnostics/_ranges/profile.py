@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..._autocast.api import given_rules
+from ..._autocast.planner import Planner
 from ..._autocast.planning.plan import Plan
-from ..._autocast.planning.planner import Planner
 from ..._autocast.planning.rules import Rules
 from ..._autocast.planning.wanted import Wanted
 from ..._dtypes import DTypeLike

@@ -1,4 +1,4 @@
-"""Finds the float32 inputs of a `jax.checkpoint` that it can keep in bfloat16 for the backward pass.
+"""The pass that lets a `jax.checkpoint` keep float32 inputs in bfloat16 for the backward pass.
 
 `jax.checkpoint` keeps the inputs of a function for the backward pass. In a deep stack of layers that is the
 residual stream in front of each layer, and in float32 it takes twice the memory that it takes with casts by
@@ -10,17 +10,18 @@ Float16 has too small a range: a stream above 65504, which is harmless in the fo
 gradients infinite.
 """
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-import numpy as np
 
-from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import Var, is_differentiated, is_literal, open_jaxpr
-from .op import Op
-from .plan import Call, Decision, Plan, Skip, Take
-from .states import FLOAT32, State
+from ...._jaxpr.primitives import Category
+from ...._jaxpr.read import Var, is_differentiated, is_literal, open_jaxpr
+from ..op import Op
+from ..plan import Call, Decision, Plan, Skip, Take
+from ..rules import Rules
+from ..states import FLOAT32
 
 
 class _Part(enum.IntEnum):
@@ -36,23 +37,34 @@ _IN_NORMS = frozenset({"div", "integer_pow", "max", "mul", "reduce_sum", "rsqrt"
 _CALLS = frozenset({"closed_call", "custom_jvp_call", "jit"})
 
 
-def kept_in_half(op: Op, plans: Sequence[Plan], operands: Sequence[State], half: np.dtype) -> tuple[int, ...]:
-    """Returns the indexes of the operands that a call should keep in bfloat16 for its backward pass.
+def checkpoints(plan: Plan, rules: Rules) -> Plan:
+    """Finds what each `jax.checkpoint` of a plan may keep in bfloat16."""
+    if rules.dtype != jnp.bfloat16 or not any(op.name == "remat2" for op in plan.analysis.ops):
+        return plan
+    return plan.with_decisions([_with_kept(decision, plan) for decision in plan.decisions])
 
-    Only a `jax.checkpoint` without a policy keeps any. A policy may save further values of the forward pass,
-    and the copies would not match them.
+
+def _with_kept(decision: Decision, plan: Plan) -> Decision:
+    """Only a `jax.checkpoint` without a policy keeps inputs in bfloat16.
+
+    A policy may save further values of the forward pass, and the copies would not match them.
     """
-    if op.name != "remat2" or half != jnp.bfloat16 or op.equation.effects:
-        return ()
+    op, action = decision.op, decision.action
+    if op.name != "remat2" or op.equation.effects or not isinstance(action, Call):
+        return decision
     if op.equation.params["policy"] is not None or is_differentiated(op.equation):
-        return ()
-    (inner,), (plan,) = op.inner, plans
-    inputs = zip(inner.operands, open_jaxpr(inner.jaxpr).invars)
-    return tuple(
+        return decision
+    (inside,), invars = action.inner, op.equation.invars
+    inputs = zip(inside.inner.operands, open_jaxpr(inside.inner.jaxpr).invars)
+    kept = tuple(
         index
         for index, var in inputs
-        if operands[index] == FLOAT32 and var.aval.ndim and _is_stream(plan, var)
+        if not is_literal(invars[index])
+        and plan.states[invars[index]] == FLOAT32
+        and var.aval.ndim
+        and _is_stream(inside.plan, var)
     )
+    return dataclasses.replace(decision, action=dataclasses.replace(action, kept=kept))
 
 
 def _is_stream(plan: Plan, var: Var) -> bool:

@@ -1,48 +1,47 @@
 """Plans a jaxpr before anything is computed: the precision in which every operation runs, and the reason.
 
-A plan is made in five passes over the equations of a jaxpr:
+A plan is one decision about each operation, and then a list of passes.
 
-1. Reading, forwards (`op`, `activations`): what each operation is, who reads its results, and which
-   operations together are one activation function.
-2. Ruling, forwards (`ruling`): what the user's options and the scopes say of each operation, and an estimate
-   of the values that stay float32 in any case.
-3. Demand, backwards (`demand`): does a product want a value in half, and does an operation read it in
-   float32?
-4. Decision, forwards (`decide`): the dtype of each operation, by its ruling, the demand and the states of its
-   operands.
-5. Pairs (`pairs`): the half values whose gradients need a path in float32.
+The decision needs three looks at the equations of a jaxpr. Reading (`op`, `regions`) says what each operation
+is, who reads its results, and which operations together are one activation function or softmax. The ruling,
+forwards (`ruling`), says what the user's options and the scopes ask of each operation. The demand, backwards
+(`demand`), says which values matmuls want in half and no operation reads in float32. Then `decide`, forwards,
+gives each operation its dtypes. The first is made once for a jaxpr, the second and third once for each place
+in the program where it is called, the last once for each set of inputs.
 
-The first is made once for a jaxpr, the second and third once for each place in the program where it is
-called, the last two once for each set of inputs. A `reduce_dtype`, and a `while` loop, add a search of their
-own (`dependence`).
+`PASSES` improve the plan. None of them changes the dtype in which an operation of the plan multiplies.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._float8.action import Float8
-from ..._jaxpr.bind import is_reverse_only
-from ..._jaxpr.inner import Inner, Role
-from ..._jaxpr.precision import configured_precision, params_with_precision
-from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import AUTOCAST_SCOPE, Array, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
-from .activations import Activations, inner_members
-from .checkpoints import kept_in_half
-from .decide import decide
-from .demand import Analysis, DemandPass, wanted_inside
-from .op import Context, Op
-from .pairs import find_pairs, with_paths
-from .plan import Activation, Call, Decision, Inside, Plan, Run, Skip, Take, conversion, rounded
-from .rules import Rules
-from .ruling import Ruling, estimate_of_state
-from .scopes import Scopes
-from .states import FLOAT32, HALF, HALF_SUM, OTHER, Kind, State, entering, fits, join, leaving
-from .wanted import Wanted
+from .._jaxpr.bind import is_reverse_only
+from .._jaxpr.inner import Inner, Role
+from .._jaxpr.precision import configured_precision
+from .._jaxpr.primitives import Category
+from .._jaxpr.read import AUTOCAST_SCOPE, Array, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
+from .planning.decide import decide
+from .planning.demand import Analysis, DemandPass, wanted_inside
+from .planning.op import Context, Op
+from .planning.passes.checkpoints import checkpoints
+from .planning.passes.pairs import pairs
+from .planning.passes.precision import precision
+from .planning.passes.recompute import recompute
+from .planning.passes.rounding import rounding
+from .planning.plan import Call, Decision, Inside, Plan, Run, Take, conversion
+from .planning.rules import Rules
+from .planning.ruling import Ruling, estimate_of_state
+from .planning.scopes import Scopes
+from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, State, entering, fits, join, leaving
+from .planning.wanted import Wanted
+
+PASSES: tuple[Callable[[Plan, Rules], Plan], ...] = (recompute, rounding, pairs, checkpoints, precision)
+"""The passes over each plan, in order."""
 
 
 class Planner:
@@ -108,48 +107,29 @@ class Planner:
         return self._plans[key]
 
     def _make(self, jaxpr: Jaxpr, states: tuple[State, ...], analysis: Analysis) -> Plan:
-        inside, context = analysis.inside, analysis.context
+        plan = self._decided(jaxpr, states, analysis)
+        for improve in PASSES:
+            plan = improve(plan, self.rules)
+        return plan
+
+    def _decided(self, jaxpr: Jaxpr, states: tuple[State, ...], analysis: Analysis) -> Plan:
+        """Returns the plan of a jaxpr before the passes: the decision about each operation."""
+        inside = analysis.inside
         known = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
         state_of = lambda var: self.literal(var) if is_literal(var) else known[var]
         decisions: list[Decision] = []
         for op, ruling in zip(analysis.ops, analysis.rulings):
             operands = [state_of(var) for var in op.equation.invars]
-            wanted = analysis.demand.of_results(op)
-            decisions.append(self._decide(op, ruling, operands, wanted, analysis))
-            by_products_only = wanted is Wanted.BY_PRODUCTS_ONLY
-            if wanted > Wanted.NO and analysis.activations.is_end(op, by_products_only):
-                decisions[-1] = _activation(analysis, decisions, known) or decisions[-1]
-            known.update(zip(op.equation.outvars, decisions[-1].results, strict=True))
-        ends = [index for index, decision in enumerate(decisions) if isinstance(decision.action, Activation)]
-        for index in inner_members(analysis.ops, analysis.activations, ends):
-            results = tuple(FLOAT32 if state.is_half else state for state in decisions[index].results)
-            decisions[index] = dataclasses.replace(
-                decisions[index], action=Skip(), results=results, reason=_PART
-            )
-        _mark_sums(decisions, analysis.activations)
-        if context.recomputed:
-            decisions = [dataclasses.replace(each, action=rounded(each.action)) for each in decisions]
-        pairs = find_pairs(inside, decisions, state_of)
-        decisions = [with_paths(decision, pairs) for decision in decisions]
-        return Plan(
-            jaxpr,
-            context,
-            states,
-            tuple(decisions),
-            tuple(map(state_of, inside.outvars)),
-            analysis.demand,
-            pairs,
-            changed=any(decision.changed for decision in decisions),
-            float8=any(each.in_float8 or any(plan.float8 for plan in each.inner) for each in decisions),
-        )
+            decision = self._decide(op, ruling, operands, analysis)
+            known.update(zip(op.equation.outvars, decision.results, strict=True))
+            decisions.append(decision)
+        return Plan(jaxpr, analysis, known, tuple(decisions), tuple(map(state_of, inside.outvars)))
 
-    def _decide(
-        self, op: Op, ruling: Ruling, operands: list[State], wanted: Wanted, analysis: Analysis
-    ) -> Decision:
+    def _decide(self, op: Op, ruling: Ruling, operands: list[State], analysis: Analysis) -> Decision:
         if ruling.category is Category.CALL:
             return self._decide_call(op, operands, analysis)
-        decision = decide(op, ruling, operands, wanted, analysis, self.rules, self.scopes)
-        return _with_configured_precision(decision, self.rules.precision, analysis.context)
+        wanted = analysis.demand.of_results(op)
+        return decide(op, ruling, operands, wanted, analysis, self.rules, self.scopes)
 
     def _decide_call(self, op: Op, operands: list[State], analysis: Analysis) -> Decision:
         wanted = [analysis.demand.of_var(var) for var in op.equation.outvars]
@@ -163,8 +143,7 @@ class Planner:
         action: Run | Call = Run((Take.AS_IS,) * len(operands))
         if changed:
             inside = _inside(op, operands, plans, results)
-            kept = kept_in_half(op, plans, operands, self.rules.dtype)
-            action = Call(_handler(op, operands, plans), inside, op.recomputes, kept=kept)
+            action = Call(_handler(op, operands, plans), inside, op.recomputes)
         reason = "decided inside, operation by operation"
         return Decision(op, Category.CALL, action, results, reason, changed, tuple(plans))
 
@@ -239,68 +218,6 @@ def _handler(op: Op, operands: Sequence[State], plans: Sequence[Plan]) -> str:
         return op.name
     own_dtypes = any(state.wide_gradient for state in operands) or any(plan.float8 for plan in plans)
     return "custom_vjp_call" if own_dtypes or is_reverse_only(op.equation) else op.name
-
-
-def _with_configured_precision(decision: Decision, precision: Any, context: Context) -> Decision:
-    """Returns a decision by which a float32 product runs in the precision of `jax_default_matmul_precision`.
-
-    autocast traces a program without the option (`_jaxpr/precision.py`). Products with a precision of their
-    own keep it; those that autocast brings to half need none, nor do those of another autocast inside.
-    """
-    action, op = decision.action, decision.op
-    if precision is None or not isinstance(action, Run) or decision.takes_half:
-        return decision
-    is_product, is_inside = op.traits.category is Category.ALLOW, AUTOCAST_SCOPE in context.scope_of(op)
-    if is_product and is_inside and not any(map(is_float32, op.equation.invars)):
-        return decision
-    params = params_with_precision(op.equation, precision)
-    if not params:
-        return decision
-    action = dataclasses.replace(action, params={**params, **action.params})
-    return dataclasses.replace(decision, action=action, changed=True)
-
-
-_OF_SOFTMAX = set(Category) - {Category.ALLOW}
-_PART = "part of that activation function or softmax"
-
-
-def _activation(
-    analysis: Analysis, decisions: Sequence[Decision], known: dict[Var, State]
-) -> Decision | None:
-    """Returns a decision to compute the last operation as an activation function; None if it is none."""
-    last, activations = decisions[-1], analysis.activations
-    (out,) = last.op.equation.outvars
-    members = [decisions[index] for index in sorted(activations.members[out])]
-    in_half = all(known[var].is_half for var in activations.sources[out])
-    extras = () if out in activations.gated else activations.extras.get(out)
-    categories = {Category.DENY, Category.INFER} if extras is None else _OF_SOFTMAX
-    if not in_half or not {member.category for member in members} <= categories:
-        return None
-    equations = tuple(member.op.equation for member in members)
-    action = Activation(activations.sources[out], equations, extras, out not in activations.gated)
-    reason = "an activation function or softmax, computed in float32 from its half inputs, and recomputed"
-    return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
-
-
-def _mark_sums(decisions: list[Decision], activations: Activations) -> None:
-    """Marks the sums with a bias that activation functions and products in fp8 compute again.
-
-    If others read a sum too, the backward pass would keep it beside the result of the matmul.
-    """
-    sums = [
-        index
-        for index, decision in enumerate(decisions)
-        if isinstance(decision.action, Run) and Take.BROADCAST in decision.action.operands
-    ]
-    if not sums:
-        return
-    computes = lambda action: action == Skip() or isinstance(action, (Activation, Float8))
-    readers = {index for index, decision in enumerate(decisions) if computes(decision.action)}
-    for index in sums:
-        decision = decisions[index]
-        if activations.read_only_by(decision.op.equation.outvars[0], readers):
-            action = dataclasses.replace(decision.action, remat=True)
-            decisions[index] = dataclasses.replace(decision, action=action)
 
 
 def _number(value: Array) -> float | None:

@@ -1,4 +1,4 @@
-"""Finds the half values that need a path in float32 for their gradients.
+"""The pass that finds the half values which need a path in float32 for their gradients.
 
 Several operations may read a half value, such as logits, in float32: the `exp` of a softmax and the lookup
 of the label. The cotangent of each reader is float32, and all of them must meet before they are rounded to
@@ -13,31 +13,41 @@ read in float32 once needs no path, since its cotangent is rounded once in any c
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Iterable
 
-from ..._jaxpr.read import Jaxpr, Var, is_literal
-from .plan import Activation, Call, Decision, Move, Pairs, Run, Skip, Take
-from .states import State
+from ...._jaxpr.read import Equation, Var, is_literal
+from ..plan import Call, Decision, Move, Pairs, Plan, Product, Recompute, Run, Skip, Take, WeightGradient
+from ..rules import Rules
 
 _IN_FLOAT32 = (Take.FLOAT32, Take.ROUNDED, Take.BROADCAST)
 
 
-def find_pairs(inside: Jaxpr, decisions: Sequence[Decision], state_of: Callable[[Var], State]) -> Pairs:
-    """Returns the half variables of an open jaxpr whose gradients need a path."""
+def pairs(plan: Plan, rules: Rules) -> Plan:
+    """Finds the pairs, and tells moves and calls which of their half results float32 operations read."""
+    del rules
+    found = _find_pairs(plan)
+    plan = plan.with_decisions([_with_paths(decision, found) for decision in plan.decisions])
+    return dataclasses.replace(plan, pairs=found)
+
+
+def _find_pairs(plan: Plan) -> Pairs:
+    inside = plan.analysis.inside
     sources: dict[Var, Var] = {}  # For each moved half variable the one that was moved.
     meets: collections.Counter[Var] = collections.Counter()
     read: set[Var] = set()
 
     def is_half(var: Var) -> bool:
-        return not is_literal(var) and state_of(var).is_half
+        return not is_literal(var) and plan.states[var].is_half
 
     def note(variables: Iterable[Var]) -> None:
+        # An operation that reads a variable twice counts once: its cotangents meet in the operation.
         for var in set(filter(is_half, variables)):
             read.add(var)
             meets[sources.get(var, var)] += 1
 
     moves: list[tuple[Var, Var]] = []  # Of half variables, in order: the result and the operand.
-    for decision in decisions:
+    for decision in plan.decisions:
         note(_read_in_float32(decision))
         for out, operand in _moved(decision):
             if is_half(operand) and is_half(out):
@@ -55,7 +65,7 @@ def find_pairs(inside: Jaxpr, decisions: Sequence[Decision], state_of: Callable[
     return Pairs(frozenset(starts), frozenset(read), outputs)
 
 
-def with_paths(decision: Decision, pairs: Pairs) -> Decision:
+def _with_paths(decision: Decision, pairs: Pairs) -> Decision:
     """Returns a decision whose action knows which of its half results float32 operations read."""
     action, outvars = decision.action, decision.op.equation.outvars
     if isinstance(action, Move) and not action.both and not pairs.read.isdisjoint(outvars):
@@ -86,17 +96,23 @@ def _read_in_float32(decision: Decision) -> Iterable[Var]:
     """Returns the operands that an operation takes in float32, if they are half."""
     action, invars = decision.action, decision.op.equation.invars
     match action:
-        case Run():
+        case Run() | Product() | WeightGradient():
             return [var for var, take in zip(invars, action.operands) if take in _IN_FLOAT32]
         case Move(both=True):
             return invars[:1]
-        case Activation():
-            return (*action.sources, *(action.extras or ()))
+        case Recompute():
+            sums = [_broadcast(*each) for each in action.sums.values()]
+            return (*action.region.sources, *action.region.extras, *itertools.chain(*sums))
         case Call():
             entering = [pair for each in action.inner for pair in zip(each.inner.operands, each.enter)]
             indexes = {index for index, take in entering if take is Take.HOISTED or take in _IN_FLOAT32}
             return [invars[index] for index in indexes.union(*(each.reads for each in action.inner))]
     return ()
+
+
+def _broadcast(equation: Equation, action: Run) -> list[Var]:
+    """Returns the operands that a sum broadcasts."""
+    return [var for var, take in zip(equation.invars, action.operands) if take is Take.BROADCAST]
 
 
 def _moved(decision: Decision) -> list[tuple[Var, Var]]:

@@ -1,0 +1,34 @@
+"""The pass that gives float32 matmuls the precision of `jax_default_matmul_precision`.
+
+autocast traces a program without the option (`_jaxpr/precision.py`). Matmuls with a precision of their own
+keep it; those that autocast brings to half need none, nor do those of another autocast inside.
+"""
+
+import dataclasses
+
+from ...._jaxpr.precision import params_with_precision
+from ...._jaxpr.primitives import Category
+from ...._jaxpr.read import AUTOCAST_SCOPE, is_float32
+from ..plan import Decision, Plan, Product, Run
+from ..rules import Rules
+
+
+def precision(plan: Plan, rules: Rules) -> Plan:
+    """Adds the configured precision to the parameters of matmuls that stay in float32."""
+    if rules.precision is None:
+        return plan
+    return plan.with_decisions([_with_precision(each, plan, rules) for each in plan.decisions])
+
+
+def _with_precision(decision: Decision, plan: Plan, rules: Rules) -> Decision:
+    action, op = decision.action, decision.op
+    if decision.category is Category.CALL or not isinstance(action, (Run, Product)) or decision.takes_half:
+        return decision
+    is_inside = AUTOCAST_SCOPE in plan.analysis.context.scope_of(op)
+    if op.traits.category is Category.ALLOW and is_inside and not any(map(is_float32, op.equation.invars)):
+        return decision
+    params = params_with_precision(op.equation, rules.precision)
+    if not params:
+        return decision
+    action = dataclasses.replace(action, params={**params, **action.params})
+    return dataclasses.replace(decision, action=action, changed=True)
