@@ -1,5 +1,6 @@
-"""What `linen` and `nnx` share. Read `products`, `layers`, then `calls`.
+"""Flax modules under a policy.
 
-`layers` tells the kinds of modules apart. `calls` runs one call of one module. `linen` and `nnx` only find
-the modules of a model and read their parameters.
+In the order in which to read the files: `products` (layers whose gradients are summed in float32), `layers`
+(the kinds of modules), `calls` (one call of one module), then `linen`, `objects` (NNX modules as arrays, for
+autocast) and `nnx`, which only find the modules of a model and read their parameters.
 """

@@ -26,7 +26,7 @@ from .read import Array, Jaxpr
 # A registry that an adapter fills at its import would make the result of a call depend on the order of
 # imports. An adapter has two functions: `is_object(node)`, and `split_objects(fun, args, kwargs)`, which
 # returns a function of arrays, its arguments, and a function that finishes the call with the output.
-ADAPTERS = {"flax.nnx": "jmp_lite.nnx"}
+ADAPTERS = {"flax.nnx": "jmp_lite._flax.objects"}
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from .._paths import path_name, shown_difference
 from .._tree import at_least_float32, is_half
 from . import rounding
 from .rounding import AxisName, RoundingKey
-from .wrapper import RESUME, ChangedDtype, Transform, as_transform, check_update
+from .wrapper import ChangedDtype, Transform, as_transform, check_update
 
 
 class MasterWeightsState(NamedTuple):
@@ -216,7 +216,8 @@ def _changed_dtype(name: str, dtype: Any, has_master: bool) -> ChangedDtype:
     if not has_master:
         return ChangedDtype(
             f"with_master_weights: the parameter {name!r} is {dtype.name}, and had no master when the "
-            f"optimizer was initialized: it was float32. Keep it float32, or make a master from it: {RESUME}"
+            "optimizer was initialized: it was float32. Keep it float32, or make new masters from the "
+            "parameters: jmp.resume(tx, params, old_state), of the state inside with_master_weights."
         )
     return ChangedDtype(
         f"with_master_weights: the parameter {name!r} is {dtype.name}, and was in half precision when the "

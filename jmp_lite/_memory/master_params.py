@@ -9,6 +9,7 @@ import numpy as np
 from .._paths import named_leaves, path_name
 from .._tree import cast_leaf, has_dtype, is_half, without_nnx_variables
 from .half_params import MasterWeightsState, full_params, is_master_state, master_states
+from .placing import placed_like
 from .rounding import round_to
 from .wrapper import shapes
 
@@ -99,21 +100,6 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
 
     new_state = jax.tree.map(with_values, opt_state, is_leaf=is_master_state)
     return jax.tree.map(param, params, values), new_state
-
-
-def placed_like(value: Any, old: Any) -> jax.Array:
-    """Returns a copy of `value` with the dtype and the devices of `old`."""
-    if _is_committed(value) and len(value.sharding.device_set) == 1 and not _is_committed(old):
-        # JAX would not combine an array that Orbax committed to one device with arrays on another.
-        value = np.asarray(value)
-    value = jnp.array(value, old.dtype, copy=True)
-    # `jax.device_put` commits an array to its devices, and a jitted step would compile again for it.
-    return jax.device_put(value, old.sharding) if _is_committed(old) else value
-
-
-def _is_committed(array: Any) -> bool:
-    """Whether an array is committed to its devices. A traced or NumPy array is not."""
-    return getattr(array, "sharding", None) is not None and array.committed
 
 
 def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:

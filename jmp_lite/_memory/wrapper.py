@@ -11,7 +11,7 @@ from .._tree import without_nnx_variables
 
 Transform = optax.GradientTransformationExtraArgs
 RESUME = (
-    "To go on from the state of a plain optimizer, of other wrappers or of other settings: "
+    "To go on from the state of the plain optimizer or of other settings: "
     "opt_state = jmp.resume(tx, params, opt_state)."
 )
 

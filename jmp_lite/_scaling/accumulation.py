@@ -11,24 +11,27 @@ from .._tree import is_traced, select_tree
 from .finite import all_finite
 
 
-def carried_accumulation(new: Any, carried: Any) -> Any:
-    """Returns the carried state of `optax.MultiSteps`, which begins anew if its gradients are not finite."""
+def restart_accumulation(new: Any, carried: Any) -> Any:
+    """Returns the state `carried`, whose `optax.MultiSteps` begin anew if their gradients are not finite."""
     # With a wrapper inside of `optax.MultiSteps`, gradients that are not finite are accumulated and the step
     # is skipped. A wrapper around it would not see them any more.
-    if not isinstance(new, optax.MultiStepsState):
-        return carried
-    kept, fresh = ((state.mini_step, state.acc_grads) for state in (carried, new))
-    mini_step, acc_grads = select_tree(all_finite(carried.acc_grads), kept, fresh)
-    return carried._replace(mini_step=mini_step, acc_grads=acc_grads)
+
+    def restart(new: Any, carried: Any) -> Any:
+        if not _is_accumulation(new):
+            return carried
+        kept, fresh = ((state.mini_step, state.acc_grads) for state in (carried, new))
+        mini_step, acc_grads = select_tree(all_finite(carried.acc_grads), kept, fresh)
+        return carried._replace(mini_step=mini_step, acc_grads=acc_grads)
+
+    return jax.tree.map(restart, new, carried, is_leaf=_is_accumulation)
 
 
 def check_accumulation(transform: optax.GradientTransformation, params: Any, state: Any) -> None:
     """Raises a ValueError if an `optax.MultiSteps` takes fewer micro-batches than it has accumulated."""
-    is_accumulation = lambda node: isinstance(node, optax.MultiStepsState)
     count = lambda state: [
         (node.mini_step, node.gradient_step)
-        for node in jax.tree.leaves(state, is_leaf=is_accumulation)
-        if is_accumulation(node)
+        for node in jax.tree.leaves(state, is_leaf=_is_accumulation)
+        if _is_accumulation(node)
     ]
     before = count(state)
     if any(is_traced(mini) or np.ndim(mini) for mini, _ in before) or not any(
@@ -53,3 +56,7 @@ def check_accumulation(transform: optax.GradientTransformation, params: Any, sta
                 "Finish the accumulation with the old every_k_schedule, or drop it: set mini_step to 0 and "
                 "acc_grads to zeros in the old state."
             )
+
+
+def _is_accumulation(node: Any) -> bool:
+    return isinstance(node, optax.MultiStepsState)

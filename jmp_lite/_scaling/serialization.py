@@ -44,9 +44,9 @@ def _check(state: Any, saved: Any, names: list[str]) -> None:
     if not isinstance(saved, dict) or ("inner_state" in names and "inner_state" not in saved):
         keys = sorted(saved) if isinstance(saved, dict) else type(saved).__name__
         raise ValueError(
-            f"The saved state is no {kind}: it has {keys}. To go on from the state of a plain optimizer, of "
-            "other wrappers or of other settings, restore it without a target, then opt_state = "
-            "jmp.resume(tx, params, old_state)."
+            f"The saved state is no {kind}: it has {keys}. To go on from the state of the plain optimizer "
+            "or of other settings, restore it without a target, then opt_state = jmp.resume(tx, params, "
+            "old_state)."
         )
     if "counter" in saved and names == ["loss_scale"]:
         raise ValueError(

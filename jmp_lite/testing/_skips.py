@@ -20,6 +20,8 @@ from .._text import power
 from .._tree import is_floating
 from ._products import failure
 
+_failure = functools.partial(failure, "assert_skips_nonfinite")
+
 
 def assert_skips_nonfinite(
     train_step: Callable[..., Any], state: Any, *batch: Any, ignore: str | Iterable[str] = ()
@@ -27,15 +29,13 @@ def assert_skips_nonfinite(
     """Asserts that a train step skips a batch with inf or NaN, and continues after it.
 
     It runs the step on the batch until a step is taken, then with all floating values inf, then NaN, then on
-    the batch again. The step gets copies, so it may donate its state.
-
-    - After inf and after NaN every leaf of the state is unchanged, bit for bit, except for loss scales and
-      the counters of `with_loss_scale`. The loss scale is what `adjust(False)` returns.
-    - A clean step afterwards changes a floating leaf outside of the optimizer, the parameters.
+    the batch again. After inf and NaN every leaf of the state is unchanged, bit for bit, except for the
+    counters of `with_loss_scale` and for loss scales, which are what `adjust(False)` returns. A clean step
+    changes a floating leaf outside of the optimizer: the parameters. The step may donate its arguments.
 
     Args:
-        train_step: called as `train_step(state, *batch)`. It returns the new state, or a tuple that begins
-            with it. The structure, shapes and dtypes of the state stay the same.
+        train_step: called as `train_step(state, *batch)`. It returns the new state, of the same structure, or
+            a tuple that begins with it.
         state: any pytree that holds the state of `with_loss_scale` or a loss scale: a tuple of parameters and
             optimizer state, a `TrainState`, the state of a split NNX module.
         batch: the other arguments, with some floating values.
@@ -43,8 +43,7 @@ def assert_skips_nonfinite(
             step count or a random key.
 
     Raises:
-        AssertionError: one of these does not hold. The message names the leaves that moved, such as batch
-            statistics, a moving average, or a step count outside of the optimizer.
+        AssertionError: one of these does not hold. The message names the leaves that moved.
         TypeError: the result does not begin with a state, or the batch has no floating values.
 
     Examples:
@@ -59,23 +58,19 @@ def assert_skips_nonfinite(
         >>> params = jnp.ones((4, 2))
         >>> assert_skips_nonfinite(train_step, (params, tx.init(params)), jnp.ones((8, 4)))
     """
-    ignored = as_patterns(ignore, "assert_skips_nonfinite: ignore takes patterns over the state's paths")
+    patterns = as_patterns(ignore, "assert_skips_nonfinite: ignore takes patterns over the state's paths")
     if not _scales(state):
-        raise failure("assert_skips_nonfinite", "the state holds no loss scale")
+        raise _failure("the state holds no loss scale")
     if not any(map(is_floating, jax.tree.leaves(batch))):
-        raise TypeError(
-            "assert_skips_nonfinite puts inf into the floating values of the batch, and this batch has none. "
-            "Give the step one, such as the weights of the examples in the loss."
-        )
+        raise TypeError("assert_skips_nonfinite puts inf into floating values, and this batch has none.")
     # The step count of Flax's `TrainState` starts as the number 0.
-    as_array = lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    state = _step_until_taken(train_step, jax.tree.map(as_array, state), batch)
+    state = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), state)
+    state = _step_until_taken(train_step, state, batch, patterns)
     for value in (np.inf, np.nan):
         bad = jax.tree.map(functools.partial(_filled, value=value), batch)
-        after = _step(train_step, state, bad)
-        _check_skipped(state, after, value, ignored)
-        state = after
-    _step_until_taken(train_step, state, batch)
+        before, state = state, _step(train_step, state, bad)
+        _check_skipped(before, state, value, patterns)
+    _step_until_taken(train_step, state, batch, patterns)
 
 
 def _filled(leaf: Any, value: float) -> Any:
@@ -84,68 +79,64 @@ def _filled(leaf: Any, value: float) -> Any:
     return library.full_like(leaf, value) if is_floating(leaf) else leaf
 
 
-def _step(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
+def _step(train_step: Callable[..., Any], state: Any, batch: Sequence[Any]) -> Any:
     """Returns the new state. The step gets copies, since it may donate its arguments."""
     copy = lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf
     result = train_step(*jax.tree.map(copy, (state, *batch)))
-    structure = jax.tree.structure(state)
-    if jax.tree.structure(result) != structure:
-        if not isinstance(result, tuple) or not result or jax.tree.structure(result[0]) != structure:
-            raise TypeError(
-                "assert_skips_nonfinite: train_step(state, *batch) returns the new state, or a tuple that "
-                "begins with it, of the structure of the state. Of the result and the state: "
-                f"{shown_difference(result, state)}. A step that changes NNX modules in place needs "
-                "nnx.split and nnx.merge around it."
-            )
+    has_structure = lambda tree: jax.tree.structure(tree) == jax.tree.structure(state)
+    if not has_structure(result) and isinstance(result, tuple) and result:
         result = result[0]
+    if not has_structure(result):
+        raise TypeError(
+            "assert_skips_nonfinite: train_step(state, *batch) returns the new state, or a tuple that begins "
+            f"with it. Of the result and the state: {shown_difference(result, state)}. A step that changes "
+            "NNX modules in place needs nnx.split and nnx.merge around it."
+        )
     chex.assert_trees_all_equal_shapes_and_dtypes(state, result)
     return result
 
 
-def _step_until_taken(train_step: Callable[..., Any], state: Any, batch: tuple[Any, ...]) -> Any:
+def _step_until_taken(
+    train_step: Callable[..., Any], state: Any, batch: Sequence[Any], patterns: Sequence[str]
+) -> Any:
     """Returns the state after the first step that changes the parameters."""
-    # A large loss scale skips the first steps, and an optimizer that accumulates waits.
-    for _ in range(_MOST_STEPS):
+    # A large loss scale, at most 2**64, skips the first steps, and an optimizer that accumulates waits.
+    for _ in range(64):
         before, state = state, _step(train_step, state, batch)
-        moved = _moved(before, state, in_optimizer=False)
-        if not _skipped(before, state) and any(map(is_floating, moved.values())):
+        if any(map(is_floating, _moved(before, state, patterns, in_optimizer=False).values())):
             return state
-    summary = f"{_MOST_STEPS} steps on the clean batch move no floating leaf outside of the optimizer"
-    raise failure("assert_skips_nonfinite", summary)
+    raise _failure("64 steps on the clean batch move no floating leaf outside of the optimizer")
 
 
-def _skipped(before: Any, after: Any) -> bool:
-    """Whether a step was skipped, by the optimizer's flags; without an optimizer, by the loss scale."""
-    nodes = jax.tree.leaves(after, is_leaf=_is_ours)
-    flags = [bool(jnp.all(node.leaf_finite)) for node in nodes if isinstance(node, SkipNonfiniteState)]
-    if flags:
-        return not all(flags)
-    return any(float(new.loss_scale) < float(old.loss_scale) for old, new in _pairs(before, after))
-
-
-def _check_skipped(before: Any, after: Any, value: float, ignored: Sequence[str]) -> None:
+def _check_skipped(before: Any, after: Any, value: float, patterns: Sequence[str]) -> None:
     """Raises an AssertionError if a leaf has changed, or if a loss scale is not what `adjust` returns."""
-    is_ignored = lambda name: any(matches(pattern, name) for pattern in ignored)
-    moved = [name for name in _moved(before, after) if not is_ignored(name)]
-    if moved:
-        leaves = "leaf" if len(moved) == 1 else "leaves"
-        summary = f"{len(moved)} {leaves} of the state moved on a batch of {value}"
-        if not _skipped(before, after):
-            hint = "The step was not skipped: the gradients that the optimizer saw were finite."
-        else:
+    on_batch = f"on a batch of {value}"
+    if moved := [*_moved(before, after, patterns)]:
+        leaves = "1 leaf" if len(moved) == 1 else f"{len(moved)} leaves"
+        nodes = jax.tree.leaves(after, is_leaf=_is_ours)
+        flags = [node.leaf_finite for node in nodes if isinstance(node, SkipNonfiniteState)]
+        hint = "The step was not skipped: the gradients that the optimizer saw were finite."
+        if not flags or not all(map(np.all, flags)):
             select = "jmp.select_tree(jmp.grads_finite(opt_state), new, old)"
             hint = f"Write {select} for them, or name them in ignore=."
-        raise failure("assert_skips_nonfinite", summary, [*moved, hint])
-    wrong = [
-        f"it is {power(float(new.loss_scale))}, and was {power(float(old.loss_scale))}"
-        for old, new in _pairs(before, after)
-        if not np.array_equal(old.adjust(False).loss_scale, new.loss_scale)
-    ]
-    if wrong:
-        raise failure("assert_skips_nonfinite", f"the loss scale did not fall on a batch of {value}", wrong)
+        raise _failure(f"{leaves} of the state moved {on_batch}", [*moved, hint])
+    for old, new in zip(_scales(before), _scales(after), strict=True):
+        if not np.array_equal(old.adjust(False).loss_scale, new.loss_scale):
+            said = f"it is {power(float(new.loss_scale))}, and was {power(float(old.loss_scale))}"
+            raise _failure(f"the loss scale did not fall {on_batch}", [said])
 
 
-_MOST_STEPS = 64  # A scale of 2**64 falls to 1.
+def _moved(before: Any, after: Any, patterns: Sequence[str], *, in_optimizer: bool = True) -> dict[str, Any]:
+    """Returns the leaves that differ in a bit, by path, without scales, counters and those of `patterns`."""
+
+    def strip(node: Any) -> Any:
+        if isinstance(node, SkipNonfiniteState) and in_optimizer:
+            return {"inner_state": jax.tree.map(strip, node.inner_state, is_leaf=_is_ours)}
+        return None if _is_ours(node) else node
+
+    old, new = (named_leaves(jax.tree.map(strip, state, is_leaf=_is_ours)) for state in (before, after))
+    differ = {name: leaf for (name, leaf), (_, other) in zip(old, new) if _bits(leaf) != _bits(other)}
+    return {name: differ[name] for name in differ if not any(matches(p, name) for p in patterns)}
 
 
 def _is_ours(node: Any) -> bool:
@@ -156,30 +147,6 @@ def _scales(state: Any) -> list[LossScale]:
     return list(filter(is_loss_scale, jax.tree.leaves(state, is_leaf=is_loss_scale)))
 
 
-def _pairs(before: Any, after: Any) -> list[tuple[LossScale, LossScale]]:
-    return list(zip(_scales(before), _scales(after), strict=True))
-
-
-def _moved(before: Any, after: Any, in_optimizer: bool = True) -> dict[str, Any]:
-    """Returns the leaves that differ in a bit, by path, without loss scales and counters."""
-    old, new = (named_leaves(_without_scales(state, in_optimizer)) for state in (before, after))
-    return {
-        name: leaf for (name, leaf), (_, other) in zip(old, new, strict=True) if _bits(leaf) != _bits(other)
-    }
-
-
-def _without_scales(state: Any, in_optimizer: bool) -> Any:
-    """Returns a state without loss scales and counters, and without all of the optimizer if so asked."""
-
-    def strip(node: Any) -> Any:
-        if isinstance(node, SkipNonfiniteState) and in_optimizer:
-            return {"inner_state": _without_scales(node.inner_state, in_optimizer)}
-        return None if _is_ours(node) else node
-
-    return jax.tree.map(strip, state, is_leaf=_is_ours)
-
-
 def _bits(leaf: Any) -> bytes:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf).tobytes()
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes()

@@ -1,6 +1,7 @@
 """`nnx.with_policy`: every kind of layer against float32, in training and evaluation."""
 
 import copy
+import functools
 import pickle
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jmp_lite as jmp
+from jmp_lite._flax import nnx as _nnx
 from jmp_lite.linen import with_policy as linen_with_policy
 from jmp_lite.nnx import with_policy
 from tests.support.closeness import assert_close
@@ -329,3 +331,12 @@ def test_a_model_can_be_copied(duplicate):
     assert products(other.encode, SEQUENCE) == [("float16", "float16")]
     model(SEQUENCE)
     assert other.calls[...] == (1 if duplicate is copy.copy else 0)
+
+
+def test_the_classes_that_a_notebook_makes_again_and_again_are_not_all_kept():
+    layer = functools.partial(_nnx._subclass, layer=False)
+    for _ in range(2 * _nnx._subclass.cache_info().maxsize):
+        layer(type("Model", (nnx.Module,), {}))
+    info = _nnx._subclass.cache_info()
+    assert info.currsize == info.maxsize
+    assert layer(nnx.Linear) is layer(nnx.Linear)

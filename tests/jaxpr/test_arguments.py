@@ -15,9 +15,9 @@ import sys, jax, jax.numpy as jnp
 from flax import nnx
 import jmp_lite as jmp
 model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-assert "jmp_lite.nnx" not in sys.modules
+assert "jmp_lite._flax.objects" not in sys.modules
 jmp.autocast(lambda model, x: model(x))(model, jnp.ones((3, 2)))
-assert "jmp_lite.nnx" in sys.modules
+assert "jmp_lite._flax.objects" in sys.modules
 print(model.mean[...])
 """
 

@@ -1,0 +1,43 @@
+"""An old array in the place of a new one: whether it fits, and a copy with the dtype and the devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def misfit(old: Any, new: Any) -> str | None:
+    """Returns, for an error, why the value `old` does not fit into the place of the array `new`, or None."""
+    if not (hasattr(old, "dtype") or isinstance(old, (bool, int, float))):
+        return f"is a {type(old).__name__} there and an array in tx"
+    if np.shape(old) != np.shape(new):
+        return f"has the shape {np.shape(old)} there and {np.shape(new)} in tx"
+    given, asked = (getattr(x, "dtype", None) or np.min_scalar_type(x) for x in (old, new))
+    return None if _holds(asked, given) else f"is {given} there and {asked} in tx; cast it yourself"
+
+
+def _holds(new: Any, old: Any) -> bool:
+    """Whether numbers of the dtype `old` may become `new`: only half precision is asked for, and rounds."""
+    if jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating):
+        return jnp.finfo(new).bits < 32 or jnp.finfo(new).bits >= jnp.finfo(old).bits
+    if jnp.issubdtype(new, jax.dtypes.extended) or jnp.issubdtype(old, jax.dtypes.extended):
+        return new == old
+    return (new == jnp.bool_) == (old == jnp.bool_) and np.can_cast(old, new)
+
+
+def placed_like(value: Any, old: Any) -> Any:
+    """Returns a copy of `value` with the dtype and the devices of `old`, which may be a Python number."""
+    if not hasattr(old, "dtype"):
+        return value
+    if _is_committed(value) and len(value.sharding.device_set) == 1 and not _is_committed(old):
+        # JAX would not combine an array that Orbax committed to one device with arrays on another.
+        value = np.asarray(value)
+    value = jnp.array(value, old.dtype, copy=True)
+    # `jax.device_put` commits an array to its devices, and a jitted step would compile again for it.
+    return jax.device_put(value, old.sharding) if _is_committed(old) else value
+
+
+def _is_committed(array: Any) -> bool:
+    """Whether an array is committed to its devices. A traced or NumPy array is not."""
+    return getattr(array, "sharding", None) is not None and array.committed
