@@ -48,7 +48,7 @@ def decide(
     if op.name in OUTER:
         return decide_outer(op, operands, wanted, rules)
     if ruling.category is Category.MOVE:
-        is_wanted = op.equation.outvars[0] in analysis.demand.wanted
+        is_wanted = analysis.demand.uses[op.equation.outvars[0]].in_half
         by_products = wanted >= Wanted.WITH_OTHERS
         return _move(op, operands, is_wanted, by_products, analysis.context.is_backward(op))
     return decide_elementwise(op, operands, wanted, rules.dtype)

@@ -5,7 +5,6 @@ that pass it on. No operation reads the value in float32, since that operation w
 pass uses the operations, the rulings on them and the estimates. It does not know the states of the values.
 """
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -181,32 +180,28 @@ class DemandPass:
         absorbed: set[int] = set()  # The operations that regions compute.
         for index in reversed(range(len(analysis.ops))):
             op, ruling = analysis.ops[index], analysis.rulings[index]
-            if ruling.half_sum:
-                demand.stored.add(op.equation.outvars[0])
-            elif op.is_residual_sum and op.equation.outvars[0] in demand.summed:
-                # If a residual stream were rounded at each sum, its rounding errors would pile up.
-                demand.kept.add(op.equation.outvars[0])
+            if op.is_residual_sum:
+                demand.note_sum(op.equation.outvars[0], in_half=bool(ruling.half_sum))
             result = demand.of_results(op)
-            # Without this condition, GPT-2 reads and writes 7.8 % more bytes on an H100: the backward pass
-            # would keep the float32 values inside each GELU.
-            region = analysis.region_of(op, result)
-            if region is not None:
-                absorbed |= region.members
-                demand.want(region.sources, Wanted.INDIRECTLY)
-                demand.kept.update(region.extras)
-            is_inner = index in absorbed and analysis.readers.are_only(op.equation.outvars[0], absorbed)
-            is_absorbed = region is not None or is_inner
-            if ruling.category is Category.CALL:
-                if is_absorbed:
-                    demand.numbers.update(op.variables)
-                else:
-                    self._want_operands_of_call(op, analysis)
-                continue
-            _note_use(op, demand)
-            takes_half, gives_half = self._halves(op, ruling, analysis, result)
-            demand.want(op.variables, _wants(op, ruling, takes_half, gives_half, result, self._rules.dtype))
-            if not is_absorbed and _reads_in_float32(op, ruling, takes_half, gives_half, demand):
-                (demand.summed if op.is_residual_sum else demand.kept).update(op.variables)
+            is_absorbed = _is_absorbed(index, result, analysis, absorbed)
+            if ruling.category is not Category.CALL:
+                self._want_operands(op, ruling, result, is_absorbed, analysis)
+            elif is_absorbed:
+                for var in op.variables:
+                    demand.uses[var].as_number = True
+            else:
+                self._want_operands_of_call(op, analysis)
+
+    def _want_operands(
+        self, op: Op, ruling: Ruling, result: Wanted, is_absorbed: bool, analysis: Analysis
+    ) -> None:
+        """Notes how an operation, whose result is wanted as `result`, uses its operands."""
+        demand = analysis.demand
+        _note_use(op, demand)
+        takes_half, gives_half = self._halves(op, ruling, analysis, result)
+        demand.want(op.variables, _wants(op, ruling, takes_half, gives_half, result, self._rules.dtype))
+        if not is_absorbed and _reads_in_float32(op, ruling, takes_half, gives_half, demand):
+            demand.keep(op.variables, by_sum=op.is_residual_sum)
 
     def _halves(self, op: Op, ruling: Ruling, analysis: Analysis, result: Wanted) -> tuple[bool, bool]:
         """Returns two flags: the operation takes half operands as a product; its result may be in half."""
@@ -222,27 +217,22 @@ class DemandPass:
         return False, all(analysis.estimates[var] < Kind.ARGUMENT for var in op.equation.outvars)
 
     def _want_operands_of_call(self, op: Op, analysis: Analysis) -> None:
-        """Notes the operands that a call wants in half, and those that it keeps in float32."""
+        """Notes how the jaxprs of a call use its operands. Of several jaxprs the most careful one decides."""
         demand, invars = analysis.demand, op.equation.invars
         results = [demand.of_var(var) for var in op.equation.outvars]
-        wants: dict[int, list[Wanted]] = collections.defaultdict(list)
+        wants: dict[int, Wanted] = {}
         for inner in op.inner:
             inside = self._analyse_inside(op, inner, analysis, results)
             for index, role, var in zip(inner.operands, inner.roles, inside.inside.invars):
                 if is_literal(invars[index]):
                     continue
-                if role is Role.CARRY or var in inside.demand.kept:
-                    demand.kept.add(invars[index])
-                if var in inside.demand.summed:
-                    demand.summed.add(invars[index])
-                if role is Role.CARRY or var in inside.demand.numbers:
-                    demand.numbers.add(invars[index])
-                elif var in inside.demand.exact:
-                    demand.exact.add(invars[index])
-                if role is not Role.CARRY and (want := inside.demand.of_var(var)) > Wanted.NO:
-                    wants[index].append(want)
-        for index, inner_wants in wants.items():
-            demand.want([invars[index]], min(inner_wants))
+                is_carry = role is Role.CARRY
+                demand.uses[invars[index]].add_call(inside.demand.uses[var], is_carry)
+                want = Wanted.NO if is_carry else inside.demand.of_var(var)
+                if want > Wanted.NO:
+                    wants[index] = min(want, wants.get(index, want))
+        for index, want in wants.items():
+            demand.want([invars[index]], want)
 
     def _analyse_inside(
         self, op: Op, inner: Inner, analysis: Analysis, results: Sequence[Wanted]
@@ -268,6 +258,22 @@ def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]
     )
 
 
+def _is_absorbed(index: int, result: Wanted, analysis: Analysis, absorbed: set[int]) -> bool:
+    """Whether a region computes an operation. Adds the operations of a region that ends here to `absorbed`.
+
+    The backward pass would keep the float32 values inside each GELU if the region did not ask for its sources
+    in half: a GPT-2 would read and write 7.8 % more bytes on an H100.
+    """
+    op = analysis.ops[index]
+    region = analysis.region_of(op, result)
+    if region is None:
+        return index in absorbed and analysis.readers.are_only(op.equation.outvars[0], absorbed)
+    absorbed |= region.members
+    analysis.demand.want(region.sources, Wanted.INDIRECTLY)
+    analysis.demand.keep(region.extras)
+    return True
+
+
 def _note_use(op: Op, demand: Demand) -> None:
     """Notes whether an operation reads its operands as numbers, or makes integers or booleans of them.
 
@@ -275,14 +281,15 @@ def _note_use(op: Op, demand: Demand) -> None:
     should be exact: an identifier of 261 is another one than 260. Other operations that return integers, such
     as `argmax`, compare numbers with each other, and a matmul of which integers are made reads numbers.
     """
-    outvars = op.equation.outvars
-    are_floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in outvars]
-    if (op.is_cast or op.traits.compares) and not any(are_floating):
-        demand.exact.update(op.variables)
-    elif _is_numeric(op, are_floating) or not demand.numbers.isdisjoint(outvars):
-        demand.numbers.update(op.variables)
-    elif not demand.exact.isdisjoint(outvars):
-        demand.exact.update(op.variables)
+    results = [demand.uses[var] for var in op.equation.outvars]
+    are_floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in op.equation.outvars]
+    makes_integers = (op.is_cast or op.traits.compares) and not any(are_floating)
+    is_numeric = _is_numeric(op, are_floating) or any(uses.as_number for uses in results)
+    for var in op.variables:
+        if is_numeric and not makes_integers:
+            demand.uses[var].as_number = True
+        elif makes_integers or any(uses.exactly for uses in results):
+            demand.uses[var].exactly = True
 
 
 def _is_numeric(op: Op, are_floating: Sequence[bool]) -> bool:
@@ -309,7 +316,7 @@ def _reads_in_float32(op: Op, ruling: Ruling, takes_half: bool, gives_half: bool
     """Whether an operation computes a float32 value. Its operands should then not be rounded."""
     if takes_half or (ruling.category is Category.INFER and op.traits.saturates):
         return False
-    keeps = any(map(demand.keeps, op.equation.outvars))
+    keeps = any(demand.uses[var].keep_float32 for var in op.equation.outvars)
     if ruling.category is Category.MOVE or op.traits.selects or op.is_cast:
         return keeps
     return (keeps or not gives_half) and any(map(is_float32, op.equation.outvars))
