@@ -29,7 +29,7 @@ from .dependence import Decisions, Intermediate, Streams, Tangents
 from .op import Context, Held, Op, Readers, read_ops, readers_of
 from .regions import find_regions
 from .rules import Rules
-from .ruling import Estimates, Ruling, estimate_of, rule_on
+from .ruling import Estimates, Ruling, RulingPass
 from .scopes import Scopes
 from .softmaxes import Region
 from .states import Kind
@@ -96,17 +96,15 @@ class DemandPass:
             if self._rules.half_sums:
                 streams = self._streams.variables(inside, context.streams, context.backward)
             decisive = self._decisions.variables(inside, context.decides, held=context.held)
-            rulings, estimates = rule_on(
-                inside, inputs, ops, context, self._rules, self._scopes, decisive, streams
-            )
+            ruling_pass = RulingPass(inside, inputs, context, self._rules, self._scopes)
             analysis = Analysis(
                 inside=inside,
                 ops=ops,
                 readers=readers,
                 regions=self._regions_of(inside, context.of_gradient),
                 context=context,
-                rulings=rulings,
-                estimates=estimates,
+                rulings=ruling_pass.run(ops, decisive, streams),
+                estimates=ruling_pass.estimates,
                 intermediate=intermediate,
                 gradients=gradients,
                 streams=streams,
@@ -206,7 +204,7 @@ class DemandPass:
     def _halves(self, op: Op, ruling: Ruling, analysis: Analysis, result: Wanted) -> tuple[bool, bool]:
         """Returns two flags: the operation takes half operands as a product; its result may be in half."""
         if ruling.is_half_product:
-            operands = [estimate_of(var, analysis.estimates) for var in op.equation.invars]
+            operands = list(map(analysis.estimates.of, op.equation.invars))
             # A product by one-hot labels picks numbers, for float32 operations if nothing wants half.
             is_gradient = not analysis.gradients.isdisjoint(op.equation.outvars)
             picks = Kind.BINARY in operands and result is Wanted.NO and not is_gradient
@@ -214,7 +212,7 @@ class DemandPass:
             return takes_half, takes_half
         if ruling.category is not Category.INFER or ruling.reason:
             return False, False
-        return False, all(analysis.estimates[var] < Kind.ARGUMENT for var in op.equation.outvars)
+        return False, all(analysis.estimates.of(var) < Kind.ARGUMENT for var in op.equation.outvars)
 
     def _want_operands_of_call(self, op: Op, analysis: Analysis) -> None:
         """Notes how the jaxprs of a call use its operands. Of several jaxprs the most careful one decides."""
@@ -242,7 +240,7 @@ class DemandPass:
             var = op.equation.invars[index]
             is_carry = role is Role.CARRY  # It keeps its dtype.
             of_carry = Kind.FLOAT32 if is_float32(var) else Kind.ADAPTS
-            inputs.append(of_carry if is_carry else estimate_of(var, analysis.estimates))
+            inputs.append(of_carry if is_carry else analysis.estimates.of(var))
         context = self.context(op, inner, analysis)
         return self.analyse(inner.jaxpr, wanted_inside(inner, results), tuple(inputs), context)
 
