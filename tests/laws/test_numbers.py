@@ -75,7 +75,7 @@ def errors(case, seeds, flags=ROUNDED, mean=np.mean):
     args = [case.arguments(seed) for seed in seeds]
     gradients = lambda fun, flags: [flat(jax.jit(fun, compiler_options=flags)(*each)[1]) for each in args]
     exact = gradients(case.value_and_grad(ORDERS[0], lambda fun: fun), None)
-    runs = {order: gradients(ours(case.value_and_grad, order), flags) for order in ORDERS}
+    runs = {order: gradients(case.value_and_grad(order), flags) for order in ORDERS}
     with by_product(case.half):
         # JAX remembers traces by the function, so the reference needs one of its own.
         reference = case.value_and_grad(ORDERS[0], lambda fun: lambda *args: fun(*args))
@@ -117,9 +117,13 @@ def test_gradients_have_that_error_under_options_beside_other_dtypes_and_in_ever
     case = data.draw(cases(program, scope=st.just("none"), options=drawn))
     with case.context:
         try:
-            found = errors(case, range(24))
+            found = ours(errors, case, range(24))
         except OurError:
             return
+        except jax.errors.JaxRuntimeError as error:
+            if "Unsupported element type for DotThunk" not in str(error):
+                raise
+            return  # limits.md: XLA for CPUs lacks some matmuls with half operands and a float32 result.
     assert max(found.values()) < 1.3, found
 
 
