@@ -53,7 +53,8 @@ class Value:
     def to(self, dtype: Any) -> Array:
         """Returns the value in `dtype`, float32 or the half dtype."""
         if self.number is not None:  # It needs no cast, and stays as it is in float32.
-            return self.native if dtype == jnp.float32 else np.asarray(self.number, dtype)
+            with np.errstate(over="ignore"):  # As JAX casts: a number beyond float16 is inf.
+                return self.native if dtype == jnp.float32 else np.asarray(self.number, dtype)
         if self.native.dtype == dtype:
             return self.native
         if dtype not in self.casts:

@@ -32,7 +32,8 @@ class Report(Shown):
         dtype: the half dtype; float32 for an autocast that changes nothing.
         operations: every operation with floating operands or results on which an output depends, in the
             order of the program.
-        casts: how many casts between float32 and the half dtype were added.
+        casts: how many casts between float32 and the half dtype were added. Some are copies that only the
+            matmuls of gradients read, such as those of a float32 matmul by which a loop decides.
         without_effect: the options of the autocast that change the dtypes of no operation, such as
             `"infer=['exp']"`. With more than twenty entries and patterns nothing is looked for.
         before: the function's jaxpr as it was traced; None in a copy, because jaxprs cannot be pickled.
@@ -79,9 +80,11 @@ class Report(Shown):
         by_hand = f"{len(in_half) - half:,} in the program's own {other}, " if half < len(in_half) else ""
         total = f"{len(self.operations):,} operations"
         counts = f"{in_fp8:,} of {total} in fp8, {half:,}" if in_fp8 else f"{half:,} of {total}"
+        # With no operation in half, only the matmuls of gradients read what was cast.
+        reader = " for gradients" if self.casts and not (half or in_fp8) else ""
         return (
             f"{counts} in {self.dtype.name}, {by_hand}"
-            f"{self.casts:,} casts, {self.tensor_core_share:.1%} of FLOPs on Tensor Cores"
+            f"{self.casts:,} casts{reader}, {self.tensor_core_share:.1%} of FLOPs on Tensor Cores"
         )
 
     def by_module(self, depth: int | None = None) -> dict[str, tuple[Operation, ...]]:
