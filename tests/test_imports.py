@@ -47,9 +47,7 @@ ROOMS = {
     "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_jaxpr"),
     "linen": ("_flax",),
     "nnx": ("_flax",),
-    "diagnostics._values": (
-        *("_dtypes", "_paths", "_tree", "_scaling", "_jaxpr", "_float8", "_autocast.planning"),
-    ),
+    "diagnostics._values": ("_dtypes", "_paths", "_tree", "_scaling", *AUTOCAST),
     "diagnostics._precision": ("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values"),
     "diagnostics._nonfinite": (
         *("_text", "_scaling", "_jaxpr"),

@@ -65,24 +65,24 @@ SOUND = types.SimpleNamespace(cause=None, smaller_scale=None)
 
 
 def test_a_missing_loss_scale_is_named_with_the_modules_that_lose_most():
-    (found,) = of_accuracy(SOUND, ranges(10, 20, 30, 40, 50), precision(unscaled=ZERO))
+    (found,) = of_accuracy(SOUND, precision(unscaled=ZERO), lambda: ranges(10, 20, 30, 40, 50))
     assert found.what.startswith(
         "Without a loss scale 30.00% of the gradients that are not zero become zero, and"
     )
     assert found.where == "Lost, by module: layer_4 50%, layer_3 40%, layer_2 30%, layer_1 20%"
-    (found,) = of_accuracy(SOUND, ranges(0), precision(unscaled=ZERO))
+    (found,) = of_accuracy(SOUND, precision(unscaled=ZERO), lambda: ranges(0))
     assert found.what.startswith("Without a loss scale the error in float16 is")
     assert found.where == ""
 
 
 def test_a_close_comparison_is_no_finding_and_another_is_one():
-    assert list(of_accuracy(SOUND, ranges(0), precision())) == []
-    (found,) = of_accuracy(SOUND, ranges(0), precision(half=ZERO, rest=ZERO))
+    assert list(of_accuracy(SOUND, precision(), lambda: ranges(0))) == []
+    (found,) = of_accuracy(SOUND, precision(half=ZERO, rest=ZERO), lambda: ranges(0))
     assert found.what.startswith("In float16 at the loss scale 2**15 the error is")
 
 
 def test_without_a_module_to_compare_the_gradients_that_become_zero_are_a_finding():
-    (found,) = of_accuracy(SOUND, ranges(50), precision(names=()))
+    (found,) = of_accuracy(SOUND, precision(names=()), lambda: ranges(50))
     assert found.what.startswith("50.00% of the gradients that are not zero would become zero in float16")
 
 

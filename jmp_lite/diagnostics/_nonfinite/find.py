@@ -1,23 +1,23 @@
 """Finds where a loss or its gradients become inf or NaN: `find_nonfinite`."""
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr.arguments import check_function, in_two_calls
+from ..._jaxpr.arguments import in_two_calls
 from ..._jaxpr.read import Array
-from .._precision.compare import Runs, runs_of
+from .._precision.compare import Runs
 from .._precision.modules import is_of_library
+from .._values.case import Case, Options, tool
 from .._values.reference import has_value, is_narrow
 from .._values.sites import Site
-from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
+from .._values.trace import LossProgram, Measured, Tapped
 from .extremes import Extremes
 from .flow import Flow, Origin
 from .hints import hint
@@ -34,14 +34,7 @@ LOWEST = -24
 
 
 @in_two_calls
-def find_nonfinite(
-    fun: Callable[P, Any],
-    *,
-    loss_scale: Any = None,
-    argnums: int | Sequence[int] | Any = 0,
-    has_aux: bool = False,
-    transform: Transform | None = jax.value_and_grad,
-) -> Callable[P, NonfiniteReport]:
+def find_nonfinite(fun: Callable[P, Any], **options: Unpack[Options]) -> Callable[P, NonfiniteReport]:
     """Returns a function that finds the operation at which a loss or its gradients become inf or NaN.
 
     It runs the loss and its backward pass as `jmp_lite.value_and_grad` does, as one compiled program that
@@ -62,19 +55,14 @@ def find_nonfinite(
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`: plain, with a model under a
             policy, or from `jmp_lite.autocast`. With `transform=None` any function that returns a pytree. It
             is not changed.
-        loss_scale: the scale of the step, such as `jmp.get_loss_scale(opt_state)`; a number; or None for 1.
-        argnums: as in `jmp_lite.value_and_grad`; for a step, which arguments are the parameters.
-        has_aux: whether `fun` returns `(loss, aux)`.
-        transform: as in `jmp_lite.value_and_grad`; None for a step.
+        options: `loss_scale`, `argnums`, `has_aux` and `transform`, as in `doctor`.
 
     Returns:
         A function of the arguments of `fun` that returns a `NonfiniteReport`. Call it outside `jit`. A NumPy
         array among the arguments is traced, as `jax.jit` does.
 
     Raises:
-        TypeError: `fun` is not a function; the loss is not a floating scalar; `loss_scale` is not a loss
-            scale; an argument is traced.
-        ValueError: the scale is not above 0 and finite; a scale is given for a step.
+        TypeError, ValueError: as in `doctor`.
 
     Source: Hugging Face's `DebugUnderflowOverflow`, TensorFlow's `enable_check_numerics`, JAX's `checkify`.
 
@@ -87,31 +75,16 @@ def find_nonfinite(
         >>> print(find_nonfinite(step, transform=None)(w, jnp.zeros(4)).summary())
         The result of the step is not finite.
     """
-    check_function("find_nonfinite", fun)
-    scale = scale_of("find_nonfinite", loss_scale)
-    call = LossCall(fun, argnums, has_aux, transform)
-    if transform is None and loss_scale is not None:
-        raise ValueError(
-            "find_nonfinite: a step scales its loss itself. Leave loss_scale out, or give the loss function "
-            f"without transform=None. Got loss_scale={loss_scale!r}."
-        )
-
-    @functools.wraps(fun)
-    def find_nonfinite_fun(*args: Any, **kwargs: Any) -> NonfiniteReport:
-        runs = lambda: runs_of("find_nonfinite", call, scale, loss_scale is None, args, kwargs)
-        return examine(call, args, kwargs, scale, runs)
-
-    return find_nonfinite_fun
+    answer = lambda case: find(case, lambda: Runs(case))
+    return tool("find_nonfinite", fun, None, jnp.float32, answer, **options)
 
 
-def examine(
-    call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float, runs: Callable[[], Runs]
-) -> NonfiniteReport:
-    """Runs a function at a loss scale, and reports where its values become inf or NaN.
+def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
+    """Runs a function at its loss scale, and reports where its values become inf or NaN.
 
     `runs` gives the runs that compare the function with float32. It is called only if there is an inf or NaN.
     """
-    program = trace("find_nonfinite", call, args, kwargs)
+    program, scale = case.program, case.question.scale
     tapped = Tapped(program, Extremes())
     measured = tapped(scale)
     origins = Flow(measured).origins()

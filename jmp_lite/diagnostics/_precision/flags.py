@@ -2,9 +2,8 @@
 
 import collections
 import dataclasses
-import functools
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -14,56 +13,47 @@ from jax import lax
 
 from ..._autocast.api import make_plan, run
 from ..._autocast.interpreter import Interpreter
-from ..._autocast.planning.rules import Rules, make_rules
-from ..._autocast.report.operations import Operation, has_floating, operations_of
+from ..._autocast.planning.rules import Rules
+from ..._autocast.report.operations import Operation, has_floating
 from ..._autocast.value import Value
 from ..._dtypes import HALF_DTYPES
 from ..._float8.action import FLOAT8, Float8
 from ..._float8.quantize import BACKWARD
-from ..._jaxpr import arguments, read
-from ..._jaxpr.arguments import Arguments
+from ..._jaxpr import read
 from ..._jaxpr.bind import bind, cast, reuse
 from ..._jaxpr.inner import inner_jaxprs, with_inner_jaxprs
-from ..._jaxpr.precision import only_own_precisions
 from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import Array, Equation, Jaxpr, Var
+from ..._jaxpr.read import Array, Equation, Jaxpr, Var, context_of
+from .._values.case import Case, gives_half
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, in_float8
-from .._values.trace import EVERY_CAST, LossCall, trace
-from .modules import Module, cast_modules, gives_half, is_in_half, is_of_library, own_modules, scopes_for
+from .._values.trace import EVERY_CAST, LossProgram
+from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for
 from .sources import sources_of
 
 
 class FlaggedProgram:
     """A loss and its gradients, or a step, with a flag for each module. It is compiled once.
 
-    A function with half products of its own runs as it is, and so does one with any half values of its own
-    unless the user has given the dtype of `rules`. The groups are the modules in half, and the sources of the
+    The groups are the modules in half, and the sources of the
     program's own half values: casts in lines of the user, and arguments in half. A module is in the dtype
     `narrow` if its flag is on, and in `wide` if not; these are names. `outputs` is as in `LossProgram`.
     """
 
-    def __init__(
-        self, call: LossCall, rules: Rules, is_autocast: bool, args: Any, kwargs: Any, is_given: bool = True
-    ) -> None:
+    def __init__(self, case: Case) -> None:
+        self._case, self.rules = case, case.rules
+        self.is_step = case.question.call.transform is None
+        self.operations = case.operations(self.rules)
+        self.wide = "bfloat16" if self.rules.float8 else "float32"
+        self.modules, self._sources, flags = self._flags(case.question.call.differentiated)
+        self.groups = frozenset((*self.modules, *self._sources))
+        self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
+        for operation, own in zip(self.operations, flags, strict=True):
+            self._flags_by_line[operation.source] |= own
         # By default a GPU runs float32 products in TF32, whose error is that of float16.
-        self.is_step = call.transform is None
         with jax.default_matmul_precision("highest"):
-            with only_own_precisions():
-                traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
-            plain = make_rules(jnp.float32)
-            before = _operations(traced, plain)
-            is_own = any(each.on_tensor_cores if is_given else gives_half(each) for each in before)
-            self.rules = plain if is_own and not is_autocast else rules
-            self.operations = _operations(traced, self.rules, check=True)
-            self.wide = "bfloat16" if self.rules.float8 else "float32"
-            self.modules, self._sources, flags = self._flags(traced, before, call.differentiated)
-            self.groups = frozenset((*self.modules, *self._sources))
-            self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
-            for operation, own in zip(self.operations, flags, strict=True):
-                self._flags_by_line[operation.source] |= own
-            self._program = trace("compare_precision", self._flagged(call, flags), args, kwargs)
-        self.dtype = _half_dtype(self.rules, before)
+            self._program = self._flagged(flags)
+        self.dtype = _half_dtype(self.rules, case.before)
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
         self.outputs = self._program.outputs
         self.parameters = self._program.floating_parameters
@@ -113,13 +103,12 @@ class FlaggedProgram:
         flags = {flags: is_on[index] for index, flags in enumerate(self._sets)}
         return Reference(flags, self._numbers).run(self._program.jaxpr, arrays)[: len(self.outputs)]
 
-    def _flags(
-        self, traced: Arguments, before: Sequence[Operation], parameters: Sequence[str]
-    ) -> tuple[tuple[Module, ...], tuple[Module, ...], list[Flags]]:
+    def _flags(self, parameters: Sequence[str]) -> tuple[tuple[Module, ...], tuple[Module, ...], list[Flags]]:
         """Returns the modules, the sources, and for each operation the numbers of those that it belongs to.
 
         One more number stands for the operations that no rule takes out of half.
         """
+        traced, before = self._case.traced, self._case.before
         pairs = list(zip(self.operations, before, strict=True))
         products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
         if self.rules.float8:
@@ -134,40 +123,38 @@ class FlaggedProgram:
         # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
         flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
         for number, module in enumerate(cast):
-            for operation_flags in self._taken_out(traced, flags, module, cast):
+            for operation_flags in self._taken_out(flags, module, cast):
                 operation_flags.add(number)
         for number, owner in zip(own, owners, strict=True):
             of_sources = (len(modules) + sources.index(source) for source in found[number])
             flags[number] = {len(cast) + owner, rest, *of_sources}
         return modules, sources, list(map(frozenset, flags))
 
-    def _taken_out(
-        self, traced: Arguments, flags: list[set[int]], module: Module, cast: Sequence[Module]
-    ) -> Iterator[set[int]]:
+    def _taken_out(self, flags: list[set[int]], module: Module, cast: Sequence[Module]) -> Iterator[set[int]]:
         """Yields the flags of the operations that the rule for a module takes out of half."""
         narrow = FLOAT8 if self.rules.float8 else self.rules.dtype.name
         scopes = scopes_for([module], cast, self.wide, narrow)
         rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
-        for own, now, kept in zip(flags, self.operations, _operations(traced, rules), strict=True):
+        for own, now, kept in zip(flags, self.operations, self._case.operations(rules), strict=True):
             if own and (now.operands, now.results) != (kept.operands, kept.results):
                 yield own
 
-    def _flagged(self, call: LossCall, flags: Sequence[Flags]) -> LossCall:
-        """Returns the call of the function as autocast runs it, with flags in its equations."""
-
-        @functools.wraps(call.fun)
-        def flagged_fun(*args: Any, **kwargs: Any) -> Any:
-            with only_own_precisions():
-                traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
-            traced = dataclasses.replace(traced, jaxpr=_with_flags(traced.jaxpr, iter(flags)))
-            planner, plan = make_plan(traced, self.rules)
-            return traced.outputs(run(planner, plan, traced.arrays, _Interpreter))
-
-        return dataclasses.replace(call, fun=flagged_fun)
+    def _flagged(self, flags: Sequence[Flags]) -> LossProgram:
+        """Returns the program as autocast runs it, with flags in its equations."""
+        traced = self._case.traced
+        flagged = dataclasses.replace(traced, jaxpr=_with_flags(traced.jaxpr, iter(flags)))
+        planner, plan = make_plan(flagged, self.rules)
+        return self._case.program_of(lambda arrays: run(planner, plan, arrays, _Interpreter))
 
 
 class _Interpreter(Interpreter):
     """Keeps the casts of literals and the rounding to fp8 in the program, so that flags switch them."""
+
+    def _run_equation(self, equation: Equation, action: Any, read: Callable[[Var], Value]) -> Sequence[Value]:
+        if not isinstance(action, Float8):
+            return super()._run_equation(equation, action, read)
+        with context_of(equation):
+            return [Value(self._float8(equation, action, list(map(read, equation.invars))))]
 
     def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
@@ -212,13 +199,6 @@ def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
     both = {module.name for module in cast} & {part.name for part in own}
     rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
     return [rename(part) if part.name in both else part for part in own]
-
-
-def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[Operation]:
-    planner, plan = make_plan(traced, rules)
-    if check:
-        planner.scopes.check()
-    return list(operations_of(plan, rules.dtype, "", 1, traced.names, {}))
 
 
 def _nudged(array: Array) -> Array:

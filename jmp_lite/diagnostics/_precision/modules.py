@@ -8,9 +8,9 @@ import pathlib
 from collections.abc import Collection, Sequence
 
 from ..._autocast.report.operations import Operation
-from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
+from .._values.case import gives_half
+from .._values.reference import is_narrow
 
-_HALVES = (*HALF_DTYPES, *FLOAT8_DTYPES)
 _PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are lines of this library.
 
 
@@ -33,7 +33,7 @@ class Module:
 
 def is_in_half(operation: Operation) -> bool:
     """Whether an operation takes or returns half values, or rounds to few digits."""
-    return gives_half(operation) or any(value.dtype in _HALVES for value in operation.operands)
+    return gives_half(operation) or any(map(is_narrow, operation.operands))
 
 
 def cast_modules(products: Sequence[Operation], parameters: Sequence[str]) -> list[Module]:
@@ -58,8 +58,7 @@ def own_modules(
 def _own_module(
     name: str, operations: Sequence[Operation], has_policy: bool, paths: Collection[str]
 ) -> Module:
-    is_half = lambda value: value.dtype in _HALVES
-    makes_half = lambda operation: gives_half(operation) and not all(map(is_half, operation.operands))
+    makes_half = lambda operation: gives_half(operation) and not all(map(is_narrow, operation.operands))
     makers = [operation.source for operation in operations if makes_half(operation)]
     users = lambda lines: tuple(dict.fromkeys(line for line in lines if not is_of_library(line)))[:4]
     lines = users(makers) or users(operation.source for operation in operations)
@@ -100,12 +99,6 @@ def in_words(modules: Sequence[Module]) -> str:
 def is_of_library(line: str) -> bool:
     """Whether a line is no line of the user's program."""
     return not line or line.startswith((_PACKAGE, "<unknown>")) or "site-packages" in line
-
-
-def gives_half(operation: Operation) -> bool:
-    """Whether an operation returns half values, or rounds to few digits."""
-    is_half = any(value.dtype in _HALVES for value in operation.results)
-    return is_half or operation.name == "reduce_precision"
 
 
 def scopes_for(

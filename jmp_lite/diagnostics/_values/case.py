@@ -1,0 +1,238 @@
+"""The call that a diagnosis examines: its checked options, and one trace from which all programs are made.
+
+The user's Python runs once. The program as it runs, the same without autocast, and that with a flag for each
+module are made from the jaxpr of that run.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from ..._autocast.api import given_rules, make_plan, run, settings_of
+from ..._autocast.planner import Planner
+from ..._autocast.planning.plan import Plan
+from ..._autocast.planning.rules import Rules, make_rules
+from ..._autocast.report.operations import Operation, operations_of
+from ..._dtypes import DTypeLike
+from ..._jaxpr import arguments
+from ..._jaxpr.arguments import check_function
+from ..._jaxpr.precision import configured_precision, only_own_precisions, params_with_precision
+from ..._jaxpr.read import Array, equations, with_equations
+from ..._tree import is_traced
+from .reference import is_narrow
+from .trace import LossCall, LossProgram, Transform, trace
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Options(TypedDict, total=False):
+    """The options of every tool, as `doctor` documents them."""
+
+    loss_scale: Any
+    argnums: int | Sequence[int] | Any
+    has_aux: bool
+    transform: Transform | None
+
+
+class Planned(NamedTuple):
+    """A plan of autocast for a call, and the planner that made it."""
+
+    planner: Planner
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What a tool is asked: a function, and its options after all checks."""
+
+    caller: str  # The name of the tool.
+    call: LossCall  # Of the function without its autocast.
+    rules: Rules  # Those of its autocast; without one, those of the dtype that is given.
+    is_autocast: bool
+    is_given: bool  # Whether a dtype is given.
+    scale: float
+    may_scale: bool  # Whether no loss scale was given, so that another one may be tried.
+
+
+class Case:
+    """One call that is examined."""
+
+    def __init__(self, question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.question, call = question, question.call
+        if any(is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
+            raise TypeError(f"{question.caller} reads values. Call it outside jit, on arrays.")
+        self.arguments = _with_arrays(call, args), kwargs
+        with only_own_precisions():
+            self.traced = arguments.trace(call.fun, *self.arguments, True, (np.ndarray,))
+        self.plain = make_rules(jnp.float32)
+
+    @functools.cached_property
+    def is_own(self) -> bool:
+        """Whether the function runs as it is: it has half products, or half values and no dtype was given."""
+        is_given = self.question.is_given
+        own = (each.on_tensor_cores if is_given else gives_half(each) for each in self.before)
+        return not self.question.is_autocast and any(own)
+
+    @functools.cached_property
+    def rules(self) -> Rules:
+        """The rules by which autocast runs the function; those of float32 if it runs as it is."""
+        given = self.question.rules
+        is_plain = not self.question.is_autocast and (given.dtype == jnp.float32 or self.is_own)
+        return self.plain if is_plain else given
+
+    def planned(self, rules: Rules) -> Planned:
+        """Returns the plan of autocast by some rules, made once for those of the function and for none."""
+        if rules is self.plain:
+            return self._plain
+        return self._planned if rules is self.rules else Planned(*make_plan(self.traced, rules))
+
+    @functools.cached_property
+    def _plain(self) -> Planned:
+        return Planned(*make_plan(self.traced, self.plain))
+
+    @functools.cached_property
+    def _planned(self) -> Planned:
+        planner, plan = make_plan(self.traced, self.rules)
+        planner.scopes.check()
+        return Planned(planner, plan)
+
+    def operations(self, rules: Rules) -> list[Operation]:
+        """Returns the operations of the function, as autocast runs them by some rules."""
+        return list(operations_of(self.planned(rules).plan, rules.dtype, "", 1, self.traced.names, {}))
+
+    @functools.cached_property
+    def before(self) -> list[Operation]:
+        """The operations of the function as it is."""
+        return self.operations(self.plain)
+
+    @functools.cached_property
+    def program(self) -> LossProgram:
+        """The function as it runs, with its backward pass."""
+        if self.rules is self.plain:
+            return self.plain_program
+        return self.program_of(functools.partial(run, *self.planned(self.rules)))
+
+    @functools.cached_property
+    def plain_program(self) -> LossProgram:
+        """The function without autocast, with its backward pass."""
+        jaxpr, precision = self.traced.jaxpr, configured_precision()
+        if precision is not None:
+            changed = lambda each: each.replace(params=each.params | params_with_precision(each, precision))
+            jaxpr = with_equations(jaxpr, list(map(changed, equations(jaxpr))))
+        return self.program_of(lambda arrays: jaxpr_as_fun(jaxpr)(*arrays))
+
+    def program_of(self, run_arrays: Callable[[Sequence[Array]], list[Array]]) -> LossProgram:
+        """Returns a program with its backward pass, of a function of the arrays among the arguments."""
+        call = dataclasses.replace(self.question.call, fun=self.traced.replayed(run_arrays))
+        return trace(call, *self.arguments)
+
+
+def gives_half(operation: Operation) -> bool:
+    """Whether an operation returns half values, or rounds to few digits."""
+    return any(map(is_narrow, operation.results)) or operation.name == "reduce_precision"
+
+
+def _with_arrays(call: LossCall, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns arguments with the Python numbers that `jax.value_and_grad` differentiates as arrays."""
+    if call.transform is not jax.value_and_grad:
+        return args
+    argnums = call.argnums if isinstance(call.argnums, Sequence) else (call.argnums,)
+    is_number = lambda leaf: isinstance(leaf, (float, complex)) and not isinstance(leaf, np.generic)
+    changed = list(args)
+    for number in argnums:
+        if any(map(is_number, jax.tree.leaves(args[number]))):  # `jax.tree.map` would copy modules of NNX.
+            as_array = lambda leaf: jnp.asarray(leaf) if is_number(leaf) else leaf
+            changed[number] = jax.tree.map(as_array, args[number])
+    return tuple(changed)
+
+
+@contextlib.contextmanager
+def without_debugging() -> Iterator[None]:
+    """Switches off what makes JAX raise at a NaN or inf: whoever looks for one may have it on."""
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
+def tool(
+    caller: str,
+    fun: Callable[P, Any],
+    dtype: DTypeLike | None,
+    default: DTypeLike,
+    answer: Callable[[Case], T],
+    **options: Unpack[Options],
+) -> Callable[P, T]:
+    """Checks the options of a tool, and returns a function of the arguments of `fun` with its answer.
+
+    Args:
+        caller: the name of the tool.
+        fun: the function that is examined.
+        dtype: the dtype that the user gives, or None.
+        default: the dtype without one; float32 for a tool that examines a function as it is.
+        answer: makes the answer of a call.
+        options: as in `doctor`.
+    """
+    question = _asked(caller, fun, dtype, default, **options)
+
+    @functools.wraps(fun)
+    def tool_fun(*args: P.args, **kwargs: P.kwargs) -> T:
+        with without_debugging():
+            return answer(Case(question, args, kwargs))
+
+    return tool_fun
+
+
+def _asked(
+    caller: str,
+    fun: Callable[..., Any],
+    dtype: DTypeLike | None,
+    default: DTypeLike,
+    loss_scale: Any = None,
+    argnums: int | Sequence[int] | Any = 0,
+    has_aux: bool = False,
+    transform: Transform | None = jax.value_and_grad,
+) -> Question:
+    check_function(caller, fun)
+    if transform is None and (dtype is not None or loss_scale is not None):
+        raise ValueError(
+            f"{caller}: a step has its own dtypes and loss scale. Leave dtype and loss_scale out, or give "
+            f"the loss function without transform=None. Got {dtype!r} and {loss_scale!r}."
+        )
+    scale = scale_of(caller, loss_scale)
+    is_autocast = settings_of(fun) is not None
+    default = jnp.float32 if transform is None else default
+    plain, rules = given_rules(caller, fun, dtype, default)
+    if rules.dtype == jnp.float32 != np.dtype(default):
+        raise ValueError(f"{caller} compares float16 or bfloat16 with float32. Got float32.")
+    return Question(
+        caller=caller,
+        call=LossCall(plain, argnums, has_aux, transform),
+        rules=rules,
+        is_autocast=is_autocast,
+        is_given=dtype is not None,
+        scale=scale,
+        may_scale=loss_scale is None,
+    )
+
+
+def scale_of(caller: str, loss_scale: Any) -> float:
+    """Returns the value of a loss scale or a number; 1 for None."""
+    value = 1.0 if loss_scale is None else getattr(loss_scale, "loss_scale", loss_scale)
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
+        raise TypeError(
+            f"{caller}: loss_scale should be None, a number, or a loss scale such as "
+            f"jmp.get_loss_scale(opt_state) or jmp.DynamicLossScale(). Got {type(loss_scale).__name__}."
+        )
+    if is_traced(value):
+        raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
+    number = float(np.asarray(value).reshape(()))
+    if not 0 < number < np.inf:
+        raise ValueError(f"{caller}: loss_scale should be above 0 and finite. Got {number}.")
+    return number
