@@ -88,11 +88,9 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     tapped = Tapped(program, Extremes())
     measured = tapped(scale)
     origins = Flow(measured).origins()
-    is_bad = any(origin.is_harmful or origin.end for origin in origins)
-    trials = Trials(runs()) if is_bad and has_value(program.jaxpr, is_narrow) and not measured.cut else None
-    if trials is not None and not any(origin.is_harmful for origin in origins):  # Are the suspects harmful?
-        is_harmful = lambda origin: origin.end is not None and trials.is_harmful(origin)
-        origins = [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
+    trials = Trials(runs()) if _can_be_tried(program, measured, origins) else None
+    if trials is not None:
+        origins = trials.judged(origins)
     report, cause = _report(program, measured, scale, origins)
     if cause is None:
         return report
@@ -103,6 +101,12 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     if report.tried:
         return report
     return dataclasses.replace(report, hint=hint(cause, measured.sites, program.parameters))
+
+
+def _can_be_tried(program: LossProgram, measured: Measured, origins: Sequence[Origin]) -> bool:
+    """Whether float32 may change what an origin does to the result."""
+    is_bad = any(origin.is_harmful or origin.end for origin in origins)
+    return is_bad and not measured.cut and has_value(program.jaxpr, is_narrow)
 
 
 def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> NonfiniteReport:
@@ -131,20 +135,18 @@ def _report(
     program: LossProgram, measured: Measured, scale: float, origins: Sequence[Origin]
 ) -> tuple[NonfiniteReport, Origin | None]:
     """Returns the report without what is tried, and the origin that it names as the cause."""
-    # What the forward pass computes for the backward pass alone does not make the loss inf.
-    is_later = lambda origin: origin.is_derivative or origin.site.direction == "backward"
-    harmful = sorted((origin for origin in origins if origin.is_harmful), key=is_later)
+    harmful = _harmful(origins)
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
-    read = lambda origin: None if origin is None else _row(origin, program)
+    rest = [origin for origin in harmful if origin not in (first_inf, first_nan)]
     # The first output of a loss function is the loss.
     outputs = list(zip(program.outputs, measured.results))[0 if program.is_step else 1 :]
     # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
     harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
     report = NonfiniteReport(
-        first_inf=read(first_inf),
-        first_nan=read(first_nan),
-        others=tuple(_row(origin, program) for origin in harmful if origin not in (first_inf, first_nan)),
+        first_inf=None if first_inf is None else _row(first_inf, program),
+        first_nan=None if first_nan is None else _row(first_nan, program),
+        others=tuple(_row(origin, program) for origin in rest),
         harmless=tuple(_row(origin, program) for origin in harmless),
         loss=None if program.is_step else float(measured.results[0][0]),
         loss_scale=scale,
@@ -154,6 +156,13 @@ def _report(
         cut=measured.cut,
     )
     return report, first_inf if report.cause is report.first_inf else first_nan
+
+
+def _harmful(origins: Sequence[Origin]) -> list[Origin]:
+    """Returns the harmful origins, those of the loss before those of the gradients."""
+    # What the forward pass computes for the backward pass alone does not make the loss inf.
+    is_later = lambda origin: origin.is_derivative or origin.site.direction == "backward"
+    return sorted((origin for origin in origins if origin.is_harmful), key=is_later)
 
 
 def _row(origin: Origin, program: LossProgram) -> Nonfinite:

@@ -59,7 +59,7 @@ class FlaggedProgram:
         self.parameters = self._program.floating_parameters
         is_float16 = lambda var: getattr(var.aval, "dtype", None) == jnp.float16
         self.has_float16 = has_value(self._program.jaxpr, is_float16)
-        self._numbers = lost_numbers(self._program.jaxpr)
+        self._numbers = lost_numbers(self._program.jaxpr, case.numbers)
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
         self._run = jax.jit(self._outputs, compiler_options=EVERY_CAST)
 
@@ -88,9 +88,9 @@ class FlaggedProgram:
     def rounded_numbers(self) -> tuple[str, ...]:
         """Returns a sentence for each number on a line of the program that is 0 or inf in half precision."""
         return tuple(
-            f"The number {number:g} on {line.partition(' ')[0]} is {value:g} in {dtype.name}."
-            for (line, dtype, value), number in self._numbers.items()
-            if value in (0, math.inf, -math.inf) and not is_of_library(line)
+            f"The number {written.number:g} on {line.partition(' ')[0]} is {value:g} in {dtype.name}."
+            for (line, dtype, value), written in self._numbers.items()
+            if written.is_sure and value in (0, math.inf, -math.inf) and not is_of_library(line)
         )
 
     def in_bfloat16(self, scale: float) -> list[Array]:
@@ -109,26 +109,34 @@ class FlaggedProgram:
         One more number stands for the operations that no rule takes out of half.
         """
         traced, before = self._case.traced, self._case.before
-        pairs = list(zip(self.operations, before, strict=True))
-        products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
-        if self.rules.float8:
-            products = [product for product in products if product.in_fp8]
-        cast = cast_modules(products, parameters)
+        cast = cast_modules(self._cast_products(), parameters)
         own = [number for number, operation in enumerate(before) if gives_half(operation)]
         own_parts, owners = own_modules([before[number] for number in own], parameters, traced.names)
         modules = (*cast, *_renamed(own_parts, cast))
         found = sources_of(traced, self.is_step) if own else []
         sources = tuple(sorted(frozenset[Module]().union(*found), key=lambda source: source.name))
         rest = len(modules) + len(sources)
+        flags = self._flags_of_casts(cast, rest)
+        for number, owner in zip(own, owners, strict=True):
+            of_sources = (len(modules) + sources.index(source) for source in found[number])
+            flags[number] = {len(cast) + owner, rest, *of_sources}
+        return modules, sources, list(map(frozenset, flags))
+
+    def _cast_products(self) -> list[Operation]:
+        """Returns the products that autocast casts to half, or to fp8."""
+        pairs = zip(self.operations, self._case.before, strict=True)
+        products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
+        return [product for product in products if product.in_fp8 or not self.rules.float8]
+
+    def _flags_of_casts(self, cast: Sequence[Module], rest: int) -> list[set[int]]:
+        """Returns for each operation `rest`, and the modules whose rules take it out of half."""
+        pairs = zip(self.operations, self._case.before, strict=True)
         # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
         flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
         for number, module in enumerate(cast):
             for operation_flags in self._taken_out(flags, module, cast):
                 operation_flags.add(number)
-        for number, owner in zip(own, owners, strict=True):
-            of_sources = (len(modules) + sources.index(source) for source in found[number])
-            flags[number] = {len(cast) + owner, rest, *of_sources}
-        return modules, sources, list(map(frozenset, flags))
+        return flags
 
     def _taken_out(self, flags: list[set[int]], module: Module, cast: Sequence[Module]) -> Iterator[set[int]]:
         """Yields the flags of the operations that the rule for a module takes out of half."""

@@ -25,6 +25,7 @@ from ..._jaxpr import arguments
 from ..._jaxpr.arguments import check_function
 from ..._jaxpr.precision import configured_precision, only_own_precisions, params_with_precision
 from ..._jaxpr.read import Array, equations, with_equations
+from ..._paths import argument_names
 from ..._tree import is_traced
 from .reference import is_narrow
 from .trace import LossCall, LossProgram, Transform, trace
@@ -87,6 +88,13 @@ class Case:
         given = self.question.rules
         is_plain = not self.question.is_autocast and (given.dtype == jnp.float32 or self.is_own)
         return self.plain if is_plain else given
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The Python numbers among the arguments, by their paths."""
+        args, kwargs = self.arguments
+        named = zip(argument_names(self.question.call.fun, args, kwargs), jax.tree.leaves(self.arguments))
+        return {name: leaf for name, leaf in named if isinstance(leaf, float)}
 
     def planned(self, rules: Rules) -> Planned:
         """Returns the plan of autocast by some rules, made once for those of the function and for none."""
