@@ -63,9 +63,9 @@ class Finding:
 
 
 def of_all(findings: Sequence[Finding], operations: Report, estimate: Roofline | None) -> tuple[Finding, ...]:
-    """Returns findings and those about speed, if the run is finite, in the order of `SEVERITIES`."""
-    if not any(finding.severity == "not finite" for finding in findings):
-        findings = [*findings, *of_operations(operations), *of_roofline(estimate)]
+    """Returns findings in the order of `SEVERITIES`; those about speed only of a run that is right."""
+    if not findings:
+        findings = [*of_operations(operations), *of_roofline(estimate)]
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 

@@ -5,14 +5,23 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jmp_lite as jmp
 from jmp_lite.diagnostics import doctor
-from jmp_lite.diagnostics._findings import of_accuracy, of_operations, of_roofline, of_step_in_float32
+from jmp_lite.diagnostics._findings import (
+    Finding,
+    of_accuracy,
+    of_all,
+    of_operations,
+    of_roofline,
+    of_step_in_float32,
+)
 from jmp_lite.diagnostics._precision.compare import HARM
 from jmp_lite.diagnostics._precision.report import Difference, PrecisionReport
 from jmp_lite.diagnostics._ranges.magnitudes import Histogram
 from jmp_lite.diagnostics._ranges.report import ModuleRange, RangeReport
+from tests.support.broken import WRONG
 
 
 def test_products_of_one_slow_size_are_one_finding():
@@ -35,6 +44,14 @@ def test_the_four_slowest_modules_are_named_with_their_times():
     (found,) = of_roofline(report)
     assert found.where == ", ".join(f"{name} 2.0 us, bytes" for name in "abcd")
     assert list(of_roofline(None)) == []
+
+
+def test_speed_is_a_finding_of_a_run_that_is_right():
+    half = jnp.float16
+    report = jmp.explain(lambda w, x: x @ w, "float32")(jnp.ones((8, 15), half), jnp.ones((8, 8), half))
+    assert [each.severity for each in of_all([], report, None)] == ["speed"]
+    wrong = Finding("accuracy", "The gradients are all zero.", "", "")
+    assert of_all([wrong], report, None) == (wrong,)
 
 
 ZERO, EXACT = Difference(1.0, 1.0, 0.0), Difference(0.0, 0.0, 1.0)
@@ -108,3 +125,10 @@ def test_a_program_with_half_values_of_its_own_is_examined_as_it_is():
     assert diagnosis.examined == "your program as it is, with its own half values"
     assert [finding.severity for finding in diagnosis.findings] == ["not finite"]
     assert diagnosis.skipped == {"the values in half": "The loss or its gradients are not finite in float32."}
+
+
+@pytest.mark.slow
+def test_the_new_parameters_of_a_step_have_the_name_of_the_old_ones():
+    (run,) = (run for run in WRONG if run.name == "the_second_moment_of_adam_underflows")
+    findings = doctor(run.fun, transform=None, device=None)(*run.args).findings
+    assert findings[0].what.startswith("The results in w are off")
