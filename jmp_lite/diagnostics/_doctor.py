@@ -110,6 +110,8 @@ class Diagnosis(Shown):
     def skipped(self) -> dict[str, str]:
         """The parts that were not run, each with the reason."""
         reasons = {"the values in half": self._why_skipped, "roofline": self._no_program}
+        if not self._why_skipped and (names := self._case.exact):
+            reasons[f"the rounding of {', '.join(names)}"] = "In half before the call, and taken as exact."
         return {part: reason for part, reason in reasons.items() if reason}
 
     @functools.cached_property

@@ -138,16 +138,14 @@ def _report(
     harmful = _harmful(origins)
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
-    rest = [origin for origin in harmful if origin not in (first_inf, first_nan)]
+    others = [origin for origin in harmful if origin not in (first_inf, first_nan)]
     # The first output of a loss function is the loss.
     outputs = list(zip(program.outputs, measured.results))[0 if program.is_step else 1 :]
-    # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
-    harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
     report = NonfiniteReport(
-        first_inf=None if first_inf is None else _row(first_inf, program),
-        first_nan=None if first_nan is None else _row(first_nan, program),
-        others=tuple(_row(origin, program) for origin in rest),
-        harmless=tuple(_row(origin, program) for origin in harmless),
+        first_inf=first_inf and _row(first_inf, program),
+        first_nan=first_nan and _row(first_nan, program),
+        others=tuple(_row(origin, program) for origin in others),
+        harmless=tuple(_row(origin, program) for origin in _harmless(origins)),
         loss=None if program.is_step else float(measured.results[0][0]),
         loss_scale=scale,
         gradients=tuple(name for name, ends in outputs if Extremes().alarm(ends)),
@@ -156,6 +154,12 @@ def _report(
         cut=measured.cut,
     )
     return report, first_inf if report.cause is report.first_inf else first_nan
+
+
+def _harmless(origins: Sequence[Origin]) -> list[Origin]:
+    harmful = any(origin.is_harmful for origin in origins)
+    # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
+    return [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
 
 
 def _harmful(origins: Sequence[Origin]) -> list[Origin]:

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from ..._dtypes import DTypeLike
 from ..._jaxpr import arguments
 from ..._jaxpr.arguments import check_function
 from ..._jaxpr.precision import configured_precision, only_own_precisions, params_with_precision
-from ..._jaxpr.read import Array, equations, with_equations
+from ..._jaxpr.read import Array, constants, equations, with_equations
 from ..._paths import argument_names
 from ..._tree import is_traced
 from .reference import is_narrow
@@ -41,13 +41,6 @@ class Options(TypedDict, total=False):
     argnums: int | Sequence[int] | Any
     has_aux: bool
     transform: Transform | None
-
-
-class Planned(NamedTuple):
-    """A plan of autocast for a call, and the planner that made it."""
-
-    planner: Planner
-    plan: Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,25 +89,33 @@ class Case:
         named = zip(argument_names(self.question.call.fun, args, kwargs), jax.tree.leaves(self.arguments))
         return {name: leaf for name, leaf in named if isinstance(leaf, float)}
 
-    def planned(self, rules: Rules) -> Planned:
+    @property
+    def exact(self) -> list[str]:
+        """The arguments that are in half already, so that nothing is known of how they were rounded."""
+        named = zip(self.traced.names, self.traced.arrays, strict=True)
+        names = dict.fromkeys(name.split("/")[0] for name, array in named if is_narrow(array))
+        return [*names, *(["constants"] if any(map(is_narrow, constants(self.traced.jaxpr))) else [])]
+
+    def planned(self, rules: Rules) -> tuple[Planner, Plan]:
         """Returns the plan of autocast by some rules, made once for those of the function and for none."""
         if rules is self.plain:
             return self._plain
-        return self._planned if rules is self.rules else Planned(*make_plan(self.traced, rules))
+        return self._planned if rules is self.rules else make_plan(self.traced, rules)
 
     @functools.cached_property
-    def _plain(self) -> Planned:
-        return Planned(*make_plan(self.traced, self.plain))
+    def _plain(self) -> tuple[Planner, Plan]:
+        return make_plan(self.traced, self.plain)
 
     @functools.cached_property
-    def _planned(self) -> Planned:
+    def _planned(self) -> tuple[Planner, Plan]:
         planner, plan = make_plan(self.traced, self.rules)
         planner.scopes.check()
-        return Planned(planner, plan)
+        return planner, plan
 
     def operations(self, rules: Rules) -> list[Operation]:
         """Returns the operations of the function, as autocast runs them by some rules."""
-        return list(operations_of(self.planned(rules).plan, rules.dtype, "", 1, self.traced.names, {}))
+        _, plan = self.planned(rules)
+        return list(operations_of(plan, rules.dtype, "", 1, self.traced.names, {}))
 
     @functools.cached_property
     def before(self) -> list[Operation]:
@@ -179,13 +180,7 @@ def tool(
 ) -> Callable[P, T]:
     """Checks the options of a tool, and returns a function of the arguments of `fun` with its answer.
 
-    Args:
-        caller: the name of the tool.
-        fun: the function that is examined.
-        dtype: the dtype that the user gives, or None.
-        default: the dtype without one; float32 for a tool that examines a function as it is.
-        answer: makes the answer of a call.
-        options: as in `doctor`.
+    Without a `dtype` it is the `default`: float32 for a tool that examines a function as it is.
     """
     question = _asked(caller, fun, dtype, default, **options)
 
