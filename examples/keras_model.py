@@ -113,7 +113,7 @@ def train(precision: str, epochs: int, batch_size: int = 64) -> tuple[keras.Mode
         put_back(model.non_trainable_variables, others)
         # From here on the model is an ordinary trained model of Keras, in float32.
         accuracy = np.mean(model.predict(test_x, verbose=0).argmax(-1) == test_y)
-        metrics = jmp.metrics(opt_state)
+        metrics = jmp.get_metrics(opt_state)
         print(
             f"epoch {epoch + 1:3}   loss {np.ma.masked_invalid(np.array(losses)).mean():.4f}   "
             f"test accuracy {accuracy:.1%}   loss scale {metrics['loss_scale']:g}   "

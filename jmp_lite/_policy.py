@@ -68,7 +68,7 @@ class Policy(Shown):
     `str(policy)` back. The dtypes are the types of `jax.numpy`: `policy.compute_dtype is jnp.float16`.
 
     Attributes:
-        param_dtype: the dtype in which parameters rest. For a half dtype see `with_master_weights`.
+        param_dtype: the dtype in which parameters rest. For a half dtype see `with_master_params`.
         compute_dtype: the dtype of the operands of the arithmetic.
         output_dtype: the dtype of what the model returns, such as logits.
         rules: `Rule`s, or a mapping or pairs of pattern and policy. The first rule that matches the path
@@ -221,7 +221,7 @@ def get_policy(policy_name: str) -> Policy:
             - one dtype for all three: `"float32"`, `"half"`, `"bf16"`, `"fp16"`;
             - a level of Apex: `"O0"` float32; `"O1"` float32 parameters, half compute; `"O2"` half
               parameters, float32 normalization; `"O3"` all half. With O2, wrap the optimizer in
-              `with_master_weights`, so that small updates are not lost;
+              `with_master_params`, so that small updates are not lost;
             - a name of Keras or Lightning: `"mixed_float16"`, `"16-mixed"`, `"mixed_bfloat16"`,
               `"bf16-mixed"`, all with float32 parameters and outputs;
             - any of these followed by rules: `"c=f16,o=f32; head -> float32; **/Norm* ?-> f32"`.

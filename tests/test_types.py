@@ -50,9 +50,9 @@ def test_a_wrapped_function_keeps_its_arguments_and_its_result():
     assert_type(jmp.autocast(loss_fn, jnp.float16)(PARAMS, x=X), jax.Array)
     assert_type(jmp.autocast(dtype="float16")(loss_fn)(PARAMS, X), jax.Array)
     assert_type(jmp.full_precision(loss_fn)(PARAMS, X), jax.Array)
-    assert_type(jmp.scale_layer(loss_and_aux)(PARAMS, X), tuple[jax.Array, Params])
+    assert_type(jmp.with_layer_loss_scale(loss_and_aux)(PARAMS, X), tuple[jax.Array, Params])
     assert_type(jmp.value_and_grad(jmp.autocast(loss_fn), jmp.NoOpLossScale())(PARAMS, X)[0], jax.Array)
-    assert_type(jmp.explain(loss_fn)(PARAMS, X), jmp.Report)
+    assert_type(jmp.explain(loss_fn)(PARAMS, X), jmp.AutocastReport)
     assert_type(diagnostics.find_nonfinite(loss_fn)(PARAMS, X), diagnostics.NonfiniteReport)
     assert_type(diagnostics.profile_ranges(loss_fn)(PARAMS, X), diagnostics.RangeReport)
 
@@ -71,9 +71,9 @@ def test_a_tree_keeps_its_type():
     assert_type(jmp.get_policy("half").cast_to_compute(PARAMS), Params)
     assert_type(jmp.cast_params(PARAMS, jmp.get_policy("half")), Params)
     assert_type(jmp.select_tree(True, PARAMS, PARAMS), Params)
-    state = jmp.with_master_weights(optax.sgd(1.0)).init(params)
-    assert_type(jmp.master_params(state, params), Params)
-    assert_type(jmp.set_master_params(state, params, PARAMS)[0], Params)
+    state = jmp.with_master_params(optax.sgd(1.0)).init(params)
+    assert_type(jmp.get_master_params(state, params), Params)
+    assert_type(jmp.set_master_params(state, params, PARAMS)[1], Params)
 
 
 def test_a_model_under_a_policy():

@@ -81,9 +81,9 @@ def skip_nonfinite(
             at least float32, so that moments do not rest in half precision.
         clip_norm: the global norm to which gradients are clipped before `inner`, with the numbers of
             `optax.clip_by_global_norm`. The norm also serves as the check, so that gradients are read once,
-            and `metrics` reports it. It is inf for finite gradients above 1.8e19. With `loss_scale=` given to
-            `update`, it is that of the unscaled gradients. Around `optax.MultiSteps` it would clip each
-            micro-batch, and is an error: put `optax.clip_by_global_norm` into the `MultiSteps`.
+            and `get_metrics` reports it. It is inf for finite gradients above 1.8e19. With `loss_scale=`
+            given to `update`, it is that of the unscaled gradients. Around `optax.MultiSteps` it would clip
+            each micro-batch, and is an error: put `optax.clip_by_global_norm` into the `MultiSteps`.
         axis_name: under `shard_map` or `pmap`, the axis name or names over which all devices agree to skip.
             It is not needed under `jit`, or for gradients that were summed over the axis before. It is needed
             if `inner` has a collective: on a CPU a device that skips a step does not run `inner`.
@@ -104,7 +104,7 @@ def skip_nonfinite(
         >>> tx = jmp.skip_nonfinite(optax.sgd(1.0))
         >>> params = jnp.float32(1)
         >>> updates, opt_state = tx.update(jnp.float32(jnp.inf), tx.init(params), params)
-        >>> optax.apply_updates(params, updates), jmp.metrics(opt_state)["skipped_steps"]
+        >>> optax.apply_updates(params, updates), jmp.get_metrics(opt_state)["skipped_steps"]
         (Array(1., dtype=float32), Array(1, dtype=int32))
     """
     return Skipping("skip_nonfinite", inner, None, clip_norm, axis_name, name).transform()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.api import autocast, given_rules, settings_of
-from .._autocast.report.explain import Report, explain
+from .._autocast.report.explain import AutocastReport, explain
 from .._dtypes import DTypeLike
 from .._jaxpr.arguments import check_function, in_two_calls
 from .._text import Shown, wrapped
@@ -27,7 +27,7 @@ from ._precision.modules import gives_half
 from ._precision.report import PrecisionReport
 from ._ranges.profile import profile_ranges
 from ._ranges.report import RangeReport
-from ._values.trace import LossCall, Transform, scale_of, trace
+from ._values.trace import LossCall, ValueAndGrad, scale_of, trace
 
 P = ParamSpec("P")
 
@@ -55,7 +55,7 @@ class Diagnosis(Shown):
     examined: str
     findings: tuple[Finding, ...]
     skipped: dict[str, str]
-    operations: Report
+    operations: AutocastReport
     nonfinite: NonfiniteReport
     ranges: RangeReport | None
     precision: PrecisionReport | None
@@ -87,7 +87,7 @@ def doctor(
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    transform: Transform | None = jax.value_and_grad,
+    value_and_grad_fn: ValueAndGrad | None = jax.value_and_grad,
     program: Program | None = None,
     device: str | None = "h100",
     tolerance: float | None = None,
@@ -102,20 +102,20 @@ def doctor(
     it. It calls `roofline` with the given program, or with the loss and its gradients compiled for an H100 if
     the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
 
-    With `transform=None` it examines a whole train step as it is: with `explain` and `find_nonfinite`, for
-    updates that are lost in the dtype of an argument and gradients that are all zero, and by comparing its
-    results with those of the same step in float32. It also says if a float16 step takes a loss scale and does
-    not scale the loss, and what `raise_if_stuck` says of the optimizer states among the arguments: give it
-    those of the run. `profile_ranges` takes a loss function.
+    With `value_and_grad_fn=None` it examines a whole train step as it is: with `explain` and
+    `find_nonfinite`, for updates that are lost in the dtype of an argument and gradients that are all zero,
+    and by comparing its results with those of the same step in float32. It also says if a float16 step takes
+    a loss scale and does not scale the loss, and what `raise_if_stuck` says of the optimizer states among the
+    arguments: give it those of the run. `profile_ranges` takes a loss function.
 
     Args:
-        fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `transform=None` a train
-            step. It is not changed.
+        fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `value_and_grad_fn=None` a
+            train step. It is not changed.
         dtype: as in `profile_ranges`.
         loss_scale: as in `profile_ranges`.
         argnums: as in `jmp_lite.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
-        transform: as in `jmp_lite.value_and_grad`; None for a step.
+        value_and_grad_fn: as in `jmp_lite.value_and_grad`; None for a step.
         program: the result of `read_program` for your compiled step.
         device: as in `roofline`; None for no estimate.
         tolerance: the error that is no fault, as in `compare_precision`; by default 0.1. Within it, counts of
@@ -136,17 +136,17 @@ def doctor(
     """
     check_function("doctor", fun)
     _check(program)
-    if transform is None:
+    if value_and_grad_fn is None:
         if dtype is not None or loss_scale is not None:
             raise ValueError(
                 "doctor: a step has its own dtypes and loss scale. Leave dtype and loss_scale out, or give "
-                f"the loss function without transform=None. Got {dtype!r} and {loss_scale!r}."
+                f"the loss function without value_and_grad_fn=None. Got {dtype!r} and {loss_scale!r}."
             )
         return _step_doctor(LossCall(fun, argnums, has_aux, None), program, device)
     scale = scale_of("doctor", loss_scale)
     given_rules("doctor", fun, dtype, jnp.float16)
     is_autocast = settings_of(fun) is not None
-    how: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
+    how: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "value_and_grad_fn": value_and_grad_fn}
 
     @functools.wraps(fun)
     def doctor_fun(*args: Any, **kwargs: Any) -> Diagnosis:
@@ -206,7 +206,7 @@ def _step_doctor(call: LossCall, program: Program | None, device: str | None) ->
     return doctor_fun
 
 
-def _examined(own: bool, is_autocast: bool, operations: Report) -> str:
+def _examined(own: bool, is_autocast: bool, operations: AutocastReport) -> str:
     if is_autocast:
         return "your function of autocast"
     as_it_is = "your program as it is, with its own half values"
@@ -248,6 +248,6 @@ def _with_jax_arrays(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_numpy(leaf) else leaf, tree)
 
 
-def _is_own(report: Report, is_given: bool) -> bool:
+def _is_own(report: AutocastReport, is_given: bool) -> bool:
     """Whether a function runs as it is: it has half matmuls, or half values and no dtype was given."""
     return any(each.on_tensor_cores if is_given else gives_half(each) for each in report.operations)

@@ -228,7 +228,7 @@ def test_it_says_that_float32_changes_nothing():
 
 
 def test_the_text_is_the_summary_and_the_table_and_not_the_jaxprs(report):
-    assert repr(report) == f"Report({report.summary()})"
+    assert repr(report) == f"AutocastReport({report.summary()})"
     text = str(report)
     assert text.startswith(f"{report.summary()}\n")
     assert "Net/block0/Dense_0" in text

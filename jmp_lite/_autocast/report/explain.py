@@ -17,7 +17,7 @@ from ..._text import Shown, aligned
 from ..api import given_rules, make_plan, prepare, run
 from ..planning.rules import Rules
 from .advice import find_promotions
-from .operations import Operation, operations_of
+from .operations import AutocastOperation, operations_of
 
 P = ParamSpec("P")
 
@@ -25,7 +25,7 @@ _MOST_ABLATIONS = 20  # Each takes one more plan.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report(Shown):
+class AutocastReport(Shown):
     """What autocast does to a function. `str(report)` is the summary and a table of the modules.
 
     Attributes:
@@ -41,13 +41,13 @@ class Report(Shown):
     Examples:
         >>> report = jmp.explain(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
         >>> report
-        Report(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
+        AutocastReport(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
         >>> report.tensor_core_share, report.in_float32(), [*report.by_module()]
         (1.0, (), [''])
     """
 
     dtype: np.dtype
-    operations: tuple[Operation, ...]
+    operations: tuple[AutocastOperation, ...]
     casts: int
     without_effect: tuple[str, ...]
     before: Any
@@ -84,18 +84,18 @@ class Report(Shown):
             f"{self.casts:,} casts, {self.tensor_core_share:.1%} of FLOPs on Tensor Cores"
         )
 
-    def by_module(self, depth: int | None = None) -> dict[str, tuple[Operation, ...]]:
+    def by_module(self, depth: int | None = None) -> dict[str, tuple[AutocastOperation, ...]]:
         """Returns the operations of each module, in the order of the program.
 
         Args:
             depth: how many names of a module's path count; all by default.
         """
-        modules: dict[str, list[Operation]] = collections.defaultdict(list)
+        modules: dict[str, list[AutocastOperation]] = collections.defaultdict(list)
         for operation in self.operations:
             modules["/".join(operation.module.split("/")[:depth])].append(operation)
         return {module: tuple(operations) for module, operations in modules.items()}
 
-    def in_float32(self) -> tuple[Operation, ...]:
+    def in_float32(self) -> tuple[AutocastOperation, ...]:
         """Returns the matmuls and convolutions that are not in half, which Tensor Cores could run."""
         return tuple(o for o in self.operations if o.is_product and not o.in_half)
 
@@ -104,7 +104,7 @@ class Report(Shown):
         return "\n".join(map(str, self.operations))
 
     def __repr__(self) -> str:
-        return f"Report({self.summary()})"
+        return f"AutocastReport({self.summary()})"
 
     def __str__(self) -> str:
         rows = [("module", "operations", "in half", "FLOPs", "on Tensor Cores")]
@@ -136,7 +136,7 @@ def _counted(title: str, texts: Iterable[str]) -> list[str]:
 
 
 @in_two_calls
-def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P, Report]:
+def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P, AutocastReport]:
     """Returns a function that reports what autocast does to each operation of `fun`, and why.
 
     It computes nothing; a `jax.ShapeDtypeStruct` may stand for an array. To see the backward pass too,
@@ -150,7 +150,7 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
             the others.
 
     Returns:
-        A function of the arguments of `fun` that returns a `Report`.
+        A function of the arguments of `fun` that returns a `AutocastReport`.
 
     Raises:
         TypeError: `fun` is not callable, or it is a transform of a function that autocast returned.
@@ -168,14 +168,14 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
     wrapped, rules = given_rules("explain", fun, dtype, jnp.bfloat16)
 
     @functools.wraps(fun)
-    def explain_fun(*args: Any, **kwargs: Any) -> Report:
+    def explain_fun(*args: Any, **kwargs: Any) -> AutocastReport:
         traced, planner, plan = prepare(wrapped, rules, args, kwargs, (jax.ShapeDtypeStruct,))
         planner.scopes.check()
         promotions = find_promotions(plan.jaxpr, traced.names) if rules.dtype == jnp.float32 else {}
         read = [True] * len(plan.results)
         operations = tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions, read))
         after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
-        return Report(
+        return AutocastReport(
             dtype=rules.dtype,
             operations=operations,
             casts=_casts(after, rules.dtype) - _casts(plan.jaxpr, rules.dtype),
@@ -187,7 +187,9 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
     return explain_fun
 
 
-def _without_effect(traced: Arguments, rules: Rules, operations: tuple[Operation, ...]) -> Iterator[str]:
+def _without_effect(
+    traced: Arguments, rules: Rules, operations: tuple[AutocastOperation, ...]
+) -> Iterator[str]:
     """Yields the options without which every operation has the same dtypes."""
     dtypes_of = lambda operations: [(operation.operands, operation.results) for operation in operations]
     ablations = list(rules.ablations())

@@ -17,7 +17,7 @@ from .._precision.compare import Runs, runs_of
 from .._precision.modules import is_of_library
 from .._values.reference import has_value, is_narrow
 from .._values.sites import Site
-from .._values.trace import LossCall, LossProgram, Measured, Tapped, Transform, scale_of, trace
+from .._values.trace import LossCall, LossProgram, Measured, Tapped, ValueAndGrad, scale_of, trace
 from .extremes import Extremes
 from .flow import Flow, Origin
 from .hints import hint
@@ -40,7 +40,7 @@ def find_nonfinite(
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    transform: Transform | None = jax.value_and_grad,
+    value_and_grad_fn: ValueAndGrad | None = jax.value_and_grad,
 ) -> Callable[P, NonfiniteReport]:
     """Returns a function that finds the operation at which a loss or its gradients become inf or NaN.
 
@@ -55,17 +55,17 @@ def find_nonfinite(
     float16. A remedy helps if the loss and the gradients are within 0.1 of those in float32. If float32 is
     not finite either, the report says so, and may add a hint.
 
-    With `transform=None` it runs any function as it is, such as a whole train step. Then an inf or NaN is
-    harmful if it reaches what the function returns, or a value that the step tests to skip its update.
+    With `value_and_grad_fn=None` it runs any function as it is, such as a whole train step. Then an inf or
+    NaN is harmful if it reaches what the function returns, or a value that the step tests to skip its update.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`: plain, with a model under a
-            policy, or from `jmp_lite.autocast`. With `transform=None` any function that returns a pytree. It
-            is not changed.
+            policy, or from `jmp_lite.autocast`. With `value_and_grad_fn=None` any function that returns a
+            pytree. It is not changed.
         loss_scale: the scale of the step, such as `jmp.get_loss_scale(opt_state)`; a number; or None for 1.
         argnums: as in `jmp_lite.value_and_grad`; for a step, which arguments are the parameters.
         has_aux: whether `fun` returns `(loss, aux)`.
-        transform: as in `jmp_lite.value_and_grad`; None for a step.
+        value_and_grad_fn: as in `jmp_lite.value_and_grad`; None for a step.
 
     Returns:
         A function of the arguments of `fun` that returns a `NonfiniteReport`. Call it outside `jit`. A NumPy
@@ -84,16 +84,16 @@ def find_nonfinite(
         >>> report.first_inf.operation, report.first_inf.operand_ranges[1], report.loss
         ('div', (0.0, 3.0), inf)
         >>> step = lambda w, g: w - 0.1 * g / jnp.sqrt(jnp.sum(g * g))
-        >>> print(find_nonfinite(step, transform=None)(w, jnp.zeros(4)).summary())
+        >>> print(find_nonfinite(step, value_and_grad_fn=None)(w, jnp.zeros(4)).summary())
         The result of the step is not finite.
     """
     check_function("find_nonfinite", fun)
     scale = scale_of("find_nonfinite", loss_scale)
-    call = LossCall(fun, argnums, has_aux, transform)
-    if transform is None and loss_scale is not None:
+    call = LossCall(fun, argnums, has_aux, value_and_grad_fn)
+    if value_and_grad_fn is None and loss_scale is not None:
         raise ValueError(
             "find_nonfinite: a step scales its loss itself. Leave loss_scale out, or give the loss function "
-            f"without transform=None. Got loss_scale={loss_scale!r}."
+            f"without value_and_grad_fn=None. Got loss_scale={loss_scale!r}."
         )
 
     @functools.wraps(fun)

@@ -37,7 +37,7 @@ def compare_precision(
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+    value_and_grad_fn: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     tolerance: float | None = None,
 ) -> Callable[P, PrecisionReport]:
     """Returns a function that measures the accuracy that each module costs in half, and finds remedies.
@@ -71,7 +71,7 @@ def compare_precision(
             above.
         argnums: as in `jmp_lite.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
-        transform: as in `jmp_lite.value_and_grad`.
+        value_and_grad_fn: as in `jmp_lite.value_and_grad`.
         tolerance: the largest relative error that is allowed; by default 8 times the `eps` of the dtype, and
             0.25 for `float8`.
 
@@ -100,7 +100,7 @@ def compare_precision(
     fun, rules = given_rules("compare_precision", fun, dtype, jnp.float16)
     if rules.dtype == jnp.float32:
         raise ValueError("compare_precision compares float16 or bfloat16 with float32. Got float32.")
-    call = LossCall(fun, argnums, has_aux, transform)
+    call = LossCall(fun, argnums, has_aux, value_and_grad_fn)
 
     @functools.wraps(fun)
     def compare_precision_fun(*args: Any, **kwargs: Any) -> PrecisionReport:

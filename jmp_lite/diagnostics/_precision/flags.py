@@ -15,7 +15,7 @@ from jax import lax
 from ..._autocast.api import make_plan, run
 from ..._autocast.interpreter import Interpreter
 from ..._autocast.planning.rules import Rules, make_rules
-from ..._autocast.report.operations import Operation, has_floating, operations_of
+from ..._autocast.report.operations import AutocastOperation, has_floating, operations_of
 from ..._autocast.value import Value
 from ..._dtypes import HALF_DTYPES
 from ..._float8.action import FLOAT8, Float8
@@ -47,7 +47,7 @@ class FlaggedProgram:
         self, call: LossCall, rules: Rules, is_autocast: bool, args: Any, kwargs: Any, is_given: bool = True
     ) -> None:
         # By default a GPU runs float32 products in TF32, whose error is that of float16.
-        self.is_step = call.transform is None
+        self.is_step = call.value_and_grad_fn is None
         with jax.default_matmul_precision("highest"):
             with only_own_precisions():
                 traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
@@ -114,7 +114,7 @@ class FlaggedProgram:
         return Reference(flags, self._numbers).run(self._program.jaxpr, arrays)[: len(self.outputs)]
 
     def _flags(
-        self, traced: Arguments, before: Sequence[Operation], parameters: Sequence[str]
+        self, traced: Arguments, before: Sequence[AutocastOperation], parameters: Sequence[str]
     ) -> tuple[tuple[Module, ...], tuple[Module, ...], list[Flags]]:
         """Returns the modules, the sources, and for each operation the numbers of those that it belongs to.
 
@@ -214,7 +214,7 @@ def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
     return [rename(part) if part.name in both else part for part in own]
 
 
-def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[Operation]:
+def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[AutocastOperation]:
     planner, plan = make_plan(traced, rules)
     if check:
         planner.scopes.check()
@@ -227,7 +227,7 @@ def _nudged(array: Array) -> Array:
     return array + array * jnp.finfo(array.dtype).eps * jnp.sin(1e4 * array)
 
 
-def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:
+def _half_dtype(rules: Rules, before: Sequence[AutocastOperation]) -> np.dtype:
     """Returns the dtype of autocast; without it the dtype that the program has most often."""
     if rules.dtype != jnp.float32:
         return rules.dtype

@@ -18,7 +18,7 @@ from ..._jaxpr.arguments import check_function, in_two_calls
 from ..._jaxpr.read import open_jaxpr
 from .._values.reference import has_value
 from .._values.sites import in_half
-from .._values.trace import LossCall, LossProgram, Tapped, Transform, scale_of, trace
+from .._values.trace import LossCall, LossProgram, Tapped, ValueAndGrad, scale_of, trace
 from .float8 import float8_operands
 from .magnitudes import Histogram
 from .report import ModuleRange, RangeReport, by_module
@@ -34,7 +34,7 @@ def profile_ranges(
     loss_scale: Any = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    transform: Transform = jax.value_and_grad,
+    value_and_grad_fn: ValueAndGrad = jax.value_and_grad,
 ) -> Callable[P, RangeReport]:
     """Returns a function that measures what a half dtype loses of a step, and which loss scale recovers it.
 
@@ -55,7 +55,7 @@ def profile_ranges(
             power of two.
         argnums: as in `jmp_lite.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
-        transform: as in `jmp_lite.value_and_grad`.
+        value_and_grad_fn: as in `jmp_lite.value_and_grad`.
 
     Returns:
         A function of the arguments of `fun` that returns a `RangeReport`. Call it outside `jit`.
@@ -79,7 +79,7 @@ def profile_ranges(
     fun, rules = given_rules("profile_ranges", fun, dtype, jnp.float16)
     if rules.dtype == jnp.float32:
         raise ValueError("profile_ranges takes float16 or bfloat16. Got float32, which loses nothing.")
-    call = LossCall(fun, argnums, has_aux, transform)
+    call = LossCall(fun, argnums, has_aux, value_and_grad_fn)
 
     @functools.wraps(fun)
     def profile_ranges_fun(*args: Any, **kwargs: Any) -> RangeReport:
