@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._paths import named_leaves
 from .._tree import at_least_float32, is_floating
-from .loss_scale import LossScale, is_loss_scale
+from .loss_scale import LossScaleLike, as_loss_scale
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 def value_and_grad(
     fun: Callable[P, R],
-    loss_scale: LossScale,
+    loss_scale: LossScaleLike,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     value_and_grad_fn: Callable[..., Callable[..., Any]] = jax.value_and_grad,
@@ -27,7 +27,7 @@ def value_and_grad(
     Args:
         fun: a function that returns a floating loss, shape `()`, or with `has_aux` a pair `(loss, aux)`. The
             loss should be float32, since the scale enters the backward pass in its dtype.
-        loss_scale: the scale of this step.
+        loss_scale: the scale of this step; a number is a `StaticLossScale`.
         argnums: which positional arguments to differentiate, in the form that `value_and_grad_fn` takes.
         has_aux: whether `fun` returns `(loss, aux)`.
         value_and_grad_fn: a function with the interface of `jax.value_and_grad`, such as
@@ -55,7 +55,7 @@ def value_and_grad(
 def _true_value_and_grad(
     made_by: str,
     fun: Callable[..., Any],
-    loss_scale: LossScale,
+    loss_scale: LossScaleLike,
     argnums: Any,
     has_aux: bool,
     value_and_grad_fn: Callable[..., Callable[..., Any]],
@@ -66,10 +66,11 @@ def _true_value_and_grad(
             f"{made_by}(fun, loss_scale)(params, ...): fun is a function that returns the loss. "
             f"Got {type(fun).__name__}. Give the function itself, not what it returned."
         )
-    if not is_loss_scale(loss_scale):
+    scale = as_loss_scale(loss_scale)
+    if scale is None:
         raise TypeError(
             f"{made_by}(fun, loss_scale): expected a loss scale such as jmp.get_loss_scale(opt_state) or "
-            "jmp.DynamicLossScale(), or jmp.NoOpLossScale() for no scale. "
+            "jmp.DynamicLossScale(), a number, or jmp.NoOpLossScale() for no scale. "
             f"Got {'a class' if isinstance(loss_scale, type) else type(loss_scale).__name__}."
         )
 
@@ -89,7 +90,7 @@ def _true_value_and_grad(
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, _LossAndAux]:
         loss, aux = _split(fun(*args, **kwargs), has_aux)
         # The true loss is an auxiliary output, since the scaled loss may overflow.
-        return loss_scale.scale(loss), _LossAndAux(loss, aux)
+        return scale.scale(loss), _LossAndAux(loss, aux)
 
     # Equinox's transforms take no `argnums`, so the default of all transforms, 0, is left out.
     settings = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
@@ -111,7 +112,7 @@ def _true_value_and_grad(
                 f"{'jmp.grad takes one of these too' if is_grad else 'For gradients alone: jmp.grad'}."
             )
         loss, aux = value[1]
-        grads = at_least_float32(loss_scale.unscale(grads))
+        grads = at_least_float32(scale.unscale(grads))
         return ((loss, aux) if has_aux else loss), grads
 
     return true_value_and_grad
@@ -119,7 +120,7 @@ def _true_value_and_grad(
 
 def grad(
     fun: Callable[P, Any],
-    loss_scale: LossScale,
+    loss_scale: LossScaleLike,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     value_and_grad_fn: Callable[..., Callable[..., Any]] = jax.value_and_grad,
@@ -128,7 +129,7 @@ def grad(
 
     Args:
         fun: as in `value_and_grad`.
-        loss_scale: the scale of this step.
+        loss_scale: as in `value_and_grad`.
         argnums: as in `value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
         value_and_grad_fn: as in `value_and_grad`: a function like `jax.value_and_grad`, and not like

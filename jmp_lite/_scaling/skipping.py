@@ -23,7 +23,7 @@ from .._tree import (
     without_nnx_variables,
 )
 from .finite import agree, all_finite, leaves_finite
-from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
+from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, as_loss_scale
 from .norm import clip, squared_norms
 from .scalars import number
 from .state import LeafNames, SkipNonfiniteState, count
@@ -170,8 +170,8 @@ class Skipping:
             squares = squared_norms(grads)
             flags = jnp.isfinite(squares)
             norm = jnp.sqrt(squares.sum())
-            if is_loss_scale(loss_scale):  # `unscale` will divide the gradients inside of `inner`.
-                norm = norm / loss_scale.loss_scale
+            if (scale := as_loss_scale(loss_scale)) is not None:
+                norm = norm / scale.loss_scale  # `unscale` will divide the gradients inside of `inner`.
             finite = jnp.isfinite(norm)
             grads = clip(grads, norm, self.clip_norm)
         if self.axis_name is not None:

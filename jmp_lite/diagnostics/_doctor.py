@@ -14,6 +14,7 @@ from .._autocast.api import autocast, given_rules, settings_of
 from .._autocast.report.explain import AutocastReport, explain
 from .._dtypes import DTypeLike
 from .._jaxpr.arguments import check_function, in_two_calls
+from .._scaling.loss_scale import LossScaleLike
 from .._text import Shown, wrapped
 from ..programs._compile import compile_for
 from ..programs._program import Program
@@ -84,7 +85,7 @@ def doctor(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
     *,
-    loss_scale: Any = None,
+    loss_scale: LossScaleLike | None = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     value_and_grad_fn: ValueAndGrad | None = jax.value_and_grad,

@@ -234,7 +234,7 @@ def test_python_and_numpy_floats_are_losses():
 def test_another_object_than_a_loss_scale_is_a_type_error_before_anything_runs():
     opt_state = jmp.with_loss_scale(optax.sgd(1.0)).init(W)
     said = r"expected a loss scale such as jmp\.get_loss_scale.*\. Got [\w ]+\."
-    for given in (1024.0, None, jnp.float32(2), jmp.DynamicLossScale, "dynamic", opt_state):
+    for given in (None, True, jmp.DynamicLossScale, "dynamic", opt_state):
         for transformed in (jmp.value_and_grad, jmp.grad):
             with pytest.raises(TypeError, match=said):
                 transformed(square_loss, given)

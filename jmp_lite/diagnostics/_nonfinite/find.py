@@ -13,6 +13,7 @@ import numpy as np
 
 from ..._jaxpr.arguments import check_function, in_two_calls
 from ..._jaxpr.read import Array
+from ..._scaling.loss_scale import LossScaleLike
 from .._precision.compare import Runs, runs_of
 from .._precision.modules import is_of_library
 from .._values.reference import has_value, is_narrow
@@ -37,7 +38,7 @@ LOWEST = -24
 def find_nonfinite(
     fun: Callable[P, Any],
     *,
-    loss_scale: Any = None,
+    loss_scale: LossScaleLike | None = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     value_and_grad_fn: ValueAndGrad | None = jax.value_and_grad,

@@ -13,7 +13,7 @@ from ..._autocast.api import given_rules, settings_of
 from ..._dtypes import DTypeLike
 from ..._jaxpr.arguments import check_function, in_two_calls
 from ..._jaxpr.read import Array
-from ..._scaling.loss_scale import DynamicLossScale
+from ..._scaling.loss_scale import DynamicLossScale, LossScaleLike
 from .._values.trace import LossCall, scale_of
 from .fewest import fewest
 from .flags import FlaggedProgram
@@ -34,7 +34,7 @@ def compare_precision(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
     *,
-    loss_scale: Any = None,
+    loss_scale: LossScaleLike | None = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     value_and_grad_fn: Callable[..., Callable[..., Any]] = jax.value_and_grad,

@@ -16,6 +16,7 @@ from ..._autocast.planning.wanted import Wanted
 from ..._dtypes import DTypeLike
 from ..._jaxpr.arguments import check_function, in_two_calls
 from ..._jaxpr.read import open_jaxpr
+from ..._scaling.loss_scale import LossScaleLike
 from .._values.reference import has_value
 from .._values.sites import in_half
 from .._values.trace import LossCall, LossProgram, Tapped, ValueAndGrad, scale_of, trace
@@ -31,7 +32,7 @@ def profile_ranges(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
     *,
-    loss_scale: Any = None,
+    loss_scale: LossScaleLike | None = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     value_and_grad_fn: ValueAndGrad = jax.value_and_grad,

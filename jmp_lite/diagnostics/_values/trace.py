@@ -19,7 +19,7 @@ from ..._jaxpr import arguments
 from ..._jaxpr.read import Array, Jaxpr, constants, without_constants
 from ..._paths import leaf_names, positional_names
 from ..._scaling.grad import value_and_grad
-from ..._scaling.loss_scale import StaticLossScale
+from ..._scaling.loss_scale import LossScaleLike, NoOpLossScale, StaticLossScale, as_loss_scale
 from ..._tree import has_dtype, is_traced
 from .calls import HANDLERS
 from .probe import Probe, TapValue
@@ -93,17 +93,17 @@ class LossProgram:
         return jaxpr_as_fun(closed)(*arrays)[: len(self.outputs)]
 
 
-def scale_of(caller: str, loss_scale: Any) -> float:
+def scale_of(caller: str, loss_scale: LossScaleLike | None) -> float:
     """Returns the value of a loss scale or a number; 1 for None."""
-    value = 1.0 if loss_scale is None else getattr(loss_scale, "loss_scale", loss_scale)
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
+    scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
+    if scale is None:
         raise TypeError(
             f"{caller}: loss_scale should be None, a number, or a loss scale such as "
             f"jmp.get_loss_scale(opt_state) or jmp.DynamicLossScale(). Got {type(loss_scale).__name__}."
         )
-    if is_traced(value):
+    if is_traced(scale.loss_scale):
         raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
-    number = float(np.asarray(value).reshape(()))
+    number = float(np.asarray(scale.loss_scale).reshape(()))
     if not 0 < number < np.inf:
         raise ValueError(f"{caller}: loss_scale should be above 0 and finite. Got {number}.")
     return number
