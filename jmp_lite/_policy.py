@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """An exception to a policy for one part of the parameter tree.
+    """An exception to a policy, or to `autocast`, for one part of a model.
 
     Attributes:
-        pattern: the subtrees that the rule is for: `head`, `**/BatchNorm*`, `/decoder/*/norm`. `*` matches
-            any part of one key, `**` matches any number of keys. A pattern may begin at any depth unless it
-            starts with a slash.
+        pattern: the subtrees of the parameters that the rule is for, or the scopes under `autocast`: `head`,
+            `**/BatchNorm*`, `/decoder/*/norm`. `*` matches any part of one key, `**` matches any number of
+            keys. A pattern may begin at any depth unless it starts with a slash.
         policy: the policy of these subtrees. A dtype or a policy string is read as one.
-        optional: whether the rule may match nothing in `check_rules`.
+        optional: whether the rule may match nothing in `check_rules`; autocast takes no such rule.
 
     Raises:
         ValueError: the pattern is empty or contains `->` or `;`, or the policy has rules of its own.
@@ -71,8 +71,8 @@ class Policy(Shown):
         param_dtype: the dtype in which parameters rest. For a half dtype see `with_master_params`.
         compute_dtype: the dtype of the operands of the arithmetic.
         output_dtype: the dtype of what the model returns, such as logits.
-        rules: `Rule`s, or a mapping or pairs of pattern and policy. The first rule that matches the path
-            of a parameter wins.
+        rules: `Rule`s, or a mapping or pairs of pattern and policy; None for none. The first rule that
+            matches the path of a parameter wins.
 
     Raises:
         ValueError, TypeError: a dtype is unknown or not floating, or a rule is malformed.
@@ -125,11 +125,11 @@ class Policy(Shown):
         """Returns the policy with the output dtype `output_dtype`."""
         return dataclasses.replace(self, output_dtype=parse_dtype(output_dtype))
 
-    def with_rules(self, rules: Mapping[str, Any] | Iterable[Any]) -> "Policy":
+    def with_rules(self, rules: Mapping[str, Any] | Iterable[Any] | None) -> "Policy":
         """Returns the policy with `rules` in front of its own.
 
         Args:
-            rules: `Rule`s, or a mapping or pairs of pattern and policy, dtype or policy string.
+            rules: `Rule`s, or a mapping or pairs of pattern and policy, dtype or policy string; or None.
 
         Examples:
             >>> str(jmp.get_policy("half").with_rules({"**/BatchNorm*": "float32"}))
@@ -246,7 +246,9 @@ def get_policy(policy_name: str) -> Policy:
 
 
 def _pairs(rules: Any) -> list[Any]:
-    """Returns what a user gave as rules as a list of rules or pairs."""
+    """Returns what a user gave as rules as a list of rules or pairs; None is none."""
+    if rules is None:
+        return []
     if isinstance(rules, Mapping):
         return list(rules.items())
     if isinstance(rules, (str, Rule)) or not isinstance(rules, Iterable):

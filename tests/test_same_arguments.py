@@ -72,3 +72,52 @@ def test_what_is_no_loss_scale_is_refused(name):
         SCALED[name](0.0)
     with pytest.raises(ValueError, match=r"loss_scale should be a scalar\. Got shape \(4,\)"):
         SCALED[name](X)
+
+
+def dtypes_under(policy):
+    return jax.tree.map(lambda leaf: leaf.dtype.name, policy.cast_to_compute(MODEL))
+
+
+def products_under(**options):
+    report = jmp.explain(jmp.autocast(model_loss, "float16", **options))(MODEL, jnp.ones((2, 4)))
+    return [(each.scope, each.in_half) for each in report.operations if each.name == "dot_general"]
+
+
+MODEL = {"body": jnp.ones((4, 4)), "head": jnp.ones((4, 2))}
+HALF = jmp.get_policy("c=f16,o=f32")
+RULED = {
+    "autocast": lambda rules: products_under(rules=rules),
+    "Policy": lambda rules: dtypes_under(jmp.Policy("float32", "float16", "float32", rules=rules)),
+    "Policy.with_rules": lambda rules: dtypes_under(HALF.with_rules(rules)),
+}
+
+
+def model_loss(params, x):
+    for name, weight in params.items():
+        with jax.named_scope(name):
+            x = x @ weight
+    return jnp.sum(x)
+
+
+def test_every_function_that_takes_rules_is_tested_here():
+    assert functions_with("rules") == {"autocast"}
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_rules_are_pairs_a_mapping_rules_or_none(name):
+    without, expected = RULED[name](()), RULED[name]({"head": "float32"})
+    assert without != expected
+    assert RULED[name](None) == RULED[name]([]) == RULED[name]({}) == without
+    rule = jmp.Rule("head", "float32")
+    for rules in ([rule], (rule,), iter([rule]), [("head", jnp.float32)], [[" head ", "f32"]]):
+        assert RULED[name](rules) == expected
+    assert RULED[name]([jmp.Rule("head", "float32"), ("**", "float16")]) == expected
+    for wrong in ("head", rule, 3):
+        with pytest.raises(TypeError, match=r"rules= (takes|is|maps) .*Got"):
+            RULED[name](wrong)
+
+
+def test_a_rule_of_autocast_gives_its_compute_dtype_and_selects_something():
+    assert RULED["autocast"]([jmp.Rule("head", "p=f32,c=f32,o=f16")]) == RULED["autocast"]({"head": "f32"})
+    with pytest.raises(ValueError, match=r"'head \?-> .*' is optional.*Leave optional=True out"):
+        RULED["autocast"]([jmp.Rule("head", "float32", optional=True)])

@@ -203,7 +203,7 @@ def test_errors_say_what_was_given():
         find_nonfinite(3)
     with pytest.raises(TypeError, match=r"loss_scale should be None, a number, or a loss scale.*Got str"):
         find_nonfinite(loss, loss_scale="half")
-    with pytest.raises(ValueError, match=r"above 0 and finite. Got 0"):
+    with pytest.raises(ValueError, match=r"above 0 and finite in float32.*Got 0"):
         find_nonfinite(loss, loss_scale=0.0)
     with pytest.raises(TypeError, match="Call it outside jit"):
         jax.jit(lambda w: find_nonfinite(loss)(w, x).loss)(w)
