@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -95,7 +95,9 @@ class Training:
             the loss, and what `jmp.get_metrics` says.
     """
 
-    def __init__(self, workload: Workload, mesh: Mesh, fsdp: bool, reduce_dtype: str | None) -> None:
+    def __init__(
+        self, workload: Workload, mesh: Mesh, fsdp: bool, reduce_dtype: Literal["float32"] | None
+    ) -> None:
         tx = jmp.with_loss_scale(workload.optimizer(), LOSS_SCALE)
 
         def init() -> tuple[Any, Any, Any]:

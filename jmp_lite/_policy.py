@@ -39,7 +39,7 @@ class Rule:
     policy: "Policy"
     optional: bool = False
 
-    def __init__(self, pattern: str, policy: "Policy | DTypeLike", optional: bool = False) -> None:
+    def __init__(self, pattern: str, policy: "Policy | DTypeLike | str", optional: bool = False) -> None:
         if not isinstance(pattern, str):
             raise TypeError(f"Rule(pattern, policy): the pattern is a path such as 'head'. Got {pattern!r}.")
         object.__setattr__(self, "pattern", pattern.strip())

@@ -52,7 +52,7 @@ ROOMS = {
     ),
     "diagnostics._precision": ("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values"),
     "diagnostics._nonfinite": (
-        *("_text", "_scaling", "_jaxpr"),
+        *("_dtypes", "_text", "_scaling", "_jaxpr"),
         *("diagnostics._values", "diagnostics._precision"),
     ),
     "diagnostics._ranges": ("_dtypes", "_text", "_tree", "_scaling", *AUTOCAST, "diagnostics._values"),

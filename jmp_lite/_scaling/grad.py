@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from .loss_scale import LossScaleLike, as_loss_scale
 
 P = ParamSpec("P")
 R = TypeVar("R")
+A = TypeVar("A")
 
 
 def value_and_grad(
@@ -116,6 +117,37 @@ def _true_value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     return true_value_and_grad
+
+
+@overload
+def grad(
+    fun: Callable[P, Any],
+    loss_scale: LossScaleLike,
+    argnums: int | Sequence[int] | Any = ...,
+    has_aux: Literal[False] = ...,
+    value_and_grad_fn: Callable[..., Callable[..., Any]] = ...,
+) -> Callable[P, Any]: ...
+
+
+@overload
+def grad(
+    fun: Callable[P, tuple[Any, A]],
+    loss_scale: LossScaleLike,
+    argnums: int | Sequence[int] | Any = ...,
+    *,
+    has_aux: Literal[True],
+    value_and_grad_fn: Callable[..., Callable[..., Any]] = ...,
+) -> Callable[P, tuple[Any, A]]: ...
+
+
+@overload
+def grad(
+    fun: Callable[P, Any],
+    loss_scale: LossScaleLike,
+    argnums: int | Sequence[int] | Any = ...,
+    has_aux: bool = ...,
+    value_and_grad_fn: Callable[..., Callable[..., Any]] = ...,
+) -> Callable[P, Any]: ...
 
 
 def grad(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._autocast.api import given_rules, settings_of
-from ..._dtypes import DTypeLike
+from ..._dtypes import DTypeLike, DTypeName
 from ..._jaxpr.arguments import check_function, in_two_calls
 from ..._jaxpr.read import Array
 from ..._scaling.loss_scale import DynamicLossScale, LossScaleLike
@@ -198,7 +198,7 @@ class Runs:
         rules, own = self.rules(kept), [module for module in kept if not module.pattern]
         return "; ".join([*([f"rules={rules}"] if rules else []), *([in_words(own)] if own else [])])
 
-    def rules(self, kept: Sequence[Module]) -> dict[str, str]:
+    def rules(self, kept: Sequence[Module]) -> dict[str, DTypeName]:
         """Returns the rules for some modules, with those of the function that still select something."""
         rules, modules = self.program.rules, self.program.modules
         scopes = scopes_for(kept, modules, self.program.wide, self.program.narrow)
@@ -207,7 +207,7 @@ class Runs:
         paths = {path for operation in operations for path in (operation.scope, *operation.arguments)}
         used = {match[0] for path in paths if path and (match := rules.pattern_for(path))}
         # A pattern may occur twice: the first one counts.
-        dtypes = dict(reversed(rules.scopes))
+        dtypes: Any = dict(reversed(rules.scopes))
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
