@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jmp_lite as jmp
-from jmp_lite import diagnostics
+from jmp_lite import diagnostics, testing
 
 W, X = jnp.full(4, 0.5), jnp.arange(4.0)
 TX = optax.chain(jmp.unscale(), optax.sgd(1.0))
@@ -121,3 +121,114 @@ def test_a_rule_of_autocast_gives_its_compute_dtype_and_selects_something():
     assert RULED["autocast"]([jmp.Rule("head", "p=f32,c=f32,o=f16")]) == RULED["autocast"]({"head": "f32"})
     with pytest.raises(ValueError, match=r"'head \?-> .*' is optional.*Leave optional=True out"):
         RULED["autocast"]([jmp.Rule("head", "float32", optional=True)])
+
+
+TREE = {"enc": {"layer_1": {"kernel": jnp.ones((4, 4))}}, "dec": {"kernel": jnp.ones((4, 4))}}
+ADAM = optax.adam(1e-3)
+
+
+def tree_loss(params, x):
+    with jax.named_scope("enc"), jax.named_scope("layer_1"), jax.named_scope("kernel"):
+        x = jnp.tanh(x @ params["enc"]["layer_1"]["kernel"])
+    return jnp.sum(x @ params["dec"]["kernel"])
+
+
+def in_autocast(option, name, pattern):
+    """Whether an option of autocast changes the first product, whose scope or weight is called `name`."""
+    weights = TREE if name else None
+    loss = tree_loss if name else lambda x: tree_loss(TREE, x)
+    args = (weights, jnp.ones((2, 4))) if name else (jnp.ones((2, 4)),)
+    options = {"rules": {pattern: "float32"}} if option == "rules" else {option: pattern}
+    try:
+        found = jmp.explain(jmp.autocast(loss, "float16", **options))(*args).operations
+    except ValueError as error:
+        if "selects no" not in str(error):
+            raise
+        return False
+    first = next(each for each in found if each.is_product)
+    return not first.in_half if option == "rules" else first.results[0].dtype == jnp.float32
+
+
+def in_policy(pattern):
+    params = jmp.get_policy("c=f16").with_rules({pattern: "float32"}).cast_to_compute(TREE)
+    return params["enc"]["layer_1"]["kernel"].dtype == jnp.float32
+
+
+def in_state(pattern):
+    try:
+        state = jmp.with_half_state(ADAM, keep_float32=pattern).init(TREE).inner_state
+    except ValueError as error:
+        if "matches no array of the state" not in str(error):
+            raise
+        return False
+    return state[0].mu["enc"]["layer_1"]["kernel"].dtype == jnp.float32
+
+
+def in_assert_precision(pattern):
+    half = jmp.autocast(tree_loss, "float16")
+    try:
+        testing.assert_precision(half, {pattern: "float32", "**": "float16"}, TREE, jnp.ones((2, 4)))
+    except AssertionError as error:
+        return "0 of 2" not in str(error)
+    raise AssertionError("The pattern selects no product, and is not named.")
+
+
+def in_ignore(pattern):
+    """Whether `ignore` lets a step change one leaf of its state although it is skipped."""
+
+    def step(state, x):
+        scale, tree = state
+        finite = jnp.isfinite(x).all()
+        moved = jax.tree.map(lambda leaf: leaf + 1, tree)
+        new = {**jmp.select_tree(finite, moved, tree), "enc": moved["enc"]}
+        return (scale.adjust(finite), new), 0.0
+
+    try:
+        testing.assert_skips_nonfinite(step, (jmp.DynamicLossScale(), TREE), X, ignore=pattern)
+    except AssertionError as error:
+        if "kernel" not in str(error):
+            raise
+        return False
+    return True
+
+
+# Each with the path of the tree within what it selects from.
+SELECTS = {
+    "rules, an argument": (lambda pattern: in_autocast("rules", "params", pattern), "params/"),
+    "rules, a scope": (lambda pattern: in_autocast("rules", "", pattern), ""),
+    "float32_results": (lambda pattern: in_autocast("float32_results", "", pattern), ""),
+    "a policy": (in_policy, ""),
+    "keep_float32": (in_state, "0/mu/"),
+    "assert_precision": (in_assert_precision, "params/"),
+    "ignore": (in_ignore, "1/"),
+}
+
+
+@pytest.mark.parametrize("name", SELECTS)
+def test_there_is_one_language_of_patterns(name):
+    selects, root = SELECTS[name]
+    within = (
+        "enc",
+        "enc/layer_1",
+        "layer_*",
+        "enc/**/kernel",
+        "**/layer_1",
+        "en?",
+        "e[mn]c",
+        " enc ",
+        "enc/",
+    )
+    for pattern in (*within, f"/{root}enc/layer_1", f" /{root}*/layer_1/kernel"):
+        assert selects(pattern), pattern
+    for pattern in ("layer", "Enc", "/layer_1", "enc/kernel", "**/layer_1/bias", "enc*kernel"):
+        assert not selects(pattern), pattern
+
+
+@pytest.mark.parametrize("name", SELECTS)
+def test_an_empty_pattern_and_another_type_are_refused(name):
+    selects, _ = SELECTS[name]
+    for empty in ("", " / "):
+        with pytest.raises(ValueError, match=r"[Pp]attern"):
+            selects(empty)
+    with pytest.raises(TypeError, match=r"Got .*3"):
+        selects(3)

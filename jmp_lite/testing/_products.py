@@ -7,7 +7,7 @@ from typing import Any
 from .._autocast.report.explain import explain
 from .._autocast.report.operations import AutocastOperation
 from .._dtypes import DTypeLike, parse_dtype
-from .._paths import matches, shown
+from .._paths import as_patterns, matches, shown
 from ..programs._program import Program
 from ..programs._read import read_program
 
@@ -47,6 +47,7 @@ def assert_precision(
             "assert_precision(fun, dtypes, *args) takes a mapping of patterns to dtypes, such as "
             f"{{'**/router': 'float32', '**': 'bfloat16'}}. Got {shown(dtypes)}."
         )
+    as_patterns(tuple(dtypes), "assert_precision: dtypes has patterns over scopes and argument paths")
     wanted = {pattern: parse_dtype(dtype).name for pattern, dtype in dtypes.items()}
     try:
         inspect.signature(fun).bind(*args, **kwargs)
