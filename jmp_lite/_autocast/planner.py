@@ -153,15 +153,19 @@ class Planner:
         if op.name == "custom_linear_solve":  # It takes no pairs: half matrices enter in float32.
             inputs = [FLOAT32 if state.is_half else state for state in inputs]
         context = self._demand_pass.context(op, inner, analysis)
-        while True:
+        plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
+        # A residual stream in half is carried in half, so that a backward pass keeps it in half. A carry
+        # changes from float32 to half and never back, so this ends.
+        while op.name == "scan" and (streams := _streams_in_float32(inner, plan)):
+            inputs = [HALF_SUM if number in streams else state for number, state in enumerate(plan.inputs)]
             plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
-            # A residual stream in half is carried in half, so that a backward pass keeps it in half.
-            ends = enumerate(plan.results[: inner.carried])
-            streams = [inner.constants + k for k, state in ends if state.half_sum]
-            streams = [number for number in streams if inputs[number] == FLOAT32] if op.name == "scan" else []
-            if not streams:
-                return plan
-            inputs = [HALF_SUM if number in streams else state for number, state in enumerate(inputs)]
+        return plan
+
+
+def _streams_in_float32(inner: Inner, plan: Plan) -> list[int]:
+    """Returns the inputs that a scan carries in float32, and that its body makes in half by `half_sums`."""
+    ends = enumerate(plan.results[: inner.carried], start=inner.constants)
+    return [number for number, state in ends if state.half_sum and plan.inputs[number] == FLOAT32]
 
 
 def _inside(
@@ -200,11 +204,16 @@ def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) ->
     for inner, plan in zip(op.inner, plans):
         for index, carry, state in zip(inner.results, inner.carries, plan.results):
             if index is not None:
-                is_scan = op.name == "scan"
-                is_wide = carry and not (is_scan and state.half_sum)
-                state = leaving(state, is_wide, is_scan and wanted[index] > Wanted.NO)
+                state = _outside(op, state, carry, wanted[index])
                 results[index] = join(results[index], state) if index in results else state
     return tuple(results[index] for index in range(len(op.equation.outvars)))
+
+
+def _outside(op: Op, state: State, carry: bool, wanted: Wanted) -> State:
+    """Returns the state of a result outside of the call. A carry of a loop is float32, but for half sums."""
+    is_scan = op.name == "scan"
+    is_wide = carry and not (is_scan and state.half_sum)
+    return leaving(state, is_wide, is_scan and wanted > Wanted.NO)
 
 
 def _handler(op: Op, operands: Sequence[State], plans: Sequence[Plan]) -> str:

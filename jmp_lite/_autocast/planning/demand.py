@@ -280,19 +280,29 @@ def _note_use(op: Op, demand: Demand) -> None:
     as `argmax`, compare numbers with each other, and a matmul of which integers are made reads numbers.
     """
     results = [demand.uses[var] for var in op.equation.outvars]
-    are_floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in op.equation.outvars]
-    makes_integers = (op.is_cast or op.traits.compares) and not any(are_floating)
-    is_numeric = _is_numeric(op, are_floating) or any(uses.as_number for uses in results)
+    if _makes_integers(op):
+        is_number, is_exact = False, True
+    else:
+        is_number = _is_numeric(op) or any(uses.as_number for uses in results)
+        is_exact = not is_number and any(uses.exactly for uses in results)
     for var in op.variables:
-        if is_numeric and not makes_integers:
-            demand.uses[var].as_number = True
-        elif makes_integers or any(uses.exactly for uses in results):
-            demand.uses[var].exactly = True
+        demand.uses[var].as_number |= is_number
+        demand.uses[var].exactly |= is_exact
 
 
-def _is_numeric(op: Op, are_floating: Sequence[bool]) -> bool:
+def _makes_integers(op: Op) -> bool:
+    """Whether an operation is a cast to integers or booleans, or a comparison."""
+    return (op.is_cast or op.traits.compares) and not any(map(_is_floating, op.equation.outvars))
+
+
+def _is_numeric(op: Op) -> bool:
     """Whether an operation reads numbers whatever is made of its results."""
-    return op.traits.category is Category.ALLOW or bool(op.equation.effects) or not all(are_floating)
+    has_others = not all(map(_is_floating, op.equation.outvars))
+    return op.traits.category is Category.ALLOW or bool(op.equation.effects) or has_others
+
+
+def _is_floating(var: Var) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def _wants(

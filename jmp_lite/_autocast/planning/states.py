@@ -80,13 +80,12 @@ def broadcast(op: Op, var: Var, kind: Kind) -> Kind:
     return Kind.ADAPTS if kind == Kind.ARGUMENT and op.broadcasts(var) else kind
 
 
-def may_be_rounded(op: Op, var: Var, state: State, kind: Kind) -> bool:
+def may_be_rounded(op: Op, var: Var, state: State) -> bool:
     """Whether an operation may take an operand in half: a half value, a literal, or a parameter that it adds.
 
-    `kind` is the kind of the operand after `broadcast`. A factor may leave the range of half where the
-    product does not.
+    A factor may leave the range of half where the product does not.
     """
-    if kind not in (Kind.BINARY, Kind.ADAPTS):
+    if broadcast(op, var, state.kind) not in (Kind.BINARY, Kind.ADAPTS):
         return True
     return state.exact_source and var.aval.ndim > 0 and not op.traits.scales
 
