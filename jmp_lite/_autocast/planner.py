@@ -63,7 +63,9 @@ class Planner:
         """Returns the state of the argument at `path`. A constant has an empty path."""
         if getattr(value, "dtype", None) != jnp.float32:
             return OTHER
-        rule = self.scopes.rule_for(path) if path else None
+        if not path:
+            return State(Kind.ARGUMENT if value.ndim else Kind.ADAPTS, exact_source=True)
+        rule = self.scopes.rule_for(path)
         if rule is not None and rule[1] == "float32":
             return State(Kind.BY_RULE, rule=rule)
         if not value.ndim:
@@ -71,8 +73,8 @@ class Planner:
         return State(
             Kind.ARGUMENT,
             exact_source=True,
-            wide_gradient=bool(path) and self.rules.reduce_dtype is not None,
-            float32_result=self.rules.float32_result_for(path) if path else "",
+            wide_gradient=self.rules.reduce_dtype is not None,
+            float32_result=self.rules.float32_result_for(path),
             rule=rule,
         )
 
@@ -134,11 +136,8 @@ class Planner:
         wanted = [analysis.demand.of_var(var) for var in op.equation.outvars]
         plans = [self._plan_inside(op, inner, operands, wanted, analysis) for inner in op.inner]
         results = _results_of_call(op, plans, wanted)
-        # The handler of a linear solve brings an overflow of the right side to the finite check, which the
-        # solver would hide. Another autocast has done so for its own solvers.
-        solves = op.name == "custom_linear_solve" and AUTOCAST_SCOPE not in analysis.context.scope_of(op)
         has_half = any(state.is_half for state in (*operands, *results))
-        changed = solves or has_half or any(plan.changed for plan in plans)
+        changed = has_half or any(plan.changed for plan in plans) or _solves(op, analysis.context)
         action: Run | Call = Run((Take.AS_IS,) * len(operands))
         if changed:
             inside = _inside(op, operands, plans, results)
@@ -149,9 +148,7 @@ class Planner:
     def _plan_inside(
         self, op: Op, inner: Inner, operands: list[State], wanted: list[Wanted], analysis: Analysis
     ) -> Plan:
-        inputs = [entering(operands[index], role) for index, role in zip(inner.operands, inner.roles)]
-        if op.name == "custom_linear_solve":  # It takes no pairs: half matrices enter in float32.
-            inputs = [FLOAT32 if state.is_half else state for state in inputs]
+        inputs = [entering(op, operands[n], role) for n, role in zip(inner.operands, inner.roles)]
         context = self._demand_pass.context(op, inner, analysis)
         plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
         # A residual stream in half is carried in half, so that a backward pass keeps it in half. A carry
@@ -166,6 +163,15 @@ def _streams_in_float32(inner: Inner, plan: Plan) -> list[int]:
     """Returns the inputs that a scan carries in float32, and that its body makes in half by `half_sums`."""
     ends = enumerate(plan.results[: inner.carried], start=inner.constants)
     return [number for number, state in ends if state.half_sum and plan.inputs[number] == FLOAT32]
+
+
+def _solves(op: Op, context: Context) -> bool:
+    """Whether an operation is a linear solve of the program.
+
+    Its handler brings an overflow of the right side to the finite check, which the solver would hide. Another
+    autocast has done so for its own solvers.
+    """
+    return op.name == "custom_linear_solve" and AUTOCAST_SCOPE not in context.scope_of(op)
 
 
 def _inside(

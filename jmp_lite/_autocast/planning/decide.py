@@ -64,17 +64,22 @@ def _kept(
     decision = run_in_float32(op, operands, ruling)
     if ruling.why is Why.KEEP_FLOAT32:
         return dataclasses.replace(decision, results=results_of(op, operands, KEPT))
+    takes = _takes_of_kept_product(op, operands, ruling, half)
+    if takes is None:
+        return decision
+    return dataclasses.replace(decision, action=Product(takes, (half, half)), changed=True)
+
+
+def _takes_of_kept_product(
+    op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype
+) -> tuple[Take, ...] | None:
+    """Returns how a product takes its operands if it is kept and the products of its gradients are not."""
     if op.traits.category is not Category.ALLOW:
-        return decision
-    if ruling.why is Why.LOOP and len(operands) == 2:
-        # Its gradients decide nothing.
-        action = Product(in_full(operands).operands, (half, half))
-    elif widens(op, half):
-        # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do.
-        action = Product((Take.AS_IS,) * len(operands), (half, half))
-    else:
-        return decision
-    return dataclasses.replace(decision, action=action, changed=True)
+        return None
+    if ruling.why is Why.LOOP and len(operands) == 2:  # Its gradients decide nothing.
+        return in_full(operands).operands
+    # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do.
+    return (Take.AS_IS,) * len(operands) if widens(op, half) else None
 
 
 def _half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
@@ -96,8 +101,8 @@ def _move(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis)
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
     both = len(results) == 1 and _moves_both(op, operands[0], analysis)
     # A constant of a loop that is in half outside of it has a float32 array too, so ask for the half one.
-    action = Move(tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands), both)
-    changed = both or any(state.is_half for state in operands)
+    takes = tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands)
+    action, changed = Move(takes, both), both or Take.HALF in takes
     return Decision(op, Category.MOVE, action, results, "it moves data and keeps its type", changed)
 
 
@@ -116,11 +121,11 @@ def _moves_both(op: Op, operand: State, analysis: Analysis) -> bool:
     """
     if operand.is_half:
         return op.traits.gathers or op.traits.copies
-    if not analysis.demand.uses[op.equation.outvars[0]].in_half:
+    is_wanted = analysis.demand.uses[op.equation.outvars[0]].in_half
+    if not is_wanted or operand.kind == Kind.OTHER:
         return False
     turns = analysis.context.is_backward(op) and not op.traits.copies
-    gathers = op.traits.gathers or (op.name == "reshard" and operand.wide_gradient)
-    return (gathers or turns) and operand.kind != Kind.OTHER
+    return turns or op.traits.gathers or (op.name == "reshard" and operand.wide_gradient)
 
 
 def _cast(op: Op, operand: State) -> Decision:

@@ -1,5 +1,6 @@
 """Decides about element-wise operations. Says how any operation takes its operands and gives its results."""
 
+import functools
 from collections.abc import Sequence, Set
 
 import jax.numpy as jnp
@@ -16,10 +17,8 @@ from .wanted import Wanted
 
 def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) -> Decision:
     """Decides about an element-wise operation: the widest type of its operands; half only if wanted."""
-    kinds = {
-        broadcast(op, var, state.kind)
-        for var, state in zip(op.equation.invars, operands)
-        if state.kind != Kind.OTHER
+    kinds = {broadcast(op, var, state.kind) for var, state in zip(op.equation.invars, operands)} - {
+        Kind.OTHER
     }
     is_wide = not kinds.isdisjoint(WIDE)
     if is_wide and wanted >= Wanted.WITH_OTHERS:
@@ -55,13 +54,14 @@ def _why_float32(op: Op, operands: Sequence[State], kinds: Set[Kind], wanted: Wa
 
 def _why_stored(op: Op, operands: Sequence[State], half: np.dtype) -> str:
     """Returns why an operation computes in float32 what it stores in half; empty if it computes in half."""
-    if op.traits.scales and (rounded := [each.number for each in operands if _is_rounded(each, half)]):
+    rounded = [state.number for state in operands if op.traits.scales and _is_rounded(state, half)]
+    if rounded:
         return f"{half.name} rounds the constant {rounded[0]:g}"
     if op.traits.squares and half == jnp.float16 and not operands[-1].constant:
         return f"the derivative of {op.name} squares an input, which may overflow"
-    if not all(may_be_rounded(op, var, state) for var, state in zip(op.equation.invars, operands)):
-        return "one operand is in half; another was computed in float32 and takes its type"
-    return ""
+    if all(map(functools.partial(may_be_rounded, op), op.equation.invars, operands)):
+        return ""
+    return "one operand is in half; another was computed in float32 and takes its type"
 
 
 def _is_rounded(state: State, half: np.dtype) -> bool:

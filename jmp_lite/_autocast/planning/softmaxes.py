@@ -124,10 +124,13 @@ def _sums_exponentials(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) ->
     if not _is_over_rows(op):
         return False
     made = _makers(op, ops, made_by)
-    is_masked = made and (made[0].traits.selects or made[0].name == "jit")
-    if is_masked and _is_part(made[0]):
+    if made and _masks(made[0]):
         made = _makers(made[0], ops, made_by)
     return any(each.name in ("exp", "exp2") and not each.is_listed for each in made)
+
+
+def _masks(op: Op) -> bool:
+    return (op.traits.selects or op.name == "jit") and _is_part(op)
 
 
 def _makers(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) -> list[Op]:

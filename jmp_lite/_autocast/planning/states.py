@@ -90,8 +90,10 @@ def may_be_rounded(op: Op, var: Var, state: State) -> bool:
     return state.exact_source and var.aval.ndim > 0 and not op.traits.scales
 
 
-def entering(state: State, role: Role) -> State:
-    """Returns the state of an operand inside the jaxpr that takes it."""
+def entering(op: Op, state: State, role: Role) -> State:
+    """Returns the state of an operand of a call inside the jaxpr that takes it."""
+    if op.name == "custom_linear_solve" and state.is_half:  # It takes no pairs.
+        return FLOAT32
     if role is not Role.CARRY:
         return state
     # A value that changes from one iteration to the next is not a constant.

@@ -54,9 +54,9 @@ def _find_pairs(plan: Plan) -> Pairs:
         readers.note([out])
     read = readers.before_moves()
     starts = frozenset(var for var, count in readers.count.items() if count > 1)
-    origins = [readers.origin(out) if readers.is_half(out) else None for out in inside.outvars]
     leads_out = starts.union(inside.invars)
-    return Pairs(starts, read, tuple(var is not None and var in leads_out for var in origins))
+    outputs = tuple(readers.is_half(out) and readers.origin(out) in leads_out for out in inside.outvars)
+    return Pairs(starts, read, outputs)
 
 
 class _Readers:
