@@ -36,7 +36,7 @@ from .planning.plan import Call, Decision, Inside, Plan, Run, Take, conversion
 from .planning.rules import Rules
 from .planning.ruling import Ruling, estimate_of_state
 from .planning.scopes import Scopes
-from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, State, entering, fits, join, leaving
+from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, Source, State, entering, fits, join, leaving
 from .planning.wanted import Wanted
 
 PASSES: tuple[Callable[[Plan, Rules], Plan], ...] = (recompute, pairs, checkpoints, precision)
@@ -64,19 +64,15 @@ class Planner:
         if getattr(value, "dtype", None) != jnp.float32:
             return OTHER
         if not path:
-            return State(Kind.ARGUMENT if value.ndim else Kind.ADAPTS, exact_source=True)
+            return State(Kind.ARGUMENT if value.ndim else Kind.ADAPTS, source=Source())
         rule = self.scopes.rule_for(path)
         if rule is not None and rule[1] == "float32":
-            return State(Kind.BY_RULE, rule=rule)
+            return State(Kind.BY_RULE, source=Source(rule=rule))
         if not value.ndim:
-            return State(Kind.ADAPTS, exact_source=True)
-        return State(
-            Kind.ARGUMENT,
-            exact_source=True,
-            wide_gradient=self.rules.reduce_dtype is not None,
-            float32_result=self.rules.float32_result_for(path),
-            rule=rule,
-        )
+            return State(Kind.ADAPTS, source=Source())
+        is_wide = self.rules.reduce_dtype is not None
+        source = Source(is_wide, self.rules.float32_result_for(path), rule)
+        return State(Kind.ARGUMENT, source=source)
 
     def constant(self, value: Array) -> State:
         """Returns the state of a constant: a literal if its value is known, else as an argument."""

@@ -16,7 +16,7 @@ from .products import OUTER, by_first_rule, decide_outer, decide_product, widens
 from .rules import Rules
 from .ruling import Ruling, Why
 from .scopes import Scopes
-from .states import FLOAT32, HALF_SUM, KEPT, Kind, State, moved
+from .states import FLOAT32, HALF_SUM, KEPT, Kind, Source, State, moved
 from .wanted import Wanted
 
 
@@ -144,7 +144,7 @@ def _result_of_cast(source: Var, target: Var, operand: State) -> tuple[State, st
     if not is_float32(target):
         return State(Kind.OTHER, constant=operand.constant), "the program casts"
     if source.aval.dtype == jnp.bool_:
-        return State(Kind.BINARY, exact_source=True, constant=operand.constant), "half holds 0 and 1"
+        return State(Kind.BINARY, constant=operand.constant, source=Source()), "half holds 0 and 1"
     if jnp.issubdtype(source.aval.dtype, jnp.integer):
         is_free = operand.constant or source.aval.ndim == 0
         kind = Kind.ADAPTS if is_free else Kind.ARGUMENT

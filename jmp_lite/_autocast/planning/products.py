@@ -69,8 +69,8 @@ def decide_product(
     if not decision.takes_half:
         return decision
     is_backward = analysis.context.is_backward(op)
-    by_argument = next((state.float32_result for state in operands if state.float32_result), "")
-    pattern = ruling.float32_result or by_argument
+    by_argument = [state.source.float32_result for state in operands if state.source is not None]
+    pattern = next(filter(None, (ruling.float32_result, *by_argument)), "")
     # The products of derivatives give half.
     if pattern and not is_backward and analysis.tangents.isdisjoint(op.variables):
         scopes.note_used("float32_results", pattern)
@@ -150,7 +150,7 @@ def _in_float8(
     assert isinstance(action, (Run, Product, WeightGradient))
     if why_not := why_not_float8(decision.op.equation, _first_rule(ruling, operands, rules)):
         return dataclasses.replace(decision, not_fp8=why_not)
-    are_arguments = [state.exact_source for state in operands]
+    are_arguments = [state.source is not None for state in operands]
     result = action.params.get("preferred_element_type")
     gradients = action.gradients if isinstance(action, Product) else ()
     in_fp8 = float8_action(is_backward, are_arguments, result, gradients)
