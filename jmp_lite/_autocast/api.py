@@ -224,12 +224,12 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
         planner.scopes.check()
         if plan.float8:
             warn_without_float8()
+        option = _option_without_forward_mode(settings, plan)
         try:
             return traced.outputs(run(planner, plan, traced.arrays))
         except TypeError as error:
-            if "forward-mode" not in str(error) or not (plan.float8 or settings.reduce_dtype is not None):
+            if "forward-mode" not in str(error) or not option:
                 raise
-            option = "dtype 'float8'" if plan.float8 else "reduce_dtype='float32'"
             raise TypeError(
                 f"autocast with {option} has no forward-mode derivative: no jax.jvp, jax.jacfwd, or "
                 "jax.linearize. Use reverse mode (jax.grad, jax.jacrev), put autocast around the derivative, "
@@ -238,6 +238,13 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
 
     autocast_fun._autocast = (autocast_fun, fun, settings)  # type: ignore[attr-defined]
     return autocast_fun
+
+
+def _option_without_forward_mode(settings: Rules, plan: Plan) -> str:
+    """Returns the option whose matmuls have reverse-mode derivatives alone; empty for none."""
+    if plan.float8:
+        return "dtype 'float8'"
+    return "" if settings.reduce_dtype is None else "reduce_dtype='float32'"
 
 
 def settings_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Rules] | None:

@@ -60,7 +60,7 @@ def with_half_state(
         axis_name: as in `with_stochastic_rounding`.
 
     Returns:
-        A transform. `inner` gets float32 gradients and its state in float32.
+        A transform. `inner` gets its state, gradients and parameters in float32.
 
     Raises:
         ValueError: `dtype` is another dtype, or `key` was given with `stochastic_rounding=False`; from
@@ -112,7 +112,9 @@ def with_half_state(
         _check_settings(state, shapes, resting, target, stochastic_rounding)
         widen = lambda leaf, rest: leaf.astype(jnp.float32) if rest else leaf
         wide = jax.tree.map(widen, state.inner_state, resting)
-        updates, new = transform.update(at_least_float32(updates), wide, params, **extra_args)
+        # Adafactor rounds its moments to the dtype of the parameters, so these are widened, too.
+        updates, params = at_least_float32((updates, params))
+        updates, new = transform.update(updates, wide, params, **extra_args)
         leaves, structure = jax.tree.flatten(new)
         for index, rest in enumerate(structure.flatten_up_to(resting)):
             if rest:

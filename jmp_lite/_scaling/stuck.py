@@ -34,10 +34,10 @@ def raise_if_stuck(
     `2**15` may skip 15 steps until it has found its value, and then one step in `period`.
 
     A run can also go wrong without a skipped step, most often because `jax.value_and_grad` was left in place
-    of `jmp.value_and_grad`. If the moments of the optimizer (`mu` or `trace` of optax) show that all
-    gradients so far were zero, it raises an error. It warns if a dynamic scale has grown to `2**40` without
-    one skipped step, since then the loss is not scaled, or the run is not in float16 and needs no scale; and
-    if `optax.zero_nans` hides NaN from the check.
+    of `jmp.value_and_grad`. If the moments of the optimizer (`mu` or `trace` of optax; plain `optax.sgd` has
+    none) show that all gradients so far were zero, it raises an error. It warns if a dynamic scale has grown
+    to `2**40` without one skipped step, since then the loss is not scaled, or the run is not in float16 and
+    needs no scale; and if `optax.zero_nans` hides NaN from the check.
 
     Args:
         opt_state: as in `get_loss_scale`. Each member of a batched or replicated state is checked.

@@ -255,3 +255,17 @@ def test_moves_and_casts_count_no_flops_and_the_casts_of_the_program_are_not_aut
     assert (flops["dot_general"], flops["exp"]) == (2 * 2 * 8 * 4, 8)
     (casts,) = re.findall(r"(\d+) casts", report.summary())
     assert int(casts) == 3  # Of `w`, of `x`, and of the product in front of its sum.
+
+
+def test_casts_of_a_float32_product_are_those_of_its_gradients():
+    def settle(w, x):
+        step = lambda z: 0.5 * jnp.tanh(z @ w) + x
+        body = lambda carry: (step(carry[0]), jnp.abs(step(carry[0]) - carry[0]).max())
+        return jax.lax.while_loop(lambda carry: carry[1] > 1e-3, body, (x, jnp.float32(1)))[0].sum()
+
+    report = jmp.explain(settle, "bfloat16")(jnp.ones((8, 8)), jnp.ones((4, 8)))
+    assert (
+        f"0 of {len(report.operations)} operations in bfloat16, {report.casts} casts for gradients, "
+        in str(report)
+    )
+    assert report.casts > 0

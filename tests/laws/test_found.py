@@ -453,3 +453,9 @@ def test_operations_behind_a_softmax_are_read_in_linear_time():
 
     calls(4)
     assert calls(200) < 5 * calls(50)
+
+
+def test_a_number_beyond_float16_is_inf_without_a_warning_of_numpy():
+    """The lists of the user win: `allow=["mul"]` multiplies by the -1e5 of `optax.ctc_loss` in float16."""
+    found = jmp.autocast(lambda x: x * -1e5, "float16", allow=["mul"])(jnp.ones(2))
+    np.testing.assert_array_equal(found, -jnp.inf)

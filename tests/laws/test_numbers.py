@@ -1,7 +1,8 @@
 """The laws of autocast about numbers, over the programs, dtypes and options of tests/laws/cases.py.
 
 (b) What is not float32 keeps its bits.
-(c) The gradients of both orders have at most 1.2 times the error of casts around each matmul, over seeds.
+(c) The gradients of both orders have at most 1.2 times the error of casts around each matmul, over seeds,
+    where XLA rounds as the program does. At XLA's default flags they are no worse than that.
 (d) The loss under `jit` is the eager one, within the rounding of one value.
 
 Slow tests compute a few cases of each program, exhaustive tests many: before a release.
@@ -60,34 +61,48 @@ def flat(tree):
     return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
 
 
-def errors(case, seeds):
-    """For each order, the error of the gradients beside that of casts around each matmul, over seeds."""
+# XLA rounds wherever the program does. At its default flags it leaves out roundings to bfloat16 where a value
+# has one reader. On CPUs of JAX 0.10.2 casts gain more by this than autocast does: they have 0.6 to 1.2 times
+# the error that they have with all roundings.
+ROUNDED = {"xla_allow_excess_precision": False}
+
+
+def errors(case, seeds, flags=ROUNDED, mean=np.mean):
+    """For each order, the error of the gradients beside that of casts around each matmul, over seeds.
+
+    The casts are always rounded. `flags` are those of XLA for autocast.
+    """
     args = [case.arguments(seed) for seed in seeds]
-    gradients = lambda fun: [flat(fun(*each)[1]) for each in args]
-    exact = gradients(jax.jit(case.value_and_grad(ORDERS[0], lambda fun: fun)))
-    runs = {order: gradients(jax.jit(ours(case.value_and_grad, order))) for order in ORDERS}
+    gradients = lambda fun, flags: [flat(jax.jit(fun, compiler_options=flags)(*each)[1]) for each in args]
+    exact = gradients(case.value_and_grad(ORDERS[0], lambda fun: fun), None)
+    runs = {order: gradients(case.value_and_grad(order), flags) for order in ORDERS}
     with by_product(case.half):
         # JAX remembers traces by the function, so the reference needs one of its own.
-        casts = gradients(jax.jit(case.value_and_grad(ORDERS[0], lambda fun: lambda *args: fun(*args))))
+        reference = case.value_and_grad(ORDERS[0], lambda fun: lambda *args: fun(*args))
+        casts = gradients(reference, ROUNDED)
     size = lambda found: [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, exact)]
     # An error far below the rounding of one value says nothing.
     least = float(jnp.finfo(case.half).eps) / 4
     logs = lambda found: np.log(np.maximum(size(found), least))
-    return {order: float(np.exp(np.mean(logs(run) - logs(casts)))) for order, run in runs.items()}
-
-
-# Open: on a CPU, XLA of JAX 0.10.2 leaves out roundings to bfloat16 for a part of the readers of a value, in
-# this program, and in the reference of others. Eager errors, other versions and float16 keep the law.
-OPEN = {"custom_rules": 2.5}
+    return {order: float(np.exp(mean(logs(run) - logs(casts)))) for order, run in runs.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gradients_have_the_error_of_casts_around_each_matmul(program, half):
-    found = errors(Case(program, "", "none", (("dtype", half),), "plain", ""), range(6))
-    is_open = half == "bfloat16" and jax.__version_info__ < (0, 11)
-    assert max(found.values()) < (OPEN.get(program, 1.5) if is_open else 1.2), found
+    found = errors(Case(program, "", "none", (("dtype", half),), "plain", ""), range(24))
+    assert max(found.values()) < 1.2, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_xla_adds_no_error_where_it_leaves_roundings_out(program):
+    """The median: a ReLU whose input is smaller than its error has another sign in one seed of twenty, in
+    casts as in autocast, and 15 times the error there."""
+    case = Case(program, "", "none", (("dtype", "bfloat16"),), "plain", "")
+    found = errors(case, range(24), flags=None, mean=np.median)
+    assert max(found.values()) < 1.2, found
 
 
 @pytest.mark.exhaustive
@@ -102,9 +117,13 @@ def test_gradients_have_that_error_under_options_beside_other_dtypes_and_in_ever
     case = data.draw(cases(program, scope=st.just("none"), options=drawn))
     with case.context:
         try:
-            found = errors(case, range(6))
+            found = ours(errors, case, range(24))
         except OurError:
             return
+        except jax.errors.JaxRuntimeError as error:
+            if "Unsupported element type for DotThunk" not in str(error):
+                raise
+            return  # limits.md: XLA for CPUs lacks some matmuls with half operands and a float32 result.
     assert max(found.values()) < 1.3, found
 
 

@@ -95,6 +95,22 @@ def test_the_second_moment_decays_unless_rounding_to_nearest_is_asked_for():
     assert decayed.std() > 0
 
 
+def test_moments_that_take_the_dtype_of_half_parameters_decay_too():
+    """Adafactor rounds its moments to the dtype of the parameters, to nearest, also that of a scalar."""
+    tx = jmp.with_half_state(
+        optax.scale_by_factored_rms(decay_rate=0.999, decay_rate_fn=lambda _, rate: rate)
+    )
+    ones = {"vector": jnp.ones(512, jnp.bfloat16), "scalar": jnp.ones((), jnp.bfloat16)}
+    zeros = jax.tree.map(jnp.zeros_like, ones)
+    _, state = tx.update(ones, tx.init(ones), ones)
+    decay = lambda state, _: (tx.update(zeros, state, ones)[1], None)
+    state, _ = jax.jit(lambda state: jax.lax.scan(decay, state, length=1000))(state)
+    moments = state.inner_state.v
+    assert (moments["vector"].dtype, moments["scalar"].dtype) == (jnp.bfloat16, jnp.float32)
+    for moment, rtol in ((moments["vector"], 0.02), (moments["scalar"], 1e-3)):
+        np.testing.assert_allclose(moment.astype(jnp.float32).mean(), 1e-3 * 0.999**1000, rtol=rtol)
+
+
 # Both together
 
 

@@ -5,7 +5,6 @@ that pass it on. No operation reads the value in float32, since that operation w
 pass uses the operations, the rulings on them and the estimates. It does not know the states of the values.
 """
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from .dependence import Decisions, Intermediate, Streams, Tangents
 from .op import Context, Held, Op, Readers, read_ops, readers_of
 from .regions import find_regions
 from .rules import Rules
-from .ruling import Estimates, Ruling, estimate_of, rule_on
+from .ruling import Estimates, Ruling, RulingPass
 from .scopes import Scopes
 from .softmaxes import Region
 from .states import Kind
@@ -54,6 +53,10 @@ class Analysis:
     decisive: frozenset[Var]  # The variables on which a decision of a loop depends (`dependence`).
     tangents: frozenset[Var]  # The variables that depend on the tangents of a forward-mode rule.
     demand: Demand  # The variables that the jaxpr wants in half.
+
+    def makes_gradient(self, op: Op) -> bool:
+        """Whether an operation makes a result of the backward pass, such as the gradient of a weight."""
+        return not self.gradients.isdisjoint(op.equation.outvars)
 
     def region_of(self, op: Op, wanted: Wanted) -> Region | None:
         """Returns the region that ends with an operation, whose result is wanted in half; None for none."""
@@ -97,17 +100,15 @@ class DemandPass:
             if self._rules.half_sums:
                 streams = self._streams.variables(inside, context.streams, context.backward)
             decisive = self._decisions.variables(inside, context.decides, held=context.held)
-            rulings, estimates = rule_on(
-                inside, inputs, ops, context, self._rules, self._scopes, decisive, streams
-            )
+            ruling_pass = RulingPass(inside, inputs, context, self._rules, self._scopes)
             analysis = Analysis(
                 inside=inside,
                 ops=ops,
                 readers=readers,
                 regions=self._regions_of(inside, context.of_gradient),
                 context=context,
-                rulings=rulings,
-                estimates=estimates,
+                rulings=ruling_pass.run(ops, decisive, streams),
+                estimates=ruling_pass.estimates,
                 intermediate=intermediate,
                 gradients=gradients,
                 streams=streams,
@@ -131,8 +132,8 @@ class DemandPass:
             intermediate = self._intermediate.outputs(op, flags(analysis.intermediate), backward)[index]
         if self._rules.half_sums:
             streams = self._streams.outputs(op, flags(analysis.streams), backward)[index]
-        known = self._decisions.held(analysis.inside, around.held)
-        held = self._decisions.held_inside(op, known)[index]
+        known = self._decisions.loops.held(analysis.inside, around.held)
+        held = self._decisions.loops.inside(op, known)[index]
         if analysis.decisive or Held.CARRY in held:
             decides = self._decisions.outputs(op, flags(analysis.decisive), backward, known)[index]
         return Context(
@@ -175,74 +176,60 @@ class DemandPass:
     def _go_backwards(self, analysis: Analysis, wanted: Sequence[Wanted]) -> None:
         """Adds to the demand what each operation wants, from the last operation to the first."""
         demand = analysis.demand
-        for var, want in zip(analysis.inside.outvars, wanted):
-            if not is_literal(var):
-                demand.want_output(var, want)
+        demand.want_outputs(analysis.inside.outvars, wanted)
         absorbed: set[int] = set()  # The operations that regions compute.
         for index in reversed(range(len(analysis.ops))):
             op, ruling = analysis.ops[index], analysis.rulings[index]
-            if ruling.half_sum:
-                demand.stored.add(op.equation.outvars[0])
-            elif op.is_residual_sum and op.equation.outvars[0] in demand.summed:
-                # If a residual stream were rounded at each sum, its rounding errors would pile up.
-                demand.kept.add(op.equation.outvars[0])
+            if op.is_residual_sum:
+                demand.note_sum(op.equation.outvars[0], in_half=bool(ruling.half_sum))
             result = demand.of_results(op)
-            # Without this condition, GPT-2 reads and writes 7.8 % more bytes on an H100: the backward pass
-            # would keep the float32 values inside each GELU.
-            region = analysis.region_of(op, result)
-            if region is not None:
-                absorbed |= region.members
-                demand.want(region.sources, Wanted.INDIRECTLY)
-                demand.kept.update(region.extras)
-            is_inner = index in absorbed and analysis.readers.are_only(op.equation.outvars[0], absorbed)
-            is_absorbed = region is not None or is_inner
-            if ruling.category is Category.CALL:
-                if is_absorbed:
-                    demand.numbers.update(op.variables)
-                else:
-                    self._want_operands_of_call(op, analysis)
-                continue
-            _note_use(op, demand)
-            takes_half, gives_half = self._halves(op, ruling, analysis, result)
-            demand.want(op.variables, _wants(op, ruling, takes_half, gives_half, result, self._rules.dtype))
-            if not is_absorbed and _reads_in_float32(op, ruling, takes_half, gives_half, demand):
-                (demand.summed if op.is_residual_sum else demand.kept).update(op.variables)
+            is_absorbed = _is_absorbed(index, result, analysis, absorbed)
+            if ruling.category is not Category.CALL:
+                self._want_operands(op, ruling, result, is_absorbed, analysis)
+            elif is_absorbed:
+                demand.read_numbers(op.variables)
+            else:
+                self._want_operands_of_call(op, analysis)
+
+    def _want_operands(
+        self, op: Op, ruling: Ruling, result: Wanted, is_absorbed: bool, analysis: Analysis
+    ) -> None:
+        """Notes how an operation, whose result is wanted as `result`, uses its operands."""
+        demand = analysis.demand
+        _note_use(op, demand)
+        takes_half, gives_half = self._halves(op, ruling, analysis, result)
+        demand.want(op.variables, _wants(op, ruling, takes_half, gives_half, result, self._rules.dtype))
+        if not is_absorbed and _reads_in_float32(op, ruling, takes_half, gives_half, demand):
+            demand.keep(op.variables, by_sum=op.is_residual_sum)
 
     def _halves(self, op: Op, ruling: Ruling, analysis: Analysis, result: Wanted) -> tuple[bool, bool]:
         """Returns two flags: the operation takes half operands as a product; its result may be in half."""
         if ruling.is_half_product:
-            operands = [estimate_of(var, analysis.estimates) for var in op.equation.invars]
-            # A product by one-hot labels picks numbers, for float32 operations if nothing wants half.
-            is_gradient = not analysis.gradients.isdisjoint(op.equation.outvars)
-            picks = Kind.BINARY in operands and result is Wanted.NO and not is_gradient
+            operands = list(map(analysis.estimates.of, op.equation.invars))
+            picks = Kind.BINARY in operands and result is Wanted.NO and not analysis.makes_gradient(op)
             takes_half = ruling.takes_half(operands) and not picks and result is not Wanted.EXACT
             return takes_half, takes_half
         if ruling.category is not Category.INFER or ruling.reason:
             return False, False
-        return False, all(analysis.estimates[var] < Kind.ARGUMENT for var in op.equation.outvars)
+        return False, all(analysis.estimates.of(var) < Kind.ARGUMENT for var in op.equation.outvars)
 
     def _want_operands_of_call(self, op: Op, analysis: Analysis) -> None:
-        """Notes the operands that a call wants in half, and those that it keeps in float32."""
+        """Notes how the jaxprs of a call use its operands. Of several jaxprs the most careful one decides."""
         demand, invars = analysis.demand, op.equation.invars
         results = [demand.of_var(var) for var in op.equation.outvars]
-        wants: dict[int, list[Wanted]] = collections.defaultdict(list)
+        wants: dict[int, Wanted] = {}
         for inner in op.inner:
             inside = self._analyse_inside(op, inner, analysis, results)
             for index, role, var in zip(inner.operands, inner.roles, inside.inside.invars):
                 if is_literal(invars[index]):
                     continue
-                if role is Role.CARRY or var in inside.demand.kept:
-                    demand.kept.add(invars[index])
-                if var in inside.demand.summed:
-                    demand.summed.add(invars[index])
-                if role is Role.CARRY or var in inside.demand.numbers:
-                    demand.numbers.add(invars[index])
-                elif var in inside.demand.exact:
-                    demand.exact.add(invars[index])
-                if role is not Role.CARRY and (want := inside.demand.of_var(var)) > Wanted.NO:
-                    wants[index].append(want)
-        for index, inner_wants in wants.items():
-            demand.want([invars[index]], min(inner_wants))
+                is_carry = role is Role.CARRY
+                demand.uses[invars[index]].add_call(inside.demand.uses[var], is_carry)
+                want = Wanted.NO if is_carry else inside.demand.of_var(var)
+                if want > Wanted.NO:
+                    wants[index] = min(want, wants.get(index, want))
+        for index, want in wants.items():
+            demand.want([invars[index]], want)
 
     def _analyse_inside(
         self, op: Op, inner: Inner, analysis: Analysis, results: Sequence[Wanted]
@@ -252,7 +239,7 @@ class DemandPass:
             var = op.equation.invars[index]
             is_carry = role is Role.CARRY  # It keeps its dtype.
             of_carry = Kind.FLOAT32 if is_float32(var) else Kind.ADAPTS
-            inputs.append(of_carry if is_carry else estimate_of(var, analysis.estimates))
+            inputs.append(of_carry if is_carry else analysis.estimates.of(var))
         context = self.context(op, inner, analysis)
         return self.analyse(inner.jaxpr, wanted_inside(inner, results), tuple(inputs), context)
 
@@ -268,6 +255,22 @@ def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]
     )
 
 
+def _is_absorbed(index: int, result: Wanted, analysis: Analysis, absorbed: set[int]) -> bool:
+    """Whether a region computes an operation. Adds the operations of a region that ends here to `absorbed`.
+
+    The backward pass would keep the float32 values inside each GELU if the region did not ask for its sources
+    in half: a GPT-2 would read and write 7.8 % more bytes on an H100.
+    """
+    op = analysis.ops[index]
+    region = analysis.region_of(op, result)
+    if region is None:
+        return index in absorbed and analysis.readers.are_only(op.equation.outvars[0], absorbed)
+    absorbed |= region.members
+    analysis.demand.want(region.sources, Wanted.INDIRECTLY)
+    analysis.demand.keep(region.extras)
+    return True
+
+
 def _note_use(op: Op, demand: Demand) -> None:
     """Notes whether an operation reads its operands as numbers, or makes integers or booleans of them.
 
@@ -275,19 +278,29 @@ def _note_use(op: Op, demand: Demand) -> None:
     should be exact: an identifier of 261 is another one than 260. Other operations that return integers, such
     as `argmax`, compare numbers with each other, and a matmul of which integers are made reads numbers.
     """
-    outvars = op.equation.outvars
-    are_floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in outvars]
-    if (op.is_cast or op.traits.compares) and not any(are_floating):
-        demand.exact.update(op.variables)
-    elif _is_numeric(op, are_floating) or not demand.numbers.isdisjoint(outvars):
-        demand.numbers.update(op.variables)
-    elif not demand.exact.isdisjoint(outvars):
-        demand.exact.update(op.variables)
+    if _makes_integers(op):
+        demand.read_exactly(op.variables)
+        return
+    results = [demand.uses[var] for var in op.equation.outvars]
+    if _is_numeric(op) or any(uses.as_number for uses in results):
+        demand.read_numbers(op.variables)
+    elif any(uses.exactly for uses in results):
+        demand.read_exactly(op.variables)
 
 
-def _is_numeric(op: Op, are_floating: Sequence[bool]) -> bool:
+def _makes_integers(op: Op) -> bool:
+    """Whether an operation is a cast to integers or booleans, or a comparison."""
+    return (op.is_cast or op.traits.compares) and not any(map(_is_floating, op.equation.outvars))
+
+
+def _is_numeric(op: Op) -> bool:
     """Whether an operation reads numbers whatever is made of its results."""
-    return op.traits.category is Category.ALLOW or bool(op.equation.effects) or not all(are_floating)
+    has_others = not all(map(_is_floating, op.equation.outvars))
+    return op.traits.category is Category.ALLOW or bool(op.equation.effects) or has_others
+
+
+def _is_floating(var: Var) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def _wants(
@@ -309,7 +322,7 @@ def _reads_in_float32(op: Op, ruling: Ruling, takes_half: bool, gives_half: bool
     """Whether an operation computes a float32 value. Its operands should then not be rounded."""
     if takes_half or (ruling.category is Category.INFER and op.traits.saturates):
         return False
-    keeps = any(map(demand.keeps, op.equation.outvars))
+    keeps = any(demand.uses[var].keep_float32 for var in op.equation.outvars)
     if ruling.category is Category.MOVE or op.traits.selects or op.is_cast:
         return keeps
     return (keeps or not gives_half) and any(map(is_float32, op.equation.outvars))

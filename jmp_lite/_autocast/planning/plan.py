@@ -230,7 +230,7 @@ class Plan:
     @property
     def is_wanted(self) -> tuple[bool, ...]:
         """One flag for each input: whether a product wants the input in half."""
-        return tuple(self.analysis.demand.products[var] > 0 for var in open_jaxpr(self.jaxpr).invars)
+        return tuple(self.analysis.demand.uses[var].by_products > 0 for var in open_jaxpr(self.jaxpr).invars)
 
     @property
     def constants(self) -> tuple[State, ...]:

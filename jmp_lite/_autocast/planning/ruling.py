@@ -7,7 +7,7 @@ uses the estimates: it asks whether an operation can give a half result.
 
 import dataclasses
 import enum
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 
 import jax.numpy as jnp
 
@@ -68,49 +68,108 @@ class Ruling:
         return self.is_half_product and not is_kept
 
 
-Estimates = dict[Var, Kind]
-"""The estimated kind of each variable of a jaxpr."""
+class RulingPass:
+    """Rules on the operations of an open jaxpr, in their order.
 
-
-def rule_on(
-    inside: Jaxpr,
-    inputs: Sequence[Kind],
-    ops: Sequence[Op],
-    context: Context,
-    rules: Rules,
-    scopes: Scopes,
-    decisive: Set[Var],
-    streams: Set[Var],
-) -> tuple[tuple[Ruling, ...], Estimates]:
-    """Returns the ruling on each operation of an open jaxpr, and the estimates of its variables.
-
-    A decision of a loop depends on the variables `decisive`. Products or norms read the variables `streams`.
+    Attributes:
+        estimates: the estimates of the variables so far.
     """
-    estimates = dict(zip((*inside.constvars, *inside.invars), inputs, strict=True))
-    rulings = []
-    of_products: set[Var] = set()  # Results of products, and what element-wise operations compute from them.
-    in_half: set[Var] = set()  # Residual sums in half.
-    for op in ops:
-        scope, is_backward = context.scope_of(op), context.is_backward(op)
-        operands = [estimate_of(var, estimates) for var in op.equation.invars]
-        ruling = _ruling(op, scope, is_backward, rules, scopes)
-        if rules.half_sums and op.is_residual_sum and not (is_backward or ruling.reason):
-            # A sum may continue a stream that only a loss reads: casts by hand would round it too.
-            is_stream = not streams.isdisjoint(op.equation.outvars) or not in_half.isdisjoint(op.variables)
-            is_of_products = Kind.ADAPTS in operands or not of_products.isdisjoint(op.variables)
-            if is_stream and is_of_products:
-                ruling = _ruling_on_sum(ruling, scope, rules, scopes)
-        if decisive and _decides(op, ruling, decisive) and not rules.gives_half(scope):
-            ruling = dataclasses.replace(ruling, reason=_DECIDES, why=Why.LOOP)
-        rulings.append(ruling)
-        passes = ruling.category in _BY_OPERANDS and not of_products.isdisjoint(op.variables)
-        if passes or ruling.is_half_product:
-            of_products.update(op.equation.outvars)
+
+    def __init__(
+        self, inside: Jaxpr, inputs: Sequence[Kind], context: Context, rules: Rules, scopes: Scopes
+    ) -> None:
+        """Begins with the estimates of the constants and inputs of the jaxpr."""
+        self.estimates = Estimates(zip((*inside.constvars, *inside.invars), inputs, strict=True))
+        self._context, self._rules, self._scopes = context, rules, scopes
+        self._of_products: set[Var] = set()  # Results of products, and element-wise functions of them.
+        self._half_sums: set[Var] = set()
+
+    def run(self, ops: Sequence[Op], decisive: Set[Var], streams: Set[Var]) -> tuple[Ruling, ...]:
+        """Returns the ruling on each operation.
+
+        Args:
+            ops: the operations.
+            decisive: the variables on which a decision of a loop depends.
+            streams: the variables that products or norms read later.
+        """
+        rulings = []
+        for op in ops:
+            scope = self._context.scope_of(op)
+            ruling = _ruling(op, scope, self._context.is_backward(op), self._rules, self._scopes)
+            if self._rules.half_sums and self._continues_stream(op, ruling, streams):
+                ruling = self._ruling_on_sum(ruling, scope)
+            if decisive and _decides(op, ruling, decisive) and not self._rules.gives_half(scope):
+                ruling = dataclasses.replace(ruling, reason=_DECIDES, why=Why.LOOP)
+            rulings.append(ruling)
+            self._note(op, ruling)
+        return tuple(rulings)
+
+    def _continues_stream(self, op: Op, ruling: Ruling, streams: Set[Var]) -> bool:
+        """Whether an operation is a sum of a residual stream.
+
+        Such a sum adds the result of a product, and products or norms read it. Other sums of two arrays, such
+        as those of log-probabilities in a loss or those of an accumulator, may need float32.
+        """
+        if not op.is_residual_sum or self._context.is_backward(op) or ruling.reason:
+            return False
+        # A sum may continue a stream that only a loss reads: casts by hand would round it too.
+        is_read = not streams.isdisjoint(op.equation.outvars) or not self._half_sums.isdisjoint(op.variables)
+        may_be_half = Kind.ADAPTS in map(self.estimates.of, op.equation.invars)
+        return is_read and (may_be_half or not self._of_products.isdisjoint(op.variables))
+
+    def _ruling_on_sum(self, ruling: Ruling, scope: str) -> Ruling:
+        """Returns the ruling on a sum of a residual stream: it is in half if `half_sums` selects it."""
+        pattern = self._rules.half_sum_for(scope)
+        if not pattern:
+            return ruling
+        self._scopes.note_used("half_sums", pattern)
+        return dataclasses.replace(ruling, half_sum=pattern)
+
+    def _note(self, op: Op, ruling: Ruling) -> None:
+        """Notes what later rulings ask about the results of an operation."""
+        passes_on = ruling.category in _BY_OPERANDS and not self._of_products.isdisjoint(op.variables)
+        if passes_on or ruling.is_half_product:
+            self._of_products.update(op.equation.outvars)
         if ruling.half_sum:
-            in_half.update(op.equation.outvars)
+            self._half_sums.update(op.equation.outvars)
+        self.estimates.add(op, ruling)
+
+
+class Estimates:
+    """The estimated kind of each variable of a jaxpr.
+
+    A residual stream that nothing normalizes stays float32 because of them: an operation that certainly runs
+    in float32 does not want its other operands in half.
+    """
+
+    def __init__(self, kinds: Iterable[tuple[Var, Kind]]) -> None:
+        """Begins with the kinds of the inputs."""
+        self._kinds = dict(kinds)
+
+    def of(self, var: Var) -> Kind:
+        """Returns the estimate of a variable or literal."""
+        return Kind.LITERAL if is_literal(var) else self._kinds[var]
+
+    def add(self, op: Op, ruling: Ruling) -> None:
+        """Estimates the results of an operation from its operands."""
+        operands = list(map(self.of, op.equation.invars))
+        is_constant = not op.equation.effects and all(kind == Kind.LITERAL for kind in operands)
         for index, out in enumerate(op.equation.outvars):
-            estimates[out] = _estimate(op, ruling, operands, index)
-    return tuple(rulings), estimates
+            if ruling.category is Category.CALL:
+                self._kinds[out] = _estimate_of_call(op, index)
+            elif is_constant and ruling.why is not Why.KEEP_FLOAT32:
+                self._kinds[out] = Kind.LITERAL
+            elif is_float32(out):
+                self._kinds[out] = _estimate_of_float32(op, ruling, operands, index)
+            else:
+                self._kinds[out] = Kind.ADAPTS
+
+
+def estimate_of_state(state: State) -> Kind:
+    """Returns the estimate of a value whose state is known."""
+    if state.constant and state.kind not in (Kind.BINARY, Kind.BY_RULE, Kind.KEPT):
+        return Kind.LITERAL
+    return Kind.ADAPTS if state.kind in (Kind.OTHER, Kind.HALF) else state.kind
 
 
 # The ruling.
@@ -119,15 +178,8 @@ def rule_on(
 def _ruling(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes) -> Ruling:
     if op.category is Category.CALL:
         return _CALL
-    is_product = op.category is Category.ALLOW or op.name in ("outer_product", "elementwise_product")
     if reason := scopes.why_as_traced(scope):
-        is_by_rule = scopes.is_kept_by_rule(scope)
-        kept = Ruling(Category.AS_TRACED, reason, Why.RULE if is_by_rule else Why.OTHER)
-        rule = scopes.rule_for(scope) if is_product else None
-        if rule is None or not is_by_rule:
-            return kept
-        otherwise = _ruling_on_product(op, scope, is_backward, rules, scopes)
-        return dataclasses.replace(kept, rule=rule, otherwise=otherwise)
+        return _ruling_as_traced(reason, op, scope, is_backward, rules, scopes)
     if op.is_cast:
         return _AS_TRACED
     if op.name == "name" and op.equation.params["name"] == KEEP_FLOAT32_NAME:
@@ -135,12 +187,33 @@ def _ruling(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes)
     if op.category is Category.DENY:
         return Ruling(op.category, f"{op.name} is on the deny list")
     if op.category is Category.AS_TRACED:
-        if op.name in rules.categories:
-            return Ruling(op.category, f"{op.name} stays as traced")
-        return Ruling(op.category, f"{op.name} is on no list", Why.NO_LIST)
-    if is_product:
+        is_listed = op.name in rules.categories
+        known = "stays as traced" if is_listed else "is on no list"
+        return Ruling(op.category, f"{op.name} {known}", Why.OTHER if is_listed else Why.NO_LIST)
+    if _is_product(op):
         return _ruling_on_product(op, scope, is_backward, rules, scopes)
     return _BY_OPERANDS[op.category]
+
+
+def _is_product(op: Op) -> bool:
+    return op.category is Category.ALLOW or op.name in ("outer_product", "elementwise_product")
+
+
+def _ruling_as_traced(
+    reason: str, op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes
+) -> Ruling:
+    """Returns the ruling on an operation of a scope that stays as it was traced.
+
+    If a rule keeps the scope of a product in float32, the rule of an argument may come first.
+    """
+    if not scopes.is_kept_by_rule(scope):
+        return Ruling(Category.AS_TRACED, reason)
+    kept = Ruling(Category.AS_TRACED, reason, Why.RULE)
+    rule = scopes.rule_for(scope) if _is_product(op) else None
+    if rule is None:
+        return kept
+    otherwise = _ruling_on_product(op, scope, is_backward, rules, scopes)
+    return dataclasses.replace(kept, rule=rule, otherwise=otherwise)
 
 
 def _ruling_on_product(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes) -> Ruling:
@@ -155,19 +228,6 @@ def _ruling_on_product(op: Op, scope: str, is_backward: bool, rules: Rules, scop
     is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
     category = Category.ALLOW if is_gradient and not reason else op.category
     return Ruling(category, reason, rule=rule, is_first=is_first)
-
-
-def _ruling_on_sum(ruling: Ruling, scope: str, rules: Rules, scopes: Scopes) -> Ruling:
-    """Returns the ruling on a residual sum: it is in half if `half_sums` selects it.
-
-    A residual sum adds the result of a product, and products or norms read it. Other sums of two arrays, such
-    as those of log-probabilities in a loss or those of an accumulator, may need float32.
-    """
-    pattern = rules.half_sum_for(scope)
-    if not pattern:
-        return ruling
-    scopes.note_used("half_sums", pattern)
-    return dataclasses.replace(ruling, half_sum=pattern)
 
 
 KEPT_BY_USER = Ruling(Category.DENY, "keep_float32", Why.KEEP_FLOAT32)
@@ -193,42 +253,26 @@ def _why_not_half(equation: Equation, rules: Rules) -> str:
     others = {var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, rules.dtype)}
     if others:
         return f"an operand was traced in {' and '.join(sorted(others))}"
+    return _what_the_program_asks(equation, floating)
+
+
+def _what_the_program_asks(equation: Equation, floating: Sequence[Var]) -> str:
+    """Returns in words for which precision or result the program asks; empty if it asks for none."""
     # JAX multiplies a float32 cotangent by a half operand, and names the arithmetic of the half product.
     own = {"F16_F16_F32", "BF16_BF16_F32"} if not all(map(is_float32, floating)) else set[str]()
     if asked := precisions(equation) - own:
         return f"the program asks for precision {' and '.join(sorted(asked))}"
     preferred = equation.params.get("preferred_element_type")
-    if preferred not in (None, jnp.float32):
-        return f"the program asks for a result in {preferred}"
-    return ""
+    return "" if preferred in (None, jnp.float32) else f"the program asks for a result in {preferred}"
 
 
 # The estimate.
 
 
-def estimate_of(var: Var, estimates: Estimates) -> Kind:
-    """Returns the estimate of a variable or literal."""
-    return Kind.LITERAL if is_literal(var) else estimates[var]
-
-
-def estimate_of_state(state: State) -> Kind:
-    """Returns the estimate of a value whose state is known."""
-    if state.constant and state.kind not in (Kind.BINARY, Kind.BY_RULE, Kind.KEPT):
-        return Kind.LITERAL
-    return Kind.ADAPTS if state.kind in (Kind.OTHER, Kind.HALF) else state.kind
-
-
-def _estimate(op: Op, ruling: Ruling, operands: list[Kind], index: int) -> Kind:
-    """Returns the estimate of a result from those of the operands."""
-    out = op.equation.outvars[index]
-    if ruling.category is Category.CALL:
-        return _estimate_of_call(op, index)
+def _estimate_of_float32(op: Op, ruling: Ruling, operands: list[Kind], index: int) -> Kind:
+    """Returns the estimate of a float32 result from those of the operands."""
     if ruling.why is Why.KEEP_FLOAT32:
-        return Kind.KEPT if is_float32(out) else Kind.ADAPTS
-    if not op.equation.effects and all(kind == Kind.LITERAL for kind in operands):
-        return Kind.LITERAL
-    if not is_float32(out):
-        return Kind.ADAPTS
+        return Kind.KEPT
     if op.is_cast:
         (source,) = op.equation.invars
         return operands[0] if is_float32(source) else _estimate_of_cast(source.aval.dtype)

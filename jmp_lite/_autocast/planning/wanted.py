@@ -3,14 +3,19 @@
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from ..._jaxpr.read import Var, is_float32
+from ..._jaxpr.read import Var, is_float32, is_literal
 from .op import Op
 
 
 class Wanted(enum.IntEnum):
-    """How much the readers of a value want the value in half."""
+    """How much the readers of a value want the value in half.
+
+    The order is that of how much may be rounded, so it is a lattice: an operation wants its operands at most
+    as much as its result is wanted (`min`), several branches want an operand as the most careful of them does
+    (`min`), and an operation with several results is asked by the one that is wanted most (`max`).
+    """
 
     EXACT = -1  # Only integers and booleans are computed from the value, and rounding would change them.
     NO = 0
@@ -19,38 +24,64 @@ class Wanted(enum.IntEnum):
     BY_PRODUCTS_ONLY = 3  # All readers are products, which round the value.
 
 
+@dataclasses.dataclass(slots=True)
+class Uses:
+    """How the readers of one variable use it."""
+
+    in_half: bool = False  # An operation wants it in half.
+    by_products: int = 0  # How many readers take it in half as a product does.
+    # An operation reads it in float32. If other readers rounded it, that operation would read the rounded
+    # value too.
+    in_float32: bool = False
+    # A residual sum reads it in float32. If a product reads it too, the sum may read it rounded: a user who
+    # casts by hand would round it for both.
+    by_sums: bool = False
+    as_number: bool = False  # Something reads it as a number.
+    exactly: bool = False  # Integers or booleans are computed from it.
+    is_half_sum: bool = False  # It is a residual sum that `half_sums` selects: in half, whatever reads it.
+
+    @property
+    def keep_float32(self) -> bool:
+        """Whether an operation reads it in float32 and should not read a rounded value."""
+        return not self.is_half_sum and (self.in_float32 or (self.by_sums and not self.by_products))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing but integers or booleans is computed from it."""
+        return self.exactly and not self.as_number
+
+    def wanted(self, reads: int) -> Wanted:
+        """Returns how the variable, which is read `reads` times, is wanted in half."""
+        if self.is_half_sum:
+            return Wanted.WITH_OTHERS
+        if self.is_exact:
+            return Wanted.EXACT
+        if not self.in_half or self.keep_float32:
+            return Wanted.NO
+        if not self.by_products:
+            return Wanted.INDIRECTLY
+        return Wanted.BY_PRODUCTS_ONLY if self.by_products >= reads else Wanted.WITH_OTHERS
+
+    def add_call(self, inside: "Uses", is_carry: bool) -> None:
+        """Adds the uses of the variable inside of a call. A carry is a float32 number in any case."""
+        self.in_float32 |= is_carry or inside.in_float32
+        self.by_sums |= inside.by_sums
+        if is_carry or inside.as_number:
+            self.as_number = True
+        else:
+            self.exactly |= inside.exactly
+
+
 @dataclasses.dataclass(frozen=True)
 class Demand:
     """What a jaxpr wants in half."""
 
     reads: Callable[[Var], int]  # How often each variable is read.
-    # The variables that some operation wants in half.
-    wanted: set[Var] = dataclasses.field(default_factory=set)
-    # For each variable, how many readers take it in half as a product does.
-    products: collections.Counter[Var] = dataclasses.field(default_factory=collections.Counter)
-    # The variables that an operation reads in float32. If other readers rounded such a variable, that
-    # operation would read the rounded value too.
-    kept: set[Var] = dataclasses.field(default_factory=set)
-    # The variables that a residual sum reads in float32. If a product reads such a variable too, the sum may
-    # read it rounded: a user who casts by hand would round it for both.
-    summed: set[Var] = dataclasses.field(default_factory=set)
-    # The variables that something reads as numbers, and those from which integers or booleans are computed.
-    numbers: set[Var] = dataclasses.field(default_factory=set)
-    exact: set[Var] = dataclasses.field(default_factory=set)
-    # The residual sums that `half_sums` selects. They are in half, whatever reads them.
-    stored: set[Var] = dataclasses.field(default_factory=set)
+    uses: dict[Var, Uses] = dataclasses.field(default_factory=lambda: collections.defaultdict(Uses))
 
     def of_var(self, var: Var) -> Wanted:
         """Returns how a variable is wanted in half."""
-        if var in self.stored:
-            return Wanted.WITH_OTHERS
-        if var in self.exact and var not in self.numbers:
-            return Wanted.EXACT
-        if var not in self.wanted or self.keeps(var):
-            return Wanted.NO
-        if self.products[var] >= self.reads(var):
-            return Wanted.BY_PRODUCTS_ONLY
-        return Wanted.WITH_OTHERS if self.products[var] else Wanted.INDIRECTLY
+        return self.uses[var].wanted(self.reads(var))
 
     def of_results(self, op: Op) -> Wanted:
         """Returns how the results of an operation are wanted: the largest answer among them."""
@@ -59,22 +90,44 @@ class Demand:
             return self.of_var(outvars[0])
         return max(map(self.of_var, outvars), default=Wanted.NO)
 
-    def keeps(self, var: Var) -> bool:
-        """Whether an operation reads `var` in float32 and should not read a rounded value."""
-        if var in self.stored:
-            return False
-        return var in self.kept or (var in self.summed and not self.products[var])
+    def want_outputs(self, outvars: Sequence[Var], wanted: Sequence[Wanted]) -> None:
+        """Notes how the caller of the jaxpr wants its outputs."""
+        for var, want in zip(outvars, wanted):
+            if not is_literal(var):
+                self.want([var], want)
+                (self.read_exactly if want is Wanted.EXACT else self.read_numbers)([var])
+                self.uses[var].in_float32 |= want <= Wanted.NO
 
-    def want_output(self, var: Var, wanted: Wanted) -> None:
-        """Notes how the caller of the jaxpr wants an output."""
-        self.want([var], wanted)
-        (self.exact if wanted is Wanted.EXACT else self.numbers).add(var)
-        if wanted <= Wanted.NO:
-            self.kept.add(var)
+    def read_numbers(self, variables: Iterable[Var]) -> None:
+        """Notes that an operation reads some variables as numbers."""
+        for var in variables:
+            self.uses[var].as_number = True
+
+    def read_exactly(self, variables: Iterable[Var]) -> None:
+        """Notes that integers or booleans are computed from some variables."""
+        for var in variables:
+            self.uses[var].exactly = True
 
     def want(self, variables: Iterable[Var], wanted: Wanted) -> None:
         """Notes that one reader wants some variables."""
         if wanted > Wanted.NO:
             for var in filter(is_float32, variables):
-                self.wanted.add(var)
-                self.products[var] += wanted >= Wanted.WITH_OTHERS
+                self.uses[var].in_half = True
+                self.uses[var].by_products += wanted >= Wanted.WITH_OTHERS
+
+    def keep(self, variables: Iterable[Var], by_sum: bool = False) -> None:
+        """Notes that an operation, such as a residual sum, reads some variables in float32."""
+        for var in variables:
+            if by_sum:
+                self.uses[var].by_sums = True
+            else:
+                self.uses[var].in_float32 = True
+
+    def note_sum(self, var: Var, in_half: bool) -> None:
+        """Notes a residual sum. One that another sum reads stays float32, unless `half_sums` selects it.
+
+        If a residual stream were rounded at each sum, its rounding errors would pile up.
+        """
+        uses = self.uses[var]
+        uses.is_half_sum = in_half
+        uses.in_float32 |= uses.by_sums

@@ -32,7 +32,8 @@ class AutocastReport(Shown):
         dtype: the half dtype; float32 for an autocast that changes nothing.
         operations: every operation with floating operands or results on which an output depends, in the
             order of the program.
-        casts: how many casts between float32 and the half dtype were added.
+        casts: how many casts between float32 and the half dtype were added. Some are copies that only the
+            matmuls of gradients read, such as those of a float32 matmul by which a loop decides.
         without_effect: the options of the autocast that change the dtypes of no operation, such as
             `"infer=['exp']"`. With more than twenty entries and patterns nothing is looked for.
         before: the function's jaxpr as it was traced; None in a copy, because jaxprs cannot be pickled.
@@ -72,17 +73,28 @@ class AutocastReport(Shown):
                 f"{len(products):,} products in half"
             )
         in_fp8 = sum(operation.in_fp8 for operation in self.operations)
-        in_half = [operation for operation in self.operations if operation.in_half and not operation.in_fp8]
-        # The program's own casts may be to the other half precision dtype, which autocast keeps.
-        half = sum(any(each.dtype == self.dtype for each in o.operands) for o in in_half)
-        other = "bfloat16" if self.dtype == jnp.float16 else "float16"
-        by_hand = f"{len(in_half) - half:,} in the program's own {other}, " if half < len(in_half) else ""
+        own, other = self._in_half()
         total = f"{len(self.operations):,} operations"
-        counts = f"{in_fp8:,} of {total} in fp8, {half:,}" if in_fp8 else f"{half:,} of {total}"
+        counts = f"{in_fp8:,} of {total} in fp8, {own:,}" if in_fp8 else f"{own:,} of {total}"
+        by_hand = ""
+        if other:
+            dtype = "bfloat16" if self.dtype == jnp.float16 else "float16"
+            by_hand = f"{other:,} in the program's own {dtype}, "
+        # With no operation in half, only the matmuls of gradients read what was cast.
+        reader = " for gradients" if self.casts and not (own or in_fp8) else ""
         return (
             f"{counts} in {self.dtype.name}, {by_hand}"
-            f"{self.casts:,} casts, {self.tensor_core_share:.1%} of FLOPs on Tensor Cores"
+            f"{self.casts:,} casts{reader}, {self.tensor_core_share:.1%} of FLOPs on Tensor Cores"
         )
+
+    def _in_half(self) -> tuple[int, int]:
+        """Returns how many operations are in the half dtype, and how many in the other one.
+
+        The program's own casts may be to the other half dtype, which autocast keeps.
+        """
+        in_half = [operation for operation in self.operations if operation.in_half and not operation.in_fp8]
+        own = sum(any(each.dtype == self.dtype for each in operation.operands) for operation in in_half)
+        return own, len(in_half) - own
 
     def by_module(self, depth: int | None = None) -> dict[str, tuple[AutocastOperation, ...]]:
         """Returns the operations of each module, in the order of the program.
@@ -107,26 +119,29 @@ class AutocastReport(Shown):
         return f"AutocastReport({self.summary()})"
 
     def __str__(self) -> str:
+        lines = [self.summary(), "", *self._table_of_modules()]
+        if self.without_effect:
+            lines += ["", f"Options without effect: {', '.join(self.without_effect)}"]
+        left = self.in_float32()
+        if left:
+            lines += ["", "Products that are not in half:", *map(str, left)]
+        not_fp8 = filter(None, (operation.not_fp8 for operation in self.operations))
+        lines += _counted("Products that are in bfloat16 and not in fp8:", not_fp8)
+        slow = filter(None, (operation.advice for operation in self.operations))
+        lines += _counted("Products of sizes that Tensor Cores run slowly:", slow)
+        unknown = sorted({operation.name for operation in self.operations if operation.why == "no_list"})
+        if unknown:
+            lines += ["", f"On no list, kept as they were traced: {', '.join(unknown)}"]
+        return "\n".join(lines)
+
+    def _table_of_modules(self) -> list[str]:
         rows = [("module", "operations", "in half", "FLOPs", "on Tensor Cores")]
         for module, operations in self.by_module().items():
             flops = sum(o.flops for o in operations)
             share = sum(o.flops for o in operations if o.on_tensor_cores) / flops if flops else 0.0
             half = sum(o.in_half for o in operations)
             rows.append((module or "/", f"{len(operations):,}", f"{half:,}", f"{flops:.3g}", f"{share:.1%}"))
-        lines = [self.summary(), "", *aligned(rows)]
-        if self.without_effect:
-            lines += ["", f"Options without effect: {', '.join(self.without_effect)}"]
-        left = self.in_float32()
-        if left:
-            lines += ["", "Products that are not in half:", *map(str, left)]
-        not_fp8 = (o.not_fp8 for o in self.operations if o.not_fp8)
-        lines += _counted("Products that are in bfloat16 and not in fp8:", not_fp8)
-        slow = (o.advice for o in self.operations if o.advice)
-        lines += _counted("Products of sizes that Tensor Cores run slowly:", slow)
-        unknown = sorted({o.name for o in self.operations if o.why == "no_list"})
-        if unknown:
-            lines += ["", f"On no list, kept as they were traced: {', '.join(unknown)}"]
-        return "\n".join(lines)
+        return aligned(rows)
 
 
 def _counted(title: str, texts: Iterable[str]) -> list[str]:

@@ -250,18 +250,20 @@ def _flops(equation: Equation) -> int:
         kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
         features = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2 * math.prod(out) * math.prod(kernel) // features
-    if name in ("dot_general", "ragged_dot_general"):
-        numbers = params.get("dimension_numbers")
-        if numbers is None:
-            numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        left = _shape(equation.invars[0])
-        return 2 * math.prod(_shape(equation.outvars[0])) * math.prod(left[axis] for axis in numbers[0][0])
-    sizes = [math.prod(_shape(var)) for var in (*equation.invars, *equation.outvars)]
-    return (
-        0
-        if traits_of(name).category is Category.MOVE or name == "convert_element_type"
-        else max(sizes, default=0)
-    )
+    if name == "dot_general":
+        return 2 * math.prod(_shape(equation.outvars[0])) * _summed(equation, params["dimension_numbers"])
+    if name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return 2 * math.prod(_shape(equation.outvars[0])) * _summed(equation, numbers)
+    if traits_of(name).category is Category.MOVE or name == "convert_element_type":
+        return 0
+    return max((math.prod(_shape(var)) for var in (*equation.invars, *equation.outvars)), default=0)
+
+
+def _summed(equation: Equation, numbers: Any) -> int:
+    """Returns how many products a matmul adds up for each element of its result."""
+    left = _shape(equation.invars[0])
+    return math.prod(left[axis] for axis in numbers[0][0])
 
 
 def _shape(var: Var) -> tuple[int, ...]:
