@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast.api import autocast, given_rules, settings_of
-from .._autocast.report.explain import AutocastReport, explain
+from .._autocast import AutocastReport, autocast, explain, given_rules, settings_of
 from .._dtypes import DTypeLike
-from .._jaxpr.arguments import check_function, in_two_calls
+from .._jaxpr import check_function, in_two_calls
 from .._scaling.loss_scale import LossScaleLike
 from .._text import Shown, wrapped
 from ..programs._compile import compile_for

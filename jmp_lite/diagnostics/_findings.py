@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast.report.explain import AutocastReport
-from .._autocast.report.operations import AutocastOperation
+from .._autocast import AutocastOperation, AutocastReport
 from .._scaling.state import SkipNonfiniteState
 from .._scaling.stuck import LINE, raise_if_stuck
 from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped

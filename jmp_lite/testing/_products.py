@@ -4,8 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .._autocast.report.explain import explain
-from .._autocast.report.operations import AutocastOperation
+from .._autocast import AutocastOperation, explain
 from .._dtypes import DTypeLike, parse_dtype
 from .._paths import as_patterns, matches, shown
 from ..programs._program import Program

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr.arguments import check_function, in_two_calls
-from ..._jaxpr.read import Array
+from ..._jaxpr import Array, check_function, in_two_calls
 from ..._scaling.loss_scale import LossScaleLike
 from .._precision.compare import Runs, runs_of
 from .._precision.modules import is_of_library

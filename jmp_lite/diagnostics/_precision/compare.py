@@ -9,10 +9,9 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from ..._autocast.api import given_rules, settings_of
+from ..._autocast import given_rules, settings_of
 from ..._dtypes import DTypeLike, DTypeName
-from ..._jaxpr.arguments import check_function, in_two_calls
-from ..._jaxpr.read import Array
+from ..._jaxpr import Array, check_function, in_two_calls
 from ..._scaling.loss_scale import DynamicLossScale, LossScaleLike
 from .._values.trace import LossCall, scale_of
 from .fewest import fewest

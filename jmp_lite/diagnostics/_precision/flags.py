@@ -12,21 +12,42 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.api import make_plan, run
-from ..._autocast.interpreter import Interpreter
-from ..._autocast.planning.rules import Rules, make_rules
-from ..._autocast.report.operations import AutocastOperation, has_floating, operations_of
-from ..._autocast.value import Value
+from ..._autocast import (
+    AutocastOperation,
+    Interpreter,
+    Rules,
+    Value,
+    has_floating,
+    make_plan,
+    make_rules,
+    operations_of,
+    run,
+)
 from ..._dtypes import HALF_DTYPES
 from ..._float8.action import FLOAT8, Float8
 from ..._float8.quantize import BACKWARD
-from ..._jaxpr import arguments, read
-from ..._jaxpr.arguments import Arguments
-from ..._jaxpr.bind import bind, cast, reuse
-from ..._jaxpr.inner import inner_jaxprs, with_inner_jaxprs
-from ..._jaxpr.precision import only_own_precisions
-from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import Array, Equation, Jaxpr, Var
+from ..._jaxpr import (
+    Arguments,
+    Array,
+    Category,
+    Equation,
+    Jaxpr,
+    Var,
+    bind,
+    cast,
+    equations,
+    flag_scope,
+    flagged,
+    flags_of,
+    inner_jaxprs,
+    is_float32,
+    only_own_precisions,
+    reuse,
+    traits_of,
+    with_equations,
+    with_inner_jaxprs,
+)
+from ..._jaxpr import trace as trace_call
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, in_float8
 from .._values.trace import EVERY_CAST, LossCall, trace
@@ -50,7 +71,7 @@ class FlaggedProgram:
         self.is_step = call.value_and_grad_fn is None
         with jax.default_matmul_precision("highest"):
             with only_own_precisions():
-                traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
+                traced = trace_call(call.fun, args, kwargs, True, (np.ndarray,))
             plain = make_rules(jnp.float32)
             before = _operations(traced, plain)
             is_own = any(each.on_tensor_cores if is_given else gives_half(each) for each in before)
@@ -158,7 +179,7 @@ class FlaggedProgram:
         @functools.wraps(call.fun)
         def flagged_fun(*args: Any, **kwargs: Any) -> Any:
             with only_own_precisions():
-                traced = arguments.trace(call.fun, args, kwargs, True, (np.ndarray,))
+                traced = trace_call(call.fun, args, kwargs, True, (np.ndarray,))
             traced = dataclasses.replace(traced, jaxpr=_with_flags(traced.jaxpr, iter(flags)))
             planner, plan = make_plan(traced, self.rules)
             return traced.outputs(run(planner, plan, traced.arrays, _Interpreter))
@@ -171,18 +192,18 @@ class _Interpreter(Interpreter):
 
     def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
-        rest = max(read.flags_of(equation) or (), default=0)
+        rest = max(flags_of(equation) or (), default=0)
         arrays = [
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
             for value, dtype, source in zip(operands, action.formats, action.sources, strict=True)
         ]
         # The flag of everything that no rule takes out. So bfloat16 stays on if fp8 is off.
-        with jax.named_scope(read.flag_scope({rest})):
+        with jax.named_scope(flag_scope({rest})):
             (result,) = bind(equation, arrays, preferred_element_type=action.result, precision=None)
         return _with_float8_cotangent(result)
 
     def _literal(self, var: Var) -> Value:
-        return _Number(np.asarray(var.val, np.float32)) if read.is_float32(var) else super()._literal(var)
+        return _Number(np.asarray(var.val, np.float32)) if is_float32(var) else super()._literal(var)
 
 
 @jax.custom_vjp
@@ -237,8 +258,8 @@ def _half_dtype(rules: Rules, before: Sequence[AutocastOperation]) -> np.dtype:
 
 def _with_flags(jaxpr: Jaxpr, flags: Iterator[Flags]) -> Jaxpr:
     """Returns a jaxpr with flags in its equations: the next of `flags` for each operation of a report."""
-    new = [_flagged_equation(equation, flags) for equation in read.equations(jaxpr)]
-    return read.with_equations(jaxpr, new)
+    new = [_flagged_equation(equation, flags) for equation in equations(jaxpr)]
+    return with_equations(jaxpr, new)
 
 
 def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
@@ -250,4 +271,4 @@ def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
         own = own.union(*(each for part in parts for each in flags_in(part)))
     elif has_floating(equation):
         own = next(flags)
-    return read.flagged(equation, own) if own else equation
+    return flagged(equation, own) if own else equation

@@ -7,7 +7,7 @@ import itertools
 import pathlib
 from collections.abc import Collection, Sequence
 
-from ..._autocast.report.operations import AutocastOperation
+from ..._autocast import AutocastOperation
 from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
 
 _HALVES = (*HALF_DTYPES, *FLOAT8_DTYPES)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.planning.plan import Decision, Move, Take
-from ..._jaxpr.read import Array, Equation
+from ..._autocast import Decision, Move, Take
+from ..._jaxpr import Array, Equation
 from ..._tree import is_floating
 from .._values.probe import Probe, TapValue, maxima
 from .._values.sites import Site, SiteKind, in_half

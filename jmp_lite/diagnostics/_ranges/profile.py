@@ -8,14 +8,9 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from ..._autocast.api import given_rules
-from ..._autocast.planner import Planner
-from ..._autocast.planning.plan import Plan
-from ..._autocast.planning.rules import Rules
-from ..._autocast.planning.wanted import Wanted
+from ..._autocast import Plan, Planner, Rules, Wanted, given_rules
 from ..._dtypes import DTypeLike
-from ..._jaxpr.arguments import check_function, in_two_calls
-from ..._jaxpr.read import open_jaxpr
+from ..._jaxpr import check_function, in_two_calls, open_jaxpr
 from ..._scaling.loss_scale import LossScaleLike
 from .._values.reference import has_value
 from .._values.sites import in_half

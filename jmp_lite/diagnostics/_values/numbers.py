@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
-from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import Equation, Jaxpr, Var, all_equations, is_literal, source_line
+from ..._jaxpr import Category, Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
 
 Numbers = Mapping[tuple[str, np.dtype, float], float]
 """A number as it is written, by the line of its operation, its dtype, and its value in this dtype."""

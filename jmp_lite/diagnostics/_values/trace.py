@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ..._autocast.planning.plan import Plan
-from ..._jaxpr import arguments
-from ..._jaxpr.read import Array, Jaxpr, constants, without_constants
+from ..._autocast import Plan
+from ..._jaxpr import Array, Jaxpr, constants, without_constants
+from ..._jaxpr import trace as trace_call
 from ..._paths import leaf_names, positional_names
 from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import LossScaleLike, NoOpLossScale, StaticLossScale, as_loss_scale
@@ -114,9 +114,7 @@ def trace(caller: str, call: LossCall, args: tuple[Any, ...], kwargs: dict[str, 
     if any(is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
     outputs: list[str] = []
-    traced = arguments.trace(
-        _run(call, outputs), args, {**kwargs, _SCALE: jnp.float32(1)}, True, (np.ndarray,)
-    )
+    traced = trace_call(_run(call, outputs), args, {**kwargs, _SCALE: jnp.float32(1)}, True, (np.ndarray,))
     fixed = constants(traced.jaxpr)
     names = (*("" for _ in fixed), *traced.names)
     arrays = (*fixed, *traced.arrays)
