@@ -305,6 +305,8 @@ def _also_results(rule: Jaxpr, count: int) -> list[int | None]:
     return [first.get(source) for source in sources[count:]]
 
 
+# JAX says "No constant handler for type Tracer" or names an escaped tracer, and not the rule:
+# https://github.com/jax-ml/jax/pull/34216.
 _READS_TRACED = (
     "The backward rule of a custom_vjp reads a traced value that is not among its residuals, such as an "
     "argument of the function around it. Such a rule fails under jax.grad(jax.jit(fun)), and under "

@@ -110,7 +110,7 @@ def test_the_report_names_the_rule_and_counts_the_products():
         PARAMS, X
     )
     assert report.summary().startswith("1 of 6 operations in fp8, 2 in bfloat16, ")
-    assert "Products that are in bfloat16 and not in fp8:\n    1: the rule for 'head'" in str(report)
+    assert "Matmuls that are in bfloat16 and not in fp8:\n    1: the rule for 'head'" in str(report)
     assert report.tensor_core_share > 0.9
     assert report.in_float32() == ()
 

@@ -103,7 +103,8 @@ def _move(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis)
     # A constant of a loop that is in half outside of it has a float32 array too, so ask for the half one.
     takes = tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands)
     action, changed = Move(takes, both), both or Take.HALF in takes
-    return Decision(op, Category.MOVE, action, results, "it moves data and keeps its type", changed)
+    reason = "it only moves data, so it keeps the dtype of its input"
+    return Decision(op, Category.MOVE, action, results, reason, changed)
 
 
 def _casts_first(op: Op, operand: State, wanted: Wanted) -> bool:

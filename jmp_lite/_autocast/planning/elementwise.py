@@ -30,7 +30,7 @@ def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: 
         return run_in_float32(op, operands, Ruling(Category.INFER, reason))
     if reason := _why_stored(op, operands, half):
         return store_half(op, operands, reason)
-    reason = "its operands are in half, or take the type of the others"
+    reason = "its inputs are half, or take the dtype of the others"
     return Decision(op, Category.INFER, Run(in_half(op, operands)), halves(op), reason, changed=True)
 
 
@@ -38,13 +38,13 @@ def _without_half(op: Op, operands: Sequence[State], kind: Kind) -> Decision:
     """Decides about an operation without a half operand: it runs in float32, and its result is of `kind`."""
     constant = all(state.constant for state in operands)
     results = results_of(op, operands, State(kind, constant=constant))
-    return Decision(op, Category.INFER, in_full(operands), results, "no operand is in half")
+    return Decision(op, Category.INFER, in_full(operands), results, "no input is half")
 
 
 def _why_float32(op: Op, operands: Sequence[State], kinds: Set[Kind], wanted: Wanted, half: np.dtype) -> str:
     """Returns why an operation with a half operand runs in float32; empty if its result may be in half."""
     if Kind.ARGUMENT in kinds or not kinds.isdisjoint(WIDE):
-        return "an operand is in float32, the widest type"
+        return "an input is in float32, the widest dtype"
     if unfit := [state.number for state in operands if not state.fits]:
         return f"{half.name} does not hold the constant {unfit[0]:g}"
     if wanted <= Wanted.NO and any(map(is_float32, op.equation.outvars)):
@@ -61,7 +61,7 @@ def _why_stored(op: Op, operands: Sequence[State], half: np.dtype) -> str:
         return f"the derivative of {op.name} squares an input, which may overflow"
     if all(map(functools.partial(may_be_rounded, op), op.equation.invars, operands)):
         return ""
-    return "one operand is in half; another was computed in float32 and takes its type"
+    return "one input is half; another was computed in float32 and adapts, so the result is stored in half"
 
 
 def _is_rounded(state: State, half: np.dtype) -> bool:

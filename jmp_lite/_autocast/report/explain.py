@@ -69,8 +69,8 @@ class AutocastReport(Shown):
             products = [operation for operation in self.operations if operation.is_product]
             half = sum(operation.in_half for operation in products)
             return (
-                f"{len(self.operations):,} operations, all as the program has them: {half:,} of "
-                f"{len(products):,} products in half"
+                f"{len(self.operations):,} operations, unchanged: {half:,} of {len(products):,} matmuls "
+                "in half"
             )
         in_fp8 = sum(operation.in_fp8 for operation in self.operations)
         own, other = self._in_half()
@@ -124,14 +124,14 @@ class AutocastReport(Shown):
             lines += ["", f"Options without effect: {', '.join(self.without_effect)}"]
         left = self.in_float32()
         if left:
-            lines += ["", "Products that are not in half:", *map(str, left)]
+            lines += ["", "Matmuls that are not in half:", *map(str, left)]
         not_fp8 = filter(None, (operation.not_fp8 for operation in self.operations))
-        lines += _counted("Products that are in bfloat16 and not in fp8:", not_fp8)
+        lines += _counted("Matmuls that are in bfloat16 and not in fp8:", not_fp8)
         slow = filter(None, (operation.advice for operation in self.operations))
-        lines += _counted("Products of sizes that Tensor Cores run slowly:", slow)
+        lines += _counted("Matmuls of sizes that Tensor Cores run slowly:", slow)
         unknown = sorted({operation.name for operation in self.operations if operation.why == "no_list"})
         if unknown:
-            lines += ["", f"On no list, kept as they were traced: {', '.join(unknown)}"]
+            lines += ["", f"Not on any list, left unchanged: {', '.join(unknown)}"]
         return "\n".join(lines)
 
     def _table_of_modules(self) -> list[str]:
