@@ -50,7 +50,7 @@ ARMS = {
 @functools.partial(nnx.jit, static_argnames="loss_fn", donate_argnames=("model", "optimizer"))
 def train_step(model: nnx.Module, optimizer: nnx.Optimizer, text: jax.Array, loss_fn: Loss) -> jax.Array:
     loss_scale = jmp.get_loss_scale(optimizer)
-    value_and_grad = jmp.value_and_grad(loss_fn, loss_scale, transform=nnx.value_and_grad)
+    value_and_grad = jmp.value_and_grad(loss_fn, loss_scale, value_and_grad_fn=nnx.value_and_grad)
     loss, grads = value_and_grad(model, text)
     optimizer.update(model, grads)
     return loss
@@ -85,7 +85,7 @@ def train(name: str, size: Size, steps: int, text: np.ndarray, test: np.ndarray)
     held_out = [float(evaluate(model, get_batch(test, size, step))) for step in range(20)]
     return Run(
         bits_per_byte=float(np.mean(held_out) / np.log(2)),
-        skipped_steps=int(jmp.metrics(optimizer)["skipped_steps"]),
+        skipped_steps=int(jmp.get_metrics(optimizer)["skipped_steps"]),
         tokens_per_second=size.batch * size.context / min(seconds),
     )
 

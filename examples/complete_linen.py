@@ -241,7 +241,7 @@ class Checkpoints:
                 return self.last.restore(step, args=saved)["state"]
         except (ValueError, TypeError, KeyError, OSError) as error:
             sys.exit(f"{self.options.checkpoint} holds no checkpoint of this program: {error}")
-        # To continue with another precision or optimizer: jmp.resume, docs/loss-scaling.md.
+        # To continue with another precision or optimizer: jmp.migrate_state, docs/loss-scaling.md.
         sys.exit(f"{self.options.checkpoint} was written with other settings: {'; '.join(changed)}.")
 
     def restore_best(self, state: TrainState) -> TrainState:
@@ -327,7 +327,7 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[TrainS
                 bar.set_postfix_str(f"loss {now:.4f}, {speed(seconds, options)}", refresh=False)
                 rate = schedule(updates_done(state))
                 scalars = {"loss": now, "learning_rate": rate, "seconds_a_step": seconds}
-                write(events, step, {**scalars, **jmp.metrics(state)})
+                write(events, step, {**scalars, **jmp.get_metrics(state)})
             if step % options.save_every == 0:
                 mean_loss(losses, taken)
                 checkpoints.save(step, state)
@@ -336,7 +336,7 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[TrainS
         checkpoints.save_if_best(step, state, accuracy)
         checkpoints.save(step, state)
         write(events, step, {"accuracy": accuracy})
-        metrics = jmp.metrics(state)
+        metrics = jmp.get_metrics(state)
         print(
             f"epoch {epoch + 1:3}   loss {mean:.4f}   accuracy {accuracy:.1%}   loss scale "
             f"{metrics['loss_scale']:g}   skipped {metrics['skipped_steps']}   {speed(seconds, options)}"

@@ -149,7 +149,7 @@ def make_train_step(options: argparse.Namespace) -> Callable[..., jax.Array]:
 
         # Precision: in place of `nnx.value_and_grad`. The loss and the gradients are unscaled, in float32.
         scale = jmp.get_loss_scale(optimizer)
-        value_and_grad = jmp.value_and_grad(half_loss, scale, transform=nnx.value_and_grad)
+        value_and_grad = jmp.value_and_grad(half_loss, scale, value_and_grad_fn=nnx.value_and_grad)
         loss, grads = value_and_grad(model, images, labels)
         optimizer.update(model, grads)
 
@@ -238,7 +238,7 @@ class Checkpoints:
                 return nnx.update(training, self.last.restore(step, args=saved)["state"])
         except (ValueError, TypeError, KeyError, OSError) as error:
             sys.exit(f"{self.options.checkpoint} holds no checkpoint of this program: {error}")
-        # To continue with another precision or optimizer: jmp.resume, docs/loss-scaling.md.
+        # To continue with another precision or optimizer: jmp.migrate_state, docs/loss-scaling.md.
         sys.exit(f"{self.options.checkpoint} was written with other settings: {'; '.join(changed)}.")
 
     def restore_best(self, ema: Net) -> None:
@@ -325,7 +325,7 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[Traini
                 bar.set_postfix_str(f"loss {now:.4f}, {speed(seconds, options)}", refresh=False)
                 rate = schedule(updates_done(optimizer))
                 scalars = {"loss": now, "learning_rate": rate, "seconds_a_step": seconds}
-                write(events, step, {**scalars, **jmp.metrics(optimizer)})
+                write(events, step, {**scalars, **jmp.get_metrics(optimizer)})
             if step % options.save_every == 0:
                 mean_loss(losses, taken)
                 checkpoints.save(step, training)
@@ -334,7 +334,7 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[Traini
         checkpoints.save_if_best(step, training.ema, accuracy)
         checkpoints.save(step, training)
         write(events, step, {"accuracy": accuracy})
-        metrics = jmp.metrics(optimizer)
+        metrics = jmp.get_metrics(optimizer)
         print(
             f"epoch {epoch + 1:3}   loss {mean:.4f}   accuracy {accuracy:.1%}   loss scale "
             f"{metrics['loss_scale']:g}   skipped {metrics['skipped_steps']}   {speed(seconds, options)}"

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -92,10 +92,12 @@ class Training:
         batch_sharding: the sharding of the batch: its first axis is split over all devices.
         init: makes the state, each part on its devices.
         train_step: takes the three parts of the state and a batch. It returns new ones and a dict of scalars:
-            the loss, and what `jmp.metrics` says.
+            the loss, and what `jmp.get_metrics` says.
     """
 
-    def __init__(self, workload: Workload, mesh: Mesh, fsdp: bool, reduce_dtype: str | None) -> None:
+    def __init__(
+        self, workload: Workload, mesh: Mesh, fsdp: bool, reduce_dtype: Literal["float32"] | None
+    ) -> None:
         tx = jmp.with_loss_scale(workload.optimizer(), LOSS_SCALE)
 
         def init() -> tuple[Any, Any, Any]:
@@ -115,7 +117,7 @@ class Training:
 
         def train_step(params: Any, statistics: Any, opt_state: Any, batch: Any) -> Any:
             params, statistics, opt_state, (loss, _) = step(params, statistics, opt_state, batch)
-            return params, statistics, opt_state, {"loss": loss, **jmp.metrics(opt_state)}
+            return params, statistics, opt_state, {"loss": loss, **jmp.get_metrics(opt_state)}
 
         # Without `out_shardings` XLA would choose where the new state lies.
         outputs = (*shardings, NamedSharding(mesh, P()))

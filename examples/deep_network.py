@@ -1,4 +1,4 @@
-"""A network of 60 layers for which no global loss scale works, and `scale_layer`, which does.
+"""A network of 60 layers for which no global loss scale works, and `with_layer_loss_scale`, which does.
 
     python examples/deep_network.py
 
@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt
 LAYERS, WIDTH, KEPT, BATCH = 60, 32, 3, 128
 ARMS: dict[str, jmp.LossScale] = {
     "float32": jmp.NoOpLossScale(),
-    "float16, scale_layer": jmp.NoOpLossScale(),
+    "float16, scale per layer": jmp.NoOpLossScale(),
     "float16, no scale": jmp.NoOpLossScale(),
     "float16, static 2**10": jmp.StaticLossScale(2.0**10),
     "float16, static 2**20": jmp.StaticLossScale(2.0**20),
@@ -64,7 +64,7 @@ def init(seed: int) -> dict[str, jax.Array]:
 def make_loss(arm: str) -> Callable[..., jax.Array]:
     """Returns the loss of an arm, a function of weights, images `(batch, 64)` and labels."""
     layer = dense if arm == "float32" else jmp.autocast(dense, jnp.float16)
-    return loss_with(jmp.scale_layer(layer) if "scale_layer" in arm else layer)
+    return loss_with(jmp.with_layer_loss_scale(layer) if "per layer" in arm else layer)
 
 
 def loss_with(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -105,7 +105,7 @@ def train(arm: str, seed: int, steps: int) -> tuple[np.ndarray, int]:
     batches = np.random.default_rng(seed).integers(0, len(labels), (steps, BATCH))
     run = jax.jit(lambda carry, batches: jax.lax.scan(step, carry, batches))
     (_, opt_state), losses = run((params, opt_state), jnp.asarray(batches))
-    return np.asarray(losses), int(jmp.metrics(opt_state)["skipped_steps"])
+    return np.asarray(losses), int(jmp.get_metrics(opt_state)["skipped_steps"])
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[np.ndarray]]:
@@ -158,7 +158,7 @@ def draw(found: dict[str, list[np.ndarray]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for arm, runs in found.items():
         smooth = np.convolve(np.mean(runs, axis=0), np.ones(10) / 10, mode="valid")
-        axes.plot(smooth, label=arm, linewidth=2.5 if "scale_layer" in arm else 1.2)
+        axes.plot(smooth, label=arm, linewidth=2.5 if "per layer" in arm else 1.2)
     axes.set(xlabel="step", ylabel="training loss", title="60 layers, gradients 60 powers of two apart")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)

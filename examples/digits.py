@@ -164,7 +164,7 @@ def train_arm(arm: str, size: str, epochs: int, seeds: int, data: Any, progress:
                 test_loss=float(test_loss),
                 losses=history[:, 0],
                 scales=history[:, 1],
-                skipped_steps=int(jmp.metrics(opt_state)["skipped_steps"]),
+                skipped_steps=int(jmp.get_metrics(opt_state)["skipped_steps"]),
                 milliseconds=1e3 * min(seconds),
                 temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
             )

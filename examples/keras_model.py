@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # Keras reads it when it is imported.
 
@@ -29,7 +29,8 @@ from sklearn.model_selection import train_test_split
 
 import jmp_lite as jmp
 
-LOSS_SCALES: dict[str, jmp.LossScale] = {
+Precision = Literal["float32", "bfloat16", "float16"]
+LOSS_SCALES: dict[Precision, jmp.LossScale] = {
     "float32": jmp.NoOpLossScale(),
     "bfloat16": jmp.NoOpLossScale(),
     "float16": jmp.DynamicLossScale(2.0**15),
@@ -61,7 +62,7 @@ def put_back(variables: list[Any], values: Values) -> None:
         variable.assign(jnp.copy(value))
 
 
-def make_train_step(model: Any, tx: optax.GradientTransformation, precision: str) -> Any:
+def make_train_step(model: Any, tx: optax.GradientTransformation, precision: Precision) -> Any:
     def loss_fn(trainable: Values, others: Values, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Values]:
         logits, others, losses = model.stateless_call(trainable, others, x, training=True, return_losses=True)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
@@ -88,7 +89,7 @@ def load_data() -> Any:
     return train_test_split(images, labels.astype(np.int32), test_size=450, random_state=0, stratify=labels)
 
 
-def train(precision: str, epochs: int, batch_size: int = 64) -> tuple[keras.Model, Any]:
+def train(precision: Precision, epochs: int, batch_size: int = 64) -> tuple[keras.Model, Any]:
     """Returns the trained model and the state of the optimizer."""
     keras.utils.set_random_seed(0)
     train_x, test_x, train_y, test_y = load_data()
@@ -113,7 +114,7 @@ def train(precision: str, epochs: int, batch_size: int = 64) -> tuple[keras.Mode
         put_back(model.non_trainable_variables, others)
         # From here on the model is an ordinary trained model of Keras, in float32.
         accuracy = np.mean(model.predict(test_x, verbose=0).argmax(-1) == test_y)
-        metrics = jmp.metrics(opt_state)
+        metrics = jmp.get_metrics(opt_state)
         print(
             f"epoch {epoch + 1:3}   loss {np.ma.masked_invalid(np.array(losses)).mean():.4f}   "
             f"test accuracy {accuracy:.1%}   loss scale {metrics['loss_scale']:g}   "

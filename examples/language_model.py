@@ -119,7 +119,7 @@ def loss_fn(model: nnx.Module, text: jax.Array) -> jax.Array:
 @functools.partial(nnx.jit, donate_argnums=(0, 1))
 def train_step(model: nnx.Module, optimizer: nnx.Optimizer, text: jax.Array) -> jax.Array:
     loss_scale = jmp.get_loss_scale(optimizer)
-    value_and_grad = jmp.value_and_grad(loss_fn, loss_scale, transform=nnx.value_and_grad)
+    value_and_grad = jmp.value_and_grad(loss_fn, loss_scale, value_and_grad_fn=nnx.value_and_grad)
     loss, grads = value_and_grad(model, text)
     optimizer.update(model, grads)
     return loss
@@ -183,7 +183,7 @@ def train(arm: str, size: Size, options: argparse.Namespace, text: np.ndarray, t
             progress.set_postfix(bits_per_byte=f"{float(loss) / np.log(2):.2f}")
             jmp.raise_if_stuck(optimizer)
             if events is not None:
-                for name, value in {"loss": loss, **jmp.metrics(optimizer)}.items():
+                for name, value in {"loss": loss, **jmp.get_metrics(optimizer)}.items():
                     events.add_scalar(name, float(value), step)
         jax.block_until_ready(loss)
         seconds.append(time.perf_counter() - began)
@@ -199,7 +199,7 @@ def train(arm: str, size: Size, options: argparse.Namespace, text: np.ndarray, t
     return Run(
         model=model,
         bits_per_byte=float(np.mean(held_out) / np.log(2)),
-        skipped_steps=int(jmp.metrics(optimizer)["skipped_steps"]),
+        skipped_steps=int(jmp.get_metrics(optimizer)["skipped_steps"]),
         scale=float(jmp.get_loss_scale(optimizer).loss_scale),
         tokens_per_second=size.batch * size.context / min(seconds) if seconds else 0.0,
     )

@@ -63,7 +63,7 @@ def train(workload: Workload, arm: str, steps: int) -> Run:
             params, statistics, opt_state, (loss, _) = train_step(params, statistics, opt_state, batch)
         losses.append(float(loss))
         seconds.append(time.perf_counter() - began)
-    skipped = int(jmp.metrics(opt_state)["skipped_steps"])
+    skipped = int(jmp.get_metrics(opt_state)["skipped_steps"])
     return Run(np.array(losses, np.float32), skipped, 1000 * min(seconds))
 
 

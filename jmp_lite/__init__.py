@@ -1,13 +1,14 @@
 """Mixed precision training in JAX, functions over pytrees.
 
-Half precision: `autocast`, `full_precision`, `keep_float32`, `explain`, `Report`, `Operation`.
+Half precision: `autocast`, `full_precision`, `keep_float32`, `explain`.
+What `explain` returns: `AutocastReport`, `AutocastOperation`.
 Loss scales: `DynamicLossScale`, `StaticLossScale`, `NoOpLossScale`, `LossScale`.
-True gradients: `value_and_grad`, `grad`; `scale_layer`, a loss scale for one layer.
-Master weights: `with_master_weights`, `master_params`, `set_master_params`.
-Half precision at rest: `cast_state`, `with_stochastic_rounding`, `stochastic_round`.
+True gradients: `value_and_grad`, `grad`; `with_layer_loss_scale`, a loss scale for one layer.
+Master weights: `with_master_params`, `get_master_params`, `set_master_params`.
+Half precision at rest: `with_half_state`, `with_stochastic_rounding`, `stochastic_round`.
 Optimizers: `with_loss_scale`, or `skip_nonfinite` and `unscale`; their state is a `SkipNonfiniteState`.
-An old optimizer state under other settings: `resume`.
-What the optimizer says: `get_loss_scale`, `grads_finite`, `metrics`, `raise_if_stuck`.
+An old optimizer state under other settings: `migrate_state`.
+What the optimizer says: `get_loss_scale`, `grads_finite`, `get_metrics`, `raise_if_stuck`.
 Policies: `Policy`, `Rule`, `get_policy`, `half_dtype`, `cast_to_half`, `cast_to_full`, `cast_params`.
 Trees: `all_finite`, `select_tree`.
 
@@ -18,15 +19,15 @@ Compiled programs: `jmp_lite.programs.read_program`.
 from ._autocast.api import autocast as autocast
 from ._autocast.keep import full_precision as full_precision
 from ._autocast.keep import keep_float32 as keep_float32
-from ._autocast.report.explain import Report as Report
+from ._autocast.report.explain import AutocastReport as AutocastReport
 from ._autocast.report.explain import explain as explain
-from ._autocast.report.operations import Operation as Operation
+from ._autocast.report.operations import AutocastOperation as AutocastOperation
 from ._cast_params import cast_params as cast_params
 from ._dtypes import half_dtype as half_dtype
-from ._memory.cast_state import cast_state as cast_state
-from ._memory.half_params import with_master_weights as with_master_weights
+from ._memory.half_params import with_master_params as with_master_params
 from ._memory.half_params import with_stochastic_rounding as with_stochastic_rounding
-from ._memory.master_params import master_params as master_params
+from ._memory.half_state import with_half_state as with_half_state
+from ._memory.master_params import get_master_params as get_master_params
 from ._memory.master_params import set_master_params as set_master_params
 from ._memory.rounding import stochastic_round as stochastic_round
 from ._policy import Policy as Policy
@@ -35,19 +36,19 @@ from ._policy import get_policy as get_policy
 from ._scaling.finite import all_finite as all_finite
 from ._scaling.grad import grad as grad
 from ._scaling.grad import value_and_grad as value_and_grad
-from ._scaling.layer import scale_layer as scale_layer
+from ._scaling.layer import with_layer_loss_scale as with_layer_loss_scale
 from ._scaling.loss_scale import DynamicLossScale as DynamicLossScale
 from ._scaling.loss_scale import LossScale as LossScale
 from ._scaling.loss_scale import NoOpLossScale as NoOpLossScale
 from ._scaling.loss_scale import StaticLossScale as StaticLossScale
+from ._scaling.migrate import migrate_state as migrate_state
 from ._scaling.optimizer import skip_nonfinite as skip_nonfinite
 from ._scaling.optimizer import unscale as unscale
 from ._scaling.optimizer import with_loss_scale as with_loss_scale
-from ._scaling.resume import resume as resume
 from ._scaling.state import SkipNonfiniteState as SkipNonfiniteState
 from ._scaling.state import get_loss_scale as get_loss_scale
+from ._scaling.state import get_metrics as get_metrics
 from ._scaling.state import grads_finite as grads_finite
-from ._scaling.state import metrics as metrics
 from ._scaling.stuck import raise_if_stuck as raise_if_stuck
 from ._tree import cast_to_full as cast_to_full
 from ._tree import cast_to_half as cast_to_half

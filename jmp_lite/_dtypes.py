@@ -1,13 +1,40 @@
 """Floating dtypes and their names in policy strings."""
 
-from typing import Any
+from typing import Any, Literal, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-DTypeLike = Any
-"""A name of a floating dtype: `jnp.float16`, `np.dtype("float16")`, `"f16"`, `"half"`."""
+DTypeName: TypeAlias = Literal[
+    "half",
+    "bf16",
+    "bfloat16",
+    "f16",
+    "float16",
+    "fp16",
+    "full",
+    "f32",
+    "float32",
+    "fp32",
+    "f64",
+    "float64",
+    "float8",
+]
+"""The strings that name a dtype, for type checkers. `autocast` and what reads it take `"float8"`."""
+
+
+class HasDType(Protocol):
+    """A scalar type of JAX, such as `jnp.float16`."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype."""
+        ...
+
+
+DTypeLike: TypeAlias = DTypeName | np.dtype | type[Any] | HasDType
+"""A floating dtype: `jnp.float16`, `np.dtype("float16")`, `"f16"`, `"half"`."""
 
 # All names are accepted; a policy prints the first. They are jmp's, and PyTorch's fp16 and fp32.
 _NAMES = {
@@ -45,7 +72,7 @@ def scalar_type(dtype: np.dtype) -> Any:
     return getattr(jnp, dtype.name)
 
 
-def parse_dtype(spec: DTypeLike) -> np.dtype:
+def parse_dtype(spec: DTypeLike | str) -> np.dtype:
     """Returns the floating dtype of a dtype, a scalar type or a name; other input raises an error."""
     if isinstance(spec, str):
         if spec == "half":

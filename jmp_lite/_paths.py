@@ -98,15 +98,17 @@ def nearest_paths(pattern: str, names: Iterable[str]) -> str:
 
 
 def as_patterns(patterns: str | Iterable[str], takes: str) -> tuple[str, ...]:
-    """Returns one pattern or several as a tuple. The message of a TypeError begins with `takes`."""
+    """Returns one pattern or several as a tuple. The message of an error begins with `takes`."""
     if isinstance(patterns, Mapping):
         raise TypeError(f"{takes}, without values. Got {patterns!r:.200}; pass {list(patterns)!r:.200}.")
     if not isinstance(patterns, Iterable):
         raise TypeError(f"{takes}. Got {patterns!r:.200}.")
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in given:
-        if not isinstance(pattern, str) or not pattern.strip(" /"):
+        if not isinstance(pattern, str):
             raise TypeError(f"{takes}. Got {pattern!r:.200} as one of them.")
+        if not pattern.strip(" /"):
+            raise ValueError(f"{takes}. Got an empty pattern, {pattern!r}.")
     return given
 
 
@@ -116,8 +118,11 @@ def matches(pattern: str, name: str) -> bool:
 
     `*`, `?` and `[abc]` match within one key, `**` matches any number of keys. A pattern selects a whole
     subtree, so `head` means `head/**`. It may begin at any depth unless it starts with a slash, as in a
-    `.gitignore` file. Case matters.
+    `.gitignore` file. Case matters, and spaces around a pattern do not.
+
+    This is the language of all patterns: over scopes, parameters, and paths of a state.
     """
+    pattern = pattern.strip()
     anchored = pattern.startswith("/")
     keys = tuple(pattern.strip("/").split("/"))
     return _match(keys if anchored else ("**", *keys), tuple(name.split("/")))

@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """An exception to a policy for one part of the parameter tree.
+    """An exception to a policy, or to `autocast`, for one part of a model.
 
     Attributes:
-        pattern: the subtrees that the rule is for: `head`, `**/BatchNorm*`, `/decoder/*/norm`. `*` matches
-            any part of one key, `**` matches any number of keys. A pattern may begin at any depth unless it
-            starts with a slash.
+        pattern: the subtrees of the parameters that the rule is for, or the scopes under `autocast`: `head`,
+            `**/BatchNorm*`, `/decoder/*/norm`. `*` matches any part of one key, `**` matches any number of
+            keys. A pattern may begin at any depth unless it starts with a slash.
         policy: the policy of these subtrees. A dtype or a policy string is read as one.
-        optional: whether the rule may match nothing in `check_rules`.
+        optional: whether the rule may match nothing in `check_rules`; autocast takes no such rule.
 
     Raises:
         ValueError: the pattern is empty or contains `->` or `;`, or the policy has rules of its own.
@@ -39,7 +39,7 @@ class Rule:
     policy: "Policy"
     optional: bool = False
 
-    def __init__(self, pattern: str, policy: "Policy | DTypeLike", optional: bool = False) -> None:
+    def __init__(self, pattern: str, policy: "Policy | DTypeLike | str", optional: bool = False) -> None:
         if not isinstance(pattern, str):
             raise TypeError(f"Rule(pattern, policy): the pattern is a path such as 'head'. Got {pattern!r}.")
         object.__setattr__(self, "pattern", pattern.strip())
@@ -68,11 +68,11 @@ class Policy(Shown):
     `str(policy)` back. The dtypes are the types of `jax.numpy`: `policy.compute_dtype is jnp.float16`.
 
     Attributes:
-        param_dtype: the dtype in which parameters rest. For a half dtype see `with_master_weights`.
+        param_dtype: the dtype in which parameters rest. For a half dtype see `with_master_params`.
         compute_dtype: the dtype of the operands of the arithmetic.
         output_dtype: the dtype of what the model returns, such as logits.
-        rules: `Rule`s, or a mapping or pairs of pattern and policy. The first rule that matches the path
-            of a parameter wins.
+        rules: `Rule`s, or a mapping or pairs of pattern and policy; None for none. The first rule that
+            matches the path of a parameter wins.
 
     Raises:
         ValueError, TypeError: a dtype is unknown or not floating, or a rule is malformed.
@@ -125,11 +125,11 @@ class Policy(Shown):
         """Returns the policy with the output dtype `output_dtype`."""
         return dataclasses.replace(self, output_dtype=parse_dtype(output_dtype))
 
-    def with_rules(self, rules: Mapping[str, Any] | Iterable[Any]) -> "Policy":
+    def with_rules(self, rules: Mapping[str, Any] | Iterable[Any] | None) -> "Policy":
         """Returns the policy with `rules` in front of its own.
 
         Args:
-            rules: `Rule`s, or a mapping or pairs of pattern and policy, dtype or policy string.
+            rules: `Rule`s, or a mapping or pairs of pattern and policy, dtype or policy string; or None.
 
         Examples:
             >>> str(jmp.get_policy("half").with_rules({"**/BatchNorm*": "float32"}))
@@ -221,7 +221,7 @@ def get_policy(policy_name: str) -> Policy:
             - one dtype for all three: `"float32"`, `"half"`, `"bf16"`, `"fp16"`;
             - a level of Apex: `"O0"` float32; `"O1"` float32 parameters, half compute; `"O2"` half
               parameters, float32 normalization; `"O3"` all half. With O2, wrap the optimizer in
-              `with_master_weights`, so that small updates are not lost;
+              `with_master_params`, so that small updates are not lost;
             - a name of Keras or Lightning: `"mixed_float16"`, `"16-mixed"`, `"mixed_bfloat16"`,
               `"bf16-mixed"`, all with float32 parameters and outputs;
             - any of these followed by rules: `"c=f16,o=f32; head -> float32; **/Norm* ?-> f32"`.
@@ -246,7 +246,9 @@ def get_policy(policy_name: str) -> Policy:
 
 
 def _pairs(rules: Any) -> list[Any]:
-    """Returns what a user gave as rules as a list of rules or pairs."""
+    """Returns what a user gave as rules as a list of rules or pairs; None is none."""
+    if rules is None:
+        return []
     if isinstance(rules, Mapping):
         return list(rules.items())
     if isinstance(rules, (str, Rule)) or not isinstance(rules, Iterable):

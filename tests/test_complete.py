@@ -123,7 +123,7 @@ def test_a_skipped_micro_batch_leaves_every_bit(start):
     # All but the loss scale and the counts of `with_loss_scale`.
     assert_same_bits(before["opt_state"].inner_state, after["opt_state"].inner_state)
     assert optax.tree.get(after["opt_state"], "mini_step") == 1
-    assert jmp.metrics(after["opt_state"])["skipped_steps"] == 1
+    assert jmp.get_metrics(after["opt_state"])["skipped_steps"] == 1
     scales = [jmp.get_loss_scale(parts["opt_state"]).loss_scale for parts in (before, after)]
     assert scales[1] == scales[0] / 2
     assert int(after["step"]) == int(before["step"]) + 1
@@ -194,7 +194,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(program, tmp_path, monkeypat
     assert_same_bits(whole, resumed)
     assert accuracy == resumed_accuracy
     assert int(resumed["step"]) == 15
-    assert int(jmp.metrics(resumed["opt_state"])["skipped_steps"]) >= 1
+    assert int(jmp.get_metrics(resumed["opt_state"])["skipped_steps"]) >= 1
     assert [path.name for path in (folder / "last").iterdir()] == ["15"]
     # Once more: there is nothing left to do.
     again, _ = program.main(command)

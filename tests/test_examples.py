@@ -224,7 +224,7 @@ def test_only_a_scale_for_each_layer_trains_the_deep_network(capsys, tmp_path):
     found = deep_network.main(["--seeds", "1", "--steps", "150", "--output", str(picture)])
     last = {arm: runs[0][-15:].mean() for arm, runs in found.items()}
     assert list(last) == list(deep_network.ARMS)
-    assert last.pop("float16, scale_layer") == pytest.approx(last["float32"], abs=0.1)
+    assert last.pop("float16, scale per layer") == pytest.approx(last["float32"], abs=0.1)
     full = last.pop("float32")
     assert full < 1.0
     assert min(last.values()) > full + 0.5
@@ -233,11 +233,11 @@ def test_only_a_scale_for_each_layer_trains_the_deep_network(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "No scale serves these: more than 1 % becomes zero at every safe scale: params (backward)" in out
     rows = table_rows(out, list(found))
-    assert [int(rows[arm][-1]) for arm in ("float32", "float16, scale_layer")] == [0, 0]
+    assert [int(rows[arm][-1]) for arm in ("float32", "float16, scale per layer")] == [0, 0]
     assert int(rows["float16, static 2**40"][-1]) > 140  # Nearly every step overflows.
 
 
-def test_scale_layer_flushes_less_than_the_estimate_of_zhao_et_al_allows():
+def test_with_layer_loss_scale_flushes_less_than_the_estimate_of_zhao_et_al_allows():
     """They choose each scale so that at most 0.1 % of the gradients of a layer become zero in float16."""
     shares = []
 
@@ -260,7 +260,7 @@ def test_scale_layer_flushes_less_than_the_estimate_of_zhao_et_al_allows():
         jax.effects_barrier()
         return shares
 
-    assert len(flushed(jmp.scale_layer)) == deep_network.LAYERS
+    assert len(flushed(jmp.with_layer_loss_scale)) == deep_network.LAYERS
     assert max(shares) < 1e-3
     assert max(flushed(lambda layer: layer)) == 1.0
 

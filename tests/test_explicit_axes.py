@@ -153,12 +153,12 @@ adam = functools.partial(optax.adam, 1e-2)
 TRANSFORMS = {
     "all": (
         jnp.bfloat16,
-        lambda: jmp.with_loss_scale(jmp.with_stochastic_rounding(jmp.cast_state(adam())), clip_norm=1.0),
+        lambda: jmp.with_loss_scale(jmp.with_stochastic_rounding(jmp.with_half_state(adam())), clip_norm=1.0),
     ),
     "with_loss_scale": (jnp.float32, lambda: jmp.with_loss_scale(adam())),
     "skip_nonfinite": (jnp.float32, lambda: jmp.skip_nonfinite(adam())),
-    "with_master_weights": (jnp.bfloat16, lambda: jmp.with_master_weights(adam())),
-    "cast_state, stochastic": (jnp.float32, lambda: jmp.cast_state(adam())),
+    "with_master_params": (jnp.bfloat16, lambda: jmp.with_master_params(adam())),
+    "with_half_state, stochastic": (jnp.float32, lambda: jmp.with_half_state(adam())),
     "with_stochastic_rounding": (jnp.bfloat16, lambda: jmp.with_stochastic_rounding(adam())),
 }
 
@@ -180,7 +180,7 @@ def test_a_transform_trains_as_on_one_device(name, jit):
         expected_move = np.asarray(other, np.float32) - np.asarray(start)
         assert np.linalg.norm(moved - expected_move) < 0.2 * np.linalg.norm(expected_move)
     if name == "with_loss_scale":
-        resumed = jmp.resume(jmp.with_loss_scale(adam(), clip_norm=1.0), params, state)
+        resumed = jmp.migrate_state(jmp.with_loss_scale(adam(), clip_norm=1.0), params, state)
         assert_split(resumed.inner_state[0].mu)
 
 
@@ -201,7 +201,7 @@ def test_an_inf_in_one_shard_skips_the_step_on_all_devices():
     x = jnp.where(jnp.arange(32, out_sharding=P("data"))[:, None] == 5, jnp.inf, x)
     after, state, _ = trained(jmp.with_loss_scale(adam()), params, x, loss, jit=True, steps=1)
     jax.tree.map(np.testing.assert_array_equal, after, params)
-    assert float(jmp.metrics(state)["skipped_steps"]) == 1
+    assert float(jmp.get_metrics(state)["skipped_steps"]) == 1
     with pytest.raises(FloatingPointError, match="The last 1 steps were skipped"):
         jmp.raise_if_stuck(state, max_consecutive_skips=1)
 
@@ -212,19 +212,21 @@ def test_trees_and_layers():
     assert bool(jmp.all_finite(params))
     assert_split(jmp.select_tree(jmp.all_finite(params), params, jax.tree.map(jnp.zeros_like, params)))
     halves, _ = sharded(jnp.bfloat16)
-    tx = jmp.with_master_weights(adam())
+    tx = jmp.with_master_params(adam())
     opt_state = tx.init(halves)
-    assert_split(jmp.master_params(opt_state, halves))
-    halves, opt_state = jmp.set_master_params(opt_state, halves, params)
+    assert_split(jmp.get_master_params(opt_state, halves))
+    opt_state, halves = jmp.set_master_params(opt_state, halves, params)
     assert_split(halves)
-    assert_split(jmp.master_params(opt_state, halves))
-    jax.tree.map(np.testing.assert_array_equal, jmp.master_params(opt_state, halves), params)
+    assert_split(jmp.get_master_params(opt_state, halves))
+    jax.tree.map(np.testing.assert_array_equal, jmp.get_master_params(opt_state, halves), params)
     cast = jmp.cast_params(params, jmp.get_policy("bfloat16"))
     assert {leaf.dtype for leaf in jax.tree.leaves(cast)} == {np.dtype(jnp.bfloat16)}
     assert_split(cast)
-    masters = jmp.master_params(opt_state, halves)
+    masters = jmp.get_master_params(opt_state, halves)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(masters)} == {"float32"}
-    layer = jmp.scale_layer(lambda w, x: jnp.einsum("bi,ij->bj", x, w, out_sharding=P("data", "model")))
+    layer = jmp.with_layer_loss_scale(
+        lambda w, x: jnp.einsum("bi,ij->bj", x, w, out_sharding=P("data", "model"))
+    )
     gradient = jax.jit(jax.grad(lambda w: jnp.sum(layer(w, x) ** 2)))(params["w1"])
     expected = jax.grad(lambda w: jnp.sum((X @ w) ** 2))(WHOLE["w1"])
     np.testing.assert_allclose(np.asarray(gradient), expected, rtol=1e-4, atol=1e-4)

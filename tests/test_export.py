@@ -113,4 +113,4 @@ def test_an_exported_train_step_holds_scale_and_optimizer_and_skips_as_here(tmp_
     opt_state = tree.unflatten(leaves)[1]
     # Halved in the first step. Two finite steps in a row would double it.
     assert jmp.get_loss_scale(opt_state).loss_scale == 2.0**14
-    assert jmp.metrics(opt_state)["skipped_steps"] == 1
+    assert jmp.get_metrics(opt_state)["skipped_steps"] == 1

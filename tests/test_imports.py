@@ -20,8 +20,8 @@ MODULES = {
     if path.name != "__init__.py"
 }
 
-
-AUTOCAST = ("_jaxpr", "_float8", "_autocast.planning", "_autocast", "_autocast.report")
+# The rooms that export names, and those that take more of them: all their files.
+EXPORTING = {"_jaxpr": ("_jaxpr", "_autocast"), "_autocast": ("_autocast",)}
 # The rooms, and the rooms below each that it may import.
 ROOMS = {
     "_version": (),
@@ -38,7 +38,7 @@ ROOMS = {
     "_autocast.planning": ("_dtypes", "_paths", "_tree", "_jaxpr", "_float8"),
     "_autocast.planning.passes": ("_jaxpr", "_autocast.planning"),
     "_autocast": (
-        *("_dtypes", "_paths", "_tree", "_jaxpr", "_float8"),
+        *("_dtypes", "_paths", "_tree", "_policy", "_jaxpr", "_float8"),
         *("_autocast.planning", "_autocast.planning.passes"),
     ),
     "_autocast.report": (
@@ -47,19 +47,24 @@ ROOMS = {
     "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_jaxpr"),
     "linen": ("_flax",),
     "nnx": ("_flax",),
-    "diagnostics._values": ("_dtypes", "_paths", "_tree", "_scaling", *AUTOCAST),
-    "diagnostics._precision": ("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values"),
+    "diagnostics._values": (*("_dtypes", "_paths", "_tree", "_scaling", "_jaxpr", "_float8", "_autocast"),),
+    "diagnostics._precision": (
+        *("_dtypes", "_text", "_scaling", "_jaxpr", "_float8", "_autocast", "diagnostics._values"),
+    ),
     "diagnostics._nonfinite": (
-        *("_text", "_scaling", "_jaxpr"),
+        *("_dtypes", "_text", "_scaling", "_jaxpr"),
         *("diagnostics._values", "diagnostics._precision"),
     ),
-    "diagnostics._ranges": ("_dtypes", "_text", "_tree", "_scaling", *AUTOCAST, "diagnostics._values"),
+    "diagnostics._ranges": (
+        *("_dtypes", "_text", "_tree", "_scaling", "_jaxpr", "_float8", "_autocast", "diagnostics._values"),
+    ),
     "programs": ("_paths", "_text"),
     "diagnostics": (
-        *("_dtypes", "_text", "_scaling", *AUTOCAST, "diagnostics._values", "diagnostics._nonfinite"),
+        *("_dtypes", "_text", "_scaling", "_jaxpr", "_float8", "_autocast"),
+        *("diagnostics._values", "diagnostics._nonfinite"),
         *("diagnostics._ranges", "diagnostics._precision", "programs"),
     ),
-    "testing": ("_dtypes", "_paths", "_text", "_tree", "_scaling", "_autocast.report", "programs"),
+    "testing": ("_dtypes", "_paths", "_text", "_tree", "_scaling", "_autocast", "programs"),
 }
 
 
@@ -89,6 +94,7 @@ def allowed(name):
     """The modules of this package that the module `name` may import."""
     room, file = room_of(name), name.rpartition(".")[2]
     below = {module for module in MODULES if room_of(module) in ROOMS[room]}
+    below |= EXPORTING.keys() & set(ROOMS[room])
     files = FILES[room]
     return below | {f"{room}.{before}" for before in files[: files.index(file)]} if files else below
 
@@ -102,15 +108,26 @@ def others(name):
             yield node.module
 
 
-def ours(name):
-    """The modules of this package that the module `name` imports."""
+def taken(name):
+    """Where in this package the module `name` imports from, and which name, for each import."""
     package = name.split(".")[:-1]
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             start = ".".join((*package[: len(package) - node.level + 1], *filter(None, [node.module])))
-            for alias in node.names:
-                inside = f"{start}.{alias.name}".lstrip(".")
-                yield inside if inside in MODULES else start
+            yield from ((start, alias.name) for alias in node.names)
+
+
+def ours(name):
+    """The modules of this package that the module `name` imports."""
+    for start, each in taken(name):
+        inside = f"{start}.{each}".lstrip(".")
+        yield inside if inside in MODULES else start
+
+
+def exported(room):
+    """The names that a room exports."""
+    imports = ast.parse(ROOT.joinpath(room, "__init__.py").read_text()).body[1:]
+    return {alias.asname for statement in imports for alias in statement.names}
 
 
 def public(module):
@@ -132,6 +149,19 @@ def test_a_room_stands_above_all_that_it_imports():
 
 def test_a_module_imports_only_lower_modules():
     assert not {name: found for name in MODULES if (found := set(ours(name)) - allowed(name))}
+
+
+@pytest.mark.parametrize("room", EXPORTING)
+def test_other_rooms_take_the_names_that_a_room_exports_and_each_is_taken(room):
+    outside = {name for name in MODULES if not name.startswith(EXPORTING[room])}
+    from_room = {name: {each for each in taken(name) if each[0].split(".")[0] == room} for name in outside}
+    names = exported(room)
+    assert not {
+        name: found
+        for name, each in from_room.items()
+        if (found := {(start, word) for start, word in each if start != room or word not in names})
+    }
+    assert names == {word for each in from_room.values() for _, word in each}
 
 
 def test_a_module_imports_only_the_libraries_that_its_room_may():

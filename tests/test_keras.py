@@ -82,7 +82,7 @@ def test_a_skipped_step_leaves_every_bit(start, batch):
     assert bits(others) == bits(before[1])
     assert bits(opt_state.inner_state) == bits(before[2].inner_state)
     assert jmp.get_loss_scale(opt_state).loss_scale == before[2].loss_scale.loss_scale / 2
-    assert jmp.metrics(opt_state)["skipped_steps"] == 1
+    assert jmp.get_metrics(opt_state)["skipped_steps"] == 1
 
 
 def test_the_products_are_half_and_the_rest_is_not(start, batch):

@@ -11,7 +11,7 @@ from jmp_lite import diagnostics, programs
 from jmp_lite._text import Shown, aligned
 
 REPORTS = [
-    jmp.Report,
+    jmp.AutocastReport,
     *(diagnostics.Diagnosis, diagnostics.NonfiniteReport, diagnostics.PrecisionReport),
     *(diagnostics.RangeReport, programs.Program, programs.Roofline),
 ]

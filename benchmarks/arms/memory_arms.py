@@ -37,19 +37,21 @@ class MemoryArm:
 
 
 def _to_nearest(tx: Any) -> Any:
-    return jmp.cast_state(tx, stochastic_rounding=False)
+    return jmp.with_half_state(tx, stochastic_rounding=False)
 
 
 # float32 has no half precision at all. The others have the products of their models in half.
 ARMS = {
     "float32": MemoryArm("float32"),
     "float32 parameters": MemoryArm("p=f32,c=bf16,o=f32"),
-    "O2, masters": MemoryArm("O2", jmp.with_master_weights, scaled=True),
+    "O2, masters": MemoryArm("O2", jmp.with_master_params, scaled=True),
     "O2, masters, bf16 moments": MemoryArm(
-        "O2", lambda tx: jmp.with_master_weights(jmp.cast_state(tx)), scaled=True
+        "O2", lambda tx: jmp.with_master_params(jmp.with_half_state(tx)), scaled=True
     ),
-    "bf16 moments": MemoryArm("p=f32,c=bf16,o=f32", jmp.cast_state),
+    "bf16 moments": MemoryArm("p=f32,c=bf16,o=f32", jmp.with_half_state),
     "bf16 moments, to nearest": MemoryArm("p=f32,c=bf16,o=f32", _to_nearest),
-    "all bf16": MemoryArm("p=bf16,c=bf16,o=f32", lambda tx: jmp.with_stochastic_rounding(jmp.cast_state(tx))),
+    "all bf16": MemoryArm(
+        "p=bf16,c=bf16,o=f32", lambda tx: jmp.with_stochastic_rounding(jmp.with_half_state(tx))
+    ),
     "all bf16, to nearest": MemoryArm("p=bf16,c=bf16,o=f32", _to_nearest),
 }

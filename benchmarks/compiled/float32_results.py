@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 import jmp_lite as jmp
+from jmp_lite._dtypes import DTypeName
 from jmp_lite.programs import Program, compile_for, read_program
 
 TOKENS, CHANNELS, WORDS = 8192, 1024, 32768
@@ -44,7 +45,7 @@ class Row:
     error: float
 
 
-def measure(arm: str, half: str = "bfloat16") -> Row:
+def measure(arm: str, half: DTypeName = "bfloat16") -> Row:
     """Compiles and computes one arm."""
     shapes = (
         jax.ShapeDtypeStruct((CHANNELS, WORDS), jnp.float32),
@@ -55,7 +56,7 @@ def measure(arm: str, half: str = "bfloat16") -> Row:
     return Row(read_program(compile_for("h100", jax.jit(grads), *shapes)), log_probability_error(arm, half))
 
 
-def log_probability_error(arm: str, half: str) -> float:
+def log_probability_error(arm: str, half: DTypeName) -> float:
     """Returns the largest error of a log probability, of operands that half holds."""
     rng = np.random.default_rng(0)
     rounded = lambda *shape: np.asarray(rng.normal(size=shape), half).astype(np.float64)

@@ -28,6 +28,7 @@ from benchmarks.command import compiled_with, make_parser, write_json
 from benchmarks.device import versions
 from examples.models.attention import attention
 from examples.models.gpt2 import Block
+from jmp_lite._dtypes import DTypeName
 from jmp_lite.programs import compile_for, mesh_for, read_program
 from jmp_lite.programs._roofline import DEVICES
 
@@ -110,7 +111,7 @@ def cost(compiled: Any, flash_seconds: float = 0.0) -> Cost:
 
 
 def compile_block(
-    arm: str, width: int, triton: bool = True, flash: bool = False, tokens: int = TOKENS, **options: Any
+    arm: DTypeName, width: int, triton: bool = True, flash: bool = False, tokens: int = TOKENS, **options: Any
 ) -> Any:
     """Returns the program of a block and its gradients for an H100.
 

@@ -25,13 +25,14 @@ from sklearn.datasets import load_digits
 import jmp_lite as jmp
 from benchmarks.compiled.h100 import compile_for_gpu
 from jmp_lite._autocast import planner
+from jmp_lite._dtypes import DTypeName
 from jmp_lite.programs import read_program
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-autocast-works.md"
 WIDTH, HEADS, LENGTH, BATCH, LAYERS, VOCABULARY = 512, 8, 512, 8, 4, 8192
 TARGET, SCALE = 1e-4, 2.0**14
 
-Autocast = Callable[[Callable[..., Any], str], Callable[..., Any]]
+Autocast = Callable[[Callable[..., Any], DTypeName], Callable[..., Any]]
 
 
 def short_autocast() -> Autocast:
@@ -45,7 +46,7 @@ def short_autocast() -> Autocast:
 def first_passes(count: int) -> Autocast:
     """Returns the autocast of the library with the first passes only."""
 
-    def cut(fun: Callable[..., Any], half: str) -> Callable[..., Any]:
+    def cut(fun: Callable[..., Any], half: DTypeName) -> Callable[..., Any]:
         inside = jmp.autocast(fun, half)
 
         def run(*args: Any) -> Any:

@@ -26,10 +26,12 @@ from benchmarks.compiled.float8 import ARMS, TOKENS, block, block_model
 from benchmarks.device import HAS_GPU, clocks, device_name, versions
 from benchmarks.gpu.turns import take_turns
 from examples.models.attention import attention
+from jmp_lite._dtypes import DTypeName
 from jmp_lite.programs import read_program
 
 LEAST, AT_WIDTH = 1.15, 4096  # The rule that decides about float8.
-ALL_PRODUCTS = {"**": "float8"}  # Small ones too: autocast leaves them in bfloat16 by itself.
+# Small ones too: autocast leaves them in bfloat16 by itself.
+ALL_PRODUCTS: dict[str, DTypeName] = {"**": "float8"}
 
 
 def arrays(width: int, tokens: int) -> tuple[Callable[..., jax.Array], Any]:
@@ -42,7 +44,7 @@ def arrays(width: int, tokens: int) -> tuple[Callable[..., jax.Array], Any]:
 
 
 def measure(
-    width: int, tokens: int, steps: int, blocks: int, rules: dict[str, str] | None = None
+    width: int, tokens: int, steps: int, blocks: int, rules: dict[str, DTypeName] | None = None
 ) -> dict[str, Any]:
     """Times forward and backward of a block in both dtypes, with Triton's GEMMs and without.
 

@@ -78,7 +78,7 @@ def test_a_skipped_step_changes_no_bit_but_the_scale():
     for new, old in zip(jax.tree.leaves((params, opt_state.inner_state)), jax.tree.leaves(before)):
         assert np.asarray(new).tobytes() == old.tobytes()
     assert float(jmp.get_loss_scale(opt_state).loss_scale) == scale / 2
-    assert int(jmp.metrics(opt_state)["skipped_steps"]) == 1
+    assert int(jmp.get_metrics(opt_state)["skipped_steps"]) == 1
 
 
 def test_a_step_writes_its_state_in_place_and_never_waits_for_the_host():

@@ -218,7 +218,7 @@ def train_arm(task: Task, arm: str, starts: list[Any], steps: int) -> list[dict[
             "seed": seed,
             "losses": _curve(measured_steps[:, 0], np.mean),
             "scales": _curve(measured_steps[:, 1], lambda part: part[-1]),
-            "skipped_steps": int(jmp.metrics(opt_state)["skipped_steps"]),
+            "skipped_steps": int(jmp.get_metrics(opt_state)["skipped_steps"]),
             "held_out_loss": _number(np.mean(held_out)),
         }
         runs.append(run | ({"share_lost": lost} if lost else {}))

@@ -18,10 +18,11 @@ import numpy as np
 import optax
 
 import jmp_lite as jmp
+from jmp_lite._dtypes import DTypeName
 
 WIDTH, LAYERS, LENGTH, LINES = 128, 2, 24, 7
 TARGETS = (1.0, 0.1, 1e-2, 1e-3, 1e-4)
-SCALE = {"float16": 2.0**12, "bfloat16": 1.0}
+SCALE: dict[DTypeName, float] = {"float16": 2.0**12, "bfloat16": 1.0}
 # XLA would keep the float32 results of some products that the program rounds, on a CPU alone.
 OPTIONS = {"xla_allow_excess_precision": False}
 
@@ -98,7 +99,7 @@ def fitted(tokens: jax.Array) -> Iterator[tuple[float, Any]]:
         params = new_params
 
 
-def errors(params: Any, tokens: jax.Array, dtype: str) -> list[float]:
+def errors(params: Any, tokens: jax.Array, dtype: DTypeName) -> list[float]:
     """Returns the relative errors of the gradient: `grad(autocast)`, `autocast(grad)`, and casts by hand."""
     scale = SCALE[dtype]
     scaled = lambda params: loss(params, tokens) * scale

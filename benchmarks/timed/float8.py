@@ -179,7 +179,7 @@ def make_train(arm: str, size: Size) -> Callable[[int, Any], dict[str, Any]]:
         return {
             "losses": [round(float(part.mean()), 5) for part in parts],
             "held_out_loss": round(float(np.mean(held_out)), 5),
-            "skipped_steps": int(jmp.metrics(opt_state)["skipped_steps"]),
+            "skipped_steps": int(jmp.get_metrics(opt_state)["skipped_steps"]),
             **run,
         }
 

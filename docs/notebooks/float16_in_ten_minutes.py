@@ -95,7 +95,7 @@ def train(loss_fn, tx, steps=120):
             new_params, opt_state, images[batch], labels[batch]
         )
         losses.append(float(loss))
-    return np.array(losses), np.array(scales), jmp.metrics(opt_state)
+    return np.array(losses), np.array(scales), jmp.get_metrics(opt_state)
 
 
 adam = optax.adam(1e-2)

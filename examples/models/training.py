@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def make_train_step(
     workload: Workload,
     policy: jmp.Policy,
     tx: optax.GradientTransformation,
-    reduce_dtype: str | None = None,
+    reduce_dtype: Literal["float32"] | None = None,
 ) -> Callable[..., Any]:
     """Returns a jitted step of a model under a policy.
 

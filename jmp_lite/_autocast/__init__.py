@@ -4,4 +4,28 @@ docs/how-autocast-works.md has the idea in about 150 lines. In the order in whic
 (which decides about every operation) and its `passes`, `planner` (which runs them), `value`, `regions` and
 `interpreter` (which carries a plan out), `traced_rule` and `custom_rules` (custom derivatives), `calls` (jit,
 loops), `keep` (what keeps a part in float32), `api` (`autocast`), `report` (what users are told).
+
+Other rooms take the names below, and no others.
 """
+
+from .api import given_rules as given_rules
+from .api import make_plan as make_plan
+from .api import run as run
+from .api import settings_of as settings_of
+from .interpreter import Interpreter as Interpreter
+from .planner import Planner as Planner
+from .planning.plan import Decision as Decision
+from .planning.plan import Move as Move
+from .planning.plan import Plan as Plan
+from .planning.plan import Take as Take
+from .planning.rules import Rules as Rules
+from .planning.rules import make_rules as make_rules
+from .planning.states import Kind as Kind
+from .planning.wanted import Wanted as Wanted
+from .report.explain import AutocastReport as AutocastReport
+from .report.explain import explain as explain
+from .report.explain import report_of as report_of
+from .report.operations import AutocastOperation as AutocastOperation
+from .report.operations import has_floating as has_floating
+from .report.operations import operations_of as operations_of
+from .value import Value as Value

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -16,6 +16,7 @@ from .._jaxpr.arguments import Arguments
 from .._jaxpr.precision import only_own_precisions
 from .._jaxpr.read import AUTOCAST_SCOPE, Array
 from .._paths import shown
+from .._policy import Rule
 from .calls import HANDLERS
 from .interpreter import Interpreter
 from .keep import full_precision
@@ -25,6 +26,8 @@ from .planning.rules import Operations, Patterns, Rules, ScopeRules, make_rules
 from .planning.states import FLOAT32
 from .planning.wanted import Wanted
 from .value import Value
+
+AnyRules = ScopeRules | Iterable[Rule | tuple[str, DTypeLike]]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +41,7 @@ def autocast(
     allow: Operations = ...,
     deny: Operations = ...,
     infer: Operations = ...,
-    rules: ScopeRules = ...,
+    rules: AnyRules = ...,
     reduce_dtype: DTypeLike | None = ...,
     float32_results: Patterns = ...,
     half_sums: Patterns = ...,
@@ -53,7 +56,7 @@ def autocast(
     allow: Operations = ...,
     deny: Operations = ...,
     infer: Operations = ...,
-    rules: ScopeRules = ...,
+    rules: AnyRules = ...,
     reduce_dtype: DTypeLike | None = ...,
     float32_results: Patterns = ...,
     half_sums: Patterns = ...,
@@ -68,7 +71,7 @@ def autocast(
     allow: Operations = (),
     deny: Operations = (),
     infer: Operations = (),
-    rules: ScopeRules = (),
+    rules: AnyRules = (),
     reduce_dtype: DTypeLike | None = None,
     float32_results: Patterns = (),
     half_sums: Patterns = (),
@@ -112,13 +115,14 @@ def autocast(
             operation off the list, so that it keeps the dtypes with which it was traced.
         deny: operations to run in float32, given as in `allow`.
         infer: operations to run in the widest dtype among their operands, given as in `allow`.
-        rules: exceptions by scope, as pairs or a mapping: `{"decoder/head": "float32"}`.
-            A pattern selects `jax.named_scope`s, Flax Linen modules, names of jitted functions, and paths of
-            arguments (the way to name an NNX or Equinox module), with everything inside them. `*` stands for
-            part of one name, `**` for several names. Operations that take a selected argument run in float32.
-            The half dtype makes an exception within a wider rule. The first rule that matches wins, whether
-            it selects a scope or an argument. With dtype `"float8"`, a rule may also give bfloat16 (no fp8
-            here) or `"float8"` (fp8 even for small matmuls).
+        rules: exceptions by scope, as pairs or a mapping, `{"decoder/head": "float32"}`, or as `Rule`s,
+            whose compute dtype counts. A pattern selects `jax.named_scope`s, Flax Linen modules, names of
+            jitted functions, and paths of arguments (the way to name an NNX or Equinox module), with
+            everything inside them. `*` stands for part of one name, `**` for several names. Operations that
+            take a selected argument run in float32. The half dtype makes an exception within a wider rule.
+            The first rule that matches wins, whether it selects a scope or an argument. With dtype
+            `"float8"`, a rule may also give bfloat16 (no fp8 here) or `"float8"` (fp8 even for small
+            matmuls).
         reduce_dtype: the dtype in which the matmuls of weight gradients return their results, which are then
             summed over devices: float32, or None for the half dtype, which moves half the bytes. The inputs
             of these matmuls are half in both cases, and the gradients of activations stay in half. The option
@@ -163,8 +167,25 @@ def autocast(
 
     Source: PyTorch's autocast (https://pytorch.org/docs/stable/amp.html), for its lists and its meaning.
     """
-    settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype, float32_results, half_sums)
+    settings = make_rules(
+        dtype, allow, deny, infer, _as_pairs(rules), reduce_dtype, float32_results, half_sums
+    )
     return _Decorator(settings) if fun is None else _autocast(fun, settings)
+
+
+def _as_pairs(rules: Any) -> Any:
+    """Returns rules with each `Rule` as a pair of its pattern and its compute dtype."""
+    if isinstance(rules, Mapping) or not isinstance(rules, Iterable):
+        return rules
+    pairs = []
+    for rule in rules:
+        if isinstance(rule, Rule) and rule.optional:
+            raise ValueError(
+                f"autocast: the rule '{rule}' is optional, and a rule of autocast has to select something. "
+                "Leave optional=True out, or the rule."
+            )
+        pairs.append((rule.pattern, rule.policy.compute_dtype) if isinstance(rule, Rule) else rule)
+    return pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,12 +224,12 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
         planner.scopes.check()
         if plan.float8:
             warn_without_float8()
+        option = _option_without_forward_mode(settings, plan)
         try:
             return traced.outputs(run(planner, plan, traced.arrays))
         except TypeError as error:
-            if "forward-mode" not in str(error) or not (plan.float8 or settings.reduce_dtype is not None):
+            if "forward-mode" not in str(error) or not option:
                 raise
-            option = "dtype 'float8'" if plan.float8 else "reduce_dtype='float32'"
             raise TypeError(
                 f"autocast with {option} has no forward-mode derivative: no jax.jvp, jax.jacfwd, or "
                 "jax.linearize. Use reverse mode (jax.grad, jax.jacrev), put autocast around the derivative, "
@@ -217,6 +238,13 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
 
     autocast_fun._autocast = (autocast_fun, fun, settings)  # type: ignore[attr-defined]
     return autocast_fun
+
+
+def _option_without_forward_mode(settings: Rules, plan: Plan) -> str:
+    """Returns the option whose matmuls have reverse-mode derivatives alone; empty for none."""
+    if plan.float8:
+        return "dtype 'float8'"
+    return "" if settings.reduce_dtype is None else "reduce_dtype='float32'"
 
 
 def settings_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Rules] | None:

@@ -46,7 +46,8 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
             interpreter.body(inside, fixed, tuple(given.index(index) for index in paired), pairs_out)
         )
     if action.recompute:
-        # Nothing differentiates the body of a scan alone, so the barriers of prevent_cse are not needed.
+        # Nothing differentiates the body of a scan alone, so the barriers of prevent_cse are not needed:
+        # https://docs.jax.dev/en/latest/_autosummary/jax.checkpoint.html, as in flax.linen.remat_scan.
         bodies = [jax.checkpoint(bodies[0], policy=_saved_by_loop, prevent_cse=False)]
     arrays += [operands[index].to(jnp.float32) for index in paired]
     if action.kept:

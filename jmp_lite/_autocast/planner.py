@@ -36,7 +36,7 @@ from .planning.plan import Call, Decision, Inside, Plan, Run, Take, conversion
 from .planning.rules import Rules
 from .planning.ruling import Ruling, estimate_of_state
 from .planning.scopes import Scopes
-from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, State, entering, fits, join, leaving
+from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, Source, State, entering, fits, join, leaving
 from .planning.wanted import Wanted
 
 PASSES: tuple[Callable[[Plan, Rules], Plan], ...] = (recompute, pairs, checkpoints, precision)
@@ -63,18 +63,16 @@ class Planner:
         """Returns the state of the argument at `path`. A constant has an empty path."""
         if getattr(value, "dtype", None) != jnp.float32:
             return OTHER
-        rule = self.scopes.rule_for(path) if path else None
+        if not path:
+            return State(Kind.ARGUMENT if value.ndim else Kind.ADAPTS, source=Source())
+        rule = self.scopes.rule_for(path)
         if rule is not None and rule[1] == "float32":
-            return State(Kind.BY_RULE, rule=rule)
+            return State(Kind.BY_RULE, source=Source(rule=rule))
         if not value.ndim:
-            return State(Kind.ADAPTS, exact_source=True)
-        return State(
-            Kind.ARGUMENT,
-            exact_source=True,
-            wide_gradient=bool(path) and self.rules.reduce_dtype is not None,
-            float32_result=self.rules.float32_result_for(path) if path else "",
-            rule=rule,
-        )
+            return State(Kind.ADAPTS, source=Source())
+        is_wide = self.rules.reduce_dtype is not None
+        source = Source(is_wide, self.rules.float32_result_for(path), rule)
+        return State(Kind.ARGUMENT, source=source)
 
     def constant(self, value: Array) -> State:
         """Returns the state of a constant: a literal if its value is known, else as an argument."""
@@ -134,11 +132,8 @@ class Planner:
         wanted = [analysis.demand.of_var(var) for var in op.equation.outvars]
         plans = [self._plan_inside(op, inner, operands, wanted, analysis) for inner in op.inner]
         results = _results_of_call(op, plans, wanted)
-        # The handler of a linear solve brings an overflow of the right side to the finite check, which the
-        # solver would hide. Another autocast has done so for its own solvers.
-        solves = op.name == "custom_linear_solve" and AUTOCAST_SCOPE not in analysis.context.scope_of(op)
         has_half = any(state.is_half for state in (*operands, *results))
-        changed = solves or has_half or any(plan.changed for plan in plans)
+        changed = has_half or any(plan.changed for plan in plans) or _solves(op, analysis.context)
         action: Run | Call = Run((Take.AS_IS,) * len(operands))
         if changed:
             inside = _inside(op, operands, plans, results)
@@ -149,19 +144,30 @@ class Planner:
     def _plan_inside(
         self, op: Op, inner: Inner, operands: list[State], wanted: list[Wanted], analysis: Analysis
     ) -> Plan:
-        inputs = [entering(operands[index], role) for index, role in zip(inner.operands, inner.roles)]
-        if op.name == "custom_linear_solve":  # It takes no pairs: half matrices enter in float32.
-            inputs = [FLOAT32 if state.is_half else state for state in inputs]
+        inputs = [entering(op, operands[n], role) for n, role in zip(inner.operands, inner.roles)]
         context = self._demand_pass.context(op, inner, analysis)
-        while True:
+        plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
+        # A residual stream in half is carried in half, so that a backward pass keeps it in half. A carry
+        # changes from float32 to half and never back, so this ends.
+        while op.name == "scan" and (streams := _streams_in_float32(inner, plan)):
+            inputs = [HALF_SUM if number in streams else state for number, state in enumerate(plan.inputs)]
             plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
-            # A residual stream in half is carried in half, so that a backward pass keeps it in half.
-            ends = enumerate(plan.results[: inner.carried])
-            streams = [inner.constants + k for k, state in ends if state.half_sum]
-            streams = [number for number in streams if inputs[number] == FLOAT32] if op.name == "scan" else []
-            if not streams:
-                return plan
-            inputs = [HALF_SUM if number in streams else state for number, state in enumerate(inputs)]
+        return plan
+
+
+def _streams_in_float32(inner: Inner, plan: Plan) -> list[int]:
+    """Returns the inputs that a scan carries in float32, and that its body makes in half by `half_sums`."""
+    ends = enumerate(plan.results[: inner.carried], start=inner.constants)
+    return [number for number, state in ends if state.half_sum and plan.inputs[number] == FLOAT32]
+
+
+def _solves(op: Op, context: Context) -> bool:
+    """Whether an operation is a linear solve of the program.
+
+    Its handler brings an overflow of the right side to the finite check, which the solver would hide. Another
+    autocast has done so for its own solvers.
+    """
+    return op.name == "custom_linear_solve" and AUTOCAST_SCOPE not in context.scope_of(op)
 
 
 def _inside(
@@ -200,11 +206,16 @@ def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) ->
     for inner, plan in zip(op.inner, plans):
         for index, carry, state in zip(inner.results, inner.carries, plan.results):
             if index is not None:
-                is_scan = op.name == "scan"
-                is_wide = carry and not (is_scan and state.half_sum)
-                state = leaving(state, is_wide, is_scan and wanted[index] > Wanted.NO)
+                state = _outside(op, state, carry, wanted[index])
                 results[index] = join(results[index], state) if index in results else state
     return tuple(results[index] for index in range(len(op.equation.outvars)))
+
+
+def _outside(op: Op, state: State, carry: bool, wanted: Wanted) -> State:
+    """Returns the state of a result outside of the call. A carry of a loop is float32, but for half sums."""
+    is_scan = op.name == "scan"
+    is_wide = carry and not (is_scan and state.half_sum)
+    return leaving(state, is_wide, is_scan and wanted > Wanted.NO)
 
 
 def _handler(op: Op, operands: Sequence[State], plans: Sequence[Plan]) -> str:

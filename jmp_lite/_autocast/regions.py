@@ -103,9 +103,9 @@ def _compute(
             # Without it XLA stores each cotangent twice: in half and in float32.
             x = bar_cotangent(x)
         known[var] = cast(x, jnp.float32) if path is None else widen(x, path)
+    read = lambda var: var.val if is_literal(var) else known[var]
     for equation in action.equations:
-        operands = [var.val if is_literal(var) else known[var] for var in equation.invars]
-        known.update(zip(equation.outvars, bind(equation, operands), strict=True))
+        known.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
     return cast(known[action.equations[-1].outvars[0]], half)
 
 

@@ -6,6 +6,7 @@ does not hold it in a form that autocast can read: autocast differentiates the e
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,11 +96,8 @@ class TracedRule:
         """The rule of a `custom_jvp`."""
         given = self._by_operand(tangents)
         perturbed = self._differentiable(not isinstance(tangent, SymbolicZero) for tangent in given)
-        directions = [
-            _tangent(tangent, operand.var)
-            for tangent, operand, is_perturbed in zip(given, self._operands, perturbed)
-            if is_perturbed
-        ]
+        moving = itertools.compress(zip(given, self._operands), perturbed)
+        directions = [_tangent(tangent, operand.var) for tangent, operand in moving]
         states, outvars = self._inside.plan.results, self._equation.outvars
         moved = [index for index, var in enumerate(outvars) if _is_differentiable(var)]
         results = _Results(
@@ -110,10 +108,8 @@ class TracedRule:
         with self._interpreter.in_linear_rule():
             arrays, _, paths = self._run(rule, self._inputs(primals), directions, results)
         changes = dict(zip(moved, arrays[len(states) :], strict=True))
-        for index, var in enumerate(outvars):
-            changes.setdefault(index, np.zeros(var.aval.shape, jax.dtypes.float0))
+        of_results = [changes.get(index, _no_tangent(var)) for index, var in enumerate(outvars)]
         count = len(self._paired)
-        of_results = [changes[index] for index in range(len(outvars))]
         return arrays[: len(states)] + paths[:count], of_results + paths[count:]
 
     def _pushforward(
@@ -309,6 +305,8 @@ def _also_results(rule: Jaxpr, count: int) -> list[int | None]:
     return [first.get(source) for source in sources[count:]]
 
 
+# JAX says "No constant handler for type Tracer" or names an escaped tracer, and not the rule:
+# https://github.com/jax-ml/jax/pull/34216.
 _READS_TRACED = (
     "The backward rule of a custom_vjp reads a traced value that is not among its residuals, such as an "
     "argument of the function around it. Such a rule fails under jax.grad(jax.jit(fun)), and under "
@@ -329,6 +327,10 @@ def _sum(of_half: Any, of_path: Any) -> Any:
     if isinstance(of_path, SymbolicZero):
         return of_half
     return of_path if isinstance(of_half, SymbolicZero) else of_path + cast(of_half, jnp.float32)
+
+
+def _no_tangent(var: Var) -> np.ndarray:
+    return np.zeros(var.aval.shape, jax.dtypes.float0)
 
 
 def _is_differentiable(var: Var) -> bool:

@@ -57,11 +57,11 @@ class Value:
                 return self.native if dtype == jnp.float32 else np.asarray(self.number, dtype)
         if self.native.dtype == dtype:
             return self.native
-        if dtype not in self.casts:
+        is_first = dtype not in self.casts
+        if is_first:
             has_path = self.path is not None and dtype == jnp.float32
             self.casts[dtype] = widen(self.native, self.path) if has_path else cast(self.native, dtype)
-            return self.casts[dtype]
-        if self.native.dtype != jnp.float32:
-            return self.casts[dtype]  # All float32 readers of a half value share one cast, and meet there.
-        # The gradients of all readers of the cast meet in float32.
-        return reuse(self.native, self.casts[dtype])
+        # All float32 readers of a half value share one cast, and meet there. The gradients of the half
+        # readers of a float32 value meet at the value, in float32.
+        is_shared = is_first or self.native.dtype != jnp.float32
+        return self.casts[dtype] if is_shared else reuse(self.native, self.casts[dtype])

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from .._jaxpr.products import product_with_wide_gradients
+from .._jaxpr import product_with_wide_gradients
 
 # The axes of the left and of the right operand: those that are contracted, those of the batch.
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]

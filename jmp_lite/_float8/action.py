@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jaxpr.read import Array, Equation
+from .._jaxpr import Array, Equation
 from .product import float8_product
 from .quantize import BACKWARD, FORWARD, Quantized, quantize, quantize_result
 

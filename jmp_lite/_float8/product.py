@@ -17,9 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._jaxpr.bind import INLINE, bind, cast
-from .._jaxpr.products import Product, replay_transpose
-from .._jaxpr.read import Array, Equation
+from .._jaxpr import INLINE, Array, Equation, Product, bind, cast, replay_transpose
 from .quantize import BACKWARD, FORWARD, Quantized, quantize
 
 

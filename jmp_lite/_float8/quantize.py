@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._jaxpr.bind import INLINE
-from .._jaxpr.read import Array
+from .._jaxpr import INLINE, Array
 
 FORWARD = np.dtype(jnp.float8_e4m3fn)
 BACKWARD = np.dtype(jnp.float8_e5m2)

@@ -6,4 +6,60 @@ to read it: `primitives` (the table of operations, one row each), `read` (how to
 `arguments` (how a call of a user's function becomes a jaxpr), `replay` (how a jaxpr runs again, with an
 action for each equation), `calls` (operations that run jaxprs, such as loops), `products` (products whose
 gradients have dtypes of their own).
+
+autocast takes what it needs from these files. All other rooms take the names below, and no others.
 """
+
+from .arguments import Arguments as Arguments
+from .arguments import check_function as check_function
+from .arguments import in_two_calls as in_two_calls
+from .arguments import trace as trace
+from .bind import INLINE as INLINE
+from .bind import bind as bind
+from .bind import cast as cast
+from .bind import reuse as reuse
+from .calls import CALLS as CALLS
+from .calls import Outputs as Outputs
+from .calls import Side as Side
+from .calls import cond as cond
+from .calls import remat as remat
+from .calls import scan as scan
+from .calls import shard_map as shard_map
+from .calls import while_loop as while_loop
+from .inner import Inner as Inner
+from .inner import Role as Role
+from .inner import inner_jaxprs as inner_jaxprs
+from .inner import with_inner_jaxprs as with_inner_jaxprs
+from .precision import configured_precision as configured_precision
+from .precision import only_own_precisions as only_own_precisions
+from .precision import params_with_precision as params_with_precision
+from .primitives import PRIMITIVES as PRIMITIVES
+from .primitives import Category as Category
+from .primitives import traits_of as traits_of
+from .products import Product as Product
+from .products import product_with_wide_gradients as product_with_wide_gradients
+from .products import replay_transpose as replay_transpose
+from .read import Array as Array
+from .read import Equation as Equation
+from .read import Jaxpr as Jaxpr
+from .read import Var as Var
+from .read import all_equations as all_equations
+from .read import call_scope as call_scope
+from .read import calling_line as calling_line
+from .read import constants as constants
+from .read import context_of as context_of
+from .read import describe as describe
+from .read import equations as equations
+from .read import flag_scope as flag_scope
+from .read import flagged as flagged
+from .read import flags_of as flags_of
+from .read import is_float32 as is_float32
+from .read import is_literal as is_literal
+from .read import is_recomputed as is_recomputed
+from .read import is_transposed as is_transposed
+from .read import open_jaxpr as open_jaxpr
+from .read import scope_of as scope_of
+from .read import source_line as source_line
+from .read import with_equations as with_equations
+from .read import without_constants as without_constants
+from .replay import replay as replay

@@ -146,7 +146,9 @@ def widen(half: Array, path: Array, is_shared: bool = True) -> Array:
     If other operations read `half` too (`is_shared`), it is rounded once more. By default XLA leaves out a
     cast down and up again where both are in one kernel. A reader there would read the value before its
     rounding, and others the rounded value: a softmax would be normalized by other logits than the one that
-    the label selects. XLA never leaves out a `reduce_precision`.
+    the label selects. XLA never leaves out a `reduce_precision`; JAX protects the values that a
+    `jax.checkpoint` saves in the same way (https://github.com/jax-ml/jax/pull/22244). That XLA drops the
+    casts on GPUs too is https://github.com/openxla/xla/issues/41605.
     """
     return _widen(half, path, is_shared)
 
@@ -171,7 +173,11 @@ def round_to(x: Array, half: Any) -> Array:
 
 @jax.custom_jvp
 def bar_cotangent(x: Array) -> Array:
-    """Returns `x`. Its cotangent passes an optimization barrier."""
+    """Returns `x`. Its cotangent passes an optimization barrier.
+
+    The barriers of `jax.checkpoint` hold the cotangents that enter a function, and not those that leave it
+    (https://github.com/jax-ml/jax/pull/39520).
+    """
     return x
 
 
@@ -186,7 +192,8 @@ def recomputed(fun: Callable[..., Array]) -> Callable[..., Array]:
     The barrier on its values keeps XLA from merging what `jax.checkpoint` recomputes with the forward pass.
     The barrier on its cotangents keeps XLA from storing them in float32 too. Each array has a barrier of its
     own: JAX cannot transpose one barrier around several tangents if the function is not differentiated with
-    respect to all of them.
+    respect to all of them. (From https://github.com/jax-ml/jax/pull/39429 on, a barrier leaves symbolic zeros
+    alone.)
     """
     bar = functools.partial(jax.tree.map, lax.optimization_barrier)
 

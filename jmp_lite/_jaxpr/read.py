@@ -274,13 +274,8 @@ def calling_line(equation: Equation) -> str:
     line = source_line(equation)
     if not line.startswith(_OURS) and not any(name in line for name in _PACKAGES):
         return ""
-    return _calling_line(equation.source_info.traceback)
-
-
-@functools.lru_cache(maxsize=4096)  # The operations of a layer share a traceback.
-def _calling_line(traceback: Any) -> str:
     is_package = lambda name: any(package in name for package in _PACKAGES) or name.startswith((_OURS, _JAX))
-    outside = (frame for frame in traceback.frames if not is_package(frame.file_name))
+    outside = (frame for frame in equation.source_info.traceback.frames if not is_package(frame.file_name))
     return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in outside), "")
 
 

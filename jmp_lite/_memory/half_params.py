@@ -14,15 +14,15 @@ from .rounding import AxisName, RoundingKey
 from .wrapper import ChangedDtype, Transform, as_transform, check_update
 
 
-class MasterWeightsState(NamedTuple):
-    """The state of `with_master_weights`."""
+class MasterParamsState(NamedTuple):
+    """The state of `with_master_params`."""
 
     # A tree like the parameters: float32 masters, and `optax.MaskedNode()` where none is needed.
     masters: Any
     inner_state: Any  # That of the wrapped transform.
 
 
-def with_master_weights(
+def with_master_params(
     inner: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps a float32 master of every parameter stored in half precision, and optimizes the masters.
@@ -34,7 +34,7 @@ def with_master_weights(
     `inner` runs as in a float32 program: it is initialized with the float32 parameters, and its `update` gets
     float32 gradients and parameters. Put `with_loss_scale` outside:
 
-        tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(3e-4)))
+        tx = jmp.with_loss_scale(jmp.with_master_params(optax.adamw(3e-4)))
 
     If a parameter differs from its rounded master, because you have loaded, averaged or clipped weights, the
     optimizer goes on from the parameter.
@@ -56,7 +56,7 @@ def with_master_weights(
 
     Examples:
         >>> params = jnp.ones((), jnp.float16)
-        >>> tx = jmp.with_master_weights(optax.sgd(1.0))
+        >>> tx = jmp.with_master_params(optax.sgd(1.0))
         >>> state = tx.init(params)
         >>> for _ in range(3):
         ...     updates, state = tx.update(jnp.float32(2**-12), state, params)
@@ -64,22 +64,22 @@ def with_master_weights(
         >>> 1 - params, 1 - state.masters  # 3 * 2**-12, rounded to 2**-10; without masters it would be 0.
         (Array(0.000977, dtype=float16), Array(0.00073242, dtype=float32))
     """
-    made_by = "with_master_weights"
+    made_by = "with_master_params"
     transform = as_transform(made_by, inner, needs_all=True)
 
     def init(params: Any) -> Any:
         inner_state = _init_in_float32(made_by, transform, params)
         masters = jax.tree.map(lambda p: p.astype(jnp.float32) if is_half(p) else optax.MaskedNode(), params)
-        return MasterWeightsState(masters, inner_state)
+        return MasterParamsState(masters, inner_state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        check_update(made_by, MasterWeightsState, state, params, needs_params=True)
+        check_update(made_by, MasterParamsState, state, params, needs_params=True)
         full = full_params(params, state.masters)
         grads = at_least_float32(updates)
         changes, inner_state = transform.update(grads, state.inner_state, full, **extra_args)
         new = optax.apply_updates(full, changes)
         masters = jax.tree.map(lambda p, master: master if is_half(p) else optax.MaskedNode(), params, new)
-        return _rounding_updates(params, changes, new), MasterWeightsState(masters, inner_state)
+        return _rounding_updates(params, changes, new), MasterParamsState(masters, inner_state)
 
     return Transform(init, update)
 
@@ -101,13 +101,13 @@ def with_stochastic_rounding(
 
     Rounding to nearest never changes a bfloat16 parameter of 1 by updates of `-2**-12`. Stochastic rounding
     subtracts `2**-8` on one step in 16, which is right on average. A parameter needs 2 bytes instead of the 6
-    of `with_master_weights`, and training is noisier: the guide on memory compares their accuracy (Zamirai
+    of `with_master_params`, and training is noisier: the guide on memory compares their accuracy (Zamirai
     et al., Revisiting BFloat16 Training, 2020).
 
     `inner` runs as in a float32 program: it is initialized with float32 parameters, and its `update` gets
     float32 gradients and parameters. Its state can rest in bfloat16 as well:
 
-        inner = jmp.cast_state(optax.adamw(3e-4))
+        inner = jmp.with_half_state(optax.adamw(3e-4))
         tx = jmp.with_loss_scale(jmp.with_stochastic_rounding(inner))
 
     Args:
@@ -161,10 +161,10 @@ def with_stochastic_rounding(
 def _init_in_float32(made_by: str, transform: Transform, params: Any) -> Any:
     """Returns the state of the wrapped transform for float32 parameters. It may not round any itself."""
     state = transform.init(at_least_float32(params))
-    rounds = lambda node: isinstance(node, (MasterWeightsState, StochasticRoundingState))
+    rounds = lambda node: isinstance(node, (MasterParamsState, StochasticRoundingState))
     if any(map(rounds, jax.tree.leaves(state, is_leaf=rounds))):
         raise ValueError(
-            f"{made_by}(inner): inner holds with_master_weights or with_stochastic_rounding. It would see "
+            f"{made_by}(inner): inner holds with_master_params or with_stochastic_rounding. It would see "
             "float32 parameters, and so do nothing. Use one of the two."
         )
     return state
@@ -205,7 +205,7 @@ def full_params(params: Any, masters: Any) -> Any:
     given, known = (jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters))
     if given != known:
         raise ValueError(
-            "with_master_weights: the parameters have another structure than those that the optimizer was "
+            "with_master_params: the parameters have another structure than those that the optimizer was "
             f"initialized with. Of these two trees: {shown_difference(params, masters)}."
         )
     return jax.tree_util.tree_map_with_path(widen, params, masters)
@@ -215,23 +215,23 @@ def _changed_dtype(name: str, dtype: Any, has_master: bool) -> ChangedDtype:
     """Returns the error about a parameter that was in half precision or in float32, and now is in `dtype`."""
     if not has_master:
         return ChangedDtype(
-            f"with_master_weights: the parameter {name!r} is {dtype.name}, and had no master when the "
+            f"with_master_params: the parameter {name!r} is {dtype.name}, and had no master when the "
             "optimizer was initialized: it was float32. Keep it float32, or make new masters from the "
-            "parameters: jmp.resume(tx, params, old_state), of the state inside with_master_weights."
+            "parameters: jmp.migrate_state(tx, params, old_state), of the state inside with_master_params."
         )
     return ChangedDtype(
-        f"with_master_weights: the parameter {name!r} is {dtype.name}, and was in half precision when the "
+        f"with_master_params: the parameter {name!r} is {dtype.name}, and was in half precision when the "
         "optimizer was initialized. optax.apply_updates keeps the dtypes of the parameters; "
         "equinox.apply_updates and a plain sum with the float32 updates do not. Cast this parameter back, "
-        "for example p.astype(jnp.bfloat16), and its master goes on; jmp.master_params(opt_state, params) "
-        "then gives the float32 parameters."
+        "for example p.astype(jnp.bfloat16), and its master goes on; jmp.get_master_params(opt_state, "
+        "params) then gives the float32 parameters."
     )
 
 
 def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:
-    """Returns a state of `inner` for float32 parameters; only `with_master_weights` sees the half ones.
+    """Returns a state of `inner` for float32 parameters; only `with_master_params` sees the half ones.
 
-    So `with_loss_scale` works outside of `with_master_weights`, with any transforms between them.
+    So `with_loss_scale` works outside of `with_master_params`, with any transforms between them.
     """
     wide = at_least_float32(params)
     state = inner.init(wide)
@@ -242,8 +242,8 @@ def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:
 
 
 def is_master_state(node: Any) -> bool:
-    return isinstance(node, MasterWeightsState)
+    return isinstance(node, MasterParamsState)
 
 
-def master_states(tree: Any) -> list[MasterWeightsState]:
+def master_states(tree: Any) -> list[MasterParamsState]:
     return [node for node in jax.tree.leaves(tree, is_leaf=is_master_state) if is_master_state(node)]

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._paths import named_leaves, path_name
 from .._tree import cast_leaf, has_dtype, is_half, without_nnx_variables
-from .half_params import MasterWeightsState, full_params, is_master_state, master_states
+from .half_params import MasterParamsState, full_params, is_master_state, master_states
 from .placing import placed_like
 from .rounding import round_to
 from .wrapper import shapes
@@ -17,13 +17,13 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def master_params(opt_state: Any, params: T) -> T:
+def get_master_params(opt_state: Any, params: T) -> T:
     """Returns the parameters in float32, as the optimizer has them, for checkpoints and evaluation.
 
     It is Apex's `master_params(optimizer)`. `set_master_params` puts them back from a checkpoint.
 
     Args:
-        opt_state: an optimizer state with a state of `with_master_weights` at any depth: under
+        opt_state: an optimizer state with a state of `with_master_params` at any depth: under
             `with_loss_scale`, in a chain, in `optax.masked`, in several parts of `optax.multi_transform`, in
             a Flax `TrainState` or an `nnx.Optimizer`.
         params: the parameters that belong to it.
@@ -34,13 +34,13 @@ def master_params(opt_state: Any, params: T) -> T:
         before a step that donates it.
 
     Raises:
-        ValueError: there is no state of `with_master_weights`, or one of other parameters.
+        ValueError: there is no state of `with_master_params`, or one of other parameters.
 
     Examples:
         >>> params = {"w": jnp.ones((), jnp.float16)}
-        >>> tx = jmp.with_master_weights(optax.sgd(2**-12))
+        >>> tx = jmp.with_master_params(optax.sgd(2**-12))
         >>> updates, opt_state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
-        >>> jmp.master_params(opt_state, optax.apply_updates(params, updates))
+        >>> jmp.get_master_params(opt_state, optax.apply_updates(params, updates))
         {'w': Array(0.99975586, dtype=float32)}
     """
     params = without_nnx_variables(params)
@@ -57,27 +57,27 @@ def master_params(opt_state: Any, params: T) -> T:
     return jax.tree_util.tree_map_with_path(widen, params)
 
 
-def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
+def set_master_params(opt_state: S, params: T, values: Any) -> tuple[S, T]:
     """Puts float32 parameters, such as those of a checkpoint, into half parameters and their masters.
 
     Args:
-        opt_state: as in `master_params`; of an `nnx.Optimizer` its `opt_state`.
+        opt_state: as in `get_master_params`; of an `nnx.Optimizer` its `opt_state`.
         params: the parameters that belong to it. Their dtypes are kept.
         values: a tree like `params`, of any floating dtype, with the new values.
 
     Returns:
-        The new parameters and the new optimizer state. A half parameter is its new master, rounded to
+        The new optimizer state and the new parameters. A half parameter is its new master, rounded to
         nearest. Moments, counts and the loss scale stay as they were. New arrays are on the devices of those
         that they replace. For NNX variables, the arrays are returned: put them into the model and into
         `optimizer.opt_state` with `nnx.update`.
 
     Raises:
-        ValueError: as in `master_params`, or the leaves or shapes of `values` are not those of `params`.
+        ValueError: as in `get_master_params`, or the leaves or shapes of `values` are not those of `params`.
 
     Examples:
         >>> params = {"w": jnp.zeros((), jnp.float16)}
-        >>> opt_state = jmp.with_master_weights(optax.sgd(1.0)).init(params)
-        >>> params, opt_state = jmp.set_master_params(opt_state, params, {"w": 0.1})
+        >>> opt_state = jmp.with_master_params(optax.sgd(1.0)).init(params)
+        >>> opt_state, params = jmp.set_master_params(opt_state, params, {"w": 0.1})
         >>> params, opt_state.masters
         ({'w': Array(0.1, dtype=float16)}, {'w': Array(0.1, dtype=float32)})
     """
@@ -96,10 +96,10 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[T, S]:
         if not is_master_state(state):
             return state
         place = lambda path, old: placed_like(by_path[path_name(path)], old)
-        return MasterWeightsState(jax.tree_util.tree_map_with_path(place, state.masters), state.inner_state)
+        return MasterParamsState(jax.tree_util.tree_map_with_path(place, state.masters), state.inner_state)
 
     new_state = jax.tree.map(with_values, opt_state, is_leaf=is_master_state)
-    return jax.tree.map(param, params, values), new_state
+    return new_state, jax.tree.map(param, params, values)
 
 
 def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
@@ -107,8 +107,8 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
     states = master_states(opt_state)
     if not states:
         raise ValueError(
-            "No optimizer wrapped in with_master_weights was found in this state. Wrap yours, and give the "
-            "state of its init: tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(3e-4))). "
+            "No optimizer wrapped in with_master_params was found in this state. Wrap yours, and give the "
+            "state of its init: tx = jmp.with_loss_scale(jmp.with_master_params(optax.adamw(3e-4))). "
             "Restore a checkpoint with a target, tx.init(params)."
         )
     by_path: dict[str, jax.Array] = {}

@@ -10,9 +10,9 @@ from .._paths import named_leaves, shown
 from .._tree import without_nnx_variables
 
 Transform = optax.GradientTransformationExtraArgs
-RESUME = (
+MIGRATE = (
     "To go on from the state of the plain optimizer or of other settings: "
-    "opt_state = jmp.resume(tx, params, opt_state)."
+    "opt_state = jmp.migrate_state(tx, params, opt_state)."
 )
 
 
@@ -58,7 +58,7 @@ def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transf
             if jax.tree.structure(state) != jax.tree.structure(fresh):
                 raise ValueError(
                     f"{made_by}: The optimizer state is that of another optimizer or of other settings. "
-                    f"{RESUME}"
+                    f"{MIGRATE}"
                 ) from error
             raise
         if params is not None:
@@ -73,7 +73,7 @@ def check_update(
 ) -> None:
     """Raises an error if `update` was given another state, or no parameters where it needs them."""
     if not isinstance(state, state_class):
-        hint = "The state comes before the parameters." if isinstance(params, state_class) else RESUME
+        hint = "The state comes before the parameters." if isinstance(params, state_class) else MIGRATE
         raise TypeError(
             f"{made_by}: update(grads, opt_state, params) takes the state that its init(params) returned. "
             f"Got {type(state).__name__}. {hint}"

@@ -6,5 +6,5 @@ In the order in which to read the files:
   (numbers that a user gives).
 - The scale and the gradients: `loss_scale`, `grad` (true gradients), `layer` (a scale for one layer).
 - The optimizer: `state`, `stuck` (runs that learn nothing), `skipping`, `optimizer` (the transforms),
-  `accumulation` (of micro-batches), `resume` (an old state under other settings).
+  `accumulation` (of micro-batches), `migrate` (an old state under other settings).
 """

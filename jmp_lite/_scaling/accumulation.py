@@ -1,4 +1,4 @@
-"""What `resume` does with gradients that `optax.MultiSteps` has accumulated."""
+"""What `migrate_state` does with gradients that `optax.MultiSteps` has accumulated."""
 
 from typing import Any
 
@@ -51,10 +51,10 @@ def check_accumulation(transform: optax.GradientTransformation, params: Any, sta
     for (mini, step), (next_mini, next_step) in zip(before, counted, strict=True):
         if int(mini) and int(next_mini) != int(mini) + 1 and int(next_step) == int(step):
             raise ValueError(
-                f"resume: {int(mini)} micro-batches have been accumulated, and the optax.MultiSteps of tx "
-                "takes fewer for a step, so that the next step would be too large or lose some of them. "
-                "Finish the accumulation with the old every_k_schedule, or drop it: set mini_step to 0 and "
-                "acc_grads to zeros in the old state."
+                f"migrate_state: {int(mini)} micro-batches have been accumulated, and the optax.MultiSteps "
+                "of tx takes fewer for a step, so that the next step would be too large or lose some of "
+                "them. Finish the accumulation with the old every_k_schedule, or drop it: set mini_step to 0 "
+                "and acc_grads to zeros in the old state."
             )
 
 

@@ -2,36 +2,38 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
 from .._paths import named_leaves
 from .._tree import at_least_float32, is_floating
-from .loss_scale import LossScale, is_loss_scale
+from .loss_scale import LossScaleLike, as_loss_scale
 
 P = ParamSpec("P")
 R = TypeVar("R")
+A = TypeVar("A")
 
 
 def value_and_grad(
     fun: Callable[P, R],
-    loss_scale: LossScale,
+    loss_scale: LossScaleLike,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+    value_and_grad_fn: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[P, tuple[R, Any]]:
     """Like `jax.value_and_grad`, but the backward pass runs with the scaled loss. The gradients are unscaled.
 
     Args:
         fun: a function that returns a floating loss, shape `()`, or with `has_aux` a pair `(loss, aux)`. The
             loss should be float32, since the scale enters the backward pass in its dtype.
-        loss_scale: the scale of this step.
-        argnums: which positional arguments to differentiate, in the form that `transform` takes.
+        loss_scale: the scale of this step; a number is a `StaticLossScale`.
+        argnums: which positional arguments to differentiate, in the form that `value_and_grad_fn` takes.
         has_aux: whether `fun` returns `(loss, aux)`.
-        transform: a function with the interface of `jax.value_and_grad`, such as `flax.nnx.value_and_grad`,
-            `equinox.filter_value_and_grad`, or a `functools.partial` of one with more settings.
+        value_and_grad_fn: a function with the interface of `jax.value_and_grad`, such as
+            `flax.nnx.value_and_grad`, `equinox.filter_value_and_grad`, or a `functools.partial` of one with
+            more settings.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)` or `((loss, aux), grads)`, with the
@@ -39,25 +41,25 @@ def value_and_grad(
         parameters; float64 and complex gradients keep their dtype.
 
     Raises:
-        TypeError: `fun` or `transform` is not a function, `loss_scale` is not a loss scale, or `argnums` are
-            names; or, when the result is called, the loss is not a floating scalar, or the model needs a
-            `transform`.
+        TypeError: `fun` or `value_and_grad_fn` is not a function, `loss_scale` is not a loss scale, or
+            `argnums` are names; or, when the result is called, the loss is not a floating scalar, or the
+            model needs a `value_and_grad_fn`.
 
     Examples:
         >>> loss_fn = lambda w, x: jnp.sum(w * x).astype(jnp.float32)
         >>> jmp.value_and_grad(loss_fn, jmp.DynamicLossScale(1024.0))(jnp.float16(2), jnp.float16(3))
         (Array(6., dtype=float32), Array(3., dtype=float32))
     """
-    return _true_value_and_grad("value_and_grad", fun, loss_scale, argnums, has_aux, transform)
+    return _true_value_and_grad("value_and_grad", fun, loss_scale, argnums, has_aux, value_and_grad_fn)
 
 
 def _true_value_and_grad(
     made_by: str,
     fun: Callable[..., Any],
-    loss_scale: LossScale,
+    loss_scale: LossScaleLike,
     argnums: Any,
     has_aux: bool,
-    transform: Callable[..., Callable[..., Any]],
+    value_and_grad_fn: Callable[..., Callable[..., Any]],
 ) -> Callable[..., tuple[Any, Any]]:
     """`value_and_grad` for the public function `made_by`, which error messages name."""
     if not callable(fun):
@@ -65,17 +67,18 @@ def _true_value_and_grad(
             f"{made_by}(fun, loss_scale)(params, ...): fun is a function that returns the loss. "
             f"Got {type(fun).__name__}. Give the function itself, not what it returned."
         )
-    if not is_loss_scale(loss_scale):
+    scale = as_loss_scale(loss_scale)
+    if scale is None:
         raise TypeError(
             f"{made_by}(fun, loss_scale): expected a loss scale such as jmp.get_loss_scale(opt_state) or "
-            "jmp.DynamicLossScale(), or jmp.NoOpLossScale() for no scale. "
+            "jmp.DynamicLossScale(), a number, or jmp.NoOpLossScale() for no scale. "
             f"Got {'a class' if isinstance(loss_scale, type) else type(loss_scale).__name__}."
         )
 
-    if not callable(transform):
+    if not callable(value_and_grad_fn):
         raise TypeError(
-            f"{made_by}: transform is a function such as jax.value_and_grad or flax.nnx.value_and_grad. "
-            f"Got {transform!r}."
+            f"{made_by}: value_and_grad_fn is a function such as jax.value_and_grad or "
+            f"flax.nnx.value_and_grad. Got {value_and_grad_fn!r}."
         )
     given = argnums if isinstance(argnums, (list, tuple)) else (argnums,)
     if any(isinstance(number, str) for number in given):
@@ -88,49 +91,81 @@ def _true_value_and_grad(
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, _LossAndAux]:
         loss, aux = _split(fun(*args, **kwargs), has_aux)
         # The true loss is an auxiliary output, since the scaled loss may overflow.
-        return loss_scale.scale(loss), _LossAndAux(loss, aux)
+        return scale.scale(loss), _LossAndAux(loss, aux)
 
     # Equinox's transforms take no `argnums`, so the default of all transforms, 0, is left out.
     settings = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
-    scaled_value_and_grad = transform(scaled, has_aux=True, **settings)
+    scaled_value_and_grad = value_and_grad_fn(scaled, has_aux=True, **settings)
 
     @functools.wraps(fun)
     def true_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         try:
             value, grads = scaled_value_and_grad(*args, **kwargs)
         except Exception as error:
-            if transform is jax.value_and_grad and (cause := _needs_transform(error, args, argnums)):
+            if value_and_grad_fn is jax.value_and_grad and (cause := _needs_other_fn(error, args, argnums)):
                 raise TypeError(f"{made_by}: {cause}") from error
             raise
         if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], _LossAndAux)):
             is_grad = made_by == "grad"
             raise TypeError(
-                f"{made_by}: transform should return what jax.value_and_grad returns, ((value, aux), "
+                f"{made_by}: value_and_grad_fn should return what jax.value_and_grad returns, ((value, aux), "
                 "gradients), as flax.nnx.value_and_grad and equinox.filter_value_and_grad do. "
                 f"{'jmp.grad takes one of these too' if is_grad else 'For gradients alone: jmp.grad'}."
             )
         loss, aux = value[1]
-        grads = at_least_float32(loss_scale.unscale(grads))
+        grads = at_least_float32(scale.unscale(grads))
         return ((loss, aux) if has_aux else loss), grads
 
     return true_value_and_grad
 
 
+@overload
 def grad(
     fun: Callable[P, Any],
-    loss_scale: LossScale,
+    loss_scale: LossScaleLike,
+    argnums: int | Sequence[int] | Any = ...,
+    has_aux: Literal[False] = ...,
+    value_and_grad_fn: Callable[..., Callable[..., Any]] = ...,
+) -> Callable[P, Any]: ...
+
+
+@overload
+def grad(
+    fun: Callable[P, tuple[Any, A]],
+    loss_scale: LossScaleLike,
+    argnums: int | Sequence[int] | Any = ...,
+    *,
+    has_aux: Literal[True],
+    value_and_grad_fn: Callable[..., Callable[..., Any]] = ...,
+) -> Callable[P, tuple[Any, A]]: ...
+
+
+@overload
+def grad(
+    fun: Callable[P, Any],
+    loss_scale: LossScaleLike,
+    argnums: int | Sequence[int] | Any = ...,
+    has_aux: bool = ...,
+    value_and_grad_fn: Callable[..., Callable[..., Any]] = ...,
+) -> Callable[P, Any]: ...
+
+
+def grad(
+    fun: Callable[P, Any],
+    loss_scale: LossScaleLike,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+    value_and_grad_fn: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[P, Any]:
     """Like `jax.grad`, but the backward pass runs with the scaled loss. The gradients are unscaled.
 
     Args:
         fun: as in `value_and_grad`.
-        loss_scale: the scale of this step.
+        loss_scale: as in `value_and_grad`.
         argnums: as in `value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
-        transform: as in `value_and_grad`: a function like `jax.value_and_grad`, and not like `jax.grad`.
+        value_and_grad_fn: as in `value_and_grad`: a function like `jax.value_and_grad`, and not like
+            `jax.grad`.
 
     Returns:
         A function of the arguments of `fun` that returns `grads`, or `(grads, aux)` with `has_aux`.
@@ -142,7 +177,7 @@ def grad(
         >>> jmp.grad(lambda w: w**2, jmp.StaticLossScale(1024.0))(jnp.float32(3))
         Array(6., dtype=float32)
     """
-    both = _true_value_and_grad("grad", fun, loss_scale, argnums, has_aux, transform)
+    both = _true_value_and_grad("grad", fun, loss_scale, argnums, has_aux, value_and_grad_fn)
 
     @functools.wraps(fun)
     def true_grad(*args: Any, **kwargs: Any) -> Any:
@@ -159,16 +194,16 @@ class _LossAndAux(NamedTuple):
     aux: Any
 
 
-_TRANSFORMS = {"flax": "transform=nnx.value_and_grad", "equinox": "transform=eqx.filter_value_and_grad"}
+_FUNCTIONS = {"flax": "nnx.value_and_grad", "equinox": "eqx.filter_value_and_grad"}
 
 
 def _library(node: Any) -> str | None:
     """Returns the library of a module, if it has a `value_and_grad` of its own, or None."""
     libraries = (base.__module__.split(".")[0] for base in type(node).__mro__ if base.__name__ == "Module")
-    return next((library for library in libraries if library in _TRANSFORMS), None)
+    return next((library for library in libraries if library in _FUNCTIONS), None)
 
 
-def _needs_transform(error: Exception, args: tuple[Any, ...], argnums: Any) -> str | None:
+def _needs_other_fn(error: Exception, args: tuple[Any, ...], argnums: Any) -> str | None:
     """Returns what to do if JAX cannot differentiate an argument, such as a model with functions in it."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     chosen = [args[number] for number in numbers if -len(args) <= number < len(args)]
@@ -177,13 +212,13 @@ def _needs_transform(error: Exception, args: tuple[Any, ...], argnums: Any) -> s
         return None
     modules = jax.tree.leaves(chosen, is_leaf=lambda node: _library(node) is not None)
     libraries = [library for library in map(_library, modules) if library is not None]
-    lines = [_TRANSFORMS[library] for library in libraries[:1]] or list(_TRANSFORMS.values())
+    functions = [_FUNCTIONS[library] for library in libraries[:1]] or list(_FUNCTIONS.values())
     name, leaf = others[0]
     kind = leaf.dtype.name if hasattr(leaf, "dtype") else type(leaf).__name__
     return (
         "the differentiated argument has what jax.value_and_grad cannot differentiate. "
         f"Got a leaf of {kind}, {name.partition('/')[2] or name!r}. "
-        f"Give {' or '.join(lines)}, or differentiate a tree of floating arrays."
+        f"Give value_and_grad_fn={' or '.join(functions)}, or differentiate a tree of floating arrays."
     )
 
 

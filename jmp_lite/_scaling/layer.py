@@ -1,4 +1,4 @@
-"""`scale_layer`: a loss scale of its own for one layer, for networks that no global scale serves."""
+"""`with_layer_loss_scale`: a loss scale for one layer, for networks that no global scale serves."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
+def with_layer_loss_scale(fun: Callable[P, R]) -> Callable[P, R]:
     """Returns a layer whose backward pass has a loss scale of its own.
 
     The forward pass is that of `fun`. The backward pass multiplies the gradient that arrives at the layer by
@@ -30,7 +30,7 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
 
     Put the half precision inside, and float32 between the layers. A global loss scale may be used as well:
 
-        layer = jmp.scale_layer(jmp.autocast(layer, jnp.float16))
+        layer = jmp.with_layer_loss_scale(jmp.autocast(layer, jnp.float16))
 
     Args:
         fun: a function of pytrees of arrays, such as the parameters of a layer and its input. The arrays that
@@ -52,11 +52,12 @@ def scale_layer(fun: Callable[P, R]) -> Callable[P, R]:
         >>> w, x = jnp.full((4, 4), 0.5), jnp.ones((2, 4))
         >>> half = lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
         >>> loss = lambda layer: lambda w: jnp.sum(layer(w, x)) * 2.0**-40
-        >>> print(jax.grad(loss(half))(w)[0, 0], jax.grad(loss(jmp.scale_layer(half)))(w)[0, 0] * 2.0**40)
+        >>> scaled = jmp.with_layer_loss_scale(half)
+        >>> print(jax.grad(loss(half))(w)[0, 0], jax.grad(loss(scaled))(w)[0, 0] * 2.0**40)
         0.0 2.0
     """
     if not callable(fun):
-        raise TypeError(f"scale_layer takes a function of arrays. Got {fun!r}.")
+        raise TypeError(f"with_layer_loss_scale takes a function of arrays. Got {fun!r}.")
 
     @functools.wraps(fun)
     def layer(*args: Any, **kwargs: Any) -> Any:
@@ -96,9 +97,9 @@ def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
         for name, primal in zip(names, primals, strict=True):
             if primal.perturbed and is_half(primal.value):
                 raise TypeError(
-                    f"scale_layer: the argument {name} is differentiated and is {primal.value.dtype}, "
-                    "which cannot hold a gradient without its scale. Give float32, and cast inside: "
-                    "jmp.scale_layer(jmp.autocast(layer, jnp.float16))."
+                    f"with_layer_loss_scale: the argument {name} is differentiated and is "
+                    f"{primal.value.dtype}, which cannot hold a gradient without its scale. Give float32, "
+                    "and cast inside: jmp.with_layer_loss_scale(jmp.autocast(layer, jnp.float16))."
                 )
         return jax.vjp(kept, *(primal.value for primal in primals))
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from .._paths import shown
 from .._text import Shown, fields_table
 from .._tree import STATIC, at_least_float32, has_dtype, register_state, replace_leaves
 from . import serialization
-from .scalars import LARGEST, SMALLEST, float32_scale, int32_count, number, whole_number
+from .scalars import LARGEST, SMALLEST, float32_scale, int32_count, is_number, number, whole_number
 
 T = TypeVar("T")
 
@@ -57,9 +57,20 @@ class LossScale(Protocol):
         ...
 
 
+LossScaleLike: TypeAlias = LossScale | float | jax.Array
+"""A loss scale, or a number: the `StaticLossScale` of this number."""
+
+
 def is_loss_scale(value: Any) -> bool:
     """Whether `value` is a loss scale, and not the class of one."""
     return isinstance(value, LossScale) and not isinstance(value, type)
+
+
+def as_loss_scale(value: Any) -> LossScale | None:
+    """Returns a loss scale as it is, and a number as a `StaticLossScale`; None if `value` is neither."""
+    if is_loss_scale(value):
+        return value
+    return StaticLossScale(value) if is_number(value) else None
 
 
 @register_state

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from .._tree import at_least_float32
-from .loss_scale import DynamicLossScale, LossScale, is_loss_scale
+from .loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
 from .skipping import Skipping, UnscaleState
 
 
@@ -21,8 +21,8 @@ def unscale() -> optax.GradientTransformationExtraArgs:
     Gradients from `jmp.value_and_grad` and `jmp.grad` are unscaled already, so leave `unscale` out for them.
 
     Returns:
-        A transform whose `update` needs `loss_scale=`: the `LossScale` that scaled these gradients, before it
-        is adjusted. Its updates are float32, as from `LossScale.unscale`.
+        A transform whose `update` needs `loss_scale=`: the scale that scaled these gradients, before it is
+        adjusted, or its number. Its updates are float32, as from `LossScale.unscale`.
 
     Raises:
         TypeError: from `update`, `loss_scale=` is missing or is not a loss scale.
@@ -37,14 +37,15 @@ def unscale() -> optax.GradientTransformationExtraArgs:
         updates: Any, state: Any, params: Any = None, *, loss_scale: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         del params, extra_args
-        if not is_loss_scale(loss_scale):
+        scale = as_loss_scale(loss_scale)
+        if scale is None:
             given = "no loss_scale=" if loss_scale is None else type(loss_scale).__name__
             raise TypeError(
                 f"jmp.unscale() divides by the loss scale that scaled these gradients. Got {given}. "
                 "Pass it on: tx.update(grads, opt_state, params, loss_scale=loss_scale). "
                 "Gradients from jmp.value_and_grad are unscaled already: for those, leave unscale out."
             )
-        return at_least_float32(loss_scale.unscale(updates)), state
+        return at_least_float32(scale.unscale(updates)), state
 
     def init(params: Any) -> Any:
         del params
@@ -81,9 +82,9 @@ def skip_nonfinite(
             at least float32, so that moments do not rest in half precision.
         clip_norm: the global norm to which gradients are clipped before `inner`, with the numbers of
             `optax.clip_by_global_norm`. The norm also serves as the check, so that gradients are read once,
-            and `metrics` reports it. It is inf for finite gradients above 1.8e19. With `loss_scale=` given to
-            `update`, it is that of the unscaled gradients. Around `optax.MultiSteps` it would clip each
-            micro-batch, and is an error: put `optax.clip_by_global_norm` into the `MultiSteps`.
+            and `get_metrics` reports it. It is inf for finite gradients above 1.8e19. With `loss_scale=`
+            given to `update`, it is that of the unscaled gradients. Around `optax.MultiSteps` it would clip
+            each micro-batch, and is an error: put `optax.clip_by_global_norm` into the `MultiSteps`.
         axis_name: under `shard_map` or `pmap`, the axis name or names over which all devices agree to skip.
             It is not needed under `jit`, or for gradients that were summed over the axis before. It is needed
             if `inner` has a collective: on a CPU a device that skips a step does not run `inner`.
@@ -104,7 +105,7 @@ def skip_nonfinite(
         >>> tx = jmp.skip_nonfinite(optax.sgd(1.0))
         >>> params = jnp.float32(1)
         >>> updates, opt_state = tx.update(jnp.float32(jnp.inf), tx.init(params), params)
-        >>> optax.apply_updates(params, updates), jmp.metrics(opt_state)["skipped_steps"]
+        >>> optax.apply_updates(params, updates), jmp.get_metrics(opt_state)["skipped_steps"]
         (Array(1., dtype=float32), Array(1, dtype=int32))
     """
     return Skipping("skip_nonfinite", inner, None, clip_norm, axis_name, name).transform()
@@ -112,7 +113,7 @@ def skip_nonfinite(
 
 def with_loss_scale(
     inner: optax.GradientTransformation | optax.MultiSteps,
-    loss_scale: LossScale | None = None,
+    loss_scale: LossScaleLike | None = None,
     *,
     clip_norm: float | None = None,
     axis_name: Any = None,
@@ -125,7 +126,8 @@ def with_loss_scale(
 
     Args:
         inner: as in `skip_nonfinite`.
-        loss_scale: the scale to begin with; None for `DynamicLossScale()`.
+        loss_scale: the scale to begin with; None for `DynamicLossScale()`. A number is a `StaticLossScale`,
+            which never changes, as in Apex; a `DynamicLossScale` of the number begins with it.
         clip_norm: as in `skip_nonfinite`.
         axis_name: as in `skip_nonfinite`.
         name: as in `skip_nonfinite`.
@@ -144,10 +146,10 @@ def with_loss_scale(
         >>> float(jmp.get_loss_scale(opt_state).loss_scale)
         16384.0
     """
-    loss_scale = DynamicLossScale() if loss_scale is None else loss_scale
-    if not is_loss_scale(loss_scale):
+    scale = DynamicLossScale() if loss_scale is None else as_loss_scale(loss_scale)
+    if scale is None:
         raise TypeError(
-            "with_loss_scale(inner, loss_scale): expected a loss scale such as "
-            f"jmp.DynamicLossScale(). Got {type(loss_scale).__name__}."
+            "with_loss_scale(inner, loss_scale): expected a loss scale such as jmp.DynamicLossScale(), or a "
+            f"number for a constant one. Got {type(loss_scale).__name__}."
         )
-    return Skipping("with_loss_scale", inner, loss_scale, clip_norm, axis_name, name).transform()
+    return Skipping("with_loss_scale", inner, scale, clip_norm, axis_name, name).transform()

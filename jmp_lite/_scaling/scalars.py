@@ -17,6 +17,12 @@ LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)  # A GPU may flush smaller numbers.
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, or an array of them."""
+    is_python_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_python_number or has_dtype(value, jnp.floating) or has_dtype(value, jnp.integer)
+
+
 def number(name: str, value: Any) -> float:
     """Returns a setting as a Python number, which can be part of a pytree's structure."""
     known = _known(name, value)
@@ -58,8 +64,7 @@ def int32_count(name: str, value: Any) -> Any:
 
 def _known(name: str, value: Any) -> float | None:
     """Returns a real scalar as a Python number, or None if it is traced."""
-    is_python_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_python_number or has_dtype(value, jnp.floating) or has_dtype(value, jnp.integer)):
+    if not is_number(value):
         raise TypeError(f"{name} should be a number. Got {value!r:.200} of type {type(value).__name__}.")
     if jnp.shape(value) != ():
         raise ValueError(f"{name} should be a scalar. Got shape {jnp.shape(value)}.")

@@ -45,8 +45,8 @@ def _check(state: Any, saved: Any, names: list[str]) -> None:
         keys = sorted(saved) if isinstance(saved, dict) else type(saved).__name__
         raise ValueError(
             f"The saved state is no {kind}: it has {keys}. To go on from the state of the plain optimizer "
-            "or of other settings, restore it without a target, then opt_state = jmp.resume(tx, params, "
-            "old_state)."
+            "or of other settings, restore it without a target, then opt_state = jmp.migrate_state(tx, "
+            "params, old_state)."
         )
     if "counter" in saved and names == ["loss_scale"]:
         raise ValueError(
@@ -74,6 +74,6 @@ def _check_scale(kind: str, saved: Any) -> None:
         if not (np.isfinite(values) & (values >= np.finfo(np.float32).tiny)).all():
             raise ValueError(
                 f"The saved {kind} has the scale {values.tolist()}, with which every step would be skipped "
-                "or wrong. Restore an earlier checkpoint, or begin with a new scale: jmp.resume(tx, params, "
-                "old_state) takes all else from this one."
+                "or wrong. Restore an earlier checkpoint, or begin with a new scale: jmp.migrate_state(tx, "
+                "params, old_state) takes all else from this one."
             )

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from .._memory.half_params import init_for_masters
-from .._memory.wrapper import RESUME, Transform, as_transform, check_update, differentiated
+from .._memory.wrapper import MIGRATE, Transform, as_transform, check_update, differentiated
 from .._paths import leaf_names, shown_difference
 from .._tree import (
     at_least_float32,
@@ -23,7 +23,7 @@ from .._tree import (
     without_nnx_variables,
 )
 from .finite import agree, all_finite, leaves_finite
-from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
+from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, as_loss_scale
 from .norm import clip, squared_norms
 from .scalars import number
 from .state import LeafNames, SkipNonfiniteState, count
@@ -121,17 +121,17 @@ class Skipping:
         check_update(self.made_by, SkipNonfiniteState, state, params)
         if (state.loss_scale is None) != (self.loss_scale is None):
             other = "skip_nonfinite" if state.loss_scale is None else "with_loss_scale"
-            raise ValueError(f"{self.made_by}: update was given a state of {other}. {RESUME}")
+            raise ValueError(f"{self.made_by}: update was given a state of {other}. {MIGRATE}")
         if not _same_settings(state.loss_scale, self.loss_scale):
             raise ValueError(
                 f"{self.made_by}: this optimizer has the loss scale {_describe_settings(self.loss_scale)}. "
-                f"Got a state of {_describe_settings(state.loss_scale)}. {RESUME}"
+                f"Got a state of {_describe_settings(state.loss_scale)}. {MIGRATE}"
             )
         if (state.grad_norm is None) != (self.clip_norm is None):
             asked, made = ("without", "with") if self.clip_norm is None else ("with", "without")
             raise ValueError(
                 f"{self.made_by}: this optimizer is {asked} clip_norm. Got a state that was made {made} "
-                f"clip_norm. {RESUME}"
+                f"clip_norm. {MIGRATE}"
             )
 
     def _clips_micro_batches(self) -> ValueError:
@@ -170,8 +170,8 @@ class Skipping:
             squares = squared_norms(grads)
             flags = jnp.isfinite(squares)
             norm = jnp.sqrt(squares.sum())
-            if is_loss_scale(loss_scale):  # `unscale` will divide the gradients inside of `inner`.
-                norm = norm / loss_scale.loss_scale
+            if (scale := as_loss_scale(loss_scale)) is not None:
+                norm = norm / scale.loss_scale  # `unscale` will divide the gradients inside of `inner`.
             finite = jnp.isfinite(norm)
             grads = clip(grads, norm, self.clip_norm)
         if self.axis_name is not None:

@@ -35,7 +35,7 @@ class LeafNames:
 @register_state
 @dataclasses.dataclass(frozen=True)
 class SkipNonfiniteState:
-    """The state of `skip_nonfinite` and `with_loss_scale`, which `get_loss_scale` and `metrics` read.
+    """The state of `skip_nonfinite` and `with_loss_scale`, which `get_loss_scale` and `get_metrics` read.
 
     Attributes:
         inner_state: the state of the wrapped transform.
@@ -116,10 +116,10 @@ def grads_finite(opt_state: Any, name: str | None = None) -> jax.Array:
         >>> bool(jmp.grads_finite(opt_state))
         True
     """
-    return metrics(opt_state, name)["grads_finite"]
+    return get_metrics(opt_state, name)["grads_finite"]
 
 
-def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
+def get_metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
     """Returns the numbers to log from `skip_nonfinite` or `with_loss_scale`, inside `jit` and outside.
 
     Args:
@@ -141,7 +141,7 @@ def metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]:
 
     Examples:
         >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
-        >>> {key: value.item() for key, value in jmp.metrics(opt_state).items()}
+        >>> {key: value.item() for key, value in jmp.get_metrics(opt_state).items()}
         {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skipped_steps': 0}
     """
     state = find_state(opt_state, name)
@@ -185,8 +185,8 @@ def _choose(states: list[SkipNonfiniteState], name: str | None, wrapper: str) ->
             f"No optimizer wrapped in {wrapper} was found in this state. Wrap yours, for example "
             "tx = jmp.with_loss_scale(optax.adamw(3e-4)), and give the state that tx.init returned. For "
             "float32 or bfloat16 without a scale: jmp.with_loss_scale(tx, jmp.NoOpLossScale()). The state of "
-            "a plain optimizer, from an older checkpoint: jmp.resume(tx, params, old_state). A checkpoint "
-            "that was restored as plain dicts: restore it with a target, tx.init(params)."
+            "a plain optimizer, from an older checkpoint: jmp.migrate_state(tx, params, old_state). A "
+            "checkpoint that was restored as plain dicts: restore it with a target, tx.init(params)."
         )
     if not named:
         raise ValueError(f"No optimizer is named {name!r}. The names here are {names}.")

@@ -8,9 +8,10 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from .._autocast.report.explain import Report, report_of
+from .._autocast import AutocastReport, report_of
 from .._dtypes import DTypeLike
-from .._jaxpr.arguments import in_two_calls
+from .._jaxpr import in_two_calls
+from .._scaling.loss_scale import LossScaleLike
 from .._text import Shown, wrapped
 from ..programs._compile import compile_for
 from ..programs._program import Program
@@ -24,7 +25,7 @@ from ._precision.report import PrecisionReport
 from ._ranges.profile import ranges_of
 from ._ranges.report import RangeReport
 from ._values.case import Case, Options, tool, without_debugging
-from ._values.trace import Transform
+from ._values.trace import ValueAndGrad
 
 P = ParamSpec("P")
 _PARTS = ("examined", "operations", "nonfinite", "ranges", "precision", "roofline", "findings", "skipped")
@@ -42,7 +43,7 @@ class Diagnosis(Shown):
     def __init__(
         self, case: Case, tolerance: float | None, program: Program | None, device: str | None
     ) -> None:
-        self._case, self._is_step = case, case.question.call.transform is None
+        self._case, self._is_step = case, case.question.call.value_and_grad_fn is None
         self._tolerance, self._given, self._device = tolerance, program, device
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class Diagnosis(Shown):
         return f'autocast(fun, "{self.operations.dtype}") of your float32 program'
 
     @functools.cached_property
-    def operations(self) -> Report:
+    def operations(self) -> AutocastReport:
         """The report of `explain`."""
         rules = self._case.rules
         return report_of(self._case.traced, rules, *self._case.planned(rules))
@@ -168,10 +169,10 @@ def doctor(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
     *,
-    loss_scale: Any = None,
+    loss_scale: LossScaleLike | None = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    transform: Transform | None = jax.value_and_grad,
+    value_and_grad_fn: ValueAndGrad | None = jax.value_and_grad,
     program: Program | None = None,
     device: str | None = "h100",
     tolerance: float | None = None,
@@ -187,21 +188,21 @@ def doctor(
     it. It calls `roofline` with the given program, or with the loss and its gradients compiled for an H100 if
     the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
 
-    With `transform=None` it examines a whole train step as it is: with `explain` and `find_nonfinite`, for
-    updates that are lost in the dtype of an argument and gradients that are all zero, and by comparing its
-    results with those of the same step in float32. It also says if a float16 step takes a loss scale and does
-    not scale the loss, and what `raise_if_stuck` says of the optimizer states among the arguments: give it
-    those of the run. `profile_ranges` takes a loss function.
+    With `value_and_grad_fn=None` it examines a whole train step as it is: with `explain` and
+    `find_nonfinite`, for updates that are lost in the dtype of an argument and gradients that are all zero,
+    and by comparing its results with those of the same step in float32. It also says if a float16 step takes
+    a loss scale and does not scale the loss, and what `raise_if_stuck` says of the optimizer states among the
+    arguments: give it those of the run. `profile_ranges` takes a loss function.
 
     Args:
-        fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `transform=None` a train
-            step. It is not changed.
+        fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `value_and_grad_fn=None` a
+            train step. It is not changed.
         dtype: `jnp.float16`, `jnp.bfloat16` or `"float8"`. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
         loss_scale: the scale of the step, such as `jmp.get_loss_scale(opt_state)`; a number; or None for 1.
         argnums: as in `jmp_lite.value_and_grad`; for a step, which arguments are the parameters.
         has_aux: whether `fun` returns `(loss, aux)`.
-        transform: as in `jmp_lite.value_and_grad`; None for a step.
+        value_and_grad_fn: as in `jmp_lite.value_and_grad`; None for a step.
         program: the result of `read_program` for your compiled step.
         device: as in `roofline`; None for no estimate.
         tolerance: the error that is no fault, as in `compare_precision`; by default 0.1. Within it, counts of
@@ -234,7 +235,7 @@ def doctor(
         "loss_scale": loss_scale,
         "argnums": argnums,
         "has_aux": has_aux,
-        "transform": transform,
+        "value_and_grad_fn": value_and_grad_fn,
     }
 
     def diagnose(case: Case) -> Diagnosis:

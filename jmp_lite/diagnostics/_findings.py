@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast.report.explain import Report
-from .._autocast.report.operations import Operation
+from .._autocast import AutocastOperation, AutocastReport
 from .._scaling.state import SkipNonfiniteState
 from .._scaling.stuck import LINE, raise_if_stuck
 from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
@@ -62,7 +61,9 @@ class Finding:
         return "\n".join(lines)
 
 
-def of_all(findings: Sequence[Finding], operations: Report, estimate: Roofline | None) -> tuple[Finding, ...]:
+def of_all(
+    findings: Sequence[Finding], operations: AutocastReport, estimate: Roofline | None
+) -> tuple[Finding, ...]:
     """Returns findings in the order of `SEVERITIES`; those about speed only of a run that is right."""
     if not findings:
         findings = [*of_operations(operations), *of_roofline(estimate)]
@@ -206,9 +207,9 @@ def _of_precision(report: PrecisionReport) -> Iterator[Finding]:
     yield Finding("accuracy", report.summary(), where, report.advice())
 
 
-def of_operations(report: Report) -> Iterator[Finding]:
+def of_operations(report: AutocastReport) -> Iterator[Finding]:
     total = sum(operation.flops for operation in report.operations) or 1
-    slow: dict[tuple[str, str], list[Operation]] = collections.defaultdict(list)
+    slow: dict[tuple[str, str], list[AutocastOperation]] = collections.defaultdict(list)
     for product in report.in_float32():
         slow[product.why, product.reason].append(product)
     for (why, reason), products in slow.items():
@@ -216,7 +217,7 @@ def of_operations(report: Report) -> Iterator[Finding]:
         what = f"{plural(len(products), 'matmul')}, {share:.0%} of the FLOPs, not in half: {reason}."
         advice = "Cast the float32 operands of these products to half, or give the plain model to autocast."
         yield Finding("speed", what, _where(products), "" if why == "rule" else advice)
-    sizes: dict[str, list[Operation]] = collections.defaultdict(list)
+    sizes: dict[str, list[AutocastOperation]] = collections.defaultdict(list)
     for operation in report.operations:
         if operation.advice:
             sizes[operation.advice.partition(" (")[0]].append(operation)
@@ -225,7 +226,7 @@ def of_operations(report: Report) -> Iterator[Finding]:
         yield Finding("speed", what, _where(products), advice)
 
 
-def _where(products: Sequence[Operation]) -> str:
+def _where(products: Sequence[AutocastOperation]) -> str:
     """Returns the modules and lines of the first products, each once."""
     return ", ".join(dict.fromkeys(f"{product.module or '/'}, {product.source}" for product in products[:3]))
 

@@ -4,10 +4,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .._autocast.report.explain import explain
-from .._autocast.report.operations import Operation
+from .._autocast import AutocastOperation, explain
 from .._dtypes import DTypeLike, parse_dtype
-from .._paths import matches, shown
+from .._paths import as_patterns, matches, shown
 from ..programs._program import Program
 from ..programs._read import read_program
 
@@ -47,6 +46,7 @@ def assert_precision(
             "assert_precision(fun, dtypes, *args) takes a mapping of patterns to dtypes, such as "
             f"{{'**/router': 'float32', '**': 'bfloat16'}}. Got {shown(dtypes)}."
         )
+    as_patterns(tuple(dtypes), "assert_precision: dtypes has patterns over scopes and argument paths")
     wanted = {pattern: parse_dtype(dtype).name for pattern, dtype in dtypes.items()}
     try:
         inspect.signature(fun).bind(*args, **kwargs)
@@ -59,7 +59,7 @@ def assert_precision(
     _check([row for row in _report(fun, args, kwargs) if row.is_product], wanted)
 
 
-def _check(products: Sequence[Operation], wanted: Mapping[str, str]) -> None:
+def _check(products: Sequence[AutocastOperation], wanted: Mapping[str, str]) -> None:
     """Raises an AssertionError if a product is not in the dtype of the first pattern that matches it."""
     selects = lambda pattern, row: any(matches(pattern, path) for path in (row.scope, *row.arguments))
     used = [next((p for p in wanted if selects(p, product)), None) for product in products]
@@ -79,7 +79,9 @@ def _check(products: Sequence[Operation], wanted: Mapping[str, str]) -> None:
         raise failure("assert_precision", summary, [*wrong, *unused])
 
 
-def _report(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Operation]:
+def _report(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[AutocastOperation]:
     """Returns the operations of `fun` as they run, under the names of its arguments."""
 
     def as_it_runs(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +92,7 @@ def _report(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return explain(as_it_runs, "float32")(*args, **kwargs).operations
 
 
-def _described(product: Operation) -> str:
+def _described(product: AutocastOperation) -> str:
     operands = f"{' '.join(product.inputs)} -> {' '.join(product.outputs)}"
     where = f"in {product.module or '/'}, {product.source}"
     return f"{product.name} {operands}\n    {where}\n    {product.reason}"

@@ -59,7 +59,7 @@ def test_a_cast_of_the_program_is_told_from_a_promotion():
 
 def test_the_summary_counts_the_products():
     report = jmp.explain(lambda x, w: rotate(x @ w) @ w, "float32")(X, W)
-    assert report.summary().endswith("all as the program has them: 1 of 2 products in half")
+    assert report.summary().endswith("unchanged: 1 of 2 matmuls in half")
     assert "float32 since a constant float32[64]" in str(report)
 
 
@@ -102,5 +102,5 @@ def test_float32_products_get_no_advice_and_the_report_shows_the_others_once():
     ] == [""]
     report = jmp.explain(lambda x, w: jnp.tanh(x @ w) @ w, "float16")(zeros(8, 63), zeros(63, 63))
     text = str(report)
-    assert "Products of sizes that Tensor Cores run slowly:" in text
+    assert "Matmuls of sizes that Tensor Cores run slowly:" in text
     assert text.count("63: pad it to 64") == 4

@@ -102,7 +102,7 @@ LEAKY = {
     "custom_vjp": lambda w, x: jnp.sum(_sine(x @ w) @ w),
     "relu": lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w),
     "scan of a custom_vjp": lambda w, x: lax.scan(lambda c, _: (_sine(c @ w), None), x, length=2)[0].sum(),
-    "scale_layer": lambda w, x: jmp.scale_layer(lambda w, x: x @ w)(w, x).sum(),
+    "with_layer_loss_scale": lambda w, x: jmp.with_layer_loss_scale(lambda w, x: x @ w)(w, x).sum(),
 }
 
 

@@ -86,3 +86,7 @@ def test_it_is_as_short_as_the_page_says():
     lines = [line for block in blocks[:-1] for line in block.splitlines() if line.strip()]
     assert 150 < len(lines) < 200
     assert f"about {round(len(lines), -1)} lines" in PAGE.read_text()
+    files = (PAGE.parents[1] / "jmp_lite" / "_autocast").rglob("*.py")
+    whole = sum(len(path.read_text().splitlines()) for path in files)
+    said = int(re.search(r"`_autocast/` has ([\d,]+) lines", PAGE.read_text())[1].replace(",", ""))
+    assert abs(said - whole) < 0.1 * whole

@@ -193,7 +193,7 @@ def test_operations_on_no_list_are_named():
     own = Primitive("an_operation_of_ours")
     own.def_abstract_eval(lambda x: x)
     report = jmp.explain(jmp.autocast(lambda w: own.bind(w @ w) @ w))(jnp.ones((4, 4)))
-    assert str(report).endswith("On no list, kept as they were traced: an_operation_of_ours")
+    assert str(report).endswith("Not on any list, left unchanged: an_operation_of_ours")
 
 
 @pytest.mark.parametrize("wrap", [jax.grad, jax.jit])
@@ -220,7 +220,7 @@ def test_it_explains_a_plain_function_as_if_it_were_autocast():
 def test_it_says_that_float32_changes_nothing():
     report = jmp.explain(jmp.autocast(loss_fn, "float32"))(PARAMS, TOKENS)
     count = len(report.operations)
-    assert report.summary() == f"{count} operations, all as the program has them: 0 of 5 products in half"
+    assert report.summary() == f"{count} operations, unchanged: 0 of 5 matmuls in half"
     assert (report.casts, report.tensor_core_share) == (0, 0)
     others = {operation.reason for operation in report.operations if not operation.is_product}
     assert others == {"the dtype is float32"}
@@ -228,7 +228,7 @@ def test_it_says_that_float32_changes_nothing():
 
 
 def test_the_text_is_the_summary_and_the_table_and_not_the_jaxprs(report):
-    assert repr(report) == f"Report({report.summary()})"
+    assert repr(report) == f"AutocastReport({report.summary()})"
     text = str(report)
     assert text.startswith(f"{report.summary()}\n")
     assert "Net/block0/Dense_0" in text

@@ -107,7 +107,7 @@ def test_an_update_that_is_lost_is_counted():
     step = lambda w, g: (w - g).astype(jnp.float16)
     w = jnp.ones(8, jnp.float16)
     gradient = jnp.array([1e-5, 1e-5, 1e-5, 0.5, 0.5, 0.5, 0.5, 0.0], jnp.float16)
-    what = doctor(step, transform=None, device=None)(w, gradient).findings[0].what
+    what = doctor(step, value_and_grad_fn=None, device=None)(w, gradient).findings[0].what
     assert what == "The update is lost in float16 for 43% of the elements of w that have one."
 
 

@@ -130,5 +130,5 @@ def test_a_program_with_half_values_of_its_own_is_examined_as_it_is():
 @pytest.mark.slow
 def test_the_new_parameters_of_a_step_have_the_name_of_the_old_ones():
     (run,) = (run for run in WRONG if run.name == "the_second_moment_of_adam_underflows")
-    findings = doctor(run.fun, transform=None, device=None)(*run.args).findings
+    findings = doctor(run.fun, value_and_grad_fn=None, device=None)(*run.args).findings
     assert findings[0].what.startswith("The results in w are off")

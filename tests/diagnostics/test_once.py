@@ -72,7 +72,7 @@ def test_a_step_is_traced_once(counts):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    diagnosis = doctor(step, transform=None, device=None)(PARAMS, tx.init(PARAMS), X)
+    diagnosis = doctor(step, value_and_grad_fn=None, device=None)(PARAMS, tx.init(PARAMS), X)
     assert counts["python"] == 1
     assert diagnosis.nonfinite.is_finite
 
@@ -90,7 +90,7 @@ def test_an_nnx_module_that_a_call_updates_is_replayed(counts):
     model = Model()
     mean = np.asarray(model.norm.mean[...])
     loss = lambda model, x: jnp.mean(model(x) ** 3)
-    report = compare_precision(loss, "bfloat16", transform=nnx.value_and_grad, tolerance=0)(model, X)
+    report = compare_precision(loss, "bfloat16", value_and_grad_fn=nnx.value_and_grad, tolerance=0)(model, X)
     assert counts["python"] == 1
     assert report.names == ("model/linear",)
     assert 0 < report.half.gradients < 0.1

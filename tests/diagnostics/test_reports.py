@@ -17,11 +17,11 @@ from jmp_lite.diagnostics._nonfinite.flow import Flow
 TOOLS = {
     "explain": jmp.explain,
     "find_nonfinite": find_nonfinite,
-    "find_nonfinite of a step": functools.partial(find_nonfinite, transform=None),
+    "find_nonfinite of a step": functools.partial(find_nonfinite, value_and_grad_fn=None),
     "compare_precision": compare_precision,
     "profile_ranges": profile_ranges,
     "doctor": functools.partial(doctor, device=None),
-    "doctor of a step": functools.partial(doctor, transform=None, device=None),
+    "doctor of a step": functools.partial(doctor, value_and_grad_fn=None, device=None),
 }
 slow = lambda name: [pytest.mark.slow] if "doctor" in name else []
 tools = pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_reports_can_be_pickled_and_copied(tool, copied):
     assert (type(again), str(again), repr(again)) == (type(report), str(report), repr(report))
     if isinstance(report, Diagnosis):
         report, again = report.operations, again.operations
-    if isinstance(report, jmp.Report):  # The jaxprs stay behind, in the copy alone.
+    if isinstance(report, jmp.AutocastReport):  # The jaxprs stay behind, in the copy alone.
         assert None not in (report.before, report.after)
         assert (again.before, again.after) == (None, None)
         assert again.operations == report.operations

@@ -45,7 +45,7 @@ def step_of(value_and_grad, factor=1.0, dtype="float16", tx=TX):
 
 
 def faults(step, *args):
-    diagnosis = doctor(step, transform=None, device=None)(*args)
+    diagnosis = doctor(step, value_and_grad_fn=None, device=None)(*args)
     return [finding for finding in diagnosis.findings if finding.severity != "speed"]
 
 

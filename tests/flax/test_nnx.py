@@ -257,7 +257,7 @@ def test_an_optimizer_trains_in_float16_and_skips_the_bad_step():
     def step(model, optimizer, x):
         traces.append(None)
         scaled = jmp.value_and_grad(
-            loss_fn, jmp.get_loss_scale(optimizer), has_aux=True, transform=nnx.value_and_grad
+            loss_fn, jmp.get_loss_scale(optimizer), has_aux=True, value_and_grad_fn=nnx.value_and_grad
         )
         (loss, _), grads = scaled(model, x)
         optimizer.update(model, grads)
@@ -270,7 +270,7 @@ def test_an_optimizer_trains_in_float16_and_skips_the_bad_step():
     step(model, optimizer, IMAGES.at[0].set(jnp.inf))
     jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(nnx.state(model, nnx.Param)), before)
     assert not jmp.grads_finite(optimizer)
-    assert jmp.metrics(optimizer)["skipped_steps"] == 1
+    assert jmp.get_metrics(optimizer)["skipped_steps"] == 1
     assert jmp.get_loss_scale(optimizer).loss_scale == 2.0**11
     assert len(traces) == 1
     with pytest.raises(FloatingPointError, match="all but head/bias, up/bias"):

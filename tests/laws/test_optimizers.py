@@ -56,9 +56,9 @@ OPTIMIZERS = {
 }
 WRAPPERS = {
     "plain": lambda tx: tx,
-    "cast_state": lambda tx: jmp.cast_state(tx, "bfloat16", stochastic_rounding=False),
-    "cast_state at random": jmp.cast_state,
-    "with_master_weights": jmp.with_master_weights,
+    "with_half_state": lambda tx: jmp.with_half_state(tx, "bfloat16", stochastic_rounding=False),
+    "with_half_state at random": jmp.with_half_state,
+    "with_master_params": jmp.with_master_params,
     "with_stochastic_rounding": jmp.with_stochastic_rounding,
 }
 # For each parameter of `with_loss_scale`, the values that cases draw.

@@ -14,8 +14,8 @@ O2 = jmp.get_policy("O2")
 
 
 def optimizer():
-    inner = jmp.cast_state(optax.adamw(1e-2))
-    return jmp.with_loss_scale(jmp.with_master_weights(inner))
+    inner = jmp.with_half_state(optax.adamw(1e-2))
+    return jmp.with_loss_scale(jmp.with_master_params(inner))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def trained():
 
 def test_the_masters_are_those_of_the_optimizer(trained):
     _, params, opt_state, _ = trained
-    full = jmp.master_params(opt_state, params)
+    full = jmp.get_master_params(opt_state, params)
     assert bits(full["dense"]) == bits(opt_state.inner_state.masters["dense"])
     assert full["norm"]["scale"] is params["norm"]["scale"]
     assert bits(O2.cast_to_param(full)) == bits(params)
@@ -39,19 +39,19 @@ def test_the_masters_are_those_of_the_optimizer(trained):
 
 def test_to_float32_and_back_changes_no_bit(trained):
     _, params, opt_state, _ = trained
-    checkpoint = jax.tree.map(np.asarray, jmp.master_params(opt_state, params))
+    checkpoint = jax.tree.map(np.asarray, jmp.get_master_params(opt_state, params))
     again = jmp.set_master_params(opt_state, params, checkpoint)
-    assert bits(again) == bits((params, opt_state))
-    assert jax.tree.structure(again) == jax.tree.structure((params, opt_state))
+    assert bits(again) == bits((opt_state, params))
+    assert jax.tree.structure(again) == jax.tree.structure((opt_state, params))
 
 
 def test_a_float32_checkpoint_starts_a_run_in_half(trained):
     """The masters hold what the half parameters cannot."""
     step, *_, grads = trained
     params = O2.cast_to_param(jax.tree.map(jnp.zeros_like, PARAMS))
-    params, opt_state = jmp.set_master_params(optimizer().init(params), params, PARAMS)
+    opt_state, params = jmp.set_master_params(optimizer().init(params), params, PARAMS)
     assert bits(params) == bits(O2.cast_to_param(PARAMS))
-    assert bits(jmp.master_params(opt_state, params)) == bits(PARAMS)
+    assert bits(jmp.get_master_params(opt_state, params)) == bits(PARAMS)
     programs = step._cache_size()
     step(params, opt_state, grads)
     assert step._cache_size() == programs  # The same shapes, dtypes and placement.
@@ -60,10 +60,10 @@ def test_a_float32_checkpoint_starts_a_run_in_half(trained):
 def test_masters_from_an_array_on_one_device_are_as_free_as_those_before(trained):
     """Orbax restores values so. A step would not combine an array on one device with others elsewhere."""
     _, params, opt_state, _ = trained
-    on_one = jax.device_put(jmp.master_params(opt_state, params), jax.devices()[1])
+    on_one = jax.device_put(jmp.get_master_params(opt_state, params), jax.devices()[1])
     again = jmp.set_master_params(opt_state, params, on_one)
     assert not any(leaf.committed for leaf in jax.tree.leaves(again))
-    assert bits(again) == bits((params, opt_state))
+    assert bits(again) == bits((opt_state, params))
 
 
 def test_flax_serialization_and_a_train_state_keep_all(trained):
@@ -75,21 +75,23 @@ def test_flax_serialization_and_a_train_state_keep_all(trained):
     saved = serialization.to_bytes(state.replace(params=params, opt_state=opt_state))
     restored = serialization.from_bytes(state, saved)
     assert bits((restored.params, restored.opt_state)) == bits((params, opt_state))
-    assert bits(jmp.master_params(restored, restored.params)) == bits(jmp.master_params(opt_state, params))
+    assert bits(jmp.get_master_params(restored, restored.params)) == bits(
+        jmp.get_master_params(opt_state, params)
+    )
     stepped = state.apply_gradients(grads=grads)
-    assert bits(O2.cast_to_param(jmp.master_params(stepped, stepped.params))) == bits(stepped.params)
+    assert bits(O2.cast_to_param(jmp.get_master_params(stepped, stepped.params))) == bits(stepped.params)
 
 
 def test_misuse_is_named(trained):
     _, params, opt_state, _ = trained
-    with pytest.raises(ValueError, match="No optimizer wrapped in with_master_weights was found"):
-        jmp.master_params(optax.adam(1e-3).init(params), params)
+    with pytest.raises(ValueError, match="No optimizer wrapped in with_master_params was found"):
+        jmp.get_master_params(optax.adam(1e-3).init(params), params)
     with pytest.raises(
         ValueError, match=r"master 'dense/kernel' of shape \(3, 4\), the parameters have none of"
     ):
-        jmp.master_params(opt_state, {"other": params["norm"]})
+        jmp.get_master_params(opt_state, {"other": params["norm"]})
     with pytest.raises(ValueError, match="two masters of the parameter 'dense/kernel'"):
-        jmp.master_params((opt_state, opt_state), params)
+        jmp.get_master_params((opt_state, opt_state), params)
     short = {"dense": params["dense"], "norm": {"scale": jnp.ones(3)}}
     with pytest.raises(
         ValueError, match=r"1 leaves differ .* 'norm/scale': \(3,\) in values, \(4,\) in params"

@@ -19,7 +19,7 @@ GRADS = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-10), PARAMS)
 SPECS = {"split": P("data"), "whole": P()}
 ROUNDING = {
     "parameters": lambda **s: jmp.with_stochastic_rounding(optax.sgd(1.0), **s),
-    "state": lambda **s: jmp.cast_state(optax.trace(0.9), **s),
+    "state": lambda **s: jmp.with_half_state(optax.trace(0.9), **s),
 }
 
 
@@ -31,9 +31,7 @@ def changed(tx, check_vma, specs=SPECS, steps=2):
         for _ in range(steps):
             updates, state = tx.update(grads, state, params)
             params = optax.apply_updates(params, updates)
-        rounded = (
-            state.inner_state.trace if isinstance(state, jmp._memory.cast_state.CastStateState) else params
-        )
+        rounded = state.inner_state.trace if isinstance(state, jmp._memory.half_state.HalfState) else params
         # A copy of each device, so that the replicated ones can be compared.
         return rounded, jax.tree.map(lambda leaf: leaf[None], rounded)
 
@@ -115,9 +113,12 @@ def test_an_axis_that_is_not_there_is_named(rounding):
 
 WRAPPERS = {
     "parameters": (jnp.bfloat16, jmp.with_stochastic_rounding),
-    "state": (jnp.float32, jmp.cast_state),
-    "both": (jnp.bfloat16, lambda tx: jmp.with_loss_scale(jmp.with_stochastic_rounding(jmp.cast_state(tx)))),
-    "masters": (jnp.bfloat16, lambda tx: jmp.with_loss_scale(jmp.with_master_weights(tx))),
+    "state": (jnp.float32, jmp.with_half_state),
+    "both": (
+        jnp.bfloat16,
+        lambda tx: jmp.with_loss_scale(jmp.with_stochastic_rounding(jmp.with_half_state(tx))),
+    ),
+    "masters": (jnp.bfloat16, lambda tx: jmp.with_loss_scale(jmp.with_master_params(tx))),
 }
 
 

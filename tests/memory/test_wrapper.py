@@ -20,11 +20,11 @@ HALVES = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
 WRAPPERS = {
     "with_loss_scale": jmp.with_loss_scale,
     "skip_nonfinite": jmp.skip_nonfinite,
-    "with_master_weights": jmp.with_master_weights,
-    "cast_state": lambda tx: jmp.cast_state(tx),
+    "with_master_params": jmp.with_master_params,
+    "with_half_state": lambda tx: jmp.with_half_state(tx),
     "with_stochastic_rounding": jmp.with_stochastic_rounding,
-    "nested": lambda tx: jmp.with_loss_scale(jmp.with_stochastic_rounding(jmp.cast_state(tx))),
-    "masters": lambda tx: jmp.with_loss_scale(jmp.with_master_weights(jmp.cast_state(tx))),
+    "nested": lambda tx: jmp.with_loss_scale(jmp.with_stochastic_rounding(jmp.with_half_state(tx))),
+    "masters": lambda tx: jmp.with_loss_scale(jmp.with_master_params(jmp.with_half_state(tx))),
 }
 OPTIMIZERS = {
     "adam": optax.adam(1e-3),
@@ -59,7 +59,7 @@ def test_a_gradient_that_does_not_fit_its_parameter_is_named(wrap, optimizer):
 
 
 def test_masters_need_a_gradient_of_each_parameter():
-    tx = jmp.with_master_weights(optax.sgd(1e-3))
+    tx = jmp.with_master_params(optax.sgd(1e-3))
     with pytest.raises(ValueError, match=r"The gradients lack the parameters \['head/b'"):
         tx.update({**PARAMS, "head": {"w": PARAMS["head"]["w"], "b": None}}, tx.init(HALVES), HALVES)
 
@@ -76,7 +76,7 @@ def test_errors_of_the_optimizer_itself_come_through():
 
 
 def test_the_parameters_may_be_left_out():
-    tx = jmp.cast_state(optax.trace(0.5))
+    tx = jmp.with_half_state(optax.trace(0.5))
     updates, _ = tx.update(PARAMS, tx.init(PARAMS))
     assert bits(updates) == bits(PARAMS)
 
@@ -86,7 +86,7 @@ def test_gradients_of_each_example_have_an_axis_more():
     private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0))
     grads = jax.tree.map(lambda p: jnp.stack([p, -2 * p]) / 8, PARAMS)
     expected, _ = jax.jit(private.update)(grads, private.init(PARAMS))
-    tx = jmp.skip_nonfinite(jmp.cast_state(private))
+    tx = jmp.skip_nonfinite(jmp.with_half_state(private))
     updates, _ = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
     for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
@@ -105,12 +105,12 @@ def test_init_of_shapes_names_eval_shape():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda tx: jmp.with_stochastic_rounding(jmp.with_master_weights(tx)),
-        lambda tx: jmp.with_master_weights(jmp.with_stochastic_rounding(tx)),
-        lambda tx: jmp.with_master_weights(jmp.with_master_weights(tx)),
-        lambda tx: jmp.with_master_weights(optax.chain(jmp.with_stochastic_rounding(tx))),
+        lambda tx: jmp.with_stochastic_rounding(jmp.with_master_params(tx)),
+        lambda tx: jmp.with_master_params(jmp.with_stochastic_rounding(tx)),
+        lambda tx: jmp.with_master_params(jmp.with_master_params(tx)),
+        lambda tx: jmp.with_master_params(optax.chain(jmp.with_stochastic_rounding(tx))),
         lambda tx: jmp.with_loss_scale(
-            jmp.with_master_weights(optax.masked(jmp.with_stochastic_rounding(tx), True))
+            jmp.with_master_params(optax.masked(jmp.with_stochastic_rounding(tx), True))
         ),
     ],
 )
@@ -134,12 +134,12 @@ def test_stochastic_round_takes_one_array():
 def test_a_key_without_rounding_is_an_error():
     for key in (0, 3, jax.random.key(0)):
         with pytest.raises(ValueError, match=r"key= is for stochastic rounding, which is off\. Got"):
-            jmp.cast_state(optax.adam(1e-3), stochastic_rounding=False, key=key)
+            jmp.with_half_state(optax.adam(1e-3), stochastic_rounding=False, key=key)
 
 
 @pytest.mark.cases(fast=3, slow=0)
 @pytest.mark.parametrize(
-    "build", [WRAPPERS["cast_state"], WRAPPERS["with_stochastic_rounding"], WRAPPERS["nested"]]
+    "build", [WRAPPERS["with_half_state"], WRAPPERS["with_stochastic_rounding"], WRAPPERS["nested"]]
 )
 @pytest.mark.parametrize(
     "save",

@@ -1,4 +1,4 @@
-"""`resume` in the middle of an accumulation of `optax.MultiSteps`."""
+"""`migrate_state` in the middle of an accumulation of `optax.MultiSteps`."""
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +34,11 @@ def test_an_accumulation_is_not_continued_with_fewer_micro_batches(name, saved):
     saved_state = serialization.to_state_dict(old) if saved else old
     for k in (2, 3, 5):
         with pytest.raises(ValueError, match=r"5 micro-batches have been accumulated.*set mini_step to 0"):
-            jmp.resume(make(k), params, saved_state)
+            jmp.migrate_state(make(k), params, saved_state)
     for k in (6, 8, 16):
-        assert bits(jmp.resume(make(k), params, saved_state)) == bits(old)
+        assert bits(jmp.migrate_state(make(k), params, saved_state)) == bits(old)
     params, old = accumulated(make(8), 8)
-    jmp.resume(make(2), params, old)
+    jmp.migrate_state(make(2), params, old)
 
 
 def test_an_accumulation_whose_optimizer_needs_more_arguments_is_carried_over():
@@ -49,4 +49,4 @@ def test_an_accumulation_whose_optimizer_needs_more_arguments_is_carried_over():
     tx = optax.MultiSteps(inner, 3).gradient_transformation()
     params = {"w": jnp.ones(2)}
     _, state = tx.update(params, tx.init(params), params, value=1.0)
-    assert bits(jmp.resume(tx, params, state)) == bits(state)
+    assert bits(jmp.migrate_state(tx, params, state)) == bits(state)

@@ -1,4 +1,4 @@
-"""`scale_layer`: a loss scale of its own for one layer."""
+"""`with_layer_loss_scale`: a loss scale of its own for one layer."""
 
 import functools
 
@@ -54,7 +54,7 @@ def expected():
 @pytest.mark.parametrize("remat", [False, True])
 def test_all_layers_learn_where_no_global_scale_serves_them(expected, remat):
     half = jmp.autocast(layer, F16)
-    scaled = jmp.scale_layer(half)
+    scaled = jmp.with_layer_loss_scale(half)
     scaled = jax.checkpoint(scaled) if remat else scaled
     assert cosines(jax.jit(jax.grad(network(scaled)))(W, X), expected).min() > 0.999
     gradient = jax.jit(lambda w, x, scale: jmp.grad(network(half), jmp.StaticLossScale(scale))(w, x))
@@ -68,8 +68,8 @@ def test_all_layers_learn_where_no_global_scale_serves_them(expected, remat):
 def test_both_orders_with_autocast_give_the_same_gradients(expected, dtype):
     autocast = functools.partial(jmp.autocast, dtype=dtype)
     for fun in (
-        jax.grad(autocast(network(jmp.scale_layer(layer)))),
-        autocast(jax.grad(network(jmp.scale_layer(layer)))),
+        jax.grad(autocast(network(jmp.with_layer_loss_scale(layer)))),
+        autocast(jax.grad(network(jmp.with_layer_loss_scale(layer)))),
     ):
         found = cosines(jax.jit(fun)(W, X), expected)
         # Over 40 layers, casts by hand to bfloat16 have 0.955 at the layer that is furthest off.
@@ -78,7 +78,7 @@ def test_both_orders_with_autocast_give_the_same_gradients(expected, dtype):
 
 
 def test_beside_a_global_scale_the_gradients_are_the_same(expected):
-    scaled = network(jmp.scale_layer(jmp.autocast(layer, F16)))
+    scaled = network(jmp.with_layer_loss_scale(jmp.autocast(layer, F16)))
     gradients = [jax.jit(jmp.grad(scaled, jmp.StaticLossScale(2.0**k)))(W, X) for k in (0, 20)]
     np.testing.assert_array_equal(*gradients)
 
@@ -86,7 +86,7 @@ def test_beside_a_global_scale_the_gradients_are_the_same(expected):
 @pytest.mark.slow
 def test_in_float32_no_bit_changes():
     plain = lambda w, x: jnp.sum(jnp.sin(layer(w, x)))
-    scaled = lambda w, x: jnp.sum(jnp.sin(jmp.scale_layer(layer)(w, x)))
+    scaled = lambda w, x: jnp.sum(jnp.sin(jmp.with_layer_loss_scale(layer)(w, x)))
     for transform in (lambda f: f, jax.grad, lambda f: jax.grad(f, 1)):
         np.testing.assert_array_equal(transform(scaled)(W[0], X), transform(plain)(W[0], X))
 
@@ -104,7 +104,7 @@ def test_the_half_inside_sees_a_cotangent_between_1_and_2(cotangent):
         return (g,)
 
     watch.defvjp(lambda x: (x, None), backward)
-    scaled = jmp.scale_layer(lambda x: watch(x.astype(jnp.bfloat16)))
+    scaled = jmp.with_layer_loss_scale(lambda x: watch(x.astype(jnp.bfloat16)))
     (gradient,) = jax.vjp(scaled, jnp.float32(1))[1](jnp.float32(cotangent))
     jax.effects_barrier()
     if abs(cotangent) >= 2.0**-126:
@@ -116,7 +116,7 @@ def test_the_half_inside_sees_a_cotangent_between_1_and_2(cotangent):
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_inf_and_nan_reach_the_check(bad):
-    scaled = jmp.scale_layer(jmp.autocast(layer, F16))
+    scaled = jmp.with_layer_loss_scale(jmp.autocast(layer, F16))
     pullback = jax.jit(lambda cotangent: jax.vjp(scaled, W[0], X)[1](cotangent))
     grads = pullback(jnp.ones((8, WIDTH)).at[3, 2].set(bad))
     assert not bool(jmp.all_finite(grads))
@@ -124,7 +124,7 @@ def test_inf_and_nan_reach_the_check(bad):
 
 @pytest.mark.slow
 def test_under_vmap_each_example_has_a_scale_of_its_own():
-    scaled = jmp.scale_layer(jmp.autocast(layer, F16))
+    scaled = jmp.with_layer_loss_scale(jmp.autocast(layer, F16))
     loss = lambda w, x, size: size * jnp.sum(scaled(w, x))
     sizes = jnp.array([2.0**-60, 1.0, 2.0**60])
     gradients = jax.vmap(jax.grad(loss), (None, None, 0))(W[0], X, sizes)
@@ -137,7 +137,7 @@ def test_trees_keyword_arguments_integers_and_arrays_from_outside():
 
     def loss(outside, params, scale):
         fun = lambda params, index, *, bias: outside * params["w"][index] + bias
-        scaled = jmp.scale_layer(fun) if scale else fun
+        scaled = jmp.with_layer_loss_scale(fun) if scale else fun
         return jnp.sum(scaled(params, jnp.array([0, 1]), bias=params["b"]) ** 2)
 
     params = {"w": jnp.arange(4.0), "b": jnp.float32(2)}
@@ -150,15 +150,15 @@ def test_trees_keyword_arguments_integers_and_arrays_from_outside():
 
 def test_second_derivatives_are_those_of_the_layer():
     fun = lambda x: jnp.sin(x) * x
-    second = jax.grad(lambda x: jax.grad(jmp.scale_layer(fun))(x) * 3)
+    second = jax.grad(lambda x: jax.grad(jmp.with_layer_loss_scale(fun))(x) * 3)
     np.testing.assert_allclose(second(0.7), jax.grad(lambda x: jax.grad(fun)(x) * 3)(0.7), rtol=1e-6)
 
 
 def test_results_are_float32_and_bad_input_is_named():
-    assert jmp.scale_layer(lambda x: x.astype(F16))(X).dtype == jnp.float32
+    assert jmp.with_layer_loss_scale(lambda x: x.astype(F16))(X).dtype == jnp.float32
     with pytest.raises(TypeError, match=r"takes a function of arrays\. Got 3"):
-        jmp.scale_layer(3)
-    scaled = jmp.scale_layer(lambda w, x: x @ w)
+        jmp.with_layer_loss_scale(3)
+    scaled = jmp.with_layer_loss_scale(lambda w, x: x @ w)
     with pytest.raises(TypeError, match=r"0/0 is differentiated and is float16.*Give float32"):
         jax.grad(lambda w: jnp.sum(scaled(w, X)))(W[0].astype(F16))
     scaled(W[0].astype(F16), X)  # Forward alone is all right.

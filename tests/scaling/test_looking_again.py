@@ -92,13 +92,13 @@ def test_a_skipped_step_changes_nothing_and_no_parameter_becomes_nan(name):
         else:
             assert bits(new_params) == bits(params)
             assert bits(new_state.inner_state) == bits(opt_state.inner_state)
-            before, after = (jmp.metrics(state)["loss_scale"] for state in (opt_state, new_state))
+            before, after = (jmp.get_metrics(state)["loss_scale"] for state in (opt_state, new_state))
             assert float(after) == float(before) / 2
             looked_again += bool(finite)
         params, opt_state = new_params, new_state
         assert bool(jmp.all_finite(params))
     assert looked_again or not takes  # Skipped, although the first gradients were finite.
-    assert 0 < int(jmp.metrics(opt_state)["skipped_steps"]) < 25
+    assert 0 < int(jmp.get_metrics(opt_state)["skipped_steps"]) < 25
     assert float(loss_fn(params)) < float(loss_fn(PARAMS))
 
 

@@ -72,7 +72,7 @@ def test_finite_gradients_are_clipped_as_by_optax(name, seed, exponent):
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(one, other, rtol=16 * EPS, atol=16 * EPS)
     norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(grads)))
-    np.testing.assert_allclose(jmp.metrics(state)["grad_norm"], norm, rtol=16 * EPS)
+    np.testing.assert_allclose(jmp.get_metrics(state)["grad_norm"], norm, rtol=16 * EPS)
 
 
 @hypothesis.given(index=st.integers(0, LEAVES - 1), value=st.sampled_from(BAD), where=st.floats(0, 1))
@@ -84,7 +84,7 @@ def test_one_bad_element_skips_the_step_and_names_its_leaf(index, value, where):
     assert state_after.leaf_finite.tolist() == [i != index for i in range(LEAVES)]
     assert not jmp.grads_finite(state_after)
     assert bits((after, state_after.inner_state)) == bits((params, state.inner_state))
-    assert not np.isfinite(jmp.metrics(state_after)["grad_norm"])
+    assert not np.isfinite(jmp.get_metrics(state_after)["grad_norm"])
     assert float(jmp.get_loss_scale(state_after).loss_scale) == 2.0**14
 
 
@@ -139,7 +139,7 @@ def test_complex_and_integer_leaves():
         (lambda steps: steps, jmp.with_loss_scale),
         (lambda steps: optax.chain(optax.identity(), steps.gradient_transformation()), jmp.with_loss_scale),
         (lambda steps: optax.masked(steps.gradient_transformation(), True), jmp.skip_nonfinite),
-        (lambda steps: jmp.with_stochastic_rounding(jmp.cast_state(steps)), jmp.with_loss_scale),
+        (lambda steps: jmp.with_stochastic_rounding(jmp.with_half_state(steps)), jmp.with_loss_scale),
     ],
 )
 def test_a_clip_around_an_accumulation_is_an_error_with_the_line_that_clips_what_is_accumulated(

@@ -156,7 +156,7 @@ def test_one_compilation_in_three_steps_and_no_weak_types():
         assert not any(leaf.weak_type for leaf in jax.tree.leaves((params, opt_state, loss)))
     assert len(traces) == 1
     assert step._cache_size() == 1
-    assert int(jmp.metrics(opt_state)["skipped_steps"]) == 1
+    assert int(jmp.get_metrics(opt_state)["skipped_steps"]) == 1
 
 
 def test_donated_parameters_and_moments_stay_in_place():
@@ -173,7 +173,7 @@ def test_strict_dtype_promotion_is_kept():
     tx = jmp.with_loss_scale(optax.sgd(jnp.float32(0.1)))
     with jax.numpy_dtype_promotion("strict"):
         _, opt_state = tx.update(make_grads(0), tx.init(make_params()), make_params())
-    assert int(jmp.metrics(opt_state)["skipped_steps"]) == 0
+    assert int(jmp.get_metrics(opt_state)["skipped_steps"]) == 0
 
 
 # A CPU has a condition, a GPU selects

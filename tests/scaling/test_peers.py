@@ -140,7 +140,7 @@ def test_optax_looks_only_after_what_came_before_it_in_the_chain():
     ours, state = apply_all(
         jmp_lite.skip_nonfinite(optax.chain(optax.clip(1.0), optax.sgd(0.5))), [np.inf], params
     )
-    assert (ours, int(jmp_lite.metrics(state)["skipped_steps"])) == ([1.0], 1)
+    assert (ours, int(jmp_lite.get_metrics(state)["skipped_steps"])) == ([1.0], 1)
 
 
 def test_optax_turns_down_gradients_of_another_dtype():

@@ -120,7 +120,7 @@ def test_a_plain_state_says_how_to_go_on():
     tx = jmp.with_loss_scale(plain)
     with pytest.raises(ValueError, match=r"no SkipNonfiniteState: it has \['0', '1'\]\. To go on from"):
         serialization.from_bytes(tx.init(make_params()), saved)
-    state = jmp.resume(tx, make_params(), serialization.msgpack_restore(saved))
+    state = jmp.migrate_state(tx, make_params(), serialization.msgpack_restore(saved))
     assert int(tx.update(make_grads(1), state, make_params())[1].inner_state[0].count) == 2
 
 
@@ -148,4 +148,4 @@ def test_a_saved_scale_with_which_no_step_can_be_taken_is_an_error(make, number)
         serialization.from_state_dict(state, saved)
     with pytest.raises(ValueError, match="has the scale"):
         serialization.from_bytes(state, serialization.msgpack_serialize(saved))
-    assert float(jmp.get_loss_scale(jmp.resume(tx, make_params(), saved)).loss_scale) == 8.0
+    assert float(jmp.get_loss_scale(jmp.migrate_state(tx, make_params(), saved)).loss_scale) == 8.0

@@ -20,12 +20,12 @@ from tests.support.steps import make_grads, make_params, make_step, run, spoil
 def test_counts_follow_the_events(events):
     _, opt_state = run_events(events)
     trailing = next((n for n, finite in enumerate(reversed(events)) if finite), len(events))
-    assert int(jmp.metrics(opt_state)["skipped_steps"]) == events.count(False)
-    assert int(jmp.metrics(opt_state)["consecutive_skipped_steps"]) == trailing
+    assert int(jmp.get_metrics(opt_state)["skipped_steps"]) == events.count(False)
+    assert int(jmp.get_metrics(opt_state)["consecutive_skipped_steps"]) == trailing
     assert bool(jmp.grads_finite(opt_state)) == events[-1]
     assert int(opt_state.inner_state[0].count) == events.count(True)
     for count in ("skipped_steps", "consecutive_skipped_steps"):
-        values = jmp.metrics(opt_state)[count]
+        values = jmp.get_metrics(opt_state)[count]
         assert (values.dtype, values.shape, values.weak_type) == (np.int32, (), False)
 
 
@@ -39,19 +39,19 @@ def test_metrics_are_scalars_inside_jit_and_outside():
     state = tx.init(make_params())
     for grads, expected in [(make_grads(0), (2.0**15, 1, 0, 0)), (spoil(make_grads(1)), (2.0**14, 0, 1, 1))]:
         _, state = step(make_params(), state, grads)
-        values = jmp.metrics(state)
+        values = jmp.get_metrics(state)
         assert list(values) == names
         assert jax.tree.map(lambda x: x.shape, values) == dict.fromkeys(names, ())
         assert tuple(float(values[name]) for name in names[:4]) == expected
-        inside = jax.jit(jmp.metrics)(state)
+        inside = jax.jit(jmp.get_metrics)(state)
         assert {name: float(inside[name]) for name in names[:4]} == dict(zip(names, expected))
     assert np.isnan(values["grad_norm"])
 
 
 def test_metrics_have_only_known_values():
-    threaded = jmp.metrics(jmp.skip_nonfinite(optax.sgd(1.0)).init(make_params()))
+    threaded = jmp.get_metrics(jmp.skip_nonfinite(optax.sgd(1.0)).init(make_params()))
     assert list(threaded) == ["grads_finite", "skipped_steps", "consecutive_skipped_steps"]
-    none = jmp.metrics(jmp.with_loss_scale(optax.sgd(1.0), jmp.NoOpLossScale()).init(make_params()))
+    none = jmp.get_metrics(jmp.with_loss_scale(optax.sgd(1.0), jmp.NoOpLossScale()).init(make_params()))
     assert (float(none["loss_scale"]), none["loss_scale"].dtype) == (1.0, np.float32)
 
 
@@ -102,7 +102,7 @@ def state_in(place):
 def test_the_state_is_found_at_any_depth(place):
     state, update = state_in(place)
     update = jax.jit(update)
-    counts = lambda: [int(jmp.metrics(state)[f"{name}skipped_steps"]) for name in ("", "consecutive_")]
+    counts = lambda: [int(jmp.get_metrics(state)[f"{name}skipped_steps"]) for name in ("", "consecutive_")]
     assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**15
     assert bool(jmp.grads_finite(state))
     state = update(update(state, make_grads(0)), spoil(make_grads(1), np.nan))
@@ -123,7 +123,7 @@ def test_a_state_without_a_wrapper_is_an_error_that_says_what_to_do():
     state = optax.adam(1e-3).init(make_params())
     with pytest.raises(ValueError, match=r"No optimizer wrapped in with_loss_scale was found.*Wrap yours"):
         jmp.get_loss_scale(state)
-    for read in (jmp.grads_finite, jmp.metrics, jmp.raise_if_stuck):
+    for read in (jmp.grads_finite, jmp.get_metrics, jmp.raise_if_stuck):
         with pytest.raises(ValueError, match="No optimizer wrapped in skip_nonfinite or with_loss_scale"):
             read(state)
     with pytest.raises(ValueError, match="No optimizer wrapped in with_loss_scale"):
@@ -140,7 +140,7 @@ def test_two_states_are_told_apart_by_name_or_are_an_error():
     assert float(jmp.get_loss_scale(named, "generator").loss_scale) == 8.0
     assert float(jmp.get_loss_scale(named, "critic").loss_scale) == 16.0
     assert bool(jmp.grads_finite(named, "critic"))
-    for read in (jmp.get_loss_scale, jmp.grads_finite, jmp.metrics):
+    for read in (jmp.get_loss_scale, jmp.grads_finite, jmp.get_metrics):
         with pytest.raises(
             ValueError, match=r"2 optimizers .* named \['critic', 'generator'\]. Name them apart"
         ):
@@ -268,7 +268,7 @@ def test_each_member_of_a_batched_state_is_judged():
     said = complaint(state, 1)
     assert said.startswith("Member [1] of [2]: The last 1 steps were skipped: inf or NaN in the gradients of")
     assert "The loss scale is 16384." in said
-    assert jmp.metrics(state)["skipped_steps"].tolist() == [0, 1]
+    assert jmp.get_metrics(state)["skipped_steps"].tolist() == [0, 1]
 
 
 # The names

@@ -46,9 +46,7 @@ def trained(tx, value_and_grad, steps=5, params=PARAMS):
 INNER = {
     "adam": optax.adam(1e-3),
     "momentum": optax.sgd(1e-3, momentum=0.9),
-    "clip and masters": jmp.with_master_weights(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3))
-    ),
+    "clip and masters": jmp.with_master_params(optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3))),
 }
 
 
@@ -104,7 +102,7 @@ def test_the_host_may_forbid_implicit_transfers():
     state = trained(tx, scaled)
     for saved in (state, jax.device_get(state)):
         with jax.transfer_guard("disallow"):
-            numbers = jmp.metrics(saved)
+            numbers = jmp.get_metrics(saved)
             finite = jmp.grads_finite(saved)
             jmp.raise_if_stuck(saved, 1)
         assert all(isinstance(number, jax.Array) for number in numbers.values())

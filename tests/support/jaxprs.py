@@ -18,9 +18,14 @@ def equations(jaxpr) -> Iterator:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
-            for inner in filter(_is_jaxpr, _members(value)):
-                yield from equations(inner)
+        for inner in inner_of(equation):
+            yield from equations(inner)
+
+
+def inner_of(equation) -> Iterator:
+    """Yields the jaxprs inside an equation."""
+    for value in equation.params.values():
+        yield from filter(_is_jaxpr, _members(value))
 
 
 def _members(value):

@@ -23,7 +23,7 @@ PORT = Port(
         Edit(
             "    loss, grads = compute_grads(",
             "    grad_fn = jmp.value_and_grad(\n"
-            "        compute_grads, jmp.get_loss_scale(state), transform=eqx.filter_value_and_grad\n"
+            "        compute_grads, jmp.get_loss_scale(state), value_and_grad_fn=eqx.filter_value_and_grad\n"
             "    )\n"
             "    loss, grads = grad_fn(",
         ),

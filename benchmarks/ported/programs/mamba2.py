@@ -23,7 +23,7 @@ PORT = Port(
         Edit(
             "    loss, grads = nnx.value_and_grad(loss_fn)(",
             "    loss_scale = jmp.get_loss_scale(optimizer)\n"
-            "    grad_fn = jmp.value_and_grad(loss_fn, loss_scale, transform=nnx.value_and_grad)\n"
+            "    grad_fn = jmp.value_and_grad(loss_fn, loss_scale, value_and_grad_fn=nnx.value_and_grad)\n"
             "    loss, grads = grad_fn(",
         ),
     ),

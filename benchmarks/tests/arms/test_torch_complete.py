@@ -193,7 +193,7 @@ def test_each_micro_batch_has_the_numbers_of_pytorch(program, linen, one_thread,
     compare(example, run_torch(example[0]))
     state = example[1][-1][0]
     assert int(optax.tree.get(state["opt_state"], "gradient_step")) == UPDATES == 21
-    assert int(jmp.metrics(state["opt_state"])["skipped_steps"]) == len(BAD)
+    assert int(jmp.get_metrics(state["opt_state"])["skipped_steps"]) == len(BAD)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_xla_drops_a_cast_to_half_and_back_but_not_the_rounding():
 @on_h100
 def test_under_fsdp_the_half_parameters_are_gathered_as_they_rest():
     mesh = gpu_mesh({"data": 8})
-    tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(1e-3)))
+    tx = jmp.with_loss_scale(jmp.with_master_params(optax.adamw(1e-3)))
     params = {name: on_mesh(mesh, (1024, 1024), jnp.float16, "data") for name in ("a", "b")}
     axes = lambda leaf: ["data"] if leaf.shape == (1024, 1024) else []
     placed = lambda leaf: on_mesh(mesh, leaf.shape, leaf.dtype, *axes(leaf))

@@ -58,7 +58,7 @@ def test_the_recorder_keeps_losses_share_and_skips():
     for _ in range(record.BAD_CALL + 2):
         plain, state, _ = step(plain, state, X)
     assert (params == plain).all()
-    assert summary["skipped"] == int(jmp.metrics(state)["skipped_steps"])
+    assert summary["skipped"] == int(jmp.get_metrics(state)["skipped_steps"])
 
 
 @pytest.mark.parametrize("spoil", [None, lambda args: (*args[:2], record.with_inf(args[2]))])
@@ -89,7 +89,7 @@ def test_a_step_that_changes_its_arguments():
         grad_fn = jmp.value_and_grad(
             jmp.autocast(lambda model, x: jnp.mean((model(x) - 9) ** 2), jnp.float16),
             scale,
-            transform=nnx.value_and_grad,
+            value_and_grad_fn=nnx.value_and_grad,
         )
         loss, grads = grad_fn(model, x)
         optimizer.update(model, grads)
@@ -102,7 +102,7 @@ def test_a_step_that_changes_its_arguments():
     for _ in range(record.BAD_CALL + 2):
         recorder(model, optimizer, X)
     assert recorder.bad_step_left_params is True
-    assert recorder.skipped == int(jmp.metrics(optimizer)["skipped_steps"]) > 0
+    assert recorder.skipped == int(jmp.get_metrics(optimizer)["skipped_steps"]) > 0
     assert recorder.losses[-1] < recorder.losses[0]
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import is_float32
+from ..._jaxpr.read import Var, is_float32
 from .demand import Analysis
 from .elementwise import decide_elementwise, in_full, in_half, results_of, run_in_float32, store_half
 from .op import Op
@@ -16,7 +16,7 @@ from .products import OUTER, by_first_rule, decide_outer, decide_product, widens
 from .rules import Rules
 from .ruling import Ruling, Why
 from .scopes import Scopes
-from .states import FLOAT32, HALF_SUM, KEPT, Kind, State, moved
+from .states import FLOAT32, HALF_SUM, KEPT, Kind, Source, State, moved
 from .wanted import Wanted
 
 
@@ -42,16 +42,17 @@ def decide(
         return _cast(op, operands[0])
     if ruling.half_sum:
         return _half_sum(op, operands, ruling.half_sum)
-    is_constant_outer = op.name == "outer_product" and all(state.constant for state in operands)
-    if ruling.category is Category.ALLOW and not is_constant_outer:
+    if ruling.category is Category.ALLOW and not _is_constant_outer(op, operands):
         return decide_product(op, ruling, operands, wanted, analysis, rules, scopes)
     if op.name in OUTER:
         return decide_outer(op, operands, wanted, rules)
     if ruling.category is Category.MOVE:
-        is_wanted = analysis.demand.uses[op.equation.outvars[0]].in_half
-        by_products = wanted >= Wanted.WITH_OTHERS
-        return _move(op, operands, is_wanted, by_products, analysis.context.is_backward(op))
+        return _move(op, operands, wanted, analysis)
     return decide_elementwise(op, operands, wanted, rules.dtype)
+
+
+def _is_constant_outer(op: Op, operands: Sequence[State]) -> bool:
+    return op.name == "outer_product" and all(state.constant for state in operands)
 
 
 def _kept(
@@ -63,17 +64,22 @@ def _kept(
     decision = run_in_float32(op, operands, ruling)
     if ruling.why is Why.KEEP_FLOAT32:
         return dataclasses.replace(decision, results=results_of(op, operands, KEPT))
+    takes = _takes_of_kept_product(op, operands, ruling, half)
+    if takes is None:
+        return decision
+    return dataclasses.replace(decision, action=Product(takes, (half, half)), changed=True)
+
+
+def _takes_of_kept_product(
+    op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype
+) -> tuple[Take, ...] | None:
+    """Returns how a product takes its operands if it is kept and the products of its gradients are not."""
     if op.traits.category is not Category.ALLOW:
-        return decision
-    if ruling.why is Why.LOOP and len(operands) == 2:
-        # Its gradients decide nothing.
-        action = Product(in_full(operands).operands, (half, half))
-    elif widens(op, half):
-        # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do.
-        action = Product((Take.AS_IS,) * len(operands), (half, half))
-    else:
-        return decision
-    return dataclasses.replace(decision, action=action, changed=True)
+        return None
+    if ruling.why is Why.LOOP and len(operands) == 2:  # Its gradients decide nothing.
+        return in_full(operands).operands
+    # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do.
+    return (Take.AS_IS,) * len(operands) if widens(op, half) else None
 
 
 def _half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
@@ -85,32 +91,29 @@ def _half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
     return Decision(op, Category.INFER, Run(in_half(op, operands)), (HALF_SUM,), reason, changed=True)
 
 
-def _move(op: Op, operands: Sequence[State], wanted: bool, by_products: bool, backward: bool) -> Decision:
-    """Decides about an operation that moves data: each operand keeps its dtype.
-
-    `wanted` says whether any operation wants the first result in half, `by_products` whether products do and
-    no operation reads it in float32.
-    """
+def _move(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis) -> Decision:
+    """Decides about an operation that moves data: each operand keeps its dtype."""
     outvars = op.equation.outvars
-    if _casts_first(op, operands[0], by_products):
+    if _casts_first(op, operands[0], wanted):
         # The devices send half, forwards and backwards, as with a cast by hand.
         half = dataclasses.replace(operands[0], kind=Kind.HALF)
         return Decision(op, Category.MOVE, Move((Take.HALF,)), (half,), "products read its result", True)
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
-    both = len(results) == 1 and _moves_both(op, operands[0], wanted, backward)
+    both = len(results) == 1 and _moves_both(op, operands[0], analysis)
     # A constant of a loop that is in half outside of it has a float32 array too, so ask for the half one.
-    action = Move(tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands), both)
-    changed = both or any(state.is_half for state in operands)
-    return Decision(op, Category.MOVE, action, results, "it moves data and keeps its type", changed)
+    takes = tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands)
+    action, changed = Move(takes, both), both or Take.HALF in takes
+    reason = "it only moves data, so it keeps the dtype of its input"
+    return Decision(op, Category.MOVE, action, results, reason, changed)
 
 
-def _casts_first(op: Op, operand: State, by_products: bool) -> bool:
-    """Whether a float32 value is cast before it moves between devices, where only products read it."""
+def _casts_first(op: Op, operand: State, wanted: Wanted) -> bool:
+    """Whether a float32 value is cast before it moves between devices, where products read it."""
     keeps = operand.kind in (Kind.OTHER, Kind.BY_RULE, Kind.HALF) or operand.wide_gradient
-    return op.name == "reshard" and by_products and not keeps
+    return op.name == "reshard" and wanted >= Wanted.WITH_OTHERS and not keeps
 
 
-def _moves_both(op: Op, operand: State, wanted: bool, backward: bool) -> bool:
+def _moves_both(op: Op, operand: State, analysis: Analysis) -> bool:
     """Whether a value should move in both dtypes.
 
     The transpose of a copy is a sum, which adds up in float32. A backward pass transposes or reverses weights
@@ -119,29 +122,32 @@ def _moves_both(op: Op, operand: State, wanted: bool, backward: bool) -> bool:
     """
     if operand.is_half:
         return op.traits.gathers or op.traits.copies
-    if not wanted:
+    is_wanted = analysis.demand.uses[op.equation.outvars[0]].in_half
+    if not is_wanted or operand.kind == Kind.OTHER:
         return False
-    turns = backward and not op.traits.copies
-    gathers = op.traits.gathers or (op.name == "reshard" and operand.wide_gradient)
-    return (gathers or turns) and operand.kind != Kind.OTHER
+    turns = analysis.context.is_backward(op) and not op.traits.copies
+    return turns or op.traits.gathers or (op.name == "reshard" and operand.wide_gradient)
 
 
 def _cast(op: Op, operand: State) -> Decision:
     """Decides about a cast of the program. autocast obeys it. A cast from float32 to float32 does nothing."""
     (source,), (target,) = op.equation.invars, op.equation.outvars
-    action: Run | Skip = Run((Take.AS_IS,))
     if is_float32(source) and is_float32(target):
         action, result, reason = Skip(operand=0), operand, "float32 already"
-    elif not is_float32(target):
-        result, reason = State(Kind.OTHER, constant=operand.constant), "the program casts"
-    elif source.aval.dtype == jnp.bool_:
-        result = State(Kind.BINARY, exact_source=True, constant=operand.constant)
-        reason = "half holds 0 and 1"
-    elif jnp.issubdtype(source.aval.dtype, jnp.integer):
-        free = operand.constant or source.aval.ndim == 0
-        result = State(Kind.ADAPTS if free else Kind.ARGUMENT, constant=operand.constant)
-        reason = "half may not hold the integers"
     else:
-        result, reason = FLOAT32, "the program casts to float32"
+        action, (result, reason) = Run((Take.AS_IS,)), _result_of_cast(source, target, operand)
     changed = operand.is_half or result.is_half
     return Decision(op, Category.AS_TRACED, action, (result,), reason, changed)
+
+
+def _result_of_cast(source: Var, target: Var, operand: State) -> tuple[State, str]:
+    """Returns the state of the result of a cast of the program, and the reason."""
+    if not is_float32(target):
+        return State(Kind.OTHER, constant=operand.constant), "the program casts"
+    if source.aval.dtype == jnp.bool_:
+        return State(Kind.BINARY, constant=operand.constant, source=Source()), "half holds 0 and 1"
+    if jnp.issubdtype(source.aval.dtype, jnp.integer):
+        is_free = operand.constant or source.aval.ndim == 0
+        kind = Kind.ADAPTS if is_free else Kind.ARGUMENT
+        return State(kind, constant=operand.constant), "half may not hold the integers"
+    return FLOAT32, "the program casts to float32"

@@ -54,6 +54,10 @@ class Analysis:
     tangents: frozenset[Var]  # The variables that depend on the tangents of a forward-mode rule.
     demand: Demand  # The variables that the jaxpr wants in half.
 
+    def makes_gradient(self, op: Op) -> bool:
+        """Whether an operation makes a result of the backward pass, such as the gradient of a weight."""
+        return not self.gradients.isdisjoint(op.equation.outvars)
+
     def region_of(self, op: Op, wanted: Wanted) -> Region | None:
         """Returns the region that ends with an operation, whose result is wanted in half; None for none."""
         region = self.regions.get(op.equation.outvars[0]) if wanted > Wanted.NO else None
@@ -128,8 +132,8 @@ class DemandPass:
             intermediate = self._intermediate.outputs(op, flags(analysis.intermediate), backward)[index]
         if self._rules.half_sums:
             streams = self._streams.outputs(op, flags(analysis.streams), backward)[index]
-        known = self._decisions.held(analysis.inside, around.held)
-        held = self._decisions.held_inside(op, known)[index]
+        known = self._decisions.loops.held(analysis.inside, around.held)
+        held = self._decisions.loops.inside(op, known)[index]
         if analysis.decisive or Held.CARRY in held:
             decides = self._decisions.outputs(op, flags(analysis.decisive), backward, known)[index]
         return Context(
@@ -172,9 +176,7 @@ class DemandPass:
     def _go_backwards(self, analysis: Analysis, wanted: Sequence[Wanted]) -> None:
         """Adds to the demand what each operation wants, from the last operation to the first."""
         demand = analysis.demand
-        for var, want in zip(analysis.inside.outvars, wanted):
-            if not is_literal(var):
-                demand.want_output(var, want)
+        demand.want_outputs(analysis.inside.outvars, wanted)
         absorbed: set[int] = set()  # The operations that regions compute.
         for index in reversed(range(len(analysis.ops))):
             op, ruling = analysis.ops[index], analysis.rulings[index]
@@ -185,8 +187,7 @@ class DemandPass:
             if ruling.category is not Category.CALL:
                 self._want_operands(op, ruling, result, is_absorbed, analysis)
             elif is_absorbed:
-                for var in op.variables:
-                    demand.uses[var].as_number = True
+                demand.read_numbers(op.variables)
             else:
                 self._want_operands_of_call(op, analysis)
 
@@ -205,9 +206,7 @@ class DemandPass:
         """Returns two flags: the operation takes half operands as a product; its result may be in half."""
         if ruling.is_half_product:
             operands = list(map(analysis.estimates.of, op.equation.invars))
-            # A product by one-hot labels picks numbers, for float32 operations if nothing wants half.
-            is_gradient = not analysis.gradients.isdisjoint(op.equation.outvars)
-            picks = Kind.BINARY in operands and result is Wanted.NO and not is_gradient
+            picks = Kind.BINARY in operands and result is Wanted.NO and not analysis.makes_gradient(op)
             takes_half = ruling.takes_half(operands) and not picks and result is not Wanted.EXACT
             return takes_half, takes_half
         if ruling.category is not Category.INFER or ruling.reason:
@@ -279,20 +278,29 @@ def _note_use(op: Op, demand: Demand) -> None:
     should be exact: an identifier of 261 is another one than 260. Other operations that return integers, such
     as `argmax`, compare numbers with each other, and a matmul of which integers are made reads numbers.
     """
+    if _makes_integers(op):
+        demand.read_exactly(op.variables)
+        return
     results = [demand.uses[var] for var in op.equation.outvars]
-    are_floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in op.equation.outvars]
-    makes_integers = (op.is_cast or op.traits.compares) and not any(are_floating)
-    is_numeric = _is_numeric(op, are_floating) or any(uses.as_number for uses in results)
-    for var in op.variables:
-        if is_numeric and not makes_integers:
-            demand.uses[var].as_number = True
-        elif makes_integers or any(uses.exactly for uses in results):
-            demand.uses[var].exactly = True
+    if _is_numeric(op) or any(uses.as_number for uses in results):
+        demand.read_numbers(op.variables)
+    elif any(uses.exactly for uses in results):
+        demand.read_exactly(op.variables)
 
 
-def _is_numeric(op: Op, are_floating: Sequence[bool]) -> bool:
+def _makes_integers(op: Op) -> bool:
+    """Whether an operation is a cast to integers or booleans, or a comparison."""
+    return (op.is_cast or op.traits.compares) and not any(map(_is_floating, op.equation.outvars))
+
+
+def _is_numeric(op: Op) -> bool:
     """Whether an operation reads numbers whatever is made of its results."""
-    return op.traits.category is Category.ALLOW or bool(op.equation.effects) or not all(are_floating)
+    has_others = not all(map(_is_floating, op.equation.outvars))
+    return op.traits.category is Category.ALLOW or bool(op.equation.effects) or has_others
+
+
+def _is_floating(var: Var) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def _wants(

@@ -10,6 +10,7 @@ A fourth question goes forwards: what depends on the tangents of a rule? `Tangen
 """
 
 import abc
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
@@ -20,10 +21,8 @@ import jax.numpy as jnp
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Jaxpr, Var, is_literal, open_jaxpr
+from .loops import LOOPS, Loops, held_by
 from .op import Held, Op
-
-_LOOPS = ("scan", "while")
-
 
 _NOTHING: Mapping[Var, Held | None] = MappingProxyType({})
 
@@ -37,7 +36,7 @@ class Dependence(abc.ABC):
     def __init__(self, ops_of: Callable[[Jaxpr], Sequence[Op]]) -> None:
         self._ops_of = ops_of
         self._found: dict[Any, frozenset[Var]] = {}
-        self._held: dict[Any, dict[Var, Held | None]] = {}
+        self.loops = Loops(ops_of)
 
     def variables(
         self,
@@ -59,8 +58,8 @@ class Dependence(abc.ABC):
         inside = open_jaxpr(jaxpr)
         key = id(inside), tuple(outputs), backward, held
         if key not in self._found:
-            found = {var for var, is_found in zip(inside.outvars, outputs) if is_found and self._counts(var)}
-            known = self.held(inside, held)
+            known = self.loops.held(inside, held)
+            found = set(filter(self._counts, itertools.compress(inside.outvars, outputs)))
             found.update(self._seeds(inside, known))
             for op in reversed(self._ops_of(inside)):
                 results = [var in found for var in op.equation.outvars]
@@ -82,7 +81,7 @@ class Dependence(abc.ABC):
         says what the variables around the call hold of a loop.
         """
         known = {index for index, is_found in enumerate(results) if is_found}
-        inputs = self.held_inside(op, held)
+        inputs = self.loops.inside(op, held)
         while True:
             outputs = [self._outputs(op, inner, known) for inner in op.inner]
             found = {
@@ -95,55 +94,15 @@ class Dependence(abc.ABC):
                 return outputs
             known |= found
 
-    def held(self, inside: Jaxpr, inputs: tuple[Held | None, ...]) -> dict[Var, Held | None]:
-        """Returns what the variables of a jaxpr hold of a loop around it. None stands for anything else."""
-        if Held.CARRY not in inputs:
-            return {}
-        key = id(inside), inputs
-        if key not in self._held:
-            self._held[key] = self._follow(inside, inputs)
-        return self._held[key]
-
-    def _follow(self, inside: Jaxpr, inputs: tuple[Held | None, ...]) -> dict[Var, Held | None]:
-        held = dict(zip(inside.invars, inputs)) | dict.fromkeys(inside.constvars, Held.CONSTANT)
-        for op in self._ops_of(inside):
-            of_operands = {held[var] for var in op.variables}
-            result = None
-            if Held.COMPUTED in of_operands or self._multiplies(op):
-                result = Held.COMPUTED
-            elif of_operands <= {Held.CONSTANT} and not op.equation.effects:
-                result = Held.CONSTANT
-            elif op.traits.category is Category.MOVE and Held.CARRY in of_operands:
-                result = Held.CARRY
-            held.update(dict.fromkeys(op.equation.outvars, result))
-        return held
-
-    def _multiplies(self, op: Op) -> bool:
-        """Whether an operation is a product, or runs one."""
-        is_product = op.traits.category is Category.ALLOW
-        return is_product or any(
-            self._multiplies(each) for inner in op.inner for each in self._ops_of(inner.jaxpr)
-        )
-
-    def held_inside(self, op: Op, held: Mapping[Var, Held | None]) -> list[tuple[Held | None, ...]]:
-        """Returns for each jaxpr of a call what its inputs hold of the innermost loop around them."""
-        if op.name in _LOOPS:
-            of_roles = {Role.CARRY: Held.CARRY, Role.CONSTANT: Held.CONSTANT}
-            return [tuple(map(of_roles.get, inner.roles)) for inner in op.inner]
-        if not held:
-            return [()] * len(op.inner)
-        held_by = lambda var: Held.CONSTANT if is_literal(var) else held[var]
-        return [tuple(held_by(op.equation.invars[index]) for index in inner.operands) for inner in op.inner]
-
     def _operands(
         self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Held | None]
     ) -> Sequence[Var]:
         """Returns the operands of an operation on which a flagged variable depends."""
         if op.category is not Category.CALL:
             return op.variables if self._crosses(op, any(results), backward) else ()
-        inputs, invars = self.held_inside(op, held), op.equation.invars
+        inputs, invars = self.loops.inside(op, held), op.equation.invars
         # What a loop inside decides by may be rounded in front of the loop.
-        is_in_loop = op.name not in _LOOPS and any(Held.CARRY in each for each in inputs)
+        is_in_loop = op.name not in LOOPS and any(Held.CARRY in each for each in inputs)
         if not (self._enters(results) or is_in_loop):
             return ()
         return [
@@ -250,12 +209,8 @@ class Decisions(Dependence):
         activation function of what the loop carries: no product computes its predicate.
         """
         for op in self._ops_of(inside) if held else ():
-            if op.name == "select_n":
-                predicate, *cases = (
-                    Held.CONSTANT if is_literal(var) else held[var] for var in op.equation.invars
-                )
-                if predicate is Held.COMPUTED and Held.CARRY in cases and Held.CONSTANT not in cases:
-                    yield op.equation.invars[0]
+            if op.name == "select_n" and _decides(op, held):
+                yield op.equation.invars[0]
 
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
         del backward
@@ -263,6 +218,11 @@ class Decisions(Dependence):
             op.traits.compares and len(set(op.variables)) < len(op.variables)
         )
         return is_found and not is_check
+
+
+def _decides(selection: Op, held: Mapping[Var, Held | None]) -> bool:
+    predicate, *cases = (held_by(var, held) for var in selection.equation.invars)
+    return predicate is Held.COMPUTED and Held.CARRY in cases and Held.CONSTANT not in cases
 
 
 def _passes(op: Op) -> bool:
@@ -303,7 +263,7 @@ class Tangents:
         known = {index for index, var in enumerate(op.equation.invars) if is_found(var)}
         while True:
             inputs = [tuple(index in known for index in inner.operands) for inner in op.inner]
-            if op.name not in _LOOPS:
+            if op.name not in LOOPS:
                 return inputs
             body, flags = op.inner[-1], inputs[-1]
             outvars = open_jaxpr(body.jaxpr).outvars

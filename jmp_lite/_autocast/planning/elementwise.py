@@ -1,5 +1,6 @@
 """Decides about element-wise operations. Says how any operation takes its operands and gives its results."""
 
+import functools
 from collections.abc import Sequence, Set
 
 import jax.numpy as jnp
@@ -16,35 +17,34 @@ from .wanted import Wanted
 
 def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) -> Decision:
     """Decides about an element-wise operation: the widest type of its operands; half only if wanted."""
-    known = [
-        (var, state, broadcast(op, var, state.kind))
-        for var, state in zip(op.equation.invars, operands)
-        if state.kind != Kind.OTHER
-    ]
-    kinds = {kind for _, _, kind in known}
+    kinds = {broadcast(op, var, state.kind) for var, state in zip(op.equation.invars, operands)} - {
+        Kind.OTHER
+    }
     is_wide = not kinds.isdisjoint(WIDE)
     if is_wide and wanted >= Wanted.WITH_OTHERS:
         return store_half(op, operands, "products read its result")
     if Kind.HALF not in kinds:
         kind = Kind.FLOAT32 if is_wide else max(kinds, default=Kind.ADAPTS)
-        constant = all(state.constant for state in operands)
-        results = results_of(op, operands, State(max(kind, Kind.ADAPTS), constant=constant))
-        return Decision(op, Category.INFER, in_full(operands), results, "no operand is in half")
+        return _without_half(op, operands, max(kind, Kind.ADAPTS))
     if reason := _why_float32(op, operands, kinds, wanted, half):
         return run_in_float32(op, operands, Ruling(Category.INFER, reason))
     if reason := _why_stored(op, operands, half):
         return store_half(op, operands, reason)
-    if all(may_be_rounded(op, var, state, kind) for var, state, kind in known):
-        reason = "its operands are in half, or take the type of the others"
-        return Decision(op, Category.INFER, Run(in_half(op, operands)), halves(op), reason, changed=True)
-    reason = "one operand is in half; another was computed in float32 and takes its type"
-    return store_half(op, operands, reason)
+    reason = "its inputs are half, or take the dtype of the others"
+    return Decision(op, Category.INFER, Run(in_half(op, operands)), halves(op), reason, changed=True)
+
+
+def _without_half(op: Op, operands: Sequence[State], kind: Kind) -> Decision:
+    """Decides about an operation without a half operand: it runs in float32, and its result is of `kind`."""
+    constant = all(state.constant for state in operands)
+    results = results_of(op, operands, State(kind, constant=constant))
+    return Decision(op, Category.INFER, in_full(operands), results, "no input is half")
 
 
 def _why_float32(op: Op, operands: Sequence[State], kinds: Set[Kind], wanted: Wanted, half: np.dtype) -> str:
     """Returns why an operation with a half operand runs in float32; empty if its result may be in half."""
     if Kind.ARGUMENT in kinds or not kinds.isdisjoint(WIDE):
-        return "an operand is in float32, the widest type"
+        return "an input is in float32, the widest dtype"
     if unfit := [state.number for state in operands if not state.fits]:
         return f"{half.name} does not hold the constant {unfit[0]:g}"
     if wanted <= Wanted.NO and any(map(is_float32, op.equation.outvars)):
@@ -54,11 +54,14 @@ def _why_float32(op: Op, operands: Sequence[State], kinds: Set[Kind], wanted: Wa
 
 def _why_stored(op: Op, operands: Sequence[State], half: np.dtype) -> str:
     """Returns why an operation computes in float32 what it stores in half; empty if it computes in half."""
-    if op.traits.scales and (rounded := [each.number for each in operands if _is_rounded(each, half)]):
+    rounded = [state.number for state in operands if op.traits.scales and _is_rounded(state, half)]
+    if rounded:
         return f"{half.name} rounds the constant {rounded[0]:g}"
     if op.traits.squares and half == jnp.float16 and not operands[-1].constant:
         return f"the derivative of {op.name} squares an input, which may overflow"
-    return ""
+    if all(map(functools.partial(may_be_rounded, op), op.equation.invars, operands)):
+        return ""
+    return "one input is half; another was computed in float32 and adapts, so the result is stored in half"
 
 
 def _is_rounded(state: State, half: np.dtype) -> bool:

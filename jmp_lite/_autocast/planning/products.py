@@ -31,13 +31,20 @@ _FLOAT32_DTYPE = np.dtype(np.float32)
 
 def by_first_rule(op: Op, ruling: Ruling, operands: Sequence[State], rules: Rules) -> Ruling:
     """Returns the ruling by the first rule that selects the scope or an argument of a product."""
-    if ruling.category is not Category.ALLOW and ruling.otherwise is None and op.name not in OUTER:
+    is_product = ruling.category is Category.ALLOW or op.name in OUTER
+    first = _first_rule(ruling, operands, rules)
+    if first is None or not (is_product or ruling.otherwise):
         return ruling
-    given = [rule for rule in (ruling.rule, *(state.rule for state in operands)) if rule is not None]
-    pattern, dtype = min(given, key=rules.scopes.index)
+    pattern, dtype = first
     if dtype != "float32":
         return ruling.otherwise or ruling
     return ruling if ruling.reason else dataclasses.replace(ruling, reason=by_rule(pattern), why=Why.RULE)
+
+
+def _first_rule(ruling: Ruling, operands: Sequence[State], rules: Rules) -> tuple[str, str] | None:
+    """Returns the first of the user's rules that selects the scope or an argument of a product, if any."""
+    selecting = filter(None, (ruling.rule, *(state.rule for state in operands)))
+    return min(selecting, key=rules.scopes.index, default=None)
 
 
 def decide_product(
@@ -62,8 +69,8 @@ def decide_product(
     if not decision.takes_half:
         return decision
     is_backward = analysis.context.is_backward(op)
-    by_argument = next((state.float32_result for state in operands if state.float32_result), "")
-    pattern = ruling.float32_result or by_argument
+    by_argument = [state.source.float32_result for state in operands if state.source is not None]
+    pattern = next(filter(None, (ruling.float32_result, *by_argument)), "")
     # The products of derivatives give half.
     if pattern and not is_backward and analysis.tangents.isdisjoint(op.variables):
         scopes.note_used("float32_results", pattern)
@@ -75,7 +82,8 @@ def _why_float32(op: Op, operands: Sequence[State], wanted: Wanted, analysis: An
     """Returns why a product that may take half operands takes float32 ones; empty if it takes half."""
     if wanted is Wanted.EXACT:
         return _EXACT
-    if _selects(operands) and wanted is Wanted.NO and analysis.gradients.isdisjoint(op.equation.outvars):
+    # A product by one-hot labels picks numbers, for float32 operations if nothing wants half.
+    if _selects(operands) and wanted is Wanted.NO and not analysis.makes_gradient(op):
         return _SELECTS
     return ""
 
@@ -92,7 +100,7 @@ def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis, rule
     reason = f"{primitive} is on the allow list"
     action: Run | Product | WeightGradient = Run(takes, params)
     results = halves(op)
-    makes_gradient = rules.reduce_dtype is not None and not analysis.gradients.isdisjoint(op.equation.outvars)
+    makes_gradient = rules.reduce_dtype is not None and analysis.makes_gradient(op)
     if primitive in _GIVES_FLOAT32 and makes_gradient:
         reason += "; it makes a weight gradient, which it gives in float32"
         params["preferred_element_type"] = _FLOAT32_DTYPE
@@ -140,11 +148,9 @@ def _in_float8(
     """Returns the decision about a product in fp8; if it stays in bfloat16, the decision says why."""
     action = decision.action
     assert isinstance(action, (Run, Product, WeightGradient))
-    selecting = filter(None, (ruling.rule, *(state.rule for state in operands)))
-    rule = min(selecting, key=rules.scopes.index, default=None)
-    if why_not := why_not_float8(decision.op.equation, rule):
+    if why_not := why_not_float8(decision.op.equation, _first_rule(ruling, operands, rules)):
         return dataclasses.replace(decision, not_fp8=why_not)
-    are_arguments = [state.exact_source for state in operands]
+    are_arguments = [state.source is not None for state in operands]
     result = action.params.get("preferred_element_type")
     gradients = action.gradients if isinstance(action, Product) else ()
     in_fp8 = float8_action(is_backward, are_arguments, result, gradients)

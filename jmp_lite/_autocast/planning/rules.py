@@ -62,15 +62,18 @@ class Rules:
             listed = MappingProxyType({other: text for other, text in self.listed.items() if other != name})
             yield written, dataclasses.replace(self, categories=MappingProxyType(categories), listed=listed)
         for option in ("scopes", "float32_results", "half_sums"):
-            given = getattr(self, option)
-            for entry in given:
-                written = (
-                    f"rules={{{entry[0]!r}: {entry[1]!r}}}" if option == "scopes" else f"{option}={entry!r}"
-                )
-                others = tuple(other for other in given if other is not entry)
-                yield written, dataclasses.replace(self, **{option: others})
+            yield from self._ablations_of(option)
         if self.reduce_dtype is not None:
             yield f"reduce_dtype='{self.reduce_dtype.name}'", dataclasses.replace(self, reduce_dtype=None)
+
+    def _ablations_of(self, option: str) -> Iterator[tuple[str, "Rules"]]:
+        """Yields each entry of an option that takes patterns, and the rules without it."""
+        given = getattr(self, option)
+        for entry in given:
+            rule = f"rules={{{entry[0]!r}: {entry[1]!r}}}"
+            others = tuple(other for other in given if other is not entry)
+            written = rule if option == "scopes" else f"{option}={entry!r}"
+            yield written, dataclasses.replace(self, **{option: others})
 
     @property
     def halves_products(self) -> bool:
@@ -251,30 +254,31 @@ def _known_names() -> frozenset[str]:
 def _scopes(half: np.dtype, float8: bool, rules: ScopeRules) -> tuple[tuple[str, str], ...]:
     allowed = "a mapping of patterns over scopes to dtypes, as in {'decoder/head': 'float32'}"
     pairs = rules.items() if isinstance(rules, Mapping) else _listed("rules", allowed, rules)
-    scopes = []
-    for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(
-                "rules= maps patterns over scopes to dtypes, as in {'decoder/head': 'float32'}. Got "
-                f"{pair!r} as one of them."
-            )
-        pattern, dtype = pair[0].strip(), pair[1]
-        if not pattern.strip("/"):
-            raise ValueError("A pattern of rules= is empty. Write a scope such as 'decoder/head'.")
-        fp8 = ", or 'float8'" if float8 else ""
-        allowed = (
-            f"It may give float32, or the dtype of the autocast ({half.name}) for an exception within a "
-            f"wider rule{fp8}."
+    return tuple(_scope(pair, half, float8) for pair in pairs)
+
+
+def _scope(pair: Any, half: np.dtype, float8: bool) -> tuple[str, str]:
+    """Returns one rule as its pattern and the name of its dtype."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise TypeError(
+            "rules= maps patterns over scopes to dtypes, as in {'decoder/head': 'float32'}. Got "
+            f"{pair!r} as one of them."
         )
-        try:
-            name = FLOAT8 if _is_float8(dtype) else parse_dtype(dtype).name
-        except (TypeError, ValueError) as error:
-            advice = f" {FLOAT8_ADVICE}" if FLOAT8_ADVICE in str(error) and not float8 else ""
-            raise type(error)(f"The rule for '{pattern}' gives {dtype!r}. {allowed}{advice}") from None
-        if name not in ("float32", half.name) and not (float8 and name == FLOAT8):
-            raise ValueError(
-                f"The rule for '{pattern}' gives {name}. {allowed} For another dtype wrap that part in an "
-                "autocast of its own."
-            )
-        scopes.append((pattern, name))
-    return tuple(scopes)
+    pattern, dtype = pair[0].strip(), pair[1]
+    if not pattern.strip("/"):
+        raise ValueError("A pattern of rules= is empty. Write a scope such as 'decoder/head'.")
+    allowed = (
+        f"It may give float32, or the dtype of the autocast ({half.name}) for an exception within a wider "
+        f"rule{f', or {FLOAT8!r}' if float8 else ''}."
+    )
+    try:
+        name = FLOAT8 if _is_float8(dtype) else parse_dtype(dtype).name
+    except (TypeError, ValueError) as error:
+        advice = f" {FLOAT8_ADVICE}" if FLOAT8_ADVICE in str(error) and not float8 else ""
+        raise type(error)(f"The rule for '{pattern}' gives {dtype!r}. {allowed}{advice}") from None
+    if name not in ("float32", half.name, *([FLOAT8] if float8 else [])):
+        raise ValueError(
+            f"The rule for '{pattern}' gives {name}. {allowed} For another dtype wrap that part in an "
+            "autocast of its own."
+        )
+    return pattern, name

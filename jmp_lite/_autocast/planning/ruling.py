@@ -153,16 +153,16 @@ class Estimates:
     def add(self, op: Op, ruling: Ruling) -> None:
         """Estimates the results of an operation from its operands."""
         operands = list(map(self.of, op.equation.invars))
+        is_constant = not op.equation.effects and all(kind == Kind.LITERAL for kind in operands)
         for index, out in enumerate(op.equation.outvars):
             if ruling.category is Category.CALL:
-                kind = _estimate_of_call(op, index)
-            elif ruling.why is Why.KEEP_FLOAT32:
-                kind = Kind.KEPT if is_float32(out) else Kind.ADAPTS
-            elif not op.equation.effects and all(kind == Kind.LITERAL for kind in operands):
-                kind = Kind.LITERAL
+                self._kinds[out] = _estimate_of_call(op, index)
+            elif is_constant and ruling.why is not Why.KEEP_FLOAT32:
+                self._kinds[out] = Kind.LITERAL
+            elif is_float32(out):
+                self._kinds[out] = _estimate_of_float32(op, ruling, operands, index)
             else:
-                kind = _estimate_of_float32(op, ruling, operands, index) if is_float32(out) else Kind.ADAPTS
-            self._kinds[out] = kind
+                self._kinds[out] = Kind.ADAPTS
 
 
 def estimate_of_state(state: State) -> Kind:
@@ -253,14 +253,17 @@ def _why_not_half(equation: Equation, rules: Rules) -> str:
     others = {var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, rules.dtype)}
     if others:
         return f"an operand was traced in {' and '.join(sorted(others))}"
+    return _what_the_program_asks(equation, floating)
+
+
+def _what_the_program_asks(equation: Equation, floating: Sequence[Var]) -> str:
+    """Returns in words for which precision or result the program asks; empty if it asks for none."""
     # JAX multiplies a float32 cotangent by a half operand, and names the arithmetic of the half product.
     own = {"F16_F16_F32", "BF16_BF16_F32"} if not all(map(is_float32, floating)) else set[str]()
     if asked := precisions(equation) - own:
         return f"the program asks for precision {' and '.join(sorted(asked))}"
     preferred = equation.params.get("preferred_element_type")
-    if preferred not in (None, jnp.float32):
-        return f"the program asks for a result in {preferred}"
-    return ""
+    return "" if preferred in (None, jnp.float32) else f"the program asks for a result in {preferred}"
 
 
 # The estimate.
@@ -268,6 +271,8 @@ def _why_not_half(equation: Equation, rules: Rules) -> str:
 
 def _estimate_of_float32(op: Op, ruling: Ruling, operands: list[Kind], index: int) -> Kind:
     """Returns the estimate of a float32 result from those of the operands."""
+    if ruling.why is Why.KEEP_FLOAT32:
+        return Kind.KEPT
     if op.is_cast:
         (source,) = op.equation.invars
         return operands[0] if is_float32(source) else _estimate_of_cast(source.aval.dtype)

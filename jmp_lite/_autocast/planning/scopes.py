@@ -14,6 +14,24 @@ def by_rule(pattern: str) -> str:
     return f"the rule for '{pattern}'"
 
 
+_OWN_SCOPES = {
+    AUTOCAST_SCOPE: "another autocast has decided",
+    FULL_PRECISION_SCOPE: "inside full_precision",
+    SOLVER_SCOPE: "inside a linear solver: rounding would slow it down, or stop it too early",
+}
+"""Why the scopes of this library stay as they were traced."""
+_SELECTS_NOTHING = {
+    "float32_results": (
+        "matmul with half inputs: either nothing has that name, or its matmuls already run in float32. "
+        "`explain` lists the scopes and the matmuls."
+    ),
+    "half_sums": (
+        "residual sum. Such a sum adds the result of a matmul to a float32 array of its shape, and matmuls "
+        "or norms read it later. `explain` lists the scopes."
+    ),
+}
+
+
 class Scopes:
     """The rules for the scopes and arguments of one call of an autocast function."""
 
@@ -33,26 +51,25 @@ class Scopes:
         """
         if self._rules.scopes or self._rules.float32_results or self._rules.half_sums:
             return scope
-        names = (AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE)
-        return next((name for name in names if name in scope), "")
+        return next((name for name in _OWN_SCOPES if name in scope), "")
 
     def why_as_traced(self, path: str) -> str:
         """Returns why the scope `path` stays as it was traced; empty if autocast changes it."""
         if path not in self._reasons:
-            reason = ""
-            if AUTOCAST_SCOPE in path:
-                reason = "another autocast has decided"
-            elif FULL_PRECISION_SCOPE in path:
-                reason = "inside full_precision"
-            elif SOLVER_SCOPE in path:
-                reason = "inside a linear solver: rounding would slow it down, or stop it too early"
-            elif self._rules.dtype == jnp.float32:
-                reason = "the dtype is float32"
-            elif path and (rule := self.rule_for(path)) and rule[1] == "float32":
-                reason = by_rule(rule[0])
-                self._kept_by_rules.add(path)
-            self._reasons[path] = reason
+            self._reasons[path] = self._why_as_traced(path)
         return self._reasons[path]
+
+    def _why_as_traced(self, path: str) -> str:
+        for scope, reason in _OWN_SCOPES.items():
+            if scope in path:
+                return reason
+        if self._rules.dtype == jnp.float32:
+            return "the dtype is float32"
+        rule = self.rule_for(path) if path else None
+        if rule is None or rule[1] != "float32":
+            return ""
+        self._kept_by_rules.add(path)
+        return by_rule(rule[0])
 
     def is_kept_by_rule(self, path: str) -> bool:
         """Whether `why_as_traced` has found a rule of the user that keeps the scope `path` in float32."""
@@ -83,20 +100,10 @@ class Scopes:
                     f"The rule for '{pattern}' selects nothing: no named scope, Flax module, jitted function "
                     f"or argument that the function uses has that name.{hint} `explain` lists the scopes."
                 )
-        for pattern in self._rules.float32_results:
-            if ("float32_results", pattern) not in self._selecting:
-                raise ValueError(
-                    f"float32_results='{pattern}' selects no product of half operands: no scope or argument "
-                    "has that name, or its products are in float32. `explain` lists the scopes and the "
-                    "products."
-                )
-        for pattern in self._rules.half_sums:
-            if ("half_sums", pattern) not in self._selecting:
-                raise ValueError(
-                    f"half_sums='{pattern}' selects no residual sum. Such a sum adds the result of a matmul "
-                    "to a float32 array of its shape, and matmuls or norms read it later. `explain` lists "
-                    "the scopes."
-                )
+        for option, nothing in _SELECTS_NOTHING.items():
+            for pattern in getattr(self._rules, option):
+                if (option, pattern) not in self._selecting:
+                    raise ValueError(f"{option}='{pattern}' selects no {nothing}")
 
     def _check_for_rule_in_front(self, pattern: str) -> None:
         """Raises a ValueError if a pattern has selected nothing because rules in front of it did."""

@@ -59,24 +59,36 @@ def find_softmaxes(ops: Sequence[Op], readers: Readers) -> dict[Var, Region]:
     after: set[Var] = set()  # The row sums, and the variables that are computed from them.
     for out, index in made_by.items():
         op = ops[index]
-        if op.name == "reduce_sum":
-            may_start = not (op.is_listed or is_of_gradient(op.equation))
-            if may_start and _sums_exponentials(op, ops, made_by):
-                after.add(out)
+        if _starts(op, ops, made_by):
+            after.add(out)
         elif after and not after.isdisjoint(op.variables) and _is_part(op):
             after.add(out)
             # If an element-wise operation reads the result, that operation may end the softmax, and not this.
-            if any(
-                _is_part(ops[reader]) and ops[reader].name not in _MOVES for reader in readers.operations[out]
-            ):
-                continue
-            softmax = _softmax(out, ops, made_by, after)
-            made = {ops[member].equation.outvars[0] for member in softmax.members - {index}}
-            # If others read the weights too, they would be computed twice in the forward pass.
-            alone = all(readers.are_only(var, softmax.members) for var in made & after)
-            if alone and len(softmax.sources) in (1, 2) and not _has_bias(softmax, ops):
-                found[out] = softmax
+            if not any(map(_is_elementwise_part, (ops[reader] for reader in readers.operations[out]))):
+                softmax = _softmax(out, ops, made_by, after)
+                if _is_whole(softmax, index, ops, readers, after):
+                    found[out] = softmax
     return found
+
+
+def _starts(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) -> bool:
+    """Whether an operation makes the row sums of a softmax of which the program takes no derivative."""
+    if op.name != "reduce_sum" or op.is_listed or is_of_gradient(op.equation):
+        return False
+    return _sums_exponentials(op, ops, made_by)
+
+
+def _is_elementwise_part(op: Op) -> bool:
+    return op.name not in _MOVES and _is_part(op)
+
+
+def _is_whole(softmax: Region, end: int, ops: Sequence[Op], readers: Readers, after: Set[Var]) -> bool:
+    """Whether a softmax, which ends with the operation `end`, may be computed as one function."""
+    if len(softmax.sources) not in (1, 2) or _has_bias(softmax, ops):
+        return False
+    made = {ops[member].equation.outvars[0] for member in softmax.members - {end}}
+    # If others read the weights too, they would be computed twice in the forward pass.
+    return all(readers.are_only(var, softmax.members) for var in made & after)
 
 
 def _has_bias(softmax: Region, ops: Sequence[Op]) -> bool:
@@ -98,21 +110,32 @@ def _softmax(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int], after: Set
         elif index not in members:
             members.add(index)
             open_vars.extend(ops[index].variables)
-    is_source = lambda var: is_float32(var) and math.prod(var.aval.shape) == math.prod(out.aval.shape)
-    sources = tuple(filter(is_source, operands))
+    sources = tuple(var for var in operands if is_float32(var) and _size(var) == _size(out))
     extras = tuple(var for var in operands if var not in sources)
     return Region(sources, extras, frozenset(members), Barrier.SOURCES)
+
+
+def _size(var: Var) -> int:
+    return math.prod(var.aval.shape)
 
 
 def _sums_exponentials(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) -> bool:
     """Whether a `reduce_sum` sums the rows of an `exp`, masked or not."""
     if not _is_over_rows(op):
         return False
-    makers = lambda op: [ops[made_by[var]] for var in op.variables if var in made_by]
-    made = makers(op)
-    if made and (made[0].traits.selects or made[0].name == "jit") and _is_part(made[0]):
-        made = makers(made[0])
+    made = _makers(op, ops, made_by)
+    if made and _masks(made[0]):
+        made = _makers(made[0], ops, made_by)
     return any(each.name in ("exp", "exp2") and not each.is_listed for each in made)
+
+
+def _masks(op: Op) -> bool:
+    return (op.traits.selects or op.name == "jit") and _is_part(op)
+
+
+def _makers(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) -> list[Op]:
+    """Returns the operations that make the operands of an operation."""
+    return [ops[made_by[var]] for var in op.variables if var in made_by]
 
 
 def _is_over_rows(op: Op) -> bool:
@@ -148,7 +171,7 @@ def _compares_or_selects(name: str, equation: Equation) -> bool:
 
 def _is_bias(var: Var, readers: Iterable[Op]) -> bool:
     """Whether an operand of a softmax is a float32 array but not a mask. Flax has float32 masks too."""
-    if not is_float32(var) or math.prod(var.aval.shape) == 1:
+    if not is_float32(var) or _size(var) == 1:
         return False
     return not all(_only_compares(op.equation, var) for op in readers if var in op.variables)
 

@@ -33,24 +33,35 @@ WIDE = (Kind.FLOAT32, Kind.BY_RULE, Kind.KEPT)
 
 
 @dataclasses.dataclass(frozen=True)
+class Source:
+    """An argument of the function, of which a value is at most a moved part. So the value may be rounded."""
+
+    wide_gradient: bool = False  # The product that makes its gradient gives float32.
+    float32_result: str = ""  # The pattern of `float32_results` that selects it; empty for none.
+    # The first rule of the user that selects it: the pattern, and the dtype that its products take.
+    rule: tuple[str, str] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class State:
     """What autocast knows of one value."""
 
     kind: Kind  # See `Kind`.
     number: float | None = None  # The value of a literal.
     fits: bool = True  # Whether half can hold the value of the literal.
-    # No operation but a move has changed this argument (or it holds only 0 and 1), so it may be rounded.
-    exact_source: bool = False
     constant: bool = False  # The value is computed from literals alone.
-    # The value is an argument, at most moved. The product that makes its gradient gives float32.
-    wide_gradient: bool = False
-    # The value is an argument, at most moved, and this pattern of `float32_results` selects it: products of
-    # it give float32. Empty for none.
-    float32_result: str = ""
+    source: Source | None = None  # The argument that the value is; numbers 0 and 1 of booleans have one too.
     half_sum: bool = False  # The value is a residual sum that `half_sums` selects, at most moved.
-    # The value is an argument, at most moved, and this is the first rule that selects it: the pattern, and
-    # the dtype that products of it take.
-    rule: tuple[str, str] | None = None
+
+    @property
+    def wide_gradient(self) -> bool:
+        """Whether the product that makes the gradient of this argument gives float32."""
+        return self.source is not None and self.source.wide_gradient
+
+    @property
+    def rule(self) -> tuple[str, str] | None:
+        """The first rule of the user that selects this argument."""
+        return None if self.source is None else self.source.rule
 
     @property
     def is_half(self) -> bool:
@@ -69,10 +80,11 @@ def moved(op: Op, state: State, out: Var) -> State:
     """Returns the state of an operand after a move. A broadcast or looked-up argument then adapts."""
     if not is_float32(out) or state.kind != Kind.ARGUMENT:
         return state
-    if not op.makes_adapting(out) or not (state.exact_source or op.name != "gather"):
+    if not op.makes_adapting(out) or (state.source is None and op.name == "gather"):
         return state
     # The gradient of a broadcast or looked-up argument is a sum of its own, in float32.
-    return dataclasses.replace(state, kind=Kind.ADAPTS, wide_gradient=False)
+    source = None if state.source is None else dataclasses.replace(state.source, wide_gradient=False)
+    return dataclasses.replace(state, kind=Kind.ADAPTS, source=source)
 
 
 def broadcast(op: Op, var: Var, kind: Kind) -> Kind:
@@ -80,19 +92,20 @@ def broadcast(op: Op, var: Var, kind: Kind) -> Kind:
     return Kind.ADAPTS if kind == Kind.ARGUMENT and op.broadcasts(var) else kind
 
 
-def may_be_rounded(op: Op, var: Var, state: State, kind: Kind) -> bool:
+def may_be_rounded(op: Op, var: Var, state: State) -> bool:
     """Whether an operation may take an operand in half: a half value, a literal, or a parameter that it adds.
 
-    `kind` is the kind of the operand after `broadcast`. A factor may leave the range of half where the
-    product does not.
+    A factor may leave the range of half where the product does not.
     """
-    if kind not in (Kind.BINARY, Kind.ADAPTS):
+    if broadcast(op, var, state.kind) not in (Kind.BINARY, Kind.ADAPTS):
         return True
-    return state.exact_source and var.aval.ndim > 0 and not op.traits.scales
+    return state.source is not None and var.aval.ndim > 0 and not op.traits.scales
 
 
-def entering(state: State, role: Role) -> State:
-    """Returns the state of an operand inside the jaxpr that takes it."""
+def entering(op: Op, state: State, role: Role) -> State:
+    """Returns the state of an operand of a call inside the jaxpr that takes it."""
+    if op.name == "custom_linear_solve" and state.is_half:  # It takes no pairs.
+        return FLOAT32
     if role is not Role.CARRY:
         return state
     # A value that changes from one iteration to the next is not a constant.
@@ -116,8 +129,7 @@ def join(first: State, second: State) -> State:
         return HALF
     if Kind.HALF in (first.kind, second.kind):
         return FLOAT32
-    kind = max(first.kind, second.kind, Kind.ADAPTS)
-    return State(kind, float32_result=first.float32_result or second.float32_result)
+    return State(max(first.kind, second.kind, Kind.ADAPTS))
 
 
 def fits(value: float, half: np.dtype) -> bool:

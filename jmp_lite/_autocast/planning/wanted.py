@@ -3,9 +3,9 @@
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from ..._jaxpr.read import Var, is_float32
+from ..._jaxpr.read import Var, is_float32, is_literal
 from .op import Op
 
 
@@ -45,17 +45,22 @@ class Uses:
         """Whether an operation reads it in float32 and should not read a rounded value."""
         return not self.is_half_sum and (self.in_float32 or (self.by_sums and not self.by_products))
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing but integers or booleans is computed from it."""
+        return self.exactly and not self.as_number
+
     def wanted(self, reads: int) -> Wanted:
         """Returns how the variable, which is read `reads` times, is wanted in half."""
         if self.is_half_sum:
             return Wanted.WITH_OTHERS
-        if self.exactly and not self.as_number:
+        if self.is_exact:
             return Wanted.EXACT
         if not self.in_half or self.keep_float32:
             return Wanted.NO
-        if self.by_products >= reads:
-            return Wanted.BY_PRODUCTS_ONLY
-        return Wanted.WITH_OTHERS if self.by_products else Wanted.INDIRECTLY
+        if not self.by_products:
+            return Wanted.INDIRECTLY
+        return Wanted.BY_PRODUCTS_ONLY if self.by_products >= reads else Wanted.WITH_OTHERS
 
     def add_call(self, inside: "Uses", is_carry: bool) -> None:
         """Adds the uses of the variable inside of a call. A carry is a float32 number in any case."""
@@ -85,15 +90,23 @@ class Demand:
             return self.of_var(outvars[0])
         return max(map(self.of_var, outvars), default=Wanted.NO)
 
-    def want_output(self, var: Var, wanted: Wanted) -> None:
-        """Notes how the caller of the jaxpr wants an output."""
-        self.want([var], wanted)
-        uses = self.uses[var]
-        if wanted is Wanted.EXACT:
-            uses.exactly = True
-        else:
-            uses.as_number = True
-        uses.in_float32 |= wanted <= Wanted.NO
+    def want_outputs(self, outvars: Sequence[Var], wanted: Sequence[Wanted]) -> None:
+        """Notes how the caller of the jaxpr wants its outputs."""
+        for var, want in zip(outvars, wanted):
+            if not is_literal(var):
+                self.want([var], want)
+                (self.read_exactly if want is Wanted.EXACT else self.read_numbers)([var])
+                self.uses[var].in_float32 |= want <= Wanted.NO
+
+    def read_numbers(self, variables: Iterable[Var]) -> None:
+        """Notes that an operation reads some variables as numbers."""
+        for var in variables:
+            self.uses[var].as_number = True
+
+    def read_exactly(self, variables: Iterable[Var]) -> None:
+        """Notes that integers or booleans are computed from some variables."""
+        for var in variables:
+            self.uses[var].exactly = True
 
     def want(self, variables: Iterable[Var], wanted: Wanted) -> None:
         """Notes that one reader wants some variables."""

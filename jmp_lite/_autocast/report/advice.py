@@ -4,10 +4,11 @@ This reads the program as it was traced, before autocast changes it.
 """
 
 import dataclasses
+import itertools
 import linecache
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr.inner import Inner, inner_jaxprs
@@ -55,17 +56,17 @@ def _follow(
         if is_float32(var):
             origins.setdefault(var, _Origin(f"a constant {describe(var.aval)} is float32"))
     for equation in equations(inside):
-        taken = [origins.get(var) for var in equation.invars if not is_literal(var)]
-        if traits_of(equation.primitive.name).category is Category.CALL:
+        category = traits_of(equation.primitive.name).category
+        if category is Category.CALL:
             for inner in inner_jaxprs(equation):
                 _follow_call(equation, inner, origins, reasons, call)
             continue
-        origin = _origin_of_result(equation, list(filter(None, taken)), call)
-        if origin and traits_of(equation.primitive.name).category is Category.ALLOW:
-            reasons[id(equation)] = f"float32 since {origin.text}"
-        for var in equation.outvars:
-            if origin and is_float32(var):
-                origins[var] = origin
+        taken = [origins[var] for var in equation.invars if not is_literal(var) and var in origins]
+        origin = _origin_of_result(equation, taken, call)
+        if origin is not None:
+            if category is Category.ALLOW:
+                reasons[id(equation)] = f"float32 since {origin.text}"
+            origins.update(dict.fromkeys(filter(is_float32, equation.outvars), origin))
 
 
 def _follow_call(
@@ -76,18 +77,24 @@ def _follow_call(
     call: Equation | None,
 ) -> None:
     inside = open_jaxpr(inner.jaxpr)
-    known: dict[Var, _Origin] = {}
-    for var, index in zip(inside.invars, inner.operands):
-        outer = equation.invars[index]
-        if not is_literal(outer) and outer in origins:
-            known[var] = origins[outer]
-        elif is_literal(outer) and is_float32(outer) and not outer.aval.weak_type:
-            # Unlike a Python number, it promotes half operands: `np.float32(-1e9)` in `jnp.where`.
-            known[var] = _Origin(f"the constant {float(outer.val):g} is float32")
+    entering = [_origin_of_operand(equation.invars[index], origins) for index in inner.operands]
+    known = {var: origin for var, origin in zip(inside.invars, entering) if origin is not None}
     _follow(inside, known, reasons, equation if users_line(equation) else call)
     for var, index in zip(inside.outvars, inner.results):
-        if index is not None and not is_literal(var) and var in known:
-            origins[equation.outvars[index]] = known[var]
+        if index is not None and (origin := _origin_of_operand(var, known)):
+            origins[equation.outvars[index]] = origin
+
+
+def _origin_of_operand(var: Var, origins: Mapping[Var, _Origin]) -> _Origin | None:
+    """Returns why an operand of a call is in float32.
+
+    Unlike a Python number, a float32 scalar promotes half operands: `np.float32(-1e9)` in `jnp.where`.
+    """
+    if not is_literal(var):
+        return origins.get(var)
+    if not is_float32(var) or var.aval.weak_type:
+        return None
+    return _Origin(f"the constant {float(var.val):g} is float32")
 
 
 def _origin_of_result(equation: Equation, taken: Sequence[_Origin], call: Equation | None) -> _Origin | None:
@@ -97,14 +104,14 @@ def _origin_of_result(equation: Equation, taken: Sequence[_Origin], call: Equati
         if not is_literal(source) and source.aval.dtype in HALF_DTYPES:
             return _Origin(f"the program casts to float32, {_line(equation, call)}", widened=True)
         return taken[0] if taken else None
-    promoted = next((origin for origin in taken if origin.promoted), None)
+    promoted = [origin for origin in taken if origin.promoted]
     if promoted or not taken:
-        return promoted
+        return promoted[0] if promoted else None
     widened = [origin for origin in taken if origin.widened]
     own = [origin for origin in taken if not origin.widened]
-    if widened and own:
-        return _Origin(f"{own[0].text}, {_line(equation, call)}", promoted=True)
-    return (widened or own)[0]
+    if not (widened and own):
+        return taken[0]
+    return _Origin(f"{own[0].text}, {_line(equation, call)}", promoted=True)
 
 
 def _line(equation: Equation, call: Equation | None) -> str:
@@ -122,22 +129,21 @@ def advise_shapes(equation: Equation, arguments: Sequence[str]) -> str:
     Precision.
     """
     names = f" ({', '.join(arguments)})" if arguments else ""
-    texts = []
     sizes = dict(_sizes(equation))
-    thin = [name for name in ("M", "N") if sizes.get(name, 8) < 8]
+    thin = {name: sizes.pop(name) for name in ("M", "N") if sizes.get(name, 8) < 8}
+    texts = [
+        f"{name} = {size}: pad it to {-(-size // 8) * 8}{names}" for name, size in sizes.items() if size % 8
+    ]
     if thin:
-        thin_sizes = " and ".join(f"{name} = {sizes[name]}" for name in thin)
-        texts.append(f"{thin_sizes}: too thin for Tensor Cores{names}")
-    for name, size in sizes.items():
-        if name not in thin and size % 8:
-            texts.append(f"{name} = {size}: pad it to {-(-size // 8) * 8}{names}")
+        thin_sizes = " and ".join(f"{name} = {size}" for name, size in thin.items())
+        texts.insert(0, f"{thin_sizes}: too thin for Tensor Cores{names}")
     return "; ".join(texts)
 
 
 def _sizes(equation: Equation) -> Iterator[tuple[str, int]]:
     """Yields the sizes that should be multiples of 8, each with its name; none if one is symbolic."""
     shapes = [var.aval.shape for var in equation.invars[:2]]
-    if not all(isinstance(size, int) for shape in shapes for size in shape):
+    if not all(isinstance(size, int) for size in itertools.chain(*shapes)):
         return
     if equation.primitive.name == "conv_general_dilated":
         spec = equation.params["dimension_numbers"]
@@ -146,5 +152,6 @@ def _sizes(equation: Equation) -> Iterator[tuple[str, int]]:
     elif equation.primitive.name == "dot_general":
         contracted, batch = equation.params["dimension_numbers"]
         for name, shape, sums, shares in zip(("M", "N"), shapes, contracted, batch):
-            yield name, math.prod(size for axis, size in enumerate(shape) if axis not in (*sums, *shares))
+            own = {*range(len(shape))} - {*sums, *shares}
+            yield name, math.prod(shape[axis] for axis in own)
         yield "K", math.prod(shapes[0][axis] for axis in contracted[0])

@@ -19,7 +19,7 @@ from ..planner import Planner
 from ..planning.plan import Plan
 from ..planning.rules import Rules
 from .advice import find_promotions
-from .operations import Operation, operations_of
+from .operations import AutocastOperation, operations_of
 
 P = ParamSpec("P")
 
@@ -27,7 +27,7 @@ _MOST_ABLATIONS = 20  # Each takes one more plan.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report(Shown):
+class AutocastReport(Shown):
     """What autocast does to a function. `str(report)` is the summary and a table of the modules.
 
     Attributes:
@@ -44,13 +44,13 @@ class Report(Shown):
     Examples:
         >>> report = jmp.explain(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
         >>> report
-        Report(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
+        AutocastReport(1 of 1 operations in float16, 3 casts, 100.0% of FLOPs on Tensor Cores)
         >>> report.tensor_core_share, report.in_float32(), [*report.by_module()]
         (1.0, (), [''])
     """
 
     dtype: np.dtype
-    operations: tuple[Operation, ...]
+    operations: tuple[AutocastOperation, ...]
     casts: int
     without_effect: tuple[str, ...]
     before: Any
@@ -71,36 +71,45 @@ class Report(Shown):
             products = [operation for operation in self.operations if operation.is_product]
             half = sum(operation.in_half for operation in products)
             return (
-                f"{len(self.operations):,} operations, all as the program has them: {half:,} of "
-                f"{len(products):,} products in half"
+                f"{len(self.operations):,} operations, unchanged: {half:,} of {len(products):,} matmuls "
+                "in half"
             )
         in_fp8 = sum(operation.in_fp8 for operation in self.operations)
-        in_half = [operation for operation in self.operations if operation.in_half and not operation.in_fp8]
-        # The program's own casts may be to the other half precision dtype, which autocast keeps.
-        half = sum(any(each.dtype == self.dtype for each in o.operands) for o in in_half)
-        other = "bfloat16" if self.dtype == jnp.float16 else "float16"
-        by_hand = f"{len(in_half) - half:,} in the program's own {other}, " if half < len(in_half) else ""
+        own, other = self._in_half()
         total = f"{len(self.operations):,} operations"
-        counts = f"{in_fp8:,} of {total} in fp8, {half:,}" if in_fp8 else f"{half:,} of {total}"
+        counts = f"{in_fp8:,} of {total} in fp8, {own:,}" if in_fp8 else f"{own:,} of {total}"
+        by_hand = ""
+        if other:
+            dtype = "bfloat16" if self.dtype == jnp.float16 else "float16"
+            by_hand = f"{other:,} in the program's own {dtype}, "
         # With no operation in half, only the matmuls of gradients read what was cast.
-        reader = " for gradients" if self.casts and not (half or in_fp8) else ""
+        reader = " for gradients" if self.casts and not (own or in_fp8) else ""
         return (
             f"{counts} in {self.dtype.name}, {by_hand}"
             f"{self.casts:,} casts{reader}, {self.tensor_core_share:.1%} of FLOPs on Tensor Cores"
         )
 
-    def by_module(self, depth: int | None = None) -> dict[str, tuple[Operation, ...]]:
+    def _in_half(self) -> tuple[int, int]:
+        """Returns how many operations are in the half dtype, and how many in the other one.
+
+        The program's own casts may be to the other half dtype, which autocast keeps.
+        """
+        in_half = [operation for operation in self.operations if operation.in_half and not operation.in_fp8]
+        own = sum(any(each.dtype == self.dtype for each in operation.operands) for operation in in_half)
+        return own, len(in_half) - own
+
+    def by_module(self, depth: int | None = None) -> dict[str, tuple[AutocastOperation, ...]]:
         """Returns the operations of each module, in the order of the program.
 
         Args:
             depth: how many names of a module's path count; all by default.
         """
-        modules: dict[str, list[Operation]] = collections.defaultdict(list)
+        modules: dict[str, list[AutocastOperation]] = collections.defaultdict(list)
         for operation in self.operations:
             modules["/".join(operation.module.split("/")[:depth])].append(operation)
         return {module: tuple(operations) for module, operations in modules.items()}
 
-    def in_float32(self) -> tuple[Operation, ...]:
+    def in_float32(self) -> tuple[AutocastOperation, ...]:
         """Returns the matmuls and convolutions that are not in half, which Tensor Cores could run."""
         return tuple(o for o in self.operations if o.is_product and not o.in_half)
 
@@ -109,29 +118,32 @@ class Report(Shown):
         return "\n".join(map(str, self.operations))
 
     def __repr__(self) -> str:
-        return f"Report({self.summary()})"
+        return f"AutocastReport({self.summary()})"
 
     def __str__(self) -> str:
+        lines = [self.summary(), "", *self._table_of_modules()]
+        if self.without_effect:
+            lines += ["", f"Options without effect: {', '.join(self.without_effect)}"]
+        left = self.in_float32()
+        if left:
+            lines += ["", "Matmuls that are not in half:", *map(str, left)]
+        not_fp8 = filter(None, (operation.not_fp8 for operation in self.operations))
+        lines += _counted("Matmuls that are in bfloat16 and not in fp8:", not_fp8)
+        slow = filter(None, (operation.advice for operation in self.operations))
+        lines += _counted("Matmuls of sizes that Tensor Cores run slowly:", slow)
+        unknown = sorted({operation.name for operation in self.operations if operation.why == "no_list"})
+        if unknown:
+            lines += ["", f"Not on any list, left unchanged: {', '.join(unknown)}"]
+        return "\n".join(lines)
+
+    def _table_of_modules(self) -> list[str]:
         rows = [("module", "operations", "in half", "FLOPs", "on Tensor Cores")]
         for module, operations in self.by_module().items():
             flops = sum(o.flops for o in operations)
             share = sum(o.flops for o in operations if o.on_tensor_cores) / flops if flops else 0.0
             half = sum(o.in_half for o in operations)
             rows.append((module or "/", f"{len(operations):,}", f"{half:,}", f"{flops:.3g}", f"{share:.1%}"))
-        lines = [self.summary(), "", *aligned(rows)]
-        if self.without_effect:
-            lines += ["", f"Options without effect: {', '.join(self.without_effect)}"]
-        left = self.in_float32()
-        if left:
-            lines += ["", "Products that are not in half:", *map(str, left)]
-        not_fp8 = (o.not_fp8 for o in self.operations if o.not_fp8)
-        lines += _counted("Products that are in bfloat16 and not in fp8:", not_fp8)
-        slow = (o.advice for o in self.operations if o.advice)
-        lines += _counted("Products of sizes that Tensor Cores run slowly:", slow)
-        unknown = sorted({o.name for o in self.operations if o.why == "no_list"})
-        if unknown:
-            lines += ["", f"On no list, kept as they were traced: {', '.join(unknown)}"]
-        return "\n".join(lines)
+        return aligned(rows)
 
 
 def _counted(title: str, texts: Iterable[str]) -> list[str]:
@@ -141,7 +153,7 @@ def _counted(title: str, texts: Iterable[str]) -> list[str]:
 
 
 @in_two_calls
-def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P, Report]:
+def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P, AutocastReport]:
     """Returns a function that reports what autocast does to each operation of `fun`, and why.
 
     It computes nothing; a `jax.ShapeDtypeStruct` may stand for an array. To see the backward pass too,
@@ -155,7 +167,7 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
             the others.
 
     Returns:
-        A function of the arguments of `fun` that returns a `Report`.
+        A function of the arguments of `fun` that returns a `AutocastReport`.
 
     Raises:
         TypeError: `fun` is not callable, or it is a transform of a function that autocast returned.
@@ -173,7 +185,7 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
     wrapped, rules = given_rules("explain", fun, dtype, jnp.bfloat16)
 
     @functools.wraps(fun)
-    def explain_fun(*args: Any, **kwargs: Any) -> Report:
+    def explain_fun(*args: Any, **kwargs: Any) -> AutocastReport:
         traced, planner, plan = prepare(wrapped, rules, args, kwargs, (jax.ShapeDtypeStruct,))
         planner.scopes.check()
         return report_of(traced, rules, planner, plan)
@@ -181,13 +193,13 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
     return explain_fun
 
 
-def report_of(traced: Arguments, rules: Rules, planner: Planner, plan: Plan) -> Report:
+def report_of(traced: Arguments, rules: Rules, planner: Planner, plan: Plan) -> AutocastReport:
     """Returns the report of a call that was traced and planned by `rules`."""
     promotions = find_promotions(plan.jaxpr, traced.names) if rules.dtype == jnp.float32 else {}
     read = [True] * len(plan.results)
     operations = tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions, read))
     after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
-    return Report(
+    return AutocastReport(
         dtype=rules.dtype,
         operations=operations,
         casts=_casts(after, rules.dtype) - _casts(plan.jaxpr, rules.dtype),
@@ -197,7 +209,9 @@ def report_of(traced: Arguments, rules: Rules, planner: Planner, plan: Plan) -> 
     )
 
 
-def _without_effect(traced: Arguments, rules: Rules, operations: tuple[Operation, ...]) -> Iterator[str]:
+def _without_effect(
+    traced: Arguments, rules: Rules, operations: tuple[AutocastOperation, ...]
+) -> Iterator[str]:
     """Yields the options without which every operation has the same dtypes."""
     dtypes_of = lambda operations: [(operation.operands, operation.results) for operation in operations]
     ablations = list(rules.ablations())

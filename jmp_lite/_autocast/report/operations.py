@@ -32,7 +32,7 @@ from .advice import advise_shapes
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class AutocastOperation:
     """What autocast decided about one operation with floating-point inputs or outputs.
 
     Attributes:
@@ -117,7 +117,7 @@ def operations_of(
     origins: Sequence[str],
     promotions: Mapping[int, str],
     read: Sequence[bool] | None = None,
-) -> Iterator[Operation]:
+) -> Iterator[AutocastOperation]:
     """Yields the operations of a plan and of the plans inside it.
 
     Args:
@@ -160,7 +160,7 @@ def _operations_of_call(
     origins: Sequence[str],
     promotions: Mapping[int, str],
     live: dict[int, set[Var]] | None,
-) -> Iterator[Operation]:
+) -> Iterator[AutocastOperation]:
     """Yields the operations of the plans inside a call. `origins` are those of its operands."""
     equation = decision.op.equation
     for inner, plan in zip(decision.op.inner, decision.inner):
@@ -200,7 +200,7 @@ def _operation(
     scope: str,
     arguments: tuple[str, ...],
     times: int,
-) -> Operation:
+) -> AutocastOperation:
     def typed(var: Var, as_half: bool, dtype: np.dtype = half) -> jax.ShapeDtypeStruct:
         aval = var.aval
         return jax.ShapeDtypeStruct(aval.shape, dtype if as_half and is_float32(var) else aval.dtype)
@@ -212,7 +212,7 @@ def _operation(
     traced = {var.aval.dtype.name for var in floating_operands(equation)}
     in_half = any(taken) or traced in ({"float16"}, {"bfloat16"})
     is_product = traits_of(equation.primitive.name).category is Category.ALLOW
-    return Operation(
+    return AutocastOperation(
         name=equation.primitive.name,
         category=decision.category.value,
         reason=f"{reason}; bfloat16, not fp8: {decision.not_fp8}" if decision.not_fp8 else reason,
@@ -250,18 +250,20 @@ def _flops(equation: Equation) -> int:
         kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
         features = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2 * math.prod(out) * math.prod(kernel) // features
-    if name in ("dot_general", "ragged_dot_general"):
-        numbers = params.get("dimension_numbers")
-        if numbers is None:
-            numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        left = _shape(equation.invars[0])
-        return 2 * math.prod(_shape(equation.outvars[0])) * math.prod(left[axis] for axis in numbers[0][0])
-    sizes = [math.prod(_shape(var)) for var in (*equation.invars, *equation.outvars)]
-    return (
-        0
-        if traits_of(name).category is Category.MOVE or name == "convert_element_type"
-        else max(sizes, default=0)
-    )
+    if name == "dot_general":
+        return 2 * math.prod(_shape(equation.outvars[0])) * _summed(equation, params["dimension_numbers"])
+    if name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return 2 * math.prod(_shape(equation.outvars[0])) * _summed(equation, numbers)
+    if traits_of(name).category is Category.MOVE or name == "convert_element_type":
+        return 0
+    return max((math.prod(_shape(var)) for var in (*equation.invars, *equation.outvars)), default=0)
+
+
+def _summed(equation: Equation, numbers: Any) -> int:
+    """Returns how many products a matmul adds up for each element of its result."""
+    left = _shape(equation.invars[0])
+    return math.prod(left[axis] for axis in numbers[0][0])
 
 
 def _shape(var: Var) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jaxpr.read import Array
+from ..._jaxpr import Array
 from .._values.probe import Probe, TapValue, maxima
 from .._values.sites import Site
 

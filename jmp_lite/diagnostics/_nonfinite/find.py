@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr.arguments import in_two_calls
-from ..._jaxpr.read import Array
+from ..._jaxpr import Array, in_two_calls
 from .._precision.compare import Runs
 from .._precision.modules import is_of_library
 from .._values.case import Case, Options, tool
@@ -48,14 +47,14 @@ def find_nonfinite(fun: Callable[P, Any], **options: Unpack[Options]) -> Callabl
     float16. A remedy helps if the loss and the gradients are within 0.1 of those in float32. If float32 is
     not finite either, the report says so, and may add a hint.
 
-    With `transform=None` it runs any function as it is, such as a whole train step. Then an inf or NaN is
-    harmful if it reaches what the function returns, or a value that the step tests to skip its update.
+    With `value_and_grad_fn=None` it runs any function as it is, such as a whole train step. Then an inf or
+    NaN is harmful if it reaches what the function returns, or a value that the step tests to skip its update.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`: plain, with a model under a
-            policy, or from `jmp_lite.autocast`. With `transform=None` any function that returns a pytree. It
-            is not changed.
-        options: `loss_scale`, `argnums`, `has_aux` and `transform`, as in `doctor`.
+            policy, or from `jmp_lite.autocast`. With `value_and_grad_fn=None` any function that returns a
+            pytree. It is not changed.
+        options: `loss_scale`, `argnums`, `has_aux` and `value_and_grad_fn`, as in `doctor`.
 
     Returns:
         A function of the arguments of `fun` that returns a `NonfiniteReport`. Call it outside `jit`. A NumPy
@@ -72,7 +71,7 @@ def find_nonfinite(fun: Callable[P, Any], **options: Unpack[Options]) -> Callabl
         >>> report.first_inf.operation, report.first_inf.operand_ranges[1], report.loss
         ('div', (0.0, 3.0), inf)
         >>> step = lambda w, g: w - 0.1 * g / jnp.sqrt(jnp.sum(g * g))
-        >>> print(find_nonfinite(step, transform=None)(w, jnp.zeros(4)).summary())
+        >>> print(find_nonfinite(step, value_and_grad_fn=None)(w, jnp.zeros(4)).summary())
         The result of the step is not finite.
     """
     answer = lambda case: find(case, lambda: Runs(case))

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ..._jaxpr.primitives import Category, traits_of
+from ..._jaxpr import Category, traits_of
 from .._values.sites import Path, Site, SiteKind
 from .._values.trace import Measured
 from .extremes import Extremes

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from ..._dtypes import DTypeName
 from ..._text import Shown, power, shortened, wrapped
 from .._precision.report import Difference
 
@@ -140,7 +141,7 @@ class Trial:
     error: Difference
     helps: bool
     loss_scale: float | None = None
-    rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rules: Mapping[str, DTypeName] = dataclasses.field(default_factory=dict)
     lines: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     dtype: str = ""

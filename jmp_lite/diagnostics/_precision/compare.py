@@ -7,9 +7,8 @@ from typing import Any, ParamSpec, Unpack
 
 import jax.numpy as jnp
 
-from ..._dtypes import DTypeLike
-from ..._jaxpr.arguments import in_two_calls
-from ..._jaxpr.read import Array
+from ..._dtypes import DTypeLike, DTypeName
+from ..._jaxpr import Array, in_two_calls
 from ..._scaling.loss_scale import DynamicLossScale
 from .._values.case import Case, Options, tool
 from .fewest import fewest
@@ -63,8 +62,8 @@ def compare_precision(
             matmuls of its own keeps its dtypes.
         tolerance: the largest relative error that is allowed; by default 8 times the `eps` of the dtype, and
             0.25 for `float8`.
-        options: `loss_scale`, `argnums`, `has_aux` and `transform`, as in `doctor`. Without a scale it is 1,
-            or `2**15` as above.
+        options: `loss_scale`, `argnums`, `has_aux` and `value_and_grad_fn`, as in `doctor`. Without a scale
+            it is 1, or `2**15` as above.
 
     Returns:
         A function of the arguments of `fun` that returns a `PrecisionReport`. Call it outside `jit`.
@@ -180,7 +179,7 @@ class Runs:
         rules, own = self.rules(kept), [module for module in kept if not module.pattern]
         return "; ".join([*([f"rules={rules}"] if rules else []), *([in_words(own)] if own else [])])
 
-    def rules(self, kept: Sequence[Module]) -> dict[str, str]:
+    def rules(self, kept: Sequence[Module]) -> dict[str, DTypeName]:
         """Returns the rules for some modules, with those of the function that still select something."""
         rules, modules = self.program.rules, self.program.modules
         scopes = scopes_for(kept, modules, self.program.wide, self.program.narrow)
@@ -189,7 +188,7 @@ class Runs:
         paths = {path for operation in operations for path in (operation.scope, *operation.arguments)}
         used = {match[0] for path in paths if path and (match := rules.pattern_for(path))}
         # A pattern may occur twice: the first one counts.
-        dtypes = dict(reversed(rules.scopes))
+        dtypes: Any = dict(reversed(rules.scopes))
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 

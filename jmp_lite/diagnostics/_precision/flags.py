@@ -11,19 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.api import make_plan, run
-from ..._autocast.interpreter import Interpreter
-from ..._autocast.planning.rules import Rules
-from ..._autocast.report.operations import Operation, has_floating
-from ..._autocast.value import Value
+from ..._autocast import AutocastOperation, Interpreter, Rules, Value, has_floating, make_plan, run
 from ..._dtypes import HALF_DTYPES
 from ..._float8.action import FLOAT8, Float8
 from ..._float8.quantize import BACKWARD
-from ..._jaxpr import read
-from ..._jaxpr.bind import bind, cast, reuse
-from ..._jaxpr.inner import inner_jaxprs, with_inner_jaxprs
-from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import Array, Equation, Jaxpr, Var, context_of
+from ..._jaxpr import (
+    Array,
+    Category,
+    Equation,
+    Jaxpr,
+    Var,
+    bind,
+    cast,
+    context_of,
+    equations,
+    flag_scope,
+    flagged,
+    flags_of,
+    inner_jaxprs,
+    is_float32,
+    reuse,
+    traits_of,
+    with_equations,
+    with_inner_jaxprs,
+)
 from .._values.case import Case, gives_half
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, in_float8
@@ -42,7 +53,7 @@ class FlaggedProgram:
 
     def __init__(self, case: Case) -> None:
         self._case, self.rules = case, case.rules
-        self.is_step = case.question.call.transform is None
+        self.is_step = case.question.call.value_and_grad_fn is None
         self.operations = case.operations(self.rules)
         self.wide = "bfloat16" if self.rules.float8 else "float32"
         self.modules, self._sources, flags = self._flags(case.question.call.differentiated)
@@ -122,7 +133,7 @@ class FlaggedProgram:
             flags[number] = {len(cast) + owner, rest, *of_sources}
         return modules, sources, list(map(frozenset, flags))
 
-    def _cast_products(self) -> list[Operation]:
+    def _cast_products(self) -> list[AutocastOperation]:
         """Returns the products that autocast casts to half, or to fp8."""
         pairs = zip(self.operations, self._case.before, strict=True)
         products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
@@ -166,18 +177,18 @@ class _Interpreter(Interpreter):
 
     def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
-        rest = max(read.flags_of(equation) or (), default=0)
+        rest = max(flags_of(equation) or (), default=0)
         arrays = [
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
             for value, dtype, source in zip(operands, action.formats, action.sources, strict=True)
         ]
         # The flag of everything that no rule takes out. So bfloat16 stays on if fp8 is off.
-        with jax.named_scope(read.flag_scope({rest})):
+        with jax.named_scope(flag_scope({rest})):
             (result,) = bind(equation, arrays, preferred_element_type=action.result, precision=None)
         return _with_float8_cotangent(result)
 
     def _literal(self, var: Var) -> Value:
-        return _Number(np.asarray(var.val, np.float32)) if read.is_float32(var) else super()._literal(var)
+        return _Number(np.asarray(var.val, np.float32)) if is_float32(var) else super()._literal(var)
 
 
 @jax.custom_vjp
@@ -215,7 +226,7 @@ def _nudged(array: Array) -> Array:
     return array + array * jnp.finfo(array.dtype).eps * jnp.sin(1e4 * array)
 
 
-def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:
+def _half_dtype(rules: Rules, before: Sequence[AutocastOperation]) -> np.dtype:
     """Returns the dtype of autocast; without it the dtype that the program has most often."""
     if rules.dtype != jnp.float32:
         return rules.dtype
@@ -225,8 +236,8 @@ def _half_dtype(rules: Rules, before: Sequence[Operation]) -> np.dtype:
 
 def _with_flags(jaxpr: Jaxpr, flags: Iterator[Flags]) -> Jaxpr:
     """Returns a jaxpr with flags in its equations: the next of `flags` for each operation of a report."""
-    new = [_flagged_equation(equation, flags) for equation in read.equations(jaxpr)]
-    return read.with_equations(jaxpr, new)
+    new = [_flagged_equation(equation, flags) for equation in equations(jaxpr)]
+    return with_equations(jaxpr, new)
 
 
 def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
@@ -238,4 +249,4 @@ def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
         own = own.union(*(each for part in parts for each in flags_in(part)))
     elif has_floating(equation):
         own = next(flags)
-    return read.flagged(equation, own) if own else equation
+    return flagged(equation, own) if own else equation

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr.read import Array
+from ..._jaxpr import Array
 from .flags import FlaggedProgram
 from .report import LEAF
 

@@ -7,7 +7,7 @@ import itertools
 import pathlib
 from collections.abc import Collection, Sequence
 
-from ..._autocast.report.operations import Operation
+from ..._autocast import AutocastOperation
 from .._values.case import gives_half
 from .._values.reference import is_narrow
 
@@ -31,24 +31,24 @@ class Module:
         return self.name or "/"
 
 
-def is_in_half(operation: Operation) -> bool:
+def is_in_half(operation: AutocastOperation) -> bool:
     """Whether an operation takes or returns half values, or rounds to few digits."""
     return gives_half(operation) or any(map(is_narrow, operation.operands))
 
 
-def cast_modules(products: Sequence[Operation], parameters: Sequence[str]) -> list[Module]:
+def cast_modules(products: Sequence[AutocastOperation], parameters: Sequence[str]) -> list[Module]:
     """Returns the modules of the products that autocast casts to half."""
     names = dict.fromkeys(_modules(_paths(products, parameters)))
     return [Module(name, f"/{glob.escape(name)}") for name in names if name]
 
 
 def own_modules(
-    operations: Sequence[Operation], parameters: Sequence[str], paths: Collection[str]
+    operations: Sequence[AutocastOperation], parameters: Sequence[str], paths: Collection[str]
 ) -> tuple[list[Module], list[int]]:
     """Returns the modules of the program's own half operations, and the index of each operation's module."""
     names = _modules(_paths(operations, parameters))
     has_policy = any(operation.source.startswith(_PACKAGE) for operation in operations)
-    members: dict[str, list[Operation]] = {name: [] for name in names}
+    members: dict[str, list[AutocastOperation]] = {name: [] for name in names}
     for name, operation in zip(names, operations):
         members[name].append(operation)
     modules = [_own_module(name, own, has_policy, paths) for name, own in members.items()]
@@ -56,7 +56,7 @@ def own_modules(
 
 
 def _own_module(
-    name: str, operations: Sequence[Operation], has_policy: bool, paths: Collection[str]
+    name: str, operations: Sequence[AutocastOperation], has_policy: bool, paths: Collection[str]
 ) -> Module:
     casts = [operation for operation in operations if _makes_half(operation)]
     if casts:
@@ -72,13 +72,13 @@ def _own_module(
     return Module(name, "", lines, layer=f"{how} {name or 'the operations outside of modules'}")
 
 
-def _makes_half(operation: Operation) -> bool:
+def _makes_half(operation: AutocastOperation) -> bool:
     """Whether a line of the user makes half values of others."""
     is_cast = gives_half(operation) and not all(map(is_narrow, operation.operands))
     return is_cast and not is_of_library(operation.source)
 
 
-def _users_lines(operations: Sequence[Operation]) -> tuple[str, ...]:
+def _users_lines(operations: Sequence[AutocastOperation]) -> tuple[str, ...]:
     """Returns the first lines of the user among those of some operations."""
     lines = (operation.source for operation in operations if not is_of_library(operation.source))
     return tuple(dict.fromkeys(lines))[:4]
@@ -129,7 +129,7 @@ def scopes_for(
     return tuple(scopes)
 
 
-def _paths(operations: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
+def _paths(operations: Sequence[AutocastOperation], parameters: Sequence[str]) -> list[str]:
     """Returns for each operation the path of its module or argument."""
     paths = [_path(operation, parameters) for operation in operations]
     if len(set(paths)) < 2:  # A jitted loss has one scope for all.
@@ -147,7 +147,7 @@ def _modules(operation_paths: Sequence[str]) -> list[str]:
     return ["/".join(path[: _end(path, shared[path[0]])]) for path in paths]
 
 
-def _path(operation: Operation, parameters: Sequence[str]) -> str:
+def _path(operation: AutocastOperation, parameters: Sequence[str]) -> str:
     """Returns the scope of an operation; its argument if the scope names a class or is missing."""
     names = operation.scope.split("/")
     if "->" in names[-1]:  # `jnp.einsum` names a scope by its equation, such as `bi,io->bo`.
@@ -157,7 +157,7 @@ def _path(operation: Operation, parameters: Sequence[str]) -> str:
     return (_argument(operation, parameters) if is_class or not scope else "") or scope or operation.scope
 
 
-def _argument(operation: Operation, parameters: Sequence[str]) -> str:
+def _argument(operation: AutocastOperation, parameters: Sequence[str]) -> str:
     """Returns the path of the object that holds a parameter of an operation, or of a lone parameter."""
     own = [argument for argument in operation.arguments if argument.split("/")[0] in parameters]
     last = next(reversed(own or operation.arguments), "")

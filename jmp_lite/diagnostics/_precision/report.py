@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ..._dtypes import DTypeName
 from ..._float8.action import FLOAT8
 from ..._text import Shown, aligned, power, shortened, wrapped
 
@@ -122,7 +123,7 @@ class PrecisionReport(Shown):
     measure: str
     tolerance: float
     kept: tuple[str, ...] | None = None
-    rules: dict[str, str] | None = None
+    rules: dict[str, DTypeName] | None = None
     change: str = ""
     with_rules: Difference | None = None
 

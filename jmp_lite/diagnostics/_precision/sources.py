@@ -7,19 +7,21 @@ back to float32. So a source is a remedy that a user can write, where a scope is
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..._autocast.report.operations import has_floating
-from ..._jaxpr.arguments import Arguments
-from ..._jaxpr.inner import Role, inner_jaxprs
-from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import (
+from ..._autocast import has_floating
+from ..._jaxpr import (
+    Arguments,
+    Category,
     Equation,
     Jaxpr,
+    Role,
     Var,
     calling_line,
     equations,
+    inner_jaxprs,
     is_literal,
     is_transposed,
     open_jaxpr,
+    traits_of,
 )
 from .._values.reference import is_narrow
 from .._values.sites import line_of

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..._autocast.planning.plan import Decision, Plan
+from ..._autocast import Decision, Plan
 from ..._float8.quantize import BACKWARD, FORWARD, step_of
-from ..._jaxpr.read import Array, Equation
+from ..._jaxpr import Array, Equation
 from .._values.probe import TapValue
 from .._values.sites import Site, SiteKind
 from .._values.trace import LossProgram, Tapped

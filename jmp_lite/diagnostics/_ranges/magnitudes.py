@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._autocast.planning.plan import Decision, Move, Take
-from ..._jaxpr.read import Array, Equation
+from ..._autocast import Decision, Move, Take
+from ..._jaxpr import Array, Equation
 from ..._tree import is_floating
 from .._values.probe import Probe, TapValue, maxima
 from .._values.sites import Site, SiteKind, in_half

@@ -6,13 +6,9 @@ from typing import Any, ParamSpec, Unpack
 
 import jax.numpy as jnp
 
-from ..._autocast.planner import Planner
-from ..._autocast.planning.plan import Plan
-from ..._autocast.planning.rules import Rules
-from ..._autocast.planning.wanted import Wanted
+from ..._autocast import Plan, Planner, Rules, Wanted
 from ..._dtypes import DTypeLike
-from ..._jaxpr.arguments import in_two_calls
-from ..._jaxpr.read import open_jaxpr
+from ..._jaxpr import in_two_calls, open_jaxpr
 from .._values.case import Case, Options, tool
 from .._values.reference import has_value
 from .._values.sites import in_half
@@ -45,8 +41,8 @@ def profile_ranges(
         dtype: `jnp.float16` or `jnp.bfloat16`, or a name. With `"float8"` the report also counts the
             operands of products that fp8 flushes to zero. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
-        options: `loss_scale`, `argnums`, `has_aux` and `transform`, as in `doctor`. The scale is rounded down
-            to a power of two.
+        options: `loss_scale`, `argnums`, `has_aux` and `value_and_grad_fn`, as in `doctor`. The scale is
+            rounded down to a power of two.
 
     Returns:
         A function of the arguments of `fun` that returns a `RangeReport`. Call it outside `jit`.

@@ -7,8 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import Array
+from ..._jaxpr import Array, Category, traits_of
 from .._values.probe import Probe, TapValue
 from .._values.sites import Path, Site, SiteKind
 from .._values.trace import LossProgram, Measured, Tapped

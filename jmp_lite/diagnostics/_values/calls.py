@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from ..._jaxpr import calls
-from ..._jaxpr.inner import Inner, inner_jaxprs
-from ..._jaxpr.read import Array
+from ..._jaxpr import Array, Inner, cond, inner_jaxprs, remat, scan, shard_map, while_loop
 from .probe import Probe, TapValue
 from .sites import Path, Point, Where
 from .tap import STEPS, Handler, Records, Tap, as_arrays
@@ -89,7 +87,7 @@ def _inline(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
 def _remat(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
     ((inner, inside),) = _parts(point)
     body = _Body(tap, inner, inside, operands)
-    arrays, records = calls.remat(point.equation, [body], as_arrays(operands))
+    arrays, records = remat(point.equation, [body], as_arrays(operands))
     tap.records.update(records)
     return [value._replace(array=array) for value, array in zip(body.results, arrays)]
 
@@ -100,7 +98,7 @@ def _cond(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
     bodies = [_Body(tap, inner, inside, operands) for inner, inside in _parts(point)]
     shapes = [jax.eval_shape(body, *arrays[1:])[1] for body in bodies]
     empty = tap.empty({path: shape for records in shapes for path, shape in records.items()})
-    arrays, records = calls.cond(point.equation, bodies, arrays, empty)
+    arrays, records = cond(point.equation, bodies, arrays, empty)
     tap.records.update(records)
     results = tap.leave(point, bodies[0].results, arrays)
     for number, result in enumerate(results):  # A result may come from any branch.
@@ -119,7 +117,7 @@ def _shard_map(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValu
     shards = math.prod(mesh.shape[name] for name in mesh.axis_names if name in manual)
     inside = inside.loop("shard_map", shards)
     body = _Body(tap, inner, inside, operands, functools.partial(tap.enter, point, inside))
-    arrays, records = calls.shard_map(equation, [body], as_arrays(operands))
+    arrays, records = shard_map(equation, [body], as_arrays(operands))
     if tap.probe.adds:
         records = {path: functools.reduce(tap.probe.join, record) for path, record in records.items()}
     tap.records.update(records)
@@ -144,7 +142,7 @@ def _scan(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
     slices = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in arrays[last:]]
     shapes = body.trace_until_stable(*arrays[first:last], *slices)
     joined = _Joined(tap.probe, tap.empty(shapes)) if tap.probe.adds else None
-    arrays, records = calls.scan(equation, [body], arrays, joined)
+    arrays, records = scan(equation, [body], arrays, joined)
     tap.records.update(records)
     return tap.leave(point, body.results, arrays)
 
@@ -162,7 +160,7 @@ def _while(tap: Tap, point: Point, operands: list[TapValue]) -> list[TapValue]:
     empty = tap.empty(body.trace_until_stable(*arrays[condition.constants + inner.constants :]))
     keeper = _Joined(tap.probe, empty) if tap.probe.adds else _Kept(tap.probe, empty, (*inside.path, STEPS))
     bodies = [lambda *carry: (test(*carry), {}), body]
-    arrays, records = calls.while_loop(point.equation, bodies, arrays, keeper, MOST_ITERATIONS)
+    arrays, records = while_loop(point.equation, bodies, arrays, keeper, MOST_ITERATIONS)
     tap.records.update(records)
     if not tap.probe.adds:
         tap.loops[inside.path] = inside.line

@@ -15,20 +15,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from ..._autocast.api import given_rules, make_plan, run, settings_of
-from ..._autocast.planner import Planner
-from ..._autocast.planning.plan import Plan
-from ..._autocast.planning.rules import Rules, make_rules
-from ..._autocast.report.operations import Operation, operations_of
+from ..._autocast import (
+    AutocastOperation,
+    Plan,
+    Planner,
+    Rules,
+    given_rules,
+    make_plan,
+    make_rules,
+    operations_of,
+    run,
+    settings_of,
+)
 from ..._dtypes import DTypeLike
-from ..._jaxpr import arguments
-from ..._jaxpr.arguments import check_function
-from ..._jaxpr.precision import configured_precision, only_own_precisions, params_with_precision
-from ..._jaxpr.read import Array, constants, equations, with_equations
+from ..._jaxpr import (
+    Array,
+    check_function,
+    configured_precision,
+    constants,
+    equations,
+    only_own_precisions,
+    params_with_precision,
+    with_equations,
+)
+from ..._jaxpr import trace as trace_call
 from ..._paths import argument_names
+from ..._scaling.loss_scale import LossScaleLike, NoOpLossScale, as_loss_scale
 from ..._tree import is_traced
 from .reference import is_narrow
-from .trace import LossCall, LossProgram, Transform, trace
+from .trace import LossCall, LossProgram, ValueAndGrad, trace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,10 +52,10 @@ T = TypeVar("T")
 class Options(TypedDict, total=False):
     """The options of every tool, as `doctor` documents them."""
 
-    loss_scale: Any
+    loss_scale: LossScaleLike | None
     argnums: int | Sequence[int] | Any
     has_aux: bool
-    transform: Transform | None
+    value_and_grad_fn: ValueAndGrad | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +80,7 @@ class Case:
             raise TypeError(f"{question.caller} reads values. Call it outside jit, on arrays.")
         self.arguments = _with_arrays(call, args), kwargs
         with only_own_precisions():
-            self.traced = arguments.trace(call.fun, *self.arguments, True, (np.ndarray,))
+            self.traced = trace_call(call.fun, *self.arguments, True, (np.ndarray,))
         self.plain = make_rules(jnp.float32)
 
     @functools.cached_property
@@ -112,13 +127,13 @@ class Case:
         planner.scopes.check()
         return planner, plan
 
-    def operations(self, rules: Rules) -> list[Operation]:
+    def operations(self, rules: Rules) -> list[AutocastOperation]:
         """Returns the operations of the function, as autocast runs them by some rules."""
         _, plan = self.planned(rules)
         return list(operations_of(plan, rules.dtype, "", 1, self.traced.names, {}))
 
     @functools.cached_property
-    def before(self) -> list[Operation]:
+    def before(self) -> list[AutocastOperation]:
         """The operations of the function as it is."""
         return self.operations(self.plain)
 
@@ -144,14 +159,14 @@ class Case:
         return trace(call, *self.arguments)
 
 
-def gives_half(operation: Operation) -> bool:
+def gives_half(operation: AutocastOperation) -> bool:
     """Whether an operation returns half values, or rounds to few digits."""
     return any(map(is_narrow, operation.results)) or operation.name == "reduce_precision"
 
 
 def _with_arrays(call: LossCall, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns arguments with the Python numbers that `jax.value_and_grad` differentiates as arrays."""
-    if call.transform is not jax.value_and_grad:
+    if call.value_and_grad_fn is not jax.value_and_grad:
         return args
     argnums = call.argnums if isinstance(call.argnums, Sequence) else (call.argnums,)
     is_number = lambda leaf: isinstance(leaf, (float, complex)) and not isinstance(leaf, np.generic)
@@ -197,26 +212,26 @@ def _asked(
     fun: Callable[..., Any],
     dtype: DTypeLike | None,
     default: DTypeLike,
-    loss_scale: Any = None,
+    loss_scale: LossScaleLike | None = None,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    transform: Transform | None = jax.value_and_grad,
+    value_and_grad_fn: ValueAndGrad | None = jax.value_and_grad,
 ) -> Question:
     check_function(caller, fun)
-    if transform is None and (dtype is not None or loss_scale is not None):
+    if value_and_grad_fn is None and (dtype is not None or loss_scale is not None):
         raise ValueError(
             f"{caller}: a step has its own dtypes and loss scale. Leave dtype and loss_scale out, or give "
-            f"the loss function without transform=None. Got {dtype!r} and {loss_scale!r}."
+            f"the loss function without value_and_grad_fn=None. Got {dtype!r} and {loss_scale!r}."
         )
     scale = scale_of(caller, loss_scale)
     is_autocast = settings_of(fun) is not None
-    default = jnp.float32 if transform is None else default
+    default = jnp.float32 if value_and_grad_fn is None else default
     plain, rules = given_rules(caller, fun, dtype, default)
     if rules.dtype == jnp.float32 != np.dtype(default):
         raise ValueError(f"{caller} compares float16 or bfloat16 with float32. Got float32.")
     return Question(
         caller=caller,
-        call=LossCall(plain, argnums, has_aux, transform),
+        call=LossCall(plain, argnums, has_aux, value_and_grad_fn),
         rules=rules,
         is_autocast=is_autocast,
         is_given=dtype is not None,
@@ -225,17 +240,17 @@ def _asked(
     )
 
 
-def scale_of(caller: str, loss_scale: Any) -> float:
+def scale_of(caller: str, loss_scale: LossScaleLike | None) -> float:
     """Returns the value of a loss scale or a number; 1 for None."""
-    value = 1.0 if loss_scale is None else getattr(loss_scale, "loss_scale", loss_scale)
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
+    scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
+    if scale is None:
         raise TypeError(
             f"{caller}: loss_scale should be None, a number, or a loss scale such as "
             f"jmp.get_loss_scale(opt_state) or jmp.DynamicLossScale(). Got {type(loss_scale).__name__}."
         )
-    if is_traced(value):
+    if is_traced(scale.loss_scale):
         raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
-    number = float(np.asarray(value).reshape(()))
+    number = float(np.asarray(scale.loss_scale).reshape(()))
     if not 0 < number < np.inf:
         raise ValueError(f"{caller}: loss_scale should be above 0 and finite. Got {number}.")
     return number

@@ -11,8 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
-from ..._jaxpr.primitives import traits_of
-from ..._jaxpr.read import Equation, Jaxpr, Var, all_equations, is_literal, source_line
+from ..._jaxpr import Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
 from .source import Written, operands_at
 
 Numbers = Mapping[tuple[str, np.dtype, float], Written]

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.planning.plan import Decision
-from ..._jaxpr.read import Array, Equation
+from ..._autocast import Decision
+from ..._jaxpr import Array, Equation
 from .sites import Path, Site
 
 

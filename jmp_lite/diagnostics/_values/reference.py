@@ -18,22 +18,28 @@ from jax import lax
 
 from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
 from ..._float8.quantize import quantize
-from ..._jaxpr.bind import bind, cast
-from ..._jaxpr.calls import CALLS, Outputs, while_loop
-from ..._jaxpr.inner import Inner, inner_jaxprs
-from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
-from ..._jaxpr.read import (
+from ..._jaxpr import (
+    CALLS,
+    PRIMITIVES,
     Array,
+    Category,
     Equation,
+    Inner,
     Jaxpr,
+    Outputs,
     Var,
     all_equations,
+    bind,
+    cast,
     constants,
     context_of,
     flags_of,
+    inner_jaxprs,
     open_jaxpr,
+    replay,
+    traits_of,
+    while_loop,
 )
-from ..._jaxpr.replay import replay
 from .calls import INLINE, MOST_ITERATIONS
 from .numbers import Numbers, written_number
 

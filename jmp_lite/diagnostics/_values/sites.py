@@ -9,11 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._autocast.planning.plan import Decision, Plan
-from ..._autocast.planning.states import Kind
+from ..._autocast import Decision, Kind, Plan
 from ..._dtypes import HALF_DTYPES
-from ..._jaxpr import read
-from ..._jaxpr.read import Array, Equation, Var
+from ..._jaxpr import (
+    Array,
+    Equation,
+    Var,
+    call_scope,
+    calling_line,
+    describe,
+    is_literal,
+    is_recomputed,
+    is_transposed,
+    scope_of,
+    source_line,
+)
 from ..._paths import visible_scope
 
 Path = tuple[int, ...]
@@ -64,7 +74,7 @@ class Site:
     @property
     def array(self) -> str:
         """The dtype and shape in words, such as `float16[8,128]`."""
-        return read.describe(jax.ShapeDtypeStruct(self.shape, self.dtype))
+        return describe(jax.ShapeDtypeStruct(self.shape, self.dtype))
 
     @property
     def place(self) -> str:
@@ -126,7 +136,7 @@ class Point(NamedTuple):
         (equation, where, _), decision = self, self.decision
         return Where(
             self.path(number),
-            read.call_scope(_without_repeats(read.scope_of(equation, where.scope)), equation),
+            call_scope(_without_repeats(scope_of(equation, where.scope)), equation),
             _direction(equation, where.direction),
             where.loops,
             line_of(equation) or where.line,
@@ -150,12 +160,12 @@ class Point(NamedTuple):
             operands=tuple(described) if is_operation else (),
             numbers=tuple(numbers) if is_operation else (),
             sources=(*(value.source for value in operands), *(None for _ in exponents)),
-            module=visible_scope(_without_repeats(read.scope_of(equation, where.scope))),
+            module=visible_scope(_without_repeats(scope_of(equation, where.scope))),
             argument=_argument_of(operands),
             last_parameter=last_parameter_of(operands),
             line=line_of(equation) or where.line,
             direction=_direction(equation, where.direction),
-            caller=read.calling_line(equation),
+            caller=calling_line(equation),
         )
 
 
@@ -175,14 +185,14 @@ def _argument_of(operands: Sequence[Any]) -> str:
 def _described(var: Var, value: Any) -> str:
     if value.number is not None:
         return f"{value.number:.4g}"
-    return str(var.val) if read.is_literal(var) else read.describe(var.aval)
+    return str(var.val) if is_literal(var) else describe(var.aval)
 
 
 def _number(var: Var, value: Any) -> float | None:
     """Returns the number of an operand that is known while tracing."""
     if value.number is not None:
         return float(f"{value.number:.4g}")  # As it is shown.
-    is_number = read.is_literal(var) and jnp.issubdtype(var.aval.dtype, jnp.number)
+    is_number = is_literal(var) and jnp.issubdtype(var.aval.dtype, jnp.number)
     return None if not is_number or jnp.issubdtype(var.aval.dtype, jnp.complexfloating) else float(var.val)
 
 
@@ -192,16 +202,16 @@ def in_half(value: Any) -> bool:
 
 
 def _direction(equation: Equation, around: str) -> str:
-    if read.is_recomputed(equation):
+    if is_recomputed(equation):
         return "recomputed"
     if around != "forward":
         return around
-    return "backward" if read.is_transposed(equation) else "forward"
+    return "backward" if is_transposed(equation) else "forward"
 
 
 def line_of(equation: Equation) -> str:
     """Returns the line of the program that an equation comes from; empty if JAX knows none."""
-    return read.source_line(equation).removeprefix("<unknown>")
+    return source_line(equation).removeprefix("<unknown>")
 
 
 def _without_repeats(scope: str) -> str:

@@ -15,11 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jaxpr.bind import bind
-from ..._jaxpr.calls import Side
-from ..._jaxpr.primitives import traits_of
-from ..._jaxpr.read import Array, Equation, Jaxpr, Var, constants, context_of
-from ..._jaxpr.replay import replay
+from ..._jaxpr import Array, Equation, Jaxpr, Side, Var, bind, constants, context_of, replay, traits_of
 from ..._tree import is_floating
 from .probe import Probe, TapValue
 from .sites import Path, Point, Site, SiteKind, Where, last_parameter_of

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ..._autocast.planning.plan import Plan
-from ..._jaxpr import arguments
-from ..._jaxpr.read import Array, Jaxpr, constants, without_constants
+from ..._autocast import Plan
+from ..._jaxpr import Array, Jaxpr, constants, without_constants
+from ..._jaxpr import trace as trace_call
 from ..._paths import leaf_names, positional_names
 from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import StaticLossScale
@@ -34,7 +34,7 @@ The low optimization level halves the compile time of a program that runs only a
 """
 
 
-Transform: TypeAlias = Callable[..., Callable[..., Any]]
+ValueAndGrad: TypeAlias = Callable[..., Callable[..., Any]]
 """Returns a function for the value and the gradients of a loss function, as `jax.value_and_grad` does."""
 
 
@@ -45,7 +45,7 @@ class LossCall:
     fun: Callable[..., Any]
     argnums: int | Sequence[int] | Any
     has_aux: bool
-    transform: Transform | None  # None for a step, which runs as it is.
+    value_and_grad_fn: ValueAndGrad | None  # None for a step, which runs as it is.
 
     @property
     def differentiated(self) -> tuple[str, ...]:
@@ -96,14 +96,12 @@ class LossProgram:
 def trace(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossProgram:
     """Traces a loss function and its backward pass, or a step; the loss scale is one more argument."""
     outputs: list[str] = []
-    traced = arguments.trace(
-        _run(call, outputs), args, {**kwargs, _SCALE: jnp.float32(1)}, True, (np.ndarray,)
-    )
+    traced = trace_call(_run(call, outputs), args, {**kwargs, _SCALE: jnp.float32(1)}, True, (np.ndarray,))
     fixed = constants(traced.jaxpr)
     names = (*("" for _ in fixed), *traced.names)
     arrays = (*fixed, *traced.arrays)
     jaxpr, scale = without_constants(traced.jaxpr), names.index(_SCALE)
-    is_step = call.transform is None
+    is_step = call.value_and_grad_fn is None
     return LossProgram(jaxpr, arrays, names, scale, tuple(outputs), call.differentiated, is_step)
 
 
@@ -113,11 +111,11 @@ def _run(call: LossCall, outputs: list[str]) -> Callable[..., Any]:
     @functools.wraps(call.fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         scale = StaticLossScale(kwargs.pop(_SCALE))
-        if call.transform is None:
+        if call.value_and_grad_fn is None:
             floating = _floating(call.fun(*args, **kwargs))
             outputs[:] = floating
             return list(floating.values())
-        scaled = value_and_grad(call.fun, scale, call.argnums, call.has_aux, call.transform)
+        scaled = value_and_grad(call.fun, scale, call.argnums, call.has_aux, call.value_and_grad_fn)
         value, grads = scaled(*args, **kwargs)
         floating = _floating(grads)
         outputs[:] = ["", *floating]

@@ -37,7 +37,7 @@ OFF = [run for run in WRONG if run.step and not run.operation]
 
 def report_of(run):
     if run.step:
-        return find_nonfinite(run.given, transform=None)(*run.args)
+        return find_nonfinite(run.given, value_and_grad_fn=None)(*run.args)
     return find_nonfinite(run.given, loss_scale=run.scale)(*run.args)
 
 
@@ -87,7 +87,9 @@ def test_an_overflow_that_ends_in_finite_numbers(run):
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("run", OVERFLOWS, ids=lambda run: run.name)
 def test_doctor_names_an_overflow_that_ends_in_finite_numbers(run):
-    finding = doctor(run.fun, device=None, **({"transform": None} if run.step else {}))(*run.args).findings[0]
+    finding = doctor(run.fun, device=None, **({"value_and_grad_fn": None} if run.step else {}))(
+        *run.args
+    ).findings[0]
     assert finding.severity == "not finite"
     assert any(line in finding.where for line in run.lines)
 
@@ -96,7 +98,7 @@ def test_doctor_names_an_overflow_that_ends_in_finite_numbers(run):
 def test_doctor_names_what_a_step_loses(run):
     (finding,) = (
         f
-        for f in doctor(run.fun, transform=None, device=None)(*run.args).findings
+        for f in doctor(run.fun, value_and_grad_fn=None, device=None)(*run.args).findings
         if f.severity == "accuracy"
     )
     assert run.says.lower() in finding.what.lower()
@@ -104,7 +106,7 @@ def test_doctor_names_what_a_step_loses(run):
 
 @pytest.mark.parametrize("run", cases(OFF))
 def test_doctor_names_the_line_that_a_wrong_step_casts_in(run):
-    (finding,) = doctor(run.fun, transform=None, device=None)(*run.args).findings
+    (finding,) = doctor(run.fun, value_and_grad_fn=None, device=None)(*run.args).findings
     assert "Then the error is 0.0e+00." in finding.advice
     assert any(line in finding.advice for line in run.lines)
 

@@ -185,16 +185,16 @@ def test_an_inf_that_a_step_tests_for_is_named_though_its_results_are_finite():
         new = w / x
         return jnp.where(jnp.isfinite(new).all(), new, w)
 
-    report = find_nonfinite(step, transform=None)(w, 0 * w)
+    report = find_nonfinite(step, value_and_grad_fn=None)(w, 0 * w)
     assert report.is_finite
     assert report.cause.operation == "div"
 
 
 def test_a_step_has_its_own_scale_and_dtypes():
     with pytest.raises(ValueError, match=r"Leave dtype and loss_scale out.*Got None and 2.0"):
-        find_nonfinite(lambda w: w, transform=None, loss_scale=2.0)
+        find_nonfinite(lambda w: w, value_and_grad_fn=None, loss_scale=2.0)
     with pytest.raises(ValueError, match=r"Leave dtype and loss_scale out.*Got 'float16' and None"):
-        doctor(lambda w: w, "float16", transform=None)
+        doctor(lambda w: w, "float16", value_and_grad_fn=None)
 
 
 def test_errors_say_what_was_given():
@@ -203,7 +203,7 @@ def test_errors_say_what_was_given():
         find_nonfinite(3)
     with pytest.raises(TypeError, match=r"loss_scale should be None, a number, or a loss scale.*Got str"):
         find_nonfinite(loss, loss_scale="half")
-    with pytest.raises(ValueError, match=r"above 0 and finite. Got 0"):
+    with pytest.raises(ValueError, match=r"above 0 and finite in float32.*Got 0"):
         find_nonfinite(loss, loss_scale=0.0)
     with pytest.raises(TypeError, match="Call it outside jit"):
         jax.jit(lambda w: find_nonfinite(loss)(w, x).loss)(w)

@@ -117,7 +117,7 @@ def make_step(tx, dtype, compute=jnp.float16):
 @pytest.mark.slow
 def test_a_healthy_step_has_no_findings():
     step, params, state = make_step(jmp.with_loss_scale(optax.adamw(1e-3)), jnp.float32)
-    diagnosis = doctor(step, transform=None, device=None)(params, state, X)
+    diagnosis = doctor(step, value_and_grad_fn=None, device=None)(params, state, X)
     assert [f for f in diagnosis.findings if f.severity != "speed"] == []
     assert diagnosis.nonfinite.loss is None
     assert (
@@ -130,7 +130,7 @@ def test_a_healthy_step_has_no_findings():
 def test_a_step_that_is_skipped_names_the_overflow_that_its_results_do_not_show():
     tx = jmp.with_loss_scale(optax.sgd(1e-3), jmp.DynamicLossScale(2.0**24))
     step, params, state = make_step(tx, jnp.float32)
-    report = find_nonfinite(step, transform=None)(params, state, X * 100)
+    report = find_nonfinite(step, value_and_grad_fn=None)(params, state, X * 100)
     assert report.is_finite  # The update is left out.
     assert report.cause.direction == "backward"
     assert report.cause.what == "inf"
@@ -141,7 +141,7 @@ def test_a_step_that_is_skipped_names_the_overflow_that_its_results_do_not_show(
 @pytest.mark.parametrize(("rate", "is_lost"), [(1e-6, True), (1e-1, False)])
 def test_the_updates_of_bfloat16_parameters_are_lost_at_a_small_rate(rate, is_lost):
     step, params, state = make_step(jmp.with_loss_scale(optax.adam(rate)), jnp.bfloat16, jnp.bfloat16)
-    findings = doctor(step, transform=None, device=None)(params, state, X).findings
+    findings = doctor(step, value_and_grad_fn=None, device=None)(params, state, X).findings
     lost = [f for f in findings if "update is lost" in f.what]
     assert bool(lost) == is_lost
     if is_lost:

@@ -31,7 +31,7 @@ def test_an_nnx_model_is_named_by_its_parameters_and_stays_as_it_is(how):
     else:
         loss = jmp.autocast(loss, jnp.float16)
     before = nnx.state(model)
-    cause = cause_of(loss, model, x, transform=nnx.value_and_grad)
+    cause = cause_of(loss, model, x, value_and_grad_fn=nnx.value_and_grad)
     assert "model/" in cause.argument
     assert cause.result.startswith("float16")
     assert jax.tree.all(jax.tree.map(lambda a, b: a is b, before, nnx.state(model)))
@@ -92,6 +92,6 @@ def test_a_step_with_adam_on_float16_parameters_names_the_state_to_keep_in_float
 
     halves = {"w": jnp.ones((4, 4), jnp.float16), "unused": jnp.ones(4, jnp.float16)}
     batch = jnp.linspace(-1, 1, 12).reshape(3, 4)
-    report = find_nonfinite(train_step, transform=None)(halves, tx.init(halves), batch)
+    report = find_nonfinite(train_step, value_and_grad_fn=None)(halves, tx.init(halves), batch)
     assert "0/unused" in report.gradients
     assert report.remedies[0].change == "pass these arguments in float32: opt_state"

@@ -40,7 +40,7 @@ def test_an_nnx_model_is_split_by_its_objects_and_stays_as_it_is():
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
     loss = lambda model, x, y: (entropy(model(x), y), x)
     value_and_grad = functools.partial(nnx.value_and_grad)
-    report = compare_precision(loss, "bfloat16", has_aux=True, transform=value_and_grad, tolerance=0)(
+    report = compare_precision(loss, "bfloat16", has_aux=True, value_and_grad_fn=value_and_grad, tolerance=0)(
         model, X, Y
     )
     assert {each.module for each in report.modules} == {"model/blocks/0", "model/blocks/1", "model/head"}
@@ -54,7 +54,7 @@ def test_the_layers_of_equinox_are_told_apart_though_they_share_a_scope():
     model = eqx.nn.MLP(16, 4, 16, 2, key=KEY)
     model = eqx.tree_at(lambda m: m.layers[2].weight, model, 1e6 * model.layers[2].weight)
     loss = lambda model, x, y: entropy(jax.vmap(model)(x) / 1e6, y)
-    report = compare_precision(loss, "float16", transform=eqx.filter_value_and_grad)(model, X, Y)
+    report = compare_precision(loss, "float16", value_and_grad_fn=eqx.filter_value_and_grad)(model, X, Y)
     assert {each.module for each in report.modules} == {f"model/layers/{n}" for n in range(3)}
     assert report.modules[0].module == "model/layers/2"
     assert report.rules == {"/model/layers/2": "float32"}

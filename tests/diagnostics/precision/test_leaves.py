@@ -96,7 +96,7 @@ def test_a_step_in_which_a_moment_stays_zero_in_half_alone():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    diagnosis = doctor(step, transform=None, device=None)(LAYER_SCALE, tx.init(LAYER_SCALE), X)
+    diagnosis = doctor(step, value_and_grad_fn=None, device=None)(LAYER_SCALE, tx.init(LAYER_SCALE), X)
     (finding,) = (finding for finding in diagnosis.findings if finding.severity == "accuracy")
     assert finding.what == "0/down changes in float32, and in half it does not."
     assert "the loss is not scaled" in finding.advice

@@ -34,6 +34,7 @@ class _Part(enum.IntEnum):
 
 _LINEAR = frozenset({"add", "concatenate", "neg", "select_n", "sub"})
 _IN_NORMS = frozenset({"div", "integer_pow", "max", "mul", "reduce_sum", "rsqrt", "sqrt", "square"})
+_HALVES = frozenset({Take.HALF, Take.BROADCAST})
 _CALLS = frozenset({"closed_call", "custom_jvp_call", "jit"})
 
 
@@ -45,26 +46,31 @@ def checkpoints(plan: Plan, rules: Rules) -> Plan:
 
 
 def _with_kept(decision: Decision, plan: Plan) -> Decision:
-    """Only a `jax.checkpoint` without a policy keeps inputs in bfloat16.
-
-    A policy may save further values of the forward pass, and the copies would not match them.
-    """
-    op, action = decision.op, decision.action
-    if op.name != "remat2" or op.equation.effects or not isinstance(action, Call):
+    action = decision.action
+    if not isinstance(action, Call) or not _may_keep(decision.op):
         return decision
-    if op.equation.params["policy"] is not None or is_differentiated(op.equation):
-        return decision
-    (inside,), invars = action.inner, op.equation.invars
+    (inside,) = action.inner
     inputs = zip(inside.inner.operands, open_jaxpr(inside.inner.jaxpr).invars)
     kept = tuple(
         index
         for index, var in inputs
-        if not is_literal(invars[index])
-        and plan.states[invars[index]] == FLOAT32
-        and var.aval.ndim
-        and _is_stream(inside.plan, var)
+        if _is_float32_array(decision.op.equation.invars[index], plan) and _is_stream(inside.plan, var)
     )
     return dataclasses.replace(decision, action=dataclasses.replace(action, kept=kept))
+
+
+def _may_keep(op: Op) -> bool:
+    """Whether an operation is a `jax.checkpoint` without a policy.
+
+    A policy may save further values of the forward pass, and the copies would not match them.
+    """
+    if op.name != "remat2" or op.equation.effects:
+        return False
+    return op.equation.params["policy"] is None and not is_differentiated(op.equation)
+
+
+def _is_float32_array(var: Var, plan: Plan) -> bool:
+    return not is_literal(var) and plan.states[var] == FLOAT32 and var.aval.ndim > 0
 
 
 def _is_stream(plan: Plan, var: Var) -> bool:
@@ -74,32 +80,31 @@ def _is_stream(plan: Plan, var: Var) -> bool:
 
 
 def _follow(plan: Plan, parts: dict[Var, _Part]) -> list[_Part] | None:
-    """Returns which part each output is, given that of some inputs; None if another operation reads one."""
+    """Classifies the outputs as stream or norm. None if an operation that is neither reads the stream."""
+
+    def part_of(var: Var) -> _Part:
+        return _Part.NONE if is_literal(var) else parts.get(var, _Part.NONE)
+
     for decision in plan.decisions:
-        invars, outvars = decision.op.equation.invars, decision.op.equation.outvars
-        taken = [_Part.NONE if is_literal(var) else parts.get(var, _Part.NONE) for var in invars]
-        if not any(taken):
-            continue
-        results = _results(decision, taken)
-        if results is None:
-            return None
-        for var, state, part in zip(outvars, decision.results, results):
-            parts[var] = _Part.NONE if state.is_half else part
-    outvars = open_jaxpr(plan.jaxpr).outvars
-    return [_Part.NONE if is_literal(var) else parts.get(var, _Part.NONE) for var in outvars]
+        taken = list(map(part_of, decision.op.equation.invars))
+        if any(taken):
+            results = _results(decision, taken)
+            if results is None:
+                return None
+            for var, state, part in zip(decision.op.equation.outvars, decision.results, results):
+                parts[var] = _Part.NONE if state.is_half else part
+    return list(map(part_of, open_jaxpr(plan.jaxpr).outvars))
 
 
 def _results(decision: Decision, taken: list[_Part]) -> Sequence[_Part] | None:
     """Returns which part each result of an operation is, given that of its operands; None as in `_follow`."""
-    op, action = decision.op, decision.action
-    count = len(op.equation.outvars)
+    op, count = decision.op, len(decision.op.equation.outvars)
     if decision.category is Category.CALL:
         return _results_of_call(decision, taken) if op.name in _CALLS else None
-    if isinstance(action, Skip):  # A cast that changes nothing.
+    if isinstance(decision.action, Skip):  # A cast that changes nothing.
         return taken
     if decision.takes:
-        halves = (Take.HALF, Take.BROADCAST)
-        taken = [_Part.NONE if take in halves else part for take, part in zip(decision.takes, taken)]
+        taken = [_Part.NONE if take in _HALVES else part for take, part in zip(decision.takes, taken)]
     if not any(taken):
         return (_Part.NONE,) * count
     if decision.category is Category.MOVE:

@@ -17,7 +17,20 @@ import itertools
 from collections.abc import Iterable
 
 from ...._jaxpr.read import Equation, Var, is_literal
-from ..plan import Call, Decision, Move, Pairs, Plan, Product, Recompute, Run, Skip, Take, WeightGradient
+from ..plan import (
+    Call,
+    Decision,
+    Inside,
+    Move,
+    Pairs,
+    Plan,
+    Product,
+    Recompute,
+    Run,
+    Skip,
+    Take,
+    WeightGradient,
+)
 from ..rules import Rules
 
 _IN_FLOAT32 = (Take.FLOAT32, Take.BROADCAST)
@@ -33,36 +46,62 @@ def pairs(plan: Plan, rules: Rules) -> Plan:
 
 def _find_pairs(plan: Plan) -> Pairs:
     inside = plan.analysis.inside
-    sources: dict[Var, Var] = {}  # For each moved half variable the one that was moved.
-    meets: collections.Counter[Var] = collections.Counter()
-    read: set[Var] = set()
-
-    def is_half(var: Var) -> bool:
-        return not is_literal(var) and plan.states[var].is_half
-
-    def note(variables: Iterable[Var]) -> None:
-        # An operation that reads a variable twice counts once: its cotangents meet in the operation.
-        for var in set(filter(is_half, variables)):
-            read.add(var)
-            meets[sources.get(var, var)] += 1
-
-    moves: list[tuple[Var, Var]] = []  # Of half variables, in order: the result and the operand.
+    readers = _Readers(plan)
     for decision in plan.decisions:
-        note(_read_in_float32(decision))
-        for out, operand in _moved(decision):
-            if is_half(operand) and is_half(out):
-                sources[out] = sources.get(operand, operand)
-                moves.append((out, operand))
+        readers.note(_read_in_float32(decision))
+        readers.note_moves(decision)
     for out in inside.outvars:
-        note([out])
-    for out, operand in reversed(moves):
-        if out in read:
-            read.add(operand)
-    inputs = set(inside.invars)
-    starts = {var for var, count in meets.items() if count > 1}
-    begins = (sources.get(out, out) if is_half(out) else None for out in inside.outvars)
-    outputs = tuple(var is not None and (var in starts or var in inputs) for var in begins)
-    return Pairs(frozenset(starts), frozenset(read), outputs)
+        readers.note([out])
+    read = readers.before_moves()
+    starts = frozenset(var for var, count in readers.count.items() if count > 1)
+    leads_out = starts.union(inside.invars)
+    outputs = tuple(readers.is_half(out) and readers.origin(out) in leads_out for out in inside.outvars)
+    return Pairs(starts, read, outputs)
+
+
+class _Readers:
+    """The float32 readers of the half values of a plan, found in one walk forwards.
+
+    Attributes:
+        count: how many readers each half value has, also behind moves.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._states = plan.states
+        self.count: collections.Counter[Var] = collections.Counter()
+        self._read: set[Var] = set()
+        self._origins: dict[Var, Var] = {}  # For each moved half variable the one that was moved.
+        self._moves: list[tuple[Var, Var]] = []  # Of half variables, in order: the result and the operand.
+
+    def is_half(self, var: Var) -> bool:
+        return not is_literal(var) and self._states[var].is_half
+
+    def origin(self, var: Var) -> Var:
+        """Returns the half variable of which `var` is a moved one."""
+        return self._origins.get(var, var)
+
+    def note(self, variables: Iterable[Var]) -> None:
+        """Notes that one operation reads some variables, if they are half.
+
+        An operation that reads a variable twice counts once: its cotangents meet in the operation.
+        """
+        for var in set(filter(self.is_half, variables)):
+            self._read.add(var)
+            self.count[self.origin(var)] += 1
+
+    def note_moves(self, decision: Decision) -> None:
+        """Notes the half values that a decision moves."""
+        for out, operand in _moved(decision):
+            if self.is_half(operand) and self.is_half(out):
+                self._origins[out] = self.origin(operand)
+                self._moves.append((out, operand))
+
+    def before_moves(self) -> frozenset[Var]:
+        """Returns the half variables that are read in float32: by an operation, or after a move."""
+        for out, operand in reversed(self._moves):
+            if out in self._read:
+                self._read.add(operand)
+        return frozenset(self._read)
 
 
 def _with_paths(decision: Decision, pairs: Pairs) -> Decision:
@@ -104,10 +143,15 @@ def _read_in_float32(decision: Decision) -> Iterable[Var]:
             sums = [_broadcast(*each) for each in action.sums.values()]
             return (*action.region.sources, *action.region.extras, *itertools.chain(*sums))
         case Call():
-            entering = [pair for each in action.inner for pair in zip(each.inner.operands, each.enter)]
-            indexes = {index for index, take in entering if take is Take.HOISTED or take in _IN_FLOAT32}
-            return [invars[index] for index in indexes.union(*(each.reads for each in action.inner))]
+            return [invars[index] for index in set(itertools.chain(*map(_entering_in_float32, action.inner)))]
     return ()
+
+
+def _entering_in_float32(inside: Inside) -> Iterable[int]:
+    """Returns the indexes of the operands of a call that one of its jaxprs reads in float32."""
+    taken = zip(inside.inner.operands, inside.enter)
+    in_float32 = [index for index, take in taken if take is Take.HOISTED or take in _IN_FLOAT32]
+    return (*in_float32, *inside.reads)
 
 
 def _broadcast(equation: Equation, action: Run) -> list[Var]:

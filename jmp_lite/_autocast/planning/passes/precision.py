@@ -9,6 +9,7 @@ import dataclasses
 from ...._jaxpr.precision import params_with_precision
 from ...._jaxpr.primitives import Category
 from ...._jaxpr.read import AUTOCAST_SCOPE, is_float32
+from ..op import Op
 from ..plan import Decision, Plan, Product, Run
 from ..rules import Rules
 
@@ -24,11 +25,15 @@ def _with_precision(decision: Decision, plan: Plan, rules: Rules) -> Decision:
     action, op = decision.action, decision.op
     if decision.category is Category.CALL or not isinstance(action, (Run, Product)) or decision.takes_half:
         return decision
-    is_inside = AUTOCAST_SCOPE in plan.analysis.context.scope_of(op)
-    if op.traits.category is Category.ALLOW and is_inside and not any(map(is_float32, op.equation.invars)):
-        return decision
     params = params_with_precision(op.equation, rules.precision)
-    if not params:
+    if not params or _is_of_another_autocast(op, plan):
         return decision
     action = dataclasses.replace(action, params={**params, **action.params})
     return dataclasses.replace(decision, action=action, changed=True)
+
+
+def _is_of_another_autocast(op: Op, plan: Plan) -> bool:
+    """Whether an operation is a half matmul of another autocast."""
+    is_inside = AUTOCAST_SCOPE in plan.analysis.context.scope_of(op)
+    is_product = op.traits.category is Category.ALLOW
+    return is_product and is_inside and not any(map(is_float32, op.equation.invars))

@@ -5,14 +5,14 @@ only these.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 
 from ...._jaxpr.primitives import Category
 from ...._jaxpr.read import Equation, Var
-from ..op import Readers
 from ..plan import Decision, Plan, Recompute, Run, Skip, Take
 from ..rules import Rules
-from ..softmaxes import Region
+from ..softmaxes import Barrier, Region
 from ..states import FLOAT32, HALF
 
 _OF_ACTIVATIONS = {Category.DENY, Category.INFER}
@@ -22,34 +22,40 @@ _OF_SOFTMAXES = set(Category) - {Category.ALLOW}
 def recompute(plan: Plan, rules: Rules) -> Plan:
     """Replaces the last operation of each region by the region, and skips the others."""
     del rules
-    analysis, decisions = plan.analysis, list(plan.decisions)
-    if not analysis.regions:
-        return plan
-    regions: dict[int, Region] = {}  # Those that are computed again, by their last operation.
-    for index, decision in enumerate(decisions):
-        region = analysis.region_of(decision.op, analysis.demand.of_results(decision.op))
-        if region is not None and decision.gives_half and _is_half(region, plan, decisions):
-            regions[index] = region
+    regions = _regions(plan)
     if not regions:
         return plan
     sums = _sums(plan, regions)
-    indexes = _skipped(analysis.readers, plan, regions).union(index for index, _ in sums.values())
+    decisions = list(plan.decisions)
     for index, region in regions.items():
         decisions[index] = _recomputed(region, plan, sums)
-    for index in indexes:
-        results = tuple(FLOAT32 if state.is_half else state for state in decisions[index].results)
-        reason = "part of that activation function or softmax"
-        decisions[index] = dataclasses.replace(
-            decisions[index], action=Skip(), results=results, reason=reason
-        )
+    for index in _inner(plan, regions).union(index for index, _ in sums.values()):
+        decisions[index] = _skipped(decisions[index])
     return plan.with_decisions(decisions)
 
 
-def _is_half(region: Region, plan: Plan, decisions: Sequence[Decision]) -> bool:
+def _regions(plan: Plan) -> dict[int, Region]:
+    """Returns the regions that are computed again, by their last operation."""
+    analysis = plan.analysis
+    regions: dict[int, Region] = {}
+    for index, decision in enumerate(plan.decisions if analysis.regions else ()):
+        region = analysis.region_of(decision.op, analysis.demand.of_results(decision.op))
+        if region is not None and decision.gives_half and _is_half(region, plan):
+            regions[index] = region
+    return regions
+
+
+def _skipped(decision: Decision) -> Decision:
+    results = tuple(FLOAT32 if state.is_half else state for state in decision.results)
+    reason = "part of that activation function or softmax"
+    return dataclasses.replace(decision, action=Skip(), results=results, reason=reason)
+
+
+def _is_half(region: Region, plan: Plan) -> bool:
     """Whether the sources of a region are in half, and no option keeps one of its operations as traced."""
     categories = _OF_SOFTMAXES if region.is_softmax else _OF_ACTIVATIONS
     in_half = all(plan.states[var].is_half for var in region.sources)
-    return in_half and {decisions[index].category for index in region.members} <= categories
+    return in_half and {plan.decisions[index].category for index in region.members} <= categories
 
 
 def _sums(plan: Plan, regions: Mapping[int, Region]) -> dict[Var, tuple[int, Run]]:
@@ -60,14 +66,17 @@ def _sums(plan: Plan, regions: Mapping[int, Region]) -> dict[Var, tuple[int, Run
     The activation function computes them again, so that XLA never writes them: 0.5 % of the time of a
     transformer block of width 4096. If others read a sum too, it would be kept beside the matmul's result.
     """
+    alone = {
+        var
+        for region in regions.values()
+        for var in region.sources
+        if region.barrier is Barrier.CHECKPOINT and plan.analysis.readers.are_only(var, region.members)
+    }
     sums: dict[Var, tuple[int, Run]] = {}
     for index, decision in enumerate(plan.decisions):
-        if isinstance(decision.action, Run) and Take.BROADCAST in decision.action.operands:
-            (out,) = decision.op.equation.outvars
-            for region in regions.values():
-                is_source = out in region.sources and not region.is_softmax and region.needs_products
-                if is_source and plan.analysis.readers.are_only(out, region.members):
-                    sums[out] = index, decision.action
+        action = decision.action
+        if isinstance(action, Run) and Take.BROADCAST in action.operands:
+            sums.update(dict.fromkeys(alone.intersection(decision.op.equation.outvars), (index, action)))
     return sums
 
 
@@ -87,16 +96,19 @@ def _recomputed(region: Region, plan: Plan, sums: Mapping[Var, tuple[int, Run]])
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
 
 
-def _skipped(readers: Readers, plan: Plan, regions: Mapping[int, Region]) -> set[int]:
+def _inner(plan: Plan, regions: Mapping[int, Region]) -> set[int]:
     """Returns the indexes of the operations whose results only regions read."""
-    taken = {var for region in regions.values() for var in (*region.sources, *region.extras)}
-    skipped: set[int] = set()
-    for index in sorted(set().union(*(region.members for region in regions.values())), reverse=True):
+    readers = plan.analysis.readers
+    taken = set(itertools.chain(*((*region.sources, *region.extras) for region in regions.values())))
+    members = sorted(set().union(*(region.members for region in regions.values())), reverse=True)
+    inner: set[int] = set()
+
+    def reads_inside(reader: int, index: int) -> bool:
+        return reader in inner or (reader in regions and index in regions[reader].members)
+
+    for index in members:
         (out,) = plan.decisions[index].op.equation.outvars
-        by_regions = all(
-            reader in skipped or (reader in regions and index in regions[reader].members)
-            for reader in readers.operations[out]
-        )
-        if by_regions and not readers.outputs[out] and out not in taken:
-            skipped.add(index)
-    return skipped
+        is_taken = out in taken or readers.outputs[out] > 0
+        if not is_taken and all(reads_inside(reader, index) for reader in readers.operations[out]):
+            inner.add(index)
+    return inner

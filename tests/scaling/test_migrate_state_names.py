@@ -1,4 +1,4 @@
-"""`resume` is exact or refuses: every parameter gets its own moments, every name its own scale."""
+"""`migrate_state` is exact or refuses: every parameter gets its own moments, every name its own scale."""
 
 import dataclasses
 from collections import OrderedDict
@@ -54,7 +54,7 @@ WRAPPED = {
         lambda state: state[1][1].inner_state,
     ),
     "masters": (
-        lambda tx: jmp.with_loss_scale(jmp.with_master_weights(jmp.cast_state(tx, "float32"))),
+        lambda tx: jmp.with_loss_scale(jmp.with_master_params(jmp.with_half_state(tx, "float32"))),
         lambda state: state.inner_state.inner_state.inner_state,
     ),
 }
@@ -135,7 +135,7 @@ def test_every_parameter_gets_its_own_moments_or_the_state_is_refused(name, chan
     (wrap, old_inner), (wrap_again, inner) = (WRAPPED[wrapped] for wrapped in change)
     tx, old = wrap_again(OPTIMIZERS[name]), distinct(wrap(OPTIMIZERS[name]).init(params))
     try:
-        resumed = jmp.resume(tx, params, FORMS[form](old))
+        resumed = jmp.migrate_state(tx, params, FORMS[form](old))
     except ValueError:
         assert change not in GOING
         return
@@ -158,7 +158,7 @@ def test_a_parameter_that_one_of_the_two_lacks_is_an_error(name, wrap, form, par
     fewer, plain, tx = structure.unflatten(leaves), OPTIMIZERS[name], WRAPPED[wrap][0](OPTIMIZERS[name])
     for before, after in ((params, fewer), (fewer, params)):
         with pytest.raises(ValueError, match="has the parts"):
-            jmp.resume(tx, after, FORMS[form](plain.init(before)))
+            jmp.migrate_state(tx, after, FORMS[form](plain.init(before)))
 
 
 # Masters
@@ -176,36 +176,36 @@ def stepped(tx, params=HALF):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_masters_of_a_renamed_parameter_are_an_error(form):
-    tx = jmp.with_master_weights(optax.sgd(1.0))
+    tx = jmp.with_master_params(optax.sgd(1.0))
     params, state = stepped(tx)
     with pytest.raises(ValueError, match=r"'masters' has the parts \['w'\] there and \['v'\] in tx"):
-        jmp.resume(tx, {"v": params["w"], "b": params["b"]}, FORMS[form](state))
-    resumed = jmp.resume(tx, params, FORMS[form](state))
+        jmp.migrate_state(tx, {"v": params["w"], "b": params["b"]}, FORMS[form](state))
+    resumed = jmp.migrate_state(tx, params, FORMS[form](state))
     np.testing.assert_array_equal(resumed.masters["w"], np.full(2, 1 - 2.0**-14, np.float32))
 
 
 def test_masters_of_other_forms_are_an_error():
-    inside = optax.flatten(jmp.with_master_weights(optax.adam(1e-3)))
-    outside = jmp.with_master_weights(optax.flatten(optax.adam(1e-3)))
+    inside = optax.flatten(jmp.with_master_params(optax.adam(1e-3)))
+    outside = jmp.with_master_params(optax.flatten(optax.adam(1e-3)))
     with pytest.raises(ValueError, match=r"'masters' has the parts \[''\] there and \['b', 'w'\] in tx"):
-        jmp.resume(outside, HALF, stepped(inside)[1])
+        jmp.migrate_state(outside, HALF, stepped(inside)[1])
     with pytest.raises(ValueError, match="'masters' is a dict there and an array in tx"):
-        jmp.resume(inside, HALF, stepped(outside)[1])
+        jmp.migrate_state(inside, HALF, stepped(outside)[1])
 
 
 def test_a_master_is_dropped_by_hand_only():
-    tx = jmp.with_master_weights(optax.sgd(1.0))
+    tx = jmp.with_master_params(optax.sgd(1.0))
     params, state = stepped(tx)
-    wide = {**params, "w": jmp.master_params(state, params)["w"]}
+    wide = {**params, "w": jmp.get_master_params(state, params)["w"]}
     with pytest.raises(ValueError, match=r"'masters' has the parts \['w'\] there and \[\] in tx"):
-        jmp.resume(tx, wide, state)
-    all_wide = jmp.master_params(state, params)
+        jmp.migrate_state(tx, wide, state)
+    all_wide = jmp.get_master_params(state, params)
     with pytest.raises(ValueError, match=r"has the parts \['masters'\] there and \[\] in tx"):
-        jmp.resume(tx, all_wide, state)
+        jmp.migrate_state(tx, all_wide, state)
     # A parameter that is in half now has no master yet, and no half of the masters would be made anew.
     with pytest.raises(ValueError, match=r"'masters' has the parts \[\] there and \['w'\] in tx"):
-        jmp.resume(tx, params, stepped(tx, {**params, "w": jnp.ones(2)})[1])
-    resumed = jmp.resume(tx, wide, state._replace(masters={**state.masters, "w": optax.MaskedNode()}))
+        jmp.migrate_state(tx, params, stepped(tx, {**params, "w": jnp.ones(2)})[1])
+    resumed = jmp.migrate_state(tx, wide, state._replace(masters={**state.masters, "w": optax.MaskedNode()}))
     assert resumed.masters["w"] == optax.MaskedNode()
     assert float(resumed.masters["b"][0]) == 1 - 2.0**-14
 
@@ -213,9 +213,9 @@ def test_a_master_is_dropped_by_hand_only():
 @pytest.mark.parametrize("form", FORMS)
 def test_names_with_slashes_have_masters_of_their_own(form):
     params = {"a": {"b": jnp.ones((), jnp.float16)}, "a/b": jnp.full((), 2, jnp.float16)}
-    tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adam(1e-3)))
+    tx = jmp.with_loss_scale(jmp.with_master_params(optax.adam(1e-3)))
     _, state = stepped(tx, params)
-    resumed = jmp.resume(tx, params, FORMS[form](state))
+    resumed = jmp.migrate_state(tx, params, FORMS[form](state))
     assert bits(resumed) == bits(state)
     masters = resumed.inner_state.masters
     assert float(masters["a"]["b"]) < 1.001 < 1.99 < float(masters["a/b"])
@@ -235,11 +235,11 @@ def test_scales_of_one_tree_are_not_confused():
     tx = two_scales("generator", "discriminator")
     _, old = tx.update({"g": jnp.full(2, jnp.inf), "d": jnp.ones(3)}, tx.init(params), params)
     for form in FORMS.values():
-        assert bits(jmp.resume(tx, params, form(old))) == bits(old)
+        assert bits(jmp.migrate_state(tx, params, form(old))) == bits(old)
     with pytest.raises(ValueError, match="has the name 'generator' there and 'discriminator' in tx"):
-        jmp.resume(two_scales("discriminator", "generator"), params, old)
+        jmp.migrate_state(two_scales("discriminator", "generator"), params, old)
     with pytest.raises(ValueError, match=r"has the parts \['1'\] there and \[\] in tx"):
-        jmp.resume(two_scales("generator"), params, old)
+        jmp.migrate_state(two_scales("generator"), params, old)
 
 
 def test_a_scale_with_another_name_is_renamed_as_the_error_says():
@@ -249,8 +249,8 @@ def test_a_scale_with_another_name_is_renamed_as_the_error_says():
     with pytest.raises(
         ValueError, match=r"None there and 'critic' in tx: dataclasses\.replace\(old_state, name="
     ):
-        jmp.resume(after, params, state)
-    resumed = jmp.resume(after, params, dataclasses.replace(state, name="critic"))
+        jmp.migrate_state(after, params, state)
+    resumed = jmp.migrate_state(after, params, dataclasses.replace(state, name="critic"))
     assert float(jmp.get_loss_scale(resumed, "critic").loss_scale) == 2.0**10
 
 
@@ -262,9 +262,9 @@ def test_a_scale_of_a_part_does_not_become_one_of_the_whole(form):
     _, old = part.update({"g": jnp.full(2, jnp.inf), "d": jnp.ones(3)}, distinct(part.init(params)), params)
     whole = jmp.with_loss_scale(optax.masked(adam, mask))
     with pytest.raises(ValueError, match="'inner_state/inner_state' is the state of a wrapper that tx lacks"):
-        jmp.resume(whole, params, FORMS[form](old))
+        jmp.migrate_state(whole, params, FORMS[form](old))
     inside = old._replace(inner_state=old.inner_state.inner_state)
-    resumed = jmp.resume(whole, params, FORMS[form](inside))
+    resumed = jmp.migrate_state(whole, params, FORMS[form](inside))
     assert bits(resumed.inner_state) == bits(inside)
 
 
@@ -285,10 +285,10 @@ def test_only_half_precision_rounds(change, says):
     tx = optax.adam(1e-3)
     adam, *rest = tx.init(array(2))
     with pytest.raises(ValueError, match=says):
-        jmp.resume(tx, array(2), (change(adam), *rest))
-    assert int(jmp.resume(tx, array(2), (adam._replace(count=7), *rest))[0].count) == 7
+        jmp.migrate_state(tx, array(2), (change(adam), *rest))
+    assert int(jmp.migrate_state(tx, array(2), (adam._replace(count=7), *rest))[0].count) == 7
     wide = adam._replace(mu=jnp.full(2, 1 / 3), nu=jnp.full(2, 1 / 3, jnp.bfloat16))
-    moments = jmp.resume(jmp.cast_state(tx), array(2), (wide, *rest)).inner_state[0]
+    moments = jmp.migrate_state(jmp.with_half_state(tx), array(2), (wide, *rest)).inner_state[0]
     assert moments.mu.dtype == moments.nu.dtype == jnp.bfloat16
     np.testing.assert_array_equal(moments.mu, jnp.full(2, 1 / 3, jnp.bfloat16))
 
@@ -299,15 +299,15 @@ def test_an_accumulator_with_inf_begins_anew_under_a_scale_outside(form, jit):
     adam, params = optax.adam(0.1), {"w": array(2)}
     before = optax.MultiSteps(adam, 2).gradient_transformation()
     after = jmp.with_loss_scale(optax.MultiSteps(adam, 2), SCALE)
-    resume = lambda tx, state: (jax.jit if jit else lambda f: f)(lambda p, s: jmp.resume(tx, p, s))(
+    migrate = lambda tx, state: (jax.jit if jit else lambda f: f)(lambda p, s: jmp.migrate_state(tx, p, s))(
         params, state
     )
     update_before, update_after = jax.jit(before.update), jax.jit(after.update)
     for value in (jnp.inf, 0.5):
         _, old = update_before({"w": jnp.full(2, value)}, before.init(params), params)
         saved = FORMS[form](old)
-        assert bits(resume(before, saved)) == bits(old)
-        state = resume(after, saved)
+        assert bits(migrate(before, saved)) == bits(old)
+        state = migrate(after, saved)
         is_finite = value == 0.5
         assert int(state.inner_state.mini_step) == is_finite
         np.testing.assert_array_equal(state.inner_state.acc_grads["w"], np.full(2, value if is_finite else 0))
@@ -340,9 +340,9 @@ def test_a_transform_with_a_state_is_added_as_the_guide_says(tx, place, form):
     params = (None, array(2), array(2))
     old = distinct(optax.adamw(3e-4).init(params))
     with pytest.raises(ValueError, match="has the parts"):
-        jmp.resume(jmp.with_loss_scale(tx), params, old)
+        jmp.migrate_state(jmp.with_loss_scale(tx), params, old)
     partly = FORMS[form](place(tx.init(params), old[0], old))
-    resumed = jmp.resume(jmp.with_loss_scale(tx), params, partly).inner_state
+    resumed = jmp.migrate_state(jmp.with_loss_scale(tx), params, partly).inner_state
     assert jax.tree.structure(resumed) == jax.tree.structure(tx.init(params))
     assert bits(optax.tree.get(resumed, "mu")) == bits(old[0].mu)
     assert bits(optax.tree.get(resumed, "nu")) == bits(old[0].nu)

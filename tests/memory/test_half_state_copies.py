@@ -1,4 +1,4 @@
-"""`cast_state` keeps copies of parameters in float32, and the optimizers of optax learn as in float32."""
+"""`with_half_state` keeps copies of parameters in float32; the optimizers of optax learn as in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ COPIES = {
 def test_copies_of_parameters_rest_in_float32_and_moments_do_not(name):
     """Also those of a bias of zeros, which equals its moment; inside `jit` there are no values to compare."""
     tx, copies = COPIES[name]
-    init = jmp.cast_state(tx).init
+    init = jmp.with_half_state(tx).init
     state, traced = init(PARAMS), jax.eval_shape(init, PARAMS)
     assert jax.tree.map(lambda x: x.dtype, traced) == jax.tree.map(lambda x: x.dtype, state)
     kept, cast = set(), set()
@@ -42,10 +42,10 @@ def test_copies_of_parameters_rest_in_float32_and_moments_do_not(name):
     assert bool(cast) == (name not in ("dog", "dowg", "schedule_free_sgd", "mechanize of sgd"))
 
 
-@pytest.mark.parametrize("wrap", [lambda tx: tx, jmp.with_stochastic_rounding, jmp.with_master_weights])
+@pytest.mark.parametrize("wrap", [lambda tx: tx, jmp.with_stochastic_rounding, jmp.with_master_params])
 def test_copies_of_half_parameters_are_float32(wrap):
     halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    tx = jmp.with_loss_scale(wrap(jmp.cast_state(contrib.prodigy())))
+    tx = jmp.with_loss_scale(wrap(jmp.with_half_state(contrib.prodigy())))
     state = tx.init(halves)
     _, state = jax.eval_shape(tx.update, halves, state, halves)
     is_prodigy = lambda node: isinstance(node, contrib.ProdigyState)
@@ -54,14 +54,14 @@ def test_copies_of_half_parameters_are_float32(wrap):
 
 
 def test_a_few_numbers_that_belong_to_no_parameter_stay_float32_and_a_flat_moment_does_not():
-    muon = jmp.cast_state(contrib.muon(1e-3)).init(PARAMS)
+    muon = jmp.with_half_state(contrib.muon(1e-3)).init(PARAMS)
     is_muon = lambda node: isinstance(node, contrib.MuonState)
     (state,) = [n for n in jax.tree.leaves(muon, is_leaf=is_muon) if is_muon(n)]
     assert (state.ns_coeffs.dtype, state.mu["w"].dtype) == (jnp.float32, jnp.bfloat16)
-    flat = jmp.cast_state(optax.flatten(optax.adam(1e-3))).init({"a": jnp.ones((40, 40))})
+    flat = jmp.with_half_state(optax.flatten(optax.adam(1e-3))).init({"a": jnp.ones((40, 40))})
     assert flat.inner_state[0].mu.dtype == jnp.bfloat16
     params = optax.LookaheadParams.init_synced(PARAMS)
-    lookahead = jmp.cast_state(optax.lookahead(optax.adam(1e-3), 5, 0.5)).init(params)
+    lookahead = jmp.with_half_state(optax.lookahead(optax.adam(1e-3), 5, 0.5)).init(params)
     assert lookahead.inner_state.fast_state[0].mu["w"].dtype == jnp.bfloat16
 
 
@@ -155,8 +155,8 @@ def digits_run(tx, name, steps=300):
 @pytest.mark.parametrize("name", LEARNING)
 def test_an_optimizer_ends_beside_float32(name):
     tx, factor = LEARNING[name], FACTORS.get(name, 1.05)
-    full = digits_run(jmp.cast_state(tx, "float32"), name)
-    half = digits_run(jmp.cast_state(tx), name)
+    full = digits_run(jmp.with_half_state(tx, "float32"), name)
+    half = digits_run(jmp.with_half_state(tx), name)
     if name not in ("galore", "muon", "dowg", "acprop"):
         assert full < 2.0  # It was 2.5, and learned.
     assert full / factor < half < full * factor
@@ -165,5 +165,5 @@ def test_an_optimizer_ends_beside_float32(name):
 def test_float32_is_the_optimizer_itself():
     for tx, _ in COPIES.values():
         plain = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
-        state = jmp.cast_state(tx, "float32").init(PARAMS)
+        state = jmp.with_half_state(tx, "float32").init(PARAMS)
         assert bits(state.inner_state) == bits(plain.init(PARAMS))

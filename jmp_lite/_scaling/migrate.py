@@ -1,4 +1,4 @@
-"""Going on from an old optimizer state, under the settings and dtypes of another script: `resume`.
+"""Going on from an old optimizer state, under the settings and dtypes of another script: `migrate_state`.
 
 `tx.init(params)` and the old state are walked together. Their children are matched by name: a field, a key or
 an index, which is the same in a live state and in the dicts of a checkpoint.
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._memory.cast_state import CastStateState
-from .._memory.half_params import MasterWeightsState, StochasticRoundingState
+from .._memory.half_params import MasterParamsState, StochasticRoundingState
+from .._memory.half_state import HalfState
 from .._memory.placing import misfit, placed_like
 from .._memory.wrapper import as_transform
 from .._paths import path_name
@@ -23,24 +23,24 @@ from .state import SkipNonfiniteState
 # The states of our wrappers. One saved as a dict is known by its `inner_state` and this field.
 _WRAPPERS = {
     SkipNonfiniteState: "loss_scale",
-    MasterWeightsState: "masters",
+    MasterParamsState: "masters",
     StochasticRoundingState: "key",
-    CastStateState: "key",
+    HalfState: "key",
 }
 # The fields of wrappers and of dynamic scales that `tx` may lack, and those that the old state may lack.
 _MAY_GO = {"loss_scale", "key", "grad_norm", "hysteresis_left"}
 _MAY_START = {*_MAY_GO, "masters", "leaf_finite", "counts", "counter"}
 
 
-def resume(
+def migrate_state(
     tx: optax.GradientTransformation | optax.MultiSteps, params: Any, old_state: Any
 ) -> optax.OptState:
     """Returns a state of `tx` with the values of an old optimizer state, to continue from a checkpoint.
 
     The old state is that of the plain optimizer, or of the same wrappers of this package with other settings;
     `tx` may add wrappers. Settings and dtypes come from `tx`: the period of a loss scale, the number of a
-    static scale, `clip_norm`, the dtypes of `cast_state`. Values come from `old_state`: moments, counts, the
-    number of a dynamic scale, masters, keys of stochastic rounding. What `tx` adds comes from
+    static scale, `clip_norm`, the dtypes of `with_half_state`. Values come from `old_state`: moments, counts,
+    the number of a dynamic scale, masters, keys of stochastic rounding. What `tx` adds comes from
     `tx.init(params)`, such as masters, which are then made from `params`. A dynamic scale outside the new
     limits starts again, and so does an `optax.MultiSteps` inside `with_loss_scale` or `skip_nonfinite` that
     has accumulated inf or NaN.
@@ -64,16 +64,16 @@ def resume(
     Examples:
         >>> params, adam = {"w": jnp.ones(2)}, optax.adam(1e-3)
         >>> _, old_state = adam.update(params, adam.init(params))
-        >>> tx = jmp.with_loss_scale(jmp.cast_state(adam, keep_float32="nu"))
-        >>> opt_state = jmp.resume(tx, params, old_state)
+        >>> tx = jmp.with_loss_scale(jmp.with_half_state(adam, keep_float32="nu"))
+        >>> opt_state = jmp.migrate_state(tx, params, old_state)
         >>> moments = opt_state.inner_state.inner_state[0]
         >>> int(moments.count), moments.mu["w"].dtype.name, moments.nu["w"].dtype.name
         (1, 'bfloat16', 'float32')
     """
-    transform = as_transform("resume", tx)
+    transform = as_transform("migrate_state", tx)
     new, old = without_nnx_variables(transform.init(params)), without_nnx_variables(old_state)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(old)):
-        raise TypeError("resume: old_state holds arrays. Got shapes: restore the arrays first.")
+        raise TypeError("migrate_state: old_state holds arrays. Got shapes: restore the arrays first.")
     state = _carry("", new, old)
     check_accumulation(transform, params, state)
     return state
@@ -150,8 +150,8 @@ def _children(node: Any) -> dict[str, Any]:
 def _refused(path: str, problem: str) -> ValueError:
     place = repr(path[1:]) if path else "the old state"
     return ValueError(
-        f"resume(tx, params, old_state): {place} {problem}. Give tx the optimizer and the parameters of the "
-        "old state. To take off a wrapper, give what is inside it, such as old_state.inner_state, and for "
-        "with_master_weights the parameters of jmp.master_params(old_state, params). Or begin anew with "
-        "tx.init(params)."
+        f"migrate_state(tx, params, old_state): {place} {problem}. Give tx the optimizer and the parameters "
+        "of the old state. To take off a wrapper, give what is inside it, such as old_state.inner_state, and "
+        "for with_master_params the parameters of jmp.get_master_params(old_state, params). Or begin anew "
+        "with tx.init(params)."
     )

@@ -1,4 +1,4 @@
-"""`resume`: the settings and dtypes of the script, the values of an old optimizer state."""
+"""`migrate_state`: the settings and dtypes of the script, the values of an old optimizer state."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ BF16 = jnp.dtype("bfloat16")
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "layers": [jnp.zeros(4), jnp.full(4, 0.3, jnp.float32)]}
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 10)
 ADAM = optax.adamw(SCHEDULE)
-NEAREST = jmp.cast_state(ADAM, stochastic_rounding=False)
+NEAREST = jmp.with_half_state(ADAM, stochastic_rounding=False)
 SCALE = jmp.DynamicLossScale(2.0**10, period=2, hysteresis=1)
 
 
@@ -54,11 +54,13 @@ WRAPPED = {
     "plain": lambda tx: tx,
     "scale": lambda tx: jmp.with_loss_scale(tx, SCALE, clip_norm=1.0),
     "skip": jmp.skip_nonfinite,
-    "cast": lambda tx: jmp.with_loss_scale(jmp.cast_state(tx)),
-    "stochastic": lambda tx: jmp.cast_state(tx, key=3),
-    "masters": lambda tx: jmp.with_loss_scale(jmp.with_master_weights(jmp.cast_state(tx, keep_float32="nu"))),
+    "cast": lambda tx: jmp.with_loss_scale(jmp.with_half_state(tx)),
+    "stochastic": lambda tx: jmp.with_half_state(tx, key=3),
+    "masters": lambda tx: jmp.with_loss_scale(
+        jmp.with_master_params(jmp.with_half_state(tx, keep_float32="nu"))
+    ),
     "rounding": lambda tx: jmp.with_loss_scale(
-        jmp.with_stochastic_rounding(jmp.cast_state(tx)), jmp.NoOpLossScale()
+        jmp.with_stochastic_rounding(jmp.with_half_state(tx)), jmp.NoOpLossScale()
     ),
 }
 
@@ -99,7 +101,7 @@ EACH = [*WRAPPED, *range(5)]
 @pytest.mark.parametrize("form", ["flax", "orbax", "live", "numpy", "pickled"])
 def test_the_same_settings_give_the_same_bits(form, wrapped, tmp_path):
     tx, *_, params, state = trained(wrapped) if isinstance(wrapped, str) else stateless(wrapped)
-    resumed = jmp.resume(tx, params, FORMS[form](state, tmp_path))
+    resumed = jmp.migrate_state(tx, params, FORMS[form](state, tmp_path))
     assert jax.tree.structure(resumed) == jax.tree.structure(state)
     assert bits(resumed) == bits(state) != bits(tx.init(params))
 
@@ -141,9 +143,9 @@ def test_further_wrappers_give_their_dtypes_to_the_old_values_and_others_are_ref
     saved = FORMS[form](old, tmp_path)
     if not has_all(before, after):
         with pytest.raises(ValueError, match=r"is the state of a wrapper that tx lacks there.*take off"):
-            jmp.resume(tx, params, saved)
+            jmp.migrate_state(tx, params, saved)
         return
-    resumed = jmp.resume(tx, params, saved)
+    resumed = jmp.migrate_state(tx, params, saved)
     fresh = tx.init(params)
     assert jax.tree.structure(resumed) == jax.tree.structure(fresh)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), resumed) == jax.tree.map(
@@ -165,12 +167,12 @@ def test_half_of_an_optimizer_may_have_wrappers_of_its_own():
     plain = optax.multi_transform({"a": ADAM, "b": optax.sgd(0.1, momentum=0.9)}, labels)
     tx = jmp.with_loss_scale(
         optax.multi_transform(
-            {"a": jmp.cast_state(ADAM), "b": jmp.with_stochastic_rounding(optax.sgd(0.1, momentum=0.9))},
+            {"a": jmp.with_half_state(ADAM), "b": jmp.with_stochastic_rounding(optax.sgd(0.1, momentum=0.9))},
             labels,
         )
     )
     _, old = train(plain)
-    resumed = jmp.resume(tx, PARAMS, old)
+    resumed = jmp.migrate_state(tx, PARAMS, old)
     assert moments(resumed).mu["w"].dtype == BF16
     unwrapped = lambda state: getattr(state, "inner_state", state).inner_states["b"].inner_state.inner_state
     assert bits(unwrapped(resumed)) == bits(old.inner_states["b"].inner_state)
@@ -179,18 +181,22 @@ def test_half_of_an_optimizer_may_have_wrappers_of_its_own():
 
 def test_masters_come_from_the_old_state_or_from_the_parameters():
     halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    tx = jmp.with_loss_scale(jmp.with_master_weights(ADAM))
+    tx = jmp.with_loss_scale(jmp.with_master_params(ADAM))
     params, old = train(tx, params=halves)
-    again = jmp.with_loss_scale(jmp.with_master_weights(jmp.cast_state(ADAM)))
-    full = jmp.master_params(old, params)
-    assert bits(jmp.master_params(jmp.resume(again, params, old), params)) == bits(full) != bits(params)
+    again = jmp.with_loss_scale(jmp.with_master_params(jmp.with_half_state(ADAM)))
+    full = jmp.get_master_params(old, params)
+    assert (
+        bits(jmp.get_master_params(jmp.migrate_state(again, params, old), params))
+        == bits(full)
+        != bits(params)
+    )
     # To drop the masters: their values, and the state inside of them, as the error says.
     with pytest.raises(ValueError, match="'inner_state' is the state of a wrapper that tx lacks"):
-        jmp.resume(jmp.with_loss_scale(ADAM), params, old)
-    inside = jmp.resume(jmp.with_loss_scale(ADAM), full, old.inner_state.inner_state)
+        jmp.migrate_state(jmp.with_loss_scale(ADAM), params, old)
+    inside = jmp.migrate_state(jmp.with_loss_scale(ADAM), full, old.inner_state.inner_state)
     assert bits(inside.inner_state) == bits(old.inner_state.inner_state)
     _, plain = train(ADAM)
-    fresh = jmp.resume(tx, params, plain)
+    fresh = jmp.migrate_state(tx, params, plain)
     assert bits(fresh.inner_state.masters) == bits(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
 
@@ -204,11 +210,11 @@ def test_the_settings_of_a_dynamic_scale_are_those_of_the_script(form, tmp_path)
     _, old = run(old_tx, [spoil(make_grads(0)), make_grads(1)])
     script = jmp.DynamicLossScale(64.0, period=2, hysteresis=1)
     tx = jmp.with_loss_scale(ADAM, script)
-    state = jmp.resume(tx, make_params(), FORMS[form](old, tmp_path))
+    state = jmp.migrate_state(tx, make_params(), FORMS[form](old, tmp_path))
     scale = jmp.get_loss_scale(state)
     assert (scale.period, scale.hysteresis) == (2, 1)
     assert [float(x) for x in (scale.loss_scale, scale.counter, scale.hysteresis_left)] == [8.0, 1.0, 1.0]
-    assert jmp.metrics(state)["skipped_steps"] == 1
+    assert jmp.get_metrics(state)["skipped_steps"] == 1
     _, state = make_step(tx)(make_params(), state, make_grads(2))
     assert float(jmp.get_loss_scale(state).loss_scale) == 16.0
 
@@ -233,18 +239,18 @@ def test_the_number_of_a_dynamic_scale_is_a_value_and_that_of_a_static_one_a_set
 ):
     sgd = optax.sgd(0.1)
     _, old = train(jmp.with_loss_scale(sgd, before), steps=1)
-    state = jmp.resume(jmp.with_loss_scale(sgd, after), PARAMS, FORMS[form](old, tmp_path))
+    state = jmp.migrate_state(jmp.with_loss_scale(sgd, after), PARAMS, FORMS[form](old, tmp_path))
     scale = jmp.get_loss_scale(state)
     assert type(scale) is type(after)
     assert float(scale.loss_scale) == expected
 
 
 def test_a_rounding_key_goes_on_and_a_new_one_is_the_scripts():
-    _, old = train(jmp.cast_state(ADAM, key=7))
-    same = jmp.resume(jmp.with_loss_scale(jmp.cast_state(ADAM)), PARAMS, old)
+    _, old = train(jmp.with_half_state(ADAM, key=7))
+    same = jmp.migrate_state(jmp.with_loss_scale(jmp.with_half_state(ADAM)), PARAMS, old)
     assert bits(same.inner_state.key) == bits(old.key)
-    both = jmp.with_stochastic_rounding(jmp.cast_state(ADAM))
-    assert bits(jmp.resume(both, PARAMS, old).key) == bits(both.init(PARAMS).key)
+    both = jmp.with_stochastic_rounding(jmp.with_half_state(ADAM))
+    assert bits(jmp.migrate_state(both, PARAMS, old).key) == bits(both.init(PARAMS).key)
 
 
 @pytest.mark.slow
@@ -253,8 +259,8 @@ def test_an_nnx_optimizer_goes_on():
     optimizer = nnx.Optimizer(model, jmp.with_loss_scale(ADAM), wrt=nnx.Param)
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     optimizer.update(model, grads)
-    tx = jmp.with_loss_scale(jmp.cast_state(ADAM), SCALE)
-    state = jmp.resume(tx, nnx.state(model, nnx.Param), optimizer.opt_state)
+    tx = jmp.with_loss_scale(jmp.with_half_state(ADAM), SCALE)
+    state = jmp.migrate_state(tx, nnx.state(model, nnx.Param), optimizer.opt_state)
     resumed = nnx.Optimizer(model, tx, wrt=nnx.Param)
     nnx.update(resumed.opt_state, nnx.state(state))
     assert int(resumed.opt_state.inner_state.inner_state[0].count[...]) == 1
@@ -268,7 +274,7 @@ def test_an_nnx_optimizer_goes_on():
 def test_arrays_are_copies_on_the_devices_of_the_parameters():
     tx = jmp.with_loss_scale(ADAM)
     _, old = train(tx)
-    resumed = jmp.resume(tx, PARAMS, old)
+    resumed = jmp.migrate_state(tx, PARAMS, old)
     jax.block_until_ready(
         jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)(resumed)
     )
@@ -277,18 +283,18 @@ def test_arrays_are_copies_on_the_devices_of_the_parameters():
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
     params = {**PARAMS, "w": jax.device_put(PARAMS["w"], sharding)}
     on_one = jax.device_put(old, jax.devices()[0])
-    state = jmp.resume(tx, params, on_one)
+    state = jmp.migrate_state(tx, params, on_one)
     assert moments(state).mu["w"].sharding == sharding
     make_step(tx)(params, state, grads(3))  # Arrays that are committed to one device would not go with these.
 
 
 def test_it_works_inside_jit_and_vmap():
-    tx = jmp.with_loss_scale(jmp.cast_state(ADAM), SCALE)
+    tx = jmp.with_loss_scale(jmp.with_half_state(ADAM), SCALE)
     _, old = train(ADAM)
-    inside = jax.jit(lambda params, old: jmp.resume(tx, params, old))(PARAMS, old)
-    assert bits(inside) == bits(jmp.resume(tx, PARAMS, old))
+    inside = jax.jit(lambda params, old: jmp.migrate_state(tx, params, old))(PARAMS, old)
+    assert bits(inside) == bits(jmp.migrate_state(tx, PARAMS, old))
     stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x]), tree)
-    members = jax.vmap(lambda params, old: jmp.resume(tx, params, old))(stack(PARAMS), stack(old))
+    members = jax.vmap(lambda params, old: jmp.migrate_state(tx, params, old))(stack(PARAMS), stack(old))
     assert bits(jax.tree.map(lambda x: x[1], members)) == bits(inside)
 
 
@@ -318,32 +324,32 @@ def test_it_works_inside_jit_and_vmap():
     ],
 )
 @pytest.mark.parametrize("form", ["live", "flax", "orbax"])
-@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: jmp.with_loss_scale(jmp.cast_state(tx))])
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: jmp.with_loss_scale(jmp.with_half_state(tx))])
 def test_another_optimizer_is_named(tx, old, says, form, wrap, tmp_path):
     state = FORMS[form](wrap(old).init(PARAMS), tmp_path)
-    with pytest.raises(ValueError, match=rf"resume\(tx, params, old_state\): .*{says}.*begin anew"):
-        jmp.resume(wrap(tx), PARAMS, state)
+    with pytest.raises(ValueError, match=rf"migrate_state\(tx, params, old_state\): .*{says}.*begin anew"):
+        jmp.migrate_state(wrap(tx), PARAMS, state)
 
 
 def test_other_parameters_are_named():
     old = ADAM.init(PARAMS)
     with pytest.raises(ValueError, match=r"'0/mu/w' has the shape \(3, 4\) there and \(5,\) in tx"):
-        jmp.resume(ADAM, {**PARAMS, "w": jnp.ones(5)}, old)
+        jmp.migrate_state(ADAM, {**PARAMS, "w": jnp.ones(5)}, old)
     with pytest.raises(ValueError, match=r"'0/mu' has the parts \['w'\] there and \['v'\] in tx"):
-        jmp.resume(ADAM, {"v": PARAMS["w"], "layers": PARAMS["layers"]}, old)
+        jmp.migrate_state(ADAM, {"v": PARAMS["w"], "layers": PARAMS["layers"]}, old)
     with pytest.raises(ValueError, match=r"'0/count' is float32 there and int32 in tx"):
-        jmp.resume(ADAM, PARAMS, (old[0]._replace(count=jnp.float32(3)), *old[1:]))
+        jmp.migrate_state(ADAM, PARAMS, (old[0]._replace(count=jnp.float32(3)), *old[1:]))
     with pytest.raises(TypeError, match="wraps an optax transform such as"):
-        jmp.resume(3, PARAMS, old)
+        jmp.migrate_state(3, PARAMS, old)
     with pytest.raises(ValueError, match="'0' is a ScaleByAdamState there and a ScaleByBeliefState in tx"):
-        jmp.resume(optax.adabelief(1e-3), PARAMS, optax.adam(1e-3).init(PARAMS))
+        jmp.migrate_state(optax.adabelief(1e-3), PARAMS, optax.adam(1e-3).init(PARAMS))
     for nothing in (None, {}, jnp.ones(3)):
         with pytest.raises(ValueError, match=r"the old state has the parts .* there and \['0', '2'\] in tx"):
-            jmp.resume(ADAM, PARAMS, nothing)
+            jmp.migrate_state(ADAM, PARAMS, nothing)
     with pytest.raises(ValueError, match="the old state has the parts"):
-        jmp.resume(optax.sgd(0.1), PARAMS, jnp.ones(3))
+        jmp.migrate_state(optax.sgd(0.1), PARAMS, jnp.ones(3))
     with pytest.raises(ValueError, match="'0/mu/w' is a dict there and an array in tx"):
-        jmp.resume(
+        jmp.migrate_state(
             ADAM, PARAMS, (old[0]._replace(mu={**old[0].mu, "w": {"value": 1.0, "key": 2.0}}), *old[1:])
         )
 
@@ -352,7 +358,7 @@ def test_a_masked_tuple_does_not_take_the_moments_of_its_neighbour():
     params = (jnp.ones(2), jnp.ones(2))
     old = optax.masked(ADAM, (True, False)).init(params)
     with pytest.raises(ValueError, match=r"mu' has the parts \['0'\] there and \['1'\] in tx"):
-        jmp.resume(optax.masked(ADAM, (False, True)), params, old)
+        jmp.migrate_state(optax.masked(ADAM, (False, True)), params, old)
 
 
 # A live state of other settings
@@ -366,14 +372,22 @@ def test_a_masked_tuple_does_not_take_the_moments_of_its_neighbour():
         (jmp.with_loss_scale(ADAM), jmp.with_loss_scale(ADAM, clip_norm=1.0), "without clip_norm"),
         (jmp.skip_nonfinite(ADAM), jmp.with_loss_scale(ADAM), "a state of skip_nonfinite"),
         (ADAM, jmp.with_loss_scale(ADAM), "Got tuple"),
-        (ADAM, jmp.with_master_weights(ADAM), "Got tuple"),
-        (jmp.with_loss_scale(ADAM), jmp.with_loss_scale(jmp.cast_state(ADAM)), "of another optimizer"),
-        (jmp.with_loss_scale(jmp.cast_state(ADAM)), jmp.with_loss_scale(ADAM), "of another optimizer or"),
-        (jmp.cast_state(ADAM), jmp.cast_state(ADAM, keep_float32="nu"), r"'0/nu/.*float32.*Got bfloat16"),
-        (jmp.cast_state(ADAM, "float32"), jmp.cast_state(ADAM), r"'0/mu/.*bfloat16.*Got float32"),
-        (NEAREST, jmp.cast_state(ADAM), "made without it"),
-        (jmp.cast_state(ADAM), NEAREST, "made with it"),
-        (jmp.cast_state(optax.lion(1e-3)), jmp.cast_state(ADAM), "does not belong"),
+        (ADAM, jmp.with_master_params(ADAM), "Got tuple"),
+        (jmp.with_loss_scale(ADAM), jmp.with_loss_scale(jmp.with_half_state(ADAM)), "of another optimizer"),
+        (
+            jmp.with_loss_scale(jmp.with_half_state(ADAM)),
+            jmp.with_loss_scale(ADAM),
+            "of another optimizer or",
+        ),
+        (
+            jmp.with_half_state(ADAM),
+            jmp.with_half_state(ADAM, keep_float32="nu"),
+            r"'0/nu/.*float32.*Got bfloat16",
+        ),
+        (jmp.with_half_state(ADAM, "float32"), jmp.with_half_state(ADAM), r"'0/mu/.*bfloat16.*Got float32"),
+        (NEAREST, jmp.with_half_state(ADAM), "made without it"),
+        (jmp.with_half_state(ADAM), NEAREST, "made with it"),
+        (jmp.with_half_state(optax.lion(1e-3)), jmp.with_half_state(ADAM), "does not belong"),
     ],
 )
 @pytest.mark.cases(fast=13, slow=0)
@@ -381,7 +395,9 @@ def test_a_masked_tuple_does_not_take_the_moments_of_its_neighbour():
 def test_a_live_state_of_other_settings_is_named_with_resume(before, after, says, jit):
     state = before.init(PARAMS)
     update = jax.jit(after.update) if jit else after.update
-    with pytest.raises((ValueError, TypeError), match=rf"(?s){says}.*jmp\.resume\(tx, params, opt_state\)"):
+    with pytest.raises(
+        (ValueError, TypeError), match=rf"(?s){says}.*jmp\.migrate_state\(tx, params, opt_state\)"
+    ):
         update(grads(0), state, PARAMS)
     if says not in ("does not belong", "of another optimizer or"):  # These are refused.
-        jax.eval_shape(after.update, grads(0), jmp.resume(after, PARAMS, state), PARAMS)
+        jax.eval_shape(after.update, grads(0), jmp.migrate_state(after, PARAMS, state), PARAMS)

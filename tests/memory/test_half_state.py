@@ -16,11 +16,11 @@ def dtypes(tree):
     return jax.tree.map(lambda leaf: leaf.dtype.name, tree)
 
 
-# cast_state
+# with_half_state
 
 
 def test_moments_rest_in_bfloat16_and_scalars_do_not():
-    tx = jmp.cast_state(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3), "bf16")
+    tx = jmp.with_half_state(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3), "bf16")
     state = tx.init(make_params()).inner_state
     assert {leaf.dtype for leaf in jax.tree.leaves(state.hyperparams)} == {jnp.dtype("float32")}
     adam = state.inner_state[0]
@@ -41,7 +41,7 @@ def test_moments_rest_in_bfloat16_and_scalars_do_not():
     ],
 )
 def test_patterns_choose_what_stays_float32(patterns, kept):
-    tx = jmp.cast_state(optax.scale_by_adam(), keep_float32=patterns)
+    tx = jmp.with_half_state(optax.scale_by_adam(), keep_float32=patterns)
     params = {"dense": make_params()["dense"]}
     before = jax.eval_shape(tx.init, params)
     _, after = jax.eval_shape(tx.update, params, before, params)
@@ -56,7 +56,7 @@ def test_patterns_choose_what_stays_float32(patterns, kept):
 
 
 def test_an_update_is_that_of_the_widened_state_which_is_then_rounded():
-    params, tx = make_params(), jmp.cast_state(optax.adam(1e-2), stochastic_rounding=False)
+    params, tx = make_params(), jmp.with_half_state(optax.adam(1e-2), stochastic_rounding=False)
     plain, state = optax.adam(1e-2), tx.init(params)
     for t in range(2):
         wide = jax.tree.map(
@@ -72,7 +72,7 @@ def test_an_update_is_that_of_the_widened_state_which_is_then_rounded():
 
 def second_moments(steps=1500, **settings):
     """Adam's second moment of 512 parameters after a gradient of 1 and many of 0, and float32's."""
-    tx = jmp.cast_state(optax.scale_by_adam(), **settings)
+    tx = jmp.with_half_state(optax.scale_by_adam(), **settings)
     params = jnp.ones(512)
 
     @jax.jit
@@ -97,7 +97,9 @@ def test_the_second_moment_decays_unless_rounding_to_nearest_is_asked_for():
 
 def test_moments_that_take_the_dtype_of_half_parameters_decay_too():
     """Adafactor rounds its moments to the dtype of the parameters, to nearest, also that of a scalar."""
-    tx = jmp.cast_state(optax.scale_by_factored_rms(decay_rate=0.999, decay_rate_fn=lambda _, rate: rate))
+    tx = jmp.with_half_state(
+        optax.scale_by_factored_rms(decay_rate=0.999, decay_rate_fn=lambda _, rate: rate)
+    )
     ones = {"vector": jnp.ones(512, jnp.bfloat16), "scalar": jnp.ones((), jnp.bfloat16)}
     zeros = jax.tree.map(jnp.zeros_like, ones)
     _, state = tx.update(ones, tx.init(ones), ones)
@@ -113,7 +115,7 @@ def test_moments_that_take_the_dtype_of_half_parameters_decay_too():
 
 
 def all_half(key=0):
-    inner = jmp.cast_state(optax.adamw(1e-3), key=key)
+    inner = jmp.with_half_state(optax.adamw(1e-3), key=key)
     return jmp.with_loss_scale(jmp.with_stochastic_rounding(inner, key=key))
 
 
@@ -144,7 +146,7 @@ def test_a_skipped_step_leaves_parameters_moments_and_keys(all_half_run):
     _, (_, _, before, after) = all_half_run
     assert bits(after[0]) == bits(before[0])
     assert bits(after[1].inner_state) == bits(before[1].inner_state)
-    assert int(jmp.metrics(after[1])["skipped_steps"]) == 1
+    assert int(jmp.get_metrics(after[1])["skipped_steps"]) == 1
 
 
 def test_a_run_goes_on_as_if_the_skipped_step_had_not_been(all_half_run):
@@ -215,23 +217,23 @@ def test_float16_says_why_it_is_no_choice():
     with pytest.raises(
         ValueError, match=r"bfloat16 or float32\. Got float16\. Adam divides by the root of a mean"
     ):
-        jmp.cast_state(optax.adam(1e-3), "float16")
+        jmp.with_half_state(optax.adam(1e-3), "float16")
     with pytest.raises(ValueError, match=r"bfloat16 or float32\. Got float64"):
-        jmp.cast_state(optax.adam(1e-3), "float64")
+        jmp.with_half_state(optax.adam(1e-3), "float64")
 
 
 def test_misuse_is_named():
     params = make_params()
     with pytest.raises(ValueError, match=r"'nus' of keep_float32 matches no array .*Nearest: .*nu"):
-        jmp.cast_state(optax.adam(1e-3), keep_float32="nus").init(params)
+        jmp.with_half_state(optax.adam(1e-3), keep_float32="nus").init(params)
     for patterns in ([3], True, 3, None):
         with pytest.raises(TypeError, match=r"keep_float32 takes patterns such as .* Got"):
-            jmp.cast_state(optax.adam(1e-3), keep_float32=patterns)
-    with pytest.raises(ValueError, match="Put cast_state inside"):
-        jmp.cast_state(jmp.with_master_weights(optax.adam(1e-3))).init(params)
+            jmp.with_half_state(optax.adam(1e-3), keep_float32=patterns)
+    with pytest.raises(ValueError, match="Put with_half_state inside"):
+        jmp.with_half_state(jmp.with_master_params(optax.adam(1e-3))).init(params)
     with pytest.raises(TypeError, match=r"key is one PRNG key, .* Got 'seed'"):
-        jmp.cast_state(optax.adam(1e-3), key="seed").init(params)
-    for made_by in (jmp.cast_state, jmp.with_stochastic_rounding):
+        jmp.with_half_state(optax.adam(1e-3), key="seed").init(params)
+    for made_by in (jmp.with_half_state, jmp.with_stochastic_rounding):
         with pytest.raises(TypeError, match="wraps an optax transform such as"):
             made_by(3)
         tx = made_by(optax.adam(1e-3))
@@ -243,7 +245,7 @@ def test_misuse_is_named():
 
 def test_spoiled_gradients_and_tree_map_params():
     """The names of the placeholder of optax match no pattern, which is no error there."""
-    tx = jmp.with_loss_scale(jmp.cast_state(optax.adam(1e-3), keep_float32="nu/**/bias"))
+    tx = jmp.with_loss_scale(jmp.with_half_state(optax.adam(1e-3), keep_float32="nu/**/bias"))
     params = make_params()
     state = tx.init(params)
     mapped = optax.tree_map_params(tx, lambda leaf: leaf.dtype, state, transform_non_params=lambda _: None)

@@ -13,19 +13,19 @@ from .._paths import as_patterns, leaf_names, matches, named_leaves, nearest_pat
 from .._tree import at_least_float32, cast_leaf, has_dtype, is_half
 from .half_params import master_states
 from .rounding import AxisName, first_key, key_of_shard, next_key, round_leaf
-from .wrapper import RESUME, Transform, as_transform, check_update, differentiated
+from .wrapper import MIGRATE, Transform, as_transform, check_update, differentiated
 
 _FEW = 1024  # Elements.
 
 
-class CastStateState(NamedTuple):
-    """The state of `cast_state`."""
+class HalfState(NamedTuple):
+    """The state of `with_half_state`."""
 
     inner_state: Any  # That of the wrapped transform, with arrays in half precision.
     key: Any  # The `RoundingKey` of the next step; None without stochastic rounding.
 
 
-def cast_state(
+def with_half_state(
     inner: optax.GradientTransformation | optax.MultiSteps,
     dtype: DTypeLike = "bfloat16",
     *,
@@ -45,9 +45,9 @@ def cast_state(
     Adam's second moment would not decay: 0.999 times a bfloat16 number rounds to the same number. After one
     gradient of 1 and 2,000 of 0 it would be 9.99e-4, where float32 and stochastic rounding have 1.35e-4.
 
-    Master weights must stay float32, so `cast_state` goes inside:
+    Master weights must stay float32, so `with_half_state` goes inside:
 
-        tx = jmp.with_master_weights(jmp.cast_state(optax.adamw(3e-4)))
+        tx = jmp.with_master_params(jmp.with_half_state(optax.adamw(3e-4)))
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`.
@@ -71,12 +71,12 @@ def cast_state(
             `update`, the state is not that of this transform.
 
     Examples:
-        >>> tx = jmp.cast_state(optax.adam(1e-3), "bfloat16", keep_float32="nu")
+        >>> tx = jmp.with_half_state(optax.adam(1e-3), "bfloat16", keep_float32="nu")
         >>> state = tx.init({"w": jnp.ones(2)}).inner_state[0]
         >>> state.mu["w"].dtype.name, state.nu["w"].dtype.name, state.count.dtype.name
         ('bfloat16', 'float32', 'int32')
     """
-    made_by = "cast_state"
+    made_by = "with_half_state"
     transform = as_transform(made_by, inner)
     target = _checked_dtype(dtype)
     patterns = as_patterns(
@@ -95,17 +95,18 @@ def cast_state(
         state = transform.init(at_least_float32(params))
         if master_states(state):
             raise ValueError(
-                "cast_state(inner): inner holds float32 master weights, which are of no use in bfloat16. "
-                "Put cast_state inside: jmp.with_master_weights(jmp.cast_state(optax.adamw(3e-4)))."
+                "with_half_state(inner): inner holds float32 master weights, which are of no use in "
+                "bfloat16. Put with_half_state inside: "
+                "jmp.with_master_params(jmp.with_half_state(optax.adamw(3e-4)))."
             )
         _check_patterns_match(patterns, state)
         _, may_rest = _read_init(transform.init, params)
         cast = lambda path, leaf, may_rest: cast_leaf(leaf, target) if rests(path, may_rest) else leaf
         cast_inner = jax.tree_util.tree_map_with_path(cast, state, may_rest)
-        return CastStateState(cast_inner, first_key(made_by, key) if stochastic_rounding else None)
+        return HalfState(cast_inner, first_key(made_by, key) if stochastic_rounding else None)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        check_update(made_by, CastStateState, state, params)
+        check_update(made_by, HalfState, state, params)
         shapes, may_rest = _read_init(transform.init, updates if params is None else params)
         resting = jax.tree_util.tree_map_with_path(rests, may_rest)
         _check_settings(state, shapes, resting, target, stochastic_rounding)
@@ -121,7 +122,7 @@ def cast_state(
                 # `round_leaf` gives numbers that `target` holds, so that the cast after it is exact.
                 leaves[index] = round_leaf(leaf, target, leaf_key, index).astype(target)
         new_key = None if state.key is None else next_key(state.key)
-        return updates, CastStateState(structure.unflatten(leaves), new_key)
+        return updates, HalfState(structure.unflatten(leaves), new_key)
 
     return Transform(init, update)
 
@@ -148,30 +149,30 @@ def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
 
 
 def _check_settings(
-    state: CastStateState, shapes: Any, resting: Any, target: np.dtype, stochastic_rounding: bool
+    state: HalfState, shapes: Any, resting: Any, target: np.dtype, stochastic_rounding: bool
 ) -> None:
-    """Raises a ValueError if `state` was made with other settings of `cast_state`.
+    """Raises a ValueError if `state` was made with other settings of `with_half_state`.
 
     `shapes` is the state that the wrapped transform's `init` makes, and `resting` a tree like it of booleans.
     """
     made, asked = ("with" if flag else "without" for flag in (state.key is not None, stochastic_rounding))
     if made != asked:
         raise ValueError(
-            f"cast_state: this optimizer is {asked} stochastic rounding. Got a state that was made {made} "
-            f"it. {RESUME}"
+            f"with_half_state: this optimizer is {asked} stochastic rounding. Got a state that was made "
+            f"{made} it. {MIGRATE}"
         )
     if jax.tree.structure(state.inner_state) != jax.tree.structure(shapes):
         raise ValueError(
-            "cast_state: the state does not belong to these gradients and this optimizer. Give a gradient "
-            f"for each parameter. {RESUME}"
+            "with_half_state: the state does not belong to these gradients and this optimizer. Give a "
+            f"gradient for each parameter. {MIGRATE}"
         )
     expected = zip(jax.tree.leaves(shapes), jax.tree.leaves(resting), strict=True)
     for (name, leaf), (shape, rest) in zip(named_leaves(state.inner_state), expected, strict=True):
         if is_half(leaf) != (rest or is_half(shape)):
             dtype = target if rest else shape.dtype
             raise ValueError(
-                f"cast_state: the array {name!r} of the state rests in {dtype.name} under these settings. "
-                f"Got {leaf.dtype.name}. {RESUME}"
+                f"with_half_state: the array {name!r} of the state rests in {dtype.name} under these "
+                f"settings. Got {leaf.dtype.name}. {MIGRATE}"
             )
 
 
@@ -185,12 +186,12 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     target = parse_dtype(dtype)
     if target == jnp.float16:
         raise ValueError(
-            "cast_state: dtype is bfloat16 or float32. Got float16. Adam divides by the root of a mean "
+            "with_half_state: dtype is bfloat16 or float32. Got float16. Adam divides by the root of a mean "
             "of squares. The squares of gradients 2**20 apart are 2**40 apart, the whole range of float16: "
             "squares become zero, even with a scale for each array. bfloat16 has the range of float32."
         )
     if target not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"cast_state: dtype is bfloat16 or float32. Got {target.name}.")
+        raise ValueError(f"with_half_state: dtype is bfloat16 or float32. Got {target.name}.")
     return target
 
 
@@ -202,6 +203,6 @@ def _check_patterns_match(patterns: tuple[str, ...], state: Any) -> None:
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             raise ValueError(
-                f"cast_state: the pattern {pattern!r} of keep_float32 matches no array of the state. "
+                f"with_half_state: the pattern {pattern!r} of keep_float32 matches no array of the state. "
                 f"Nearest: {nearest_paths(pattern, names)}."
             )

@@ -62,14 +62,14 @@ def test_the_masters_are_the_parameters_of_a_float32_program(name):
     plain = INNER[name]()
     if isinstance(plain, optax.MultiSteps):
         plain = plain.gradient_transformation()
-    tx = jmp.with_loss_scale(jmp.with_master_weights(INNER[name]()), jmp.NoOpLossScale())
+    tx = jmp.with_loss_scale(jmp.with_master_params(INNER[name]()), jmp.NoOpLossScale())
     step, plain_step = make_step(tx), make_step(plain)
     opt_state, plain_state = tx.init(params), plain.init(full)
     for t in range(4):
         params, opt_state = step(params, opt_state, make_grads(t))
         full, plain_state = plain_step(full, plain_state, make_grads(t))
-        assert bits(params) == bits(rounded(jmp.master_params(opt_state, params), params))
-    ours = jmp.master_params(opt_state, params), opt_state.inner_state.inner_state
+        assert bits(params) == bits(rounded(jmp.get_master_params(opt_state, params), params))
+    ours = jmp.get_master_params(opt_state, params), opt_state.inner_state.inner_state
     # The compiler fuses the two programs in its own way.
     for our, their in zip(*map(jax.tree.leaves, (ours, (full, plain_state))), strict=True):
         np.testing.assert_allclose(our, their, rtol=16 * np.finfo(np.float32).eps, atol=1e-9)
@@ -79,7 +79,7 @@ def test_the_masters_are_the_parameters_of_a_float32_program(name):
 def test_twenty_steps_below_half_a_unit_are_not_lost(dtype):
     """The trap of O2 without masters: 20 SGD steps of 2e-6 leave a parameter at exactly 1.0."""
     lost, kept = jnp.ones(3, dtype), jnp.ones(3, dtype)
-    tx = jmp.with_master_weights(optax.sgd(2e-6))
+    tx = jmp.with_master_params(optax.sgd(2e-6))
     opt_state, grads = tx.init(kept), jnp.ones(3)
     update = jax.jit(tx.update)
     for _ in range(20):
@@ -100,7 +100,7 @@ def test_twenty_steps_below_half_a_unit_are_not_lost(dtype):
 
 def test_float32_and_other_parameters_have_no_master():
     params = {"half": jnp.ones(2, jnp.bfloat16), "full": jnp.ones(2), "count": jnp.arange(2)}
-    masters = jmp.with_master_weights(optax.sgd(1.0)).init(params).masters
+    masters = jmp.with_master_params(optax.sgd(1.0)).init(params).masters
     assert masters["half"].dtype == jnp.float32
     assert masters["full"] == masters["count"] == optax.MaskedNode()
     assert len(jax.tree.leaves(masters)) == 1
@@ -113,7 +113,7 @@ def test_a_zero_update_leaves_all_bits_of_every_half_number():
         params = jnp.where(
             (size >= np.finfo(np.float32).tiny) & jnp.isfinite(size), params, -jnp.zeros_like(params)
         )
-        tx = jmp.with_master_weights(optax.set_to_zero())
+        tx = jmp.with_master_params(optax.set_to_zero())
         after, _ = make_step(tx)(params, tx.init(params), jnp.zeros(2**16))
         assert bits(after) == bits(params)
 
@@ -123,23 +123,23 @@ def test_the_loss_scale_may_be_inside_or_outside(inside):
     adam = optax.adam(1e-3)
     params = make_params(jnp.float16)
     tx = (
-        jmp.with_master_weights(jmp.with_loss_scale(adam))
+        jmp.with_master_params(jmp.with_loss_scale(adam))
         if inside
-        else jmp.with_loss_scale(optax.chain(optax.clip(1.0), jmp.with_master_weights(adam)))
+        else jmp.with_loss_scale(optax.chain(optax.clip(1.0), jmp.with_master_params(adam)))
     )
     opt_state = tx.init(params)
     step = make_step(tx)
     params, opt_state = step(params, opt_state, make_grads(0))
-    before = bits(params), bits(jmp.master_params(opt_state, params))
+    before = bits(params), bits(jmp.get_master_params(opt_state, params))
     params, opt_state = step(params, opt_state, spoil(make_grads(1)))
-    assert (bits(params), bits(jmp.master_params(opt_state, params))) == before
+    assert (bits(params), bits(jmp.get_master_params(opt_state, params))) == before
     assert jmp.get_loss_scale(opt_state).loss_scale == 2.0**14
     moments = [leaf.dtype for leaf in jax.tree.leaves(opt_state) if leaf.ndim == 2]
     assert moments == [jnp.dtype("float32")] * 3
 
 
 def test_one_compilation_no_weak_types_and_all_in_place():
-    tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(SCHEDULE)))
+    tx = jmp.with_loss_scale(jmp.with_master_params(optax.adamw(SCHEDULE)))
     params = {f"w{i}": jnp.ones((128, 128), jnp.float16) for i in range(3)}
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -162,7 +162,7 @@ def test_one_compilation_no_weak_types_and_all_in_place():
 
 def test_tree_map_params_finds_masters_and_moments():
     params = {"w": jnp.ones((16, 2), jnp.bfloat16), "norm": jnp.ones(8)}
-    tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adamw(1e-3)))
+    tx = jmp.with_loss_scale(jmp.with_master_params(optax.adamw(1e-3)))
     mapped = optax.tree_map_params(
         tx,
         lambda leaf, name: leaf if isinstance(leaf, optax.MaskedNode) else name,
@@ -179,12 +179,12 @@ def test_tree_map_params_finds_masters_and_moments():
 
 
 def test_the_optimizer_goes_on_from_a_parameter_that_was_changed():
-    tx = jmp.with_master_weights(optax.sgd(2**-12))
+    tx = jmp.with_master_params(optax.sgd(2**-12))
     params = jnp.asarray([1, 1, 1], jnp.float16)
     updates, state = tx.update(jnp.ones(3), tx.init(params), params)
     params = optax.apply_updates(params, updates)
     changed = params.at[1].set(3)  # The others keep what their masters have below the last place.
-    np.testing.assert_array_equal(jmp.master_params(state, changed), [1 - 2**-12, 3, 1 - 2**-12])
+    np.testing.assert_array_equal(jmp.get_master_params(state, changed), [1 - 2**-12, 3, 1 - 2**-12])
     updates, state = tx.update(jnp.ones(3), state, changed)
     np.testing.assert_array_equal(state.masters, [1 - 2**-11, 3 - 2**-12, 1 - 2**-11])
     np.testing.assert_array_equal(optax.apply_updates(changed, updates), state.masters.astype(jnp.float16))
@@ -193,12 +193,12 @@ def test_the_optimizer_goes_on_from_a_parameter_that_was_changed():
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_parameter_that_shrinks_a_lot_in_one_step_is_as_exact_as_in_float32(dtype):
     params = jnp.asarray([30000.0, 30000.0], dtype)
-    tx = jmp.with_master_weights(optax.sgd(1.0))
+    tx = jmp.with_master_params(optax.sgd(1.0))
     updates, state = tx.update(params.astype(jnp.float32) - jnp.asarray([1e-3, 0.7]), tx.init(params), params)
     new = optax.apply_updates(params, updates)
     error = np.abs(np.asarray(new, np.float64) - np.asarray(state.masters.astype(dtype), np.float64))
     assert (error <= 30000 * 2.0**-24).all()
-    np.testing.assert_array_equal(jmp.master_params(state, new).astype(dtype), new)
+    np.testing.assert_array_equal(jmp.get_master_params(state, new).astype(dtype), new)
 
 
 # Misuse
@@ -206,15 +206,15 @@ def test_a_parameter_that_shrinks_a_lot_in_one_step_is_as_exact_as_in_float32(dt
 
 def test_misuse_is_named():
     params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
-    tx = jmp.with_master_weights(optax.sgd(1.0))
+    tx = jmp.with_master_params(optax.sgd(1.0))
     state, grads = tx.init(params), {"w": jnp.ones(2), "norm": jnp.ones(2)}
-    with pytest.raises(TypeError, match=r"with_master_weights\(inner\) wraps an optax transform.*Got 0.1"):
-        jmp.with_master_weights(0.1)
+    with pytest.raises(TypeError, match=r"with_master_params\(inner\) wraps an optax transform.*Got 0.1"):
+        jmp.with_master_params(0.1)
     with pytest.raises(ValueError, match=r"depends on the parameters: tx.update\(grads"):
         tx.update(grads, state)
     with pytest.raises(TypeError, match=r"Got dict\. The state comes before the parameters"):
         tx.update(grads, params, state)
-    with pytest.raises(ValueError, match=r"'norm' is float16, and had no master .* jmp\.resume\(tx"):
+    with pytest.raises(ValueError, match=r"'norm' is float16, and had no master .* jmp\.migrate_state\(tx"):
         tx.update(grads, state, {**params, "norm": jnp.ones(2, jnp.float16)})
     with pytest.raises(ValueError, match="another structure than those that the optimizer was"):
         tx.update(grads, state, {"w": params["w"]})
@@ -227,7 +227,7 @@ def test_parameters_that_equinox_made_float32_are_named_and_go_on_once_they_are_
     import equinox as eqx
 
     params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
-    tx = wrap(jmp.with_master_weights(optax.adam(2.0**-12)))
+    tx = wrap(jmp.with_master_params(optax.adam(2.0**-12)))
     grads = jax.tree.map(jnp.ones_like, params)
     updates, state = tx.update(grads, tx.init(params), params)
     wide = eqx.apply_updates(params, updates)
@@ -235,13 +235,13 @@ def test_parameters_that_equinox_made_float32_are_named_and_go_on_once_they_are_
         ValueError, match=r"'w' is float32, and was in half precision .*equinox\.apply_updates"
     ) as error:
         tx.update(grads, state, wide)
-    assert "resume" not in str(error.value)
+    assert "migrate_state" not in str(error.value)
     with pytest.raises(ValueError, match=r"has the parts \['masters'\] there and \[\] in tx"):
-        jmp.resume(tx, wide, state)
+        jmp.migrate_state(tx, wide, state)
     back = jax.tree.map(lambda p, old: p.astype(old.dtype), wide, params)
-    full = jmp.master_params(state, back)
+    full = jmp.get_master_params(state, back)
     assert 0 < 1 - float(full["w"][0]) < 2.0**-11
     tx.update(grads, state, back)
     for params in (full, back):
         with pytest.raises(ValueError, match="the state of a wrapper that tx lacks"):
-            jmp.resume(optax.chain(optax.adam(1e-3)), params, state)
+            jmp.migrate_state(optax.chain(optax.adam(1e-3)), params, state)

@@ -1,0 +1,69 @@
+"""What the variables inside of a loop hold: a search forwards through a jaxpr.
+
+A loop decides by a selection between what it carries and what an iteration has computed with a product
+(`dependence.Decisions`). So the search tells these two apart, and what no iteration changes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..._jaxpr.inner import Role
+from ..._jaxpr.primitives import Category
+from ..._jaxpr.read import Jaxpr, Var, is_literal
+from .op import Held, Op
+
+LOOPS = ("scan", "while")
+"""The operations whose jaxprs run more than once."""
+
+
+class Loops:
+    """The search, once for each jaxpr and each set of inputs.
+
+    `ops_of` returns the operations of a jaxpr, and keeps the jaxpr alive.
+    """
+
+    def __init__(self, ops_of: Callable[[Jaxpr], Sequence[Op]]) -> None:
+        self._ops_of = ops_of
+        self._held: dict[Any, dict[Var, Held | None]] = {}
+
+    def held(self, inside: Jaxpr, inputs: tuple[Held | None, ...]) -> dict[Var, Held | None]:
+        """Returns what the variables of a jaxpr hold of a loop around it. None stands for anything else."""
+        if Held.CARRY not in inputs:
+            return {}
+        key = id(inside), inputs
+        if key not in self._held:
+            held = dict(zip(inside.invars, inputs)) | dict.fromkeys(inside.constvars, Held.CONSTANT)
+            for op in self._ops_of(inside):
+                held.update(dict.fromkeys(op.equation.outvars, self._held_by_results(op, held)))
+            self._held[key] = held
+        return self._held[key]
+
+    def inside(self, op: Op, held: Mapping[Var, Held | None]) -> list[tuple[Held | None, ...]]:
+        """Returns for each jaxpr of a call what its inputs hold of the innermost loop around them."""
+        if op.name in LOOPS:
+            of_roles = {Role.CARRY: Held.CARRY, Role.CONSTANT: Held.CONSTANT}
+            return [tuple(map(of_roles.get, inner.roles)) for inner in op.inner]
+        if not held:
+            return [()] * len(op.inner)
+        operands = [held_by(var, held) for var in op.equation.invars]
+        return [tuple(operands[index] for index in inner.operands) for inner in op.inner]
+
+    def _held_by_results(self, op: Op, held: Mapping[Var, Held | None]) -> Held | None:
+        of_operands = {held[var] for var in op.variables}
+        if Held.COMPUTED in of_operands or self._multiplies(op):
+            return Held.COMPUTED
+        if of_operands <= {Held.CONSTANT} and not op.equation.effects:
+            return Held.CONSTANT
+        is_moved_carry = op.traits.category is Category.MOVE and Held.CARRY in of_operands
+        return Held.CARRY if is_moved_carry else None
+
+    def _multiplies(self, op: Op) -> bool:
+        """Whether an operation is a product, or runs one."""
+        if op.traits.category is Category.ALLOW:
+            return True
+        return any(self._multiplies(each) for inner in op.inner for each in self._ops_of(inner.jaxpr))
+
+
+def held_by(var: Var, held: Mapping[Var, Held | None]) -> Held | None:
+    """Returns what a variable or literal holds."""
+    return Held.CONSTANT if is_literal(var) else held[var]
