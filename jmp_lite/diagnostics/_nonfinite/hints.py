@@ -88,10 +88,11 @@ class _Case:
         return min(map(abs, self.extent(1)))
 
     def of_integers(self) -> bool:
-        """Whether an operand is negative, and a cast of integers."""
+        """Whether it is a root or logarithm of negative integers."""
         sites = [self.sites[path] for path in self.origin.site.sources if path is not None]
-        is_cast = lambda site: site.operation == "convert_element_type" and "int" in site.operands[0]
-        return self.extent(0)[0] < 0 and any(map(is_cast, sites))
+        is_cast = lambda site: site.operation == "convert_element_type" and "int" in "".join(site.operands)
+        takes_positive = self.of("log", "log1p", "log2", "sqrt", "rsqrt", "pow")
+        return takes_positive and self.extent(0)[0] < 0 and any(map(is_cast, sites))
 
     def divides_by_norm(self) -> bool:
         """Whether it is 0 / 0, of zeros and their norm."""

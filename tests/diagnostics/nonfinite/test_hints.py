@@ -37,6 +37,8 @@ def test_an_integer_that_overflows_needs_no_small_number():
 
     assert "dtype become negative" in hint_of(loss, W, jnp.int32(50_000))
     assert "Often a small number is added" in hint_of(lambda w: jnp.sum(jnp.log(w - 1)), W)
+    quotient = lambda w, n: jnp.sum(w) * (n.astype(jnp.float32) / (n + 1).astype(jnp.float32))
+    assert "A divisor is 0" in hint_of(quotient, W, jnp.int32(-1))
 
 
 def test_steps_that_diverge_are_a_learning_rate():
