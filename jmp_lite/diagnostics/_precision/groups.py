@@ -82,7 +82,8 @@ def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:
     # The new parameters are called as the argument that holds the old ones.
     arguments = {name.partition("/")[0] for name in program.parameters}
     name = next(iter(arguments)) if len(arguments) == 1 else "the parameters"
-    return [group if group.before is None else dataclasses.replace(group, name=name) for group in groups]
+    is_new = lambda group: group.name and group.before is not None
+    return [dataclasses.replace(group, name=name) if is_new(group) else group for group in groups]
 
 
 def _old(program: FlaggedProgram, full: Sequence[Array], numbers: Sequence[int]) -> tuple[Array, ...] | None:
