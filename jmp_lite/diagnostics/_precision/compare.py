@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, Unpack
 
+import jax
 import jax.numpy as jnp
 
 from ..._dtypes import DTypeLike, DTypeName
@@ -122,7 +123,7 @@ class Runs:
         self._contribution = _first_order(program, self._full)
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
         names = program.outputs[0 if program.is_step else 1 :]
-        finite = [bool(jnp.isfinite(array).all()) for array in self._full[-len(names) :]] if names else []
+        finite = map(bool, _are_finite(self._full[-len(names) :]) if names else [])
         self.bad = [name for name, good in zip(names, finite) if not good]
         self.is_finite = not self.bad and (self.loss is None or math.isfinite(self.loss))
 
@@ -192,13 +193,23 @@ class Runs:
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
+@jax.jit
+def _are_finite(arrays: list[Array]) -> list[Array]:
+    return [jnp.isfinite(array).all() for array in arrays]
+
+
+@jax.jit
+def _products(parameters: list[Array], gradients: list[Array]) -> list[Array]:
+    pairs = zip(parameters, gradients)
+    return [jnp.sum(parameter.astype(jnp.float32) * jnp.real(gradient)) for parameter, gradient in pairs]
+
+
 def _first_order(program: FlaggedProgram, full: Sequence[Array]) -> float:
     """Returns how much the parameters contribute to a loss, to first order."""
     parameters, gradients = list(program.parameters.values()), full[1:]
     if program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
         return 0.0
-    products = (jnp.sum(jnp.asarray(p, jnp.float32) * jnp.real(g)) for p, g in zip(parameters, gradients))
-    total = sum(abs(float(product)) for product in products)
+    total = sum(abs(float(product)) for product in _products(parameters, list(gradients)))
     return total if math.isfinite(total) else 0.0
 
 

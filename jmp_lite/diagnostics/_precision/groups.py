@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +42,9 @@ class Group:
 
     def _norms(self, half: Sequence[Array], full: Sequence[Array]) -> np.ndarray:
         pick = lambda arrays: [arrays[number] for number in self.numbers]
-        units = [float(jnp.max(jnp.abs(array), initial=0)) or 1.0 for array in pick(full)]
-        before = self.before or [jnp.zeros_like(array) for array in pick(full)]
-        sums = np.asarray(_sums(pick(half), pick(full), before, units), np.float64).reshape(-1, 3)
+        units = [float(size) or 1.0 for size in _largest(pick(full))]
+        before = self.before or [0.0] * len(units)
+        sums = np.asarray(_sums(pick(half), pick(full), list(before), units), np.float64).reshape(-1, 3)
         # The squares of small gradients would be zero in float32, so each array is divided by its unit.
         return np.square(units)[:, None] * sums
 
@@ -59,7 +60,12 @@ def error_of(difference: float, half: float, full: float) -> tuple[float, float]
 
 
 @jax.jit
-def _sums(half: list[Array], full: list[Array], before: list[Array], units: list[float]) -> list[Array]:
+def _largest(arrays: list[Array]) -> list[Array]:
+    return [jnp.max(jnp.abs(array), initial=0) for array in arrays]
+
+
+@jax.jit
+def _sums(half: list[Array], full: list[Array], before: list[Any], units: list[float]) -> list[Array]:
     """Returns for each array the squared norms of the difference, of half and of float32, in units."""
     square = lambda x: jnp.sum(jnp.real(x * jnp.conj(x)))
     rows = []
