@@ -2,12 +2,13 @@
 
 A plan is one decision about each operation, and then a list of passes.
 
-The decision needs three looks at the equations of a jaxpr. Reading (`op`, `regions`) says what each operation
-is, who reads its results, and which operations together are one activation function or softmax. The ruling,
-forwards (`ruling`), says what the user's options and the scopes ask of each operation. The demand, backwards
-(`demand`), says which values matmuls want in half and no operation reads in float32. Then `decide`, forwards,
-gives each operation its dtypes. The first is made once for a jaxpr, the second and third once for each place
-in the program where it is called, the last once for each set of inputs.
+The decision takes four walks over the equations of a jaxpr. Reading (`op`, `regions`) says what each
+operation is, who reads its results, and which operations together are one activation function or softmax. The
+ruling, forwards (`ruling`), says what the user's options and the scopes ask of each operation. The demand,
+backwards (`demand`), says which values matmuls want in half and no operation reads in float32. Then `decide`,
+forwards, gives each operation its dtypes. Reading is done once for a jaxpr, the ruling and the demand once
+for each context, kinds of inputs and wanted outputs (`DemandPass.analyse`), `decide` once for each context,
+states of the inputs and wanted outputs.
 
 `PASSES` improve the plan. None of them changes the dtype in which an operation of the plan multiplies.
 """
