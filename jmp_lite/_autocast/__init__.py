@@ -8,7 +8,6 @@ loops), `keep` (what keeps a part in float32), `api` (`autocast`), `report` (wha
 Other rooms take the names below, and no others.
 """
 
-from .api import autocast as autocast
 from .api import given_rules as given_rules
 from .api import make_plan as make_plan
 from .api import run as run
@@ -25,6 +24,7 @@ from .planning.states import Kind as Kind
 from .planning.wanted import Wanted as Wanted
 from .report.explain import AutocastReport as AutocastReport
 from .report.explain import explain as explain
+from .report.explain import report_of as report_of
 from .report.operations import AutocastOperation as AutocastOperation
 from .report.operations import has_floating as has_floating
 from .report.operations import operations_of as operations_of

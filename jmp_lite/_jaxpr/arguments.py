@@ -80,6 +80,8 @@ class Arguments:
     arrays: list[Array]  # The arrays among the arguments: the inputs of the jaxpr.
     names: tuple[str, ...]  # The path of each array among the arguments; empty strings if nobody asked.
     outputs: Callable[[Sequence[Array]], Any]  # Makes the outputs of the function from those of the jaxpr.
+    # Makes the function again, for other arrays, with a function of arrays in place of its Python.
+    replayed: Callable[[Callable[[Sequence[Array]], list[Array]]], Callable[..., Any]]
 
 
 def trace(
@@ -97,7 +99,7 @@ def trace(
         with_names: whether the paths of the arrays are needed; they take time to make.
         kinds: further types of arguments that are traced as arrays.
     """
-    adapter = _adapter((args, kwargs))
+    given, adapter = fun, _adapter((args, kwargs))
     finish = None
     if adapter is not None:
         fun, args, finish = adapter.split_objects(fun, args, kwargs)
@@ -115,7 +117,31 @@ def trace(
         output = call.outputs(results)
         return output if finish is None else finish(output)
 
-    return Arguments(closed, call.arrays, tuple(names[index] for index in call.indexes), outputs)
+    return Arguments(
+        jaxpr=closed,
+        arrays=call.arrays,
+        names=tuple(names[index] for index in call.indexes),
+        outputs=outputs,
+        replayed=lambda run: _replayed(given, call, run),
+    )
+
+
+def _replayed(
+    fun: Callable[..., Any], call: "_Call", run: Callable[[Sequence[Array]], list[Array]]
+) -> Callable[..., Any]:
+    """Returns a function of the arguments of `fun` that calls `run` with the arrays among them."""
+
+    @functools.wraps(fun)
+    def replay_fun(*args: Any, **kwargs: Any) -> Any:
+        adapter = _adapter((args, kwargs))
+        finish = None
+        if adapter is not None:
+            _, args, finish = adapter.split_objects(fun, args, kwargs)
+            kwargs = {}
+        output = call.outputs(run(call.arrays_among((args, kwargs))))
+        return output if finish is None else finish(output)
+
+    return replay_fun
 
 
 class _Call:
@@ -144,6 +170,17 @@ class _Call:
     @property
     def arrays(self) -> list[Array]:
         return [self.leaves[index] for index in self.indexes]
+
+    def arrays_among(self, tree: Any) -> list[Array]:
+        """Returns the arrays among other arguments of the same structure."""
+        leaves = jax.tree.leaves(tree)
+        others = [leaf for index, leaf in enumerate(leaves) if index not in self.indexes]
+        if len(leaves) != len(self.leaves) or any(isinstance(leaf, jax.Array) for leaf in others):
+            raise TypeError(
+                "An argument that is differentiated is a Python number. Give it as an array, such as "
+                "jnp.asarray(2.0)."
+            )
+        return [leaves[index] for index in self.indexes]
 
     def flat(self, *arrays: Array) -> list[Array]:
         """Calls the function, and notes the structure of its output."""

@@ -1,6 +1,5 @@
 """Runs all diagnostics, and writes one page: `doctor`."""
 
-import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -8,11 +7,10 @@ from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .._autocast import AutocastReport, autocast, explain, given_rules, settings_of
+from .._autocast import AutocastReport, report_of
 from .._dtypes import DTypeLike
-from .._jaxpr import check_function, in_two_calls
+from .._jaxpr import in_two_calls
 from .._scaling.loss_scale import LossScaleLike
 from .._text import Shown, wrapped
 from ..programs._compile import compile_for
@@ -20,31 +18,21 @@ from ..programs._program import Program
 from ..programs._read import read_program
 from ..programs._roofline import Roofline, roofline
 from ._findings import Finding, of_accuracy, of_all, of_step, of_step_in_float32, of_values
-from ._nonfinite.find import examine
+from ._nonfinite.find import find
 from ._nonfinite.report import NonfiniteReport
-from ._precision.compare import compare_for_doctor, runs_of
-from ._precision.modules import gives_half
+from ._precision.compare import Runs, check_tolerance, compare_for_doctor
 from ._precision.report import PrecisionReport
-from ._ranges.profile import profile_ranges
+from ._ranges.profile import ranges_of
 from ._ranges.report import RangeReport
-from ._values.trace import LossCall, ValueAndGrad, scale_of, trace
+from ._values.case import Case, Options, tool, without_debugging
+from ._values.trace import ValueAndGrad
 
 P = ParamSpec("P")
+_PARTS = ("examined", "operations", "nonfinite", "ranges", "precision", "roofline", "findings", "skipped")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
     """The report of `doctor`. `print` it for one page, the worst finding first.
-
-    Attributes:
-        examined: the program that was examined: yours as it is, or autocast of it.
-        findings: the faults, worst first.
-        skipped: the parts that were not run, each with the reason.
-        operations: the report of `explain`.
-        nonfinite: the report of `find_nonfinite`.
-        ranges: the report of `profile_ranges`; None if it was skipped.
-        precision: the report of `compare_precision`; None if it was skipped.
-        roofline: the estimate of `roofline`; None if it was skipped.
 
     Examples:
         >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
@@ -52,14 +40,111 @@ class Diagnosis(Shown):
         ('autocast(fun, "float16") of your float32 program', 'log')
     """
 
-    examined: str
-    findings: tuple[Finding, ...]
-    skipped: dict[str, str]
-    operations: AutocastReport
-    nonfinite: NonfiniteReport
-    ranges: RangeReport | None
-    precision: PrecisionReport | None
-    roofline: Roofline | None
+    def __init__(
+        self, case: Case, tolerance: float | None, program: Program | None, device: str | None
+    ) -> None:
+        self._case, self._is_step = case, case.question.call.value_and_grad_fn is None
+        self._tolerance, self._given, self._device = tolerance, program, device
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns all parts. The call itself stays behind: its jaxprs cannot be pickled."""
+        return {name: getattr(self, name) for name in _PARTS}
+
+    @functools.cached_property
+    def examined(self) -> str:
+        """The program that was examined: yours as it is, or autocast of it."""
+        if self._is_step:
+            return "your train step as it is"
+        if self._case.question.is_autocast:
+            return "your function of autocast"
+        if self._case.is_own:
+            return "your program as it is, with its own half values"
+        return f'autocast(fun, "{self.operations.dtype}") of your float32 program'
+
+    @functools.cached_property
+    def operations(self) -> AutocastReport:
+        """The report of `explain`."""
+        rules = self._case.rules
+        return report_of(self._case.traced, rules, *self._case.planned(rules))
+
+    @functools.cached_property
+    def nonfinite(self) -> NonfiniteReport:
+        """The report of `find_nonfinite`."""
+        return find(self._case, lambda: self._runs)
+
+    @functools.cached_property
+    def ranges(self) -> RangeReport | None:
+        """The report of `profile_ranges`; None if it was skipped."""
+        return None if self._is_step or self._why_skipped else self._ranges
+
+    @functools.cached_property
+    def precision(self) -> PrecisionReport | None:
+        """The report of `compare_precision`; None if it was skipped."""
+        if self._is_step or self._why_skipped:
+            return None
+        self._runs.scale = self._scale
+        return compare_for_doctor(self._runs, self._tolerance, lambda: self._ranges.largest_safe_scale)
+
+    @functools.cached_property
+    def roofline(self) -> Roofline | None:
+        """The estimate of `roofline`; None if it was skipped."""
+        if self._device is None or self._no_program:
+            return None
+        program = self._given
+        if program is None:
+            traced = self._case.program
+            program = read_program(compile_for("h100", lambda arrays: traced.run(arrays), traced.arrays))
+        return roofline(program, self._device)
+
+    @functools.cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """The faults, worst first."""
+        findings = list(of_values(self.nonfinite))
+        if self._is_step:
+            findings += of_step(self._case.program, self._case.arguments)
+            findings += [] if findings or self._why_skipped else of_step_in_float32(self._runs)
+        elif self.precision is not None:
+            findings += of_accuracy(self.nonfinite, self.precision, lambda: self._ranges)
+        return of_all(findings, self.operations, self.roofline)
+
+    @functools.cached_property
+    def skipped(self) -> dict[str, str]:
+        """The parts that were not run, each with the reason."""
+        reasons = {"the values in half": self._why_skipped, "roofline": self._no_program}
+        if not self._why_skipped and (names := self._case.exact):
+            reasons[f"the rounding of {', '.join(names)}"] = "In half before the call, and taken as exact."
+        return {part: reason for part, reason in reasons.items() if reason}
+
+    @functools.cached_property
+    def _ranges(self) -> RangeReport:
+        with without_debugging():  # It may run when the call is over.
+            return ranges_of(self._case, self._scale)
+
+    @functools.cached_property
+    def _runs(self) -> Runs:
+        return Runs(self._case)
+
+    @functools.cached_property
+    def _why_skipped(self) -> str:
+        """Why the values in half are not compared with float32; empty if they are."""
+        if self._is_step:
+            is_finite = not self.nonfinite.cut and self._runs.is_finite
+            return "" if is_finite else "The results of the step are not finite in float32."
+        if self.nonfinite.cut:
+            return "A while loop does not end."
+        return "" if self._runs.is_finite else "The loss or its gradients are not finite in float32."
+
+    @property
+    def _scale(self) -> float:
+        """The loss scale of the parts after `nonfinite`."""
+        return self.nonfinite.smaller_scale or self._case.question.scale
+
+    @functools.cached_property
+    def _no_program(self) -> str:
+        """Why there is no estimate; empty if there is one, or if none is wanted."""
+        if self._device is None or self._given is not None or _can_compile():
+            return ""
+        return 'Give program=, or pip install -e ".[h100]" in the clone and set JAX_PLATFORMS=cpu.'
 
     def __repr__(self) -> str:
         return f"Diagnosis({len(self.findings)} findings)"
@@ -94,7 +179,8 @@ def doctor(
 ) -> Callable[P, Diagnosis]:
     """Returns a function that runs all diagnostics on a loss function. `print` its result for one page.
 
-    It calls `explain`, `find_nonfinite`, `profile_ranges` and `compare_precision`. A float32 function is
+    The function is traced once. What the page needs runs in the call; the other parts of the result run when
+    they are first read, on the arguments that the result keeps until then. A float32 function is
     examined as `autocast(fun, dtype)`. A function with half matmuls of its own, such as a model under a
     policy, is examined as it is, and compared with itself in float32; so is one with any half values, unless
     `dtype` is given. If the loss or a gradient is not finite in float32 either, the parts that would compare
@@ -111,9 +197,10 @@ def doctor(
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `value_and_grad_fn=None` a
             train step. It is not changed.
-        dtype: as in `profile_ranges`.
-        loss_scale: as in `profile_ranges`.
-        argnums: as in `jmp_lite.value_and_grad`.
+        dtype: `jnp.float16`, `jnp.bfloat16` or `"float8"`. For a function that `autocast` returned it is the
+            dtype of that autocast, for any other float16 by default.
+        loss_scale: the scale of the step, such as `jmp.get_loss_scale(opt_state)`; a number; or None for 1.
+        argnums: as in `jmp_lite.value_and_grad`; for a step, which arguments are the parameters.
         has_aux: whether `fun` returns `(loss, aux)`.
         value_and_grad_fn: as in `jmp_lite.value_and_grad`; None for a step.
         program: the result of `read_program` for your compiled step.
@@ -126,7 +213,11 @@ def doctor(
         minute or more: each part compiles programs of its own.
 
     Raises:
-        TypeError, ValueError: as in the functions that it calls; a dtype or a scale is given for a step.
+        TypeError: `fun` is not a function; the loss is not a floating scalar; `loss_scale` is not a loss
+            scale; an argument is traced.
+        ValueError: `dtype` is not a half dtype, or is given for a function of autocast; the scale is not
+            above 0 and finite; `tolerance` is out of range; a rule of the autocast selects nothing; a dtype
+            or a scale is given for a step.
 
     Examples:
         >>> w, x = {"a": jnp.ones((8, 4))}, jnp.ones((2, 8))
@@ -134,120 +225,27 @@ def doctor(
         >>> diagnosis.findings[0].advice  # doctest: +ELLIPSIS
         'Start with jmp.DynamicLossScale(2.0**15): at this scale the error is ...'
     """
-    check_function("doctor", fun)
-    _check(program)
-    if value_and_grad_fn is None:
-        if dtype is not None or loss_scale is not None:
-            raise ValueError(
-                "doctor: a step has its own dtypes and loss scale. Leave dtype and loss_scale out, or give "
-                f"the loss function without value_and_grad_fn=None. Got {dtype!r} and {loss_scale!r}."
-            )
-        return _step_doctor(LossCall(fun, argnums, has_aux, None), program, device)
-    scale = scale_of("doctor", loss_scale)
-    given_rules("doctor", fun, dtype, jnp.float16)
-    is_autocast = settings_of(fun) is not None
-    how: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "value_and_grad_fn": value_and_grad_fn}
-
-    @functools.wraps(fun)
-    def doctor_fun(*args: Any, **kwargs: Any) -> Diagnosis:
-        args, kwargs = _with_jax_arrays((args, kwargs))
-        own = not is_autocast and _is_own(explain(fun, "float32")(*args, **kwargs), dtype is not None)
-        running = fun if own or is_autocast else autocast(fun, jnp.float16 if dtype is None else dtype)
-        operations = explain(running, "float32" if own else None)(*args, **kwargs)
-        call = LossCall(running, **how)
-        runs = functools.cache(lambda: runs_of("doctor", call, scale, loss_scale is None, args, kwargs))
-        nonfinite = examine(call, args, kwargs, scale, runs)
-        skipped: dict[str, str] = {}
-        ranges = precision = None
-        if nonfinite.cut:
-            skipped["the values in half"] = "A while loop does not end."
-        elif not runs().is_finite:
-            skipped["the values in half"] = "The loss or its gradients are not finite in float32."
-        else:
-            best = nonfinite.smaller_scale
-            runs().scale = runs().scale if best is None else best
-            own_dtype = dtype if own else None
-            ranges = profile_ranges(running, own_dtype, loss_scale=best or scale, **how)(*args, **kwargs)
-            precision = compare_for_doctor(runs(), tolerance, ranges.largest_safe_scale)
-        estimate = _estimate(call, args, kwargs, program, device, skipped)
-        findings = [*of_values(nonfinite), *of_accuracy(nonfinite, ranges, precision)]
-        findings, examined = of_all(findings, operations, estimate), _examined(own, is_autocast, operations)
-        return Diagnosis(examined, findings, skipped, operations, nonfinite, ranges, precision, estimate)
-
-    return doctor_fun
-
-
-def _check(program: Any) -> None:
     if program is not None and not isinstance(program, Program):
         raise TypeError(
             f"doctor: program should be what read_program returns. Got {type(program).__name__}; write "
             "program=read_program(jax.jit(step).lower(*args).compile())."
         )
+    check_tolerance("doctor", tolerance)
+    options: Options = {
+        "loss_scale": loss_scale,
+        "argnums": argnums,
+        "has_aux": has_aux,
+        "value_and_grad_fn": value_and_grad_fn,
+    }
 
+    def diagnose(case: Case) -> Diagnosis:
+        diagnosis = Diagnosis(case, tolerance, program, device)
+        str(diagnosis)  # What the page needs runs here.
+        return diagnosis
 
-def _step_doctor(call: LossCall, program: Program | None, device: str | None) -> Callable[..., Diagnosis]:
-
-    @functools.wraps(call.fun)
-    def doctor_fun(*args: Any, **kwargs: Any) -> Diagnosis:
-        args, kwargs = _with_jax_arrays((args, kwargs))
-        operations = explain(call.fun, "float32")(*args, **kwargs)
-        runs = functools.cache(lambda: runs_of("doctor", call, 1.0, False, args, kwargs))
-        nonfinite = examine(call, args, kwargs, 1.0, runs)
-        skipped: dict[str, str] = {}
-        findings = [*of_values(nonfinite), *of_step(call, args, kwargs)]
-        if nonfinite.cut or not runs().is_finite:
-            skipped["the values in half"] = "The results of the step are not finite in float32."
-        elif not findings:
-            findings += of_step_in_float32(runs())
-        estimate = _estimate(call, args, kwargs, program, device, skipped)
-        findings, examined = of_all(findings, operations, estimate), "your train step as it is"
-        return Diagnosis(examined, findings, skipped, operations, nonfinite, None, None, estimate)
-
-    return doctor_fun
-
-
-def _examined(own: bool, is_autocast: bool, operations: AutocastReport) -> str:
-    if is_autocast:
-        return "your function of autocast"
-    as_it_is = "your program as it is, with its own half values"
-    return as_it_is if own else f'autocast(fun, "{operations.dtype}") of your float32 program'
-
-
-def _estimate(
-    call: LossCall,
-    args: Any,
-    kwargs: Any,
-    program: Program | None,
-    device: str | None,
-    skipped: dict[str, str],
-) -> Roofline | None:
-    """Returns the roofline of a call; without one, writes the reason into `skipped`."""
-    if device is None:
-        return None
-    if program is None and not _can_compile():
-        skipped["roofline"] = (
-            'Give program=, or pip install -e ".[h100]" in the clone and set JAX_PLATFORMS=cpu.'
-        )
-        return None
-    if program is None:
-        traced = trace("doctor", call, args, kwargs)
-        program = read_program(compile_for("h100", lambda arrays: traced.run(arrays), traced.arrays))
-    return roofline(program, device)
+    return tool("doctor", fun, dtype, jnp.float16, diagnose, **options)
 
 
 def _can_compile() -> bool:
     config: Any = jax.config
     return importlib.util.find_spec("jax_cuda13_plugin") is not None and config.jax_platforms == "cpu"
-
-
-def _with_jax_arrays(tree: Any) -> Any:
-    """Returns a tree with its NumPy arrays as JAX arrays: `explain` treats a NumPy array as a constant."""
-    is_numpy = lambda leaf: isinstance(leaf, np.ndarray)
-    if not any(map(is_numpy, jax.tree.leaves(tree))):
-        return tree  # `jax.tree.map` would copy the modules of NNX.
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_numpy(leaf) else leaf, tree)
-
-
-def _is_own(report: AutocastReport, is_given: bool) -> bool:
-    """Whether a function runs as it is: it has half matmuls, or half values and no dtype was given."""
-    return any(each.on_tensor_cores if is_given else gives_half(each) for each in report.operations)

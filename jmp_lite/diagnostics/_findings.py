@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ._ranges.report import RangeReport
 from ._ranges.scales import TOLERANCE
 from ._ranges.updates import holds_scale, is_unscaled, run_step, updates_of, zero_gradients
 from ._values.reference import has_value
-from ._values.trace import LossCall, LossProgram, Measured, trace
+from ._values.trace import LossProgram, Measured
 
 _CONSTANT = (
     "A hint: the loss is scaled, so it may not depend on the parameters: look for stop_gradient, argmax, a "
@@ -64,9 +64,9 @@ class Finding:
 def of_all(
     findings: Sequence[Finding], operations: AutocastReport, estimate: Roofline | None
 ) -> tuple[Finding, ...]:
-    """Returns findings and those about speed, if the run is finite, in the order of `SEVERITIES`."""
-    if not any(finding.severity == "not finite" for finding in findings):
-        findings = [*findings, *of_operations(operations), *of_roofline(estimate)]
+    """Returns findings in the order of `SEVERITIES`; those about speed only of a run that is right."""
+    if not findings:
+        findings = [*of_operations(operations), *of_roofline(estimate)]
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
@@ -78,11 +78,10 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
         yield Finding("not finite", report.cause.head(), where, advice)
 
 
-def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
-    traced = trace("doctor", call, args, kwargs)
-    run = run_step(traced)
-    yield from _of_scale(run, traced, args, kwargs)
-    for update in updates_of(run, traced):
+def of_step(program: LossProgram, arguments: Any) -> Iterator[Finding]:
+    run = run_step(program)
+    yield from _of_scale(run, program, arguments)
+    for update in updates_of(run, program):
         dtype = update.dtype.name
         if update.lost > TOLERANCE * update.updates and dtype in ("float16", "bfloat16"):
             what = (
@@ -93,20 +92,20 @@ def of_step(call: LossCall, args: Any, kwargs: Any) -> Iterator[Finding]:
             yield Finding("accuracy", what, update.line, advice)
 
 
-def _of_scale(run: Measured, traced: LossProgram, args: Any, kwargs: Any) -> Iterator[Finding]:
+def _of_scale(run: Measured, program: LossProgram, arguments: Any) -> Iterator[Finding]:
     """Yields a finding about the loss scale of a step, from this run or from the states that it is given."""
-    is_missing = is_unscaled(run) and has_value(traced.jaxpr, _is_float16)
+    is_missing = is_unscaled(run) and has_value(program.jaxpr, _is_float16)
     all_zero, site = zero_gradients(run)
     if all_zero:
         where = "" if site is None else f"The first zero is from {site.operation}, {site.array}, {site.line}"
-        advice = _CONSTANT if holds_scale(traced) else "Scale the loss: jmp.with_loss_scale."
+        advice = _CONSTANT if holds_scale(program) else "Scale the loss: jmp.with_loss_scale."
         advice = f"Scale the loss: {LINE}." if is_missing else advice
         yield Finding("accuracy", "The gradients are all zero.", where, advice)
     elif is_missing:
         what = "The step takes a loss scale, and does not scale the loss by it."
         yield Finding("accuracy", what, "", f"Write {LINE}, in place of jax.value_and_grad.")
     else:
-        for complaint in _complaints((args, kwargs)):
+        for complaint in _complaints(arguments):
             what, _, advice = complaint.partition(". ")
             yield Finding("accuracy", f"{what}.", "", advice)
 
@@ -151,20 +150,21 @@ def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
 
 
 def of_accuracy(
-    nonfinite: NonfiniteReport, ranges: RangeReport | None, precision: PrecisionReport | None
+    nonfinite: NonfiniteReport, precision: PrecisionReport, ranges: Callable[[], RangeReport]
 ) -> Iterator[Finding]:
-    """Yields what is finite and wrong: one finding for one cause, and one loss scale on a page."""
-    if ranges is None or precision is None:
-        return
+    """Yields what is finite and wrong: one finding for one cause, and one loss scale on a page.
+
+    `ranges` counts the magnitudes of the values, which few pages need.
+    """
     if precision.names and precision.is_close:
         if precision.unscaled is not None:
-            yield _scale_finding(ranges, precision)
+            yield _scale_finding(ranges(), precision)
         return
     # An inf that has no remedy of its own, or one in half that a scale does not mend, is in this error.
     if nonfinite.cause is None or nonfinite.smaller_scale is not None:
         yield from _of_precision(precision)
     if not precision.names:
-        yield from _of_ranges(ranges)
+        yield from _of_ranges(ranges())
 
 
 def _scale_finding(ranges: RangeReport, precision: PrecisionReport) -> Finding:

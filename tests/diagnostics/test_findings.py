@@ -5,14 +5,23 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jmp_lite as jmp
 from jmp_lite.diagnostics import doctor
-from jmp_lite.diagnostics._findings import of_accuracy, of_operations, of_roofline, of_step_in_float32
+from jmp_lite.diagnostics._findings import (
+    Finding,
+    of_accuracy,
+    of_all,
+    of_operations,
+    of_roofline,
+    of_step_in_float32,
+)
 from jmp_lite.diagnostics._precision.compare import HARM
 from jmp_lite.diagnostics._precision.report import Difference, PrecisionReport
 from jmp_lite.diagnostics._ranges.magnitudes import Histogram
 from jmp_lite.diagnostics._ranges.report import ModuleRange, RangeReport
+from tests.support.broken import WRONG
 
 
 def test_products_of_one_slow_size_are_one_finding():
@@ -35,6 +44,14 @@ def test_the_four_slowest_modules_are_named_with_their_times():
     (found,) = of_roofline(report)
     assert found.where == ", ".join(f"{name} 2.0 us, bytes" for name in "abcd")
     assert list(of_roofline(None)) == []
+
+
+def test_speed_is_a_finding_of_a_run_that_is_right():
+    half = jnp.float16
+    report = jmp.explain(lambda w, x: x @ w, "float32")(jnp.ones((8, 15), half), jnp.ones((8, 8), half))
+    assert [each.severity for each in of_all([], report, None)] == ["speed"]
+    wrong = Finding("accuracy", "The gradients are all zero.", "", "")
+    assert of_all([wrong], report, None) == (wrong,)
 
 
 ZERO, EXACT = Difference(1.0, 1.0, 0.0), Difference(0.0, 0.0, 1.0)
@@ -65,24 +82,24 @@ SOUND = types.SimpleNamespace(cause=None, smaller_scale=None)
 
 
 def test_a_missing_loss_scale_is_named_with_the_modules_that_lose_most():
-    (found,) = of_accuracy(SOUND, ranges(10, 20, 30, 40, 50), precision(unscaled=ZERO))
+    (found,) = of_accuracy(SOUND, precision(unscaled=ZERO), lambda: ranges(10, 20, 30, 40, 50))
     assert found.what.startswith(
         "Without a loss scale 30.00% of the gradients that are not zero become zero, and"
     )
     assert found.where == "Lost, by module: layer_4 50%, layer_3 40%, layer_2 30%, layer_1 20%"
-    (found,) = of_accuracy(SOUND, ranges(0), precision(unscaled=ZERO))
+    (found,) = of_accuracy(SOUND, precision(unscaled=ZERO), lambda: ranges(0))
     assert found.what.startswith("Without a loss scale the error in float16 is")
     assert found.where == ""
 
 
 def test_a_close_comparison_is_no_finding_and_another_is_one():
-    assert list(of_accuracy(SOUND, ranges(0), precision())) == []
-    (found,) = of_accuracy(SOUND, ranges(0), precision(half=ZERO, rest=ZERO))
+    assert list(of_accuracy(SOUND, precision(), lambda: ranges(0))) == []
+    (found,) = of_accuracy(SOUND, precision(half=ZERO, rest=ZERO), lambda: ranges(0))
     assert found.what.startswith("In float16 at the loss scale 2**15 the error is")
 
 
 def test_without_a_module_to_compare_the_gradients_that_become_zero_are_a_finding():
-    (found,) = of_accuracy(SOUND, ranges(50), precision(names=()))
+    (found,) = of_accuracy(SOUND, precision(names=()), lambda: ranges(50))
     assert found.what.startswith("50.00% of the gradients that are not zero would become zero in float16")
 
 
@@ -108,3 +125,10 @@ def test_a_program_with_half_values_of_its_own_is_examined_as_it_is():
     assert diagnosis.examined == "your program as it is, with its own half values"
     assert [finding.severity for finding in diagnosis.findings] == ["not finite"]
     assert diagnosis.skipped == {"the values in half": "The loss or its gradients are not finite in float32."}
+
+
+@pytest.mark.slow
+def test_the_new_parameters_of_a_step_have_the_name_of_the_old_ones():
+    (run,) = (run for run in WRONG if run.name == "the_second_moment_of_adam_underflows")
+    findings = doctor(run.fun, value_and_grad_fn=None, device=None)(*run.args).findings
+    assert findings[0].what.startswith("The results in w are off")

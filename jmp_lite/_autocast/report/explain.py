@@ -15,6 +15,8 @@ from ..._jaxpr.arguments import Arguments, check_function, in_two_calls
 from ..._jaxpr.read import Jaxpr, all_equations
 from ..._text import Shown, aligned
 from ..api import given_rules, make_plan, prepare, run
+from ..planner import Planner
+from ..planning.plan import Plan
 from ..planning.rules import Rules
 from .advice import find_promotions
 from .operations import AutocastOperation, operations_of
@@ -186,20 +188,25 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
     def explain_fun(*args: Any, **kwargs: Any) -> AutocastReport:
         traced, planner, plan = prepare(wrapped, rules, args, kwargs, (jax.ShapeDtypeStruct,))
         planner.scopes.check()
-        promotions = find_promotions(plan.jaxpr, traced.names) if rules.dtype == jnp.float32 else {}
-        read = [True] * len(plan.results)
-        operations = tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions, read))
-        after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
-        return AutocastReport(
-            dtype=rules.dtype,
-            operations=operations,
-            casts=_casts(after, rules.dtype) - _casts(plan.jaxpr, rules.dtype),
-            without_effect=tuple(_without_effect(traced, rules, operations)),
-            before=plan.jaxpr,
-            after=after,
-        )
+        return report_of(traced, rules, planner, plan)
 
     return explain_fun
+
+
+def report_of(traced: Arguments, rules: Rules, planner: Planner, plan: Plan) -> AutocastReport:
+    """Returns the report of a call that was traced and planned by `rules`."""
+    promotions = find_promotions(plan.jaxpr, traced.names) if rules.dtype == jnp.float32 else {}
+    read = [True] * len(plan.results)
+    operations = tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions, read))
+    after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
+    return AutocastReport(
+        dtype=rules.dtype,
+        operations=operations,
+        casts=_casts(after, rules.dtype) - _casts(plan.jaxpr, rules.dtype),
+        without_effect=tuple(_without_effect(traced, rules, operations)),
+        before=plan.jaxpr,
+        after=after,
+    )
 
 
 def _without_effect(

@@ -1,23 +1,22 @@
 """Finds where a loss or its gradients become inf or NaN: `find_nonfinite`."""
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr import Array, check_function, in_two_calls
-from ..._scaling.loss_scale import LossScaleLike
-from .._precision.compare import Runs, runs_of
+from ..._jaxpr import Array, in_two_calls
+from .._precision.compare import Runs
 from .._precision.modules import is_of_library
+from .._values.case import Case, Options, tool
 from .._values.reference import has_value, is_narrow
 from .._values.sites import Site
-from .._values.trace import LossCall, LossProgram, Measured, Tapped, ValueAndGrad, scale_of, trace
+from .._values.trace import LossProgram, Measured, Tapped
 from .extremes import Extremes
 from .flow import Flow, Origin
 from .hints import hint
@@ -34,14 +33,7 @@ LOWEST = -24
 
 
 @in_two_calls
-def find_nonfinite(
-    fun: Callable[P, Any],
-    *,
-    loss_scale: LossScaleLike | None = None,
-    argnums: int | Sequence[int] | Any = 0,
-    has_aux: bool = False,
-    value_and_grad_fn: ValueAndGrad | None = jax.value_and_grad,
-) -> Callable[P, NonfiniteReport]:
+def find_nonfinite(fun: Callable[P, Any], **options: Unpack[Options]) -> Callable[P, NonfiniteReport]:
     """Returns a function that finds the operation at which a loss or its gradients become inf or NaN.
 
     It runs the loss and its backward pass as `jmp_lite.value_and_grad` does, as one compiled program that
@@ -62,19 +54,14 @@ def find_nonfinite(
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`: plain, with a model under a
             policy, or from `jmp_lite.autocast`. With `value_and_grad_fn=None` any function that returns a
             pytree. It is not changed.
-        loss_scale: the scale of the step, such as `jmp.get_loss_scale(opt_state)`; a number; or None for 1.
-        argnums: as in `jmp_lite.value_and_grad`; for a step, which arguments are the parameters.
-        has_aux: whether `fun` returns `(loss, aux)`.
-        value_and_grad_fn: as in `jmp_lite.value_and_grad`; None for a step.
+        options: `loss_scale`, `argnums`, `has_aux` and `value_and_grad_fn`, as in `doctor`.
 
     Returns:
         A function of the arguments of `fun` that returns a `NonfiniteReport`. Call it outside `jit`. A NumPy
         array among the arguments is traced, as `jax.jit` does.
 
     Raises:
-        TypeError: `fun` is not a function; the loss is not a floating scalar; `loss_scale` is not a loss
-            scale; an argument is traced.
-        ValueError: the scale is not above 0 and finite; a scale is given for a step.
+        TypeError, ValueError: as in `doctor`.
 
     Source: Hugging Face's `DebugUnderflowOverflow`, TensorFlow's `enable_check_numerics`, JAX's `checkify`.
 
@@ -87,39 +74,22 @@ def find_nonfinite(
         >>> print(find_nonfinite(step, value_and_grad_fn=None)(w, jnp.zeros(4)).summary())
         The result of the step is not finite.
     """
-    check_function("find_nonfinite", fun)
-    scale = scale_of("find_nonfinite", loss_scale)
-    call = LossCall(fun, argnums, has_aux, value_and_grad_fn)
-    if value_and_grad_fn is None and loss_scale is not None:
-        raise ValueError(
-            "find_nonfinite: a step scales its loss itself. Leave loss_scale out, or give the loss function "
-            f"without value_and_grad_fn=None. Got loss_scale={loss_scale!r}."
-        )
-
-    @functools.wraps(fun)
-    def find_nonfinite_fun(*args: Any, **kwargs: Any) -> NonfiniteReport:
-        runs = lambda: runs_of("find_nonfinite", call, scale, loss_scale is None, args, kwargs)
-        return examine(call, args, kwargs, scale, runs)
-
-    return find_nonfinite_fun
+    answer = lambda case: find(case, lambda: Runs(case))
+    return tool("find_nonfinite", fun, None, jnp.float32, answer, **options)
 
 
-def examine(
-    call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float, runs: Callable[[], Runs]
-) -> NonfiniteReport:
-    """Runs a function at a loss scale, and reports where its values become inf or NaN.
+def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
+    """Runs a function at its loss scale, and reports where its values become inf or NaN.
 
     `runs` gives the runs that compare the function with float32. It is called only if there is an inf or NaN.
     """
-    program = trace("find_nonfinite", call, args, kwargs)
+    program, scale = case.program, case.question.scale
     tapped = Tapped(program, Extremes())
     measured = tapped(scale)
     origins = Flow(measured).origins()
-    is_bad = any(origin.is_harmful or origin.end for origin in origins)
-    trials = Trials(runs()) if is_bad and has_value(program.jaxpr, is_narrow) and not measured.cut else None
-    if trials is not None and not any(origin.is_harmful for origin in origins):  # Are the suspects harmful?
-        is_harmful = lambda origin: origin.end is not None and trials.is_harmful(origin)
-        origins = [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
+    trials = Trials(runs()) if _can_be_tried(program, measured, origins) else None
+    if trials is not None:
+        origins = trials.judged(origins)
     report, cause = _report(program, measured, scale, origins)
     if cause is None:
         return report
@@ -130,6 +100,12 @@ def examine(
     if report.tried:
         return report
     return dataclasses.replace(report, hint=hint(cause, measured.sites, program.parameters))
+
+
+def _can_be_tried(program: LossProgram, measured: Measured, origins: Sequence[Origin]) -> bool:
+    """Whether float32 may change what an origin does to the result."""
+    is_bad = any(origin.is_harmful or origin.end for origin in origins)
+    return is_bad and not measured.cut and has_value(program.jaxpr, is_narrow)
 
 
 def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> NonfiniteReport:
@@ -158,21 +134,17 @@ def _report(
     program: LossProgram, measured: Measured, scale: float, origins: Sequence[Origin]
 ) -> tuple[NonfiniteReport, Origin | None]:
     """Returns the report without what is tried, and the origin that it names as the cause."""
-    # What the forward pass computes for the backward pass alone does not make the loss inf.
-    is_later = lambda origin: origin.is_derivative or origin.site.direction == "backward"
-    harmful = sorted((origin for origin in origins if origin.is_harmful), key=is_later)
+    harmful = _harmful(origins)
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
-    read = lambda origin: None if origin is None else _row(origin, program)
+    others = [origin for origin in harmful if origin not in (first_inf, first_nan)]
     # The first output of a loss function is the loss.
     outputs = list(zip(program.outputs, measured.results))[0 if program.is_step else 1 :]
-    # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
-    harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
     report = NonfiniteReport(
-        first_inf=read(first_inf),
-        first_nan=read(first_nan),
-        others=tuple(_row(origin, program) for origin in harmful if origin not in (first_inf, first_nan)),
-        harmless=tuple(_row(origin, program) for origin in harmless),
+        first_inf=first_inf and _row(first_inf, program),
+        first_nan=first_nan and _row(first_nan, program),
+        others=tuple(_row(origin, program) for origin in others),
+        harmless=tuple(_row(origin, program) for origin in _harmless(origins)),
         loss=None if program.is_step else float(measured.results[0][0]),
         loss_scale=scale,
         gradients=tuple(name for name, ends in outputs if Extremes().alarm(ends)),
@@ -181,6 +153,19 @@ def _report(
         cut=measured.cut,
     )
     return report, first_inf if report.cause is report.first_inf else first_nan
+
+
+def _harmless(origins: Sequence[Origin]) -> list[Origin]:
+    harmful = any(origin.is_harmful for origin in origins)
+    # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
+    return [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
+
+
+def _harmful(origins: Sequence[Origin]) -> list[Origin]:
+    """Returns the harmful origins, those of the loss before those of the gradients."""
+    # What the forward pass computes for the backward pass alone does not make the loss inf.
+    is_later = lambda origin: origin.is_derivative or origin.site.direction == "backward"
+    return sorted((origin for origin in origins if origin.is_harmful), key=is_later)
 
 
 def _row(origin: Origin, program: LossProgram) -> Nonfinite:

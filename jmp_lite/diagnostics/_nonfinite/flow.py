@@ -27,6 +27,8 @@ Instance = tuple[Path, Steps]
 Extent = tuple[float, float]
 """The smallest and the largest element of a value."""
 
+_GROWING = 5
+"""In how many iterations a value must grow before its growth is named."""
 # Each shard takes the operands of all shards.
 _COLLECTIVES = frozenset(
     {"psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_to_all", "reduce_scatter"}
@@ -47,6 +49,7 @@ class Origin:
     end: Site | None  # For a suspect, the site that turns it into finite numbers.
     way: tuple[tuple[Site, bool], ...]  # The bad sites on the way to an output, and whether each is NaN.
     is_derivative: bool  # Whether the forward pass computes it for the backward pass alone.
+    growth: float  # By which factor an operand grew in each of the iterations before; 0 if it did not.
     moment: tuple[int, ...]  # Sorts origins as the program runs.
 
 
@@ -113,8 +116,22 @@ class Flow:
             end=None if is_harmful else self._end(instance),
             way=tuple(self._way(instance)),
             is_derivative=self._is_derivative(site),
+            growth=max(
+                (self._growth(source, steps) for source in site.sources if source is not None), default=0
+            ),
             moment=self._moment(site, steps),
         )
+
+    def _growth(self, source: Path, steps: Steps) -> float:
+        """Returns the factor by which a value grew at last in a scan, if it grew in the iterations before."""
+        loops = self._sites[source].loops
+        if len(loops) != len(steps) or not loops or loops[-1].kind != "scan" or loops[-1].reverse:
+            return 0.0
+        sizes = np.abs(self._records[source][steps[:-1]][: steps[-1] + 1]).max(-1)[-_GROWING:]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factors = sizes[1:] / sizes[:-1]
+        is_growth = len(sizes) == _GROWING and np.isfinite(factors).all() and (factors > 1.1).all()
+        return float(factors[-1]) if is_growth else 0.0
 
     def _end(self, instance: Instance) -> Site | None:
         """Returns the first site that turns an inf of half arithmetic into finite numbers, if any."""

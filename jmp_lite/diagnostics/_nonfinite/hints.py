@@ -37,7 +37,7 @@ def hint(origin: Origin, sites: Sites, parameters: Collection[str]) -> str:
         return text.format(name=site.argument)
     text = next((text for fits, text in _HINTS if fits(case)), "")
     name, (low, high) = case.derivative(), case.extent(0)
-    numbers = {"low": low, "high": high, "divisor": case.divisor()}
+    numbers = {"low": low, "high": high, "divisor": case.divisor(), "growth": origin.growth}
     return text.format(operation=site.operation, name=name, where=_DERIVATIVES.get(name), **numbers)
 
 
@@ -62,10 +62,12 @@ class _Case:
         low, high = self.extent(number)
         return low <= 0 <= high
 
-    def behind(self, steps: int = 6) -> set[str]:
-        """Returns the names of the operations that it was computed from in at most `steps` steps."""
-        names: set[str] = set()
-        level = {self.origin.site.path}
+    def behind(self, steps: int = 6, operand: int | None = None) -> set[str]:
+        """Returns the names of the operations that it, or an operand, was computed from in `steps` steps."""
+        sources = self.origin.site.sources
+        start = self.origin.site.path if operand is None else sources[operand]
+        level = set() if start is None else {start}
+        names = {self.sites[path].operation for path in level} if operand is not None else set[str]()
         for _ in range(steps):
             level = {source for path in level for source in self.sites[path].sources if source is not None}
             names |= {self.sites[path].operation for path in level}
@@ -84,6 +86,20 @@ class _Case:
 
     def divisor(self) -> float:
         return min(map(abs, self.extent(1)))
+
+    def of_integers(self) -> bool:
+        """Whether it is a root or logarithm of negative integers."""
+        sites = [self.sites[path] for path in self.origin.site.sources if path is not None]
+        is_cast = lambda site: site.operation == "convert_element_type" and "int" in "".join(site.operands)
+        takes_positive = self.of("log", "log1p", "log2", "sqrt", "rsqrt", "pow")
+        return takes_positive and self.extent(0)[0] < 0 and any(map(is_cast, sites))
+
+    def divides_by_norm(self) -> bool:
+        """Whether it is 0 / 0, of zeros and their norm."""
+        if not (self.of("div") and self.origin.is_nan and self.has_zero(1)):
+            return False
+        behind = self.behind(operand=1)
+        return "sqrt" in behind or {"abs", "reduce_sum"} <= behind
 
     def divides_by_zero(self, *dtypes: str) -> bool:
         """Whether it divides by 0, in one of some dtypes if they are given."""
@@ -110,6 +126,16 @@ _HINTS: tuple[tuple[Callable[[_Case], Any], str], ...] = (
         lambda case: {"inf", "-inf"} & set(case.origin.site.operands),
         "The inf is a constant of the program. If it is a mask, it may mask a whole row, and the softmax of "
         "such a row is NaN. A function such as ndtri writes it at its poles.",
+    ),
+    (
+        lambda case: case.origin.growth,
+        "What it takes grows in each iteration, at last by a factor of {growth:.3g}. If an iteration is a "
+        "step of training, the learning rate may be too large.",
+    ),
+    (
+        _Case.of_integers,
+        "It takes integers, of which the smallest is {low:.4g}. Integers that are too large for their dtype "
+        "become negative, as in a sum or a product of int32 beyond 2147483647.",
     ),
     (
         lambda case: case.of("div") and 0 < case.divisor() < _SUBNORMAL,
@@ -144,6 +170,11 @@ _HINTS: tuple[tuple[Callable[[_Case], Any], str], ...] = (
         lambda case: case.divides_by_zero("float16", "bfloat16"),
         "The divisor is 0 in half precision, where 1 - 0.999 may be 0, and where a small number that is "
         "added may be lost.",
+    ),
+    (
+        _Case.divides_by_norm,
+        "This is 0 / 0, a row of zeros over its norm. Often a small number is added inside of the root, or "
+        "the divisor is jnp.maximum(norm, 1e-12).",
     ),
     (
         lambda case: case.divides_by_zero() and case.origin.is_nan,

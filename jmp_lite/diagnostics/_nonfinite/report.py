@@ -238,8 +238,9 @@ class NonfiniteReport(Shown):
             none = [] if self.remedies else ["None of these helps."]
             numbers = [line for text in self.rounded for line in wrapped(shortened(text))]
             return ["\n".join([*numbers, title, *lines, *none])]
-        is_either = self.is_finite_in_float32 is False
-        text = ["With every operation in float32 it is not finite either."] if is_either else []
+        either = "" if self.is_finite else " either"
+        is_wide = self.is_finite_in_float32 is False
+        text = [f"With every operation in float32 it is not finite{either}."] if is_wide else []
         text += [f"A hint: {self.hint}"] if self.hint else []
         return ["\n".join(wrapped(" ".join(text)))] if text else []
 

@@ -39,10 +39,15 @@ class Trials:
         if self.runs.program.has_float16:
             yield self._trial("bfloat16 in place of float16", self.runs.in_bfloat16(), dtype="bfloat16")
 
-    def is_harmful(self, origin: Origin) -> bool:
-        """Whether the result is wrong, and nearer to float32 if the module of an origin is in float32."""
-        wrong = self._error(())
-        if not self.runs.is_finite or wrong <= HARM:
+    def judged(self, origins: Sequence[Origin]) -> list[Origin]:
+        """Returns origins; if none is harmful yet, those that make the finite result wrong now are."""
+        if any(origin.is_harmful for origin in origins):
+            return list(origins)
+        return [dataclasses.replace(origin, is_harmful=self._is_harmful(origin)) for origin in origins]
+
+    def _is_harmful(self, origin: Origin) -> bool:
+        """Whether the result is wrong, and nearer to float32 if the module of a suspect is in float32."""
+        if origin.end is None or not self.runs.is_finite or (wrong := self._error(())) <= HARM:
             return False
         groups = self.runs.program.groups_on(origin.site.line)
         return any(self._error(kept) < wrong / 2 for kept in (*([group] for group in groups), groups))

@@ -1,19 +1,16 @@
 """Measures the accuracy that each module costs in half: `compare_precision`."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Unpack
 
-import jax
 import jax.numpy as jnp
 
-from ..._autocast import given_rules, settings_of
 from ..._dtypes import DTypeLike, DTypeName
-from ..._jaxpr import Array, check_function, in_two_calls
-from ..._scaling.loss_scale import DynamicLossScale, LossScaleLike
-from .._values.trace import LossCall, scale_of
+from ..._jaxpr import Array, in_two_calls
+from ..._scaling.loss_scale import DynamicLossScale
+from .._values.case import Case, Options, tool
 from .fewest import fewest
 from .flags import FlaggedProgram
 from .groups import Leaves, groups_of
@@ -33,11 +30,8 @@ def compare_precision(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
     *,
-    loss_scale: LossScaleLike | None = None,
-    argnums: int | Sequence[int] | Any = 0,
-    has_aux: bool = False,
-    value_and_grad_fn: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     tolerance: float | None = None,
+    **options: Unpack[Options],
 ) -> Callable[P, PrecisionReport]:
     """Returns a function that measures the accuracy that each module costs in half, and finds remedies.
 
@@ -66,23 +60,17 @@ def compare_precision(
             in fp8, and the runs without it have it in bfloat16. For a function that `autocast` returned
             it is the dtype of that autocast, for any other float16 by default. A function with half
             matmuls of its own keeps its dtypes.
-        loss_scale: the scale of the runs in half: a loss scale, a number, or None for 1, or `2**15` as
-            above.
-        argnums: as in `jmp_lite.value_and_grad`.
-        has_aux: whether `fun` returns `(loss, aux)`.
-        value_and_grad_fn: as in `jmp_lite.value_and_grad`.
         tolerance: the largest relative error that is allowed; by default 8 times the `eps` of the dtype, and
             0.25 for `float8`.
+        options: `loss_scale`, `argnums`, `has_aux` and `value_and_grad_fn`, as in `doctor`. Without a scale
+            it is 1, or `2**15` as above.
 
     Returns:
         A function of the arguments of `fun` that returns a `PrecisionReport`. Call it outside `jit`.
 
     Raises:
-        TypeError: `fun` is not a function; the loss is not a floating scalar; `loss_scale` is not a loss
-            scale; an argument is traced.
-        ValueError: `dtype` is not a half dtype, or is given for a function of autocast; the scale is not
-            above 0 and finite; `tolerance` is out of range; a rule of the autocast selects nothing; the loss
-            or a gradient is not finite in float32.
+        TypeError: as in `doctor`.
+        ValueError: as in `doctor`; the loss or a gradient is not finite in float32.
 
     Source: for inference, the float16 debugging of ONNX Runtime and the tuning of Intel's Neural Compressor.
 
@@ -92,36 +80,29 @@ def compare_precision(
         >>> report.modules[0].module, report.modules[0].own.loss, report.rules
         ('w/b', inf, {'/w/b': 'float32'})
     """
-    check_function("compare_precision", fun)
-    _check(tolerance)
-    scale = scale_of("compare_precision", loss_scale)
-    is_autocast = settings_of(fun) is not None
-    fun, rules = given_rules("compare_precision", fun, dtype, jnp.float16)
-    if rules.dtype == jnp.float32:
-        raise ValueError("compare_precision compares float16 or bfloat16 with float32. Got float32.")
-    call = LossCall(fun, argnums, has_aux, value_and_grad_fn)
-
-    @functools.wraps(fun)
-    def compare_precision_fun(*args: Any, **kwargs: Any) -> PrecisionReport:
-        program = FlaggedProgram(call, rules, is_autocast, args, kwargs, is_given=dtype is not None)
-        runs = Runs(program, scale, loss_scale is None)
-        if not runs.is_finite:
-            names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
-            raise ValueError(
-                f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
-                "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
-            )
-        default = FLOAT8_TOLERANCE if rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
-        return report_of(runs, default if tolerance is None else float(tolerance), HARM)
-
-    return compare_precision_fun
+    check_tolerance("compare_precision", tolerance)
+    compare = lambda case: _compared(case, tolerance)
+    return tool("compare_precision", fun, dtype, jnp.float16, compare, **options)
 
 
-def _check(tolerance: float | None) -> None:
+def check_tolerance(caller: str, tolerance: float | None) -> None:
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < math.inf):
         raise ValueError(
-            f"compare_precision: tolerance should be a relative error, 0 or more, or None. Got {tolerance!r}."
+            f"{caller}: tolerance should be a relative error, 0 or more, or None. Got {tolerance!r}."
         )
+
+
+def _compared(case: Case, tolerance: float | None) -> PrecisionReport:
+    runs = Runs(case)
+    if not runs.is_finite:
+        names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
+        raise ValueError(
+            f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
+            "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
+        )
+    if tolerance is None:
+        tolerance = FLOAT8_TOLERANCE if case.rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
+    return report_of(runs, float(tolerance), HARM)
 
 
 class Runs:
@@ -130,9 +111,10 @@ class Runs:
     `scale` is the loss scale of the runs in half; `may_scale` says whether another one may be tried.
     """
 
-    def __init__(self, program: FlaggedProgram, scale: float, may_scale: bool) -> None:
-        self.program, self.scale = program, scale
-        self.may_scale = may_scale and program.narrow == "float16" and not program.is_step
+    def __init__(self, case: Case) -> None:
+        self.program = program = FlaggedProgram(case)
+        self.scale = case.question.scale
+        self.may_scale = case.question.may_scale and program.narrow == "float16" and not program.is_step
         self._full = program(None, 1.0)  # In float32.
         self.loss = None if program.is_step else float(self._full[0])
         self._groups = groups_of(program, self._full)
@@ -176,8 +158,8 @@ class Runs:
         # The error of a loss that is exactly 0 is not relative.
         return error.loss * (size or 1.0) / self._contribution if is_small else error.loss
 
-    def try_scale(self, tolerance: float, other: float | None = None) -> Difference | None:
-        """Switches to the first scale of `DynamicLossScale`, or else `other`, and returns the error before.
+    def try_scale(self, tolerance: float, other: Callable[[], float | None]) -> Difference | None:
+        """Switches to the first scale of `DynamicLossScale`, or else `other()`, and returns the error before.
 
         None if neither halves the error.
         """
@@ -185,8 +167,8 @@ class Runs:
         error = lambda scale: measured(self.keeping((), scale), "gradients", tolerance)
         if not self.may_scale or error(self.scale) <= tolerance:
             return None
-        if other is not None and error(best) > tolerance and error(other) < error(best):
-            best = other
+        if error(best) > tolerance and (given := other()) is not None and error(given) < error(best):
+            best = given
         if error(best) >= error(self.scale) / 2:
             return None
         self.scale = best
@@ -215,15 +197,17 @@ def _first_order(program: FlaggedProgram, full: Sequence[Array]) -> float:
     parameters, gradients = list(program.parameters.values()), full[1:]
     if program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
         return 0.0
-    products = (jnp.vdot(jnp.asarray(p, jnp.float32), jnp.real(g)) for p, g in zip(parameters, gradients))
+    products = (jnp.sum(jnp.asarray(p, jnp.float32) * jnp.real(g)) for p, g in zip(parameters, gradients))
     total = sum(abs(float(product)) for product in products)
     return total if math.isfinite(total) else 0.0
 
 
-def report_of(runs: Runs, tolerance: float, harm: float, scale: float | None = None) -> PrecisionReport:
+def report_of(
+    runs: Runs, tolerance: float, harm: float, scale: Callable[[], float | None] = lambda: None
+) -> PrecisionReport:
     """Returns the report, which measures the modules only if their joint error is above the tolerance.
 
-    `scale` is another loss scale to try.
+    `scale` gives another loss scale to try.
     """
     program, half = runs.program, runs.keeping(())
     # The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is measured
@@ -262,16 +246,9 @@ def report_of(runs: Runs, tolerance: float, harm: float, scale: float | None = N
     )
 
 
-def runs_of(caller: str, call: LossCall, scale: float, may_scale: bool, args: Any, kwargs: Any) -> Runs:
-    """Returns the runs of a function as autocast runs it, if autocast returned it, and else as it is."""
-    is_autocast = settings_of(call.fun) is not None
-    fun, rules = given_rules(caller, call.fun, None, jnp.float32)
-    program = FlaggedProgram(dataclasses.replace(call, fun=fun), rules, is_autocast, args, kwargs)
-    return Runs(program, scale, may_scale)
-
-
-def compare_for_doctor(runs: Runs, tolerance: float | None, scale: float | None) -> PrecisionReport:
-    """Returns the report for `doctor`, which tolerates more; `scale` is another loss scale to try."""
-    _check(tolerance)
+def compare_for_doctor(
+    runs: Runs, tolerance: float | None, scale: Callable[[], float | None]
+) -> PrecisionReport:
+    """Returns the report for `doctor`, which tolerates more; `scale` gives another loss scale to try."""
     harm = FLOAT8_TOLERANCE if runs.program.rules.float8 else HARM
     return report_of(runs, harm if tolerance is None else tolerance, harm, scale)

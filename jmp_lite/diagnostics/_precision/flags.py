@@ -2,9 +2,8 @@
 
 import collections
 import dataclasses
-import functools
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -12,22 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast import (
-    AutocastOperation,
-    Interpreter,
-    Rules,
-    Value,
-    has_floating,
-    make_plan,
-    make_rules,
-    operations_of,
-    run,
-)
+from ..._autocast import AutocastOperation, Interpreter, Rules, Value, has_floating, make_plan, run
 from ..._dtypes import HALF_DTYPES
 from ..._float8.action import FLOAT8, Float8
 from ..._float8.quantize import BACKWARD
 from ..._jaxpr import (
-    Arguments,
     Array,
     Category,
     Equation,
@@ -35,62 +23,54 @@ from ..._jaxpr import (
     Var,
     bind,
     cast,
+    context_of,
     equations,
     flag_scope,
     flagged,
     flags_of,
     inner_jaxprs,
     is_float32,
-    only_own_precisions,
     reuse,
     traits_of,
     with_equations,
     with_inner_jaxprs,
 )
-from ..._jaxpr import trace as trace_call
+from .._values.case import Case, gives_half
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, in_float8
-from .._values.trace import EVERY_CAST, LossCall, trace
-from .modules import Module, cast_modules, gives_half, is_in_half, is_of_library, own_modules, scopes_for
+from .._values.trace import EVERY_CAST, LossProgram
+from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for
 from .sources import sources_of
 
 
 class FlaggedProgram:
     """A loss and its gradients, or a step, with a flag for each module. It is compiled once.
 
-    A function with half products of its own runs as it is, and so does one with any half values of its own
-    unless the user has given the dtype of `rules`. The groups are the modules in half, and the sources of the
+    The groups are the modules in half, and the sources of the
     program's own half values: casts in lines of the user, and arguments in half. A module is in the dtype
     `narrow` if its flag is on, and in `wide` if not; these are names. `outputs` is as in `LossProgram`.
     """
 
-    def __init__(
-        self, call: LossCall, rules: Rules, is_autocast: bool, args: Any, kwargs: Any, is_given: bool = True
-    ) -> None:
+    def __init__(self, case: Case) -> None:
+        self._case, self.rules = case, case.rules
+        self.is_step = case.question.call.value_and_grad_fn is None
+        self.operations = case.operations(self.rules)
+        self.wide = "bfloat16" if self.rules.float8 else "float32"
+        self.modules, self._sources, flags = self._flags(case.question.call.differentiated)
+        self.groups = frozenset((*self.modules, *self._sources))
+        self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
+        for operation, own in zip(self.operations, flags, strict=True):
+            self._flags_by_line[operation.source] |= own
         # By default a GPU runs float32 products in TF32, whose error is that of float16.
-        self.is_step = call.value_and_grad_fn is None
         with jax.default_matmul_precision("highest"):
-            with only_own_precisions():
-                traced = trace_call(call.fun, args, kwargs, True, (np.ndarray,))
-            plain = make_rules(jnp.float32)
-            before = _operations(traced, plain)
-            is_own = any(each.on_tensor_cores if is_given else gives_half(each) for each in before)
-            self.rules = plain if is_own and not is_autocast else rules
-            self.operations = _operations(traced, self.rules, check=True)
-            self.wide = "bfloat16" if self.rules.float8 else "float32"
-            self.modules, self._sources, flags = self._flags(traced, before, call.differentiated)
-            self.groups = frozenset((*self.modules, *self._sources))
-            self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
-            for operation, own in zip(self.operations, flags, strict=True):
-                self._flags_by_line[operation.source] |= own
-            self._program = trace("compare_precision", self._flagged(call, flags), args, kwargs)
-        self.dtype = _half_dtype(self.rules, before)
+            self._program = self._flagged(flags)
+        self.dtype = _half_dtype(self.rules, case.before)
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
         self.outputs = self._program.outputs
         self.parameters = self._program.floating_parameters
         is_float16 = lambda var: getattr(var.aval, "dtype", None) == jnp.float16
         self.has_float16 = has_value(self._program.jaxpr, is_float16)
-        self._numbers = lost_numbers(self._program.jaxpr)
+        self._numbers = lost_numbers(self._program.jaxpr, case.numbers)
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
         self._run = jax.jit(self._outputs, compiler_options=EVERY_CAST)
 
@@ -119,9 +99,9 @@ class FlaggedProgram:
     def rounded_numbers(self) -> tuple[str, ...]:
         """Returns a sentence for each number on a line of the program that is 0 or inf in half precision."""
         return tuple(
-            f"The number {number:g} on {line.partition(' ')[0]} is {value:g} in {dtype.name}."
-            for (line, dtype, value), number in self._numbers.items()
-            if value in (0, math.inf, -math.inf) and not is_of_library(line)
+            f"The number {written.number:g} on {line.partition(' ')[0]} is {value:g} in {dtype.name}."
+            for (line, dtype, value), written in self._numbers.items()
+            if written.is_sure and value in (0, math.inf, -math.inf) and not is_of_library(line)
         )
 
     def in_bfloat16(self, scale: float) -> list[Array]:
@@ -134,61 +114,66 @@ class FlaggedProgram:
         flags = {flags: is_on[index] for index, flags in enumerate(self._sets)}
         return Reference(flags, self._numbers).run(self._program.jaxpr, arrays)[: len(self.outputs)]
 
-    def _flags(
-        self, traced: Arguments, before: Sequence[AutocastOperation], parameters: Sequence[str]
-    ) -> tuple[tuple[Module, ...], tuple[Module, ...], list[Flags]]:
+    def _flags(self, parameters: Sequence[str]) -> tuple[tuple[Module, ...], tuple[Module, ...], list[Flags]]:
         """Returns the modules, the sources, and for each operation the numbers of those that it belongs to.
 
         One more number stands for the operations that no rule takes out of half.
         """
-        pairs = list(zip(self.operations, before, strict=True))
-        products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
-        if self.rules.float8:
-            products = [product for product in products if product.in_fp8]
-        cast = cast_modules(products, parameters)
+        traced, before = self._case.traced, self._case.before
+        cast = cast_modules(self._cast_products(), parameters)
         own = [number for number, operation in enumerate(before) if gives_half(operation)]
         own_parts, owners = own_modules([before[number] for number in own], parameters, traced.names)
         modules = (*cast, *_renamed(own_parts, cast))
         found = sources_of(traced, self.is_step) if own else []
         sources = tuple(sorted(frozenset[Module]().union(*found), key=lambda source: source.name))
         rest = len(modules) + len(sources)
-        # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
-        flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
-        for number, module in enumerate(cast):
-            for operation_flags in self._taken_out(traced, flags, module, cast):
-                operation_flags.add(number)
+        flags = self._flags_of_casts(cast, rest)
         for number, owner in zip(own, owners, strict=True):
             of_sources = (len(modules) + sources.index(source) for source in found[number])
             flags[number] = {len(cast) + owner, rest, *of_sources}
         return modules, sources, list(map(frozenset, flags))
 
-    def _taken_out(
-        self, traced: Arguments, flags: list[set[int]], module: Module, cast: Sequence[Module]
-    ) -> Iterator[set[int]]:
+    def _cast_products(self) -> list[AutocastOperation]:
+        """Returns the products that autocast casts to half, or to fp8."""
+        pairs = zip(self.operations, self._case.before, strict=True)
+        products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
+        return [product for product in products if product.in_fp8 or not self.rules.float8]
+
+    def _flags_of_casts(self, cast: Sequence[Module], rest: int) -> list[set[int]]:
+        """Returns for each operation `rest`, and the modules whose rules take it out of half."""
+        pairs = zip(self.operations, self._case.before, strict=True)
+        # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
+        flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
+        for number, module in enumerate(cast):
+            for operation_flags in self._taken_out(flags, module, cast):
+                operation_flags.add(number)
+        return flags
+
+    def _taken_out(self, flags: list[set[int]], module: Module, cast: Sequence[Module]) -> Iterator[set[int]]:
         """Yields the flags of the operations that the rule for a module takes out of half."""
         narrow = FLOAT8 if self.rules.float8 else self.rules.dtype.name
         scopes = scopes_for([module], cast, self.wide, narrow)
         rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
-        for own, now, kept in zip(flags, self.operations, _operations(traced, rules), strict=True):
+        for own, now, kept in zip(flags, self.operations, self._case.operations(rules), strict=True):
             if own and (now.operands, now.results) != (kept.operands, kept.results):
                 yield own
 
-    def _flagged(self, call: LossCall, flags: Sequence[Flags]) -> LossCall:
-        """Returns the call of the function as autocast runs it, with flags in its equations."""
-
-        @functools.wraps(call.fun)
-        def flagged_fun(*args: Any, **kwargs: Any) -> Any:
-            with only_own_precisions():
-                traced = trace_call(call.fun, args, kwargs, True, (np.ndarray,))
-            traced = dataclasses.replace(traced, jaxpr=_with_flags(traced.jaxpr, iter(flags)))
-            planner, plan = make_plan(traced, self.rules)
-            return traced.outputs(run(planner, plan, traced.arrays, _Interpreter))
-
-        return dataclasses.replace(call, fun=flagged_fun)
+    def _flagged(self, flags: Sequence[Flags]) -> LossProgram:
+        """Returns the program as autocast runs it, with flags in its equations."""
+        traced = self._case.traced
+        flagged = dataclasses.replace(traced, jaxpr=_with_flags(traced.jaxpr, iter(flags)))
+        planner, plan = make_plan(flagged, self.rules)
+        return self._case.program_of(lambda arrays: run(planner, plan, arrays, _Interpreter))
 
 
 class _Interpreter(Interpreter):
     """Keeps the casts of literals and the rounding to fp8 in the program, so that flags switch them."""
+
+    def _run_equation(self, equation: Equation, action: Any, read: Callable[[Var], Value]) -> Sequence[Value]:
+        if not isinstance(action, Float8):
+            return super()._run_equation(equation, action, read)
+        with context_of(equation):
+            return [Value(self._float8(equation, action, list(map(read, equation.invars))))]
 
     def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
@@ -233,13 +218,6 @@ def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
     both = {module.name for module in cast} & {part.name for part in own}
     rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
     return [rename(part) if part.name in both else part for part in own]
-
-
-def _operations(traced: Arguments, rules: Rules, check: bool = False) -> list[AutocastOperation]:
-    planner, plan = make_plan(traced, rules)
-    if check:
-        planner.scopes.check()
-    return list(operations_of(plan, rules.dtype, "", 1, traced.names, {}))
 
 
 def _nudged(array: Array) -> Array:

@@ -78,7 +78,11 @@ def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:
     for number, name in enumerate(program.outputs):
         suffix = max((s for s in suffixes if s and f"/{name}".endswith(f"/{s}")), key=len, default="")
         trees[name.removesuffix(suffix).rstrip("/") if suffix else name].append(number)
-    return [Group(name, tuple(numbers), _old(program, full, numbers)) for name, numbers in trees.items()]
+    groups = [Group(name, tuple(numbers), _old(program, full, numbers)) for name, numbers in trees.items()]
+    # The new parameters are called as the argument that holds the old ones.
+    arguments = {name.partition("/")[0] for name in program.parameters}
+    name = next(iter(arguments)) if len(arguments) == 1 else "the parameters"
+    return [group if group.before is None else dataclasses.replace(group, name=name) for group in groups]
 
 
 def _old(program: FlaggedProgram, full: Sequence[Array], numbers: Sequence[int]) -> tuple[Array, ...] | None:

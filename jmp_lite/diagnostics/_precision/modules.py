@@ -8,9 +8,9 @@ import pathlib
 from collections.abc import Collection, Sequence
 
 from ..._autocast import AutocastOperation
-from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
+from .._values.case import gives_half
+from .._values.reference import is_narrow
 
-_HALVES = (*HALF_DTYPES, *FLOAT8_DTYPES)
 _PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are lines of this library.
 
 
@@ -33,7 +33,7 @@ class Module:
 
 def is_in_half(operation: AutocastOperation) -> bool:
     """Whether an operation takes or returns half values, or rounds to few digits."""
-    return gives_half(operation) or any(value.dtype in _HALVES for value in operation.operands)
+    return gives_half(operation) or any(map(is_narrow, operation.operands))
 
 
 def cast_modules(products: Sequence[AutocastOperation], parameters: Sequence[str]) -> list[Module]:
@@ -58,35 +58,35 @@ def own_modules(
 def _own_module(
     name: str, operations: Sequence[AutocastOperation], has_policy: bool, paths: Collection[str]
 ) -> Module:
-    is_half = lambda value: value.dtype in _HALVES
-    makes_half = lambda operation: gives_half(operation) and not all(map(is_half, operation.operands))
-    makers = [operation.source for operation in operations if makes_half(operation)]
-    users = lambda lines: tuple(dict.fromkeys(line for line in lines if not is_of_library(line)))[:4]
-    lines = users(makers) or users(operation.source for operation in operations)
+    casts = [operation for operation in operations if _makes_half(operation)]
+    if casts:
+        return Module(name, "", _users_lines(casts), casts=casts[0].results[0].dtype.name)
+    lines = _users_lines(operations)
     parts = name.split("/")[1:]
     path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)
-    if users(makers):
-        first = next(operation for operation in operations if operation.source in lines)
-        return Module(name, "", lines, casts=first.results[0].dtype.name)
     # A policy has rules for modules with parameters, and none for the functions that they call.
-    if has_policy and any(f"/{path}/" in f"/{parameter}" for parameter in paths if path):
+    if has_policy and path and any(f"/{path}/" in f"/{parameter}" for parameter in paths):
         return Module(name, "", lines, policy=path)
     is_argument = any(f"{parameter}/".startswith(f"{name}/") for parameter in paths)
     how = "float32 operands for" if has_policy or is_argument else "dtype=jnp.float32 in"
     return Module(name, "", lines, layer=f"{how} {name or 'the operations outside of modules'}")
 
 
+def _makes_half(operation: AutocastOperation) -> bool:
+    """Whether a line of the user makes half values of others."""
+    is_cast = gives_half(operation) and not all(map(is_narrow, operation.operands))
+    return is_cast and not is_of_library(operation.source)
+
+
+def _users_lines(operations: Sequence[AutocastOperation]) -> tuple[str, ...]:
+    """Returns the first lines of the user among those of some operations."""
+    lines = (operation.source for operation in operations if not is_of_library(operation.source))
+    return tuple(dict.fromkeys(lines))[:4]
+
+
 def in_words(modules: Sequence[Module]) -> str:
     """Returns how to keep modules without a pattern in float32, in the notation of the program."""
-    casts: dict[str, set[str]] = collections.defaultdict(set)
-    for module in modules:
-        casts[module.casts].update(line.partition(" ")[0] for line in module.lines if module.casts)
-    words = [
-        f"compute in float32 what {'these lines cast' if len(lines) > 1 else 'this line casts'} to {dtype}: "
-        f"{', '.join(sorted(lines))}"
-        for dtype, lines in casts.items()
-        if lines
-    ]
+    words = _casts_in_words(modules)
     arguments = [module.name for module in modules if module.is_argument]
     words += [f"pass these arguments in float32: {', '.join(arguments)}"] if arguments else []
     policies = ", ".join(f"{module.policy!r}: 'float32'" for module in modules if module.policy)
@@ -97,15 +97,21 @@ def in_words(modules: Sequence[Module]) -> str:
     return "; ".join([*words, *(named or layers)])
 
 
+def _casts_in_words(modules: Sequence[Module]) -> list[str]:
+    casts: dict[str, set[str]] = collections.defaultdict(set)
+    for module in modules:
+        if module.casts:
+            casts[module.casts].update(line.partition(" ")[0] for line in module.lines)
+    which = lambda lines: "these lines cast" if len(lines) > 1 else "this line casts"
+    return [
+        f"compute in float32 what {which(lines)} to {dtype}: {', '.join(sorted(lines))}"
+        for dtype, lines in casts.items()
+    ]
+
+
 def is_of_library(line: str) -> bool:
     """Whether a line is no line of the user's program."""
     return not line or line.startswith((_PACKAGE, "<unknown>")) or "site-packages" in line
-
-
-def gives_half(operation: AutocastOperation) -> bool:
-    """Whether an operation returns half values, or rounds to few digits."""
-    is_half = any(value.dtype in _HALVES for value in operation.results)
-    return is_half or operation.name == "reduce_precision"
 
 
 def scopes_for(

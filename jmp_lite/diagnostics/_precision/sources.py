@@ -85,9 +85,11 @@ class _Search:
             before = list(results)
             for inner in inner_jaxprs(equation):
                 taken = [operands[number] for number in inner.operands]
-                for number, role in enumerate(inner.roles):
-                    if role is Role.CARRY:  # A carry comes from the iteration before as well.
-                        taken[number] = _joined(taken[number], before[number - inner.constants])
+                carries = [number for number, role in enumerate(inner.roles) if role is Role.CARRY]
+                for number, origin in zip(
+                    carries, before
+                ):  # A carry comes from the iteration before as well.
+                    taken[number] = _joined(taken[number], origin)
                 for index, origin in zip(inner.results, self.run(inner.jaxpr, taken, line), strict=True):
                     if index is not None:
                         results[index] = _joined(results[index], origin)

@@ -12,9 +12,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._autocast import Decision, Move, Take
 from ..._jaxpr import Array, Equation
@@ -177,7 +179,10 @@ class Histogram(Probe):
         finite = bits < 0x7F800000
         index = jnp.where(finite, self._index(bits), jnp.where(bits == 0x7F800000, _INF, _NAN))
         index = jnp.where(bits == 0, _ZERO, index)
-        counts = jnp.zeros(_COUNTS, jnp.uint32).at[index.ravel()].add(1)
+        # On an explicit mesh the counts of all devices are added up.
+        mesh = jax.typeof(index).sharding.mesh
+        out = NamedSharding(mesh, PartitionSpec()) if AxisType.Explicit in mesh.axis_types else None
+        counts = jnp.zeros(_COUNTS, jnp.uint32).at[index].add(1, out_sharding=out)
         # The bits of the smallest are inverted, so that a maximum joins both extremes and 0 stands for none.
         none = jnp.uint32(0)
         extremes = maxima(jnp.where(finite, bits, none), jnp.where(finite & (bits > 0), ~bits, none))

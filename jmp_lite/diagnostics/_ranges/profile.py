@@ -1,20 +1,18 @@
 """How much half precision loses, and which loss scale recovers it: `profile_ranges`."""
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from collections.abc import Callable
+from typing import Any, ParamSpec, Unpack
 
-import jax
 import jax.numpy as jnp
 
-from ..._autocast import Plan, Planner, Rules, Wanted, given_rules
+from ..._autocast import Plan, Planner, Rules, Wanted
 from ..._dtypes import DTypeLike
-from ..._jaxpr import check_function, in_two_calls, open_jaxpr
-from ..._scaling.loss_scale import LossScaleLike
+from ..._jaxpr import in_two_calls, open_jaxpr
+from .._values.case import Case, Options, tool
 from .._values.reference import has_value
 from .._values.sites import in_half
-from .._values.trace import LossCall, LossProgram, Tapped, ValueAndGrad, scale_of, trace
+from .._values.trace import LossProgram, Tapped
 from .float8 import float8_operands
 from .magnitudes import Histogram
 from .report import ModuleRange, RangeReport, by_module
@@ -26,11 +24,7 @@ P = ParamSpec("P")
 def profile_ranges(
     fun: Callable[P, Any],
     dtype: DTypeLike | None = None,
-    *,
-    loss_scale: LossScaleLike | None = None,
-    argnums: int | Sequence[int] | Any = 0,
-    has_aux: bool = False,
-    value_and_grad_fn: ValueAndGrad = jax.value_and_grad,
+    **options: Unpack[Options],
 ) -> Callable[P, RangeReport]:
     """Returns a function that measures what a half dtype loses of a step, and which loss scale recovers it.
 
@@ -47,20 +41,14 @@ def profile_ranges(
         dtype: `jnp.float16` or `jnp.bfloat16`, or a name. With `"float8"` the report also counts the
             operands of products that fp8 flushes to zero. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
-        loss_scale: the scale of the step: a loss scale, a number, or None for 1. It is rounded down to a
-            power of two.
-        argnums: as in `jmp_lite.value_and_grad`.
-        has_aux: whether `fun` returns `(loss, aux)`.
-        value_and_grad_fn: as in `jmp_lite.value_and_grad`.
+        options: `loss_scale`, `argnums`, `has_aux` and `value_and_grad_fn`, as in `doctor`. The scale is
+            rounded down to a power of two.
 
     Returns:
         A function of the arguments of `fun` that returns a `RangeReport`. Call it outside `jit`.
 
     Raises:
-        TypeError: `fun` is not a function; the loss is not a floating scalar; `loss_scale` is not a loss
-            scale; an argument is traced.
-        ValueError: `dtype` is not a half dtype, or is given for a function of autocast; the scale is not
-            above 0 and finite; a rule of the autocast selects nothing.
+        TypeError, ValueError: as in `doctor`.
 
     Source: NVIDIA, Training with Mixed Precision, 2.3 (https://docs.nvidia.com/deeplearning/performance/).
 
@@ -70,29 +58,24 @@ def profile_ranges(
         >>> report.pooled.fates(0).lost, report.static_scale, report.largest_safe_scale == 2.0**44
         (1.0, 65536.0, True)
     """
-    check_function("profile_ranges", fun)
-    exponent = math.frexp(scale_of("profile_ranges", loss_scale))[1] - 1
-    fun, rules = given_rules("profile_ranges", fun, dtype, jnp.float16)
-    if rules.dtype == jnp.float32:
-        raise ValueError("profile_ranges takes float16 or bfloat16. Got float32, which loses nothing.")
-    call = LossCall(fun, argnums, has_aux, value_and_grad_fn)
+    return tool("profile_ranges", fun, dtype, jnp.float16, ranges_of, **options)
 
-    @functools.wraps(fun)
-    def profile_ranges_fun(*args: Any, **kwargs: Any) -> RangeReport:
-        program = trace("profile_ranges", call, args, kwargs)
-        plan = None if has_value(program.jaxpr, in_half) else _plan(program, rules)
-        probe = Histogram(rules.dtype)
-        measured = Tapped(program, probe, plan)(2.0**exponent)
-        gradients = tuple(
-            ModuleRange(name, "backward", probe.read(record), exponent)
-            for name, record in zip(program.gradients, measured.results[1:])
-        )
-        float8 = float8_operands(program, plan, 2.0**exponent) if plan is not None and rules.float8 else ()
-        probes = {"forward": probe, "backward": probe}
-        modules = by_module(measured, probes, lambda s: "backward" if s.is_scaled else "forward", exponent)
-        return RangeReport(rules.dtype, 2.0**exponent, modules, gradients, float8)
 
-    return profile_ranges_fun
+def ranges_of(case: Case, loss_scale: float | None = None) -> RangeReport:
+    """Returns the report of a call, at its own loss scale or another one."""
+    rules, program = case.question.rules, case.plain_program
+    exponent = math.frexp(case.question.scale if loss_scale is None else loss_scale)[1] - 1
+    plan = None if has_value(program.jaxpr, in_half) else _plan(program, rules)
+    probe = Histogram(rules.dtype)
+    measured = Tapped(program, probe, plan)(2.0**exponent)
+    gradients = tuple(
+        ModuleRange(name, "backward", probe.read(record), exponent)
+        for name, record in zip(program.gradients, measured.results[1:])
+    )
+    float8 = float8_operands(program, plan, 2.0**exponent) if plan is not None and rules.float8 else ()
+    probes = {"forward": probe, "backward": probe}
+    modules = by_module(measured, probes, lambda s: "backward" if s.is_scaled else "forward", exponent)
+    return RangeReport(rules.dtype, 2.0**exponent, modules, gradients, float8)
 
 
 def _plan(program: LossProgram, rules: Rules) -> Plan:

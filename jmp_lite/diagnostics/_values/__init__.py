@@ -2,6 +2,6 @@
 
 Read `sites` (the values of a program), `probe` (their measurements), `tap` (runs a jaxpr and measures),
 `calls` (one handler for each operation that runs jaxprs), `trace` (makes the program of a loss function),
-`numbers` (those that half precision rounds away), then `reference` (runs a program with its half values in
-float32).
+`source` (numbers as they are written), `numbers` (those that half precision rounds away), `reference` (runs a
+program with its half values in float32), then `case` (the call that is examined, traced once).
 """

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -184,28 +184,41 @@ class _Joined:
         return state
 
 
+class _Slots(NamedTuple):
+    """The iterations of a while loop that are kept so far."""
+
+    records: Records  # With an axis of `KEPT` slots.
+    iterations: Array  # The number of the iteration in each slot; -1 for an empty one.
+    filled: Array
+    most: Array  # The most non-finite values that an iteration had.
+    now: Array  # The number of the iteration that runs.
+
+
 class _Kept:
     """Keeps the records of a few iterations, since the length of a while loop is not known in advance."""
 
     def __init__(self, probe: Probe, empty: Records, steps: Path) -> None:
         self._probe, self._steps = probe, steps
-        slots = {path: jnp.broadcast_to(record, (KEPT, *record.shape)) for path, record in empty.items()}
-        # The slots, the iteration of each slot, how many are filled, the most values so far, the iteration.
-        self.start: Any = slots, jnp.full(KEPT, -1, jnp.int32), jnp.int32(0), jnp.int32(0), jnp.int32(0)
+        records = {path: jnp.broadcast_to(record, (KEPT, *record.shape)) for path, record in empty.items()}
+        none = jnp.int32(0)
+        self.start = _Slots(records, jnp.full(KEPT, -1, jnp.int32), filled=none, most=none, now=none)
 
-    def add(self, state: Any, side: Records) -> Any:
-        slots, steps, filled, most, iteration = state
+    def add(self, state: _Slots, side: Records) -> _Slots:
         alarms = (self._probe.alarm(record).any() for path, record in side.items() if path[-1] != STEPS)
         bad = sum(map(jnp.int32, alarms), jnp.int32(0))
-        is_worse = (bad > most) & (filled < KEPT)
-        slot = jnp.where(is_worse, filled, KEPT)  # mode="drop" ignores the index KEPT.
+        is_worse = (bad > state.most) & (state.filled < KEPT)
+        slot = jnp.where(is_worse, state.filled, KEPT)  # mode="drop" ignores the index KEPT.
         write = lambda old, new: old.at[slot].set(new, mode="drop")
-        slots = {path: write(old, side[path]) for path, old in slots.items()}
-        return slots, write(steps, iteration), filled + is_worse, jnp.maximum(bad, most), iteration + 1
+        return _Slots(
+            records={path: write(old, side[path]) for path, old in state.records.items()},
+            iterations=write(state.iterations, state.now),
+            filled=state.filled + is_worse,
+            most=jnp.maximum(bad, state.most),
+            now=state.now + 1,
+        )
 
-    def side(self, state: Any) -> Records:
-        slots, steps, *_ = state
-        return slots | {self._steps: steps}
+    def side(self, state: _Slots) -> Records:
+        return state.records | {self._steps: state.iterations}
 
 
 HANDLERS: dict[str, Handler] = {

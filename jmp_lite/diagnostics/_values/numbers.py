@@ -1,34 +1,36 @@
 """The numbers of a program that half precision rounds away, as the source has them.
 
 JAX rounds a number when it traces: of `x + 1e-8` in float16 the jaxpr has `x + 0`, and no run of the jaxpr in
-float32 brings the number back. So the number is read from the line of the source.
+float32 brings the number back. So the number is read from the source.
 """
 
-import linecache
-import math
-import re
-from collections.abc import Mapping
+import ast
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
-from ..._jaxpr import Category, Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
+from ..._jaxpr import Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
+from .source import Written, operands_at
 
-Numbers = Mapping[tuple[str, np.dtype, float], float]
+Numbers = Mapping[tuple[str, np.dtype, float], Written]
 """A number as it is written, by the line of its operation, its dtype, and its value in this dtype."""
 
-_NUMBER = re.compile(r"(?<![\w.])(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?", re.IGNORECASE)
-_EPSILON = 1e-8
-"""Stands for a number that is not on the line, such as the epsilon of an optimizer, where a 0 is added."""
+_EPSILON = Written(1e-8, is_sure=False)
+"""Stands for a name whose number is not known, where it is added and is 0 in half: an epsilon."""
 
 
-def lost_numbers(jaxpr: Jaxpr) -> Numbers:
-    """Returns the numbers that are rounded to 0 or inf, or by more than a few digits."""
-    found: dict[tuple[str, np.dtype, float], float] = {}
+def lost_numbers(jaxpr: Jaxpr, given: Mapping[str, float] = MappingProxyType({})) -> Numbers:
+    """Returns the numbers that are rounded to 0 or inf, or by more than a few digits.
+
+    `given` are the Python numbers among the arguments of the program, by their paths.
+    """
+    found: dict[tuple[str, np.dtype, float], Written] = {}
     for equation in all_equations(jaxpr):
         for var in equation.invars:
             if (key := _key(equation, var)) is not None and key not in found:
-                number = _on_the_line(*key, equation)
+                number = _in_the_source(*key, equation, given)
                 found.update({} if number is None else {key: number})
     return found
 
@@ -36,7 +38,7 @@ def lost_numbers(jaxpr: Jaxpr) -> Numbers:
 def written_number(numbers: Numbers, equation: Equation, var: Var) -> float | None:
     """Returns a half operand of an equation as it is written; None if it is no such number."""
     key = _key(equation, var) if numbers else None
-    return None if key is None else numbers.get(key)
+    return None if key is None or key not in numbers else numbers[key].number
 
 
 def _key(equation: Equation, var: Var) -> tuple[str, np.dtype, float] | None:
@@ -44,49 +46,31 @@ def _key(equation: Equation, var: Var) -> tuple[str, np.dtype, float] | None:
     return (source_line(equation), var.aval.dtype, float(var.val)) if is_half else None
 
 
-def _on_the_line(line: str, dtype: np.dtype, value: float, equation: Equation) -> float | None:
-    """Returns the number that is rounded to `value`: on the line, or for inf in the function above it."""
-    name = equation.primitive.name
-    traits = traits_of(name)
-    if traits.compares or name in ("max", "min"):
-        return None  # A softmax starts its maximum with -inf, and compares with it.
-    is_arithmetic = traits.category is not Category.MOVE and not traits.selects
-    if value == 0 and not is_arithmetic:
-        return None  # The 0 of `jnp.where(mask, x, 0)`, on a line that has an epsilon as well.
-    where, _, _ = line.partition(" ")
-    file, number, column = [*where.split(":"), "", ""][:3]
-    row = int(number) if number.isdigit() else 0
-    lost = _lost(_expression(linecache.getline(file, row), int(column or 0)), dtype, value)
-    if not lost and math.isinf(value) and is_arithmetic:
-        lost = _lost_above(file, row, dtype, value)
-    if lost:  # Of several the one that is nearest to the range of the dtype.
-        return float(np.copysign(min(lost) if math.isinf(value) else max(lost), value))
-    return _EPSILON if value == 0 and name == "add" else None
-
-
-def _lost_above(file: str, row: int, dtype: np.dtype, value: float) -> set[float]:
-    """Returns the numbers that are rounded to `value` on the nearest such line above, within the function."""
-    for above in range(row - 1, 0, -1):
-        text = linecache.getline(file, above)
-        lost = _lost(text, dtype, value)
-        if lost or text.lstrip().startswith(("def ", "class ")):
-            return lost
-    return set()
-
-
-def _expression(line: str, column: int) -> str:
-    """Returns the expression that begins in a column, from 0: up to a comma or bracket that ends it."""
-    depth = 0
-    for index, letter in enumerate(line[column:], column):
-        depth += (letter in "([{") - (letter in ")]}")
-        if depth < 0 or (letter == "," and not depth):
-            return line[column:index]
-    return line[column:]
-
-
-def _lost(text: str, dtype: np.dtype, value: float) -> set[float]:
-    """Returns the numbers in a text that are rounded to `value`; none if `value` itself is among them."""
-    written = {float(number.replace("_", "")) for number in _NUMBER.findall(text)}
+def _in_the_source(
+    line: str, dtype: np.dtype, value: float, equation: Equation, given: Mapping[str, float]
+) -> Written | None:
+    """Returns the operand, in the expression that made an equation, that is rounded to `value`."""
+    if traits_of(equation.primitive.name).compares:
+        return None
+    operands = [(node, _given(node, given) or known) for node, known in operands_at(line)]
+    numbers = [number for _, known in operands for number in known]
     with np.errstate(over="ignore"):
-        same = {number for number in written if float(np.asarray(number).astype(dtype)) == abs(value)}
-    return set() if value and abs(value) in same else same - {0.0}
+        same = [each for each in numbers if float(np.asarray(abs(each.number)).astype(dtype)) == abs(value)]
+    if same:
+        return _nearest(same, value)
+    is_name = any(isinstance(node, (ast.Name, ast.Attribute)) and not known for node, known in operands)
+    return _EPSILON if value == 0 and equation.primitive.name == "add" and is_name else None
+
+
+def _given(node: ast.expr, given: Mapping[str, float]) -> list[Written]:
+    path = ast.unparse(node).replace(".", "/") if isinstance(node, (ast.Name, ast.Attribute)) else ""
+    return [Written(given[path])] if path in given else []
+
+
+def _nearest(numbers: Sequence[Written], value: float) -> Written | None:
+    """Returns the number that is nearest to the range of the dtype; None if `value` itself is written."""
+    sizes = [abs(each.number) for each in numbers]
+    if abs(value) in sizes:
+        return None
+    size = min(sizes) if np.isinf(value) else max(sizes)
+    return Written(float(np.copysign(size, value)), len(numbers) == 1 and numbers[0].is_sure)

@@ -19,8 +19,8 @@ from ..._jaxpr import Array, Jaxpr, constants, without_constants
 from ..._jaxpr import trace as trace_call
 from ..._paths import leaf_names, positional_names
 from ..._scaling.grad import value_and_grad
-from ..._scaling.loss_scale import LossScaleLike, NoOpLossScale, StaticLossScale, as_loss_scale
-from ..._tree import has_dtype, is_traced
+from ..._scaling.loss_scale import StaticLossScale
+from ..._tree import has_dtype
 from .calls import HANDLERS
 from .probe import Probe, TapValue
 from .sites import Path, Site, Where
@@ -93,26 +93,8 @@ class LossProgram:
         return jaxpr_as_fun(closed)(*arrays)[: len(self.outputs)]
 
 
-def scale_of(caller: str, loss_scale: LossScaleLike | None) -> float:
-    """Returns the value of a loss scale or a number; 1 for None."""
-    scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
-    if scale is None:
-        raise TypeError(
-            f"{caller}: loss_scale should be None, a number, or a loss scale such as "
-            f"jmp.get_loss_scale(opt_state) or jmp.DynamicLossScale(). Got {type(loss_scale).__name__}."
-        )
-    if is_traced(scale.loss_scale):
-        raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
-    number = float(np.asarray(scale.loss_scale).reshape(()))
-    if not 0 < number < np.inf:
-        raise ValueError(f"{caller}: loss_scale should be above 0 and finite. Got {number}.")
-    return number
-
-
-def trace(caller: str, call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossProgram:
+def trace(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossProgram:
     """Traces a loss function and its backward pass, or a step; the loss scale is one more argument."""
-    if any(is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
-        raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
     outputs: list[str] = []
     traced = trace_call(_run(call, outputs), args, {**kwargs, _SCALE: jnp.float32(1)}, True, (np.ndarray,))
     fixed = constants(traced.jaxpr)
@@ -137,7 +119,8 @@ def _run(call: LossCall, outputs: list[str]) -> Callable[..., Any]:
         value, grads = scaled(*args, **kwargs)
         floating = _floating(grads)
         outputs[:] = ["", *floating]
-        return (value[0] if call.has_aux else value), list(floating.values())
+        loss = value[0] if call.has_aux else value
+        return jnp.asarray(loss), list(floating.values())  # A constant loss may be a Python number.
 
     return run
 

@@ -191,7 +191,7 @@ def test_an_inf_that_a_step_tests_for_is_named_though_its_results_are_finite():
 
 
 def test_a_step_has_its_own_scale_and_dtypes():
-    with pytest.raises(ValueError, match=r"Leave loss_scale out.*Got loss_scale=2.0"):
+    with pytest.raises(ValueError, match=r"Leave dtype and loss_scale out.*Got None and 2.0"):
         find_nonfinite(lambda w: w, value_and_grad_fn=None, loss_scale=2.0)
     with pytest.raises(ValueError, match=r"Leave dtype and loss_scale out.*Got 'float16' and None"):
         doctor(lambda w: w, "float16", value_and_grad_fn=None)

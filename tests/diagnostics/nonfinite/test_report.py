@@ -65,3 +65,10 @@ def test_a_report_and_its_parts_cannot_be_changed(part):
     for field in dataclasses.fields(part):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(part, field.name, None)
+
+
+def test_float32_is_not_finite_either_only_if_half_is_not():
+    wide = dataclasses.replace(REPORT, tried=(), is_finite_in_float32=False)
+    assert wide.advice() == ["With every operation in float32 it is not finite either."]
+    finite = dataclasses.replace(wide, gradients=())
+    assert finite.advice() == ["With every operation in float32 it is not finite."]

@@ -10,12 +10,12 @@ from jmp_lite.diagnostics._values.trace import LossCall, trace
 W = jnp.ones(4, jnp.float16)
 
 
-def step_of(fun):
-    return LossCall(fun, 0, False, None)
+def program_of(fun, *args):
+    return trace(LossCall(fun, 0, False, None), args, {})
 
 
 def run(fun, *args):
-    program = trace("doctor", step_of(fun), args, {})
+    program = program_of(fun, *args)
     return run_step(program), program
 
 
@@ -32,7 +32,8 @@ def test_a_product_with_an_argument_is_no_update():
 def test_lost_updates_are_a_finding_from_more_than_one_in_a_hundred():
     w = jnp.ones(100, jnp.float16)
     update = lambda lost: jnp.full(100, 0.5, jnp.float16).at[:lost].set(1e-4)
-    find = lambda lost: [each.what for each in of_step(step_of(lambda w, g: w - g), (w, update(lost)), {})]
+    step = lambda lost: program_of(lambda w, g: w - g, w, update(lost))
+    find = lambda lost: [each.what for each in of_step(step(lost), ())]
     assert find(1) == []
     assert find(2) == ["The update is lost in float16 for 2% of the elements of w that have one."]
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jmp_lite.diagnostics._values.numbers import lost_numbers
@@ -12,8 +13,15 @@ F16 = jnp.float16
 X = jnp.ones((2, 3), F16)
 
 
+EPS = 1e-12
+
+
 def found(fun):
-    return sorted(lost_numbers(jax.make_jaxpr(fun)(X)).values())
+    return sorted(written.number for written in lost_numbers(jax.make_jaxpr(fun)(X)).values())
+
+
+def sure(fun):
+    return [written.is_sure for written in lost_numbers(jax.make_jaxpr(fun)(X)).values()]
 
 
 def softmax_of_a_masked_row(x):
@@ -36,6 +44,12 @@ def power_of_a_base(x):
         (lambda x: x + 1_000_000.0, [1e6]),
         (lambda x: x * 0.999, [0.999]),
         (power_of_a_base, [5e5]),
+        (lambda x: jnp.maximum(x, 1e-12), [1e-12]),
+        (lambda x: x / jnp.maximum(jnp.sum(x), EPS), [1e-12]),
+        (lambda x: x + jnp.full((2, 1), 1e-8, F16), [1e-8]),
+        (lambda x: x * 2.0**-30, [2.0**-30]),
+        (lambda x: x + F16(1e-9), [1e-9]),
+        (lambda x: x - np.asarray(-1e-9, np.float16), [-1e-9]),
     ],
 )
 def test_a_number_that_is_rounded_is_found(fun, numbers):
@@ -60,12 +74,35 @@ def test_other_numbers_are_left(fun):
 
 def test_a_number_beside_the_expression_is_not_taken_for_one_in_it():
     epsilon = float("1e-10")
-    fun = lambda x: jnp.log(x + epsilon).astype(jnp.float32) * 1e-12
-    # Compared on another line, whose numbers are not searched.
-    assert found(fun) == [1e-8]
+    assert found(lambda x: jnp.log(x + epsilon).astype(jnp.float32) * 1e-12) == [1e-10]
 
 
-def test_a_number_that_is_not_on_the_line_is_taken_for_a_small_one_where_it_is_added():
-    epsilon = float("1e-10")
-    assert found(lambda x: x + epsilon) == [1e-8]
-    assert found(lambda x: x * epsilon) == []
+def test_a_number_of_which_only_the_default_is_known_may_be_another_one():
+    def with_default(x, eps=1e-9):
+        return x + eps
+
+    class Norm:
+        epsilon: float = 1e-9
+
+        def __init__(self, small=1e-10):
+            self.small = small
+
+        def __call__(self, x):
+            return x + self.epsilon
+
+        def smaller(self, x):
+            return x + self.small
+
+    assert [found(fun) for fun in (with_default, Norm(), Norm().smaller)] == [[1e-9], [1e-9], [1e-10]]
+    assert [sure(fun) for fun in (with_default, Norm(), Norm().smaller)] == [[False]] * 3
+    assert sure(lambda x: x + 1e-9) == [True]
+
+
+def test_a_name_that_is_not_known_is_taken_for_a_small_number_where_it_is_added():
+    def added(x, eps):
+        return x + eps
+
+    assert found(lambda x: added(x, 1e-10)) == [1e-8]
+    assert sure(lambda x: added(x, 1e-10)) == [False]
+    assert found(lambda x: (lambda eps: x * eps)(1e-10)) == []
+    assert found(lambda x: sum([x, x])) == []  # The 0 with which Python's sum begins.

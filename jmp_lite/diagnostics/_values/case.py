@@ -1,0 +1,256 @@
+"""The call that a diagnosis examines: its checked options, and one trace from which all programs are made.
+
+The user's Python runs once. The program as it runs, the same without autocast, and that with a flag for each
+module are made from the jaxpr of that run.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from ..._autocast import (
+    AutocastOperation,
+    Plan,
+    Planner,
+    Rules,
+    given_rules,
+    make_plan,
+    make_rules,
+    operations_of,
+    run,
+    settings_of,
+)
+from ..._dtypes import DTypeLike
+from ..._jaxpr import (
+    Array,
+    check_function,
+    configured_precision,
+    constants,
+    equations,
+    only_own_precisions,
+    params_with_precision,
+    with_equations,
+)
+from ..._jaxpr import trace as trace_call
+from ..._paths import argument_names
+from ..._scaling.loss_scale import LossScaleLike, NoOpLossScale, as_loss_scale
+from ..._tree import is_traced
+from .reference import is_narrow
+from .trace import LossCall, LossProgram, ValueAndGrad, trace
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Options(TypedDict, total=False):
+    """The options of every tool, as `doctor` documents them."""
+
+    loss_scale: LossScaleLike | None
+    argnums: int | Sequence[int] | Any
+    has_aux: bool
+    value_and_grad_fn: ValueAndGrad | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What a tool is asked: a function, and its options after all checks."""
+
+    caller: str  # The name of the tool.
+    call: LossCall  # Of the function without its autocast.
+    rules: Rules  # Those of its autocast; without one, those of the dtype that is given.
+    is_autocast: bool
+    is_given: bool  # Whether a dtype is given.
+    scale: float
+    may_scale: bool  # Whether no loss scale was given, so that another one may be tried.
+
+
+class Case:
+    """One call that is examined."""
+
+    def __init__(self, question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.question, call = question, question.call
+        if any(is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
+            raise TypeError(f"{question.caller} reads values. Call it outside jit, on arrays.")
+        self.arguments = _with_arrays(call, args), kwargs
+        with only_own_precisions():
+            self.traced = trace_call(call.fun, *self.arguments, True, (np.ndarray,))
+        self.plain = make_rules(jnp.float32)
+
+    @functools.cached_property
+    def is_own(self) -> bool:
+        """Whether the function runs as it is: it has half products, or half values and no dtype was given."""
+        is_given = self.question.is_given
+        own = (each.on_tensor_cores if is_given else gives_half(each) for each in self.before)
+        return not self.question.is_autocast and any(own)
+
+    @functools.cached_property
+    def rules(self) -> Rules:
+        """The rules by which autocast runs the function; those of float32 if it runs as it is."""
+        given = self.question.rules
+        is_plain = not self.question.is_autocast and (given.dtype == jnp.float32 or self.is_own)
+        return self.plain if is_plain else given
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The Python numbers among the arguments, by their paths."""
+        args, kwargs = self.arguments
+        named = zip(argument_names(self.question.call.fun, args, kwargs), jax.tree.leaves(self.arguments))
+        return {name: leaf for name, leaf in named if isinstance(leaf, float)}
+
+    @property
+    def exact(self) -> list[str]:
+        """The arguments that are in half already, so that nothing is known of how they were rounded."""
+        named = zip(self.traced.names, self.traced.arrays, strict=True)
+        names = dict.fromkeys(name.split("/")[0] for name, array in named if is_narrow(array))
+        return [*names, *(["constants"] if any(map(is_narrow, constants(self.traced.jaxpr))) else [])]
+
+    def planned(self, rules: Rules) -> tuple[Planner, Plan]:
+        """Returns the plan of autocast by some rules, made once for those of the function and for none."""
+        if rules is self.plain:
+            return self._plain
+        return self._planned if rules is self.rules else make_plan(self.traced, rules)
+
+    @functools.cached_property
+    def _plain(self) -> tuple[Planner, Plan]:
+        return make_plan(self.traced, self.plain)
+
+    @functools.cached_property
+    def _planned(self) -> tuple[Planner, Plan]:
+        planner, plan = make_plan(self.traced, self.rules)
+        planner.scopes.check()
+        return planner, plan
+
+    def operations(self, rules: Rules) -> list[AutocastOperation]:
+        """Returns the operations of the function, as autocast runs them by some rules."""
+        _, plan = self.planned(rules)
+        return list(operations_of(plan, rules.dtype, "", 1, self.traced.names, {}))
+
+    @functools.cached_property
+    def before(self) -> list[AutocastOperation]:
+        """The operations of the function as it is."""
+        return self.operations(self.plain)
+
+    @functools.cached_property
+    def program(self) -> LossProgram:
+        """The function as it runs, with its backward pass."""
+        if self.rules is self.plain:
+            return self.plain_program
+        return self.program_of(functools.partial(run, *self.planned(self.rules)))
+
+    @functools.cached_property
+    def plain_program(self) -> LossProgram:
+        """The function without autocast, with its backward pass."""
+        jaxpr, precision = self.traced.jaxpr, configured_precision()
+        if precision is not None:
+            changed = lambda each: each.replace(params=each.params | params_with_precision(each, precision))
+            jaxpr = with_equations(jaxpr, list(map(changed, equations(jaxpr))))
+        return self.program_of(lambda arrays: jaxpr_as_fun(jaxpr)(*arrays))
+
+    def program_of(self, run_arrays: Callable[[Sequence[Array]], list[Array]]) -> LossProgram:
+        """Returns a program with its backward pass, of a function of the arrays among the arguments."""
+        call = dataclasses.replace(self.question.call, fun=self.traced.replayed(run_arrays))
+        return trace(call, *self.arguments)
+
+
+def gives_half(operation: AutocastOperation) -> bool:
+    """Whether an operation returns half values, or rounds to few digits."""
+    return any(map(is_narrow, operation.results)) or operation.name == "reduce_precision"
+
+
+def _with_arrays(call: LossCall, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns arguments with the Python numbers that `jax.value_and_grad` differentiates as arrays."""
+    if call.value_and_grad_fn is not jax.value_and_grad:
+        return args
+    argnums = call.argnums if isinstance(call.argnums, Sequence) else (call.argnums,)
+    is_number = lambda leaf: isinstance(leaf, (float, complex)) and not isinstance(leaf, np.generic)
+    changed = list(args)
+    for number in argnums:
+        if any(map(is_number, jax.tree.leaves(args[number]))):  # `jax.tree.map` would copy modules of NNX.
+            as_array = lambda leaf: jnp.asarray(leaf) if is_number(leaf) else leaf
+            changed[number] = jax.tree.map(as_array, args[number])
+    return tuple(changed)
+
+
+@contextlib.contextmanager
+def without_debugging() -> Iterator[None]:
+    """Switches off what makes JAX raise at a NaN or inf: whoever looks for one may have it on."""
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
+def tool(
+    caller: str,
+    fun: Callable[P, Any],
+    dtype: DTypeLike | None,
+    default: DTypeLike,
+    answer: Callable[[Case], T],
+    **options: Unpack[Options],
+) -> Callable[P, T]:
+    """Checks the options of a tool, and returns a function of the arguments of `fun` with its answer.
+
+    Without a `dtype` it is the `default`: float32 for a tool that examines a function as it is.
+    """
+    question = _asked(caller, fun, dtype, default, **options)
+
+    @functools.wraps(fun)
+    def tool_fun(*args: P.args, **kwargs: P.kwargs) -> T:
+        with without_debugging():
+            return answer(Case(question, args, kwargs))
+
+    return tool_fun
+
+
+def _asked(
+    caller: str,
+    fun: Callable[..., Any],
+    dtype: DTypeLike | None,
+    default: DTypeLike,
+    loss_scale: LossScaleLike | None = None,
+    argnums: int | Sequence[int] | Any = 0,
+    has_aux: bool = False,
+    value_and_grad_fn: ValueAndGrad | None = jax.value_and_grad,
+) -> Question:
+    check_function(caller, fun)
+    if value_and_grad_fn is None and (dtype is not None or loss_scale is not None):
+        raise ValueError(
+            f"{caller}: a step has its own dtypes and loss scale. Leave dtype and loss_scale out, or give "
+            f"the loss function without value_and_grad_fn=None. Got {dtype!r} and {loss_scale!r}."
+        )
+    scale = scale_of(caller, loss_scale)
+    is_autocast = settings_of(fun) is not None
+    default = jnp.float32 if value_and_grad_fn is None else default
+    plain, rules = given_rules(caller, fun, dtype, default)
+    if rules.dtype == jnp.float32 != np.dtype(default):
+        raise ValueError(f"{caller} compares float16 or bfloat16 with float32. Got float32.")
+    return Question(
+        caller=caller,
+        call=LossCall(plain, argnums, has_aux, value_and_grad_fn),
+        rules=rules,
+        is_autocast=is_autocast,
+        is_given=dtype is not None,
+        scale=scale,
+        may_scale=loss_scale is None,
+    )
+
+
+def scale_of(caller: str, loss_scale: LossScaleLike | None) -> float:
+    """Returns the value of a loss scale or a number; 1 for None."""
+    scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
+    if scale is None:
+        raise TypeError(
+            f"{caller}: loss_scale should be None, a number, or a loss scale such as "
+            f"jmp.get_loss_scale(opt_state) or jmp.DynamicLossScale(). Got {type(loss_scale).__name__}."
+        )
+    if is_traced(scale.loss_scale):
+        raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
+    number = float(np.asarray(scale.loss_scale).reshape(()))
+    if not 0 < number < np.inf:
+        raise ValueError(f"{caller}: loss_scale should be above 0 and finite. Got {number}.")
+    return number

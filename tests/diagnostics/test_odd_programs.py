@@ -1,0 +1,103 @@
+"""Programs on which a diagnosis must not fail: it is asked just when something is wrong."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jmp_lite.diagnostics import compare_precision, doctor, find_nonfinite, profile_ranges
+
+F16, F32 = jnp.float16, jnp.float32
+X, W = jnp.ones((3, 4)), jnp.eye(4)
+TOOLS = {
+    "find_nonfinite": find_nonfinite,
+    "compare_precision": compare_precision,
+    "profile_ranges": profile_ranges,
+    "doctor": lambda fun: doctor(fun, device=None),
+}
+tools = pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
+
+
+def half_product(w, x):
+    return (x.astype(F16) @ w.astype(F16)).astype(F32)
+
+
+@tools
+@pytest.mark.parametrize("number", [2.0, {"t": 2.0}], ids=["alone", "in a tree"])
+def test_a_python_number_among_the_parameters(tool, number):
+    """`jax.value_and_grad` differentiates it as an array."""
+
+    def loss(params, x):
+        (t,) = jax.tree.leaves(params)
+        return jnp.mean((x.astype(F16) * t).astype(F32) * half_product(W, x))
+
+    assert str(tool(loss)(number, X)) == str(tool(loss)(jax.tree.map(jnp.asarray, number), X))
+
+
+@tools
+def test_a_python_number_in_the_data(tool):
+    loss = lambda w, x, t: jnp.mean((x.astype(F16) @ w.astype(F16)) * t).astype(F32)
+    assert str(tool(loss)(W, X, 0.5))
+
+
+@tools
+def test_a_constant_loss(tool):
+    assert str(tool(lambda w, x: 0.0)(W, X))
+    assert str(tool(lambda w, x: jnp.float32(0))(W, X))
+
+
+def conjugate_gradients(w, x):
+    system = lambda v: (w @ w.T + jnp.eye(4)) @ v
+    return jnp.mean(jax.scipy.sparse.linalg.cg(system, x.sum(0))[0]) + jnp.mean(half_product(w, x))
+
+
+@tools
+def test_a_linear_solve_beside_half_values(tool):
+    assert str(tool(conjugate_gradients)(W, X))
+
+
+def test_an_overflow_beside_a_linear_solve():
+    loss = lambda w, x: conjugate_gradients(w, x) + jnp.mean(jnp.exp((x @ w).astype(F16) * 12).astype(F32))
+    report = find_nonfinite(loss)(W, X)
+    assert report.cause.operation == "exp"
+    assert report.remedies
+
+
+@tools
+@pytest.mark.parametrize("option", ["jax_debug_nans", "jax_debug_infs"])
+def test_the_options_of_jax_that_raise_at_a_nan(tool, option):
+    """Whoever looks for a NaN has them on."""
+    value = {"jax_debug_nans": 0.0, "jax_debug_infs": 1e9}[option]
+
+    def loss(w, x):
+        hidden = half_product(w, x * value)
+        return jnp.mean(x @ w) + 0 * jnp.sum(jax.lax.stop_gradient(jnp.where(True, 1.0, hidden / value)))
+
+    jax.config.update(option, True)
+    try:
+        assert str(tool(loss)(W, X))
+        assert getattr(jax.config, option)
+    finally:
+        jax.config.update(option, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["explicit", "set_mesh"])
+@tools
+def test_an_explicit_mesh(tool, how):
+    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    spec = lambda *names: jax.NamedSharding(mesh, jax.P(*names))
+    x, w = jax.device_put(jnp.ones((8, 4)), spec("d")), jax.device_put(W, spec(None, "e"))
+    loss = lambda w, x: jnp.mean(half_product(w, x) ** 2)
+    with jax.set_mesh(mesh) if how == "set_mesh" else contextlib.nullcontext():
+        assert str(tool(loss)(w, x))
+        assert str(tool(lambda w, x: jnp.mean((x @ w) ** 2))(w, x))
+
+
+def test_the_counts_of_an_explicit_mesh_are_those_of_one_device():
+    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    x = jax.device_put(jnp.arange(32.0).reshape(8, 4), jax.NamedSharding(mesh, jax.P("d", "e")))
+    loss = lambda w, x: jnp.mean(jnp.sin(x * w).astype(F16).astype(F32))
+    one, several = (profile_ranges(loss)(jnp.ones(4), each) for each in (jnp.asarray(jax.device_get(x)), x))
+    assert str(one) == str(several)
