@@ -280,8 +280,8 @@ def _note_use(op: Op, demand: Demand) -> None:
 
     A cast to integers or a comparison makes integers or booleans. What leads to it by element-wise operations
     and moves alone should be exact: an identifier of 261 is another one than 260. Other operations that
-    return integers, such as `argmax`, compare numbers with each other, and a matmul of which integers are made
-    reads numbers.
+    return integers, such as `argmax`, compare numbers with each other, and a matmul of which integers are
+    made reads numbers.
     """
     if _makes_integers(op):
         demand.read_exactly(op.variables)
