@@ -26,11 +26,11 @@ from ..._jaxpr.read import (
     is_of_gradient,
     open_jaxpr,
 )
-from .dependence import Decisions, Intermediate, Streams, Tangents
+from .dependence import Intermediate, LoopDecisions, Streams, Tangents
 from .op import Context, Held, Op, Readers, read_ops, readers_of
 from .regions import find_regions
 from .rules import Rules
-from .ruling import Estimates, Ruling, RulingPass
+from .ruling import Estimates, Ruling, RulingWalk
 from .scopes import Scopes
 from .softmaxes import Region
 from .states import Kind
@@ -67,7 +67,7 @@ class Analysis:
         return region
 
 
-class DemandPass:
+class DemandWalk:
     """Analyses jaxprs: each one once for each context and each set of inputs and wanted outputs."""
 
     def __init__(self, rules: Rules, scopes: Scopes) -> None:
@@ -78,7 +78,7 @@ class DemandPass:
         self._analyses: dict[Any, Analysis] = {}
         self._is_told: bool | None = None  # See `_tells_gradients`.
         self._alive: list[Jaxpr] = []  # The keys of all four hold ids of jaxprs.
-        self._decisions = Decisions(self._ops)
+        self._decisions = LoopDecisions(self._ops)
         self._intermediate = Intermediate(self._ops)
         self._streams = Streams(self._ops)
         self._tangents = Tangents(self._ops)
@@ -101,15 +101,15 @@ class DemandPass:
             if self._rules.half_sums:
                 streams = self._streams.variables(inside, context.streams, context.backward)
             decisive = self._decisions.variables(inside, context.decides, held=context.held)
-            ruling_pass = RulingPass(inside, inputs, context, self._rules, self._scopes)
+            ruling_walk = RulingWalk(inside, inputs, context, self._rules, self._scopes)
             analysis = Analysis(
                 inside=inside,
                 ops=ops,
                 readers=readers,
                 regions=self._regions_of(inside, context.of_gradient),
                 context=context,
-                rulings=ruling_pass.run(ops, decisive, streams),
-                estimates=ruling_pass.estimates,
+                rulings=ruling_walk.run(ops, decisive, streams),
+                estimates=ruling_walk.estimates,
                 intermediate=intermediate,
                 gradients=gradients,
                 streams=streams,

@@ -1,4 +1,4 @@
-"""How much the values of a jaxpr are wanted in half: what the backward pass of the planner finds."""
+"""How much the values of a jaxpr are wanted in half: what the demand, a walk backwards, finds."""
 
 import collections
 import dataclasses
