@@ -231,7 +231,7 @@ def test_only_a_scale_for_each_layer_trains_the_deep_network(capsys, tmp_path):
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture.with_stem("deep_scales").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     out = capsys.readouterr().out
-    assert "No scale serves these: more than 1 % becomes zero at every safe scale: params (backward)" in out
+    assert "More than 1 % of these becomes zero at every safe scale: params (backward)" in out
     rows = table_rows(out, list(found))
     assert [int(rows[arm][-1]) for arm in ("float32", "float16, scale per layer")] == [0, 0]
     assert int(rows["float16, static 2**40"][-1]) > 140  # Nearly every step overflows.

@@ -14,6 +14,7 @@
 `moe`: what a mixture of experts moves on eight devices.
 `predict`: what the step of each model of `examples.models` does.
 `largest_batch`: how large a batch fits into the memory.
+`passes`: what each pass of autocast adds.
 `pages`: writes the tables of the documentation from the files of results.
 `pictures`: draws the pictures of the documentation.
 """

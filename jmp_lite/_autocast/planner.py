@@ -2,12 +2,13 @@
 
 A plan is one decision about each operation, and then a list of passes.
 
-The decision needs three looks at the equations of a jaxpr. Reading (`op`, `regions`) says what each operation
-is, who reads its results, and which operations together are one activation function or softmax. The ruling,
-forwards (`ruling`), says what the user's options and the scopes ask of each operation. The demand, backwards
-(`demand`), says which values matmuls want in half and no operation reads in float32. Then `decide`, forwards,
-gives each operation its dtypes. The first is made once for a jaxpr, the second and third once for each place
-in the program where it is called, the last once for each set of inputs.
+The decision takes four walks over the equations of a jaxpr. Reading (`op`, `regions`) says what each
+operation is, who reads its results, and which operations together are one activation function or softmax. The
+ruling, forwards (`ruling`), says what the user's options and the scopes ask of each operation. The demand,
+backwards (`demand`), says which values matmuls want in half and no operation reads in float32. Then `decide`,
+forwards, gives each operation its dtypes. Reading is done once for a jaxpr, the ruling and the demand once
+for each context, kinds of inputs and wanted outputs (`DemandWalk.analyse`), `decide` once for each context,
+states of the inputs and wanted outputs.
 
 `PASSES` improve the plan. None of them changes the dtype in which an operation of the plan multiplies.
 """
@@ -26,7 +27,7 @@ from .._jaxpr.precision import configured_precision
 from .._jaxpr.primitives import Category
 from .._jaxpr.read import AUTOCAST_SCOPE, Array, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
 from .planning.decide import decide
-from .planning.demand import Analysis, DemandPass, wanted_inside
+from .planning.demand import Analysis, DemandWalk, wanted_inside
 from .planning.op import Context, Op
 from .planning.passes.checkpoints import checkpoints
 from .planning.passes.pairs import pairs
@@ -57,7 +58,7 @@ class Planner:
         JAX keeps the rules of custom derivatives, and so this planner, as long as its own caches.
         """
         self._plans: dict[Any, Plan] = {}
-        self._demand_pass = DemandPass(self.rules, self.scopes)
+        self._demand_walk = DemandWalk(self.rules, self.scopes)
 
     def argument(self, value: Array, path: str) -> State:
         """Returns the state of the argument at `path`. A constant has an empty path."""
@@ -99,7 +100,7 @@ class Planner:
         key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), context)
         if key not in self._plans:
             estimates = tuple(map(estimate_of_state, states))
-            analysis = self._demand_pass.analyse(jaxpr, tuple(wanted), estimates, context)
+            analysis = self._demand_walk.analyse(jaxpr, tuple(wanted), estimates, context)
             self._plans[key] = self._make(jaxpr, states, analysis)
         return self._plans[key]
 
@@ -145,7 +146,7 @@ class Planner:
         self, op: Op, inner: Inner, operands: list[State], wanted: list[Wanted], analysis: Analysis
     ) -> Plan:
         inputs = [entering(op, operands[n], role) for n, role in zip(inner.operands, inner.roles)]
-        context = self._demand_pass.context(op, inner, analysis)
+        context = self._demand_walk.context(op, inner, analysis)
         plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
         # A residual stream in half is carried in half, so that a backward pass keeps it in half. A carry
         # changes from float32 to half and never back, so this ends.

@@ -21,10 +21,9 @@ class Value:
         number: the value of a literal that is written into the program.
         casts: casts of it that were made, by dtype. Those to fp8 are `Quantized`.
         path: for a half value, the same value in float32, to which the gradients of its float32 readers go
-            (`planning.pairs`); None if they go to the half array.
+            (`planning.passes.pairs`); None if they go to the half array.
         computed: `(fun, arrays)` if the value is `fun(arrays)`, an activation function of one value. A cast
-        to
-            fp8 computes it again, so that XLA never writes the result in half.
+            to fp8 computes it again, so that XLA never writes the result in half.
     """
 
     __slots__ = ("casts", "computed", "native", "number", "path")

@@ -3,6 +3,8 @@
 `python -m benchmarks.compiled.passes` has the bytes of whole programs, for docs/how-autocast-works.md.
 """
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,9 +64,15 @@ NUMBERS = {
 }
 
 
+def test_each_pass_has_a_number_and_a_row_in_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "how-autocast-works.md").read_text()
+    for each in planner.PASSES:
+        assert each in NUMBERS, f"{each.__name__} needs a row in NUMBERS"
+        assert page.count(f"`{each.__name__}`") >= 2, f"the page does not say what {each.__name__} guarantees"
+
+
 @pytest.mark.parametrize("index", range(len(planner.PASSES)), ids=lambda n: planner.PASSES[n].__name__)
 def test_a_number_falls_with_each_pass(index, monkeypatch):
-    assert set(planner.PASSES) == set(NUMBERS), "Each pass has a number here."
     measure, left = NUMBERS[planner.PASSES[index]]
     with_pass, before = planner.PASSES[: index + 1], planner.PASSES[:index]
     found = []

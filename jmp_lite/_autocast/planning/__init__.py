@@ -1,6 +1,6 @@
 """The plan of autocast: what runs in half, decided before anything is computed.
 
-docs/how-autocast-works.md has the idea in about 150 lines. Here it is with its options and guarantees. In the
+docs/how-autocast-works.md has the idea in about 180 lines. Here it is with its options and guarantees. In the
 order in which to read the files:
 
 - What the user asks for: `rules` (the options), `scopes` (the parts of a program that stay as they are).

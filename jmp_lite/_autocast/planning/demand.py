@@ -1,8 +1,9 @@
-"""The backward pass of the planner: it finds the values that are wanted in half.
+"""The demand: a walk backwards that finds the values which are wanted in half.
 
 A value is wanted in half if two conditions hold. A product takes the value, directly or through operations
-that pass it on. No operation reads the value in float32, since that operation would read a rounded value. The
-pass uses the operations, the rulings on them and the estimates. It does not know the states of the values.
+that pass it on. No operation reads the value in float32, since that operation would read a rounded value.
+(`wanted` has the exceptions: functions that saturate, residual sums, and `half_sums`.) The walk uses the
+operations, the rulings on them and the estimates. It does not know the states of the values.
 """
 
 import dataclasses
@@ -25,11 +26,11 @@ from ..._jaxpr.read import (
     is_of_gradient,
     open_jaxpr,
 )
-from .dependence import Decisions, Intermediate, Streams, Tangents
+from .dependence import Intermediate, LoopDecisions, Streams, Tangents
 from .op import Context, Held, Op, Readers, read_ops, readers_of
 from .regions import find_regions
 from .rules import Rules
-from .ruling import Estimates, Ruling, RulingPass
+from .ruling import Estimates, Ruling, RulingWalk
 from .scopes import Scopes
 from .softmaxes import Region
 from .states import Kind
@@ -52,7 +53,7 @@ class Analysis:
     streams: frozenset[Var]  # The variables that products or norms read later; empty without `half_sums`.
     decisive: frozenset[Var]  # The variables on which a decision of a loop depends (`dependence`).
     tangents: frozenset[Var]  # The variables that depend on the tangents of a forward-mode rule.
-    demand: Demand  # The variables that the jaxpr wants in half.
+    demand: Demand  # The variables that the jaxpr wants in half: filled by the walk, after the rest is made.
 
     def makes_gradient(self, op: Op) -> bool:
         """Whether an operation makes a result of the backward pass, such as the gradient of a weight."""
@@ -66,7 +67,7 @@ class Analysis:
         return region
 
 
-class DemandPass:
+class DemandWalk:
     """Analyses jaxprs: each one once for each context and each set of inputs and wanted outputs."""
 
     def __init__(self, rules: Rules, scopes: Scopes) -> None:
@@ -77,7 +78,7 @@ class DemandPass:
         self._analyses: dict[Any, Analysis] = {}
         self._is_told: bool | None = None  # See `_tells_gradients`.
         self._alive: list[Jaxpr] = []  # The keys of all four hold ids of jaxprs.
-        self._decisions = Decisions(self._ops)
+        self._decisions = LoopDecisions(self._ops)
         self._intermediate = Intermediate(self._ops)
         self._streams = Streams(self._ops)
         self._tangents = Tangents(self._ops)
@@ -100,15 +101,15 @@ class DemandPass:
             if self._rules.half_sums:
                 streams = self._streams.variables(inside, context.streams, context.backward)
             decisive = self._decisions.variables(inside, context.decides, held=context.held)
-            ruling_pass = RulingPass(inside, inputs, context, self._rules, self._scopes)
+            ruling_walk = RulingWalk(inside, inputs, context, self._rules, self._scopes)
             analysis = Analysis(
                 inside=inside,
                 ops=ops,
                 readers=readers,
                 regions=self._regions_of(inside, context.of_gradient),
                 context=context,
-                rulings=ruling_pass.run(ops, decisive, streams),
-                estimates=ruling_pass.estimates,
+                rulings=ruling_walk.run(ops, decisive, streams),
+                estimates=ruling_walk.estimates,
                 intermediate=intermediate,
                 gradients=gradients,
                 streams=streams,
@@ -183,7 +184,7 @@ class DemandPass:
             if op.is_residual_sum:
                 demand.note_sum(op.equation.outvars[0], in_half=bool(ruling.half_sum))
             result = demand.of_results(op)
-            is_absorbed = _is_absorbed(index, result, analysis, absorbed)
+            is_absorbed = _absorb(index, result, analysis, absorbed)
             if ruling.category is not Category.CALL:
                 self._want_operands(op, ruling, result, is_absorbed, analysis)
             elif is_absorbed:
@@ -206,6 +207,8 @@ class DemandPass:
         """Returns two flags: the operation takes half operands as a product; its result may be in half."""
         if ruling.is_half_product:
             operands = list(map(analysis.estimates.of, op.equation.invars))
+            # A product by one-hot labels picks float32 numbers for float32 operations, as a lookup would. If
+            # it made the gradient of a weight, it would be a product like others.
             picks = Kind.BINARY in operands and result is Wanted.NO and not analysis.makes_gradient(op)
             takes_half = ruling.takes_half(operands) and not picks and result is not Wanted.EXACT
             return takes_half, takes_half
@@ -255,8 +258,9 @@ def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]
     )
 
 
-def _is_absorbed(index: int, result: Wanted, analysis: Analysis, absorbed: set[int]) -> bool:
-    """Whether a region computes an operation. Adds the operations of a region that ends here to `absorbed`.
+def _absorb(index: int, result: Wanted, analysis: Analysis, absorbed: set[int]) -> bool:
+    """Adds the operations of a region that ends here to `absorbed`. Returns whether a region computes this
+    one.
 
     The backward pass would keep the float32 values inside each GELU if the region did not ask for its sources
     in half: a GPT-2 would read and write 7.8 % more bytes on an H100.
@@ -274,9 +278,10 @@ def _is_absorbed(index: int, result: Wanted, analysis: Analysis, absorbed: set[i
 def _note_use(op: Op, demand: Demand) -> None:
     """Notes whether an operation reads its operands as numbers, or makes integers or booleans of them.
 
-    Such an operation is a cast or a comparison. What leads to it by element-wise operations and moves alone
-    should be exact: an identifier of 261 is another one than 260. Other operations that return integers, such
-    as `argmax`, compare numbers with each other, and a matmul of which integers are made reads numbers.
+    A cast to integers or a comparison makes integers or booleans. What leads to it by element-wise operations
+    and moves alone should be exact: an identifier of 261 is another one than 260. Other operations that
+    return integers, such as `argmax`, compare numbers with each other, and a matmul of which integers are
+    made reads numbers.
     """
     if _makes_integers(op):
         demand.read_exactly(op.variables)

@@ -4,7 +4,7 @@ The planner asks three questions:
 
 - Which products make the gradients of weights? `Intermediate`, for `reduce_dtype` and one-hot labels.
 - Which sums are those of a residual stream? `Streams`, for `half_sums`.
-- On what do the decisions of loops depend? `Decisions`.
+- On what do the decisions of loops depend? `LoopDecisions`.
 
 A fourth question goes forwards: what depends on the tangents of a rule? `Tangents`.
 """
@@ -177,7 +177,7 @@ class Streams(Dependence):
         return is_forward and (is_found or op.traits.category is Category.ALLOW)
 
 
-class Decisions(Dependence):
+class LoopDecisions(Dependence):
     """The values on which the decisions of loops depend.
 
     A loop decides by the predicate of a `while` whether it goes on. A loop to a tolerance stops when a

@@ -1,7 +1,7 @@
 """What the variables inside of a loop hold: a search forwards through a jaxpr.
 
 A loop decides by a selection between what it carries and what an iteration has computed with a product
-(`dependence.Decisions`). So the search tells these two apart, and what no iteration changes.
+(`dependence.LoopDecisions`). So the search tells these two apart, and what no iteration changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -186,7 +186,7 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The half variables of a jaxpr whose gradients need a path in float32. See `planning.pairs`."""
+    """The half variables of a jaxpr whose gradients need a path in float32. See `planning.passes.pairs`."""
 
     starts: frozenset[Var]  # The variables at which float32 gradients of several readers meet.
     # The variables that are read in float32: by an operation, by a call, or after a move.

@@ -68,7 +68,7 @@ class Ruling:
         return self.is_half_product and not is_kept
 
 
-class RulingPass:
+class RulingWalk:
     """Rules on the operations of an open jaxpr, in their order.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""How much the values of a jaxpr are wanted in half: what the backward pass of the planner finds."""
+"""How much the values of a jaxpr are wanted in half: what the demand, a walk backwards, finds."""
 
 import collections
 import dataclasses
@@ -12,16 +12,17 @@ from .op import Op
 class Wanted(enum.IntEnum):
     """How much the readers of a value want the value in half.
 
-    The order is that of how much may be rounded, so it is a lattice: an operation wants its operands at most
-    as much as its result is wanted (`min`), several branches want an operand as the most careful of them does
-    (`min`), and an operation with several results is asked by the one that is wanted most (`max`).
+    The order is that of how much may be rounded. An operation that computes wants its operands at most as
+    much as its result is wanted (`min`); a move wants its operand as its result is wanted. Of several
+    branches the most careful one decides (`min`), and an operation with several results goes by the one that
+    is wanted most (`max`).
     """
 
     EXACT = -1  # Only integers and booleans are computed from the value, and rounding would change them.
     NO = 0
     INDIRECTLY = 1  # An operation passes the value on to a product. There may be other readers.
     WITH_OTHERS = 2  # A product takes the value and rounds it. Other readers may read the rounded value.
-    BY_PRODUCTS_ONLY = 3  # All readers are products, which round the value.
+    BY_PRODUCTS_ONLY = 3  # All readers are products, which round the value, or moves for products.
 
 
 @dataclasses.dataclass(slots=True)

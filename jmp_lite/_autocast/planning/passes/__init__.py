@@ -3,5 +3,5 @@
 A decision says in which dtype an operation runs, by what its operands are and what its readers want. The
 passes add what no operation can decide alone. `PASSES` in `_autocast/planner.py` lists them in the order in
 which they run: `recompute`, `pairs`, `checkpoints`, `precision`. docs/how-autocast-works.md says
-what each one guarantees, with the number that falls without it.
+what each one guarantees, with the numbers that it changes.
 """

@@ -101,7 +101,7 @@ def _results(decision: Decision, taken: list[_Part]) -> Sequence[_Part] | None:
     op, count = decision.op, len(decision.op.equation.outvars)
     if decision.category is Category.CALL:
         return _results_of_call(decision, taken) if op.name in _CALLS else None
-    if isinstance(decision.action, Skip):  # A cast that changes nothing.
+    if isinstance(decision.action, Skip):  # A cast that changes nothing, or a part of a region.
         return taken
     if decision.takes:
         taken = [_Part.NONE if take in _HALVES else part for take, part in zip(decision.takes, taken)]

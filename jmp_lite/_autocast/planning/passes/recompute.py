@@ -29,7 +29,7 @@ def recompute(plan: Plan, rules: Rules) -> Plan:
     decisions = list(plan.decisions)
     for index, region in regions.items():
         decisions[index] = _recomputed(region, plan, sums)
-    for index in _inner(plan, regions).union(index for index, _ in sums.values()):
+    for index in _only_inside(plan, regions).union(index for index, _ in sums.values()):
         decisions[index] = _skipped(decisions[index])
     return plan.with_decisions(decisions)
 
@@ -96,7 +96,7 @@ def _recomputed(region: Region, plan: Plan, sums: Mapping[Var, tuple[int, Run]])
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
 
 
-def _inner(plan: Plan, regions: Mapping[int, Region]) -> set[int]:
+def _only_inside(plan: Plan, regions: Mapping[int, Region]) -> set[int]:
     """Returns the indexes of the operations whose results only regions read."""
     readers = plan.analysis.readers
     taken = set(itertools.chain(*((*region.sources, *region.extras) for region in regions.values())))
