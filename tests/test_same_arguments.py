@@ -1,6 +1,7 @@
 """What several functions take is read in the same way by all of them: loss scales, rules and patterns."""
 
 import inspect
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,16 @@ def loss_fn(w, x):
 def functions_with(parameter):
     """Returns the names of the public functions that have a parameter of this name."""
     functions = {**vars(jmp), **vars(diagnostics)}.items()
-    return {
-        f
-        for f, each in functions
-        if inspect.isfunction(each) and parameter in inspect.signature(each).parameters
-    }
+    return {f for f, each in functions if inspect.isfunction(each) and parameter in parameters_of(each)}
+
+
+def parameters_of(function):
+    """The names of the parameters, and the options that `**options: Unpack[Options]` stands for."""
+    names = set(inspect.signature(function).parameters)
+    for hint in function.__annotations__.values():
+        if typing.get_origin(hint) is typing.Unpack:
+            names |= set(typing.get_args(hint)[0].__annotations__)
+    return names
 
 
 def updated(tx, scale):

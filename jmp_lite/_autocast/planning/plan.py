@@ -210,12 +210,16 @@ class Plan:
 
     def with_decisions(self, decisions: Sequence[Decision]) -> "Plan":
         """Returns the plan with other decisions about the same operations."""
+        decisions = tuple(decisions)
+        if decisions == self.decisions:
+            return self
         states = dict(self.states)
-        for decision in decisions:
-            states.update(zip(decision.op.equation.outvars, decision.results))
+        for decision, old in zip(decisions, self.decisions):
+            if decision is not old:
+                states.update(zip(decision.op.equation.outvars, decision.results))
         outvars = zip(open_jaxpr(self.jaxpr).outvars, self.results)
         results = tuple(state if is_literal(var) else states[var] for var, state in outvars)
-        return dataclasses.replace(self, decisions=tuple(decisions), states=states, results=results)
+        return dataclasses.replace(self, decisions=decisions, states=states, results=results)
 
     @functools.cached_property
     def changed(self) -> bool:
