@@ -89,7 +89,7 @@ def work(fun, *args):
     [
         ("transformer", "inside", 2.12),
         ("pinn", "outside", 1.8),
-        ("pinn", "inside", 1.5),
+        ("pinn", "inside", 1.53),
         ("transformer", "outside", 1.75),
     ],
 )
