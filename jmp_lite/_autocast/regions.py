@@ -137,6 +137,7 @@ def _structure(action: Recompute) -> tuple[Any, ...]:
     return (
         action.region.barrier,
         operands,
+        tuple(equation.outvars[0].aval.shape for equation in sums),  # A bias is broadcast to them.
         *(
             (each.primitive, tuple(each.params.items()), number(each.invars), number(each.outvars))
             for each in (*sums, *action.equations)

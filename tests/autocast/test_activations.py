@@ -1,5 +1,7 @@
 """Activation functions, which are computed in float32 and again in the backward pass."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -120,6 +122,23 @@ def test_a_bias_in_front_of_an_activation_function_is_cast_once_and_its_gradient
     ]
     assert of_bias("convert_element_type", lambda e: e.invars[0]).count(("float32", half)) == 1
     assert set(of_bias("reduce_sum", lambda e: e.outvars[0])) == {("float32", "float32")}
+
+
+@each_half
+def test_layers_of_several_widths_have_activation_functions_of_their_own(half):
+    """Equal activation functions share one trace; the shape to which each broadcasts its bias is its own."""
+    widths = [8, 16, 32, 16]
+    layers = [(0.1 * jnp.ones((m, n)), jnp.linspace(-1, 1, n)) for m, n in itertools.pairwise(widths)]
+
+    def loss(layers, x):
+        for w, b in layers:
+            x = jax.nn.gelu(x @ w + b)
+        return jnp.mean(x @ layers[1][0])
+
+    expected = jax.grad(loss)(layers, X)
+    for grad in (jax.grad(jmp.autocast(loss, half)), jmp.autocast(jax.grad(loss), half)):
+        for found, plain in zip(jax.tree.leaves(grad(layers, X)), jax.tree.leaves(expected)):
+            assert_close(found, plain, half, factor=16)
 
 
 READERS = {
