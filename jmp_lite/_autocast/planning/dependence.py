@@ -203,7 +203,7 @@ class LoopDecisions(Dependence):
         return any(flags)
 
     def _seeds(self, inside: Jaxpr, held: Mapping[Var, Held | None]) -> Iterable[Var]:
-        """Yields the predicates by which a loop keeps what it carries, or takes what it has computed.
+        """Yields the predicates of selections between a carried value and a newly computed one.
 
         The derivative of a selection is not one of them: it selects between a cotangent and zeros. Nor is an
         activation function of what the loop carries: no product computes its predicate.
