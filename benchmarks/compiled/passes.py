@@ -2,11 +2,11 @@
 
     python -m benchmarks.compiled.passes                # About a minute; nothing needs a GPU.
 
-The command compiles a transformer of 4 layers and width 512 for an H100. It reports the bytes that the kernels
+The command compiles a transformer of 4 layers and width 512 for an H100. It reports the bytes that kernels
 move and the memory beside the arguments, with and without a `jax.checkpoint` around each layer. The gradient
 error is that of a classifier of scikit-learn's digits in float16 with a loss scale, relative to float32, at
-parameters that were trained in float32 to a loss of 1e-4. The rows are the short autocast of the page, and the
-library with the first passes of `PASSES`.
+parameters that were trained in float32 to a loss of 1e-4. The rows are the short autocast of the page, and
+the library with the first passes of `PASSES`.
 """
 
 import re
