@@ -47,14 +47,11 @@ MAGNITUDES = [1e-3, 1.0, 300.0, 3e4]
 
 
 def test_every_pointwise_operation_is_run():
-    assert {name for name, traits in PRIMITIVES.items() if traits.pointwise and not traits.compares} <= {
-        *PROGRAMS,
-        *(
-            "select_n",
-            "one_minus_square",
-            "polynomial",
-        ),  # `where`; operations of JAX 0.12 in other functions.
-    }
+    pointwise = {name for name, each in PRIMITIVES.items() if each.pointwise and not each.compares}
+    if jax.__version_info__ < (0, 11):
+        pointwise.discard("log2")  # No primitive of its own: `jnp.log2` divides logarithms.
+    # `where`, and operations of JAX 0.12 in other functions.
+    assert pointwise <= {*PROGRAMS, "select_n", "one_minus_square", "polynomial"}
 
 
 def errors(name, magnitude, order, half):
