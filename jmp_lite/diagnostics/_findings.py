@@ -17,7 +17,7 @@ from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
 from ..programs._roofline import Roofline
 from ._nonfinite.report import CUT, NonfiniteReport
 from ._precision.compare import HARM, Runs
-from ._precision.report import PrecisionReport, measured
+from ._precision.report import Limits, PrecisionReport
 from ._ranges.report import RangeReport
 from ._ranges.scales import TOLERANCE
 from ._ranges.updates import holds_scale, is_unscaled, run_step, updates_of, zero_gradients
@@ -131,7 +131,7 @@ def _complaints(tree: Any) -> list[str]:
 
 def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
     """Yields the tree of a step's results that is furthest from the same step in float32, if it is far."""
-    error = lambda kept: measured(runs.keeping(kept), "gradients", HARM)
+    error = lambda kept: Limits("gradients", HARM).measured(runs.keeping(kept))
     if error(()) <= HARM:
         return
     half = runs.keeping(())
@@ -171,7 +171,9 @@ def _scale_finding(ranges: RangeReport, precision: PrecisionReport) -> Finding:
     """Returns the finding that the gradients need a loss scale, which was tried."""
     fates = ranges.pooled.fates(int(np.log2(ranges.loss_scale)))
     lost = f"{fates.lost:.2%} of the gradients that are not zero become zero, and " if fates.lost > 0 else ""
-    what = f"Without a loss scale {lost}the error in {precision.dtype} is {precision.unscaled}."
+    given = precision.given_scale
+    at = "Without a loss scale" if given == 1 else f"At the loss scale {power(given)}"
+    what = f"{at} {lost}the error in {precision.dtype} is {precision.unscaled}."
     backward = [row for row in ranges.modules if row.direction == "backward"]
     worst = sorted(backward or ranges.gradients, key=lambda row: -row.fates.lost)[:4]
     where = ", ".join(f"{row.name or '/'} {row.fates.lost:.0%}" for row in worst if row.fates.lost)
@@ -201,9 +203,11 @@ def _of_ranges(report: RangeReport) -> Iterator[Finding]:
 def _of_precision(report: PrecisionReport) -> Iterator[Finding]:
     if not report.names or report.is_close:
         return
-    error = lambda row: measured(row.own, report.measure, report.tolerance)
+    limits = report.limits
+    leaf = lambda own: own.leaf if limits.measure == "gradients" else 0.0
+    error = lambda row: max(getattr(row.own, limits.measure), leaf(row.own))
     worst = [f"{row.module} {error(row):.1e} {' '.join(row.lines[:2])}".strip() for row in report.modules[:4]]
-    where = f"The relative error of the {report.measure} with one module alone in half: {', '.join(worst)}"
+    where = f"The relative error of the {limits.measure} with one module alone in half: {', '.join(worst)}"
     yield Finding("accuracy", report.summary(), where, report.advice())
 
 

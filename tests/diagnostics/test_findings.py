@@ -18,7 +18,7 @@ from jmp_lite.diagnostics._findings import (
     of_step_in_float32,
 )
 from jmp_lite.diagnostics._precision.compare import HARM
-from jmp_lite.diagnostics._precision.report import Difference, PrecisionReport
+from jmp_lite.diagnostics._precision.report import Difference, Limits, PrecisionReport
 from jmp_lite.diagnostics._ranges.magnitudes import Histogram
 from jmp_lite.diagnostics._ranges.report import ModuleRange, RangeReport
 from tests.support.broken import WRONG
@@ -59,7 +59,7 @@ ZERO, EXACT = Difference(1.0, 1.0, 0.0), Difference(0.0, 0.0, 1.0)
 
 def precision(**fields):
     settings = {"names": ("head",), "half": EXACT, "unscaled": None}
-    fixed = {"modules": (), "rest": None, "measure": "gradients", "tolerance": 0.1}
+    fixed = {"modules": (), "rest": None, "limits": Limits("gradients", 0.1)}
     return PrecisionReport(
         "float16", "float32", loss_scale=2.0**15, loss=1.0, **{**settings, **fixed, **fields}
     )

@@ -1,6 +1,7 @@
 """Measures the accuracy that each module costs in half: `compare_precision`."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, Unpack
@@ -16,7 +17,7 @@ from .fewest import fewest
 from .flags import FlaggedProgram
 from .groups import Leaves, groups_of
 from .modules import Module, in_words, scopes_for
-from .report import Difference, ModuleDifference, PrecisionReport, measured
+from .report import BY_HAND, LEAF, Difference, Limits, ModuleDifference, PrecisionReport
 
 P = ParamSpec("P")
 
@@ -101,21 +102,21 @@ def _compared(case: Case, tolerance: float | None) -> PrecisionReport:
             f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
             "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
         )
-    if tolerance is None:
-        tolerance = FLOAT8_TOLERANCE if case.rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
-    return report_of(runs, float(tolerance), HARM)
+    default = FLOAT8_TOLERANCE if case.rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
+    return report_of(runs, tolerance, default, HARM)
 
 
 class Runs:
     """The errors with some modules in float32; each set of modules is run once.
 
-    `scale` is the loss scale of the runs in half; `may_scale` says whether another one may be tried.
+    `scale` is the loss scale of the runs in half; `may_scale` says whether a larger one may help.
     """
 
     def __init__(self, case: Case) -> None:
         self.program = program = FlaggedProgram(case)
         self.scale = case.question.scale
-        self.may_scale = case.question.may_scale and program.narrow == "float16" and not program.is_step
+        is_small = self.scale < DynamicLossScale.loss_scale
+        self.may_scale = is_small and program.narrow == "float16" and not program.is_step
         self._full = program(None, 1.0)  # In float32.
         self.loss = None if program.is_step else float(self._full[0])
         self._groups = groups_of(program, self._full)
@@ -134,6 +135,11 @@ class Runs:
             self._differences[key] = self._difference(self.program(self.program.groups - key[1], key[0]))
         return self._differences[key]
 
+    @functools.cached_property
+    def by_hand(self) -> Difference:
+        """The error of casts by hand around each matmul, which no half precision goes without."""
+        return self._difference(self.program.by_hand())
+
     def in_bfloat16(self) -> Difference:
         return self._difference(self.program.in_bfloat16(self.scale))
 
@@ -146,10 +152,11 @@ class Runs:
         errors = {group: group.error(outputs, self._full) for group in self._groups}
         worst = max(errors, key=lambda group: errors[group][0], default=None)
         error, cosine = (0.0, 1.0) if worst is None else errors[worst]
-        leaf, name = self._leaves.worst(outputs)
+        leaf, name, zero = self._leaves.worst(outputs)
         if worst is not None and self.program.is_step and leaf <= error:
             name = worst.name
-        return Difference(loss_error if math.isfinite(loss_error) else math.inf, error, cosine, name, leaf)
+        loss_error = loss_error if math.isfinite(loss_error) else math.inf
+        return Difference(loss_error, error, cosine, name, leaf, zero)
 
     def loss_error(self, error: Difference) -> float:
         """Returns the error of a loss, over what the parameters contribute to it if that is larger."""
@@ -159,16 +166,32 @@ class Runs:
         # The error of a loss that is exactly 0 is not relative.
         return error.loss * (size or 1.0) / self._contribution if is_small else error.loss
 
-    def try_scale(self, tolerance: float, other: Callable[[], float | None]) -> Difference | None:
+    def limits(self, tolerance: float | None, default: float, harm: float) -> Limits:
+        """Returns the errors that are allowed: the tolerance, or what casts by hand cost if that is more."""
+        half, least = self.keeping(()), default if tolerance is None else tolerance
+        limits = Limits("gradients", least)
+        if tolerance is None and not limits.allow(half):
+            leaf = max(LEAF, BY_HAND * self.by_hand.leaf)
+            limits = Limits("gradients", max(least, BY_HAND * self.by_hand.gradients), leaf)
+        # The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is
+        # measured only if its error is above `harm`: a small difference of large numbers has a large relative
+        # error.
+        largest = max(least, harm)
+        if not limits.allow(half) or self.loss_error(half) <= largest:
+            return limits
+        by_hand = BY_HAND * self.loss_error(self.by_hand) if tolerance is None else 0.0
+        return Limits("loss", max(largest, by_hand))
+
+    def try_scale(self, limits: Limits, other: Callable[[], float | None]) -> Difference | None:
         """Switches to the first scale of `DynamicLossScale`, or else `other()`, and returns the error before.
 
         None if neither halves the error.
         """
         unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
-        error = lambda scale: measured(self.keeping((), scale), "gradients", tolerance)
-        if not self.may_scale or error(self.scale) <= tolerance:
+        error = lambda scale: limits.measured(self.keeping((), scale))
+        if not self.may_scale or limits.measure == "loss" or limits.allow(unscaled):
             return None
-        if error(best) > tolerance and (given := other()) is not None and error(given) < error(best):
+        if error(best) > limits.tolerance and (given := other()) is not None and error(given) < error(best):
             best = given
         if error(best) >= error(self.scale) / 2:
             return None
@@ -214,27 +237,28 @@ def _first_order(program: FlaggedProgram, full: Sequence[Array]) -> float:
 
 
 def report_of(
-    runs: Runs, tolerance: float, harm: float, scale: Callable[[], float | None] = lambda: None
+    runs: Runs,
+    tolerance: float | None,
+    default: float,
+    harm: float,
+    scale: Callable[[], float | None] = lambda: None,
 ) -> PrecisionReport:
     """Returns the report, which measures the modules only if their joint error is above the tolerance.
 
-    `scale` gives another loss scale to try.
+    Without a tolerance it is the `default`, or what casts by hand cost. `scale` gives another loss scale to
+    try.
     """
-    program, half = runs.program, runs.keeping(())
-    # The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is measured
-    # only if its error is above `harm`: a small difference of large numbers has a large relative error.
-    is_loss = half.gradients <= tolerance and runs.loss_error(half) > max(tolerance, harm)
-    measure = "loss" if is_loss else "gradients"
-    tolerance = max(tolerance, harm) if is_loss else tolerance
-    unscaled = None if is_loss else runs.try_scale(tolerance, scale)
-    error = lambda modules: measured(runs.keeping(modules), measure, tolerance)
-    is_close = error(()) <= tolerance
+    program, given = runs.program, runs.scale
+    limits = runs.limits(tolerance, default, harm)
+    unscaled = runs.try_scale(limits, scale)
+    error = lambda modules: limits.measured(runs.keeping(modules))
+    is_close = limits.allow(runs.keeping(()))
     every = set() if is_close else set(program.modules)
     own = {module: runs.keeping(every - {module}) for module in program.modules if every}
-    other = "gradients" if is_loss else "loss"
-    size = lambda module: (measured(own[module], measure, tolerance), getattr(own[module], other))
+    other = "gradients" if limits.measure == "loss" else "loss"
+    size = lambda module: (limits.measured(own[module]), getattr(own[module], other))
     order = sorted(own, key=size, reverse=True)
-    kept = fewest(order, error, tolerance)
+    kept = fewest(order, error, limits.tolerance)
     labels = lambda modules: tuple(module.label for module in modules)
     report = PrecisionReport(
         dtype=program.narrow,
@@ -244,10 +268,11 @@ def report_of(
         names=labels(program.modules),
         modules=tuple(ModuleDifference(each.label, own[each], each.pattern, each.lines) for each in order),
         half=runs.keeping(()),
+        given_scale=given,
         unscaled=unscaled,
+        by_hand=runs.by_hand if "by_hand" in vars(runs) else None,
         rest=None if is_close else runs.keeping(program.modules),
-        measure=measure,
-        tolerance=tolerance,
+        limits=limits,
     )
     if kept is None:
         return report
@@ -262,4 +287,4 @@ def compare_for_doctor(
 ) -> PrecisionReport:
     """Returns the report for `doctor`, which tolerates more; `scale` gives another loss scale to try."""
     harm = FLOAT8_TOLERANCE if runs.program.rules.float8 else HARM
-    return report_of(runs, harm if tolerance is None else tolerance, harm, scale)
+    return report_of(runs, tolerance, harm, harm, scale)

@@ -110,6 +110,12 @@ class FlaggedProgram:
         run = lambda arrays: reference.run(self._program.jaxpr, arrays)[: len(self.outputs)]
         return jax.jit(run, compiler_options=EVERY_CAST)(self._program.at_scale(scale))
 
+    def by_hand(self) -> list[Array]:
+        """Returns the outputs with casts by hand around each matmul, and everything else in float32."""
+        reference = Reference({}, self._numbers, by_hand=True)
+        run = lambda arrays: reference.run(self._program.jaxpr, arrays)[: len(self.outputs)]
+        return jax.jit(run, compiler_options=EVERY_CAST)(self._program.at_scale(1.0))
+
     def _outputs(self, arrays: Sequence[Array], is_on: Array) -> list[Array]:
         flags = {flags: is_on[index] for index, flags in enumerate(self._sets)}
         return Reference(flags, self._numbers).run(self._program.jaxpr, arrays)[: len(self.outputs)]

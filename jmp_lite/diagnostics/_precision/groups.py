@@ -110,20 +110,21 @@ class Leaves:
     def __init__(self, program: FlaggedProgram, full: Sequence[Array], groups: Sequence[Group]) -> None:
         self._program, self._full, self._groups = program, full, groups
 
-    def worst(self, half: Sequence[Array]) -> tuple[float, str]:
-        """Returns the largest error of an output, over its own norm, and the path of the output.
+    def worst(self, half: Sequence[Array]) -> tuple[float, str, str]:
+        """Returns the largest error of an output, over its own norm, its path, and that of a zero output.
 
         Of a step only those outputs count that do not change in half and do in float32: Adam divides each
         gradient by its size, so that the error of a small one is as large as that of any other.
         """
         errors = self._errors(half)
-        if self._program.is_step:
-            unchanged = set[int]().union(*(group.unchanged(half, self._full) for group in self._groups))
-            errors = {number: error for number, error in errors.items() if number in unchanged}
+        unchanged = set[int]().union(*(group.unchanged(half, self._full) for group in self._groups))
+        zeros = {number: error for number, error in errors.items() if number in unchanged}
+        errors = zeros if self._program.is_step else errors
         if not errors:
-            return 0.0, ""
+            return 0.0, "", ""
         number = max(errors, key=lambda number: (errors[number], -number))
-        return errors[number], self._program.outputs[number]
+        paths = self._program.outputs
+        return errors[number], paths[number], paths[min(zeros)] if zeros else ""
 
     def _errors(self, half: Sequence[Array]) -> dict[int, float]:
         errors = [pair for group in self._groups for pair in group.errors(half, self._full).items()]

@@ -1,14 +1,17 @@
 """The report of `compare_precision`: the error of each module in half, and rules that reduce it."""
 
 import dataclasses
+import math
 
 from ..._dtypes import DTypeName
 from ..._float8.action import FLOAT8
-from ..._text import Shown, aligned, power, shortened, wrapped
+from ..._text import Shown, aligned, dynamic_scale, power, shortened, wrapped
 
 _NOISE = 1e-5  # What a different order of float32 sums may change.
 LEAF = 0.5
 """The error of a single gradient, over its own norm, from which it is wrong, however small its share is."""
+BY_HAND = 2.0
+"""How many times the error of casts by hand around each matmul is no fault: both errors are random."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Difference:
         leaf: the error of that gradient over its own norm. A gradient that is rounding error in float32 as
             well, as that of a bias in front of a normalization, does not count. For a step, 1 if an array
             changes in float32 alone, and else 0.
+        zero: the path of a gradient that is all zero, and is not in float32; empty if there is none.
 
     Examples:
         >>> print(Difference(loss=1e-4, gradients=2e-3, cosine=0.999998))
@@ -36,20 +40,36 @@ class Difference:
     cosine: float
     group: str = ""
     leaf: float = 0.0
+    zero: str = ""
 
     def __str__(self) -> str:
         of_leaf = f" ({self.leaf:.2e} in that of {self.group or 'the parameter'})" if self.leaf > LEAF else ""
+        of_leaf = f" (0 in place of that of {self.zero})" if self.zero and self.gradients < 1 else of_leaf
         return (
             f"{self.loss:.2e} in the loss, {self.gradients:.2e} in the gradients{of_leaf}, "
             f"cosine {self.cosine:.6f}"
         )
 
 
-def measured(error: Difference, measure: str, tolerance: float) -> float:
-    """Returns the error of the `loss` or the `gradients`: that of one of them if it is above `LEAF`."""
-    if measure == "gradients" and error.leaf > max(LEAF, tolerance):
-        return max(error.gradients, error.leaf)
-    return getattr(error, measure)
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The errors that are no fault."""
+
+    measure: str  # `gradients`, or `loss` if the gradients are right and the loss is not.
+    tolerance: float  # For the measure.
+    leaf: float = LEAF  # For a single gradient, over its own norm.
+
+    def measured(self, error: Difference) -> float:
+        """Returns the error that is compared with the tolerance; inf if a gradient is lost as a whole."""
+        if self.measure == "loss":
+            return error.loss
+        if error.zero:
+            return math.inf
+        is_leaf = error.leaf > max(self.leaf, self.tolerance)
+        return max(error.gradients, error.leaf) if is_leaf else error.gradients
+
+    def allow(self, error: Difference) -> bool:
+        return self.measured(error) <= self.tolerance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +110,10 @@ class PrecisionReport(Shown):
         modules: what each of them costs, the largest error first; empty if the error of all together is
             within the tolerance.
         half: the error with all of them in half, or in fp8 for `float8`.
-        unscaled: that error at the loss scale 1, if no loss scale was given and the gradients need one.
+        unscaled: that error at the loss scale of the call, if the gradients need a larger one.
         rest: the error with all of them in the kept dtype. In float32 it is 0, except for matmuls that no
             rule selects. None if `modules` is empty.
-        measure: `gradients` or `loss`: which error is compared with the tolerance. A single gradient that is
-            off by more than half of its norm is above every tolerance below that.
-        tolerance: the largest error that is allowed.
+        limits: the largest errors that are allowed.
         kept: the modules to keep in float32, none of which can be left out. None, and the next fields empty,
             if all modules together do not bring the error to the tolerance.
         rules: the `rules=` of `autocast` for those of them that autocast casts, with the rules that the
@@ -103,6 +121,9 @@ class PrecisionReport(Shown):
         change: what to write to keep them in float32: these rules, the casts to leave out, or the rules of a
             policy.
         with_rules: the measured error with `kept` in float32.
+        given_scale: the loss scale of the call; 1 if none was given.
+        by_hand: the error of casts by hand around each matmul, on the same batch, with everything else in
+            float32; None if it was not needed to judge the error.
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
@@ -120,27 +141,29 @@ class PrecisionReport(Shown):
     half: Difference
     unscaled: Difference | None
     rest: Difference | None
-    measure: str
-    tolerance: float
+    limits: Limits
     kept: tuple[str, ...] | None = None
     rules: dict[str, DTypeName] | None = None
     change: str = ""
     with_rules: Difference | None = None
+    given_scale: float = 1.0
+    by_hand: Difference | None = None
 
     @property
     def is_close(self) -> bool:
         """Whether the error with everything in half is within the tolerance."""
-        return measured(self.half, self.measure, self.tolerance) <= self.tolerance
+        return self.limits.allow(self.half)
 
     def summary(self) -> str:
         """Returns one line: the error of everything in half."""
         if not self.names:
             return f"No value of this function is in {self.dtype}: autocast finds no product for it."
-        is_leaf = self.measure == "gradients" and self.half.leaf > max(LEAF, self.tolerance)
-        of_each = f", and {LEAF} for each of them" if is_leaf else ""
+        is_leaf = self.limits.measured(self.half) > getattr(self.half, self.limits.measure)
+        of_each = f", and {self.limits.leaf:.2g} for each of them" if is_leaf else ""
+        by_hand = f" Casts by hand around each matmul have {self.by_hand}." if self.by_hand else ""
         return (
-            f"In {self.dtype} at the loss scale {power(self.loss_scale)} the error is {self.half}. "
-            f"The tolerance is {self.tolerance:.2g} for the {self.measure}{of_each}."
+            f"In {self.dtype} at the loss scale {power(self.loss_scale)} the error is {self.half}.{by_hand} "
+            f"The tolerance is {self.limits.tolerance:.2g} for the {self.limits.measure}{of_each}."
         )
 
     def advice(self) -> str:
@@ -150,6 +173,9 @@ class PrecisionReport(Shown):
         if self.unscaled is None:
             return self._rules()
         use = "Use a loss scale, such as jmp.DynamicLossScale(): without one the error is"
+        if self.given_scale != 1:
+            start = dynamic_scale(int(math.log2(self.loss_scale)))
+            use = f"Use a larger loss scale, such as {start}: at {power(self.given_scale)} the error is"
         return f"{use} {self.unscaled}. {self._rules()}"
 
     def _rules(self) -> str:

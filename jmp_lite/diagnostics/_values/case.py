@@ -68,7 +68,6 @@ class Question:
     is_autocast: bool
     is_given: bool  # Whether a dtype is given.
     scale: float
-    may_scale: bool  # Whether no loss scale was given, so that another one may be tried.
 
 
 class Case:
@@ -236,7 +235,6 @@ def _asked(
         is_autocast=is_autocast,
         is_given=dtype is not None,
         scale=scale,
-        may_scale=loss_scale is None,
     )
 
 

@@ -81,12 +81,18 @@ class Reference:
     """Runs jaxprs in float32, or another dtype `wide`, where all flags of an equation are not on.
 
     `is_on` has a bool for each set of flags in the jaxprs, and `numbers` those that half precision rounds.
+    With `by_hand` it rounds the operands and the result of each half product to the digits of their dtypes,
+    as casts by hand around each matmul do, and keeps the range of float32.
     """
 
     def __init__(
-        self, is_on: Mapping[Flags, Array], numbers: Numbers = MappingProxyType({}), wide: Any = np.float32
+        self,
+        is_on: Mapping[Flags, Array],
+        numbers: Numbers = MappingProxyType({}),
+        wide: Any = np.float32,
+        by_hand: bool = False,
     ) -> None:
-        self._is_on, self._numbers, self._wide = is_on, numbers, np.dtype(wide)
+        self._is_on, self._numbers, self._wide, self._by_hand = is_on, numbers, np.dtype(wide), by_hand
 
     def run(self, jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
         """Runs a jaxpr on arrays; returns its outputs, in float32 where the jaxpr gives half."""
@@ -187,12 +193,15 @@ class Reference:
         taken = []
         for value, var in zip(operands, equation.invars):
             is_rounded = flags is not None and value.rounded is not None and value.rounded <= flags
+            is_rounded &= not self._by_hand
             taken.append(value.array if is_rounded else self._rounded(value.array, var, flags))
         (result,) = bind(equation, taken, **self._wide_params(equation))
         return [ReferenceValue(self._rounded(result, equation.outvars[0], flags), flags)]
 
     def _rounded(self, array: Array, var: Var, flags: Flags | None) -> Array:
-        """Rounds an array to the dtype of a half variable if the flags are on."""
+        """Rounds an array to the dtype of a half variable if the flags are on, or by hand."""
+        if self._by_hand and is_narrow(var):
+            return lax.reduce_precision(array, 8, jnp.finfo(var.aval.dtype).nmant)
         if not is_narrow(var) or flags not in self._is_on:
             return array
         # `lax.reduce_precision` would flush the subnormal numbers of float16 to zero.

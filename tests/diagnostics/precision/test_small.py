@@ -9,7 +9,7 @@ import pytest
 
 from jmp_lite.diagnostics import compare_precision
 from jmp_lite.diagnostics._precision.compare import Runs
-from jmp_lite.diagnostics._precision.report import Difference, ModuleDifference, PrecisionReport
+from jmp_lite.diagnostics._precision.report import Difference, Limits, ModuleDifference, PrecisionReport
 
 X = jnp.array([[1.0, 2.0**-11]] * 2)
 OFF = 2.0**-11 / (
@@ -69,14 +69,14 @@ def test_a_difference_of_large_numbers_that_is_zero_in_float32_is_no_fault():
     loss = lambda w: 100 * (jnp.sum(X @ w) - (4 + 2.0**-9))
     report = compare_precision(loss)(jnp.ones((2, 2)))
     assert (report.loss, report.half.loss) == (0.0, 100 * 2.0**-9)
-    assert report.measure == "gradients"
+    assert report.limits.measure == "gradients"
     assert report.is_close
 
 
 ERROR = Difference(loss=1e-4, gradients=2e-3, cosine=0.999998)
 REPORT = PrecisionReport(
     *("float16", "float32", 1.0, 1.0, ("head",), (ModuleDifference("head", ERROR, "/head"),)),
-    *(ERROR, None, Difference(0.0, 0.0, 1.0), "gradients", 1e-3),
+    *(ERROR, None, Difference(0.0, 0.0, 1.0), Limits("gradients", 1e-3)),
     *(("head",), {"/head": "float32"}, "rules={'/head': 'float32'}", Difference(0.0, 0.0, 1.0)),
 )
 
