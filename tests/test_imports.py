@@ -49,7 +49,7 @@ ROOMS = {
     "nnx": ("_flax",),
     "diagnostics._values": (*("_dtypes", "_paths", "_tree", "_scaling", "_jaxpr", "_float8", "_autocast"),),
     "diagnostics._precision": (
-        *("_dtypes", "_text", "_scaling", "_jaxpr", "_float8", "_autocast", "diagnostics._values"),
+        *("_dtypes", "_paths", "_text", "_scaling", "_jaxpr", "_float8", "_autocast", "diagnostics._values"),
     ),
     "diagnostics._nonfinite": (
         *("_dtypes", "_text", "_scaling", "_jaxpr"),

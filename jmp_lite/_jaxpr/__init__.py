@@ -2,7 +2,8 @@
 
 autocast, the tap of the diagnostics and the products of the Flax layers stand on it. In the order in which
 to read it: `primitives` (the table of operations, one row each), `read` (how to read an equation),
-`precision` (the precisions of products), `inner` (the jaxprs inside an equation), `bind` (how to repeat it),
+`precision` (the precisions of products), `inner` (the jaxprs inside an equation), `forward` (how to follow
+facts about values through a jaxpr), `bind` (how to repeat an equation),
 `arguments` (how a call of a user's function becomes a jaxpr), `replay` (how a jaxpr runs again, with an
 action for each equation), `calls` (operations that run jaxprs, such as loops), `products` (products whose
 gradients have dtypes of their own).
@@ -26,8 +27,9 @@ from .calls import remat as remat
 from .calls import scan as scan
 from .calls import shard_map as shard_map
 from .calls import while_loop as while_loop
+from .forward import Forward as Forward
+from .forward import dependence as dependence
 from .inner import Inner as Inner
-from .inner import Role as Role
 from .inner import inner_jaxprs as inner_jaxprs
 from .inner import with_inner_jaxprs as with_inner_jaxprs
 from .precision import configured_precision as configured_precision
@@ -46,6 +48,7 @@ from .read import Var as Var
 from .read import all_equations as all_equations
 from .read import call_scope as call_scope
 from .read import calling_line as calling_line
+from .read import casting_line as casting_line
 from .read import constants as constants
 from .read import context_of as context_of
 from .read import describe as describe
@@ -53,6 +56,7 @@ from .read import equations as equations
 from .read import flag_scope as flag_scope
 from .read import flagged as flagged
 from .read import flags_of as flags_of
+from .read import is_by_autocast as is_by_autocast
 from .read import is_float32 as is_float32
 from .read import is_literal as is_literal
 from .read import is_recomputed as is_recomputed

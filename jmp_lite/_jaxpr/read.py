@@ -17,6 +17,7 @@ each field and each parameter: these tests fail first when a new JAX changes one
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import os
 import re
@@ -183,6 +184,11 @@ def _is_in_stack(name: str, name_stack: Any) -> bool:
     return name in str(name_stack)
 
 
+def is_by_autocast(equation: Equation) -> bool:
+    """Whether an equation was made by a function that autocast returned."""
+    return _is_in_stack(AUTOCAST_SCOPE, equation.source_info.name_stack)
+
+
 @contextlib.contextmanager
 def context_of(equation: Equation) -> Iterator[None]:
     """Gives operations that run inside it the scopes, source line, mesh and metadata of `equation`."""
@@ -277,6 +283,18 @@ def calling_line(equation: Equation) -> str:
     is_package = lambda name: any(package in name for package in _PACKAGES) or name.startswith((_OURS, _JAX))
     outside = (frame for frame in equation.source_info.traceback.frames if not is_package(frame.file_name))
     return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in outside), "")
+
+
+def casting_line(equation: Equation) -> str:
+    """Returns the line that calls a function of ours, such as a cast of a policy, that made an equation.
+
+    Empty if no such function did, or if an adapter of ours called it for a model.
+    """
+    frames = [f for f in equation.source_info.traceback.frames if not f.file_name.startswith(_JAX)]
+    inner = list(itertools.takewhile(lambda frame: frame.file_name.startswith(_OURS), frames))
+    if not inner or any(f"{os.sep}_flax{os.sep}" in frame.file_name for frame in inner):
+        return ""
+    return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames[len(inner) :]), "")
 
 
 _PACKAGES = ("site-packages", "dist-packages")

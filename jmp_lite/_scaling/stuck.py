@@ -10,6 +10,7 @@ import optax
 from .._paths import subtrees
 from .._tree import is_floating, without_nnx_variables
 from .loss_scale import DynamicLossScale
+from .saved import save_call
 from .state import SkipNonfiniteState, find_state
 
 _ADVICE = (
@@ -26,7 +27,12 @@ _LINKS = (SkipNonfiniteState, optax.ZeroNansState)
 
 
 def raise_if_stuck(
-    opt_state: Any, max_consecutive_skips: int = 50, max_skip_rate: float = 0.1, name: str | None = None
+    opt_state: Any,
+    max_consecutive_skips: int = 50,
+    max_skip_rate: float = 0.1,
+    name: str | None = None,
+    *,
+    save: tuple[Any, ...] = (),
 ) -> None:
     """Raises on the host if too many steps were skipped.
 
@@ -46,6 +52,8 @@ def raise_if_stuck(
             off. It is checked after `max_consecutive_skips` skipped steps in all, or as many steps in all if
             the last one was skipped and the dynamic scale is at its minimum.
         name: as in `get_loss_scale`.
+        save: the file and the arguments of the step, `("stuck.npz", params, opt_state, batch, key)`, which
+            `save_call` writes before the error is raised.
 
     Raises:
         FloatingPointError: too many steps were skipped. The message says how many, and names the loss scale
@@ -71,7 +79,26 @@ def raise_if_stuck(
         raise ValueError(f"max_consecutive_skips should be 1 or above. Got {max_consecutive_skips}.")
     if not 0 <= max_skip_rate <= 1:
         raise ValueError(f"max_skip_rate should lie between 0 and 1. Got {max_skip_rate}.")
-    state = find_state(opt_state, name)
+    try:
+        _check(find_state(opt_state, name), max_consecutive_skips, max_skip_rate)
+    except FloatingPointError:
+        if save:
+            with jax.transfer_guard("allow"):
+                save_call(*save)
+        raise
+    links = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _LINKS))
+    kinds = [type(link) for link in links if isinstance(link, _LINKS)]
+    if kinds[:1] == [optax.ZeroNansState]:
+        message = (
+            "optax.zero_nans() in front of with_loss_scale turns NaN into 0 before the check, so that no "
+            "step is skipped. Leave it out, or put it inside: "
+            "jmp.with_loss_scale(optax.chain(optax.zero_nans(), tx))."
+        )
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def _check(state: SkipNonfiniteState, max_consecutive_skips: int, max_skip_rate: float) -> None:
+    """Raises an error for the first member of a state that is stuck."""
     with jax.transfer_guard("allow"):  # Reading values is what it is for.
         try:
             counts = np.asarray(state.counts)
@@ -85,15 +112,6 @@ def raise_if_stuck(
                 raise FloatingPointError(f"{prefix}{complaint}\n{_ADVICE}")
         if not batch:
             _check_gradients(state, max_consecutive_skips)
-    links = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _LINKS))
-    kinds = [type(link) for link in links if isinstance(link, _LINKS)]
-    if kinds[:1] == [optax.ZeroNansState]:
-        message = (
-            "optax.zero_nans() in front of with_loss_scale turns NaN into 0 before the check, so that no "
-            "step is skipped. Leave it out, or put it inside: "
-            "jmp.with_loss_scale(optax.chain(optax.zero_nans(), tx))."
-        )
-        warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
@@ -114,7 +132,7 @@ def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
             f"jax.value_and_grad was left in the step: write {LINE}. Or the run is in bfloat16 or float32, "
             "which need no loss scale: jmp.with_loss_scale(tx, jmp.NoOpLossScale())."
         )
-        warnings.warn(message, UserWarning, stacklevel=3)
+        warnings.warn(message, UserWarning, stacklevel=4)
 
 
 def _moments_are_zero(inner_state: Any) -> bool:

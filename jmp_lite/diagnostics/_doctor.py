@@ -17,7 +17,7 @@ from ..programs._compile import compile_for
 from ..programs._program import Program
 from ..programs._read import read_program
 from ..programs._roofline import Roofline, roofline
-from ._findings import Finding, of_accuracy, of_all, of_step, of_step_in_float32, of_values
+from ._findings import Finding, of_accuracy, of_all, of_aux, of_step, of_step_in_float32, of_values
 from ._nonfinite.find import find
 from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import Runs, check_tolerance, compare_for_doctor
@@ -101,10 +101,11 @@ class Diagnosis(Shown):
         """The faults, worst first."""
         findings = list(of_values(self.nonfinite))
         if self._is_step:
-            findings += of_step(self._case.program, self._case.arguments)
+            findings += of_step(self._case)
             findings += [] if findings or self._why_skipped else of_step_in_float32(self._runs)
         elif self.precision is not None:
             findings += of_accuracy(self.nonfinite, self.precision, lambda: self._ranges)
+            findings += of_aux(self._runs)
         return of_all(findings, self.operations, self.roofline)
 
     @functools.cached_property

@@ -15,19 +15,22 @@ from .._scaling.state import SkipNonfiniteState
 from .._scaling.stuck import LINE, raise_if_stuck
 from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
 from ..programs._roofline import Roofline
+from ._nonfinite.gradients import holds_scale, is_unscaled, zero_gradients
 from ._nonfinite.report import CUT, NonfiniteReport
-from ._precision.compare import HARM, Runs
-from ._precision.report import Limits, PrecisionReport
+from ._precision.compare import Runs
+from ._precision.modules import Module
+from ._precision.report import HARM, Limits, PrecisionReport
+from ._precision.training import Lag
 from ._ranges.report import RangeReport
 from ._ranges.scales import TOLERANCE
-from ._ranges.updates import holds_scale, is_unscaled, run_step, updates_of, zero_gradients
+from ._values.case import Case
 from ._values.reference import has_value
-from ._values.trace import LossProgram, Measured
 
 _CONSTANT = (
     "A hint: the loss is scaled, so it may not depend on the parameters: look for stop_gradient, argmax, a "
     "cast to integers, or a wrong argnums."
 )
+MEMORY = "see docs/memory.md"
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""
 
@@ -78,22 +81,9 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
         yield Finding("not finite", report.cause.head(), where, advice)
 
 
-def of_step(program: LossProgram, arguments: Any) -> Iterator[Finding]:
-    run = run_step(program)
-    yield from _of_scale(run, program, arguments)
-    for update in updates_of(run, program):
-        dtype = update.dtype.name
-        if update.lost > TOLERANCE * update.updates and dtype in ("float16", "bfloat16"):
-            what = (
-                f"The update is lost in {dtype} for {update.lost / update.updates:.0%} of the elements of "
-                f"{update.argument} that have one."
-            )
-            advice = "Keep it in float32, as master weights, or round it stochastically: see docs/memory.md."
-            yield Finding("accuracy", what, update.line, advice)
-
-
-def _of_scale(run: Measured, program: LossProgram, arguments: Any) -> Iterator[Finding]:
+def of_step(case: Case) -> Iterator[Finding]:
     """Yields a finding about the loss scale of a step, from this run or from the states that it is given."""
+    run, program = case.measured, case.program
     is_missing = is_unscaled(run) and has_value(program.jaxpr, _is_float16)
     all_zero, site = zero_gradients(run)
     if all_zero:
@@ -105,7 +95,7 @@ def _of_scale(run: Measured, program: LossProgram, arguments: Any) -> Iterator[F
         what = "The step takes a loss scale, and does not scale the loss by it."
         yield Finding("accuracy", what, "", f"Write {LINE}, in place of jax.value_and_grad.")
     else:
-        for complaint in _complaints(arguments):
+        for complaint in _complaints(case.arguments):
             what, _, advice = complaint.partition(". ")
             yield Finding("accuracy", f"{what}.", "", advice)
 
@@ -130,23 +120,60 @@ def _complaints(tree: Any) -> list[str]:
 
 
 def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
-    """Yields the tree of a step's results that is furthest from the same step in float32, if it is far."""
-    error = lambda kept: Limits("gradients", HARM).measured(runs.keeping(kept))
-    if error(()) <= HARM:
+    """Yields what a step gets wrong in half; if it has a state, only what training shows."""
+    if runs.limits(None, HARM, HARM).allow(runs.keeping(())):
         return
-    half = runs.keeping(())
+    if not runs.training.has_state:
+        yield _of_one_step(runs)
+    elif lags := runs.training.lags():
+        yield _of_training(runs, lags)
+
+
+def of_aux(runs: Runs) -> Iterator[Finding]:
+    """Yields a state among the auxiliary results of a loss function that loses its updates."""
+    training = runs.training
+    if training.has_state and training.lags(steps=1) and (lags := training.lags()):
+        yield _of_training(runs, lags)
+
+
+def _of_one_step(runs: Runs) -> Finding:
+    """Returns the tree of a step's results that is furthest from the same step in float32."""
+    half, error = runs.keeping(()), lambda kept: runs.keeping(kept).gradients
     what = f"The results in {half.group} are" if half.group else "The result of the step is"
     what += f" off: the relative error against the step in float32 is {error(()):.1e}."
-    if half.leaf > half.gradients:
-        what = f"{half.group} changes in float32, and in half it does not."
-    is_small = half.leaf > half.gradients and runs.program.has_float16
-    hint = "A hint: small gradients become zero in float16 if the loss is not scaled." if is_small else ""
-    groups = sorted(runs.program.groups, key=lambda group: group.name)
-    helpful = [group for group in groups if error([group]) <= HARM]
-    kept = helpful[:1] or groups
-    after = error(kept)
-    mend = f"To mend it: {runs.change(kept)}. Then the error is {after:.1e}." if after <= HARM else ""
-    yield Finding("accuracy", what, "", " ".join(filter(None, (mend, hint))))
+    kept = _helpful(runs)
+    mend = f"To mend it: {runs.change(kept)}. Then the error is {error(kept):.1e}." if kept else ""
+    return Finding("accuracy", what, "", mend)
+
+
+def _of_training(runs: Runs, lags: Sequence[Lag]) -> Finding:
+    """Returns what training in half gets wrong, and what mends it."""
+    worst, *others = lags
+    on = f"in {worst.steps} steps on this batch"
+    if worst.dtype:
+        half = f" in {worst.dtype}" if worst.dtype in ("float16", "bfloat16") else ""
+        what = f"The update is lost{half}: {on} {worst.name} comes {worst.part:.0%} as far as in float32."
+    else:
+        name = worst.name or "The result of the step"
+        what = f"{name} is {worst.error:.1e} off from float32 {on}."
+    also = ", ".join(lag.name for lag in others[:4]) + (f" and {len(others) - 4} more" if others[4:] else "")
+    kept = _helpful(runs)
+    advice = [f"To mend it: {runs.change(kept)}. Then it trains as in float32."] if kept else []
+    if worst.dtype in ("float16", "bfloat16"):
+        advice += [f"{'Or round' if kept else 'Round'} it stochastically, or keep master weights: {MEMORY}."]
+    elif runs.program.has_float16 and not worst.part:
+        advice += ["A hint: small gradients become zero in float16 if the loss is not scaled."]
+    return Finding("accuracy", what, f"Also lost or off: {also}." if also else "", " ".join(advice))
+
+
+def _helpful(runs: Runs) -> list[Module]:
+    """Returns the module or source, or else all of them, whose float32 mends a step and its training."""
+    is_near = lambda kept: Limits("gradients", HARM).allow(runs.keeping(kept))
+    trains = lambda kept: not (runs.training.has_state and runs.training.lags(kept))
+    groups = sorted(runs.program.edits, key=lambda group: group.name)
+    return next(
+        (kept for kept in (*([group] for group in groups), groups) if is_near(kept) and trains(kept)), []
+    )
 
 
 def of_accuracy(

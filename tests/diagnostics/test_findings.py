@@ -108,8 +108,13 @@ def test_a_step_that_is_off_names_the_results_and_what_mends_them():
 
     def runs(group, after):
         error = lambda kept: Difference(0.0, after if kept else 0.5, 1.0, group)
-        program = types.SimpleNamespace(groups=[head])
-        return types.SimpleNamespace(keeping=error, program=program, change=lambda kept: "keep the head")
+        return types.SimpleNamespace(
+            keeping=error,
+            limits=lambda *_: Limits("gradients", HARM),
+            program=types.SimpleNamespace(edits=[head]),
+            training=types.SimpleNamespace(has_state=False),
+            change=lambda kept: "keep the head",
+        )
 
     (found,) = of_step_in_float32(runs("params", HARM))
     assert found.what.startswith("The results in params are off: the relative error")
@@ -131,4 +136,4 @@ def test_a_program_with_half_values_of_its_own_is_examined_as_it_is():
 def test_the_new_parameters_of_a_step_have_the_name_of_the_old_ones():
     (run,) = (run for run in WRONG if run.name == "the_second_moment_of_adam_underflows")
     findings = doctor(run.fun, value_and_grad_fn=None, device=None)(*run.args).findings
-    assert findings[0].what.startswith("The results in w are off")
+    assert " nu comes 0% as far as in float32" in findings[0].what

@@ -1,5 +1,5 @@
 """Finds the operation at which a loss or its gradients become inf or NaN.
 
-Read `extremes` (the measurement), `flow` (where inf and NaN begin), `hints` (well-known reasons), `report`,
-`trials` (the remedies that are run), then `find`.
+Read `flow` (where inf and NaN begin), `hints` (well-known reasons), `report`, `trials` (the remedies that are
+run), `find`, then `gradients` (those of a step that are all zero, or not scaled).
 """

@@ -14,10 +14,10 @@ from ..._jaxpr import Array, in_two_calls
 from .._precision.compare import Runs
 from .._precision.modules import is_of_library
 from .._values.case import Case, Options, tool
+from .._values.extremes import Extremes
 from .._values.reference import has_value, is_narrow
 from .._values.sites import Site
 from .._values.trace import LossProgram, Measured, Tapped
-from .extremes import Extremes
 from .flow import Flow, Origin
 from .hints import hint
 from .report import Nonfinite, NonfiniteReport
@@ -84,16 +84,18 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     `runs` gives the runs that compare the function with float32. It is called only if there is an inf or NaN.
     """
     program, scale = case.program, case.question.scale
-    tapped = Tapped(program, Extremes())
-    measured = tapped(scale)
-    origins = Flow(measured).origins()
+    measured = case.measured
+    aux = _lost_aux(program, measured, runs)
+    watched = [*range(len(program.outputs)), *aux]
+    origins = Flow(measured, watched).origins()
     trials = Trials(runs()) if _can_be_tried(program, measured, origins) else None
     if trials is not None:
         origins = trials.judged(origins)
     report, cause = _report(program, measured, scale, origins)
+    report = dataclasses.replace(report, aux=tuple(aux.values()))
     if cause is None:
         return report
-    fitting = _fitting_scale(tapped, scale) if cause.site.is_scaled else None
+    fitting = _fitting_scale(case.tapped, scale, watched) if cause.site.is_scaled else None
     report = dataclasses.replace(report, fitting_scale=fitting)
     if trials is not None:
         report = _with_trials(report, cause, trials)
@@ -117,10 +119,20 @@ def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> Nonf
     return dataclasses.replace(report, tried=tried, is_finite_in_float32=is_finite, rounded=facts)
 
 
-def _fitting_scale(tapped: Tapped, scale: float) -> float | None:
+def _lost_aux(program: LossProgram, measured: Measured, runs: Callable[[], Runs]) -> dict[int, str]:
+    """Returns the auxiliary results that are not finite, and are in float32, by their numbers."""
+    first = len(program.outputs)
+    named = zip(range(first, first + len(program.aux)), program.aux)
+    bad = {number: name for number, name in named if Extremes().alarm(measured.results[number])}
+    if not bad or measured.cut or not has_value(program.jaxpr, is_narrow):
+        return {}
+    return {number: name for number, name in bad.items() if name in runs().finite_aux}
+
+
+def _fitting_scale(tapped: Tapped, scale: float, watched: Sequence[int]) -> float | None:
     """Returns the largest power of two below `scale` at which the loss and all gradients are finite."""
     # Larger scales only overflow more, so a binary search over the exponents finds it.
-    is_finite = lambda exponent: not Flow(tapped(2.0**exponent)).bad_outputs()
+    is_finite = lambda exponent: not Flow(tapped(2.0**exponent), watched).bad_outputs()
     low, high = LOWEST, math.ceil(math.log2(scale))
     if low >= high or not is_finite(low):
         return None

@@ -12,14 +12,14 @@ origin if it is bad and its operands are not. An origin is harmful in two ways:
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
 from ..._jaxpr import Category, traits_of
+from .._values.extremes import Extremes
 from .._values.sites import Path, Site, SiteKind
 from .._values.trace import Measured
-from .extremes import Extremes
 
 Steps = tuple[int, ...]
 Instance = tuple[Path, Steps]
@@ -54,10 +54,13 @@ class Origin:
 
 
 class Flow:
-    """The bad instances of one run, and which of them were computed from which."""
+    """The bad instances of one run, and which of them were computed from which.
 
-    def __init__(self, measured: Measured) -> None:
-        self._measured = measured
+    `watched` are the numbers of the outputs that should be finite.
+    """
+
+    def __init__(self, measured: Measured, watched: Collection[int]) -> None:
+        self._measured, self._watched = measured, watched
         self._sites, self._records = measured.sites, measured.records
 
     def origins(self) -> list[Origin]:
@@ -68,7 +71,7 @@ class Flow:
     def bad_outputs(self) -> list[int]:
         paths = enumerate(self._measured.outputs)
         is_bad = lambda path: Extremes().alarm(self._records[path]).any()
-        return [index for index, path in paths if path is not None and is_bad(path)]
+        return [n for n, path in paths if n in self._watched and path is not None and is_bad(path)]
 
     @functools.cached_property
     def _following(self) -> dict[Instance, Instance | None]:

@@ -178,6 +178,7 @@ class NonfiniteReport(Shown):
         is_finite_in_float32: whether the loss and all gradients are finite in float32; None if not run.
         rounded: a sentence for each number of the program that is 0 or inf in half, if a remedy was tried.
         hint: a well-known reason why the operation gives inf or NaN; empty if a change was tried.
+        aux: the paths of the auxiliary results that are not finite, and are in float32.
 
     Examples:
         >>> report = find_nonfinite(lambda w: jnp.sum(w["head"]) * 1e3, loss_scale=2.0**120)(
@@ -201,11 +202,12 @@ class NonfiniteReport(Shown):
     is_finite_in_float32: bool | None = None
     rounded: tuple[str, ...] = ()
     hint: str = ""
+    aux: tuple[str, ...] = ()
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and all gradients are finite; for a step, all of its results."""
-        return (self.loss is None or math.isfinite(self.loss)) and not self.gradients
+        """Whether the loss and all gradients are finite, and no `aux` is lost; for a step, its results."""
+        return (self.loss is None or math.isfinite(self.loss)) and not self.gradients and not self.aux
 
     @property
     def cause(self) -> Nonfinite | None:
@@ -263,7 +265,9 @@ class NonfiniteReport(Shown):
         scale = f"the loss scale is {power(self.loss_scale)}"
         if self.is_finite:
             return f"The loss, {self.loss:.6g}, is finite, and {gradients}; {scale}.{inside}"
-        return f"The loss is {self.loss:.6g}; {gradients}; {scale}."
+        names = ", ".join(name or "the only one" for name in self.aux[:4])
+        aux = f" These auxiliary results are not finite, and are in float32: {names}." if self.aux else ""
+        return f"The loss is {self.loss:.6g}; {gradients}; {scale}.{aux}"
 
     def _finite(self, one: str, several: str) -> str:
         """Returns which of the outputs are finite, in words."""

@@ -58,7 +58,7 @@ class Trials:
         for kept in (*([group] for group in near), near):
             if kept and self._error(kept) <= HARM:
                 return fewest(kept, self._error, HARM) or kept
-        groups = sorted(self.runs.program.groups, key=lambda group: group.name)
+        groups = sorted(self.runs.program.edits, key=lambda group: group.name)
         if len(groups) > MOST_GROUPS:
             return groups
         own = {group: self._error(set(groups) - {group}) for group in groups}
@@ -90,4 +90,5 @@ class Trials:
         return Trial(change, error, self._worst(error) <= HARM, **how)
 
     def _worst(self, error: Difference) -> float:
-        return max(self.runs.loss_error(error), error.gradients)
+        lost = math.inf if error.lost and error.lost in self.runs.program.aux else 0.0
+        return max(self.runs.loss_error(error), error.gradients, lost)

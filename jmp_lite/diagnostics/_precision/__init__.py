@@ -2,5 +2,6 @@
 
 Read `modules` (the parts of a program that are in half), `sources` (the casts and arguments that half values
 come from), `flags` (the program with a flag for each of them), `report`, `groups` (the outputs that are
-compared together or alone), `fewest` (the search for modules to keep in float32), then `compare`.
+compared together or alone), `training` (what a step computes after some steps), `fewest` (the search for
+modules to keep in float32), then `compare`.
 """

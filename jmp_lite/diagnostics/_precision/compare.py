@@ -15,16 +15,16 @@ from ..._scaling.loss_scale import DynamicLossScale
 from .._values.case import Case, Options, tool
 from .fewest import fewest
 from .flags import FlaggedProgram
-from .groups import Leaves, groups_of
+from .groups import Leaves, groups_of, updated
 from .modules import Module, in_words, scopes_for
-from .report import BY_HAND, LEAF, Difference, Limits, ModuleDifference, PrecisionReport
+from .report import BY_HAND, HARM, LEAF, Difference, Limits, ModuleDifference, PrecisionReport
+from .training import Training
 
 P = ParamSpec("P")
+_NUDGES = (0.0, 1e-3, -1e-3)
 
 FLOAT8_TOLERANCE = 0.25
 """The tolerance for the gradients in fp8, twice the `eps` of e4m3. A healthy transformer block has 0.12."""
-HARM = 0.1
-"""The error from which `doctor` reports a fault: ReLUs alone may cost a healthy model some percent."""
 
 
 @in_two_calls
@@ -123,9 +123,12 @@ class Runs:
         self._leaves = Leaves(program, self._full, self._groups)
         self._contribution = _first_order(program, self._full)
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
-        names = program.outputs[0 if program.is_step else 1 :]
-        finite = map(bool, _are_finite(self._full[-len(names) :]) if names else [])
-        self.bad = [name for name, good in zip(names, finite) if not good]
+        first = 0 if program.is_step else 1
+        self.bad = self._nonfinite(self._full, first, program.outputs[first:])
+        # An auxiliary result may hold a mask of -inf: those count that float32 has finite.
+        self.finite_aux = set(program.aux) - set(
+            self._nonfinite(self._full, len(program.outputs), program.aux)
+        )
         self.is_finite = not self.bad and (self.loss is None or math.isfinite(self.loss))
 
     def keeping(self, modules: Iterable[Module], scale: float | None = None) -> Difference:
@@ -137,26 +140,50 @@ class Runs:
 
     @functools.cached_property
     def by_hand(self) -> Difference:
-        """The error of casts by hand around each matmul, which no half precision goes without."""
-        return self._difference(self.program.by_hand())
+        """The error of casts by hand around each matmul, which no half precision goes without.
+
+        Near an optimum it is random, so it is the largest for these parameters and others near them.
+        """
+        full = {nudge: self.program(None, 1.0, nudge) if nudge else self._full for nudge in _NUDGES}
+        errors = [self._difference(self.program.by_hand(nudge), full[nudge]) for nudge in _NUDGES]
+        return max(errors, key=lambda error: error.gradients)
+
+    @functools.cached_property
+    def training(self) -> Training:
+        """The training of a step."""
+        return Training(self.program, updated(self.program, self._full))
 
     def in_bfloat16(self) -> Difference:
         return self._difference(self.program.in_bfloat16(self.scale))
 
-    def _difference(self, outputs: Sequence[Array]) -> Difference:
+    def _difference(self, outputs: Sequence[Array], full: Sequence[Array] | None = None) -> Difference:
         """Returns the errors of the loss and of the group of other outputs that is furthest off."""
+        full = self._full if full is None else full
         loss_error = 0.0
         if self.loss is not None:
-            distance = abs(float(outputs[0]) - self.loss)
-            loss_error = distance / abs(self.loss) if self.loss else distance
-        errors = {group: group.error(outputs, self._full) for group in self._groups}
+            loss = float(full[0])
+            distance = abs(float(outputs[0]) - loss)
+            loss_error = distance / abs(loss) if loss else distance
+        errors = {group: group.error(outputs, full) for group in self._groups}
         worst = max(errors, key=lambda group: errors[group][0], default=None)
         error, cosine = (0.0, 1.0) if worst is None else errors[worst]
-        leaf, name, zero = self._leaves.worst(outputs)
+        leaf, name, lost = self._leaves.worst(outputs, full)
         if worst is not None and self.program.is_step and leaf <= error:
             name = worst.name
         loss_error = loss_error if math.isfinite(loss_error) else math.inf
-        return Difference(loss_error, error, cosine, name, leaf, zero)
+        return Difference(
+            loss_error, error, cosine, name, leaf, lost or next(iter(self.bad_aux(outputs)), "")
+        )
+
+    def bad_aux(self, results: Sequence[Array] | None = None) -> list[str]:
+        """Returns the auxiliary results that are not finite, and are in float32; by default in half."""
+        results = self.program(self.program.groups, self.scale) if results is None else results
+        bad = self._nonfinite(results, len(self.program.outputs), self.program.aux)
+        return [name for name in bad if name in self.finite_aux]
+
+    def _nonfinite(self, results: Sequence[Array], first: int, names: Sequence[str]) -> list[str]:
+        finite = _are_finite(list(results[first : first + len(names)])) if names else []
+        return [name for name, is_finite in zip(names, finite) if not bool(is_finite)]
 
     def loss_error(self, error: Difference) -> float:
         """Returns the error of a loss, over what the parameters contribute to it if that is larger."""
@@ -256,9 +283,11 @@ def report_of(
     every = set() if is_close else set(program.modules)
     own = {module: runs.keeping(every - {module}) for module in program.modules if every}
     other = "gradients" if limits.measure == "loss" else "loss"
-    size = lambda module: (limits.measured(own[module]), getattr(own[module], other))
-    order = sorted(own, key=size, reverse=True)
-    kept = fewest(order, error, limits.tolerance)
+    size = lambda own: (limits.measured(own), getattr(own, other))
+    order = sorted(own, key=lambda module: size(own[module]), reverse=True)
+    alone = lambda edit: own[edit] if edit in own else runs.keeping(set(program.edits) - {edit})
+    edits = sorted(program.edits if every else (), key=lambda edit: size(alone(edit)), reverse=True)
+    kept = fewest(edits, error, limits.tolerance)
     labels = lambda modules: tuple(module.label for module in modules)
     report = PrecisionReport(
         dtype=program.narrow,

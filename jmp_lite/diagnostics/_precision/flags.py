@@ -2,8 +2,9 @@
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ from ..._jaxpr import (
 )
 from .._values.case import Case, gives_half
 from .._values.numbers import lost_numbers
-from .._values.reference import Flags, Reference, flags_in, has_value, in_float8
+from .._values.reference import Flags, Reference, flags_in, has_value, in_float8, is_narrow
 from .._values.trace import EVERY_CAST, LossProgram
 from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for
 from .sources import sources_of
@@ -66,7 +67,8 @@ class FlaggedProgram:
             self._program = self._flagged(flags)
         self.dtype = _half_dtype(self.rules, case.before)
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
-        self.outputs = self._program.outputs
+        self.state, self.outputs = self._program.state, self._program.named_outputs
+        self.aux = self._program.aux
         self.parameters = self._program.floating_parameters
         is_float16 = lambda var: getattr(var.aval, "dtype", None) == jnp.float16
         self.has_float16 = has_value(self._program.jaxpr, is_float16)
@@ -74,51 +76,82 @@ class FlaggedProgram:
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
         self._run = jax.jit(self._outputs, compiler_options=EVERY_CAST)
 
-    def __call__(self, half: Set[Module] | None, scale: float, nudged: bool = False) -> list[Array]:
+    def __call__(self, half: Collection[Module] | None, scale: float, nudge: float = 0.0) -> list[Array]:
         """Returns the outputs with some of the groups in half; None for everything in float32.
 
-        With `nudged` the parameters differ in their last digits.
+        With a `nudge` each parameter differs by at most this part of itself.
         """
+        return self.run(self.arrays(scale, nudge), half)[: self.floating]
+
+    def run(self, arrays: Sequence[Array], half: Collection[Module] | None) -> list[Array]:
+        """Returns all results for arrays such as `arrays()`, with some of the groups in half."""
         groups = (*self.modules, *self._sources)
         on = {number for number, group in enumerate(groups) if group in (half or ())}
         on |= {len(groups)} if half is not None else set()
         is_on = np.array([flags <= on for flags in self._sets], bool)
+        return self._run(list(arrays), is_on)
+
+    def arrays(self, scale: float, nudge: float = 0.0) -> list[Array]:
+        """Returns the inputs of the program, in float32 where it takes half."""
         arrays = self._program.at_scale(scale)
-        if nudged:
-            named = zip(arrays, self._program.names)
-            arrays = [_nudged(array) if name in self.parameters else array for array, name in named]
-        return self._run(arrays, is_on)
+        arrays = [jnp.asarray(array, jnp.float32) if is_narrow(array) else array for array in arrays]
+        if not nudge:
+            return arrays
+        named = zip(arrays, self._program.names)
+        return [_nudged(array, nudge) if name in self.parameters else array for array, name in named]
+
+    def name_of(self, number: int) -> str:
+        """Returns the path of an argument, by its index among the inputs of the program."""
+        return self._program.names[number]
+
+    def dtype_of(self, number: int) -> str:
+        """Returns the name of the dtype of an input of the program."""
+        return self._program.arrays[number].dtype.name
+
+    @property
+    def edits(self) -> tuple[Module, ...]:
+        """The groups that a user can write into the program, to compute them and nothing else in float32."""
+        return tuple(group for group in (*self.modules, *self._sources) if group.is_edit)
 
     def groups_on(self, line: str) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
         groups, flags = (*self.modules, *self._sources), self._flags_by_line.get(line, ())
-        found = [group for number, group in enumerate(groups) if number in flags]
+        found = [group for number, group in enumerate(groups) if number in flags and group.is_edit]
         sources = [group for group in found if group in self._sources]
         return sorted(sources, key=lambda source: not source.is_argument) or found
 
     def rounded_numbers(self) -> tuple[str, ...]:
         """Returns a sentence for each number on a line of the program that is 0 or inf in half precision."""
-        return tuple(
+        said = (
             f"The number {written.number:g} on {line.partition(' ')[0]} is {value:g} in {dtype.name}."
-            for (line, dtype, value), written in self._numbers.items()
+            for (line, dtype, value, _), written in self._numbers.items()
             if written.is_sure and value in (0, math.inf, -math.inf) and not is_of_library(line)
         )
+        return tuple(dict.fromkeys(said))
 
     def in_bfloat16(self, scale: float) -> list[Array]:
         """Returns the outputs with bfloat16 in place of float16. This is a program of its own."""
         reference = Reference({}, self._numbers, jnp.bfloat16)
-        run = lambda arrays: reference.run(self._program.jaxpr, arrays)[: len(self.outputs)]
+        run = lambda arrays: reference.run(self._program.jaxpr, arrays)[: self.floating]
         return jax.jit(run, compiler_options=EVERY_CAST)(self._program.at_scale(scale))
 
-    def by_hand(self) -> list[Array]:
+    def by_hand(self, nudge: float) -> list[Array]:
         """Returns the outputs with casts by hand around each matmul, and everything else in float32."""
+        return self._by_hand(self.arrays(1.0, nudge))[: self.floating]
+
+    @functools.cached_property
+    def _by_hand(self) -> Callable[[list[Array]], list[Array]]:
         reference = Reference({}, self._numbers, by_hand=True)
-        run = lambda arrays: reference.run(self._program.jaxpr, arrays)[: len(self.outputs)]
-        return jax.jit(run, compiler_options=EVERY_CAST)(self._program.at_scale(1.0))
+        return jax.jit(functools.partial(reference.run, self._program.jaxpr), compiler_options=EVERY_CAST)
+
+    @property
+    def floating(self) -> int:
+        """How many floating results there are: the outputs, then the auxiliary results."""
+        return len(self.outputs) + len(self.aux)
 
     def _outputs(self, arrays: Sequence[Array], is_on: Array) -> list[Array]:
         flags = {flags: is_on[index] for index, flags in enumerate(self._sets)}
-        return Reference(flags, self._numbers).run(self._program.jaxpr, arrays)[: len(self.outputs)]
+        return Reference(flags, self._numbers).run(self._program.jaxpr, arrays)
 
     def _flags(self, parameters: Sequence[str]) -> tuple[tuple[Module, ...], tuple[Module, ...], list[Flags]]:
         """Returns the modules, the sources, and for each operation the numbers of those that it belongs to.
@@ -127,10 +160,10 @@ class FlaggedProgram:
         """
         traced, before = self._case.traced, self._case.before
         cast = cast_modules(self._cast_products(), parameters)
-        own = [number for number, operation in enumerate(before) if gives_half(operation)]
+        found = sources_of(traced, self.is_step, lost_numbers(traced.jaxpr, self._case.numbers))
+        own = [n for n, operation in enumerate(before) if gives_half(operation) or found[n]]
         own_parts, owners = own_modules([before[number] for number in own], parameters, traced.names)
         modules = (*cast, *_renamed(own_parts, cast))
-        found = sources_of(traced, self.is_step) if own else []
         sources = tuple(sorted(frozenset[Module]().union(*found), key=lambda source: source.name))
         rest = len(modules) + len(sources)
         flags = self._flags_of_casts(cast, rest)
@@ -226,10 +259,8 @@ def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
     return [rename(part) if part.name in both else part for part in own]
 
 
-def _nudged(array: Array) -> Array:
-    if array.dtype.itemsize == 1:  # A format of fp8 has no last digits to spare.
-        return array
-    return array + array * jnp.finfo(array.dtype).eps * jnp.sin(1e4 * array)
+def _nudged(array: Array, nudge: float) -> Array:
+    return array + array * nudge * jnp.sin(1e4 * array)
 
 
 def _half_dtype(rules: Rules, before: Sequence[AutocastOperation]) -> np.dtype:

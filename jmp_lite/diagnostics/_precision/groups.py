@@ -84,24 +84,28 @@ def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:
     for number, name in enumerate(program.outputs):
         suffix = max((s for s in suffixes if s and f"/{name}".endswith(f"/{s}")), key=len, default="")
         trees[name.removesuffix(suffix).rstrip("/") if suffix else name].append(number)
-    groups = [Group(name, tuple(numbers), _old(program, full, numbers)) for name, numbers in trees.items()]
-    # The new parameters are called as the argument that holds the old ones.
-    arguments = {name.partition("/")[0] for name in program.parameters}
-    name = next(iter(arguments)) if len(arguments) == 1 else "the parameters"
-    is_new = lambda group: group.name and group.before is not None
-    return [dataclasses.replace(group, name=name) if is_new(group) else group for group in groups]
+    arrays, state = program.arrays(1.0), updated(program, full)
+
+    def group(name: str, numbers: Sequence[int]) -> Group:
+        # A step changes its state by a small part, which the values would hide.
+        is_state = all(number in state for number in numbers)
+        before = tuple(arrays[state[number]] for number in numbers) if is_state else None
+        return Group(name, tuple(numbers), before)
+
+    return [group(name, numbers) for name, numbers in trees.items()]
 
 
-def _old(program: FlaggedProgram, full: Sequence[Array], numbers: Sequence[int]) -> tuple[Array, ...] | None:
-    """Returns the parameters of which some outputs are the new values; None if they are something else."""
-    # A step changes its parameters by a small part, which their values would hide.
-    old = list(program.parameters.values())
-    new = [full[number] for number in numbers]
-    if [array.shape for array in old] != [array.shape for array in new]:
-        return None
-    old = [jnp.asarray(array, jnp.float32) for array in old]
-    moves = sum(float(jnp.sum(jnp.square(a - b))) for a, b in zip(new, old))
-    return tuple(old) if moves < sum(float(jnp.sum(jnp.square(a))) for a in old) / 4 else None
+def updated(program: FlaggedProgram, full: Sequence[Array]) -> dict[int, int]:
+    """Returns the results that are new values of arguments, and the indexes of the arguments.
+
+    The gradients of a function that returns them look like its new parameters, and are far from the old ones.
+    """
+    arrays = program.arrays(1.0)
+    new = {n: index for n, index in program.state.items() if program.name_of(index) in program.parameters}
+    square = lambda array: float(jnp.sum(jnp.square(jnp.abs(array))))
+    moves = sum(square(full[number] - arrays[index]) for number, index in new.items())
+    is_far = moves >= sum(square(arrays[index]) for index in new.values()) / 4
+    return {n: index for n, index in program.state.items() if not (is_far and n in new)}
 
 
 class Leaves:
@@ -110,14 +114,14 @@ class Leaves:
     def __init__(self, program: FlaggedProgram, full: Sequence[Array], groups: Sequence[Group]) -> None:
         self._program, self._full, self._groups = program, full, groups
 
-    def worst(self, half: Sequence[Array]) -> tuple[float, str, str]:
+    def worst(self, half: Sequence[Array], full: Sequence[Array]) -> tuple[float, str, str]:
         """Returns the largest error of an output, over its own norm, its path, and that of a zero output.
 
         Of a step only those outputs count that do not change in half and do in float32: Adam divides each
         gradient by its size, so that the error of a small one is as large as that of any other.
         """
-        errors = self._errors(half)
-        unchanged = set[int]().union(*(group.unchanged(half, self._full) for group in self._groups))
+        errors = self._errors(half, full)
+        unchanged = set[int]().union(*(group.unchanged(half, full) for group in self._groups))
         zeros = {number: error for number, error in errors.items() if number in unchanged}
         errors = zeros if self._program.is_step else errors
         if not errors:
@@ -126,8 +130,8 @@ class Leaves:
         paths = self._program.outputs
         return errors[number], paths[number], paths[min(zeros)] if zeros else ""
 
-    def _errors(self, half: Sequence[Array]) -> dict[int, float]:
-        errors = [pair for group in self._groups for pair in group.errors(half, self._full).items()]
+    def _errors(self, half: Sequence[Array], full: Sequence[Array]) -> dict[int, float]:
+        errors = [pair for group in self._groups for pair in group.errors(half, full).items()]
         if all(error <= LEAF for _, error in errors):
             return dict(errors)
         return {number: error for number, error in errors if number not in self._noise}
@@ -140,6 +144,6 @@ class Leaves:
         digits of the parameters change such a gradient as a whole, and other gradients of real models by
         1e-5 at most.
         """
-        near = self._program(None, 1.0, nudged=True)
+        near = self._program(None, 1.0, nudge=2.0**-23)
         errors = [pair for group in self._groups for pair in group.errors(near, self._full).items()]
         return {number for number, error in errors if error > _NOISE}

@@ -25,10 +25,21 @@ class Module:
     layer: str = ""  # Otherwise, how to keep it in float32, in words.
     casts: str = ""  # The half dtype to which `lines` cast; empty if they are no casts.
     is_argument: bool = False  # Whether it is an argument in half, and all that is computed from it in half.
+    carries: tuple[str, ...] = ()  # The lines of the loops whose half carries come from it.
+    autocast: str = ""  # The scope of the casts that an autocast inside of the function makes.
 
     @property
     def label(self) -> str:
         return self.name or "/"
+
+    @property
+    def is_edit(self) -> bool:
+        """Whether a user can write what it takes to compute the module, and nothing else, in float32."""
+        return bool(self.pattern or self.policy or self.layer or self.autocast or self.is_source)
+
+    @property
+    def is_source(self) -> bool:
+        return self.is_argument or (bool(self.casts) and self.lines == (self.name,))
 
 
 def is_in_half(operation: AutocastOperation) -> bool:
@@ -64,12 +75,17 @@ def _own_module(
     lines = _users_lines(operations)
     parts = name.split("/")[1:]
     path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)
-    # A policy has rules for modules with parameters, and none for the functions that they call.
-    if has_policy and path and any(f"/{path}/" in f"/{parameter}" for parameter in paths):
-        return Module(name, "", lines, policy=path)
-    is_argument = any(f"{parameter}/".startswith(f"{name}/") for parameter in paths)
-    how = "float32 operands for" if has_policy or is_argument else "dtype=jnp.float32 in"
-    return Module(name, "", lines, layer=f"{how} {name or 'the operations outside of modules'}")
+    # A policy has rules for modules with parameters, and none for the functions that they call. A layer of a
+    # library has a dtype of its own. Of other operations no line says in which dtype they run.
+    has_parameters = bool(path) and any(f"/{path}/" in f"/{parameter}" for parameter in paths)
+    is_layer = has_parameters and not has_policy and not lines
+    return Module(
+        name,
+        "",
+        lines,
+        policy=path if has_parameters and has_policy else "",
+        layer=f"dtype=jnp.float32 in {name}" if is_layer else "",
+    )
 
 
 def _makes_half(operation: AutocastOperation) -> bool:
@@ -91,10 +107,9 @@ def in_words(modules: Sequence[Module]) -> str:
     words += [f"pass these arguments in float32: {', '.join(arguments)}"] if arguments else []
     policies = ", ".join(f"{module.policy!r}: 'float32'" for module in modules if module.policy)
     words += [f"policy.with_rules({{{policies}}})"] if policies else []
-    layers = [module.layer for module in modules if module.layer]
-    # A layer with a dtype of its own casts its parameters and inputs itself.
-    named = [layer for layer in layers if layer.startswith("dtype=")]
-    return "; ".join([*words, *(named or layers)])
+    scopes = ", ".join(f"'/{module.autocast}': 'float32'" for module in modules if module.autocast)
+    words += [f"rules={{{scopes}}} in the autocast inside"] if scopes else []
+    return "; ".join([*words, *(module.layer for module in modules if module.layer)])
 
 
 def _casts_in_words(modules: Sequence[Module]) -> list[str]:
@@ -103,10 +118,12 @@ def _casts_in_words(modules: Sequence[Module]) -> list[str]:
         if module.casts:
             casts[module.casts].update(line.partition(" ")[0] for line in module.lines)
     which = lambda lines: "these lines cast" if len(lines) > 1 else "this line casts"
-    return [
+    words = [
         f"compute in float32 what {which(lines)} to {dtype}: {', '.join(sorted(lines))}"
         for dtype, lines in casts.items()
     ]
+    loops = dict.fromkeys(line.partition(" ")[0] for module in modules for line in module.carries)
+    return [*words, *([f"start the carry of this loop in float32: {', '.join(loops)}"] if loops else [])]
 
 
 def is_of_library(line: str) -> bool:

@@ -10,6 +10,8 @@ from ..._text import Shown, aligned, dynamic_scale, power, shortened, wrapped
 _NOISE = 1e-5  # What a different order of float32 sums may change.
 LEAF = 0.5
 """The error of a single gradient, over its own norm, from which it is wrong, however small its share is."""
+HARM = 0.1
+"""The error from which `doctor` reports a fault: ReLUs alone may cost a healthy model some percent."""
 BY_HAND = 2.0
 """How many times the error of casts by hand around each matmul is no fault: both errors are random."""
 
@@ -28,7 +30,8 @@ class Difference:
         leaf: the error of that gradient over its own norm. A gradient that is rounding error in float32 as
             well, as that of a bias in front of a normalization, does not count. For a step, 1 if an array
             changes in float32 alone, and else 0.
-        zero: the path of a gradient that is all zero, and is not in float32; empty if there is none.
+        lost: the path of a gradient that is all zero, or of an auxiliary result that is not finite, and is
+            neither in float32; empty if there is none.
 
     Examples:
         >>> print(Difference(loss=1e-4, gradients=2e-3, cosine=0.999998))
@@ -40,11 +43,11 @@ class Difference:
     cosine: float
     group: str = ""
     leaf: float = 0.0
-    zero: str = ""
+    lost: str = ""
 
     def __str__(self) -> str:
         of_leaf = f" ({self.leaf:.2e} in that of {self.group or 'the parameter'})" if self.leaf > LEAF else ""
-        of_leaf = f" (0 in place of that of {self.zero})" if self.zero and self.gradients < 1 else of_leaf
+        of_leaf = f" ({self.lost} is lost as a whole)" if self.lost and self.gradients < 1 else of_leaf
         return (
             f"{self.loss:.2e} in the loss, {self.gradients:.2e} in the gradients{of_leaf}, "
             f"cosine {self.cosine:.6f}"
@@ -60,10 +63,10 @@ class Limits:
     leaf: float = LEAF  # For a single gradient, over its own norm.
 
     def measured(self, error: Difference) -> float:
-        """Returns the error that is compared with the tolerance; inf if a gradient is lost as a whole."""
+        """Returns the error that is compared with the tolerance; inf if something is lost as a whole."""
         if self.measure == "loss":
             return error.loss
-        if error.zero:
+        if error.lost:
             return math.inf
         is_leaf = error.leaf > max(self.leaf, self.tolerance)
         return max(error.gradients, error.leaf) if is_leaf else error.gradients
@@ -114,8 +117,8 @@ class PrecisionReport(Shown):
         rest: the error with all of them in the kept dtype. In float32 it is 0, except for matmuls that no
             rule selects. None if `modules` is empty.
         limits: the largest errors that are allowed.
-        kept: the modules to keep in float32, none of which can be left out. None, and the next fields empty,
-            if all modules together do not bring the error to the tolerance.
+        kept: the modules, lines with casts and arguments to keep in float32, none of which can be left out.
+            None, and the next fields empty, if all of them do not bring the error to the tolerance.
         rules: the `rules=` of `autocast` for those of them that autocast casts, with the rules that the
             function had before.
         change: what to write to keep them in float32: these rules, the casts to leave out, or the rules of a
@@ -182,12 +185,10 @@ class PrecisionReport(Shown):
         if self.is_close:
             return "No rule is needed."
         if self.kept is None:
-            none = "No set of modules brings the error below the tolerance"
-            return f"{none}: with all of them in {self.kept_dtype} it is {self.rest}."
-        names = ", ".join("the operations outside of modules" if name == "/" else name for name in self.kept)
-        each = "; none of them can be left out" if len(self.kept) > 1 else ""
-        keep = f"Keep {names} in {self.kept_dtype}{each}. To do so: {self.change}."
-        return f"{keep} Then the error is {self.with_rules}."
+            none = "No rules, casts or arguments bring the error below the tolerance"
+            return f"{none}: with all modules in {self.kept_dtype} it is {self.rest}."
+        each = ", of which nothing can be left out" if len(self.kept) > 1 else ""
+        return f"To mend it: {self.change}{each}. Then the error is {self.with_rules}."
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""

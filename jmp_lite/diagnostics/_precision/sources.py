@@ -4,7 +4,9 @@ If such a cast is left out, JAX's promotion computes in float32 all that depends
 back to float32. So a source is a remedy that a user can write, where a scope is not.
 """
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..._autocast import has_floating
@@ -12,19 +14,23 @@ from ..._jaxpr import (
     Arguments,
     Category,
     Equation,
+    Forward,
     Jaxpr,
-    Role,
-    Var,
-    calling_line,
-    equations,
+    all_equations,
+    casting_line,
     inner_jaxprs,
+    is_by_autocast,
     is_literal,
     is_transposed,
-    open_jaxpr,
+    scope_of,
     traits_of,
 )
+from ..._jaxpr import equations as equations_of
+from ..._paths import visible_scope
+from .._values.numbers import Numbers, written
 from .._values.reference import is_narrow
 from .._values.sites import line_of
+from .._values.source import makes_half
 from .modules import Module, is_of_library
 
 Sources = frozenset[Module]
@@ -34,24 +40,6 @@ _EVERY = Module("every source", "")
 """For a cast that JAX makes for a gradient, and for zeros in half: they are what another half value needs."""
 
 
-def sources_of(traced: Arguments, is_step: bool) -> list[Sources]:
-    """Returns for each operation of a report what its half values come from."""
-    named = zip(traced.names, traced.arrays, strict=True)
-    source = lambda name: _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
-    search = _Search()
-    search.run(traced.jaxpr, [source(name) if is_narrow(array) else _Origin() for name, array in named])
-    every = frozenset[Module]().union(*search.found.values()) - {_EVERY, _LIBRARY}
-    # In a loss, a layer of a library has a dtype of its own. In a step, an optimizer casts to the dtypes of
-    # its parameters.
-    of_library = frozenset(source for source in every if source.is_argument and is_step)
-
-    def resolved(sources: Sources) -> Sources:
-        own = (sources | of_library if _LIBRARY in sources else sources) - {_LIBRARY}
-        return every if _EVERY in own else own
-
-    return [resolved(search.found[id(equation)]) for equation in _operations(traced.jaxpr)]
-
-
 class _Origin(NamedTuple):
     """What a value comes from."""
 
@@ -59,50 +47,50 @@ class _Origin(NamedTuple):
     line: str = ""  # For a float32 value, the line that has widened it.
 
 
-class _Search:
-    """Follows half values forwards through a jaxpr."""
+def sources_of(traced: Arguments, is_step: bool, numbers: Numbers) -> list[Sources]:
+    """Returns for each operation of a report what its half values come from.
 
-    def __init__(self) -> None:
-        self.found: dict[int, Sources] = {}  # For each operation, by its `id`, the sources of its results.
+    An operation in float32 has sources if one of the `numbers` that it takes was converted to half.
+    """
+    named = zip(traced.names, traced.arrays, strict=True)
+    source = lambda name: _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
+    search = Forward[_Origin](functools.partial(_operation, numbers), _joined, _Origin())
+    search.run(traced.jaxpr, [source(name) if is_narrow(array) else _Origin() for name, array in named])
+    found = {
+        key: frozenset[Module]().union(*(origin.sources for origin in origins))
+        for key, origins in search.found.items()
+    }
+    every = frozenset[Module]().union(*found.values()) - {_EVERY, _LIBRARY}
+    # In a loss, a layer of a library has a dtype of its own. In a step, an optimizer casts to the dtypes of
+    # its parameters.
+    of_library = frozenset(source for source in every if source.is_argument and is_step)
+    carried = _carried(traced.jaxpr, search.found)
 
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[_Origin], around: str = "") -> list[_Origin]:
-        """Follows the values of a jaxpr, whose call is on the line `around`; returns those of its outputs."""
-        inside = open_jaxpr(jaxpr)
-        known: dict[Var, _Origin] = dict(zip(inside.invars, inputs, strict=True))
-        read = lambda var: _Origin() if is_literal(var) else known.get(var, _Origin())
-        for equation in equations(inside):
-            operands = list(map(read, equation.invars))
-            if traits_of(equation.primitive.name).category is Category.CALL:
-                results = self._call(equation, operands, line_of(equation) or around)
-            else:
-                results = self._operation(equation, operands, line_of(equation) or around)
-            known.update(zip(equation.outvars, results, strict=True))
-        return list(map(read, inside.outvars))
+    def resolved(sources: Sources) -> Sources:
+        own = (sources | of_library if _LIBRARY in sources else sources) - {_LIBRARY}
+        own = every if _EVERY in own else own
+        return frozenset(dataclasses.replace(each, carries=carried.get(each, ())) for each in own)
 
-    def _call(self, equation: Equation, operands: Sequence[_Origin], line: str) -> list[_Origin]:
-        results = [_Origin()] * len(equation.outvars)
-        while True:
-            before = list(results)
-            for inner in inner_jaxprs(equation):
-                taken = [operands[number] for number in inner.operands]
-                carries = [number for number, role in enumerate(inner.roles) if role is Role.CARRY]
-                for number, origin in zip(
-                    carries, before
-                ):  # A carry comes from the iteration before as well.
-                    taken[number] = _joined(taken[number], origin)
-                for index, origin in zip(inner.results, self.run(inner.jaxpr, taken, line), strict=True):
-                    if index is not None:
-                        results[index] = _joined(results[index], origin)
-            if results == before:
-                return results
+    is_half = lambda equation: any(map(is_narrow, equation.outvars)) or _of_numbers(numbers, equation)
+    operations = _operations(traced.jaxpr)
+    return [resolved(found[id(each)]) if is_half(each) else frozenset() for each in operations]
 
-    def _operation(self, equation: Equation, operands: Sequence[_Origin], line: str) -> list[_Origin]:
-        # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
-        sources = frozenset[Module]().union(*(o.sources for o in operands if o.line in ("", line)))
-        gives_half = any(map(is_narrow, equation.outvars))
-        sources = (sources or _cast(equation, line)) if gives_half else sources
-        self.found[id(equation)] = self.found.get(id(equation), frozenset[Module]()) | sources
-        return [_Origin(sources, "" if is_narrow(var) else line) for var in equation.outvars]
+
+def _operation(numbers: Numbers, equation: Equation, operands: list[_Origin]) -> list[_Origin]:
+    line = line_of(equation)
+    # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
+    sources = frozenset[Module]().union(*(o.sources for o in operands if o.line in ("", line)))
+    sources |= _of_numbers(numbers, equation)
+    if any(map(is_narrow, equation.outvars)):
+        sources = sources or _cast(equation, line)
+    return [_Origin(sources, "" if is_narrow(var) else line) for var in equation.outvars]
+
+
+def _of_numbers(numbers: Numbers, equation: Equation) -> Sources:
+    """Returns the lines that convert the numbers of an equation to half."""
+    found = (written(numbers, equation, position) for position in range(len(equation.invars)))
+    lines = (number.line for number in found if number is not None and number.line)
+    return frozenset(Module(line, "", (line,), casts="half precision") for line in lines)
 
 
 def _joined(first: _Origin, second: _Origin) -> _Origin:
@@ -111,16 +99,37 @@ def _joined(first: _Origin, second: _Origin) -> _Origin:
 
 def _cast(equation: Equation, line: str) -> Sources:
     """Returns an operation that makes half values of others as their source; none if it is of a library."""
-    if is_transposed(equation) or all(map(is_literal, equation.invars)):
+    dtype = equation.outvars[0].aval.dtype.name
+    if is_transposed(equation):
         return frozenset({_EVERY})
-    if is_of_library(line) or calling_line(equation):
+    if all(map(is_literal, equation.invars)) and not makes_half(line):
+        return frozenset({_EVERY})
+    if is_by_autocast(equation) and not makes_half(line):
+        scope = visible_scope(scope_of(equation))
+        return frozenset({Module(scope or "autocast", "", (line,), autocast=scope)})
+    line = casting_line(equation) or line
+    if is_of_library(line):
         return frozenset({_LIBRARY})
-    return frozenset({Module(line, "", (line,), casts=equation.outvars[0].aval.dtype.name)})
+    return frozenset({Module(line, "", (line,), casts=dtype)})
+
+
+def _carried(jaxpr: Jaxpr, found: dict[int, list[_Origin]]) -> dict[Module, tuple[str, ...]]:
+    """Returns for each source the lines of the loops whose half carries come from it."""
+    lines: dict[Module, dict[str, None]] = {}
+    for equation in all_equations(jaxpr):
+        if equation.primitive.name not in ("scan", "while"):
+            continue
+        carried = max((inner.carried for inner in inner_jaxprs(equation)), default=0)
+        # The carries are the first results of a loop.
+        for var, origin in list(zip(equation.outvars, found[id(equation)]))[:carried]:
+            for source in origin.sources if is_narrow(var) else ():
+                lines.setdefault(source, {})[line_of(equation)] = None
+    return {source: tuple(own) for source, own in lines.items()}
 
 
 def _operations(jaxpr: Jaxpr) -> Iterator[Equation]:
     """Yields the operations of a jaxpr in the order of a report."""
-    for equation in equations(jaxpr):
+    for equation in equations_of(jaxpr):
         if traits_of(equation.primitive.name).category is Category.CALL:
             for inner in inner_jaxprs(equation):
                 yield from _operations(inner.jaxpr)

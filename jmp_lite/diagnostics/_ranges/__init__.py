@@ -1,5 +1,5 @@
 """Counts how many values half precision loses, and suggests a loss scale.
 
 Read `magnitudes` (the measurement), `scales` (what each loss scale loses), `picture`, `report`, `float8` (the
-operands of matmuls in fp8), `profile`, then `updates` (what a whole step loses).
+operands of matmuls in fp8), then `profile`.
 """

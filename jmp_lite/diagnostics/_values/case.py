@@ -42,8 +42,9 @@ from ..._jaxpr import trace as trace_call
 from ..._paths import argument_names
 from ..._scaling.loss_scale import LossScaleLike, NoOpLossScale, as_loss_scale
 from ..._tree import is_traced
+from .extremes import Extremes
 from .reference import is_narrow
-from .trace import LossCall, LossProgram, ValueAndGrad, trace
+from .trace import LossCall, LossProgram, Measured, Tapped, ValueAndGrad, trace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -142,6 +143,16 @@ class Case:
         if self.rules is self.plain:
             return self.plain_program
         return self.program_of(functools.partial(run, *self.planned(self.rules)))
+
+    @functools.cached_property
+    def tapped(self) -> Tapped:
+        """The program, with the smallest and the largest element of every value."""
+        return Tapped(self.program, Extremes())
+
+    @functools.cached_property
+    def measured(self) -> Measured:
+        """These elements at the loss scale of the call."""
+        return self.tapped(self.question.scale)
 
     @functools.cached_property
     def plain_program(self) -> LossProgram:

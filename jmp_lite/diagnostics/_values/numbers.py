@@ -14,11 +14,14 @@ from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
 from ..._jaxpr import Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
 from .source import Written, operands_at
 
-Numbers = Mapping[tuple[str, np.dtype, float], Written]
-"""A number as it is written, by the line of its operation, its dtype, and its value in this dtype."""
+Key = tuple[str, np.dtype, float, int]
+"""The line of an operation, and the dtype, the value and the position of one of its operands."""
+Numbers = Mapping[Key, Written]
+"""Numbers as they are written."""
 
 _EPSILON = Written(1e-8, is_sure=False)
 """Stands for a name whose number is not known, where it is added and is 0 in half: an epsilon."""
+_NARROW = (*HALF_DTYPES, *FLOAT8_DTYPES)
 
 
 def lost_numbers(jaxpr: Jaxpr, given: Mapping[str, float] = MappingProxyType({})) -> Numbers:
@@ -26,40 +29,50 @@ def lost_numbers(jaxpr: Jaxpr, given: Mapping[str, float] = MappingProxyType({})
 
     `given` are the Python numbers among the arguments of the program, by their paths.
     """
-    found: dict[tuple[str, np.dtype, float], Written] = {}
+    found: dict[Key, Written] = {}
     for equation in all_equations(jaxpr):
-        for var in equation.invars:
-            if (key := _key(equation, var)) is not None and key not in found:
-                number = _in_the_source(*key, equation, given)
+        for position, var in enumerate(equation.invars):
+            if (key := _key(equation, var, position)) is not None and key not in found:
+                number = _in_the_source(key, equation, given)
                 found.update({} if number is None else {key: number})
     return found
 
 
-def written_number(numbers: Numbers, equation: Equation, var: Var) -> float | None:
-    """Returns a half operand of an equation as it is written; None if it is no such number."""
-    key = _key(equation, var) if numbers else None
-    return None if key is None or key not in numbers else numbers[key].number
+def written(numbers: Numbers, equation: Equation, position: int) -> Written | None:
+    """Returns an operand of an equation as it is written; None if it is no number that half rounds."""
+    key = _key(equation, equation.invars[position], position) if numbers else None
+    return None if key is None else numbers.get(key)
 
 
-def _key(equation: Equation, var: Var) -> tuple[str, np.dtype, float] | None:
-    is_half = is_literal(var) and getattr(var.aval, "dtype", None) in (*HALF_DTYPES, *FLOAT8_DTYPES)
-    return (source_line(equation), var.aval.dtype, float(var.val)) if is_half else None
+def _key(equation: Equation, var: Var, position: int) -> Key | None:
+    dtype = getattr(var.aval, "dtype", None)
+    is_known = is_literal(var) and dtype in (*_NARROW, np.float32)
+    return (source_line(equation), dtype, float(var.val), position) if is_known else None
 
 
-def _in_the_source(
-    line: str, dtype: np.dtype, value: float, equation: Equation, given: Mapping[str, float]
-) -> Written | None:
-    """Returns the operand, in the expression that made an equation, that is rounded to `value`."""
+def _in_the_source(key: Key, equation: Equation, given: Mapping[str, float]) -> Written | None:
+    """Returns the operand, in the expression that made an equation, that is rounded to a literal."""
+    line, dtype, value, position = key
     if traits_of(equation.primitive.name).compares:
         return None
-    operands = [(node, _given(node, given) or known) for node, known in operands_at(line)]
-    numbers = [number for _, known in operands for number in known]
+    operands = [(node, place, _given(node, given) or known) for node, place, known in operands_at(line)]
+    numbers = [(place, number) for _, place, known in operands for number in known]
+    if dtype not in _NARROW:
+        # JAX widens a half number that meets float32: the literal is in float32, and rounded.
+        numbers = [(place, number) for place, number in numbers if number.line]
     with np.errstate(over="ignore"):
-        same = [each for each in numbers if float(np.asarray(abs(each.number)).astype(dtype)) == abs(value)]
+        same = [(place, each) for place, each in numbers if abs(value) in map(abs, _halves(each, dtype))]
     if same:
-        return _nearest(same, value)
-    is_name = any(isinstance(node, (ast.Name, ast.Attribute)) and not known for node, known in operands)
-    return _EPSILON if value == 0 and equation.primitive.name == "add" and is_name else None
+        at_place = [each for place, each in same if place == position]
+        return _nearest(at_place or [each for _, each in same], value)
+    is_name = any(isinstance(node, (ast.Name, ast.Attribute)) and not known for node, _, known in operands)
+    is_epsilon = value == 0 and dtype in _NARROW and equation.primitive.name == "add"
+    return _EPSILON if is_epsilon and is_name else None
+
+
+def _halves(number: Written, dtype: np.dtype) -> set[float]:
+    dtypes = (dtype,) if dtype in _NARROW else HALF_DTYPES
+    return set[float]().union(*(number.in_half(half) for half in dtypes))
 
 
 def _given(node: ast.expr, given: Mapping[str, float]) -> list[Written]:
@@ -73,4 +86,6 @@ def _nearest(numbers: Sequence[Written], value: float) -> Written | None:
     if abs(value) in sizes:
         return None
     size = min(sizes) if np.isinf(value) else max(sizes)
-    return Written(float(np.copysign(size, value)), len(numbers) == 1 and numbers[0].is_sure)
+    lines = [each.line for each in numbers if each.line]
+    is_sure = len(numbers) == 1 and numbers[0].is_sure
+    return Written(float(np.copysign(size, value)), is_sure, line=next(iter(lines), ""))

@@ -41,7 +41,7 @@ from ..._jaxpr import (
     while_loop,
 )
 from .calls import INLINE, MOST_ITERATIONS
-from .numbers import Numbers, written_number
+from .numbers import Numbers, written
 
 Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
@@ -125,10 +125,10 @@ class Reference:
     def _operands(self, equation: Equation, read: Read, flags: Flags | None) -> Values:
         """Returns the operands; with the flags off numbers as they are written, which half had rounded."""
         operands = []
-        for var in equation.invars:
-            value, number = read(var), written_number(self._numbers, equation, var)
+        for position, var in enumerate(equation.invars):
+            value, number = read(var), written(self._numbers, equation, position)
             if number is not None:
-                array = self._choose(flags, value.array, np.asarray(number, self._wide))
+                array = self._choose(flags, value.array, np.asarray(number.number, self._wide))
                 value = ReferenceValue(array, flags)
             operands.append(value)
         return operands

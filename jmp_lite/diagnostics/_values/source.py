@@ -6,13 +6,16 @@ none.
 
 import ast
 import functools
+import itertools
 import linecache
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from ..._dtypes import HALF_DTYPES
 
 _OPERATORS = {
     ast.Add: operator.add,
@@ -30,6 +33,20 @@ class Written(NamedTuple):
 
     number: float
     is_sure: bool = True  # False for a default, in whose place a caller may give another number.
+    # The operator and the operands of an expression, which may have been computed in half.
+    computed: tuple[Callable[[Any, Any], Any], "Written", "Written"] | None = None
+    line: str = ""  # Where the source converts it to half, so that it is rounded in a float32 program too.
+
+    def in_half(self, dtype: np.dtype) -> set[float]:
+        """Returns what the number may be in a half dtype: rounded, or computed from rounded numbers."""
+        rounded = lambda number: float(np.asarray(number).astype(dtype))
+        values = {rounded(self.number)}
+        if self.computed is not None:
+            compute, left, right = self.computed
+            with np.errstate(all="ignore"):
+                for pair in itertools.product(left.in_half(dtype), right.in_half(dtype)):
+                    values.add(rounded(compute(*map(np.float64, pair))))
+        return values
 
 
 class Source:
@@ -51,9 +68,15 @@ class Source:
         for child in ast.iter_child_nodes(node):
             self._visit(child, inside)
 
-    def operands(self, line: int, column: int) -> list[ast.expr]:
-        """Returns the operands and arguments of the operations and calls that begin at a place."""
-        return [part for node in self._nodes.get((line, column), ()) for part in _operands(node)]
+    def operands(self, line: int, column: int) -> list[tuple[ast.expr, int]]:
+        """Returns the operands and arguments, with their positions, of what begins at a place."""
+        nodes = self._nodes.get((line, column), ())
+        return [(part, position) for node in nodes for position, part in enumerate(_operands(node))]
+
+    def makes_half(self, line: int, column: int) -> bool:
+        """Whether one of the calls that begin at a place takes a half dtype."""
+        calls = (node for node in self._nodes.get((line, column), ()) if isinstance(node, ast.Call))
+        return any(map(self._is_half_dtype, (part for call in calls for part in _operands(call))))
 
     def numbers(self, node: ast.expr) -> list[Written]:
         """Returns the numbers that an expression may have; none if it is not known."""
@@ -71,14 +94,19 @@ class Source:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 yield from (written._replace(number=-written.number) for written in self._numbers(operand))
             case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
-                for one in self._numbers(left):
-                    for other in self._numbers(right):
-                        number = float(_OPERATORS[type(op)](one.number, other.number))
-                        yield Written(number, one.is_sure and other.is_sure)
+                compute = _OPERATORS[type(op)]
+                for one, other in itertools.product(self._numbers(left), self._numbers(right)):
+                    number = float(compute(one.number, other.number))
+                    is_sure, line = one.is_sure and other.is_sure, one.line or other.line
+                    yield Written(number, is_sure, (compute, one, other), line)
             case ast.Call(func=func, args=[ast.Constant(value=str() as text)]) if self._is_conversion(func):
                 yield Written(float(text))
-            case ast.Call(func=func, args=[argument, *_]) if self._is_conversion(func):
-                yield from self._numbers(argument)
+            case ast.Call(func=func, args=[argument, *more], keywords=named) if self._is_conversion(func):
+                dtypes = [func, *more, *(keyword.value for keyword in named)]
+                place = f"{self._file}:{node.lineno}:{node.col_offset}"
+                line = place if any(map(self._is_half_dtype, dtypes)) else ""
+                for written in self._numbers(argument):
+                    yield written._replace(line=line or written.line)
             case ast.Name(id=name):
                 yield from self._of_name(name, self._around[node])
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
@@ -116,6 +144,11 @@ class Source:
             return True
         return getattr(self._global(name), "dtype", None) is not None  # Such as `F16 = jnp.float16`.
 
+    def _is_half_dtype(self, node: ast.expr) -> bool:
+        text = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
+        dtype = getattr(self._global(text), "dtype", None) if isinstance(text, str) else None
+        return dtype in HALF_DTYPES or str(text).rpartition(".")[2] in ("float16", "bfloat16")
+
     def _global(self, name: str) -> Any:
         """Returns what a name with dots stands for in the module of the file; None if it is not known."""
         modules = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == self._file]
@@ -133,14 +166,25 @@ def _parsed(file: str, text: str) -> Source | None:
         return None
 
 
-def operands_at(line: str) -> list[tuple[ast.expr, list[Written]]]:
-    """Returns the operands of the expressions that begin at `file.py:12:4`, each with its numbers."""
-    file, row, column = [*line.partition(" ")[0].split(":"), "", "0"][:3]
-    text = "".join(linecache.getlines(file)) if row.isdigit() else ""
-    source = _parsed(file, text) if text else None
+def makes_half(line: str) -> bool:
+    """Whether a call that begins at `file.py:12:4` takes a half dtype, as `x.astype(jnp.float16)` does."""
+    source, row, column = _source_of(line)
+    return source is not None and source.makes_half(row, column)
+
+
+def operands_at(line: str) -> list[tuple[ast.expr, int, list[Written]]]:
+    """Returns the operands of the expressions that begin at `file.py:12:4`: position and numbers of each."""
+    source, row, column = _source_of(line)
     if source is None:
         return []
-    return [(node, source.numbers(node)) for node in source.operands(int(row), int(column or 0))]
+    return [(node, position, source.numbers(node)) for node, position in source.operands(row, column)]
+
+
+def _source_of(line: str) -> tuple[Source | None, int, int]:
+    """Returns the source of a file, the line and the column, for `file.py:12:4 (function)`."""
+    file, row, column = [*line.partition(" ")[0].split(":"), "", "0"][:3]
+    text = "".join(linecache.getlines(file)) if row.isdigit() else ""
+    return (_parsed(file, text), int(row), int(column or 0)) if text else (None, 0, 0)
 
 
 def _operands(node: ast.AST) -> list[ast.expr]:

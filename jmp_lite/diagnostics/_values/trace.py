@@ -17,13 +17,14 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from ..._autocast import Plan
 from ..._jaxpr import Array, Jaxpr, constants, without_constants
 from ..._jaxpr import trace as trace_call
-from ..._paths import leaf_names, positional_names
+from ..._paths import argument_names, leaf_names, positional_names
 from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import StaticLossScale
 from ..._tree import has_dtype
 from .calls import HANDLERS
 from .probe import Probe, TapValue
 from .sites import Path, Site, Where
+from .state import Trees, state_of
 from .tap import STEPS, Tap
 
 _SCALE = "_jmp_lite_loss_scale"
@@ -68,6 +69,8 @@ class LossProgram:
     outputs: tuple[str, ...]
     parameters: tuple[str, ...]  # The arguments that are differentiated, or that a step updates.
     is_step: bool
+    aux: tuple[str, ...]  # The path of each floating auxiliary result; they follow the outputs.
+    trees: Trees  # The arguments, and what a step returns or a loss function as its auxiliary results.
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -79,6 +82,17 @@ class LossProgram:
         arrays = zip(self.names, self.arrays)
         own = {name: array for name, array in arrays if name.split("/")[0] in self.parameters}
         return {name: array for name, array in own.items() if has_dtype(array, jnp.floating)}
+
+    @functools.cached_property
+    def state(self) -> dict[int, int]:
+        """For each result that is the new value of an argument, its index, and that of the argument."""
+        return state_of(self.trees, self.jaxpr)
+
+    @property
+    def named_outputs(self) -> tuple[str, ...]:
+        """The outputs, with the path of the argument in place of that of its new value."""
+        named = enumerate(self.outputs)
+        return tuple(self.names[self.state[n]] if n in self.state else name for n, name in named)
 
     def at_scale(self, scale: float) -> list[Array]:
         """Returns the arrays with another loss scale."""
@@ -95,32 +109,69 @@ class LossProgram:
 
 def trace(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossProgram:
     """Traces a loss function and its backward pass, or a step; the loss scale is one more argument."""
-    outputs: list[str] = []
-    traced = trace_call(_run(call, outputs), args, {**kwargs, _SCALE: jnp.float32(1)}, True, (np.ndarray,))
+    recorded = _Recorded()
+    scaled = {**kwargs, _SCALE: jnp.float32(1)}
+    traced = trace_call(_run(call, recorded), args, scaled, True, (np.ndarray,))
     fixed = constants(traced.jaxpr)
     names = (*("" for _ in fixed), *traced.names)
-    arrays = (*fixed, *traced.arrays)
-    jaxpr, scale = without_constants(traced.jaxpr), names.index(_SCALE)
-    is_step = call.value_and_grad_fn is None
-    return LossProgram(jaxpr, arrays, names, scale, tuple(outputs), call.differentiated, is_step)
+    numbers = {name: number for number, name in enumerate(names) if name}
+    given = [numbers.get(name) for name in argument_names(call.fun, args, kwargs)]
+    return LossProgram(
+        jaxpr=without_constants(traced.jaxpr),
+        arrays=(*fixed, *traced.arrays),
+        names=names,
+        scale=numbers[_SCALE],
+        outputs=recorded.outputs,
+        parameters=call.differentiated,
+        is_step=call.value_and_grad_fn is None,
+        aux=recorded.aux,
+        trees=Trees((args, kwargs), given, recorded.results, recorded.order),
+    )
 
 
-def _run(call: LossCall, outputs: list[str]) -> Callable[..., Any]:
-    """Returns a function that returns what `LossProgram.outputs` names, and writes the names to `outputs`."""
+@dataclasses.dataclass
+class _Recorded:
+    """What a call returns, recorded while it is traced; the fields are those of `LossProgram` and `Trees`."""
+
+    outputs: tuple[str, ...] = ()
+    aux: tuple[str, ...] = ()
+    results: Any = None
+    order: list[int | None] = dataclasses.field(default_factory=list)
+
+    def returned(self, tree: Any, first: int) -> list[Array]:
+        """Records a tree of results, and returns its arrays, the floating ones first.
+
+        `first` is the index of the first of them among all outputs.
+        """
+        leaves = jax.tree.leaves(tree)
+        is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray))
+        floating = [number for number, leaf in enumerate(leaves) if has_dtype(leaf, jnp.inexact)]
+        others = [n for n, leaf in enumerate(leaves) if is_array(leaf) and n not in set(floating)]
+        places = {leaf: first + place for place, leaf in enumerate([*floating, *others])}
+        self.order = [places.get(number) for number in range(len(leaves))]
+        shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
+        self.results = jax.tree.unflatten(jax.tree.structure(tree), map(shape, leaves))
+        return [leaves[number] for number in places]
+
+
+def _run(call: LossCall, recorded: _Recorded) -> Callable[..., Any]:
+    """Returns a function that returns the outputs of `LossProgram`, and records what they are."""
 
     @functools.wraps(call.fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         scale = StaticLossScale(kwargs.pop(_SCALE))
         if call.value_and_grad_fn is None:
-            floating = _floating(call.fun(*args, **kwargs))
-            outputs[:] = floating
-            return list(floating.values())
+            results = call.fun(*args, **kwargs)
+            recorded.outputs = tuple(_floating(results))
+            return recorded.returned(results, 0)
         scaled = value_and_grad(call.fun, scale, call.argnums, call.has_aux, call.value_and_grad_fn)
         value, grads = scaled(*args, **kwargs)
         floating = _floating(grads)
-        outputs[:] = ["", *floating]
-        loss = value[0] if call.has_aux else value
-        return jnp.asarray(loss), list(floating.values())  # A constant loss may be a Python number.
+        recorded.outputs = ("", *floating)
+        loss, aux = value if call.has_aux else (value, None)
+        recorded.aux = tuple(_floating(aux))
+        # A constant loss may be a Python number.
+        return jnp.asarray(loss), list(floating.values()), recorded.returned(aux, len(recorded.outputs))
 
     return run
 
@@ -141,8 +192,9 @@ class Measured:
     carried: dict[Path, Path | None]
     checked: set[Path]
     is_step: bool
-    outputs: tuple[Path | None, ...]  # The site of each output, if it has one.
-    results: tuple[np.ndarray, ...]  # The measurement of each output.
+    # The site of each output, if it has one, and then of each auxiliary result.
+    outputs: tuple[Path | None, ...]
+    results: tuple[np.ndarray, ...]  # Their measurements.
 
 
 class Tapped:
@@ -175,7 +227,7 @@ class Tapped:
     def _measure(self, arrays: list[Array]) -> tuple[list[Array], list[Array]]:
         with self._tap.recording() as records:
             values = self._values(arrays)
-        outputs = values[: len(self._program.outputs)]
+        outputs = values[: len(self._program.outputs) + len(self._program.aux)]
         self._outputs = tuple(value.source for value in outputs)
         self._order = list(records)
         results = [self._tap.probe.measure(jnp.asarray(value.array)) for value in outputs]

@@ -107,7 +107,7 @@ def test_doctor_names_what_a_step_loses(run):
 @pytest.mark.parametrize("run", cases(OFF))
 def test_doctor_names_the_line_that_a_wrong_step_casts_in(run):
     (finding,) = doctor(run.fun, value_and_grad_fn=None, device=None)(*run.args).findings
-    assert "Then the error is 0.0e+00." in finding.advice
+    assert "Then the error is 0.0e+00." in finding.advice or "Then it trains as in" in finding.advice
     assert any(line in finding.advice for line in run.lines)
 
 

@@ -59,11 +59,11 @@ def test_a_quotient_by_hand_whose_divisor_gets_no_gradient():
     assert report.half.gradients < 1e-3  # The norm of all gradients does not show it.
     assert (report.half.group, report.half.leaf) == ("s", 1)
     assert not report.is_close
-    assert "(1.00e+00 in that of s)" in str(report)
+    assert "(s is lost as a whole)" in " ".join(str(report).split())
     assert report.with_rules.leaf < 1e-3
     (finding,) = (f for f in doctor(half, device=None)(QUOTIENT, X).findings if f.severity == "accuracy")
-    assert "1.00e+00 in that of s" in finding.what
-    assert "To do so: compute in float32" in finding.advice
+    assert "s is lost as a whole" in finding.what
+    assert finding.advice.startswith("To mend it: compute in float32 what this line casts to float16:")
 
 
 def test_small_gradients_need_a_loss_scale_although_the_norm_of_all_is_right():
@@ -89,7 +89,7 @@ def test_a_gradient_that_is_rounding_error_in_float32_too_is_not_judged(dtype):
 
 
 def test_a_step_in_which_a_moment_stays_zero_in_half_alone():
-    tx = optax.adam(1e-3)
+    tx = optax.sgd(1e-9, momentum=0.9)
 
     def step(params, state, x):
         grads = jax.grad(jmp.autocast(layer_scale, "float16"))(params, x)
@@ -98,5 +98,6 @@ def test_a_step_in_which_a_moment_stays_zero_in_half_alone():
 
     diagnosis = doctor(step, value_and_grad_fn=None, device=None)(LAYER_SCALE, tx.init(LAYER_SCALE), X)
     (finding,) = (finding for finding in diagnosis.findings if finding.severity == "accuracy")
-    assert finding.what == "0/down changes in float32, and in half it does not."
+    assert finding.what.startswith("The update is lost: in 50 steps on this batch state/0/trace/")
+    assert finding.what.endswith("comes 0% as far as in float32.")
     assert "the loss is not scaled" in finding.advice

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jmp_lite.diagnostics._nonfinite.extremes import Extremes
+from jmp_lite.diagnostics._values.extremes import Extremes
 from jmp_lite.diagnostics._values.trace import LossCall, Tapped, trace
 from tests.support.jaxprs import equations
 

@@ -1,4 +1,4 @@
-"""The probe of `find_nonfinite`: the smallest and the largest element of every value."""
+"""The probe of the smallest and the largest element of every value, which `find_nonfinite` reads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 
 from ..._jaxpr import Array
-from .._values.probe import Probe, TapValue, maxima
-from .._values.sites import Site
+from .probe import Probe, TapValue, maxima
+from .sites import Site
 
 
 class Extremes(Probe):

@@ -1,0 +1,69 @@
+"""Saves the arguments of a step, so that a failure on a cluster can be examined on another machine."""
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+
+from .._paths import named_leaves
+
+
+def save_call(path: str | pathlib.Path, *args: Any) -> None:
+    """Saves the arguments of a step (parameters, optimizer state, batch, key), unless the file exists.
+
+    Every process of a run calls it, since an array over several processes is gathered. The first one writes.
+
+    Args:
+        path: the file, an `.npz` of NumPy.
+        args: any pytrees. Their arrays and keys are saved, and nothing else.
+
+    Examples:
+        >>> jmp.save_call("/tmp/jmp_lite_call.npz", {"w": jnp.ones(2, jnp.bfloat16)}, jax.random.key(0))
+        >>> jmp.load_call("/tmp/jmp_lite_call.npz", {"w": jnp.zeros(2)}, jax.random.key(1))[0]["w"].dtype.name
+        'bfloat16'
+    """
+    arrays = {name: _as_array(leaf) for name, leaf in named_leaves(args) if _is_array(leaf)}
+    if jax.process_index() == 0 and not pathlib.Path(path).exists():
+        # NumPy's files hold no bfloat16 and no fp8: the name of each dtype stands beside its bytes.
+        dtypes = {f"{name}:dtype": np.array(array.dtype.name) for name, array in arrays.items()}
+        np.savez(path, **{name: array[..., None].view(np.uint8) for name, array in arrays.items()}, **dtypes)
+
+
+def load_call(path: str | pathlib.Path, *like: Any) -> tuple[Any, ...]:
+    """Returns the arguments that `save_call` has saved.
+
+    Args:
+        path: the file.
+        like: arguments of the same structure, such as those of a new run; the values do not matter.
+
+    Raises:
+        ValueError: the file has no array for a leaf of `like`.
+    """
+    leaves = []
+    with np.load(path) as file:
+        for name, leaf in named_leaves(like):
+            if _is_array(leaf):
+                if name not in file:
+                    raise ValueError(f"load_call: {path} has no array {name!r}. Give like= as it was saved.")
+                array = jnp.asarray(file[name].view(jnp.dtype(str(file[f"{name}:dtype"])))[..., 0])
+                is_key = _is_key(leaf)
+                leaf = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key else array
+            leaves.append(leaf)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray))
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _as_array(leaf: Any) -> np.ndarray:
+    array = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    is_split = isinstance(array, jax.Array) and not array.is_fully_addressable
+    return np.asarray(process_allgather(array, tiled=True) if is_split else array)

@@ -1,0 +1,106 @@
+"""Trains in half and in float32: whether the error of one step matters after some steps.
+
+An error of one step says little: the first update of Adam is the sign of each gradient, and near an optimum
+every gradient is mostly rounding error. So the step is repeated, on the same batch, and its metrics and the
+way that its state has come are compared.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jaxpr import Array
+from .flags import FlaggedProgram
+from .modules import Module
+from .report import HARM
+
+_LEAST = 0.5
+"""A part of the state that comes less than half as far as in float32 loses its updates."""
+_LARGE = 1_000_000
+"""Elements of the state, from which a step is repeated 20 times in place of 50."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lag:
+    """A result that training in half gets wrong."""
+
+    name: str  # The path of the result, or of the argument whose new value it is.
+    dtype: str  # Of the argument; empty for a metric.
+    part: float  # How far it comes, as a part of how far it comes in float32; of a metric its error.
+    steps: int
+
+    @property
+    def error(self) -> float:
+        return 1 - self.part if self.dtype else self.part
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    """What a step has computed in the end."""
+
+    metrics: dict[int, np.ndarray]  # The values of each scalar that is no state, by its number.
+    state: list[Array]  # The floating state.
+
+
+class Training:
+    """The training of a step. `state` has for each result that is state the index of its argument."""
+
+    def __init__(self, program: FlaggedProgram, state: dict[int, int]) -> None:
+        self._program, self._state, self._start = program, state, program.arrays(1.0)
+        self._in_float32: dict[int, _Trained] = {}
+        # The loss of a loss function is compared where its gradients are.
+        self._metrics = len(program.outputs) if program.is_step else 0
+        self._floating = [number for number in state if number < program.floating]
+        size = sum(np.size(self._start[number]) for number in state.values())
+        self.has_state, self.steps = bool(state), 20 if size > _LARGE else 50
+
+    def lags(self, kept: Collection[Module] = (), steps: int | None = None) -> list[Lag]:
+        """Returns what is wrong with some modules in float32 and the others in half, the worst first."""
+        steps = self.steps if steps is None else steps
+        half, full = self._run(self._program.groups - frozenset(kept), steps), self._full(steps)
+        lags = (*self._of_metrics(half, full, steps), *self._of_state(half, full, steps))
+        return sorted(lags, key=lambda lag: -lag.error)
+
+    def _of_metrics(self, half: _Trained, full: _Trained, steps: int) -> Iterator[Lag]:
+        last = lambda values: float(np.mean(values[-max(1, steps // 5) :]))
+        for number, values in full.metrics.items():
+            end, start = last(values), values[0]
+            size, difference = max(abs(end), abs(start - end)), abs(last(half.metrics[number]) - end)
+            error = difference / size if size else difference
+            if not error <= HARM:
+                yield Lag(self._program.outputs[number], "", error, steps)
+
+    def _of_state(self, half: _Trained, full: _Trained, steps: int) -> Iterator[Lag]:
+        old = [self._start[self._state[number]] for number in self._floating]
+        for number, way, own in zip(self._floating, _ways(old, full.state), _ways(old, half.state)):
+            if float(way) > 0 and not float(own) >= _LEAST * float(way):
+                index, part = self._state[number], float(own) / float(way)
+                yield Lag(self._program.name_of(index), self._program.dtype_of(index), part, steps)
+
+    def _full(self, steps: int) -> _Trained:
+        if steps not in self._in_float32:
+            self._in_float32[steps] = self._run(None, steps)
+        return self._in_float32[steps]
+
+    def _run(self, half: Collection[Module] | None, steps: int) -> _Trained:
+        arrays, metrics = list(self._start), dict[int, list[float]]()
+        for _ in range(steps):
+            results = self._program.run(arrays, half)
+            for number, result in enumerate(results[: self._metrics]):
+                if number not in self._state and not result.shape and not jnp.iscomplexobj(result):
+                    metrics.setdefault(number, []).append(float(result))
+            for number, index in self._state.items():
+                arrays[index] = results[number]
+        state = [arrays[self._state[number]] for number in self._floating]
+        return _Trained({number: np.array(values) for number, values in metrics.items()}, state)
+
+
+@jax.jit
+def _ways(before: list[Any], after: list[Array]) -> list[Array]:
+    """Returns how far each array has come: the norm of its change."""
+    norm = lambda change: jnp.sqrt(jnp.sum(jnp.real(change * jnp.conj(change))))
+    return [norm(new - old) for old, new in zip(before, after)]
