@@ -204,10 +204,10 @@ class Runs:
         # measured only if its error is above `harm`: a small difference of large numbers has a large relative
         # error.
         largest = max(least, harm)
-        if not limits.allow(half) or self.loss_error(half) <= largest:
+        by_hand = lambda: BY_HAND * self.by_hand.loss if tolerance is None else 0.0
+        if not limits.allow(half) or self.loss_error(half) <= largest or half.loss <= by_hand():
             return limits
-        by_hand = BY_HAND * self.loss_error(self.by_hand) if tolerance is None else 0.0
-        return Limits("loss", max(largest, by_hand))
+        return Limits("loss", max(largest, by_hand()))
 
     def try_scale(self, limits: Limits, other: Callable[[], float | None]) -> Difference | None:
         """Switches to the first scale of `DynamicLossScale`, or else `other()`, and returns the error before.
