@@ -28,8 +28,9 @@ def save_call(path: str | pathlib.Path, *args: Any) -> None:
     arrays = {name: _as_array(leaf) for name, leaf in named_leaves(args) if _is_array(leaf)}
     if jax.process_index() == 0 and not pathlib.Path(path).exists():
         # NumPy's files hold no bfloat16 and no fp8: the name of each dtype stands beside its bytes.
-        dtypes = {f"{name}:dtype": np.array(array.dtype.name) for name, array in arrays.items()}
-        np.savez(path, **{name: array[..., None].view(np.uint8) for name, array in arrays.items()}, **dtypes)
+        held: dict[str, Any] = {name: array[..., None].view(np.uint8) for name, array in arrays.items()}
+        held |= {f"{name}:dtype": np.array(array.dtype.name) for name, array in arrays.items()}
+        np.savez(path, **held)
 
 
 def load_call(path: str | pathlib.Path, *like: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Faults that runs of other people had: each with an oracle, and the remedy of the report applied to the source."""
+"""Faults that runs of other people had: each has an oracle, and the remedy of its report is applied."""
 
 import inspect
 

@@ -56,11 +56,23 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The errors that are no fault."""
+    """The errors that are no fault.
 
-    measure: str  # `gradients`, or `loss` if the gradients are right and the loss is not.
-    tolerance: float  # For the measure.
-    leaf: float = LEAF  # For a single gradient, over its own norm.
+    Attributes:
+        measure: which error is compared: that of the `gradients`, or of the `loss` if the gradients are right
+            and the loss is not.
+        tolerance: the largest error that is allowed.
+        leaf: the same for a single gradient, over its own norm.
+
+    Examples:
+        >>> limits = Limits("gradients", 0.1)
+        >>> limits.allow(Difference(0.0, 0.05, 1.0)), limits.allow(Difference(0.0, 0.05, 1.0, "bias", 0.9))
+        (True, False)
+    """
+
+    measure: str
+    tolerance: float
+    leaf: float = LEAF
 
     def measured(self, error: Difference) -> float:
         """Returns the error that is compared with the tolerance; inf if something is lost as a whole."""
@@ -72,6 +84,7 @@ class Limits:
         return max(error.gradients, error.leaf) if is_leaf else error.gradients
 
     def allow(self, error: Difference) -> bool:
+        """Whether an error is no fault."""
         return self.measured(error) <= self.tolerance
 
 

@@ -7,6 +7,7 @@ float32 brings the number back. So the number is read from the source.
 import ast
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ def written(numbers: Numbers, equation: Equation, position: int) -> Written | No
 
 
 def _key(equation: Equation, var: Var, position: int) -> Key | None:
-    dtype = getattr(var.aval, "dtype", None)
+    dtype: Any = getattr(var.aval, "dtype", None)
     is_known = is_literal(var) and dtype in (*_NARROW, np.float32)
     return (source_line(equation), dtype, float(var.val), position) if is_known else None
 

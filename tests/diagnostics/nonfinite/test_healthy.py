@@ -145,4 +145,6 @@ def test_the_updates_of_bfloat16_parameters_are_lost_at_a_small_rate(rate, is_lo
     lost = [f for f in findings if "update is lost" in f.what]
     assert bool(lost) == is_lost
     if is_lost:
-        assert {"params/a", "params/b"} <= {word for f in lost for word in f"{f.what} {f.where}".replace(",", "").split()}
+        assert {"params/a", "params/b"} <= {
+            word for f in lost for word in f"{f.what} {f.where}".replace(",", "").split()
+        }
