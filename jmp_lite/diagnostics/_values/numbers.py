@@ -48,7 +48,7 @@ def written(numbers: Numbers, equation: Equation, position: int) -> Written | No
 def _key(equation: Equation, var: Var, position: int) -> Key | None:
     dtype: Any = getattr(var.aval, "dtype", None)
     is_known = is_literal(var) and dtype in (*_NARROW, np.float32)
-    return (source_line(equation), dtype, float(var.val), position) if is_known else None
+    return (source_line(equation), np.dtype(dtype), float(var.val), position) if is_known else None
 
 
 def _in_the_source(key: Key, equation: Equation, given: Mapping[str, float]) -> Written | None:
