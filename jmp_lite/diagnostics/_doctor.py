@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._autocast import AutocastReport, report_of
 from .._dtypes import DTypeLike
-from .._jaxpr import in_two_calls
+from .._jaxpr import all_equations, in_two_calls
 from .._scaling.loss_scale import LossScaleLike
 from .._text import Shown, wrapped
 from ..programs._compile import compile_for
@@ -18,9 +18,9 @@ from ..programs._program import Program
 from ..programs._read import read_program
 from ..programs._roofline import Roofline, roofline
 from ._findings import Finding, of_accuracy, of_all, of_aux, of_step, of_step_in_float32, of_values
-from ._nonfinite.find import find
+from ._nonfinite.find import find, finite_summary
 from ._nonfinite.report import NonfiniteReport
-from ._precision.compare import Runs, check_tolerance, compare_for_doctor
+from ._precision.compare import Runs, check_tolerance, compare_for_doctor, limits_for_doctor
 from ._precision.report import PrecisionReport
 from ._ranges.profile import ranges_of
 from ._ranges.report import RangeReport
@@ -28,7 +28,17 @@ from ._values.case import Case, Options, tool, without_debugging
 from ._values.trace import ValueAndGrad
 
 P = ParamSpec("P")
-_PARTS = ("examined", "operations", "nonfinite", "ranges", "precision", "roofline", "findings", "skipped")
+_PARTS = (
+    "examined",
+    "operations",
+    "nonfinite",
+    "ranges",
+    "precision",
+    "roofline",
+    "findings",
+    "skipped",
+    "_values",
+)
 
 
 class Diagnosis(Shown):
@@ -99,12 +109,13 @@ class Diagnosis(Shown):
     @functools.cached_property
     def findings(self) -> tuple[Finding, ...]:
         """The faults, worst first."""
-        findings = list(of_values(self.nonfinite))
+        findings = [] if self._is_sound else list(of_values(self.nonfinite))
         if self._is_step:
             findings += of_step(self._case)
             findings += [] if findings or self._why_skipped else of_step_in_float32(self._runs)
         elif self.precision is not None:
-            findings += of_accuracy(self.nonfinite, self.precision, lambda: self._ranges)
+            nonfinite = None if self._is_sound else self.nonfinite
+            findings += of_accuracy(nonfinite, self.precision, lambda: self._ranges)
             findings += of_aux(self._runs)
         return of_all(findings, self.operations, self.roofline)
 
@@ -126,8 +137,23 @@ class Diagnosis(Shown):
         return Runs(self._case)
 
     @functools.cached_property
+    def _values(self) -> str:
+        """Which of the results are finite."""
+        return finite_summary(self._runs) if self._is_sound else self.nonfinite.summary()
+
+    @functools.cached_property
+    def _is_sound(self) -> bool:
+        """Whether the loss and the gradients in half are right, so that no inf inside of them does harm."""
+        has_loops = any(each.primitive.name == "while" for each in all_equations(self._case.program.jaxpr))
+        if self._is_step or has_loops or not self._runs.is_finite:  # A loop may not end in half.
+            return False
+        return limits_for_doctor(self._runs, self._tolerance).allow(self._runs.keeping(()))
+
+    @functools.cached_property
     def _why_skipped(self) -> str:
         """Why the values in half are not compared with float32; empty if they are."""
+        if self._is_sound:
+            return ""
         if self._is_step:
             is_finite = not self.nonfinite.cut and self._runs.is_finite
             return "" if is_finite else "The results of the step are not finite in float32."
@@ -138,7 +164,8 @@ class Diagnosis(Shown):
     @property
     def _scale(self) -> float:
         """The loss scale of the parts after `nonfinite`."""
-        return self.nonfinite.smaller_scale or self._case.question.scale
+        smaller = None if self._is_sound else self.nonfinite.smaller_scale
+        return smaller or self._case.question.scale
 
     @functools.cached_property
     def _no_program(self) -> str:
@@ -151,7 +178,7 @@ class Diagnosis(Shown):
         return f"Diagnosis({len(self.findings)} findings)"
 
     def __str__(self) -> str:
-        head = (f"Examined: {self.examined}.", self.nonfinite.summary(), self.operations.summary() + ".")
+        head = (f"Examined: {self.examined}.", self._values, self.operations.summary() + ".")
         lines = [line for text in head for line in wrapped(text)]
         lines += [f"\n{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
         lines += [] if self.findings else ["", "No fault was found."]

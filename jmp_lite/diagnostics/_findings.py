@@ -177,7 +177,7 @@ def _helpful(runs: Runs) -> list[Module]:
 
 
 def of_accuracy(
-    nonfinite: NonfiniteReport, precision: PrecisionReport, ranges: Callable[[], RangeReport]
+    nonfinite: NonfiniteReport | None, precision: PrecisionReport, ranges: Callable[[], RangeReport]
 ) -> Iterator[Finding]:
     """Yields what is finite and wrong: one finding for one cause, and one loss scale on a page.
 
@@ -188,7 +188,7 @@ def of_accuracy(
             yield _scale_finding(ranges(), precision)
         return
     # An inf that has no remedy of its own, or one in half that a scale does not mend, is in this error.
-    if nonfinite.cause is None or nonfinite.smaller_scale is not None:
+    if nonfinite is None or nonfinite.cause is None or nonfinite.smaller_scale is not None:
         yield from _of_precision(precision)
     if not precision.names:
         yield from _of_ranges(ranges())

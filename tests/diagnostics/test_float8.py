@@ -122,7 +122,7 @@ def test_the_rules_keep_the_worst_module_in_bfloat16():
     report = compare_precision(float8(two_layers), tolerance=1.01 * error)(PARAMS, X)
     assert report.kept == ("body",)
     assert report.rules == {"/body": "bfloat16", "**": "float8"}
-    assert report.advice().startswith("Keep body in bfloat16")
+    assert report.advice().startswith("To mend it: rules={'/body': 'bfloat16'")
     rules = jmp.autocast(two_layers, "float8", rules=report.rules)
     assert direct_error(rules) == pytest.approx(report.with_rules.gradients, rel=1e-3)
 

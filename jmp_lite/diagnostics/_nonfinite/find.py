@@ -119,6 +119,22 @@ def _with_trials(report: NonfiniteReport, cause: Origin, trials: Trials) -> Nonf
     return dataclasses.replace(report, tried=tried, is_finite_in_float32=is_finite, rounded=facts)
 
 
+def finite_summary(runs: Runs) -> str:
+    """Returns the first line of a report for a loss and gradients that are finite."""
+    names = runs.program.outputs[1:]
+    none: Any = dict.fromkeys(("first_inf", "first_nan", "fitting_scale"))
+    report = NonfiniteReport(
+        **none,
+        others=(),
+        harmless=(),
+        loss=runs.half_loss,
+        loss_scale=runs.scale,
+        gradients=(),
+        parameters=len(names),
+    )
+    return report.summary()
+
+
 def _lost_aux(program: LossProgram, measured: Measured, runs: Callable[[], Runs]) -> dict[int, str]:
     """Returns the auxiliary results that are not finite, and are in float32, by their numbers."""
     first = len(program.outputs)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, Unpack
 
 import jax
@@ -15,7 +15,7 @@ from ..._scaling.loss_scale import DynamicLossScale
 from .._values.case import Case, Options, tool
 from .fewest import fewest
 from .flags import FlaggedProgram
-from .groups import Leaves, groups_of, updated
+from .groups import Leaves, error_of, groups_of, updated
 from .modules import Module, in_words, scopes_for
 from .report import BY_HAND, HARM, LEAF, Difference, Limits, ModuleDifference, PrecisionReport
 from .training import Training
@@ -119,6 +119,8 @@ class Runs:
         self.may_scale = is_small and program.narrow == "float16" and not program.is_step
         self._full = program(None, 1.0)  # In float32.
         self.loss = None if program.is_step else float(self._full[0])
+        self.by_hand: Difference | None = None  # The error of casts by hand, if it was needed.
+        self.half_loss: float | None = None  # With everything in half, at the scale of the call.
         self._groups = groups_of(program, self._full)
         self._leaves = Leaves(program, self._full, self._groups)
         self._contribution = _first_order(program, self._full)
@@ -135,18 +137,23 @@ class Runs:
         """Returns the error with some modules in float32 and the others in half."""
         key = self.scale if scale is None else scale, frozenset(modules)
         if key not in self._differences:
-            self._differences[key] = self._difference(self.program(self.program.groups - key[1], key[0]))
+            outputs = self.program(self.program.groups - key[1], key[0])
+            self._differences[key] = self._difference(outputs)
+            if self.half_loss is None and not key[1] and not self.program.is_step:
+                self.half_loss = float(outputs[0])
         return self._differences[key]
 
-    @functools.cached_property
-    def by_hand(self) -> Difference:
-        """The error of casts by hand around each matmul, which no half precision goes without.
+    def _more_by_hand(self) -> Iterator[Difference]:
+        """Yields the error of casts by hand, the largest so far, for these parameters and then others near.
 
-        Near an optimum it is random, so it is the largest for these parameters and others near them.
+        Near an optimum that error is random.
         """
-        full = {nudge: self.program(None, 1.0, nudge) if nudge else self._full for nudge in _NUDGES}
-        errors = [self._difference(self.program.by_hand(nudge), full[nudge]) for nudge in _NUDGES]
-        return max(errors, key=lambda error: error.gradients)
+        for nudge in _NUDGES:
+            full = self.program(None, 1.0, nudge) if nudge else self._full
+            error = self._difference(self.program.by_hand(nudge), full)
+            if self.by_hand is None or error.gradients > self.by_hand.gradients:
+                self.by_hand = error
+            yield self.by_hand
 
     @functools.cached_property
     def training(self) -> Training:
@@ -164,10 +171,11 @@ class Runs:
             loss = float(full[0])
             distance = abs(float(outputs[0]) - loss)
             loss_error = distance / abs(loss) if loss else distance
-        errors = {group: group.error(outputs, full) for group in self._groups}
+        norms = {group: group.norms(outputs, full) for group in self._groups}
+        errors = {group: error_of(*each.sum(axis=0)) for group, each in norms.items()}
         worst = max(errors, key=lambda group: errors[group][0], default=None)
         error, cosine = (0.0, 1.0) if worst is None else errors[worst]
-        leaf, name, lost = self._leaves.worst(outputs, full)
+        leaf, name, lost = self._leaves.worst(norms)
         if worst is not None and self.program.is_step and leaf <= error:
             name = worst.name
         loss_error = loss_error if math.isfinite(loss_error) else math.inf
@@ -182,7 +190,7 @@ class Runs:
         return [name for name in bad if name in self.finite_aux]
 
     def _nonfinite(self, results: Sequence[Array], first: int, names: Sequence[str]) -> list[str]:
-        finite = _are_finite(list(results[first : first + len(names)])) if names else []
+        finite = map(_is_finite, results[first : first + len(names)])
         return [name for name, is_finite in zip(names, finite) if not bool(is_finite)]
 
     def loss_error(self, error: Difference) -> float:
@@ -196,18 +204,21 @@ class Runs:
     def limits(self, tolerance: float | None, default: float, harm: float) -> Limits:
         """Returns the errors that are allowed: the tolerance, or what casts by hand cost if that is more."""
         half, least = self.keeping(()), default if tolerance is None else tolerance
-        limits = Limits("gradients", least)
-        if tolerance is None and not limits.allow(half):
-            leaf = max(LEAF, BY_HAND * self.by_hand.leaf)
-            limits = Limits("gradients", max(least, BY_HAND * self.by_hand.gradients), leaf)
+        limits, more = Limits("gradients", least), self._more_by_hand()
+        is_random = tolerance is None and not half.lost
+        while is_random and not limits.allow(half) and (by_hand := next(more, None)) is not None:
+            leaf = max(LEAF, BY_HAND * by_hand.leaf)
+            limits = Limits("gradients", max(least, BY_HAND * by_hand.gradients), leaf)
         # The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is
         # measured only if its error is above `harm`: a small difference of large numbers has a large relative
         # error.
         largest = max(least, harm)
-        by_hand = lambda: BY_HAND * self.by_hand.loss if tolerance is None else 0.0
-        if not limits.allow(half) or self.loss_error(half) <= largest or half.loss <= by_hand():
+        if not limits.allow(half) or self.loss_error(half) <= largest:
             return limits
-        return Limits("loss", max(largest, by_hand()))
+        of_hand = 0.0
+        if tolerance is None:
+            of_hand = BY_HAND * (self.by_hand or next(more)).loss
+        return limits if half.loss <= of_hand else Limits("loss", max(largest, of_hand))
 
     def try_scale(self, limits: Limits, other: Callable[[], float | None]) -> Difference | None:
         """Switches to the first scale of `DynamicLossScale`, or else `other()`, and returns the error before.
@@ -216,7 +227,7 @@ class Runs:
         """
         unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
         error = lambda scale: limits.measured(self.keeping((), scale))
-        if not self.may_scale or limits.measure == "loss" or limits.allow(unscaled):
+        if not self.may_scale or limits.allow(unscaled):
             return None
         if error(best) > limits.tolerance and (given := other()) is not None and error(given) < error(best):
             best = given
@@ -243,15 +254,15 @@ class Runs:
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
+# One array at a time: most arrays of a model have one of few shapes, so that few programs are compiled.
 @jax.jit
-def _are_finite(arrays: list[Array]) -> list[Array]:
-    return [jnp.isfinite(array).all() for array in arrays]
+def _is_finite(array: Array) -> Array:
+    return jnp.isfinite(array).all()
 
 
 @jax.jit
-def _products(parameters: list[Array], gradients: list[Array]) -> list[Array]:
-    pairs = zip(parameters, gradients)
-    return [jnp.sum(parameter.astype(jnp.float32) * jnp.real(gradient)) for parameter, gradient in pairs]
+def _product(parameter: Array, gradient: Array) -> Array:
+    return jnp.sum(parameter.astype(jnp.float32) * jnp.real(gradient))
 
 
 def _first_order(program: FlaggedProgram, full: Sequence[Array]) -> float:
@@ -259,7 +270,7 @@ def _first_order(program: FlaggedProgram, full: Sequence[Array]) -> float:
     parameters, gradients = list(program.parameters.values()), full[1:]
     if program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
         return 0.0
-    total = sum(abs(float(product)) for product in _products(parameters, list(gradients)))
+    total = sum(abs(float(product)) for product in map(_product, parameters, gradients))
     return total if math.isfinite(total) else 0.0
 
 
@@ -276,8 +287,8 @@ def report_of(
     try.
     """
     program, given = runs.program, runs.scale
+    unscaled = runs.try_scale(Limits("gradients", default if tolerance is None else tolerance), scale)
     limits = runs.limits(tolerance, default, harm)
-    unscaled = runs.try_scale(limits, scale)
     error = lambda modules: limits.measured(runs.keeping(modules))
     is_close = limits.allow(runs.keeping(()))
     every = set() if is_close else set(program.modules)
@@ -299,7 +310,7 @@ def report_of(
         half=runs.keeping(()),
         given_scale=given,
         unscaled=unscaled,
-        by_hand=runs.by_hand if "by_hand" in vars(runs) else None,
+        by_hand=runs.by_hand,
         rest=None if is_close else runs.keeping(program.modules),
         limits=limits,
     )
@@ -317,3 +328,9 @@ def compare_for_doctor(
     """Returns the report for `doctor`, which tolerates more; `scale` gives another loss scale to try."""
     harm = FLOAT8_TOLERANCE if runs.program.rules.float8 else HARM
     return report_of(runs, tolerance, harm, harm, scale)
+
+
+def limits_for_doctor(runs: Runs, tolerance: float | None) -> Limits:
+    """Returns the errors that `doctor` allows."""
+    harm = FLOAT8_TOLERANCE if runs.program.rules.float8 else HARM
+    return runs.limits(tolerance, harm, harm)

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,30 +27,18 @@ class Group:
     # The old parameters, for the new ones of a step: their changes are compared.
     before: tuple[Array, ...] | None = None
 
-    def error(self, half: Sequence[Array], full: Sequence[Array]) -> tuple[float, float]:
-        """Returns the relative error and the cosine, as one vector; inf and NaN if one is not finite."""
-        return error_of(*self._norms(half, full).sum(axis=0))
-
-    def errors(self, half: Sequence[Array], full: Sequence[Array]) -> dict[int, float]:
-        """Returns the relative error of each output that is not zero in float32, by its index."""
-        norms = zip(self.numbers, self._norms(half, full))
-        return {number: error_of(*row)[0] for number, row in norms if row[-1]}
-
-    def unchanged(self, half: Sequence[Array], full: Sequence[Array]) -> set[int]:
-        """Returns the outputs that are zero in half, or as they were before."""
-        return {number for number, row in zip(self.numbers, self._norms(half, full)) if not row[1]}
-
-    def _norms(self, half: Sequence[Array], full: Sequence[Array]) -> np.ndarray:
+    def norms(self, half: Sequence[Array], full: Sequence[Array]) -> np.ndarray:
+        """Returns for each output the squared norms of the difference, of half and of float32."""
         pick = lambda arrays: [arrays[number] for number in self.numbers]
-        units = [float(size) or 1.0 for size in _largest(pick(full))]
+        units = [float(size) or 1.0 for size in map(_largest, pick(full))]
         before = self.before or [0.0] * len(units)
-        sums = np.asarray(_sums(pick(half), pick(full), list(before), units), np.float64).reshape(-1, 3)
+        sums = [np.asarray(row, np.float64) for row in map(_sums, pick(half), pick(full), before, units)]
         # The squares of small gradients would be zero in float32, so each array is divided by its unit.
-        return np.square(units)[:, None] * sums
+        return np.square(units)[:, None] * np.reshape(sums, (-1, 3))
 
 
 def error_of(difference: float, half: float, full: float) -> tuple[float, float]:
-    """Returns the relative error and the cosine of a vector, from squared norms as `_sums` has them."""
+    """Returns the relative error and the cosine of a vector, from squared norms as `Group.norms` has them."""
     if not math.isfinite(difference + half + full):
         return math.inf, math.nan
     if not full:
@@ -60,19 +48,16 @@ def error_of(difference: float, half: float, full: float) -> tuple[float, float]
 
 
 @jax.jit
-def _largest(arrays: list[Array]) -> list[Array]:
-    return [jnp.max(jnp.abs(array), initial=0) for array in arrays]
+def _largest(array: Array) -> Array:
+    return jnp.max(jnp.abs(array), initial=0)
 
 
 @jax.jit
-def _sums(half: list[Array], full: list[Array], before: list[Any], units: list[float]) -> list[Array]:
-    """Returns for each array the squared norms of the difference, of half and of float32, in units."""
+def _sums(half: Array, full: Array, before: Any, unit: float) -> Array:
+    """Returns the squared norms of the difference, of half and of float32, in units."""
     square = lambda x: jnp.sum(jnp.real(x * jnp.conj(x)))
-    rows = []
-    for one, other, old, unit in zip(half, full, before, units):
-        one, other = (one - old) / unit, (other - old) / unit
-        rows.append(jnp.stack([square(one - other), square(one), square(other)]))
-    return rows
+    half, full = (half - before) / unit, (full - before) / unit
+    return jnp.stack([square(half - full), square(half), square(full)])
 
 
 def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:
@@ -114,27 +99,23 @@ class Leaves:
     def __init__(self, program: FlaggedProgram, full: Sequence[Array], groups: Sequence[Group]) -> None:
         self._program, self._full, self._groups = program, full, groups
 
-    def worst(self, half: Sequence[Array], full: Sequence[Array]) -> tuple[float, str, str]:
+    def worst(self, norms: Mapping[Group, np.ndarray]) -> tuple[float, str, str]:
         """Returns the largest error of an output, over its own norm, its path, and that of a zero output.
 
         Of a step only those outputs count that do not change in half and do in float32: Adam divides each
         gradient by its size, so that the error of a small one is as large as that of any other.
         """
-        errors = self._errors(half, full)
-        unchanged = set[int]().union(*(group.unchanged(half, full) for group in self._groups))
-        zeros = {number: error for number, error in errors.items() if number in unchanged}
+        rows = {n: row for group, each in norms.items() for n, row in zip(group.numbers, each) if row[-1]}
+        errors = {number: error_of(*row)[0] for number, row in rows.items()}
+        if any(error > LEAF for error in errors.values()):
+            errors = {number: error for number, error in errors.items() if number not in self._noise}
+        zeros = {number: error for number, error in errors.items() if not rows[number][1]}
         errors = zeros if self._program.is_step else errors
         if not errors:
             return 0.0, "", ""
         number = max(errors, key=lambda number: (errors[number], -number))
         paths = self._program.outputs
         return errors[number], paths[number], paths[min(zeros)] if zeros else ""
-
-    def _errors(self, half: Sequence[Array], full: Sequence[Array]) -> dict[int, float]:
-        errors = [pair for group in self._groups for pair in group.errors(half, full).items()]
-        if all(error <= LEAF for _, error in errors):
-            return dict(errors)
-        return {number: error for number, error in errors if number not in self._noise}
 
     @functools.cached_property
     def _noise(self) -> set[int]:
@@ -145,5 +126,8 @@ class Leaves:
         1e-5 at most.
         """
         near = self._program(None, 1.0, nudge=2.0**-23)
-        errors = [pair for group in self._groups for pair in group.errors(near, self._full).items()]
+        rows = ((group.numbers, group.norms(near, self._full)) for group in self._groups)
+        errors = (
+            (n, error_of(*row)[0]) for numbers, each in rows for n, row in zip(numbers, each) if row[-1]
+        )
         return {number for number, error in errors if error > _NOISE}

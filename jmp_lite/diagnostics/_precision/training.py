@@ -7,7 +7,6 @@ way that its state has come are compared.
 
 import dataclasses
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +75,7 @@ class Training:
 
     def _of_state(self, half: _Trained, full: _Trained, steps: int) -> Iterator[Lag]:
         old = [self._start[self._state[number]] for number in self._floating]
-        for number, way, own in zip(self._floating, _ways(old, full.state), _ways(old, half.state)):
+        for number, way, own in zip(self._floating, map(_way, old, full.state), map(_way, old, half.state)):
             if float(way) > 0 and not float(own) >= _LEAST * float(way):
                 index, part = self._state[number], float(own) / float(way)
                 yield Lag(self._program.name_of(index), self._program.dtype_of(index), part, steps)
@@ -100,7 +99,7 @@ class Training:
 
 
 @jax.jit
-def _ways(before: list[Any], after: list[Array]) -> list[Array]:
-    """Returns how far each array has come: the norm of its change."""
-    norm = lambda change: jnp.sqrt(jnp.sum(jnp.real(change * jnp.conj(change))))
-    return [norm(new - old) for old, new in zip(before, after)]
+def _way(before: Array, after: Array) -> Array:
+    """Returns how far an array has come: the norm of its change."""
+    change = after - before
+    return jnp.sqrt(jnp.sum(jnp.real(change * jnp.conj(change))))

@@ -5,6 +5,7 @@ float32 brings the number back. So the number is read from the source.
 """
 
 import ast
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -47,8 +48,14 @@ def written(numbers: Numbers, equation: Equation, position: int) -> Written | No
 
 def _key(equation: Equation, var: Var, position: int) -> Key | None:
     dtype: Any = getattr(var.aval, "dtype", None)
-    is_known = is_literal(var) and dtype in (*_NARROW, np.float32)
+    is_known = is_literal(var) and (dtype in _NARROW or (dtype == np.float32 and _fits_half(float(var.val))))
     return (source_line(equation), np.dtype(dtype), float(var.val), position) if is_known else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _fits_half(value: float) -> bool:
+    with np.errstate(over="ignore"):
+        return value in {float(np.asarray(value).astype(half)) for half in HALF_DTYPES}
 
 
 def _in_the_source(key: Key, equation: Equation, given: Mapping[str, float]) -> Written | None:

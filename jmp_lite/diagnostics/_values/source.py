@@ -58,6 +58,8 @@ class Source:
         self._around: dict[
             ast.AST, list[ast.AST]
         ] = {}  # The functions and classes around a node, inner first.
+        self._known: dict[ast.expr, list[Written]] = {}  # The numbers of the expressions so far.
+        self._following: list[tuple[ast.AST, str]] = []  # The names whose numbers are looked for.
         self._visit(ast.parse(text), [])
 
     def _visit(self, node: ast.AST, around: list[ast.AST]) -> None:
@@ -80,10 +82,13 @@ class Source:
 
     def numbers(self, node: ast.expr) -> list[Written]:
         """Returns the numbers that an expression may have; none if it is not known."""
-        try:
-            return list(self._numbers(node))
-        except (ArithmeticError, RecursionError, TypeError, ValueError):
-            return []
+        if node not in self._known:
+            try:
+                self._known[node] = list(self._numbers(node))
+            except (ArithmeticError, RecursionError, TypeError, ValueError):
+                self._known[node] = []
+            self._following.clear()
+        return self._known[node]
 
     def _numbers(self, node: ast.expr) -> Iterator[Written]:
         match node:
@@ -119,7 +124,10 @@ class Source:
             if not isinstance(function, _FUNCTIONS):
                 continue
             if values := list(_assigned(function, ast.Name, name)):
-                yield from (number for value in values for number in self._numbers(value))
+                if (function, name) not in self._following:  # Not in `x = x + 1`.
+                    self._following.append((function, name))
+                    yield from [number for value in values for number in self._numbers(value)]
+                    self._following.pop()
                 return
             defaults = _defaults(function)
             if name in defaults:
@@ -149,10 +157,14 @@ class Source:
         dtype = getattr(self._global(text), "dtype", None) if isinstance(text, str) else None
         return dtype in HALF_DTYPES or str(text).rpartition(".")[2] in ("float16", "bfloat16")
 
+    @functools.cached_property
+    def _module(self) -> Any:
+        modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == self._file)
+        return next(modules, sys.modules.get("__main__"))
+
     def _global(self, name: str) -> Any:
         """Returns what a name with dots stands for in the module of the file; None if it is not known."""
-        modules = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == self._file]
-        value: Any = (modules or [sys.modules.get("__main__")])[0]
+        value: Any = self._module
         for part in name.split("."):
             value = getattr(value, part, None)
         return value

@@ -109,7 +109,7 @@ def test_a_value_that_two_products_read():
 def test_the_report_says_the_rules(linen_report):
     text = str(linen_report)
     assert f"rules={linen_report.rules}" in text
-    assert "To do so: rules=" in " ".join(text.split())
+    assert "To mend it: rules=" in " ".join(text.split())
     assert text.index(linen_report.modules[0].module) < text.index(linen_report.modules[-1].module)
     assert linen_report.summary() in repr(linen_report)
     assert_is(linen_report.with_rules, errors(blocks_loss, (PARAMS, X, Y), linen_report.rules))
@@ -122,7 +122,7 @@ def test_a_tolerance_that_float32_rounding_exceeds_has_no_rules():
     # The product of the two has neither scope nor argument.
     assert report.rules is None
     assert report.rest.gradients > 1e-5
-    assert "No set of modules" in str(report)
+    assert "No rules, casts or arguments" in str(report)
 
 
 def test_a_scope_around_a_module_is_a_module_of_its_own():

@@ -96,7 +96,7 @@ def test_the_report_names_the_dtype_and_what_no_rule_selects():
 
 
 def test_a_loss_scale_is_advised_only_where_it_helped():
-    assert REPORT.advice().startswith("Keep head in float32. To do so: rules={'/head': 'float32'}. Then")
+    assert REPORT.advice().startswith("To mend it: rules={'/head': 'float32'}. Then")
     helped = dataclasses.replace(REPORT, unscaled=Difference(1.0, 1.0, 0.0)).advice()
     assert helped.startswith(
         "Use a loss scale, such as jmp.DynamicLossScale(): without one the error is 1.00e+00"
