@@ -25,7 +25,7 @@ class Rule:
             `**/BatchNorm*`, `/decoder/*/norm`. `*` matches any part of one key, `**` matches any number of
             keys. A pattern may begin at any depth unless it starts with a slash.
         policy: the policy of these subtrees. A dtype or a policy string is read as one.
-        optional: whether the rule may match nothing in `check_rules`; autocast takes no such rule.
+        optional: whether the rule may match nothing.
 
     Raises:
         ValueError: the pattern is empty or contains `->` or `;`, or the policy has rules of its own.

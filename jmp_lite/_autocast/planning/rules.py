@@ -17,12 +17,14 @@ from ..._dtypes import FLOAT8_ADVICE, DTypeLike, parse_dtype, parse_reduce_dtype
 from ..._float8.action import FLOAT8
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from ..._paths import as_patterns, matches
+from ..._policy import Rule
 
 Operations = Iterable[str | Primitive] | None
 """Primitives, by name (`"exp"`) or as the primitive (`jax.lax.exp_p`); `"-exp"` takes one off its list."""
 
-ScopeRules = Mapping[str, DTypeLike] | Iterable[tuple[str, DTypeLike]] | None
-"""Exceptions by scope: patterns over scopes and argument paths, each with a dtype."""
+ScopeRules = Mapping[str, DTypeLike] | Iterable[Rule | tuple[str, DTypeLike]] | None
+"""Exceptions by scope: patterns over scopes and argument paths, each with a dtype; of a `Rule`, its compute
+dtype."""
 
 Patterns = str | Iterable[str] | None
 """A pattern over scopes and argument paths, or several."""
@@ -49,6 +51,7 @@ class Rules:
     float32_results: tuple[str, ...] = ()
     half_sums: tuple[str, ...] = ()  # Patterns over scopes: their residual sums give half results.
     float8: bool = False  # Whether large products run in fp8.
+    optional: frozenset[str] = frozenset()  # The patterns of `scopes` that may select nothing.
 
     def category_of(self, name: str) -> Category:
         """Returns the category of the primitive called `name`."""
@@ -137,10 +140,11 @@ def make_rules(
     reduced = parse_reduce_dtype(reduce_dtype)
     categories = _default_categories(half)
     listed = _change(categories, {Category.ALLOW: allow, Category.DENY: deny, Category.INFER: infer})
+    given = _given_scopes(rules)
     return Rules(
         half,
         MappingProxyType(categories),
-        _scopes(half, float8, rules),
+        tuple(_scope(each, half, float8) for each in given),
         MappingProxyType(listed),
         reduced,
         float8=float8,
@@ -152,6 +156,7 @@ def make_rules(
             () if half_sums is None else half_sums,
             "half_sums= takes patterns over scopes, such as '**/block_*'",
         ),
+        optional=frozenset(each.pattern for each in given if isinstance(each, Rule) and each.optional),
     )
 
 
@@ -251,14 +256,14 @@ def _known_names() -> frozenset[str]:
     return frozenset(public.union(PRIMITIVES))
 
 
-def _scopes(half: np.dtype, float8: bool, rules: ScopeRules) -> tuple[tuple[str, str], ...]:
+def _given_scopes(rules: ScopeRules) -> tuple[Any, ...]:
     allowed = "a mapping of patterns over scopes to dtypes, as in {'decoder/head': 'float32'}"
-    pairs = rules.items() if isinstance(rules, Mapping) else _listed("rules", allowed, rules)
-    return tuple(_scope(pair, half, float8) for pair in pairs)
+    return tuple(rules.items() if isinstance(rules, Mapping) else _listed("rules", allowed, rules))
 
 
-def _scope(pair: Any, half: np.dtype, float8: bool) -> tuple[str, str]:
+def _scope(rule: Any, half: np.dtype, float8: bool) -> tuple[str, str]:
     """Returns one rule as its pattern and the name of its dtype."""
+    pair = (rule.pattern, rule.policy.compute_dtype) if isinstance(rule, Rule) else rule
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
         raise TypeError(
             "rules= maps patterns over scopes to dtypes, as in {'decoder/head': 'float32'}. Got "

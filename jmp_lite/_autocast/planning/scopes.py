@@ -92,7 +92,7 @@ class Scopes:
     def check(self) -> None:
         """Raises a ValueError if a pattern has selected nothing, as a misspelt pattern does."""
         for pattern, _ in self._rules.scopes:
-            if pattern not in self._used:
+            if pattern not in self._used | self._rules.optional:
                 self._check_for_rule_in_front(pattern)
                 near = difflib.get_close_matches(pattern, self._seen, n=3, cutoff=0.3)
                 hint = f" Close to it are {', '.join(map(repr, near))}." if near else ""
