@@ -289,7 +289,6 @@ def prepare(
 
 
 def make_plan(traced: Arguments, rules: Rules) -> tuple[Planner, Plan]:
-    """Plans a call of a function that was traced."""
     planner = Planner(rules)
     states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
     return planner, planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))

@@ -149,7 +149,6 @@ class Interpreter:
         ]
 
     def _product(self, equation: Equation, action: Product, operands: list[Value]) -> Array:
-        """Runs a product, and those of its derivatives on half operands."""
         arrays = self._operands(equation, action, operands)
         product, half_product = _product(equation, action.params), self._half_product(equation)
         is_wide = [dtype == jnp.float32 for dtype in action.gradients]
@@ -205,7 +204,6 @@ class Interpreter:
         return value.to(self.half if take is Take.HALF else jnp.float32)
 
     def take_all(self, values: Sequence[Value], takes: Sequence[Take]) -> list[Array]:
-        """Returns the arrays of some values, as `take` does."""
         return [self.take(value, take) for value, take in zip(values, takes)]
 
     def with_paths(self, arrays: Sequence[Array], pairs: Sequence[int]) -> list[Value]:

@@ -95,7 +95,6 @@ class Planner:
         wanted: Sequence[Wanted],
         context: Context = Context(),  # noqa: B008
     ) -> Plan:
-        """Plans a jaxpr."""
         states = (*map(self.constant, constants(jaxpr)), *inputs)
         key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), context)
         if key not in self._plans:

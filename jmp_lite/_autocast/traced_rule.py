@@ -64,7 +64,6 @@ class TracedRule:
 
     @property
     def primal(self) -> Callable[..., list[Array]]:
-        """The function itself, by its plan."""
         run = self._interpreter.body(self._inside, (), self._pairs, self._paired)
 
         def fun(*arrays: Array) -> list[Array]:
@@ -76,7 +75,6 @@ class TracedRule:
     # The forward-mode rule.
 
     def jvp(self, primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
-        """The rule of a `custom_jvp`."""
         given, outvars = self._by_operand(tangents), self._equation.outvars
         perturbed = self._differentiable(lambda index: not isinstance(given[index], SymbolicZero))
         moved = [index for index, var in enumerate(outvars) if _is_differentiable(var)]
@@ -178,7 +176,6 @@ class TracedRule:
     # All.
 
     def _inputs(self, arrays: Sequence[Array]) -> list[tuple[Value, State]]:
-        """Returns all operands of the function, each with its state."""
         values = self._interpreter.with_paths((*self._closed_over, *arrays), self._pairs)
         return list(zip(values, self._inside.plan.inputs, strict=True))
 

@@ -132,7 +132,6 @@ def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype, keeps_rows:
 
 
 def _add_bias(output: jax.Array, bias: jax.Array) -> jax.Array:
-    """Adds a float32 bias to the last dimensions of the half precision output of a layer."""
     # The bias is cast after it was broadcast, so that its gradient is summed in float32. The layers of Flax
     # cast first: on a CPU, XLA then adds 40,960 ones in float16 to 4,096.
     return output + jnp.broadcast_to(bias, output.shape).astype(output.dtype)

@@ -219,7 +219,6 @@ def _copy_dicts(tree: Any) -> dict[Any, Any]:
 
 
 def _call_method(name: str, model: WithPolicy, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the plain module under the policy."""
     if model.scope is None:  # Outside of `init` and `apply`: the method may call `self.init` or `self.apply`.
         return getattr(type(model.plain.module), name)(model, *args, **kwargs)
     return model._run(name, args, kwargs)

@@ -32,8 +32,6 @@ product gains. A trial with programs that were compiled for an H100 put the poin
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """Runs a product in fp8."""
-
     formats: tuple[np.dtype, ...]  # The fp8 dtype of each operand.
     sources: tuple[np.dtype, ...]  # The dtype of each operand before its cast to fp8: float32 or bfloat16.
     result: np.dtype
@@ -99,7 +97,6 @@ def why_not_float8(equation: Equation, rule: tuple[str, str] | None) -> str:
 
 
 def warn_without_float8() -> None:
-    """Warns if the first device has no fp8 arithmetic."""
     device = jax.local_devices()[0]
     capability = str(getattr(device, "compute_capability", ""))
     is_nvidia = device.platform in ("gpu", "cuda") and capability[:1].isdigit()

@@ -246,7 +246,6 @@ def _minus_zero(update: Any) -> Any:
 
 
 def _check_structure(new: Any, old: Any) -> None:
-    """Raises a ValueError if the optimizer's new state has another structure than the old one."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
             "The optimizer's update returned a state of another structure than it was given. Of these two: "

@@ -86,7 +86,6 @@ class DemandWalk:
     def analyse(
         self, jaxpr: Jaxpr, wanted: tuple[Wanted, ...], inputs: tuple[Kind, ...], context: Context
     ) -> Analysis:
-        """Returns the analysis of a jaxpr, closed or open."""
         inside = open_jaxpr(jaxpr)
         key = (id(inside), wanted, inputs, context)
         if key not in self._analyses:
@@ -122,7 +121,6 @@ class DemandWalk:
         return self._analyses[key]
 
     def context(self, op: Op, inner: Inner, analysis: Analysis) -> Context:
-        """Returns the context of a jaxpr that a call runs."""
         around = analysis.context
         scope = call_scope(around.scope_of(op), op.equation)
         scope = self._scopes.cache_key(f"{scope}/{inner.scope}" if inner.scope else scope)
@@ -294,7 +292,6 @@ def _note_use(op: Op, demand: Demand) -> None:
 
 
 def _makes_integers(op: Op) -> bool:
-    """Whether an operation is a cast to integers or booleans, or a comparison."""
     return (op.is_cast or op.traits.compares) and not any(map(_is_floating, op.equation.outvars))
 
 

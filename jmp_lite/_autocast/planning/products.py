@@ -42,7 +42,6 @@ def by_first_rule(op: Op, ruling: Ruling, operands: Sequence[State], rules: Rule
 
 
 def _first_rule(ruling: Ruling, operands: Sequence[State], rules: Rules) -> tuple[str, str] | None:
-    """Returns the first of the user's rules that selects the scope or an argument of a product, if any."""
     selecting = filter(None, (ruling.rule, *(state.rule for state in operands)))
     return min(selecting, key=rules.scopes.index, default=None)
 

@@ -54,7 +54,6 @@ class Rules:
     optional: frozenset[str] = frozenset()  # The patterns of `scopes` that may select nothing.
 
     def category_of(self, name: str) -> Category:
-        """Returns the category of the primitive called `name`."""
         return self.categories.get(name, Category.AS_TRACED)
 
     def ablations(self) -> Iterator[tuple[str, "Rules"]]:
@@ -99,11 +98,9 @@ class Rules:
         return all(dtype != "float32" for _, dtype in self.scopes[: self.scopes.index(rule)])
 
     def float32_result_for(self, path: str) -> str:
-        """Returns the first pattern of `float32_results` that selects a scope or argument, or nothing."""
         return _first(self.float32_results, path)
 
     def half_sum_for(self, path: str) -> str:
-        """Returns the first pattern of `half_sums` that selects a scope, or nothing."""
         return _first(self.half_sums, path)
 
 

@@ -78,7 +78,6 @@ class RulingWalk:
     def __init__(
         self, inside: Jaxpr, inputs: Sequence[Kind], context: Context, rules: Rules, scopes: Scopes
     ) -> None:
-        """Begins with the estimates of the constants and inputs of the jaxpr."""
         self.estimates = Estimates(zip((*inside.constvars, *inside.invars), inputs, strict=True))
         self._context, self._rules, self._scopes = context, rules, scopes
         self._of_products: set[Var] = set()  # Results of products, and element-wise functions of them.
@@ -143,15 +142,12 @@ class Estimates:
     """
 
     def __init__(self, kinds: Iterable[tuple[Var, Kind]]) -> None:
-        """Begins with the kinds of the inputs."""
         self._kinds = dict(kinds)
 
     def of(self, var: Var) -> Kind:
-        """Returns the estimate of a variable or literal."""
         return Kind.LITERAL if is_literal(var) else self._kinds[var]
 
     def add(self, op: Op, ruling: Ruling) -> None:
-        """Estimates the results of an operation from its operands."""
         operands = list(map(self.of, op.equation.invars))
         is_constant = not op.equation.effects and all(kind == Kind.LITERAL for kind in operands)
         for index, out in enumerate(op.equation.outvars):

@@ -10,7 +10,6 @@ from .rules import Rules
 
 
 def by_rule(pattern: str) -> str:
-    """Returns the reason of what a rule keeps in float32."""
     return f"the rule for '{pattern}'"
 
 

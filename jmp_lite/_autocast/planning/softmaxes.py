@@ -134,7 +134,6 @@ def _masks(op: Op) -> bool:
 
 
 def _makers(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) -> list[Op]:
-    """Returns the operations that make the operands of an operation."""
     return [ops[made_by[var]] for var in op.variables if var in made_by]
 
 

@@ -55,17 +55,14 @@ class State:
 
     @property
     def wide_gradient(self) -> bool:
-        """Whether the product that makes the gradient of this argument gives float32."""
         return self.source is not None and self.source.wide_gradient
 
     @property
     def rule(self) -> tuple[str, str] | None:
-        """The first rule of the user that selects this argument."""
         return None if self.source is None else self.source.rule
 
     @property
     def is_half(self) -> bool:
-        """Whether the value was computed in half."""
         return self.kind == Kind.HALF
 
 

@@ -232,7 +232,6 @@ def _operation(
 
 
 def _taken_in_half(decision: Decision, var: Var, states: Mapping[Var, State]) -> bool:
-    """Whether an operation takes an operand in half."""
     if decision.category is Category.MOVE or decision.op.is_cast:
         return not is_literal(var) and states[var].is_half
     return decision.takes_half
