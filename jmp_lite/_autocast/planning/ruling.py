@@ -11,18 +11,10 @@ from collections.abc import Collection, Iterable, Sequence, Set
 
 import jax.numpy as jnp
 
+from ..._jaxpr import read
 from ..._jaxpr.precision import precisions
 from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import (
-    Equation,
-    Jaxpr,
-    Var,
-    equations,
-    floating_operands,
-    is_float32,
-    is_literal,
-    open_jaxpr,
-)
+from ..._jaxpr.read import Equation, Jaxpr, Var
 from ..._tree import KEEP_FLOAT32_NAME
 from .op import Context, Op
 from .rules import Rules
@@ -145,7 +137,7 @@ class Estimates:
         self._kinds = dict(kinds)
 
     def of(self, var: Var) -> Kind:
-        return Kind.LITERAL if is_literal(var) else self._kinds[var]
+        return Kind.LITERAL if read.is_literal(var) else self._kinds[var]
 
     def add(self, op: Op, ruling: Ruling) -> None:
         operands = list(map(self.of, op.equation.invars))
@@ -155,7 +147,7 @@ class Estimates:
                 self._kinds[out] = _estimate_of_call(op, index)
             elif is_constant and ruling.why is not Why.KEEP_FLOAT32:
                 self._kinds[out] = Kind.LITERAL
-            elif is_float32(out):
+            elif read.is_float32(out):
                 self._kinds[out] = _estimate_of_float32(op, ruling, operands, index)
             else:
                 self._kinds[out] = Kind.ADAPTS
@@ -237,13 +229,13 @@ def _decides(op: Op, ruling: Ruling, decisive: Set[Var]) -> bool:
     """Whether an operation that may run in half computes what the predicate of a loop depends on."""
     may_be_half = ruling.category in (Category.ALLOW, Category.INFER) and not ruling.reason
     is_decisive = may_be_half and not decisive.isdisjoint(op.equation.outvars)
-    return is_decisive and any(map(is_float32, op.equation.invars))
+    return is_decisive and any(map(read.is_float32, op.equation.invars))
 
 
 def _why_not_half(equation: Equation, rules: Rules) -> str:
     """Returns why a product keeps its dtypes, whatever its operands are; empty if it takes half operands."""
-    floating = floating_operands(equation)
-    if not any(map(is_float32, floating)):
+    floating = read.floating_operands(equation)
+    if not any(map(read.is_float32, floating)):
         traced = sorted({var.aval.dtype.name for var in floating}) or ["integers"]
         return f"its operands were traced in {' and '.join(traced)}"
     others = {var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, rules.dtype)}
@@ -255,7 +247,7 @@ def _why_not_half(equation: Equation, rules: Rules) -> str:
 def _what_the_program_asks(equation: Equation, floating: Sequence[Var]) -> str:
     """Returns in words for which precision or result the program asks; empty if it asks for none."""
     # JAX multiplies a float32 cotangent by a half operand, and names the arithmetic of the half product.
-    own = {"F16_F16_F32", "BF16_BF16_F32"} if not all(map(is_float32, floating)) else set[str]()
+    own = {"F16_F16_F32", "BF16_BF16_F32"} if not all(map(read.is_float32, floating)) else set[str]()
     if asked := precisions(equation) - own:
         return f"the program asks for precision {' and '.join(sorted(asked))}"
     preferred = equation.params.get("preferred_element_type")
@@ -271,7 +263,7 @@ def _estimate_of_float32(op: Op, ruling: Ruling, operands: list[Kind], index: in
         return Kind.KEPT
     if op.is_cast:
         (source,) = op.equation.invars
-        return operands[0] if is_float32(source) else _estimate_of_cast(source.aval.dtype)
+        return operands[0] if read.is_float32(source) else _estimate_of_cast(source.aval.dtype)
     if ruling.category is Category.MOVE:
         return _estimate_of_move(op, operands, index)
     if (ruling.takes_half(operands) and not ruling.float32_result) or ruling.half_sum:
@@ -282,7 +274,7 @@ def _estimate_of_float32(op: Op, ruling: Ruling, operands: list[Kind], index: in
 
 def _widest(op: Op, operands: list[Kind]) -> Kind:
     kinds = [
-        broadcast(op, var, kind) if is_float32(var) else Kind.ADAPTS
+        broadcast(op, var, kind) if read.is_float32(var) else Kind.ADAPTS
         for var, kind in zip(op.equation.invars, operands)
     ]
     return Kind.FLOAT32 if not set(kinds).isdisjoint(WIDE) else max(Kind.ADAPTS, *kinds)
@@ -303,20 +295,20 @@ def _estimate_of_cast(source: jnp.dtype) -> Kind:
 def _estimate_of_call(op: Op, index: int) -> Kind:
     """Returns the estimate of a result of a call, as far as the inner jaxprs alone tell it."""
     outputs = [
-        (open_jaxpr(inner.jaxpr), number, carry)
+        (read.open_jaxpr(inner.jaxpr), number, carry)
         for inner in op.inner
         for number, (result, carry) in enumerate(zip(inner.results, inner.carries))
         if result == index
     ]
-    if is_float32(op.equation.outvars[index]) and any(carry for _, _, carry in outputs):
+    if read.is_float32(op.equation.outvars[index]) and any(carry for _, _, carry in outputs):
         return Kind.FLOAT32
     is_binary = all(_is_cast_from_bool(jaxpr, jaxpr.outvars[number]) for jaxpr, number, _ in outputs)
     return Kind.BINARY if is_binary else Kind.ADAPTS
 
 
 def _is_cast_from_bool(jaxpr: Jaxpr, var: Var) -> bool:
-    made_by = {out: equation for equation in equations(jaxpr) for out in equation.outvars}
-    while not is_literal(var) and var in made_by:
+    made_by = {out: equation for equation in read.equations(jaxpr) for out in equation.outvars}
+    while not read.is_literal(var) and var in made_by:
         equation = made_by[var]
         if equation.primitive.name == "convert_element_type":
             return equation.invars[0].aval.dtype == jnp.bool_
