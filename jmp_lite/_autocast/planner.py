@@ -100,14 +100,11 @@ class Planner:
         if key not in self._plans:
             estimates = tuple(map(estimate_of_state, states))
             analysis = self._demand_walk.analyse(jaxpr, tuple(wanted), estimates, context)
-            self._plans[key] = self._make(jaxpr, states, analysis)
+            plan = self._decided(jaxpr, states, analysis)
+            for improve in PASSES:
+                plan = improve(plan, self.rules)
+            self._plans[key] = plan
         return self._plans[key]
-
-    def _make(self, jaxpr: Jaxpr, states: tuple[State, ...], analysis: Analysis) -> Plan:
-        plan = self._decided(jaxpr, states, analysis)
-        for improve in PASSES:
-            plan = improve(plan, self.rules)
-        return plan
 
     def _decided(self, jaxpr: Jaxpr, states: tuple[State, ...], analysis: Analysis) -> Plan:
         """Returns the plan of a jaxpr before the passes: the decision about each operation."""
@@ -117,18 +114,13 @@ class Planner:
         decisions: list[Decision] = []
         for op, ruling in zip(analysis.ops, analysis.rulings):
             operands = [state_of(var) for var in op.equation.invars]
-            decision = self._decide(op, ruling, operands, analysis)
+            is_call = ruling.category is Category.CALL
+            decision = (self._decide_call if is_call else decide)(op, ruling, operands, analysis)
             known.update(zip(op.equation.outvars, decision.results, strict=True))
             decisions.append(decision)
         return Plan(jaxpr, analysis, known, tuple(decisions), tuple(map(state_of, inside.outvars)))
 
-    def _decide(self, op: Op, ruling: Ruling, operands: list[State], analysis: Analysis) -> Decision:
-        if ruling.category is Category.CALL:
-            return self._decide_call(op, operands, analysis)
-        wanted = analysis.demand.of_results(op)
-        return decide(op, ruling, operands, wanted, analysis, self.rules, self.scopes)
-
-    def _decide_call(self, op: Op, operands: list[State], analysis: Analysis) -> Decision:
+    def _decide_call(self, op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis) -> Decision:
         wanted = [analysis.demand.of_var(var) for var in op.equation.outvars]
         plans = [self._plan_inside(op, inner, operands, wanted, analysis) for inner in op.inner]
         results = _results_of_call(op, plans, wanted)
@@ -139,10 +131,10 @@ class Planner:
             inside = _inside(op, operands, plans, results)
             action = Call(_handler(op, operands, plans), inside, op.recomputes)
         reason = "decided inside, operation by operation"
-        return Decision(op, Category.CALL, action, results, reason, changed, tuple(plans))
+        return Decision(op, ruling.category, action, results, reason, changed, tuple(plans))
 
     def _plan_inside(
-        self, op: Op, inner: Inner, operands: list[State], wanted: list[Wanted], analysis: Analysis
+        self, op: Op, inner: Inner, operands: Sequence[State], wanted: list[Wanted], analysis: Analysis
     ) -> Plan:
         inputs = [entering(op, operands[n], role) for n, role in zip(inner.operands, inner.roles)]
         context = self._demand_walk.context(op, inner, analysis)

@@ -232,7 +232,7 @@ class TracedRule:
         sources = sources_of_outputs(closed)
         numbers = [sources.index(source) for source in sources[len(states) :]]
         known = [*states, *(states[number] if number < len(states) else None for number in numbers)]
-        wanted = [Wanted.INDIRECTLY if state and state.is_half else Wanted.NO for state in known]
+        wanted = list(map(_wanted, known))
         if context is None:  # The scopes around the function are around its rules too.
             around = self._inside.plan.analysis.context
             flags = (False,) * len(inputs) + (True,) * len(tangents)
@@ -259,6 +259,11 @@ def _tangent(array: Array, var: Var) -> tuple[Value, State]:
     if not is_float32(var):
         return Value(array), OTHER
     return Value(array), FLOAT32 if array.dtype == jnp.float32 else HALF
+
+
+def _wanted(state: State | None) -> Wanted:
+    """Returns how a result of a rule is wanted. The state of a residual is not known."""
+    return Wanted.INDIRECTLY if state is not None and state.is_half else Wanted.NO
 
 
 def _sum(of_half: Any, of_path: Any) -> Any:

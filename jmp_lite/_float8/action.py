@@ -80,18 +80,22 @@ def why_not_float8(equation: Equation, rule: tuple[str, str] | None) -> str:
         return f"the rule for '{pattern}'"
     if equation.primitive.name != "dot_general":
         return f"{equation.primitive.name} has no fp8 version"
-    (sums, _), (batch, _) = equation.params["dimension_numbers"]
-    if batch:
+    if equation.params["dimension_numbers"][1][0]:
         return "it has batch axes"
-    left, right = (var.aval.shape for var in equation.invars)
-    if not all(isinstance(size, int) for size in (*left, *right)):
+    if not all(isinstance(size, int) for var in equation.invars for size in var.aval.shape):
         return "a size is symbolic"
+    return _why_not_by_size(equation, is_asked=dtype == FLOAT8)
+
+
+def _why_not_by_size(equation: Equation, is_asked: bool) -> str:
+    (sums, _), _ = equation.params["dimension_numbers"]
+    left, right = (var.aval.shape for var in equation.invars)
     k = math.prod(left[axis] for axis in sums)
     sizes = math.prod(left) // max(k, 1), k, math.prod(right) // max(k, 1)
     text = " x ".join(map(str, sizes))
     if any(size % MULTIPLE or not size for size in sizes):
         return f"a size of {text} is no multiple of {MULTIPLE}"
-    if dtype != FLOAT8 and 1 / sum(1 / size for size in sizes) < SMALLEST_SIZE:
+    if not is_asked and 1 / sum(1 / size for size in sizes) < SMALLEST_SIZE:
         return f"{text} is too small to gain"
     return ""
 

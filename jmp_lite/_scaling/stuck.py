@@ -150,21 +150,23 @@ def _complaint(
         said = f"{skipped} of {steps} steps were skipped ({skipped / steps:.0%})"
     else:
         return ""
+    cause = f": {_cause(state, member)}" if in_a_row else ""
+    size = "" if scale is None else f" The loss scale is {scale:g}{', its minimum' if at_minimum else ''}."
+    return f"{said}{cause}.{size}"
+
+
+def _cause(state: SkipNonfiniteState, member: tuple[int, ...]) -> str:
+    """Returns what was not finite on the last step, which was skipped."""
     flags = _member(state.leaf_finite, member)
-    if in_a_row and not flags.all():
+    if not flags.all():
         finite = dict(zip(state.leaf_names.paths, flags.tolist()))
-        said += f": inf or NaN in the gradients of {describe(finite)}"
-    elif in_a_row and (state.grad_norm is None or np.isfinite(_member(state.grad_norm, member))):
-        said += (
-            ": the gradients were finite, and an update of the optimizer, its new state, or an extra "
-            "argument such as value= was not"
+        return f"inf or NaN in the gradients of {describe(finite)}"
+    if state.grad_norm is None or np.isfinite(_member(state.grad_norm, member)):
+        return (
+            "the gradients were finite, and an update of the optimizer, its new state, or an extra argument "
+            "such as value= was not"
         )
-    elif in_a_row:
-        said += ": the norm of the gradients is inf"
-    said += "."
-    if scale is not None:
-        said += f" The loss scale is {scale:g}{', its minimum' if at_minimum else ''}."
-    return said
+    return "the norm of the gradients is inf"
 
 
 def _member(values: Any, member: tuple[int, ...]) -> Any:

@@ -32,6 +32,8 @@ from .wanted import Demand, Wanted
 class Analysis:
     """All that the planner knows of a jaxpr at one point of the program, but for the states of its inputs."""
 
+    rules: Rules
+    scopes: Scopes
     inside: Jaxpr  # The open jaxpr.
     ops: tuple[Op, ...]
     readers: Readers
@@ -93,6 +95,8 @@ class DemandWalk:
             decisive = self._decisions.variables(inside, context.decides, held=context.held)
             ruling_walk = RulingWalk(inside, inputs, context, self._rules, self._scopes)
             analysis = Analysis(
+                rules=self._rules,
+                scopes=self._scopes,
                 inside=inside,
                 ops=ops,
                 readers=readers,

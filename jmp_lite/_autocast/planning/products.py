@@ -15,7 +15,7 @@ from .op import Op
 from .plan import Decision, Product, Run, WeightGradient
 from .rules import Rules
 from .ruling import KEPT_BY_USER, Ruling, Why
-from .scopes import Scopes, by_rule
+from .scopes import by_rule
 from .states import FLOAT32, Kind, State
 from .wanted import Wanted
 
@@ -47,13 +47,7 @@ def _first_rule(ruling: Ruling, operands: Sequence[State], rules: Rules) -> tupl
 
 
 def decide_product(
-    op: Op,
-    ruling: Ruling,
-    operands: Sequence[State],
-    wanted: Wanted,
-    analysis: Analysis,
-    rules: Rules,
-    scopes: Scopes,
+    op: Op, ruling: Ruling, operands: Sequence[State], wanted: Wanted, analysis: Analysis
 ) -> Decision:
     """Decides about a product: half operands, unless one of them is kept in float32.
 
@@ -64,15 +58,13 @@ def decide_product(
         return run_in_float32(op, operands, dataclasses.replace(KEPT_BY_USER, category=Category.ALLOW))
     if reason := _why_float32(op, operands, wanted, analysis):
         return run_in_float32(op, operands, Ruling(Category.ALLOW, reason))
-    decision = _product_in_half(op, operands, analysis, rules)
-    if not decision.takes_half:
-        return decision
+    decision, rules = _product_in_half(op, operands, analysis), analysis.rules
     is_backward = analysis.context.is_backward(op)
     by_argument = [state.source.float32_result for state in operands if state.source is not None]
     pattern = next(filter(None, (ruling.float32_result, *by_argument)), "")
     # The products of derivatives give half.
     if pattern and not is_backward and analysis.tangents.isdisjoint(op.variables):
-        scopes.note_used("float32_results", pattern)
+        analysis.scopes.note_used("float32_results", pattern)
         decision = _with_float32_result(decision, pattern, rules.dtype)
     return _in_float8(decision, ruling, operands, is_backward, rules) if rules.float8 else decision
 
@@ -92,9 +84,9 @@ def _selects(operands: Sequence[State]) -> bool:
     return sorted(state.kind for state in operands) == [Kind.BINARY, Kind.FLOAT32]
 
 
-def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis, rules: Rules) -> Decision:
+def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis) -> Decision:
     """Decides about a product of half operands. One that makes a weight gradient may give float32."""
-    primitive, half = op.equation.primitive.name, rules.dtype
+    primitive, rules, half = op.equation.primitive.name, analysis.rules, analysis.rules.dtype
     takes, params = in_half(op, operands), _half_params(op, half)
     reason = f"{primitive} is on the allow list"
     action: Run | Product | WeightGradient = Run(takes, params)
