@@ -35,9 +35,9 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         for index, role, take in zip(inside.inner.operands, inside.inner.roles, inside.enter):
             value, array = operands[index], interpreter.take(operands[index], take)
             if role is Role.CONSTANT:
-                casts = interpreter.casts_for_loop(value, inside.plan) if take is Take.HOISTED else None
-                path = array if casts is not None else None
-                fixed.append(Value(array, casts, value.number, path))
+                is_hoisted = take is Take.HOISTED
+                casts = interpreter.casts_for_loop(value, inside.plan) if is_hoisted else {}
+                fixed.append(Value(array, casts, value.number, array if is_hoisted else None))
             else:
                 arrays[index] = array
         given = inside.inner.operands[len(fixed) :]

@@ -34,7 +34,7 @@ from .planning.passes.pairs import pairs
 from .planning.passes.precision import precision
 from .planning.passes.recompute import recompute
 from .planning.plan import Call, Decision, Inside, Plan, Run, Take, conversion
-from .planning.rules import Rules
+from .planning.rules import Rules, first_match
 from .planning.ruling import Ruling, estimate_of_state
 from .planning.scopes import Scopes
 from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, Source, State, entering, fits, join, leaving
@@ -72,7 +72,7 @@ class Planner:
         if not value.ndim:
             return State(Kind.ADAPTS, source=Source())
         is_wide = self.rules.reduce_dtype is not None
-        source = Source(is_wide, self.rules.float32_result_for(path), rule)
+        source = Source(is_wide, first_match(self.rules.float32_results, path), rule)
         return State(Kind.ARGUMENT, source=source)
 
     def constant(self, value: Array) -> State:
@@ -198,16 +198,9 @@ def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) ->
     for inner, plan in zip(op.inner, plans):
         for index, carry, state in zip(inner.results, inner.carries, plan.results):
             if index is not None:
-                state = _outside(op, state, carry, wanted[index])
+                state = leaving(op, state, carry, wanted[index] > Wanted.NO)
                 results[index] = join(results[index], state) if index in results else state
     return tuple(results[index] for index in range(len(op.equation.outvars)))
-
-
-def _outside(op: Op, state: State, carry: bool, wanted: Wanted) -> State:
-    """Returns the state of a result outside of the call. A carry of a loop is float32, but for half sums."""
-    is_scan = op.name == "scan"
-    is_wide = carry and not (is_scan and state.half_sum)
-    return leaving(state, is_wide, is_scan and wanted > Wanted.NO)
 
 
 def _handler(op: Op, operands: Sequence[State], plans: Sequence[Plan]) -> str:

@@ -127,16 +127,6 @@ def _checked(made_by: str, fun: Any, loss_scale: Any, argnums: Any, value_and_gr
 
 @overload
 def grad(
-    fun: Callable[P, Any],
-    loss_scale: LossScaleLike,
-    argnums: int | Sequence[int] | Any = ...,
-    has_aux: Literal[False] = ...,
-    value_and_grad_fn: Callable[..., Callable[..., Any]] = ...,
-) -> Callable[P, Any]: ...
-
-
-@overload
-def grad(
     fun: Callable[P, tuple[Any, A]],
     loss_scale: LossScaleLike,
     argnums: int | Sequence[int] | Any = ...,

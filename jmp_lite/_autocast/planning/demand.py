@@ -23,7 +23,7 @@ from .regions import find_regions
 from .rules import Rules
 from .ruling import Estimates, Ruling, RulingWalk
 from .scopes import Scopes
-from .softmaxes import Region
+from .softmaxes import Barrier, Region
 from .states import Kind
 from .wanted import Demand, Wanted
 
@@ -55,9 +55,9 @@ class Analysis:
     def region_of(self, op: Op, wanted: Wanted) -> Region | None:
         """Returns the region that ends with an operation, whose result is wanted in half; None for none."""
         region = self.regions.get(op.equation.outvars[0]) if wanted > Wanted.NO else None
-        if region is None or (region.needs_products and wanted is not Wanted.BY_PRODUCTS_ONLY):
-            return None
-        return region
+        # A gate, which has no barrier, is a region whatever reads it.
+        by_products = wanted is Wanted.BY_PRODUCTS_ONLY
+        return region if by_products or (region and region.barrier is Barrier.NONE) else None
 
 
 class DemandWalk:

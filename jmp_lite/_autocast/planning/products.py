@@ -74,14 +74,8 @@ def _why_float32(op: Op, operands: Sequence[State], wanted: Wanted, analysis: An
     if wanted is Wanted.EXACT:
         return _EXACT
     # A product by one-hot labels picks numbers, for float32 operations if nothing wants half.
-    if _selects(operands) and wanted is Wanted.NO and not analysis.makes_gradient(op):
-        return _SELECTS
-    return ""
-
-
-def _selects(operands: Sequence[State]) -> bool:
-    """Whether a product picks numbers computed in float32, as a CTC loss does with one-hot labels."""
-    return sorted(state.kind for state in operands) == [Kind.BINARY, Kind.FLOAT32]
+    picks = sorted(state.kind for state in operands) == [Kind.BINARY, Kind.FLOAT32]  # As in a CTC loss.
+    return _SELECTS if picks and wanted is Wanted.NO and not analysis.makes_gradient(op) else ""
 
 
 def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis) -> Decision:

@@ -64,18 +64,14 @@ class Rules:
             listed = MappingProxyType({other: text for other, text in self.listed.items() if other != name})
             yield written, dataclasses.replace(self, categories=MappingProxyType(categories), listed=listed)
         for option in ("scopes", "float32_results", "half_sums"):
-            yield from self._ablations_of(option)
+            given = getattr(self, option)
+            for entry in given:
+                rule = f"rules={{{entry[0]!r}: {entry[1]!r}}}"
+                others = tuple(other for other in given if other is not entry)
+                written = rule if option == "scopes" else f"{option}={entry!r}"
+                yield written, dataclasses.replace(self, **{option: others})
         if self.reduce_dtype is not None:
             yield f"reduce_dtype='{self.reduce_dtype.name}'", dataclasses.replace(self, reduce_dtype=None)
-
-    def _ablations_of(self, option: str) -> Iterator[tuple[str, "Rules"]]:
-        """Yields each entry of an option that takes patterns, and the rules without it."""
-        given = getattr(self, option)
-        for entry in given:
-            rule = f"rules={{{entry[0]!r}: {entry[1]!r}}}"
-            others = tuple(other for other in given if other is not entry)
-            written = rule if option == "scopes" else f"{option}={entry!r}"
-            yield written, dataclasses.replace(self, **{option: others})
 
     @property
     def halves_products(self) -> bool:
@@ -97,14 +93,9 @@ class Rules:
             return False
         return all(dtype != "float32" for _, dtype in self.scopes[: self.scopes.index(rule)])
 
-    def float32_result_for(self, path: str) -> str:
-        return _first(self.float32_results, path)
 
-    def half_sum_for(self, path: str) -> str:
-        return _first(self.half_sums, path)
-
-
-def _first(patterns: Iterable[str], path: str) -> str:
+def first_match(patterns: Iterable[str], path: str) -> str:
+    """Returns the first pattern that selects a scope or argument, or nothing."""
     return next((pattern for pattern in patterns if matches(pattern, path)), "")
 
 
@@ -137,11 +128,11 @@ def make_rules(
     reduced = parse_reduce_dtype(reduce_dtype)
     categories = _default_categories(half)
     listed = _change(categories, {Category.ALLOW: allow, Category.DENY: deny, Category.INFER: infer})
-    given = _given_scopes(rules)
+    scopes, optional = _scopes(half, float8, rules)
     return Rules(
         half,
         MappingProxyType(categories),
-        tuple(_scope(each, half, float8) for each in given),
+        scopes,
         MappingProxyType(listed),
         reduced,
         float8=float8,
@@ -153,7 +144,7 @@ def make_rules(
             () if half_sums is None else half_sums,
             "half_sums= takes patterns over scopes, such as '**/block_*'",
         ),
-        optional=frozenset(each.pattern for each in given if isinstance(each, Rule) and each.optional),
+        optional=optional,
     )
 
 
@@ -253,9 +244,14 @@ def _known_names() -> frozenset[str]:
     return frozenset(public.union(PRIMITIVES))
 
 
-def _given_scopes(rules: ScopeRules) -> tuple[Any, ...]:
+def _scopes(
+    half: np.dtype, float8: bool, rules: ScopeRules
+) -> tuple[tuple[tuple[str, str], ...], frozenset[str]]:
+    """Returns the pairs of patterns and dtypes, and the patterns of optional rules."""
     allowed = "a mapping of patterns over scopes to dtypes, as in {'decoder/head': 'float32'}"
-    return tuple(rules.items() if isinstance(rules, Mapping) else _listed("rules", allowed, rules))
+    given = tuple(rules.items() if isinstance(rules, Mapping) else _listed("rules", allowed, rules))
+    optional = frozenset(each.pattern for each in given if isinstance(each, Rule) and each.optional)
+    return tuple(_scope(each, half, float8) for each in given), optional
 
 
 def _scope(rule: Any, half: np.dtype, float8: bool) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Equation, Jaxpr, Var
 from ..._tree import KEEP_FLOAT32_NAME
 from .op import Context, Op
-from .rules import Rules
+from .rules import Rules, first_match
 from .scopes import Scopes
 from .states import WIDE, Kind, State, broadcast
 
@@ -86,7 +86,7 @@ class RulingWalk:
         rulings = []
         for op in ops:
             scope = self._context.scope_of(op)
-            ruling = _ruling(op, scope, self._context.is_backward(op), self._rules, self._scopes)
+            ruling = self._ruling(op, scope)
             if self._rules.half_sums and self._continues_stream(op, ruling, streams):
                 ruling = self._ruling_on_sum(ruling, scope)
             if decisive and _decides(op, ruling, decisive) and not self._rules.gives_half(scope):
@@ -110,11 +110,55 @@ class RulingWalk:
 
     def _ruling_on_sum(self, ruling: Ruling, scope: str) -> Ruling:
         """Returns the ruling on a sum of a residual stream: it is in half if `half_sums` selects it."""
-        pattern = self._rules.half_sum_for(scope)
+        pattern = first_match(self._rules.half_sums, scope)
         if not pattern:
             return ruling
         self._scopes.note_used("half_sums", pattern)
         return dataclasses.replace(ruling, half_sum=pattern)
+
+    def _ruling(self, op: Op, scope: str) -> Ruling:
+        if op.category is Category.CALL:
+            return _CALL
+        if reason := self._scopes.why_as_traced(scope):
+            return self._ruling_as_traced(reason, op, scope)
+        if op.is_cast:
+            return _AS_TRACED
+        if op.name == "name" and op.equation.params["name"] == KEEP_FLOAT32_NAME:
+            return KEPT_BY_USER
+        if op.category is Category.DENY:
+            return Ruling(op.category, f"{op.name} is on the deny list")
+        if op.category is Category.AS_TRACED:
+            is_listed = op.name in self._rules.categories
+            known = "stays as traced" if is_listed else "is on no list"
+            return Ruling(op.category, f"{op.name} {known}", Why.OTHER if is_listed else Why.NO_LIST)
+        return self._ruling_on_product(op, scope) if _is_product(op) else _BY_OPERANDS[op.category]
+
+    def _ruling_as_traced(self, reason: str, op: Op, scope: str) -> Ruling:
+        """Returns the ruling on an operation of a scope that stays as it was traced.
+
+        If a rule keeps the scope of a product in float32, the rule of an argument may come first.
+        """
+        if scope not in self._scopes.kept_by_rules:
+            return Ruling(Category.AS_TRACED, reason)
+        kept = Ruling(Category.AS_TRACED, reason, Why.RULE)
+        rule = self._scopes.rule_for(scope) if _is_product(op) else None
+        if rule is None:
+            return kept
+        return dataclasses.replace(kept, rule=rule, otherwise=self._ruling_on_product(op, scope))
+
+    def _ruling_on_product(self, op: Op, scope: str) -> Ruling:
+        rules, is_backward = self._rules, self._context.is_backward(op)
+        reason = _why_not_half(op.equation, rules)
+        rule = self._scopes.rule_for(scope)
+        is_first = rules.is_first(rule)
+        if op.category is Category.ALLOW:
+            # The products of a backward pass give half, as those of other products do.
+            pattern = "" if is_backward else first_match(rules.float32_results, scope)
+            return Ruling(op.category, reason, float32_result=pattern, rule=rule, is_first=is_first)
+        # In a backward pass an outer product is the gradient of a product, and runs as the others do.
+        is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
+        category = Category.ALLOW if is_gradient and not reason else op.category
+        return Ruling(category, reason, rule=rule, is_first=is_first)
 
     def _note(self, op: Op, ruling: Ruling) -> None:
         """Notes what later rulings ask about the results of an operation."""
@@ -163,59 +207,8 @@ def estimate_of_state(state: State) -> Kind:
 # The ruling.
 
 
-def _ruling(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes) -> Ruling:
-    if op.category is Category.CALL:
-        return _CALL
-    if reason := scopes.why_as_traced(scope):
-        return _ruling_as_traced(reason, op, scope, is_backward, rules, scopes)
-    if op.is_cast:
-        return _AS_TRACED
-    if op.name == "name" and op.equation.params["name"] == KEEP_FLOAT32_NAME:
-        return KEPT_BY_USER
-    if op.category is Category.DENY:
-        return Ruling(op.category, f"{op.name} is on the deny list")
-    if op.category is Category.AS_TRACED:
-        is_listed = op.name in rules.categories
-        known = "stays as traced" if is_listed else "is on no list"
-        return Ruling(op.category, f"{op.name} {known}", Why.OTHER if is_listed else Why.NO_LIST)
-    if _is_product(op):
-        return _ruling_on_product(op, scope, is_backward, rules, scopes)
-    return _BY_OPERANDS[op.category]
-
-
 def _is_product(op: Op) -> bool:
     return op.category is Category.ALLOW or op.name in ("outer_product", "elementwise_product")
-
-
-def _ruling_as_traced(
-    reason: str, op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes
-) -> Ruling:
-    """Returns the ruling on an operation of a scope that stays as it was traced.
-
-    If a rule keeps the scope of a product in float32, the rule of an argument may come first.
-    """
-    if not scopes.is_kept_by_rule(scope):
-        return Ruling(Category.AS_TRACED, reason)
-    kept = Ruling(Category.AS_TRACED, reason, Why.RULE)
-    rule = scopes.rule_for(scope) if _is_product(op) else None
-    if rule is None:
-        return kept
-    otherwise = _ruling_on_product(op, scope, is_backward, rules, scopes)
-    return dataclasses.replace(kept, rule=rule, otherwise=otherwise)
-
-
-def _ruling_on_product(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes) -> Ruling:
-    reason = _why_not_half(op.equation, rules)
-    rule = scopes.rule_for(scope)
-    is_first = rules.is_first(rule)
-    if op.category is Category.ALLOW:
-        # The products of a backward pass give half, as those of other products do.
-        pattern = "" if is_backward else rules.float32_result_for(scope)
-        return Ruling(op.category, reason, float32_result=pattern, rule=rule, is_first=is_first)
-    # In a backward pass an outer product is the gradient of a product, and runs as the others do.
-    is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
-    category = Category.ALLOW if is_gradient and not reason else op.category
-    return Ruling(category, reason, rule=rule, is_first=is_first)
 
 
 KEPT_BY_USER = Ruling(Category.DENY, "keep_float32", Why.KEEP_FLOAT32)

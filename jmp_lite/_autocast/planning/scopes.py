@@ -40,7 +40,8 @@ class Scopes:
         self._selecting: set[tuple[str, str]] = set()
         self._seen: set[str] = set()
         self._reasons: dict[str, str] = {}
-        self._kept_by_rules: set[str] = set()  # The scopes that a rule keeps in float32.
+        # The scopes that a rule keeps in float32, of those that `why_as_traced` was asked about.
+        self.kept_by_rules: set[str] = set()
 
     def cache_key(self, scope: str) -> str:
         """Returns the part of a scope on which decisions depend.
@@ -67,12 +68,8 @@ class Scopes:
         rule = self.rule_for(path) if path else None
         if rule is None or rule[1] != "float32":
             return ""
-        self._kept_by_rules.add(path)
+        self.kept_by_rules.add(path)
         return by_rule(rule[0])
-
-    def is_kept_by_rule(self, path: str) -> bool:
-        """Whether `why_as_traced` has found a rule of the user that keeps the scope `path` in float32."""
-        return path in self._kept_by_rules
 
     def rule_for(self, path: str) -> tuple[str, str] | None:
         """Returns the first rule that selects the scope or argument `path`, if any: its pattern and dtype."""

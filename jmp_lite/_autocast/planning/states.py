@@ -109,11 +109,15 @@ def entering(op: Op, state: State, role: Role) -> State:
     return OTHER if state.kind == Kind.OTHER else FLOAT32
 
 
-def leaving(state: State, carry: bool, wanted: bool) -> State:
-    """Returns the state of a result outside its loop. A carry keeps its dtype; a slice may be in half."""
-    if state.kind == Kind.OTHER:
+def leaving(op: Op, state: State, carry: bool, wanted: bool) -> State:
+    """Returns the state of a result of a call outside of it. The slices of a scan may be in half.
+
+    A carry is float32, except for a sum that `half_sums` selects.
+    """
+    is_scan = op.name == "scan"
+    if state.kind == Kind.OTHER or (carry and is_scan and state.half_sum):
         return state
-    return FLOAT32 if carry else HALF if wanted and state.kind in WIDE else state
+    return FLOAT32 if carry else HALF if is_scan and wanted and state.kind in WIDE else state
 
 
 def join(first: State, second: State) -> State:
