@@ -121,7 +121,7 @@ class Planner:
         return Plan(jaxpr, analysis, known, tuple(decisions), tuple(map(state_of, inside.outvars)))
 
     def _decide_call(self, op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis) -> Decision:
-        wanted = [analysis.demand.of_var(var) for var in op.equation.outvars]
+        wanted = list(map(analysis.demand.of_var, op.equation.outvars))
         plans = [self._plan_inside(op, inner, operands, wanted, analysis) for inner in op.inner]
         results = _results_of_call(op, plans, wanted)
         has_half = any(state.is_half for state in (*operands, *results))
@@ -172,11 +172,9 @@ def _inside(
     """
 
     def enter(index: int, role: Role, state: State, is_wanted: bool) -> Take:
-        if role is Role.CONSTANT and is_wanted and state.kind not in (Kind.OTHER, Kind.LITERAL):
-            return Take.HOISTED
-        if role is Role.CONSTANT and state.is_half:  # The gradients of all iterations are summed in float32.
-            return Take.HOISTED
-        return conversion(operands[index], state)
+        # The gradients of all iterations are summed in float32, if the constant is in half outside too.
+        is_cast = state.is_half or (is_wanted and state.kind not in (Kind.OTHER, Kind.LITERAL))
+        return Take.HOISTED if role is Role.CONSTANT and is_cast else conversion(operands[index], state)
 
     def leave(state: State, index: int | None) -> Take:
         return conversion(state, FLOAT32 if index is None else results[index])

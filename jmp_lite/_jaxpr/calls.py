@@ -221,8 +221,8 @@ def while_loop(
     def step(state: Any) -> Any:
         carry, total, count = state
         # jax.vmap gives a loop a predicate for each example. JAX stops each example on its own when it
-        # compiles the primitive, but lax.while_loop takes one predicate. JAX's batching rule makes the same of
-        # it: https://github.com/jax-ml/jax/pull/20726.
+        # compiles the primitive, but lax.while_loop takes one predicate. JAX makes the same of it:
+        # https://github.com/jax-ml/jax/pull/20726.
         masks = goes_on(carry) if predicate.aval.ndim else None
         results, side = body(*carry)
         if masks is not None:

@@ -12,8 +12,8 @@ from .demand import Analysis
 from .elementwise import decide_elementwise, in_full, in_half, results_of, run_in_float32, store_half
 from .op import Op
 from .plan import Decision, Move, Product, Run, Skip, Take
-from .products import OUTER, by_first_rule, decide_outer, decide_product, widens
-from .ruling import Ruling, Why
+from .products import by_first_rule, decide_outer, decide_product, widens
+from .ruling import OUTER, Ruling, Why
 from .states import FLOAT32, HALF_SUM, KEPT, Kind, Source, State, moved
 from .wanted import Wanted
 

@@ -14,13 +14,11 @@ from .elementwise import decide_elementwise, halves, in_full, in_half, results_o
 from .op import Op
 from .plan import Decision, Product, Run, WeightGradient
 from .rules import Rules
-from .ruling import KEPT_BY_USER, Ruling, Why
+from .ruling import KEPT_BY_USER, Ruling, Why, is_product
 from .scopes import by_rule
 from .states import FLOAT32, Kind, State
 from .wanted import Wanted
 
-OUTER = ("outer_product", "elementwise_product")
-"""Products that sum nothing."""
 _SELECTS = "a matmul with one-hot labels, which selects float32 values for float32 operations"
 _EXACT = "only integers or booleans are computed from it, and rounding would change them"
 # Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
@@ -31,9 +29,8 @@ _FLOAT32_DTYPE = np.dtype(np.float32)
 
 def by_first_rule(op: Op, ruling: Ruling, operands: Sequence[State], rules: Rules) -> Ruling:
     """Returns the ruling by the first rule that selects the scope or an argument of a product."""
-    is_product = ruling.category is Category.ALLOW or op.name in OUTER
     first = _first_rule(ruling, operands, rules)
-    if first is None or not (is_product or ruling.otherwise):
+    if first is None or not is_product(op):
         return ruling
     pattern, dtype = first
     if dtype != "float32":

@@ -17,7 +17,7 @@ from ..._dtypes import FLOAT8_ADVICE, DTypeLike, parse_dtype, parse_reduce_dtype
 from ..._float8.action import FLOAT8
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from ..._paths import as_patterns, matches
-from ..._policy import Rule
+from ..._policy import Rule, rule_pairs
 
 Operations = Iterable[str | Primitive] | None
 """Primitives, by name (`"exp"`) or as the primitive (`jax.lax.exp_p`); `"-exp"` takes one off its list."""
@@ -197,13 +197,8 @@ def _check(category: Category, name: str) -> None:
 def _entries(option: str, entries: Operations) -> Iterable[str | Primitive]:
     if isinstance(entries, (str, Primitive)):
         raise TypeError(f"{option}= is a list of operations. Got {entries!r}; write {option}=[{entries!r}].")
-    return _listed(option, "a list of operations, such as ['tanh']", entries)
-
-
-def _listed(option: str, allowed: str, entries: Any) -> Iterable[Any]:
-    """Returns the entries of an option, none for None."""
     if entries is not None and not isinstance(entries, Iterable):
-        raise TypeError(f"{option}= is {allowed}. Got {entries!r}.")
+        raise TypeError(f"{option}= is a list of operations, such as ['tanh']. Got {entries!r}.")
     return () if entries is None else entries
 
 
@@ -248,8 +243,7 @@ def _scopes(
     half: np.dtype, float8: bool, rules: ScopeRules
 ) -> tuple[tuple[tuple[str, str], ...], frozenset[str]]:
     """Returns the pairs of patterns and dtypes, and the patterns of optional rules."""
-    allowed = "a mapping of patterns over scopes to dtypes, as in {'decoder/head': 'float32'}"
-    given = tuple(rules.items() if isinstance(rules, Mapping) else _listed("rules", allowed, rules))
+    given = rule_pairs(rules)
     optional = frozenset(each.pattern for each in given if isinstance(each, Rule) and each.optional)
     return tuple(_scope(each, half, float8) for each in given), optional
 

@@ -131,7 +131,7 @@ class RulingWalk:
             is_listed = op.name in self._rules.categories
             known = "stays as traced" if is_listed else "is on no list"
             return Ruling(op.category, f"{op.name} {known}", Why.OTHER if is_listed else Why.NO_LIST)
-        return self._ruling_on_product(op, scope) if _is_product(op) else _BY_OPERANDS[op.category]
+        return self._ruling_on_product(op, scope) if is_product(op) else _BY_OPERANDS[op.category]
 
     def _ruling_as_traced(self, reason: str, op: Op, scope: str) -> Ruling:
         """Returns the ruling on an operation of a scope that stays as it was traced.
@@ -141,7 +141,7 @@ class RulingWalk:
         if scope not in self._scopes.kept_by_rules:
             return Ruling(Category.AS_TRACED, reason)
         kept = Ruling(Category.AS_TRACED, reason, Why.RULE)
-        rule = self._scopes.rule_for(scope) if _is_product(op) else None
+        rule = self._scopes.rule_for(scope) if is_product(op) else None
         if rule is None:
             return kept
         return dataclasses.replace(kept, rule=rule, otherwise=self._ruling_on_product(op, scope))
@@ -207,8 +207,13 @@ def estimate_of_state(state: State) -> Kind:
 # The ruling.
 
 
-def _is_product(op: Op) -> bool:
-    return op.category is Category.ALLOW or op.name in ("outer_product", "elementwise_product")
+OUTER = ("outer_product", "elementwise_product")
+"""Products that sum nothing."""
+
+
+def is_product(op: Op) -> bool:
+    """Whether an operation is a product: a matmul, a convolution, or a product without a sum."""
+    return op.category is Category.ALLOW or op.name in OUTER
 
 
 KEPT_BY_USER = Ruling(Category.DENY, "keep_float32", Why.KEEP_FLOAT32)
