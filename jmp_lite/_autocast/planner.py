@@ -196,7 +196,8 @@ def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) ->
     for inner, plan in zip(op.inner, plans):
         for index, carry, state in zip(inner.results, inner.carries, plan.results):
             if index is not None:
-                state = leaving(op, state, carry, wanted[index] > Wanted.NO)
+                is_stacked = op.name == "scan" and wanted[index] > Wanted.NO
+                state = leaving(op, state, carry, is_stacked)
                 results[index] = join(results[index], state) if index in results else state
     return tuple(results[index] for index in range(len(op.equation.outvars)))
 

@@ -65,11 +65,10 @@ class Rules:
             yield written, dataclasses.replace(self, categories=MappingProxyType(categories), listed=listed)
         for option in ("scopes", "float32_results", "half_sums"):
             given = getattr(self, option)
-            for entry in given:
+            for n, entry in enumerate(given):
                 rule = f"rules={{{entry[0]!r}: {entry[1]!r}}}"
-                others = tuple(other for other in given if other is not entry)
                 written = rule if option == "scopes" else f"{option}={entry!r}"
-                yield written, dataclasses.replace(self, **{option: others})
+                yield written, dataclasses.replace(self, **{option: given[:n] + given[n + 1 :]})
         if self.reduce_dtype is not None:
             yield f"reduce_dtype='{self.reduce_dtype.name}'", dataclasses.replace(self, reduce_dtype=None)
 

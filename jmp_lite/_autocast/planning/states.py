@@ -109,15 +109,14 @@ def entering(op: Op, state: State, role: Role) -> State:
     return OTHER if state.kind == Kind.OTHER else FLOAT32
 
 
-def leaving(op: Op, state: State, carry: bool, wanted: bool) -> State:
-    """Returns the state of a result of a call outside of it. The slices of a scan may be in half.
+def leaving(op: Op, state: State, carry: bool, stacked: bool) -> State:
+    """Returns the state of a result of a call outside of it. `stacked` says that a scan stacks it in half.
 
     A carry is float32, except for a sum that `half_sums` selects.
     """
-    is_scan = op.name == "scan"
-    if state.kind == Kind.OTHER or (carry and is_scan and state.half_sum):
+    if state.kind == Kind.OTHER or (op.name == "scan" and state.half_sum):
         return state
-    return FLOAT32 if carry else HALF if is_scan and wanted and state.kind in WIDE else state
+    return FLOAT32 if carry else HALF if stacked and state.kind in WIDE else state
 
 
 def join(first: State, second: State) -> State:
