@@ -19,6 +19,7 @@ from .._tree import (
     has_dtype,
     is_floating,
     is_traced,
+    nodes_of,
     select_tree,
     without_nnx_variables,
 )
@@ -60,9 +61,7 @@ class Skipping:
         names = leaf_names(without_nnx_variables(differentiated(params)))
         inner_state = init_for_masters(self.inner, params)
         self._check_inner(inner_state)
-        accumulates = lambda node: isinstance(node, optax.MultiStepsState)
-        nodes = jax.tree.leaves(inner_state, is_leaf=accumulates)
-        if self.clip_norm is not None and any(map(accumulates, nodes)):
+        if self.clip_norm is not None and nodes_of(inner_state, optax.MultiStepsState):
             raise self._clips_micro_batches()
         return SkipNonfiniteState(
             inner_state=inner_state,
@@ -102,8 +101,7 @@ class Skipping:
 
     def _check_inner(self, inner_state: Any) -> None:
         """Raises a ValueError if the wrapped optimizer has a loss scale of its own, or divides by one."""
-        is_ours = lambda node: isinstance(node, (SkipNonfiniteState, UnscaleState))
-        inside = [node for node in jax.tree.leaves(inner_state, is_leaf=is_ours) if is_ours(node)]
+        inside = nodes_of(inner_state, SkipNonfiniteState, UnscaleState)
         if self.loss_scale is None or not inside:
             return
         if any(isinstance(node, UnscaleState) for node in inside):
@@ -143,9 +141,9 @@ class Skipping:
                 "true gradients, from jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state)); or "
                 "thread the scale yourself with jmp.skip_nonfinite and jmp.unscale."
             )
-        nodes = jax.tree.leaves(state.inner_state, is_leaf=lambda node: isinstance(node, UnscaleState))
-        divides = any(isinstance(node, UnscaleState) for node in nodes)
-        if not divides and not isinstance(extra_args["loss_scale"], NoOpLossScale):
+        if not nodes_of(state.inner_state, UnscaleState) and not isinstance(
+            extra_args["loss_scale"], NoOpLossScale
+        ):
             raise TypeError(
                 "skip_nonfinite: update was given loss_scale=, but nothing divides the gradients by it. Put "
                 "jmp.unscale() first: jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.adamw(3e-4)))."

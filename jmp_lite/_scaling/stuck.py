@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from .._paths import subtrees
-from .._tree import is_floating, without_nnx_variables
+from .._tree import is_floating, nodes_of, without_nnx_variables
 from .loss_scale import DynamicLossScale
 from .state import SkipNonfiniteState, find_state
 
@@ -22,7 +22,6 @@ LINE = "loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))
 """The line of a step that scales the loss."""
 # A scale grows until float16 overflows: so far only if every gradient is below 2**-24.
 _FAR_TOO_LARGE = 2.0**40
-_LINKS = (SkipNonfiniteState, optax.ZeroNansState)
 
 
 def raise_if_stuck(
@@ -85,9 +84,8 @@ def raise_if_stuck(
                 raise FloatingPointError(f"{prefix}{complaint}\n{_ADVICE}")
         if not batch:
             _check_gradients(state, max_consecutive_skips)
-    links = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _LINKS))
-    kinds = [type(link) for link in links if isinstance(link, _LINKS)]
-    if kinds[:1] == [optax.ZeroNansState]:
+    links = nodes_of(opt_state, SkipNonfiniteState, optax.ZeroNansState)
+    if isinstance(links[0], optax.ZeroNansState):
         message = (
             "optax.zero_nans() in front of with_loss_scale turns NaN into 0 before the check, so that no "
             "step is skipped. Leave it out, or put it inside: "
@@ -119,9 +117,7 @@ def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
 
 def _moments_are_zero(inner_state: Any) -> bool:
     """Whether an optimizer keeps means of the gradients, and all are zero, on the devices of this process."""
-    is_accumulating = lambda node: isinstance(node, optax.MultiStepsState)
-    nodes = jax.tree.leaves(inner_state, is_leaf=is_accumulating)
-    if any(map(is_accumulating, nodes)):  # Its optimizer has maybe not been called yet.
+    if nodes_of(inner_state, optax.MultiStepsState):  # Its optimizer has maybe not been called yet.
         return False
     paths = jax.tree_util.tree_leaves_with_path(without_nnx_variables(inner_state))
     is_moment = lambda path: any(getattr(key, "name", None) in ("mu", "trace") for key in path)
