@@ -30,9 +30,6 @@ _NOTHING: Mapping[Var, Held | None] = MappingProxyType({})
 class Dependence(abc.ABC):
     """The search, once for each jaxpr and each set of outputs. A subclass says which operations it crosses.
 
-    Only floating numbers and booleans count. A counter of iterations is an integer, and so is the token that
-    ends the decoding of a language model: `argmax` gives the same token of logits in half.
-
     `ops_of` returns the operations of a jaxpr, and keeps the jaxpr alive.
     """
 
@@ -62,12 +59,12 @@ class Dependence(abc.ABC):
         key = id(inside), tuple(outputs), backward, held
         if key not in self._found:
             known = self.loops.held(inside, held)
-            found = set(filter(_counts, itertools.compress(inside.outvars, outputs)))
+            found = set(filter(self._counts, itertools.compress(inside.outvars, outputs)))
             found.update(self._seeds(inside, known))
             for op in reversed(self._ops_of(inside)):
                 results = [var in found for var in op.equation.outvars]
                 operands = self._operands(op, results, backward or op.is_transposed, known)
-                found.update(filter(_counts, operands))
+                found.update(filter(self._counts, operands))
             self._found[key] = frozenset(found)
         return self._found[key]
 
@@ -123,6 +120,9 @@ class Dependence(abc.ABC):
     def _outputs(self, op: Op, inner: Inner, results: set[int]) -> tuple[bool, ...]:
         del op
         return tuple(index in results for index in inner.results)
+
+    def _counts(self, var: Var) -> bool:
+        return not is_literal(var)
 
     def _enters(self, flags: Sequence[bool]) -> bool:
         """Whether the search enters a jaxpr or call with these flags for its results."""
@@ -186,12 +186,18 @@ class LoopDecisions(Dependence):
     adaptive steps does when it rejects a step. With rounded errors it would accept other steps, also where a
     backward pass repeats them. What these decisions depend on therefore stays in float32.
 
-    A check for finite numbers decides nothing that rounding changes.
+    Only floating numbers and booleans count. A counter of iterations is an integer, and so is the token that
+    ends the decoding of a language model: `argmax` gives the same token of logits in half. A check for finite
+    numbers decides nothing that rounding changes.
     """
 
     def _outputs(self, op: Op, inner: Inner, results: set[int]) -> tuple[bool, ...]:
         is_condition = op.name == "while" and inner is op.inner[0]
         return (True,) if is_condition else super()._outputs(op, inner, results)
+
+    def _counts(self, var: Var) -> bool:
+        dtype = None if is_literal(var) else getattr(var.aval, "dtype", None)
+        return dtype is not None and (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.inexact))
 
     def _enters(self, flags: Sequence[bool]) -> bool:
         return any(flags)
@@ -212,12 +218,6 @@ class LoopDecisions(Dependence):
             op.traits.compares and len(set(op.variables)) < len(op.variables)
         )
         return is_found and not is_check
-
-
-def _counts(var: Var) -> bool:
-    """Whether a variable holds floating numbers or booleans."""
-    dtype = None if is_literal(var) else getattr(var.aval, "dtype", None)
-    return dtype is not None and (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _decides(selection: Op, held: Mapping[Var, Held | None]) -> bool:
