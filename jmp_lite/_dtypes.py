@@ -28,9 +28,7 @@ class HasDType(Protocol):
     """A scalar type of JAX, such as `jnp.float16`."""
 
     @property
-    def dtype(self) -> np.dtype:
-        """The dtype."""
-        ...
+    def dtype(self) -> np.dtype: ...
 
 
 DTypeLike: TypeAlias = DTypeName | np.dtype | type[Any] | HasDType

@@ -25,7 +25,7 @@ class Rule:
             `**/BatchNorm*`, `/decoder/*/norm`. `*` matches any part of one key, `**` matches any number of
             keys. A pattern may begin at any depth unless it starts with a slash.
         policy: the policy of these subtrees. A dtype or a policy string is read as one.
-        optional: whether the rule may match nothing in `check_rules`; autocast takes no such rule.
+        optional: whether the rule may match nothing.
 
     Raises:
         ValueError: the pattern is empty or contains `->` or `;`, or the policy has rules of its own.
@@ -94,7 +94,7 @@ class Policy(Shown):
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
             object.__setattr__(self, field, scalar_type(parse_dtype(getattr(self, field))))
-        object.__setattr__(self, "rules", tuple(map(_as_rule, _pairs(self.rules))))
+        object.__setattr__(self, "rules", tuple(map(_as_rule, rule_pairs(self.rules))))
 
     def cast_to_param(self, x: T) -> T:
         """Casts the floating leaves of the tree `x` to the parameter dtype."""
@@ -135,7 +135,7 @@ class Policy(Shown):
             >>> str(jmp.get_policy("half").with_rules({"**/BatchNorm*": "float32"}))
             'p=f16,c=f16,o=f16; **/BatchNorm* -> p=full,c=full,o=full'
         """
-        return dataclasses.replace(self, rules=[*_pairs(rules), *self.rules])
+        return dataclasses.replace(self, rules=[*rule_pairs(rules), *self.rules])
 
     def at(self, name: str) -> "Policy":
         """Returns the policy of the leaf or subtree `name`, which has no rules."""
@@ -245,7 +245,7 @@ def get_policy(policy_name: str) -> Policy:
     return Policy(*_read_dtypes(dtypes), rules=[_read_rule(rule) for rule in rules + preset_rules])
 
 
-def _pairs(rules: Any) -> list[Any]:
+def rule_pairs(rules: Any) -> list[Any]:
     """Returns what a user gave as rules as a list of rules or pairs; None is none."""
     if rules is None:
         return []
@@ -253,8 +253,7 @@ def _pairs(rules: Any) -> list[Any]:
         return list(rules.items())
     if isinstance(rules, (str, Rule)) or not isinstance(rules, Iterable):
         raise TypeError(
-            "rules= takes a mapping of pattern and policy, {'head': 'float32'}, or a list of jmp.Rule. "
-            f"Got {rules!r}."
+            f"rules= takes a mapping, such as {{'head': 'float32'}}, or a list of jmp.Rule. Got {rules!r}."
         )
     return list(rules)
 

@@ -134,6 +134,12 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
 
 
+def nodes_of(tree: Any, *classes: type[Any]) -> list[Any]:
+    """Returns the nodes of these classes in a tree, at any depth, but not those inside of one another."""
+    is_node = lambda node: isinstance(node, classes)
+    return list(filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
+
+
 def is_nnx_variable(node: Any) -> bool:
     """Whether `node` is a variable of Flax NNX, known by its method: this package does not import Flax."""
     return hasattr(node, "get_value")

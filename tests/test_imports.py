@@ -35,10 +35,10 @@ ROOMS = {
     "_scaling": ("_dtypes", "_paths", "_text", "_tree", "_memory"),
     "_jaxpr": ("_paths", "_tree"),
     "_float8": ("_jaxpr",),
-    "_autocast.planning": ("_dtypes", "_paths", "_tree", "_jaxpr", "_float8"),
+    "_autocast.planning": ("_dtypes", "_paths", "_tree", "_policy", "_jaxpr", "_float8"),
     "_autocast.planning.passes": ("_jaxpr", "_autocast.planning"),
     "_autocast": (
-        *("_dtypes", "_paths", "_tree", "_policy", "_jaxpr", "_float8"),
+        *("_dtypes", "_paths", "_tree", "_jaxpr", "_float8"),
         *("_autocast.planning", "_autocast.planning.passes"),
     ),
     "_autocast.report": (

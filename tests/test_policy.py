@@ -186,7 +186,7 @@ def test_get_policy_reads_strings_alone():
 def test_rules_are_a_mapping_or_a_list_of_rules_or_pairs():
     for rules in ("head", jmp.Rule("head", "f32"), 3):
         for give in (lambda r: jmp.Policy("f32", "f16", "f32", rules=r), jmp.get_policy("O1").with_rules):
-            with pytest.raises(TypeError, match=r"rules= takes a mapping of pattern and policy.*Got"):
+            with pytest.raises(TypeError, match=r"rules= takes a mapping, such as .*Got"):
                 give(rules)
     for rule in ("head", ("head",), 3, ("head", "f32", "f32")):
         with pytest.raises(TypeError, match=r"A rule is a jmp\.Rule or a pair of pattern and policy\. Got"):

@@ -123,10 +123,14 @@ def test_rules_are_pairs_a_mapping_rules_or_none(name):
             RULED[name](wrong)
 
 
-def test_a_rule_of_autocast_gives_its_compute_dtype_and_selects_something():
-    assert RULED["autocast"]([jmp.Rule("head", "p=f32,c=f32,o=f16")]) == RULED["autocast"]({"head": "f32"})
-    with pytest.raises(ValueError, match=r"'head \?-> .*' is optional.*Leave optional=True out"):
-        RULED["autocast"]([jmp.Rule("head", "float32", optional=True)])
+def test_a_rule_of_autocast_gives_its_compute_dtype_and_selects_something_unless_it_is_optional():
+    expected = RULED["autocast"]({"head": "f32"})
+    assert RULED["autocast"]([jmp.Rule("head", "p=f32,c=f32,o=f16")]) == expected
+    assert RULED["autocast"]([jmp.Rule("head", "float32", optional=True)]) == expected
+    optional, needed = jmp.Rule("tail", "float32", optional=True), jmp.Rule("head", "float32")
+    assert RULED["autocast"]([optional, needed]) == expected
+    with pytest.raises(ValueError, match="The rule for 'tail' selects nothing"):
+        RULED["autocast"]([jmp.Rule("tail", "float32"), needed])
 
 
 TREE = {"enc": {"layer_1": {"kernel": jnp.ones((4, 4))}}, "dec": {"kernel": jnp.ones((4, 4))}}

@@ -34,7 +34,7 @@ from examples.models import data, gpt2
 from jmp_lite._float8.quantize import BACKWARD, FORWARD
 from jmp_lite._jaxpr.bind import bind
 from jmp_lite._jaxpr.read import Array, Equation, Jaxpr, constants
-from jmp_lite._jaxpr.replay import literal, replay
+from jmp_lite._jaxpr.replay import replay
 
 ARMS: dict[str, Callable[..., Any]] = {
     "float32": lambda fun: fun,
@@ -99,7 +99,7 @@ def flushed(fun: Callable[..., Any]) -> Callable[..., dict[str, float]]:
         found: dict[str, tuple[Any, int]] = {}
 
         def run(jaxpr: Jaxpr, values: Any) -> list[Array]:
-            return replay(jaxpr, [*constants(jaxpr), *values], literal, action)
+            return replay(jaxpr, [*constants(jaxpr), *values], lambda var: var.val, action)
 
         def action(index: int, equation: Equation, read: Callable[[Any], Array]) -> list[Array]:
             del index

@@ -2,8 +2,8 @@
 
 docs/how-autocast-works.md has the idea in about 180 lines. In the order in which to read the room: `planning`
 (which decides about every operation) and its `passes`, `planner` (which runs them), `value`, `regions` and
-`interpreter` (which carries a plan out), `traced_rule` and `custom_rules` (custom derivatives), `calls` (jit,
-loops), `keep` (what keeps a part in float32), `api` (`autocast`), `report` (what users are told).
+`interpreter` (which carries a plan out), `traced_rule` (custom derivatives), `calls` (jit, loops), `keep`
+(what keeps a part in float32), `api` (`autocast`), `report` (what users are told).
 
 Other rooms take the names below, and no others.
 """

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -16,7 +16,6 @@ from .._jaxpr.arguments import Arguments
 from .._jaxpr.precision import only_own_precisions
 from .._jaxpr.read import AUTOCAST_SCOPE, Array
 from .._paths import shown
-from .._policy import Rule
 from .calls import HANDLERS
 from .interpreter import Interpreter
 from .keep import full_precision
@@ -26,8 +25,6 @@ from .planning.rules import Operations, Patterns, Rules, ScopeRules, make_rules
 from .planning.states import FLOAT32
 from .planning.wanted import Wanted
 from .value import Value
-
-AnyRules = ScopeRules | Iterable[Rule | tuple[str, DTypeLike]]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,7 +38,7 @@ def autocast(
     allow: Operations = ...,
     deny: Operations = ...,
     infer: Operations = ...,
-    rules: AnyRules = ...,
+    rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
     float32_results: Patterns = ...,
     half_sums: Patterns = ...,
@@ -56,7 +53,7 @@ def autocast(
     allow: Operations = ...,
     deny: Operations = ...,
     infer: Operations = ...,
-    rules: AnyRules = ...,
+    rules: ScopeRules = ...,
     reduce_dtype: DTypeLike | None = ...,
     float32_results: Patterns = ...,
     half_sums: Patterns = ...,
@@ -71,7 +68,7 @@ def autocast(
     allow: Operations = (),
     deny: Operations = (),
     infer: Operations = (),
-    rules: AnyRules = (),
+    rules: ScopeRules = (),
     reduce_dtype: DTypeLike | None = None,
     float32_results: Patterns = (),
     half_sums: Patterns = (),
@@ -120,7 +117,8 @@ def autocast(
             jitted functions, and paths of arguments (the way to name an NNX or Equinox module), with
             everything inside them. `*` stands for part of one name, `**` for several names. Operations that
             take a selected argument run in float32. The half dtype makes an exception within a wider rule.
-            The first rule that matches wins, whether it selects a scope or an argument. With dtype
+            The first rule that matches wins, whether it selects a scope or an argument. A rule has to select
+            something, unless it is a `Rule` with `optional=True`. With dtype
             `"float8"`, a rule may also give bfloat16 (no fp8 here) or `"float8"` (fp8 even for small
             matmuls).
         reduce_dtype: the dtype in which the matmuls of weight gradients return their results, which are then
@@ -143,9 +141,9 @@ def autocast(
         A function with the signature of `fun`.
 
     Raises:
-        ValueError, TypeError: an option is malformed. On a call: a rule selects nothing; a pattern of
-            `float32_results` selects no matmul with half inputs, or selects a convolution; a pattern of
-            `half_sums` selects no residual sum.
+        ValueError, TypeError: an option is malformed. On a call: a rule that is not optional selects nothing;
+            a pattern of `float32_results` selects no matmul with half inputs, or selects a convolution; a
+            pattern of `half_sums` selects no residual sum.
 
     Examples:
         >>> def loss(w, x):
@@ -167,25 +165,8 @@ def autocast(
 
     Source: PyTorch's autocast (https://pytorch.org/docs/stable/amp.html), for its lists and its meaning.
     """
-    settings = make_rules(
-        dtype, allow, deny, infer, _as_pairs(rules), reduce_dtype, float32_results, half_sums
-    )
+    settings = make_rules(dtype, allow, deny, infer, rules, reduce_dtype, float32_results, half_sums)
     return _Decorator(settings) if fun is None else _autocast(fun, settings)
-
-
-def _as_pairs(rules: Any) -> Any:
-    """Returns rules with each `Rule` as a pair of its pattern and its compute dtype."""
-    if isinstance(rules, Mapping) or not isinstance(rules, Iterable):
-        return rules
-    pairs = []
-    for rule in rules:
-        if isinstance(rule, Rule) and rule.optional:
-            raise ValueError(
-                f"autocast: the rule '{rule}' is optional, and a rule of autocast has to select something. "
-                "Leave optional=True out, or the rule."
-            )
-        pairs.append((rule.pattern, rule.policy.compute_dtype) if isinstance(rule, Rule) else rule)
-    return pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +289,6 @@ def prepare(
 
 
 def make_plan(traced: Arguments, rules: Rules) -> tuple[Planner, Plan]:
-    """Plans a call of a function that was traced."""
     planner = Planner(rules)
     states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
     return planner, planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))

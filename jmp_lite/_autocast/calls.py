@@ -1,5 +1,9 @@
-"""Operations that run jaxprs, by a plan: `_jaxpr.calls` runs them around bodies in half precision."""
+"""Operations that run jaxprs, by a plan: `_jaxpr.calls` runs them around bodies in half precision.
 
+`traced_rule` has the rules of custom derivatives.
+"""
+
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,10 +12,10 @@ import jax.numpy as jnp
 from .._jaxpr.calls import CALLS, remat_from_half
 from .._jaxpr.inner import Role, with_repeated
 from .._jaxpr.primitives import traits_of
-from .._jaxpr.read import Equation
-from .custom_rules import custom_jvp, custom_vjp, custom_vmap
+from .._jaxpr.read import Array, Equation
 from .interpreter import Handler, Interpreter, pairs_entering
 from .planning.plan import Call, Take
+from .traced_rule import TracedRule
 from .value import Value
 
 
@@ -35,9 +39,9 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         for index, role, take in zip(inside.inner.operands, inside.inner.roles, inside.enter):
             value, array = operands[index], interpreter.take(operands[index], take)
             if role is Role.CONSTANT:
-                casts = interpreter.casts_for_loop(value, inside.plan) if take is Take.HOISTED else None
-                path = array if casts is not None else None
-                fixed.append(Value(array, casts, value.number, path))
+                is_hoisted = take is Take.HOISTED
+                casts = interpreter.casts_for_loop(value, inside.plan) if is_hoisted else {}
+                fixed.append(Value(array, casts, value.number, array if is_hoisted else None))
             else:
                 arrays[index] = array
         given = inside.inner.operands[len(fixed) :]
@@ -87,12 +91,59 @@ def _saved_by_loop(primitive: Any, *operands: Any, **params: Any) -> bool:
     return not (wide and traits.pointwise and not traits.compares)
 
 
+def _custom_jvp(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> list[Value]:
+    """Runs a function with a forward-mode rule of the user's own."""
+    rule, given = _traced_rule(interpreter, equation, action, operands)
+    fun = jax.custom_jvp(rule.primal)
+    fun.defjvp(rule.jvp, symbolic_zeros=equation.params["symbolic_zeros"])
+    return interpreter.with_paths(fun(*given), action.paired)
+
+
+def _custom_vjp(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> list[Value]:
+    """Runs a function with forward and backward rules of the user's own."""
+    rule, given = _traced_rule(interpreter, equation, action, operands)
+    fun = jax.custom_vjp(rule.primal)
+    # Under jax.vmap, JAX rejects a zero cotangent for a result that is not differentiated.
+    fun.defvjp(rule.forward, rule.backward, symbolic_zeros=True)
+    return interpreter.with_paths(fun(*given), action.paired)
+
+
+def _custom_vmap(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> list[Value]:
+    """Runs a function with a batching rule of the user's own. It has no reverse mode: it needs no pairs."""
+    fixed = [Value(value.native) for value in operands]
+    rule, given = _traced_rule(interpreter, equation, dataclasses.replace(action, paired=()), fixed)
+    fun = jax.custom_batching.custom_vmap(rule.primal)
+    fun.def_vmap(rule.batched)
+    return list(map(Value, fun(*given)))
+
+
+def _traced_rule(
+    interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
+) -> tuple[TracedRule, list[Array]]:
+    """Returns the rules of an equation, and the arrays by which its function may be differentiated.
+
+    JAX keeps the function and so the rules, which therefore do not hold these arrays: they would leak.
+    """
+    arrays = interpreter.take_all(operands, action.inner[0].enter)
+    # The custom rule returns no gradients for closed-over constants. JAX reports a program that asks for one.
+    count = equation.params.get("num_consts", 0)
+    pairs = tuple(index for index in pairs_entering(action, operands) if index >= count)
+    rule = TracedRule(interpreter, equation, action, arrays[:count], pairs)
+    return rule, arrays[count:] + [operands[index].to(jnp.float32) for index in pairs]
+
+
 HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(CALLS, _call),
     "closed_call": _inline,
-    "custom_jvp_call": custom_jvp,
+    "custom_jvp_call": _custom_jvp,
     "custom_linear_solve": _linear_solve,
-    "custom_vjp_call": custom_vjp,
-    "custom_vmap_call": custom_vmap,
+    "custom_vjp_call": _custom_vjp,
+    "custom_vmap_call": _custom_vmap,
     "eval_jaxpr": _inline,
 }

@@ -133,7 +133,8 @@ class Interpreter:
     def _bind(self, equation: Equation, action: Run, operands: list[Value]) -> list[Value]:
         run = self._how_to_bind(equation)
         results = run(equation, self._operands(equation, action, operands), **action.params)
-        return list(map(Value, self._narrowed(results, action.narrow)))
+        narrow = action.narrow or [False] * len(results)
+        return [Value(cast(x, self.half) if is_half else x) for x, is_half in zip(results, narrow)]
 
     def _how_to_bind(self, equation: Equation) -> Callable[..., list[Array]]:
         return bind_repeated if self._counts and self._counts[kind_of(equation)] > 1 else bind
@@ -149,9 +150,9 @@ class Interpreter:
         ]
 
     def _product(self, equation: Equation, action: Product, operands: list[Value]) -> Array:
-        """Runs a product, and those of its derivatives on half operands."""
         arrays = self._operands(equation, action, operands)
-        product, half_product = _product(equation, action.params), self._half_product(equation)
+        product = _product(equation, action.params)
+        half_product = _product(equation, {"preferred_element_type": self.half, "precision": None})
         is_wide = [dtype == jnp.float32 for dtype in action.gradients]
         if any(is_wide):
             wide = [value.to(jnp.float32) if flag else None for value, flag in zip(operands, is_wide)]
@@ -160,14 +161,6 @@ class Interpreter:
         # XLA cannot write a float32 result of bfloat16 operands transposed on a CPU.
         barred = lambda *operands: lax.optimization_barrier(product(*operands))
         return product_with_half_gradients(barred, half_product, arrays, halves)
-
-    def _half_product(self, equation: Equation) -> Callable[[Array, Array], Array]:
-        return _product(equation, {"preferred_element_type": self.half, "precision": None})
-
-    def _narrowed(self, arrays: Sequence[Array], narrow: Sequence[bool]) -> Sequence[Array]:
-        if not any(narrow):
-            return arrays
-        return [cast(array, self.half) if is_half else array for array, is_half in zip(arrays, narrow)]
 
     def _move(self, equation: Equation, action: Move, operands: list[Value]) -> list[Value]:
         """Moves a half value and its path. XLA drops the moves whose results nothing reads."""
@@ -205,7 +198,6 @@ class Interpreter:
         return value.to(self.half if take is Take.HALF else jnp.float32)
 
     def take_all(self, values: Sequence[Value], takes: Sequence[Take]) -> list[Array]:
-        """Returns the arrays of some values, as `take` does."""
         return [self.take(value, take) for value, take in zip(values, takes)]
 
     def with_paths(self, arrays: Sequence[Array], pairs: Sequence[int]) -> list[Value]:

@@ -8,6 +8,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from .._jaxpr.read import FULL_PRECISION_SCOPE
+from .._paths import shown
 from .._tree import KEEP_FLOAT32_NAME
 
 P = ParamSpec("P")
@@ -39,7 +40,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
 
     if not callable(fun):
         raise TypeError(
-            f"full_precision takes a function. Got {_kind(fun)}. To keep a value in float32 write "
+            f"full_precision takes a function. Got {shown(fun)}. To keep a value in float32 write "
             "keep_float32(x)."
         )
 
@@ -72,13 +73,8 @@ def keep_float32(x: T) -> T:
     for leaf in jax.tree.leaves(x):
         if isinstance(leaf, str) or callable(leaf):
             raise TypeError(
-                f"keep_float32 takes a tree of arrays, such as x @ w. Got {_kind(leaf)}. To keep a scope in "
+                f"keep_float32 takes a tree of arrays, such as x @ w. Got {shown(leaf)}. To keep a scope in "
                 "float32 write autocast(fun, rules={'decoder/head': 'float32'}), to keep a function "
                 "full_precision(fun)."
             )
     return checkpoint_name(x, KEEP_FLOAT32_NAME)
-
-
-def _kind(x: Any) -> str:
-    """Returns what a function got, for an error: a string as it is, anything else by its type."""
-    return repr(x) if isinstance(x, str) else f"a value of type {type(x).__name__}"

@@ -34,7 +34,7 @@ from .planning.passes.pairs import pairs
 from .planning.passes.precision import precision
 from .planning.passes.recompute import recompute
 from .planning.plan import Call, Decision, Inside, Plan, Run, Take, conversion
-from .planning.rules import Rules
+from .planning.rules import Rules, first_match
 from .planning.ruling import Ruling, estimate_of_state
 from .planning.scopes import Scopes
 from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, Source, State, entering, fits, join, leaving
@@ -72,7 +72,7 @@ class Planner:
         if not value.ndim:
             return State(Kind.ADAPTS, source=Source())
         is_wide = self.rules.reduce_dtype is not None
-        source = Source(is_wide, self.rules.float32_result_for(path), rule)
+        source = Source(is_wide, first_match(self.rules.float32_results, path), rule)
         return State(Kind.ARGUMENT, source=source)
 
     def constant(self, value: Array) -> State:
@@ -95,20 +95,16 @@ class Planner:
         wanted: Sequence[Wanted],
         context: Context = Context(),  # noqa: B008
     ) -> Plan:
-        """Plans a jaxpr."""
         states = (*map(self.constant, constants(jaxpr)), *inputs)
         key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), context)
         if key not in self._plans:
             estimates = tuple(map(estimate_of_state, states))
             analysis = self._demand_walk.analyse(jaxpr, tuple(wanted), estimates, context)
-            self._plans[key] = self._make(jaxpr, states, analysis)
+            plan = self._decided(jaxpr, states, analysis)
+            for improve in PASSES:
+                plan = improve(plan, self.rules)
+            self._plans[key] = plan
         return self._plans[key]
-
-    def _make(self, jaxpr: Jaxpr, states: tuple[State, ...], analysis: Analysis) -> Plan:
-        plan = self._decided(jaxpr, states, analysis)
-        for improve in PASSES:
-            plan = improve(plan, self.rules)
-        return plan
 
     def _decided(self, jaxpr: Jaxpr, states: tuple[State, ...], analysis: Analysis) -> Plan:
         """Returns the plan of a jaxpr before the passes: the decision about each operation."""
@@ -118,19 +114,14 @@ class Planner:
         decisions: list[Decision] = []
         for op, ruling in zip(analysis.ops, analysis.rulings):
             operands = [state_of(var) for var in op.equation.invars]
-            decision = self._decide(op, ruling, operands, analysis)
+            is_call = ruling.category is Category.CALL
+            decision = (self._decide_call if is_call else decide)(op, ruling, operands, analysis)
             known.update(zip(op.equation.outvars, decision.results, strict=True))
             decisions.append(decision)
         return Plan(jaxpr, analysis, known, tuple(decisions), tuple(map(state_of, inside.outvars)))
 
-    def _decide(self, op: Op, ruling: Ruling, operands: list[State], analysis: Analysis) -> Decision:
-        if ruling.category is Category.CALL:
-            return self._decide_call(op, operands, analysis)
-        wanted = analysis.demand.of_results(op)
-        return decide(op, ruling, operands, wanted, analysis, self.rules, self.scopes)
-
-    def _decide_call(self, op: Op, operands: list[State], analysis: Analysis) -> Decision:
-        wanted = [analysis.demand.of_var(var) for var in op.equation.outvars]
+    def _decide_call(self, op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis) -> Decision:
+        wanted = list(map(analysis.demand.of_var, op.equation.outvars))
         plans = [self._plan_inside(op, inner, operands, wanted, analysis) for inner in op.inner]
         results = _results_of_call(op, plans, wanted)
         has_half = any(state.is_half for state in (*operands, *results))
@@ -140,10 +131,10 @@ class Planner:
             inside = _inside(op, operands, plans, results)
             action = Call(_handler(op, operands, plans), inside, op.recomputes)
         reason = "decided inside, operation by operation"
-        return Decision(op, Category.CALL, action, results, reason, changed, tuple(plans))
+        return Decision(op, ruling.category, action, results, reason, changed, tuple(plans))
 
     def _plan_inside(
-        self, op: Op, inner: Inner, operands: list[State], wanted: list[Wanted], analysis: Analysis
+        self, op: Op, inner: Inner, operands: Sequence[State], wanted: list[Wanted], analysis: Analysis
     ) -> Plan:
         inputs = [entering(op, operands[n], role) for n, role in zip(inner.operands, inner.roles)]
         context = self._demand_walk.context(op, inner, analysis)
@@ -181,11 +172,9 @@ def _inside(
     """
 
     def enter(index: int, role: Role, state: State, is_wanted: bool) -> Take:
-        if role is Role.CONSTANT and is_wanted and state.kind not in (Kind.OTHER, Kind.LITERAL):
-            return Take.HOISTED
-        if role is Role.CONSTANT and state.is_half:  # The gradients of all iterations are summed in float32.
-            return Take.HOISTED
-        return conversion(operands[index], state)
+        # The gradients of all iterations are summed in float32, if the constant is in half outside too.
+        is_cast = state.is_half or (is_wanted and state.kind not in (Kind.OTHER, Kind.LITERAL))
+        return Take.HOISTED if role is Role.CONSTANT and is_cast else conversion(operands[index], state)
 
     def leave(state: State, index: int | None) -> Take:
         return conversion(state, FLOAT32 if index is None else results[index])
@@ -207,16 +196,10 @@ def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) ->
     for inner, plan in zip(op.inner, plans):
         for index, carry, state in zip(inner.results, inner.carries, plan.results):
             if index is not None:
-                state = _outside(op, state, carry, wanted[index])
+                is_stacked = op.name == "scan" and wanted[index] > Wanted.NO
+                state = leaving(op, state, carry, is_stacked)
                 results[index] = join(results[index], state) if index in results else state
     return tuple(results[index] for index in range(len(op.equation.outvars)))
-
-
-def _outside(op: Op, state: State, carry: bool, wanted: Wanted) -> State:
-    """Returns the state of a result outside of the call. A carry of a loop is float32, but for half sums."""
-    is_scan = op.name == "scan"
-    is_wide = carry and not (is_scan and state.half_sum)
-    return leaving(state, is_wide, is_scan and wanted > Wanted.NO)
 
 
 def _handler(op: Op, operands: Sequence[State], plans: Sequence[Plan]) -> str:

@@ -3,6 +3,7 @@
 A value keeps the array that was computed and the casts that were made of it, so that it is cast once.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,31 +14,20 @@ from .._jaxpr.bind import cast, reuse, round_to, widen
 from .._jaxpr.read import Array
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Value:
-    """A value of the program, and the dtypes in which it has been made so far.
+    """A value of the program, and the dtypes in which it has been made so far."""
 
-    Attributes:
-        native: the array as it was computed.
-        number: the value of a literal that is written into the program.
-        casts: casts of it that were made, by dtype. Those to fp8 are `Quantized`.
-        path: for a half value, the same value in float32, to which the gradients of its float32 readers go
-            (`planning.passes.pairs`); None if they go to the half array.
-        computed: `(fun, arrays)` if the value is `fun(arrays)`, an activation function of one value. A cast
-            to fp8 computes it again, so that XLA never writes the result in half.
-    """
-
-    __slots__ = ("casts", "computed", "native", "number", "path")
-
-    def __init__(
-        self,
-        native: Array,
-        casts: dict[Any, Any] | None = None,
-        number: float | None = None,
-        path: Array | None = None,
-        computed: tuple[Callable[[Any], Array], Any] | None = None,
-    ) -> None:
-        self.native, self.number, self.path, self.computed = native, number, path, computed
-        self.casts = {} if casts is None else casts
+    native: Array  # The array as it was computed.
+    # The casts of it that were made, by dtype. Those to fp8 are `Quantized`.
+    casts: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    number: float | None = None  # The value of a literal that is written into the program.
+    # For a half value, the same value in float32, to which the gradients of its float32 readers go
+    # (`planning.passes.pairs`); None if they go to the half array.
+    path: Array | None = None
+    # `(fun, arrays)` if the value is `fun(arrays)`, an activation function of one value. A cast to fp8
+    # computes it again, so that XLA never writes the result in half.
+    computed: tuple[Callable[[Any], Array], Any] | None = None
 
     def copy(self) -> "Value":
         """Returns a copy for another trace. Later casts of the copy are not shared with the original."""

@@ -19,16 +19,8 @@ from .._dtypes import DTypeLike, parse_reduce_dtype
 from .._paths import join
 from .._policy import Policy
 from .._tree import cast_floating
+from . import layers
 from .calls import Args, Kwargs, Precision, run_call, run_model
-from .layers import (
-    Library,
-    attributes,
-    check_arguments,
-    check_layer_rules,
-    is_cell_call,
-    is_layer,
-    takes_dtype,
-)
 
 
 def _read_bias(module: Any) -> jax.Array | None:
@@ -36,7 +28,7 @@ def _read_bias(module: Any) -> jax.Array | None:
     return nn.unbox(module.get_variable("params", "bias")) if module.use_bias and not batched else None
 
 
-_LINEN = Library(
+_LINEN = layers.Library(
     module=nn.Module,
     embedding=nn.Embed,
     cell=nn.RNNCellBase,
@@ -89,7 +81,7 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
         >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 2))).dtype
         (dtype('float32'), dtype('float32'))
     """
-    check_arguments("linen.with_policy", "flax.linen.Module", _LINEN, module, policy)
+    layers.check_arguments("linen.with_policy", "flax.linen.Module", _LINEN, module, policy)
     if isinstance(module, WithPolicy):
         raise ValueError("The model is under a policy already. Give the plain model to linen.with_policy.")
     return WithPolicy(_Plain(module), policy, parse_reduce_dtype(reduce_dtype))
@@ -184,7 +176,7 @@ class WithPolicy(nn.Module):
             scope: Any = module.scope
             flags = {**scope.flags, "jmp_lite.precision": repr(precision)}
             intercept = functools.partial(_intercept, precision, len(module.path))
-            with attributes(scope, {"flags": flags}), nn.intercept_methods(intercept):
+            with layers.attributes(scope, {"flags": flags}), nn.intercept_methods(intercept):
                 output = getattr(module, method)(*args, **kwargs)
             if module.is_initializing():
                 params = module.variables.get("params", {})
@@ -209,7 +201,7 @@ class WithPolicy(nn.Module):
             # A new module, because the submodules of this one have counted random keys too.
             object.__setattr__(self, "_bound", module.clone(parent=scope.rewound()))
 
-        is_cell = is_cell_call(_LINEN, module, method)
+        is_cell = layers.is_cell_call(_LINEN, module, method)
         return run_model(run, restore, Precision(self.policy, self.reduce_dtype), cast_floating, is_cell)
 
 
@@ -219,7 +211,6 @@ def _copy_dicts(tree: Any) -> dict[Any, Any]:
 
 
 def _call_method(name: str, model: WithPolicy, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the plain module under the policy."""
     if model.scope is None:  # Outside of `init` and `apply`: the method may call `self.init` or `self.apply`.
         return getattr(type(model.plain.module), name)(model, *args, **kwargs)
     return model._run(name, args, kwargs)
@@ -238,13 +229,13 @@ def _intercept(
     if context.method_name in _CASTS_NOTHING or isinstance(module, WithPolicy):
         return call(*args, **kwargs)
     path, changes = "/".join(module.path[depth:]), dict[str, Any]()
-    if takes_dtype(_LINEN, module):
+    if layers.takes_dtype(_LINEN, module):
         changes["dtype"] = np.dtype(policy.at(path).compute_dtype)
-    if not is_layer(_LINEN, module):
+    if not layers.is_layer(_LINEN, module):
         changes["param"] = functools.partial(_cast_param, module, path, precision)
     elif policy.rules and changes:
         own = [name for name, value in module.variables.get("params", {}).items() if hasattr(value, "dtype")]
-        check_layer_rules(policy, path, own, module)
+        layers.check_layer_rules(policy, path, own, module)
     return run_call(_LINEN, module, context.method_name, path, precision, changes, call, args, kwargs)
 
 

@@ -18,16 +18,8 @@ from .._dtypes import DTypeLike, parse_reduce_dtype
 from .._paths import join, path_name
 from .._policy import Policy
 from .._tree import cast_leaf
+from . import layers
 from .calls import Args, Kwargs, Precision, run_call, run_model
-from .layers import (
-    Library,
-    attributes,
-    check_arguments,
-    check_layer_rules,
-    is_cell_call,
-    is_layer,
-    takes_dtype,
-)
 from .objects import is_object
 
 M = TypeVar("M", bound=nnx.Module)
@@ -38,7 +30,7 @@ def _read_bias(module: Any) -> jax.Array | None:
     return None if module.bias is None or getattr(module, "batch_axis", None) else module.bias[...]
 
 
-_NNX = Library(
+_NNX = layers.Library(
     module=nnx.Module,
     embedding=nnx.Embed,
     cell=nnx.RNNCellBase,
@@ -100,7 +92,7 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
         >>> model.kernel[...].dtype, model.dtype, model(jnp.ones((1, 2))).dtype
         (dtype('float32'), dtype(bfloat16), dtype('float32'))
     """
-    check_arguments("nnx.with_policy", "flax.nnx.Module", _NNX, model, policy)
+    layers.check_arguments("nnx.with_policy", "flax.nnx.Module", _NNX, model, policy)
     if hasattr(model, _SETTING):
         raise ValueError("The model is under a policy already. Give the plain model to nnx.with_policy.")
     wide = parse_reduce_dtype(reduce_dtype)
@@ -128,12 +120,12 @@ def _check_bridge(path: str, module: nnx.Module) -> None:
 
 def _set(module: Any, setting: _Setting) -> None:
     """Sets the dtype of one module, and lets its calls run through `_call` where they need it."""
-    layer, policy, path = is_layer(_NNX, module), setting.precision.policy, setting.path
-    needs_plan = takes_dtype(_NNX, module)
+    layer, policy, path = layers.is_layer(_NNX, module), setting.precision.policy, setting.path
+    needs_plan = layers.takes_dtype(_NNX, module)
     if needs_plan:
         module.dtype = np.dtype(policy.at(path).compute_dtype)
         if layer:
-            check_layer_rules(policy, path, list(_own_params(module)), module)
+            layers.check_layer_rules(policy, path, list(_own_params(module)), module)
     if isinstance(module, _NORMALIZATION):
         module.promote_dtype = _keep_dtypes
     if needs_plan or setting.is_model or (not layer and _own_params(module)):
@@ -216,7 +208,7 @@ def _call(module: Any, name: str, method: Callable[..., Any], args: Args, kwargs
 
     def run(setting: _Setting) -> Any:
         changes: dict[str, Any] = {}
-        if not is_layer(_NNX, module):
+        if not layers.is_layer(_NNX, module):
             changes = {n: _cast_params(value, setting, n) for n, value in _own_params(module).items()}
         if setting.is_model:  # Calls from inside of this call are calls of a part of the model.
             changes[_SETTING] = dataclasses.replace(setting, is_model=False)
@@ -227,7 +219,7 @@ def _call(module: Any, name: str, method: Callable[..., Any], args: Args, kwargs
         with contextlib.ExitStack() as stack:
             if precision.returns_float32:
                 for part in [part for _, part in nnx.iter_modules(module) if hasattr(part, _SETTING)]:
-                    stack.enter_context(attributes(part, {_SETTING: _returning_float32(part)}))
+                    stack.enter_context(layers.attributes(part, {_SETTING: _returning_float32(part)}))
             return run(getattr(module, _SETTING))
 
     if not setting.is_model:
@@ -239,7 +231,7 @@ def _call(module: Any, name: str, method: Callable[..., Any], args: Args, kwargs
         for variable, value in values:
             variable.set_value(value)
 
-    return run_model(run_whole, restore, setting.precision, _cast, is_cell_call(_NNX, module, name))
+    return run_model(run_whole, restore, setting.precision, _cast, layers.is_cell_call(_NNX, module, name))
 
 
 def _returning_float32(part: Any) -> _Setting:

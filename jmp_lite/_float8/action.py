@@ -32,8 +32,6 @@ product gains. A trial with programs that were compiled for an H100 put the poin
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """Runs a product in fp8."""
-
     formats: tuple[np.dtype, ...]  # The fp8 dtype of each operand.
     sources: tuple[np.dtype, ...]  # The dtype of each operand before its cast to fp8: float32 or bfloat16.
     result: np.dtype
@@ -77,29 +75,31 @@ def why_not_float8(equation: Equation, rule: tuple[str, str] | None) -> str:
         rule: the rule of the user that selects the product, its pattern and its dtype; None without one. If
             it gives fp8, the product may be small.
     """
-    pattern, dtype = rule or ("", "")
-    if pattern and dtype != FLOAT8:
-        return f"the rule for '{pattern}'"
+    if rule is not None and rule[1] != FLOAT8:
+        return f"the rule for '{rule[0]}'"
     if equation.primitive.name != "dot_general":
         return f"{equation.primitive.name} has no fp8 version"
-    (sums, _), (batch, _) = equation.params["dimension_numbers"]
-    if batch:
+    if equation.params["dimension_numbers"][1][0]:
         return "it has batch axes"
-    left, right = (var.aval.shape for var in equation.invars)
-    if not all(isinstance(size, int) for size in (*left, *right)):
+    if not all(isinstance(size, int) for var in equation.invars for size in var.aval.shape):
         return "a size is symbolic"
+    return _why_not_by_size(equation, is_asked=rule is not None)
+
+
+def _why_not_by_size(equation: Equation, is_asked: bool) -> str:
+    (sums, _), _ = equation.params["dimension_numbers"]
+    left, right = equation.invars[0].aval.shape, equation.invars[1].aval.shape
     k = math.prod(left[axis] for axis in sums)
-    sizes = math.prod(left) // max(k, 1), k, math.prod(right) // max(k, 1)
-    text = " x ".join(map(str, sizes))
-    if any(size % MULTIPLE or not size for size in sizes):
+    m, n = (math.prod(shape) // max(k, 1) for shape in (left, right))
+    text = f"{m} x {k} x {n}"
+    if math.gcd(m, k, n) % MULTIPLE or not m * k * n:
         return f"a size of {text} is no multiple of {MULTIPLE}"
-    if dtype != FLOAT8 and 1 / sum(1 / size for size in sizes) < SMALLEST_SIZE:
+    if not is_asked and 1 / (1 / m + 1 / k + 1 / n) < SMALLEST_SIZE:
         return f"{text} is too small to gain"
     return ""
 
 
 def warn_without_float8() -> None:
-    """Warns if the first device has no fp8 arithmetic."""
     device = jax.local_devices()[0]
     capability = str(getattr(device, "compute_capability", ""))
     is_nvidia = device.platform in ("gpu", "cuda") and capability[:1].isdigit()

@@ -33,10 +33,9 @@ BACKWARD = np.dtype(jnp.float8_e5m2)
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A tensor in fp8."""
-
     # The tensor, divided by its step, as uint8. `jax.checkpoint` rounds the floating values that it keeps by
-    # a `reduce_precision`, which makes NaN of the numbers above 240 in e4m3.
+    # a `reduce_precision` (https://github.com/jax-ml/jax/pull/22244), which makes NaN of the numbers above
+    # 240 in e4m3.
     bits: Array
     step: Array  # A float32 scalar, a power of two.
     dtype: np.dtype  # The fp8 dtype.

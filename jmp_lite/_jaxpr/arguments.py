@@ -99,29 +99,22 @@ def trace(
         with_names: whether the paths of the arrays are needed; they take time to make.
         kinds: further types of arguments that are traced as arrays.
     """
-    given, adapter = fun, _adapter((args, kwargs))
-    finish = None
-    if adapter is not None:
-        fun, args, finish = adapter.split_objects(fun, args, kwargs)
-        kwargs = {}
+    given = fun
+    fun, args, kwargs, finish = _without_objects(fun, args, kwargs)
     call = _Call(fun, args, kwargs, kinds)
     # JAX's errors of tracing name the function that was wrapped.
     closed = jax.make_jaxpr(functools.wraps(fun)(lambda *arrays: call.flat(*arrays)))(*call.arrays)
     names = [""] * len(call.leaves)
     if with_names:
         names = argument_names(fun, args, kwargs)
-        if adapter is not None:  # A path is a parameter of the split function, the path, and `value`.
+        if fun is not given:  # A path is a parameter of the split function, the path, and `value`.
             names = [name.split("/", 1)[1].removesuffix("/value") for name in names]
-
-    def outputs(results: Sequence[Array]) -> Any:
-        output = call.outputs(results)
-        return output if finish is None else finish(output)
 
     return Arguments(
         jaxpr=closed,
         arrays=call.arrays,
         names=tuple(names[index] for index in call.indexes),
-        outputs=outputs,
+        outputs=lambda results: finish(call.outputs(results)),
         replayed=lambda run: _replayed(given, call, run),
     )
 
@@ -133,15 +126,21 @@ def _replayed(
 
     @functools.wraps(fun)
     def replay_fun(*args: Any, **kwargs: Any) -> Any:
-        adapter = _adapter((args, kwargs))
-        finish = None
-        if adapter is not None:
-            _, args, finish = adapter.split_objects(fun, args, kwargs)
-            kwargs = {}
-        output = call.outputs(run(call.arrays_among((args, kwargs))))
-        return output if finish is None else finish(output)
+        _, args, kwargs, finish = _without_objects(fun, args, kwargs)
+        return finish(call.outputs(run(call.arrays_among((args, kwargs)))))
 
     return replay_fun
+
+
+def _without_objects(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Callable[[Any], Any]]:
+    """Returns a call as one of arrays, and a function that finishes it with the output."""
+    adapter = _adapter((args, kwargs))
+    if adapter is None:
+        return fun, args, kwargs, lambda output: output
+    fun, args, finish = adapter.split_objects(fun, args, kwargs)
+    return fun, args, {}, finish
 
 
 class _Call:

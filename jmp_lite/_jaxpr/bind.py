@@ -35,9 +35,7 @@ def bind_repeated(equation: Equation, operands: Sequence[Array], **changed: Any)
     """
     primitive = equation.primitive
     params = equation.params | changed if changed else equation.params
-    if not (
-        is_differentiated(operands) and _may_be_remembered(equation) and _hashable(tuple(params.values()))
-    ):
+    if not (is_differentiated(operands) and _may_be_remembered(equation)):
         return bind(equation, operands, **changed)
     results = _inlined(primitive, tuple(params.items()))(*operands)
     return list(results) if primitive.multiple_results else [results]
@@ -51,8 +49,8 @@ def kind_of(equation: Equation) -> tuple[Any, ...]:
 def _may_be_remembered(equation: Equation) -> bool:
     """Whether an operation is one of `jax.lax`: equal parameters mean equal operations.
 
-    The parameters of other operations may be functions, which a cache would keep alive, or 0.0 and -0.0,
-    which are equal.
+    JAX itself hashes them, for each call outside of `jit`. The parameters of other operations may be
+    functions, which a cache would keep alive, or 0.0 and -0.0, which are equal.
     """
     own = getattr(lax, f"{equation.primitive.name}_p", None) is equation.primitive
     return own and not equation.effects and not any(True for _ in jaxprs_in_params(equation.params))
@@ -85,14 +83,6 @@ def _inlined(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Calla
 
 def _operation(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return functools.partial(primitive.bind, **bind_params(primitive, dict(params)))
-
-
-def _hashable(values: tuple[Any, ...]) -> bool:
-    try:
-        hash(values)
-    except TypeError:
-        return False
-    return True
 
 
 def is_reverse_only(equation: Equation) -> bool:

@@ -49,20 +49,6 @@ class Accumulator(Protocol):
         ...
 
 
-class _Nothing:
-    """The accumulator of a loop without side outputs."""
-
-    def __init__(self) -> None:
-        self.start: Side = {}
-
-    def add(self, state: Side, side: Side) -> Side:
-        del side
-        return state
-
-    def side(self, state: Side) -> Side:
-        return state
-
-
 def jit(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:
     """A jitted function stays one, with its shardings. Inlined, a deep model is traced three times slower.
 
@@ -230,18 +216,19 @@ def while_loop(
     condition, body = bodies
     parts = inner_jaxprs(equation)
     (predicate,) = open_jaxpr(parts[0].jaxpr).outvars
-    joined = accumulator or _Nothing()
     goes_on = lambda carry: condition(*carry)[0][0]
 
     def step(state: Any) -> Any:
         carry, total, count = state
         # jax.vmap gives a loop a predicate for each example. JAX stops each example on its own when it
-        # compiles the primitive, but lax.while_loop takes one predicate.
+        # compiles the primitive, but lax.while_loop takes one predicate. JAX makes the same of it:
+        # https://github.com/jax-ml/jax/pull/20726.
         masks = goes_on(carry) if predicate.aval.ndim else None
         results, side = body(*carry)
         if masks is not None:
             results = [_where(masks, new, old) for new, old in zip(results, carry)]
-        return results, joined.add(total, side), None if most is None else count + 1
+        total = total if accumulator is None else accumulator.add(total, side)
+        return results, total, None if most is None else count + 1
 
     def any_goes_on(state: Any) -> Array:
         masks = goes_on(state[0])
@@ -250,8 +237,9 @@ def while_loop(
 
     start = list(arrays[sum(part.constants for part in parts) :])
     count = None if most is None else jnp.int32(0)
-    carry, total, _ = lax.while_loop(any_goes_on, step, (start, joined.start, count))
-    return carry, joined.side(total)
+    nothing = {} if accumulator is None else accumulator.start
+    carry, total, _ = lax.while_loop(any_goes_on, step, (start, nothing, count))
+    return carry, {} if accumulator is None else accumulator.side(total)
 
 
 def _where(masks: Array, new: Array, old: Array) -> Array:

@@ -47,11 +47,6 @@ def params_with_precision(equation: Equation, precision: Any) -> dict[str, Any]:
     """
 
     def changed(value: Any) -> Any:
-        if isinstance(value, tuple):
-            parts = tuple(map(changed, value))
-            if all(part is old for part, old in zip(parts, value)):
-                return value
-            return type(value)(*parts) if hasattr(value, "_fields") else parts
         if not hasattr(value, "eqns"):
             return value
         found = [params_with_precision(each, precision) for each in equations(value)]

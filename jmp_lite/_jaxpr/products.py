@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .bind import bind, cast
 from .read import Array, Equation, Var, constants
-from .replay import literal, replay
+from .replay import replay
 
 Product = Callable[[Array, Array], Array]
 """A function that is linear in each of its two operands."""
@@ -130,7 +130,7 @@ def replay_transpose(
         return [run(equation, [read(var) for var in equation.invars])]
 
     closed = jax.make_jaxpr(transposed)(*arrays)
-    return replay(closed, [*constants(closed), *operands], literal, action)[0]
+    return replay(closed, [*constants(closed), *operands], lambda var: var.val, action)[0]
 
 
 def wide_product(equation: Equation, halves: Sequence[Array], dtype: Any, **params: Any) -> Array:

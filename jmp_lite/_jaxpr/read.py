@@ -76,7 +76,6 @@ def without_constants(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def with_equations(jaxpr: Jaxpr, equations: Sequence[Equation]) -> Jaxpr:
-    """Returns a jaxpr, closed or open, with other equations of the same variables."""
     inside = open_jaxpr(jaxpr).replace(eqns=list(equations))
     return inside if inside is jaxpr or not hasattr(jaxpr, "jaxpr") else jaxpr.replace(jaxpr=inside)
 
@@ -90,7 +89,6 @@ def is_float32(var: Var) -> bool:
 
 
 def floating_operands(equation: Equation) -> list[Var]:
-    """Returns the operands of an equation that hold floating or complex numbers."""
     return [var for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
 
 
@@ -120,7 +118,6 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
 
 
 def holds(jaxpr: Jaxpr, name: str) -> bool:
-    """Whether an operation called `name` is in a jaxpr or in a jaxpr inside it."""
     return any(equation.primitive.name == name for equation in all_equations(jaxpr))
 
 

@@ -1,7 +1,7 @@
 """Runs a jaxpr again, with an action for each equation: the loop under autocast, the tap and the products."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .read import Equation, Jaxpr, Var, equations, is_literal, open_jaxpr
 
@@ -35,8 +35,3 @@ def replay(
     for index, equation in enumerate(equations(inside)):
         known.update(zip(equation.outvars, action(index, equation, read), strict=True))
     return [read(var) for var in inside.outvars]
-
-
-def literal(var: Var) -> Any:
-    """Returns the number of a literal: the `literal` of a replay on arrays."""
-    return var.val

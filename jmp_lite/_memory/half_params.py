@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._paths import path_name, shown_difference
-from .._tree import at_least_float32, is_half
+from .._tree import at_least_float32, is_half, nodes_of
 from . import rounding
 from .rounding import AxisName, RoundingKey
 from .wrapper import ChangedDtype, Transform, as_transform, check_update
@@ -161,8 +161,7 @@ def with_stochastic_rounding(
 def _init_in_float32(made_by: str, transform: Transform, params: Any) -> Any:
     """Returns the state of the wrapped transform for float32 parameters. It may not round any itself."""
     state = transform.init(at_least_float32(params))
-    rounds = lambda node: isinstance(node, (MasterParamsState, StochasticRoundingState))
-    if any(map(rounds, jax.tree.leaves(state, is_leaf=rounds))):
+    if nodes_of(state, MasterParamsState, StochasticRoundingState):
         raise ValueError(
             f"{made_by}(inner): inner holds with_master_params or with_stochastic_rounding. It would see "
             "float32 parameters, and so do nothing. Use one of the two."
@@ -235,7 +234,7 @@ def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:
     """
     wide = at_least_float32(params)
     state = inner.init(wide)
-    if not any(map(is_half, jax.tree.leaves(params))) or not master_states(state):
+    if not any(map(is_half, jax.tree.leaves(params))) or not nodes_of(state, MasterParamsState):
         return state
     choose = lambda wide, narrow: narrow if is_master_state(wide) else wide
     return jax.tree.map(choose, state, inner.init(params), is_leaf=is_master_state)
@@ -243,7 +242,3 @@ def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:
 
 def is_master_state(node: Any) -> bool:
     return isinstance(node, MasterParamsState)
-
-
-def master_states(tree: Any) -> list[MasterParamsState]:
-    return [node for node in jax.tree.leaves(tree, is_leaf=is_master_state) if is_master_state(node)]

@@ -10,8 +10,8 @@ import optax
 
 from .._dtypes import DTypeLike, parse_dtype
 from .._paths import as_patterns, leaf_names, matches, named_leaves, nearest_paths, path_name
-from .._tree import at_least_float32, cast_leaf, has_dtype, is_half
-from .half_params import master_states
+from .._tree import at_least_float32, cast_leaf, has_dtype, is_half, nodes_of
+from .half_params import MasterParamsState
 from .rounding import AxisName, first_key, key_of_shard, next_key, round_leaf
 from .wrapper import MIGRATE, Transform, as_transform, check_update, differentiated
 
@@ -93,7 +93,7 @@ def with_half_state(
 
     def init(params: Any) -> Any:
         state = transform.init(at_least_float32(params))
-        if master_states(state):
+        if nodes_of(state, MasterParamsState):
             raise ValueError(
                 "with_half_state(inner): inner holds float32 master weights, which are of no use in "
                 "bfloat16. Put with_half_state inside: "

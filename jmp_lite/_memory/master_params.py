@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._paths import named_leaves, path_name
-from .._tree import cast_leaf, has_dtype, is_half, without_nnx_variables
-from .half_params import MasterParamsState, full_params, is_master_state, master_states
+from .._tree import cast_leaf, has_dtype, is_half, nodes_of, without_nnx_variables
+from .half_params import MasterParamsState, full_params, is_master_state
 from .placing import placed_like
 from .rounding import round_to
 from .wrapper import shapes
@@ -104,7 +104,7 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[S, T]:
 
 def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
     """Returns the masters in `opt_state` by the paths of their parameters, having checked that they fit."""
-    states = master_states(opt_state)
+    states = nodes_of(opt_state, MasterParamsState)
     if not states:
         raise ValueError(
             "No optimizer wrapped in with_master_params was found in this state. Wrap yours, and give the "

@@ -153,7 +153,6 @@ def first_key(made_by: str, key: Any) -> RoundingKey:
 
 
 def rounding_key(made_by: str, key: Any) -> RoundingKey:
-    """Returns the `RoundingKey` that belongs to a PRNG key."""
     dtype = getattr(key, "dtype", None)
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ()
     if not (is_key or (dtype == np.uint32 and key.shape in ((2,), (4,)))):

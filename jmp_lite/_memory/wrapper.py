@@ -102,7 +102,6 @@ def _check_shapes(made_by: str, given: dict[str, Any], known: dict[str, Any], ki
 
 
 def _check_complete(made_by: str, given: dict[str, Any], known: dict[str, Any]) -> None:
-    """Raises a ValueError if a parameter has no gradient."""
     if missing := [name for name in known if name not in given]:
         raise ValueError(
             f"{made_by}: The gradients lack the parameters {missing[:4]}. Give a gradient for each parameter."

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._tree import is_traced, select_tree
+from .._tree import is_traced, nodes_of, select_tree
 from .finite import all_finite
 
 
@@ -29,9 +29,7 @@ def restart_accumulation(new: Any, carried: Any) -> Any:
 def check_accumulation(transform: optax.GradientTransformation, params: Any, state: Any) -> None:
     """Raises a ValueError if an `optax.MultiSteps` takes fewer micro-batches than it has accumulated."""
     count = lambda state: [
-        (node.mini_step, node.gradient_step)
-        for node in jax.tree.leaves(state, is_leaf=_is_accumulation)
-        if _is_accumulation(node)
+        (node.mini_step, node.gradient_step) for node in nodes_of(state, optax.MultiStepsState)
     ]
     before = count(state)
     if any(is_traced(mini) or np.ndim(mini) for mini, _ in before) or not any(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._paths import named_leaves
 from .._tree import at_least_float32, is_floating
-from .loss_scale import LossScaleLike, as_loss_scale
+from .loss_scale import LossScale, LossScaleLike, as_loss_scale
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,30 +62,7 @@ def _true_value_and_grad(
     value_and_grad_fn: Callable[..., Callable[..., Any]],
 ) -> Callable[..., tuple[Any, Any]]:
     """`value_and_grad` for the public function `made_by`, which error messages name."""
-    if not callable(fun):
-        raise TypeError(
-            f"{made_by}(fun, loss_scale)(params, ...): fun is a function that returns the loss. "
-            f"Got {type(fun).__name__}. Give the function itself, not what it returned."
-        )
-    scale = as_loss_scale(loss_scale)
-    if scale is None:
-        raise TypeError(
-            f"{made_by}(fun, loss_scale): expected a loss scale such as jmp.get_loss_scale(opt_state) or "
-            "jmp.DynamicLossScale(), a number, or jmp.NoOpLossScale() for no scale. "
-            f"Got {'a class' if isinstance(loss_scale, type) else type(loss_scale).__name__}."
-        )
-
-    if not callable(value_and_grad_fn):
-        raise TypeError(
-            f"{made_by}: value_and_grad_fn is a function such as jax.value_and_grad or "
-            f"flax.nnx.value_and_grad. Got {value_and_grad_fn!r}."
-        )
-    given = argnums if isinstance(argnums, (list, tuple)) else (argnums,)
-    if any(isinstance(number, str) for number in given):
-        raise TypeError(
-            f"{made_by}: argnums are the positions of arguments, such as 0 or (0, 1). Got {argnums!r}: "
-            "arguments are not differentiated by name."
-        )
+    scale = _checked(made_by, fun, loss_scale, argnums, value_and_grad_fn)
 
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, _LossAndAux]:
@@ -119,14 +96,33 @@ def _true_value_and_grad(
     return true_value_and_grad
 
 
-@overload
-def grad(
-    fun: Callable[P, Any],
-    loss_scale: LossScaleLike,
-    argnums: int | Sequence[int] | Any = ...,
-    has_aux: Literal[False] = ...,
-    value_and_grad_fn: Callable[..., Callable[..., Any]] = ...,
-) -> Callable[P, Any]: ...
+def _checked(made_by: str, fun: Any, loss_scale: Any, argnums: Any, value_and_grad_fn: Any) -> LossScale:
+    """Returns the loss scale, after a check of all arguments."""
+    if not callable(fun):
+        raise TypeError(
+            f"{made_by}(fun, loss_scale)(params, ...): fun is a function that returns the loss. "
+            f"Got {type(fun).__name__}. Give the function itself, not what it returned."
+        )
+    scale = as_loss_scale(loss_scale)
+    if scale is None:
+        raise TypeError(
+            f"{made_by}(fun, loss_scale): expected a loss scale such as jmp.get_loss_scale(opt_state) or "
+            "jmp.DynamicLossScale(), a number, or jmp.NoOpLossScale() for no scale. "
+            f"Got {'a class' if isinstance(loss_scale, type) else type(loss_scale).__name__}."
+        )
+
+    if not callable(value_and_grad_fn):
+        raise TypeError(
+            f"{made_by}: value_and_grad_fn is a function such as jax.value_and_grad or "
+            f"flax.nnx.value_and_grad. Got {value_and_grad_fn!r}."
+        )
+    given = argnums if isinstance(argnums, (list, tuple)) else (argnums,)
+    if any(isinstance(number, str) for number in given):
+        raise TypeError(
+            f"{made_by}: argnums are the positions of arguments, such as 0 or (0, 1). Got {argnums!r}: "
+            "arguments are not differentiated by name."
+        )
+    return scale
 
 
 @overload

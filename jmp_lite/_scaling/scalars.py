@@ -18,7 +18,6 @@ SMALLEST = float(np.finfo(np.float32).tiny)  # A GPU may flush smaller numbers.
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number, or an array of them."""
     is_python_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_python_number or has_dtype(value, jnp.floating) or has_dtype(value, jnp.integer)
 

@@ -53,14 +53,20 @@ def _check(state: Any, saved: Any, names: list[str]) -> None:
             f"The saved loss scale is dynamic and is restored into a {kind}. Restore it into a "
             "DynamicLossScale, and make a new optimizer state if the scale should not change any more."
         )
-    if "loss_scale" in names and "inner_state" not in names:
+    if "leaf_finite" in names:
+        _check_skipping(state, saved)
+    elif "loss_scale" in names:
         _check_scale(kind, saved.get("loss_scale"))
-    if "loss_scale" in names and "inner_state" in names and state.loss_scale is None and saved["loss_scale"]:
+
+
+def _check_skipping(state: Any, saved: Any) -> None:
+    """Raises a ValueError if a saved state of `skip_nonfinite` is one of other settings or parameters."""
+    if state.loss_scale is None and saved["loss_scale"]:
         raise ValueError(
             "The saved state holds a loss scale, and the optimizer is skip_nonfinite, which holds none. "
             "Restore it into the state of with_loss_scale."
         )
-    if "leaf_finite" in names and np.shape(saved["leaf_finite"]) != np.shape(state.leaf_finite):
+    if np.shape(saved["leaf_finite"]) != np.shape(state.leaf_finite):
         raise ValueError(
             f"The saved state is that of {np.shape(saved['leaf_finite'])[-1]} parameters, and the model has "
             f"{np.shape(state.leaf_finite)[-1]}."

@@ -19,6 +19,7 @@ from .._tree import (
     has_dtype,
     is_floating,
     is_traced,
+    nodes_of,
     select_tree,
     without_nnx_variables,
 )
@@ -60,9 +61,7 @@ class Skipping:
         names = leaf_names(without_nnx_variables(differentiated(params)))
         inner_state = init_for_masters(self.inner, params)
         self._check_inner(inner_state)
-        accumulates = lambda node: isinstance(node, optax.MultiStepsState)
-        nodes = jax.tree.leaves(inner_state, is_leaf=accumulates)
-        if self.clip_norm is not None and any(map(accumulates, nodes)):
+        if self.clip_norm is not None and nodes_of(inner_state, optax.MultiStepsState):
             raise self._clips_micro_batches()
         return SkipNonfiniteState(
             inner_state=inner_state,
@@ -102,8 +101,7 @@ class Skipping:
 
     def _check_inner(self, inner_state: Any) -> None:
         """Raises a ValueError if the wrapped optimizer has a loss scale of its own, or divides by one."""
-        is_ours = lambda node: isinstance(node, (SkipNonfiniteState, UnscaleState))
-        inside = [node for node in jax.tree.leaves(inner_state, is_leaf=is_ours) if is_ours(node)]
+        inside = nodes_of(inner_state, SkipNonfiniteState, UnscaleState)
         if self.loss_scale is None or not inside:
             return
         if any(isinstance(node, UnscaleState) for node in inside):
@@ -119,19 +117,10 @@ class Skipping:
     def _check_state(self, state: Any, params: Any) -> None:
         """Raises an error if `state` is not one of this transform and its settings."""
         check_update(self.made_by, SkipNonfiniteState, state, params)
-        if (state.loss_scale is None) != (self.loss_scale is None):
-            other = "skip_nonfinite" if state.loss_scale is None else "with_loss_scale"
-            raise ValueError(f"{self.made_by}: update was given a state of {other}. {MIGRATE}")
-        if not _same_settings(state.loss_scale, self.loss_scale):
+        theirs = _described(state.loss_scale, state.grad_norm is not None)
+        if theirs != (mine := _described(self.loss_scale, self.clip_norm is not None)):
             raise ValueError(
-                f"{self.made_by}: this optimizer has the loss scale {_describe_settings(self.loss_scale)}. "
-                f"Got a state of {_describe_settings(state.loss_scale)}. {MIGRATE}"
-            )
-        if (state.grad_norm is None) != (self.clip_norm is None):
-            asked, made = ("without", "with") if self.clip_norm is None else ("with", "without")
-            raise ValueError(
-                f"{self.made_by}: this optimizer is {asked} clip_norm. Got a state that was made {made} "
-                f"clip_norm. {MIGRATE}"
+                f"{self.made_by}: update was given a state of {theirs}. This optimizer is {mine}. {MIGRATE}"
             )
 
     def _clips_micro_batches(self) -> ValueError:
@@ -152,9 +141,9 @@ class Skipping:
                 "true gradients, from jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state)); or "
                 "thread the scale yourself with jmp.skip_nonfinite and jmp.unscale."
             )
-        nodes = jax.tree.leaves(state.inner_state, is_leaf=lambda node: isinstance(node, UnscaleState))
-        divides = any(isinstance(node, UnscaleState) for node in nodes)
-        if not divides and not isinstance(extra_args["loss_scale"], NoOpLossScale):
+        if not nodes_of(state.inner_state, UnscaleState) and not isinstance(
+            extra_args["loss_scale"], NoOpLossScale
+        ):
             raise TypeError(
                 "skip_nonfinite: update was given loss_scale=, but nothing divides the gradients by it. Put "
                 "jmp.unscale() first: jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.adamw(3e-4)))."
@@ -246,7 +235,6 @@ def _minus_zero(update: Any) -> Any:
 
 
 def _check_structure(new: Any, old: Any) -> None:
-    """Raises a ValueError if the optimizer's new state has another structure than the old one."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
             "The optimizer's update returned a state of another structure than it was given. Of these two: "
@@ -285,17 +273,13 @@ def _in_order(flags: jax.Array, paths: tuple[str, ...], names: tuple[str, ...]) 
     return jnp.stack([by_name.get(name, jnp.asarray(True)) for name in names])
 
 
-def _same_settings(scale: Any, other: Any) -> bool:
-    """Whether two loss scales have the same class and, if they are dynamic, the same settings."""
-    if type(scale) is not type(other):
-        return False
-    # The settings are part of the structure. The structure of a user's own scale may change.
-    return not isinstance(scale, DynamicLossScale) or jax.tree.structure(scale) == jax.tree.structure(other)
+def _described(scale: Any, clips: bool) -> str:
+    """Returns a wrapper with its settings that are not the default, for a comparison and an error.
 
-
-def _describe_settings(scale: Any) -> str:
-    """Returns, for an error, a loss scale with its settings that are not the default."""
+    Of a user's own scale it is the class. Its structure may change.
+    """
     fields = dataclasses.fields(scale) if isinstance(scale, DynamicLossScale) else ()
     settings = [(f, getattr(scale, f.name)) for f in fields if f.metadata.get("static")]
-    changed = [f"{f.name}={value}" for f, value in settings if value != f.default]
-    return f"{type(scale).__name__}({', '.join(changed)})"
+    changed = ", ".join(f"{f.name}={value}" for f, value in settings if value != f.default)
+    wrapper = "skip_nonfinite" if scale is None else f"with_loss_scale, {type(scale).__name__}({changed}),"
+    return f"{wrapper} {'with' if clips else 'without'} clip_norm"

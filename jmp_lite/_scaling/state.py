@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree import STATIC, register_state, without_nnx_variables
+from .._tree import STATIC, nodes_of, register_state, without_nnx_variables
 from . import serialization
 from .loss_scale import LossScale
 
@@ -94,7 +94,7 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
         >>> float(jmp.get_loss_scale(opt_state).loss_scale)
         32768.0
     """
-    states = [state for state in _find_states(opt_state) if state.loss_scale is not None]
+    states = [state for state in nodes_of(opt_state, SkipNonfiniteState) if state.loss_scale is not None]
     return without_nnx_variables(_choose(states, name, "with_loss_scale").loss_scale)
 
 
@@ -165,14 +165,9 @@ def _read_counts(counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def find_state(opt_state: Any, name: str | None = None) -> SkipNonfiniteState:
     """Returns the one state in `opt_state`, or the one called `name`, whose own leaves are arrays."""
-    state = _choose(_find_states(opt_state), name, "skip_nonfinite or with_loss_scale")
+    state = _choose(nodes_of(opt_state, SkipNonfiniteState), name, "skip_nonfinite or with_loss_scale")
     arrays = without_nnx_variables(dataclasses.replace(state, inner_state=None))
     return dataclasses.replace(arrays, inner_state=state.inner_state)
-
-
-def _find_states(tree: Any) -> list[SkipNonfiniteState]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, SkipNonfiniteState))
-    return [leaf for leaf in leaves if isinstance(leaf, SkipNonfiniteState)]
 
 
 def _choose(states: list[SkipNonfiniteState], name: str | None, wrapper: str) -> SkipNonfiniteState:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from .._paths import subtrees
-from .._tree import is_floating, without_nnx_variables
+from .._tree import is_floating, nodes_of, without_nnx_variables
 from .loss_scale import DynamicLossScale
 from .saved import save_call
 from .state import SkipNonfiniteState, find_state
@@ -23,7 +23,6 @@ LINE = "loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))
 """The line of a step that scales the loss."""
 # A scale grows until float16 overflows: so far only if every gradient is below 2**-24.
 _FAR_TOO_LARGE = 2.0**40
-_LINKS = (SkipNonfiniteState, optax.ZeroNansState)
 
 
 def raise_if_stuck(
@@ -86,9 +85,8 @@ def raise_if_stuck(
             with jax.transfer_guard("allow"):
                 save_call(*save)
         raise
-    links = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _LINKS))
-    kinds = [type(link) for link in links if isinstance(link, _LINKS)]
-    if kinds[:1] == [optax.ZeroNansState]:
+    links = nodes_of(opt_state, SkipNonfiniteState, optax.ZeroNansState)
+    if isinstance(links[0], optax.ZeroNansState):
         message = (
             "optax.zero_nans() in front of with_loss_scale turns NaN into 0 before the check, so that no "
             "step is skipped. Leave it out, or put it inside: "
@@ -137,9 +135,7 @@ def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
 
 def _moments_are_zero(inner_state: Any) -> bool:
     """Whether an optimizer keeps means of the gradients, and all are zero, on the devices of this process."""
-    is_accumulating = lambda node: isinstance(node, optax.MultiStepsState)
-    nodes = jax.tree.leaves(inner_state, is_leaf=is_accumulating)
-    if any(map(is_accumulating, nodes)):  # Its optimizer has maybe not been called yet.
+    if nodes_of(inner_state, optax.MultiStepsState):  # Its optimizer has maybe not been called yet.
         return False
     paths = jax.tree_util.tree_leaves_with_path(without_nnx_variables(inner_state))
     is_moment = lambda path: any(getattr(key, "name", None) in ("mu", "trace") for key in path)
@@ -168,21 +164,23 @@ def _complaint(
         said = f"{skipped} of {steps} steps were skipped ({skipped / steps:.0%})"
     else:
         return ""
+    cause = f": {_cause(state, member)}" if in_a_row else ""
+    size = "" if scale is None else f" The loss scale is {scale:g}{', its minimum' if at_minimum else ''}."
+    return f"{said}{cause}.{size}"
+
+
+def _cause(state: SkipNonfiniteState, member: tuple[int, ...]) -> str:
+    """Returns what was not finite on the last step, which was skipped."""
     flags = _member(state.leaf_finite, member)
-    if in_a_row and not flags.all():
+    if not flags.all():
         finite = dict(zip(state.leaf_names.paths, flags.tolist()))
-        said += f": inf or NaN in the gradients of {describe(finite)}"
-    elif in_a_row and (state.grad_norm is None or np.isfinite(_member(state.grad_norm, member))):
-        said += (
-            ": the gradients were finite, and an update of the optimizer, its new state, or an extra "
-            "argument such as value= was not"
+        return f"inf or NaN in the gradients of {describe(finite)}"
+    if state.grad_norm is None or np.isfinite(_member(state.grad_norm, member)):
+        return (
+            "the gradients were finite, and an update of the optimizer, its new state, or an extra argument "
+            "such as value= was not"
         )
-    elif in_a_row:
-        said += ": the norm of the gradients is inf"
-    said += "."
-    if scale is not None:
-        said += f" The loss scale is {scale:g}{', its minimum' if at_minimum else ''}."
-    return said
+    return "the norm of the gradients is inf"
 
 
 def _member(values: Any, member: tuple[int, ...]) -> Any:

@@ -35,8 +35,6 @@ class HloArray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One instruction of a computation."""
-
     name: str
     opcode: str  # `fusion`, `custom-call`, `copy`, ...
     arrays: tuple[HloArray, ...]  # The result, with tuples flattened.
@@ -56,7 +54,6 @@ class Instruction:
 
     @property
     def results(self) -> tuple[HloArray, ...]:
-        """The arrays of its result."""
         # XLA splits an asynchronous instruction, such as an all-gather, into a `-start`, sometimes an
         # `-update`, and a `-done`. The result of a `-start` also holds its operands; that of a `-done` does
         # not.

@@ -110,6 +110,10 @@ def _precision(instruction: Instruction, operands: tuple[HloArray, ...], device:
     is_old = capability is not None and int(capability[0]) < 8
     if widest != "f32" or device.platform not in _NVIDIA or is_old:
         return widest, widest
+    return _precision_of_float32(instruction)
+
+
+def _precision_of_float32(instruction: Instruction) -> tuple[str, str]:
     # The precision is in the settings of a call of cuBLAS, and in the attributes of a `dot`.
     settings = instruction.backend_config.items()
     gemm = next((setting for name, setting in settings if name.endswith("gemm_backend_config")), {})

@@ -123,6 +123,24 @@ class Program(Shown):
 
 
 def _lines(program: Program) -> Iterator[str]:
+    yield from _lines_of_products(program)
+    share = f"{program.tensor_core_share:.1%} of the products' FLOPs in 16 bits on Tensor Cores"
+    if program.device == "cpu":
+        share = "a CPU computes half precision by way of float32; see compile_for for the program of a GPU"
+    yield f"on {program.device}: {share if program.products else 'no products'}"
+    yield f"{program.kernels:,} kernels and library calls, {_megabytes(program.bytes_moved)} read and written"
+    yield (
+        f"memory: {_megabytes(program.argument_bytes)} arguments, {_megabytes(program.output_bytes)} outputs "
+        f"({_megabytes(program.aliased_bytes)} in place), {_megabytes(program.temporary_bytes)} temporary"
+    )
+    syncs = f"{len(program.host_syncs)} host syncs {', '.join(program.host_syncs)}"
+    yield f"{program.conditionals} conditionals, {syncs}".rstrip()
+    for collective in program.collectives:
+        size, dtypes = _megabytes(collective.size), ", ".join(collective.dtypes)
+        yield f"{collective.times:>6}  {collective.kind} of {size} in {dtypes}"
+
+
+def _lines_of_products(program: Program) -> Iterator[str]:
     rows: dict[tuple[str, ...], list[Product]] = {}
     for product in program.products:
         inputs = " x ".join(array.dtype for array in product.operands)
@@ -142,20 +160,6 @@ def _lines(program: Program) -> Iterator[str]:
             yield f"    {product.operation}  {' x '.join(map(str, product.operands))}"
         if len(wide) > 8:
             yield f"    and {len(wide) - 8} more"
-    share = f"{program.tensor_core_share:.1%} of the products' FLOPs in 16 bits on Tensor Cores"
-    if program.device == "cpu":
-        share = "a CPU computes half precision by way of float32; see compile_for for the program of a GPU"
-    yield f"on {program.device}: {share if rows else 'no products'}"
-    yield f"{program.kernels:,} kernels and library calls, {_megabytes(program.bytes_moved)} read and written"
-    yield (
-        f"memory: {_megabytes(program.argument_bytes)} arguments, {_megabytes(program.output_bytes)} outputs "
-        f"({_megabytes(program.aliased_bytes)} in place), {_megabytes(program.temporary_bytes)} temporary"
-    )
-    syncs = f"{len(program.host_syncs)} host syncs {', '.join(program.host_syncs)}"
-    yield f"{program.conditionals} conditionals, {syncs}".rstrip()
-    for collective in program.collectives:
-        size, dtypes = _megabytes(collective.size), ", ".join(collective.dtypes)
-        yield f"{collective.times:>6}  {collective.kind} of {size} in {dtypes}"
 
 
 def _megabytes(size: int) -> str:

@@ -53,7 +53,6 @@ def read_program(compiled: Any) -> Program:
 
 
 def _read(text: str, memory: Any, device: Any) -> Program:
-    """Builds the report from the text of a program."""
     size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
     products, collectives, launches, syncs = [], [], [], []
     conditionals = 0

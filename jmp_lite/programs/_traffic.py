@@ -11,7 +11,6 @@ _UPDATES = ("dynamic-update-slice", "scatter")
 
 
 def bytes_of(instruction: Instruction) -> int:
-    """Returns the number of bytes that a kernel reads and writes."""
     written = [0 if _is_workspace(array, instruction) else array.size for array in instruction.results]
     if instruction.operation != "fusion":
         read = [_read_by(instruction, index) for index in range(len(instruction.operands))]

@@ -63,13 +63,8 @@ def _check(products: Sequence[AutocastOperation], wanted: Mapping[str, str]) -> 
     """Raises an AssertionError if a product is not in the dtype of the first pattern that matches it."""
     selects = lambda pattern, row: any(matches(pattern, path) for path in (row.scope, *row.arguments))
     used = [next((p for p in wanted if selects(p, product)), None) for product in products]
-    wrong = []
-    for product, pattern in zip(products, used):
-        dtype = " x ".join(dict.fromkeys(operand.dtype.name for operand in product.operands[:2]))
-        if pattern is None:
-            wrong.append(f"{dtype}; no pattern matches it: {_described(product)}")
-        elif dtype != wanted[pattern]:
-            wrong.append(f"{dtype}, not the {wanted[pattern]} of '{pattern}': {_described(product)}")
+    faults = (_fault(product, pattern, wanted) for product, pattern in zip(products, used))
+    wrong = list(filter(None, faults))
     unused = [f"the pattern '{p}' decides about no product." for p in wanted if p not in used]
     if unused:
         scopes = ", ".join(sorted({product.module or "/" for product in products})) or "none"
@@ -77,6 +72,16 @@ def _check(products: Sequence[AutocastOperation], wanted: Mapping[str, str]) -> 
     if wrong or unused:
         summary = f"{len(wrong)} of {len(products)} products are not as asserted"
         raise failure("assert_precision", summary, [*wrong, *unused])
+
+
+def _fault(product: AutocastOperation, pattern: str | None, wanted: Mapping[str, str]) -> str:
+    """Returns in which way a product is not in the dtype of its pattern; empty if it is."""
+    dtype = " x ".join(dict.fromkeys(operand.dtype.name for operand in product.operands[:2]))
+    if pattern is None:
+        return f"{dtype}; no pattern matches it: {_described(product)}"
+    if dtype == wanted[pattern]:
+        return ""
+    return f"{dtype}, not the {wanted[pattern]} of '{pattern}': {_described(product)}"
 
 
 def _report(

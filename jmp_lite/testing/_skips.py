@@ -17,7 +17,7 @@ from .._paths import as_patterns, matches, named_leaves, shown_difference
 from .._scaling.loss_scale import LossScale, is_loss_scale
 from .._scaling.state import SkipNonfiniteState
 from .._text import power
-from .._tree import is_floating
+from .._tree import is_floating, nodes_of
 from ._products import failure
 
 _failure = functools.partial(failure, "assert_skips_nonfinite")
@@ -113,8 +113,7 @@ def _check_skipped(before: Any, after: Any, value: float, patterns: Sequence[str
     on_batch = f"on a batch of {value}"
     if moved := [*_moved(before, after, patterns)]:
         leaves = "1 leaf" if len(moved) == 1 else f"{len(moved)} leaves"
-        nodes = jax.tree.leaves(after, is_leaf=_is_ours)
-        flags = [node.leaf_finite for node in nodes if isinstance(node, SkipNonfiniteState)]
+        flags = [node.leaf_finite for node in nodes_of(after, SkipNonfiniteState)]
         hint = "The step was not skipped: the gradients that the optimizer saw were finite."
         if not flags or not all(map(np.all, flags)):
             select = "jmp.select_tree(jmp.grads_finite(opt_state), new, old)"

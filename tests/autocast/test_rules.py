@@ -101,7 +101,7 @@ MEANINGLESS = {
         ({"deny": "exp"}, r"deny= is a list of operations. Got 'exp'; write deny=\['exp'\]"),
         ({"allow": lax.exp_p}, "allow= is a list of operations"),
         ({"allow": 3}, "allow= is a list of operations"),
-        ({"rules": 3}, "rules= is a mapping of patterns over scopes to dtypes.* Got 3"),
+        ({"rules": 3}, "rules= takes a mapping, .* or a list of jmp.Rule. Got 3"),
         *(({"deny": [given]}, "takes primitives and their names") for given in (jnp.exp, 3, None)),
         ({"rules": ["head"]}, "rules= maps patterns over scopes to dtypes"),
         ({"rules": [("head", "float32", 1)]}, "rules= maps patterns over scopes to dtypes"),

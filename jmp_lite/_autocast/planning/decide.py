@@ -12,38 +12,29 @@ from .demand import Analysis
 from .elementwise import decide_elementwise, in_full, in_half, results_of, run_in_float32, store_half
 from .op import Op
 from .plan import Decision, Move, Product, Run, Skip, Take
-from .products import OUTER, by_first_rule, decide_outer, decide_product, widens
-from .rules import Rules
-from .ruling import Ruling, Why
-from .scopes import Scopes
+from .products import by_first_rule, decide_outer, decide_product, widens
+from .ruling import OUTER, Ruling, Why
 from .states import FLOAT32, HALF_SUM, KEPT, Kind, Source, State, moved
 from .wanted import Wanted
 
 
-def decide(
-    op: Op,
-    ruling: Ruling,
-    operands: Sequence[State],
-    wanted: Wanted,
-    analysis: Analysis,
-    rules: Rules,
-    scopes: Scopes,
-) -> Decision:
-    """Decides about an operation that runs no jaxprs. `wanted` says how its results are wanted in half.
+def decide(op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis) -> Decision:
+    """Decides about an operation that runs no jaxprs.
 
     Raises:
         ValueError: `float32_results` selects an operation that cannot give float32 from half operands.
     """
+    rules, wanted = analysis.rules, analysis.demand.of_results(op)
     if ruling.rule is not None or any(state.rule is not None for state in operands):
         ruling = by_first_rule(op, ruling, operands, rules)
     if ruling.reason:
-        return _kept(op, operands, ruling, wanted, analysis, rules.dtype)
+        return _kept(op, operands, ruling, wanted, analysis)
     if op.is_cast:
         return _cast(op, operands[0])
     if ruling.half_sum:
         return _half_sum(op, operands, ruling.half_sum)
     if ruling.category is Category.ALLOW and not _is_constant_outer(op, operands):
-        return decide_product(op, ruling, operands, wanted, analysis, rules, scopes)
+        return decide_product(op, ruling, operands, wanted, analysis)
     if op.name in OUTER:
         return decide_outer(op, operands, wanted, rules)
     if ruling.category is Category.MOVE:
@@ -55,15 +46,14 @@ def _is_constant_outer(op: Op, operands: Sequence[State]) -> bool:
     return op.name == "outer_product" and all(state.constant for state in operands)
 
 
-def _kept(
-    op: Op, operands: Sequence[State], ruling: Ruling, wanted: Wanted, analysis: Analysis, half: np.dtype
-) -> Decision:
+def _kept(op: Op, operands: Sequence[State], ruling: Ruling, wanted: Wanted, analysis: Analysis) -> Decision:
     """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
     if ruling.category is Category.DENY and analysis.region_of(op, wanted) is not None:
         return dataclasses.replace(store_half(op, operands, ruling.reason), category=Category.DENY)
     decision = run_in_float32(op, operands, ruling)
     if ruling.why is Why.KEEP_FLOAT32:
         return dataclasses.replace(decision, results=results_of(op, operands, KEPT))
+    half = analysis.rules.dtype
     takes = _takes_of_kept_product(op, operands, ruling, half)
     if takes is None:
         return decision

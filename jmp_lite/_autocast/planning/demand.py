@@ -13,26 +13,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..._jaxpr import read
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
-from ..._jaxpr.read import (
-    Jaxpr,
-    Var,
-    all_equations,
-    call_scope,
-    constants,
-    is_float32,
-    is_literal,
-    is_of_gradient,
-    open_jaxpr,
-)
+from ..._jaxpr.read import Jaxpr, Var
 from .dependence import Intermediate, LoopDecisions, Streams, Tangents
 from .op import Context, Held, Op, Readers, read_ops, readers_of
 from .regions import find_regions
 from .rules import Rules
 from .ruling import Estimates, Ruling, RulingWalk
 from .scopes import Scopes
-from .softmaxes import Region
+from .softmaxes import Barrier, Region
 from .states import Kind
 from .wanted import Demand, Wanted
 
@@ -41,6 +32,8 @@ from .wanted import Demand, Wanted
 class Analysis:
     """All that the planner knows of a jaxpr at one point of the program, but for the states of its inputs."""
 
+    rules: Rules
+    scopes: Scopes
     inside: Jaxpr  # The open jaxpr.
     ops: tuple[Op, ...]
     readers: Readers
@@ -62,9 +55,9 @@ class Analysis:
     def region_of(self, op: Op, wanted: Wanted) -> Region | None:
         """Returns the region that ends with an operation, whose result is wanted in half; None for none."""
         region = self.regions.get(op.equation.outvars[0]) if wanted > Wanted.NO else None
-        if region is None or (region.needs_products and wanted is not Wanted.BY_PRODUCTS_ONLY):
-            return None
-        return region
+        # A gate, which has no barrier, is a region whatever reads it.
+        by_products = wanted is Wanted.BY_PRODUCTS_ONLY
+        return region if by_products or (region and region.barrier is Barrier.NONE) else None
 
 
 class DemandWalk:
@@ -86,8 +79,7 @@ class DemandWalk:
     def analyse(
         self, jaxpr: Jaxpr, wanted: tuple[Wanted, ...], inputs: tuple[Kind, ...], context: Context
     ) -> Analysis:
-        """Returns the analysis of a jaxpr, closed or open."""
-        inside = open_jaxpr(jaxpr)
+        inside = read.open_jaxpr(jaxpr)
         key = (id(inside), wanted, inputs, context)
         if key not in self._analyses:
             ops = self._ops(inside)
@@ -103,6 +95,8 @@ class DemandWalk:
             decisive = self._decisions.variables(inside, context.decides, held=context.held)
             ruling_walk = RulingWalk(inside, inputs, context, self._rules, self._scopes)
             analysis = Analysis(
+                rules=self._rules,
+                scopes=self._scopes,
                 inside=inside,
                 ops=ops,
                 readers=readers,
@@ -122,9 +116,8 @@ class DemandWalk:
         return self._analyses[key]
 
     def context(self, op: Op, inner: Inner, analysis: Analysis) -> Context:
-        """Returns the context of a jaxpr that a call runs."""
         around = analysis.context
-        scope = call_scope(around.scope_of(op), op.equation)
+        scope = read.call_scope(around.scope_of(op), op.equation)
         scope = self._scopes.cache_key(f"{scope}/{inner.scope}" if inner.scope else scope)
         backward, index = around.is_backward(op), op.inner.index(inner)
         flags = lambda found: [var in found for var in op.equation.outvars]
@@ -145,7 +138,7 @@ class DemandWalk:
             decides=decides if any(decides) else (),
             held=held if Held.CARRY in held else (),
             tangents=self._tangents.inputs(op, analysis.tangents)[index] if analysis.tangents else (),
-            of_gradient=around.of_gradient or is_of_gradient(op.equation),
+            of_gradient=around.of_gradient or read.is_of_gradient(op.equation),
         )
 
     def _tells_gradients(self, inside: Jaxpr) -> bool:
@@ -155,13 +148,15 @@ class DemandWalk:
         booleans, such as one-hot labels.
         """
         if self._is_told is None:
-            casts = (each for each in all_equations(inside) if each.primitive.name == "convert_element_type")
+            casts = (
+                each for each in read.all_equations(inside) if each.primitive.name == "convert_element_type"
+            )
             has_one_hot = any(each.invars[0].aval.dtype == bool for each in casts)
             self._is_told = has_one_hot or self._rules.reduce_dtype is not None
         return self._is_told
 
     def _ops(self, jaxpr: Jaxpr) -> tuple[Op, ...]:
-        inside = open_jaxpr(jaxpr)
+        inside = read.open_jaxpr(jaxpr)
         if id(inside) not in self._read:
             self._alive.append(inside)
             self._read[id(inside)] = read_ops(inside, self._rules)
@@ -224,7 +219,7 @@ class DemandWalk:
         for inner in op.inner:
             inside = self._analyse_inside(op, inner, analysis, results)
             for index, role, var in zip(inner.operands, inner.roles, inside.inside.invars):
-                if is_literal(invars[index]):
+                if read.is_literal(invars[index]):
                     continue
                 is_carry = role is Role.CARRY
                 demand.uses[invars[index]].add_call(inside.demand.uses[var], is_carry)
@@ -237,11 +232,11 @@ class DemandWalk:
     def _analyse_inside(
         self, op: Op, inner: Inner, analysis: Analysis, results: Sequence[Wanted]
     ) -> Analysis:
-        inputs = [Kind.ADAPTS for _ in constants(inner.jaxpr)]
+        inputs = [Kind.ADAPTS for _ in read.constants(inner.jaxpr)]
         for index, role in zip(inner.operands, inner.roles):
             var = op.equation.invars[index]
             is_carry = role is Role.CARRY  # It keeps its dtype.
-            of_carry = Kind.FLOAT32 if is_float32(var) else Kind.ADAPTS
+            of_carry = Kind.FLOAT32 if read.is_float32(var) else Kind.ADAPTS
             inputs.append(of_carry if is_carry else analysis.estimates.of(var))
         context = self.context(op, inner, analysis)
         return self.analyse(inner.jaxpr, wanted_inside(inner, results), tuple(inputs), context)
@@ -294,7 +289,6 @@ def _note_use(op: Op, demand: Demand) -> None:
 
 
 def _makes_integers(op: Op) -> bool:
-    """Whether an operation is a cast to integers or booleans, or a comparison."""
     return (op.is_cast or op.traits.compares) and not any(map(_is_floating, op.equation.outvars))
 
 
@@ -330,4 +324,4 @@ def _reads_in_float32(op: Op, ruling: Ruling, takes_half: bool, gives_half: bool
     keeps = any(demand.uses[var].keep_float32 for var in op.equation.outvars)
     if ruling.category is Category.MOVE or op.traits.selects or op.is_cast:
         return keeps
-    return (keeps or not gives_half) and any(map(is_float32, op.equation.outvars))
+    return (keeps or not gives_half) and any(map(read.is_float32, op.equation.outvars))

@@ -24,8 +24,7 @@ def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: 
     if is_wide and wanted >= Wanted.WITH_OTHERS:
         return store_half(op, operands, "products read its result")
     if Kind.HALF not in kinds:
-        kind = Kind.FLOAT32 if is_wide else max(kinds, default=Kind.ADAPTS)
-        return _without_half(op, operands, max(kind, Kind.ADAPTS))
+        return _without_half(op, operands, kinds)
     if reason := _why_float32(op, operands, kinds, wanted, half):
         return run_in_float32(op, operands, Ruling(Category.INFER, reason))
     if reason := _why_stored(op, operands, half):
@@ -34,8 +33,9 @@ def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: 
     return Decision(op, Category.INFER, Run(in_half(op, operands)), halves(op), reason, changed=True)
 
 
-def _without_half(op: Op, operands: Sequence[State], kind: Kind) -> Decision:
-    """Decides about an operation without a half operand: it runs in float32, and its result is of `kind`."""
+def _without_half(op: Op, operands: Sequence[State], kinds: Set[Kind]) -> Decision:
+    """Decides about an operation without a half operand, which runs in float32."""
+    kind = max({Kind.ADAPTS, *kinds}) if kinds.isdisjoint(WIDE) else Kind.FLOAT32
     constant = all(state.constant for state in operands)
     results = results_of(op, operands, State(kind, constant=constant))
     return Decision(op, Category.INFER, in_full(operands), results, "no input is half")

@@ -58,12 +58,10 @@ class Loops:
         return Held.CARRY if is_moved_carry else None
 
     def _multiplies(self, op: Op) -> bool:
-        """Whether an operation is a product, or runs one."""
         if op.traits.category is Category.ALLOW:
             return True
         return any(self._multiplies(each) for inner in op.inner for each in self._ops_of(inner.jaxpr))
 
 
 def held_by(var: Var, held: Mapping[Var, Held | None]) -> Held | None:
-    """Returns what a variable or literal holds."""
     return Held.CONSTANT if is_literal(var) else held[var]

@@ -31,8 +31,6 @@ from .rules import Rules
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Op:
-    """One operation of a jaxpr."""
-
     equation: Equation
     name: str  # The name of the operation in the table of primitives.
     traits: Traits
@@ -64,7 +62,6 @@ class Op:
         return is_broadcast or self.name == "gather"
 
     def broadcasts(self, var: Var) -> bool:
-        """Whether an element-wise operation broadcasts the operand `var`."""
         return self.traits.broadcasts and grows(var, self.equation.outvars[0])
 
 
@@ -77,7 +74,6 @@ def grows(var: Var, out: Var) -> bool:
 
 
 def read_ops(jaxpr: Jaxpr, rules: Rules) -> tuple[Op, ...]:
-    """Returns the operations of a jaxpr, closed or open."""
     return tuple(_read_op(equation, rules) for equation in equations(jaxpr))
 
 
@@ -133,7 +129,6 @@ class Readers:
 
 
 def readers_of(inside: Jaxpr, ops: Sequence[Op]) -> Readers:
-    """Returns the readers of the variables of an open jaxpr, whose operations are `ops`."""
     readers: dict[Var, list[int]] = collections.defaultdict(list)
     for index, op in enumerate(ops):
         for var in op.variables:
@@ -175,5 +170,4 @@ class Context:
         return join(self.scope, op.scope) if op.scope else self.scope
 
     def is_backward(self, op: Op) -> bool:
-        """Whether an operation of the jaxpr is a part of a backward pass."""
         return (self.backward or op.is_transposed) and not op.is_recomputed

@@ -44,8 +44,6 @@ def conversion(source: State, target: State) -> Take:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Runs the operation."""
-
     operands: tuple[Take, ...]  # How it takes each operand.
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # The parameters that change.
     # One flag for each result: whether the result is stored in half. Empty if no result is.
@@ -95,8 +93,6 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Skip:
-    """Runs nothing."""
-
     # The index of the operand that is the result of a cast which changes nothing. None if only regions read
     # the result, which they compute themselves.
     operand: int | None = None
@@ -170,17 +166,14 @@ class Decision:
 
     @property
     def takes_half(self) -> bool:
-        """Whether the operation itself takes half operands."""
         return Take.HALF in self.takes or Take.BROADCAST in self.takes
 
     @property
     def in_float8(self) -> bool:
-        """Whether the operation itself is a product in fp8."""
         return isinstance(self.action, Float8)
 
     @property
     def gives_half(self) -> bool:
-        """Whether a result is in half."""
         return any(state.is_half for state in self.results)
 
 
@@ -209,7 +202,6 @@ class Plan:
     pairs: Pairs = _NO_PAIRS  # The half variables whose gradients need a path in float32.
 
     def with_decisions(self, decisions: Sequence[Decision]) -> "Plan":
-        """Returns the plan with other decisions about the same operations."""
         decisions = tuple(decisions)
         if decisions == self.decisions:
             return self
@@ -228,7 +220,6 @@ class Plan:
 
     @functools.cached_property
     def float8(self) -> bool:
-        """Whether a product runs in fp8."""
         return any(each.in_float8 or any(plan.float8 for plan in each.inner) for each in self.decisions)
 
     @property
@@ -238,10 +229,8 @@ class Plan:
 
     @property
     def constants(self) -> tuple[State, ...]:
-        """The states of the constants."""
         return tuple(map(self.states.__getitem__, open_jaxpr(self.jaxpr).constvars))
 
     @property
     def inputs(self) -> tuple[State, ...]:
-        """The states of the inputs."""
         return tuple(map(self.states.__getitem__, open_jaxpr(self.jaxpr).invars))

@@ -14,13 +14,11 @@ from .elementwise import decide_elementwise, halves, in_full, in_half, results_o
 from .op import Op
 from .plan import Decision, Product, Run, WeightGradient
 from .rules import Rules
-from .ruling import KEPT_BY_USER, Ruling, Why
-from .scopes import Scopes, by_rule
+from .ruling import KEPT_BY_USER, Ruling, Why, is_product
+from .scopes import by_rule
 from .states import FLOAT32, Kind, State
 from .wanted import Wanted
 
-OUTER = ("outer_product", "elementwise_product")
-"""Products that sum nothing."""
 _SELECTS = "a matmul with one-hot labels, which selects float32 values for float32 operations"
 _EXACT = "only integers or booleans are computed from it, and rounding would change them"
 # Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
@@ -31,9 +29,8 @@ _FLOAT32_DTYPE = np.dtype(np.float32)
 
 def by_first_rule(op: Op, ruling: Ruling, operands: Sequence[State], rules: Rules) -> Ruling:
     """Returns the ruling by the first rule that selects the scope or an argument of a product."""
-    is_product = ruling.category is Category.ALLOW or op.name in OUTER
     first = _first_rule(ruling, operands, rules)
-    if first is None or not (is_product or ruling.otherwise):
+    if first is None or not is_product(op):
         return ruling
     pattern, dtype = first
     if dtype != "float32":
@@ -42,19 +39,12 @@ def by_first_rule(op: Op, ruling: Ruling, operands: Sequence[State], rules: Rule
 
 
 def _first_rule(ruling: Ruling, operands: Sequence[State], rules: Rules) -> tuple[str, str] | None:
-    """Returns the first of the user's rules that selects the scope or an argument of a product, if any."""
     selecting = filter(None, (ruling.rule, *(state.rule for state in operands)))
     return min(selecting, key=rules.scopes.index, default=None)
 
 
 def decide_product(
-    op: Op,
-    ruling: Ruling,
-    operands: Sequence[State],
-    wanted: Wanted,
-    analysis: Analysis,
-    rules: Rules,
-    scopes: Scopes,
+    op: Op, ruling: Ruling, operands: Sequence[State], wanted: Wanted, analysis: Analysis
 ) -> Decision:
     """Decides about a product: half operands, unless one of them is kept in float32.
 
@@ -65,15 +55,13 @@ def decide_product(
         return run_in_float32(op, operands, dataclasses.replace(KEPT_BY_USER, category=Category.ALLOW))
     if reason := _why_float32(op, operands, wanted, analysis):
         return run_in_float32(op, operands, Ruling(Category.ALLOW, reason))
-    decision = _product_in_half(op, operands, analysis, rules)
-    if not decision.takes_half:
-        return decision
+    decision, rules = _product_in_half(op, operands, analysis), analysis.rules
     is_backward = analysis.context.is_backward(op)
     by_argument = [state.source.float32_result for state in operands if state.source is not None]
     pattern = next(filter(None, (ruling.float32_result, *by_argument)), "")
     # The products of derivatives give half.
     if pattern and not is_backward and analysis.tangents.isdisjoint(op.variables):
-        scopes.note_used("float32_results", pattern)
+        analysis.scopes.note_used("float32_results", pattern)
         decision = _with_float32_result(decision, pattern, rules.dtype)
     return _in_float8(decision, ruling, operands, is_backward, rules) if rules.float8 else decision
 
@@ -83,19 +71,13 @@ def _why_float32(op: Op, operands: Sequence[State], wanted: Wanted, analysis: An
     if wanted is Wanted.EXACT:
         return _EXACT
     # A product by one-hot labels picks numbers, for float32 operations if nothing wants half.
-    if _selects(operands) and wanted is Wanted.NO and not analysis.makes_gradient(op):
-        return _SELECTS
-    return ""
+    picks = sorted(state.kind for state in operands) == [Kind.BINARY, Kind.FLOAT32]  # As in a CTC loss.
+    return _SELECTS if picks and wanted is Wanted.NO and not analysis.makes_gradient(op) else ""
 
 
-def _selects(operands: Sequence[State]) -> bool:
-    """Whether a product picks numbers computed in float32, as a CTC loss does with one-hot labels."""
-    return sorted(state.kind for state in operands) == [Kind.BINARY, Kind.FLOAT32]
-
-
-def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis, rules: Rules) -> Decision:
+def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis) -> Decision:
     """Decides about a product of half operands. One that makes a weight gradient may give float32."""
-    primitive, half = op.equation.primitive.name, rules.dtype
+    primitive, rules, half = op.equation.primitive.name, analysis.rules, analysis.rules.dtype
     takes, params = in_half(op, operands), _half_params(op, half)
     reason = f"{primitive} is on the allow list"
     action: Run | Product | WeightGradient = Run(takes, params)

@@ -17,12 +17,14 @@ from ..._dtypes import FLOAT8_ADVICE, DTypeLike, parse_dtype, parse_reduce_dtype
 from ..._float8.action import FLOAT8
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from ..._paths import as_patterns, matches
+from ..._policy import Rule, rule_pairs
 
 Operations = Iterable[str | Primitive] | None
 """Primitives, by name (`"exp"`) or as the primitive (`jax.lax.exp_p`); `"-exp"` takes one off its list."""
 
-ScopeRules = Mapping[str, DTypeLike] | Iterable[tuple[str, DTypeLike]] | None
-"""Exceptions by scope: patterns over scopes and argument paths, each with a dtype."""
+ScopeRules = Mapping[str, DTypeLike] | Iterable[Rule | tuple[str, DTypeLike]] | None
+"""Exceptions by scope: patterns over scopes and argument paths, each with a dtype; of a `Rule`, its compute
+dtype."""
 
 Patterns = str | Iterable[str] | None
 """A pattern over scopes and argument paths, or several."""
@@ -49,9 +51,9 @@ class Rules:
     float32_results: tuple[str, ...] = ()
     half_sums: tuple[str, ...] = ()  # Patterns over scopes: their residual sums give half results.
     float8: bool = False  # Whether large products run in fp8.
+    optional: frozenset[str] = frozenset()  # The patterns of `scopes` that may select nothing.
 
     def category_of(self, name: str) -> Category:
-        """Returns the category of the primitive called `name`."""
         return self.categories.get(name, Category.AS_TRACED)
 
     def ablations(self) -> Iterator[tuple[str, "Rules"]]:
@@ -62,18 +64,13 @@ class Rules:
             listed = MappingProxyType({other: text for other, text in self.listed.items() if other != name})
             yield written, dataclasses.replace(self, categories=MappingProxyType(categories), listed=listed)
         for option in ("scopes", "float32_results", "half_sums"):
-            yield from self._ablations_of(option)
+            given = getattr(self, option)
+            for n, entry in enumerate(given):
+                rule = f"rules={{{entry[0]!r}: {entry[1]!r}}}"
+                written = rule if option == "scopes" else f"{option}={entry!r}"
+                yield written, dataclasses.replace(self, **{option: given[:n] + given[n + 1 :]})
         if self.reduce_dtype is not None:
             yield f"reduce_dtype='{self.reduce_dtype.name}'", dataclasses.replace(self, reduce_dtype=None)
-
-    def _ablations_of(self, option: str) -> Iterator[tuple[str, "Rules"]]:
-        """Yields each entry of an option that takes patterns, and the rules without it."""
-        given = getattr(self, option)
-        for entry in given:
-            rule = f"rules={{{entry[0]!r}: {entry[1]!r}}}"
-            others = tuple(other for other in given if other is not entry)
-            written = rule if option == "scopes" else f"{option}={entry!r}"
-            yield written, dataclasses.replace(self, **{option: others})
 
     @property
     def halves_products(self) -> bool:
@@ -95,16 +92,9 @@ class Rules:
             return False
         return all(dtype != "float32" for _, dtype in self.scopes[: self.scopes.index(rule)])
 
-    def float32_result_for(self, path: str) -> str:
-        """Returns the first pattern of `float32_results` that selects a scope or argument, or nothing."""
-        return _first(self.float32_results, path)
 
-    def half_sum_for(self, path: str) -> str:
-        """Returns the first pattern of `half_sums` that selects a scope, or nothing."""
-        return _first(self.half_sums, path)
-
-
-def _first(patterns: Iterable[str], path: str) -> str:
+def first_match(patterns: Iterable[str], path: str) -> str:
+    """Returns the first pattern that selects a scope or argument, or nothing."""
     return next((pattern for pattern in patterns if matches(pattern, path)), "")
 
 
@@ -137,10 +127,11 @@ def make_rules(
     reduced = parse_reduce_dtype(reduce_dtype)
     categories = _default_categories(half)
     listed = _change(categories, {Category.ALLOW: allow, Category.DENY: deny, Category.INFER: infer})
+    scopes, optional = _scopes(half, float8, rules)
     return Rules(
         half,
         MappingProxyType(categories),
-        _scopes(half, float8, rules),
+        scopes,
         MappingProxyType(listed),
         reduced,
         float8=float8,
@@ -152,6 +143,7 @@ def make_rules(
             () if half_sums is None else half_sums,
             "half_sums= takes patterns over scopes, such as '**/block_*'",
         ),
+        optional=optional,
     )
 
 
@@ -204,13 +196,8 @@ def _check(category: Category, name: str) -> None:
 def _entries(option: str, entries: Operations) -> Iterable[str | Primitive]:
     if isinstance(entries, (str, Primitive)):
         raise TypeError(f"{option}= is a list of operations. Got {entries!r}; write {option}=[{entries!r}].")
-    return _listed(option, "a list of operations, such as ['tanh']", entries)
-
-
-def _listed(option: str, allowed: str, entries: Any) -> Iterable[Any]:
-    """Returns the entries of an option, none for None."""
     if entries is not None and not isinstance(entries, Iterable):
-        raise TypeError(f"{option}= is {allowed}. Got {entries!r}.")
+        raise TypeError(f"{option}= is a list of operations, such as ['tanh']. Got {entries!r}.")
     return () if entries is None else entries
 
 
@@ -251,14 +238,18 @@ def _known_names() -> frozenset[str]:
     return frozenset(public.union(PRIMITIVES))
 
 
-def _scopes(half: np.dtype, float8: bool, rules: ScopeRules) -> tuple[tuple[str, str], ...]:
-    allowed = "a mapping of patterns over scopes to dtypes, as in {'decoder/head': 'float32'}"
-    pairs = rules.items() if isinstance(rules, Mapping) else _listed("rules", allowed, rules)
-    return tuple(_scope(pair, half, float8) for pair in pairs)
+def _scopes(
+    half: np.dtype, float8: bool, rules: ScopeRules
+) -> tuple[tuple[tuple[str, str], ...], frozenset[str]]:
+    """Returns the pairs of patterns and dtypes, and the patterns of optional rules."""
+    given = rule_pairs(rules)
+    optional = frozenset(each.pattern for each in given if isinstance(each, Rule) and each.optional)
+    return tuple(_scope(each, half, float8) for each in given), optional
 
 
-def _scope(pair: Any, half: np.dtype, float8: bool) -> tuple[str, str]:
+def _scope(rule: Any, half: np.dtype, float8: bool) -> tuple[str, str]:
     """Returns one rule as its pattern and the name of its dtype."""
+    pair = (rule.pattern, rule.policy.compute_dtype) if isinstance(rule, Rule) else rule
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
         raise TypeError(
             "rules= maps patterns over scopes to dtypes, as in {'decoder/head': 'float32'}. Got "

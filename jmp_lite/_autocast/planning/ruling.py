@@ -11,21 +11,13 @@ from collections.abc import Collection, Iterable, Sequence, Set
 
 import jax.numpy as jnp
 
+from ..._jaxpr import read
 from ..._jaxpr.precision import precisions
 from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import (
-    Equation,
-    Jaxpr,
-    Var,
-    equations,
-    floating_operands,
-    is_float32,
-    is_literal,
-    open_jaxpr,
-)
+from ..._jaxpr.read import Equation, Jaxpr, Var
 from ..._tree import KEEP_FLOAT32_NAME
 from .op import Context, Op
-from .rules import Rules
+from .rules import Rules, first_match
 from .scopes import Scopes
 from .states import WIDE, Kind, State, broadcast
 
@@ -78,7 +70,6 @@ class RulingWalk:
     def __init__(
         self, inside: Jaxpr, inputs: Sequence[Kind], context: Context, rules: Rules, scopes: Scopes
     ) -> None:
-        """Begins with the estimates of the constants and inputs of the jaxpr."""
         self.estimates = Estimates(zip((*inside.constvars, *inside.invars), inputs, strict=True))
         self._context, self._rules, self._scopes = context, rules, scopes
         self._of_products: set[Var] = set()  # Results of products, and element-wise functions of them.
@@ -95,7 +86,7 @@ class RulingWalk:
         rulings = []
         for op in ops:
             scope = self._context.scope_of(op)
-            ruling = _ruling(op, scope, self._context.is_backward(op), self._rules, self._scopes)
+            ruling = self._ruling(op, scope)
             if self._rules.half_sums and self._continues_stream(op, ruling, streams):
                 ruling = self._ruling_on_sum(ruling, scope)
             if decisive and _decides(op, ruling, decisive) and not self._rules.gives_half(scope):
@@ -119,11 +110,55 @@ class RulingWalk:
 
     def _ruling_on_sum(self, ruling: Ruling, scope: str) -> Ruling:
         """Returns the ruling on a sum of a residual stream: it is in half if `half_sums` selects it."""
-        pattern = self._rules.half_sum_for(scope)
+        pattern = first_match(self._rules.half_sums, scope)
         if not pattern:
             return ruling
         self._scopes.note_used("half_sums", pattern)
         return dataclasses.replace(ruling, half_sum=pattern)
+
+    def _ruling(self, op: Op, scope: str) -> Ruling:
+        if op.category is Category.CALL:
+            return _CALL
+        if reason := self._scopes.why_as_traced(scope):
+            return self._ruling_as_traced(reason, op, scope)
+        if op.is_cast:
+            return _AS_TRACED
+        if op.name == "name" and op.equation.params["name"] == KEEP_FLOAT32_NAME:
+            return KEPT_BY_USER
+        if op.category is Category.DENY:
+            return Ruling(op.category, f"{op.name} is on the deny list")
+        if op.category is Category.AS_TRACED:
+            is_listed = op.name in self._rules.categories
+            known = "stays as traced" if is_listed else "is on no list"
+            return Ruling(op.category, f"{op.name} {known}", Why.OTHER if is_listed else Why.NO_LIST)
+        return self._ruling_on_product(op, scope) if is_product(op) else _BY_OPERANDS[op.category]
+
+    def _ruling_as_traced(self, reason: str, op: Op, scope: str) -> Ruling:
+        """Returns the ruling on an operation of a scope that stays as it was traced.
+
+        If a rule keeps the scope of a product in float32, the rule of an argument may come first.
+        """
+        if scope not in self._scopes.kept_by_rules:
+            return Ruling(Category.AS_TRACED, reason)
+        kept = Ruling(Category.AS_TRACED, reason, Why.RULE)
+        rule = self._scopes.rule_for(scope) if is_product(op) else None
+        if rule is None:
+            return kept
+        return dataclasses.replace(kept, rule=rule, otherwise=self._ruling_on_product(op, scope))
+
+    def _ruling_on_product(self, op: Op, scope: str) -> Ruling:
+        rules, is_backward = self._rules, self._context.is_backward(op)
+        reason = _why_not_half(op.equation, rules)
+        rule = self._scopes.rule_for(scope)
+        is_first = rules.is_first(rule)
+        if op.category is Category.ALLOW:
+            # The products of a backward pass give half, as those of other products do.
+            pattern = "" if is_backward else first_match(rules.float32_results, scope)
+            return Ruling(op.category, reason, float32_result=pattern, rule=rule, is_first=is_first)
+        # In a backward pass an outer product is the gradient of a product, and runs as the others do.
+        is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
+        category = Category.ALLOW if is_gradient and not reason else op.category
+        return Ruling(category, reason, rule=rule, is_first=is_first)
 
     def _note(self, op: Op, ruling: Ruling) -> None:
         """Notes what later rulings ask about the results of an operation."""
@@ -143,15 +178,12 @@ class Estimates:
     """
 
     def __init__(self, kinds: Iterable[tuple[Var, Kind]]) -> None:
-        """Begins with the kinds of the inputs."""
         self._kinds = dict(kinds)
 
     def of(self, var: Var) -> Kind:
-        """Returns the estimate of a variable or literal."""
-        return Kind.LITERAL if is_literal(var) else self._kinds[var]
+        return Kind.LITERAL if read.is_literal(var) else self._kinds[var]
 
     def add(self, op: Op, ruling: Ruling) -> None:
-        """Estimates the results of an operation from its operands."""
         operands = list(map(self.of, op.equation.invars))
         is_constant = not op.equation.effects and all(kind == Kind.LITERAL for kind in operands)
         for index, out in enumerate(op.equation.outvars):
@@ -159,7 +191,7 @@ class Estimates:
                 self._kinds[out] = _estimate_of_call(op, index)
             elif is_constant and ruling.why is not Why.KEEP_FLOAT32:
                 self._kinds[out] = Kind.LITERAL
-            elif is_float32(out):
+            elif read.is_float32(out):
                 self._kinds[out] = _estimate_of_float32(op, ruling, operands, index)
             else:
                 self._kinds[out] = Kind.ADAPTS
@@ -175,59 +207,13 @@ def estimate_of_state(state: State) -> Kind:
 # The ruling.
 
 
-def _ruling(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes) -> Ruling:
-    if op.category is Category.CALL:
-        return _CALL
-    if reason := scopes.why_as_traced(scope):
-        return _ruling_as_traced(reason, op, scope, is_backward, rules, scopes)
-    if op.is_cast:
-        return _AS_TRACED
-    if op.name == "name" and op.equation.params["name"] == KEEP_FLOAT32_NAME:
-        return KEPT_BY_USER
-    if op.category is Category.DENY:
-        return Ruling(op.category, f"{op.name} is on the deny list")
-    if op.category is Category.AS_TRACED:
-        is_listed = op.name in rules.categories
-        known = "stays as traced" if is_listed else "is on no list"
-        return Ruling(op.category, f"{op.name} {known}", Why.OTHER if is_listed else Why.NO_LIST)
-    if _is_product(op):
-        return _ruling_on_product(op, scope, is_backward, rules, scopes)
-    return _BY_OPERANDS[op.category]
+OUTER = ("outer_product", "elementwise_product")
+"""Products that sum nothing."""
 
 
-def _is_product(op: Op) -> bool:
-    return op.category is Category.ALLOW or op.name in ("outer_product", "elementwise_product")
-
-
-def _ruling_as_traced(
-    reason: str, op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes
-) -> Ruling:
-    """Returns the ruling on an operation of a scope that stays as it was traced.
-
-    If a rule keeps the scope of a product in float32, the rule of an argument may come first.
-    """
-    if not scopes.is_kept_by_rule(scope):
-        return Ruling(Category.AS_TRACED, reason)
-    kept = Ruling(Category.AS_TRACED, reason, Why.RULE)
-    rule = scopes.rule_for(scope) if _is_product(op) else None
-    if rule is None:
-        return kept
-    otherwise = _ruling_on_product(op, scope, is_backward, rules, scopes)
-    return dataclasses.replace(kept, rule=rule, otherwise=otherwise)
-
-
-def _ruling_on_product(op: Op, scope: str, is_backward: bool, rules: Rules, scopes: Scopes) -> Ruling:
-    reason = _why_not_half(op.equation, rules)
-    rule = scopes.rule_for(scope)
-    is_first = rules.is_first(rule)
-    if op.category is Category.ALLOW:
-        # The products of a backward pass give half, as those of other products do.
-        pattern = "" if is_backward else rules.float32_result_for(scope)
-        return Ruling(op.category, reason, float32_result=pattern, rule=rule, is_first=is_first)
-    # In a backward pass an outer product is the gradient of a product, and runs as the others do.
-    is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
-    category = Category.ALLOW if is_gradient and not reason else op.category
-    return Ruling(category, reason, rule=rule, is_first=is_first)
+def is_product(op: Op) -> bool:
+    """Whether an operation is a product: a matmul, a convolution, or a product without a sum."""
+    return op.category is Category.ALLOW or op.name in OUTER
 
 
 KEPT_BY_USER = Ruling(Category.DENY, "keep_float32", Why.KEEP_FLOAT32)
@@ -241,13 +227,13 @@ def _decides(op: Op, ruling: Ruling, decisive: Set[Var]) -> bool:
     """Whether an operation that may run in half computes what the predicate of a loop depends on."""
     may_be_half = ruling.category in (Category.ALLOW, Category.INFER) and not ruling.reason
     is_decisive = may_be_half and not decisive.isdisjoint(op.equation.outvars)
-    return is_decisive and any(map(is_float32, op.equation.invars))
+    return is_decisive and any(map(read.is_float32, op.equation.invars))
 
 
 def _why_not_half(equation: Equation, rules: Rules) -> str:
     """Returns why a product keeps its dtypes, whatever its operands are; empty if it takes half operands."""
-    floating = floating_operands(equation)
-    if not any(map(is_float32, floating)):
+    floating = read.floating_operands(equation)
+    if not any(map(read.is_float32, floating)):
         traced = sorted({var.aval.dtype.name for var in floating}) or ["integers"]
         return f"its operands were traced in {' and '.join(traced)}"
     others = {var.aval.dtype.name for var in floating if var.aval.dtype not in (jnp.float32, rules.dtype)}
@@ -259,7 +245,7 @@ def _why_not_half(equation: Equation, rules: Rules) -> str:
 def _what_the_program_asks(equation: Equation, floating: Sequence[Var]) -> str:
     """Returns in words for which precision or result the program asks; empty if it asks for none."""
     # JAX multiplies a float32 cotangent by a half operand, and names the arithmetic of the half product.
-    own = {"F16_F16_F32", "BF16_BF16_F32"} if not all(map(is_float32, floating)) else set[str]()
+    own = {"F16_F16_F32", "BF16_BF16_F32"} if not all(map(read.is_float32, floating)) else set[str]()
     if asked := precisions(equation) - own:
         return f"the program asks for precision {' and '.join(sorted(asked))}"
     preferred = equation.params.get("preferred_element_type")
@@ -275,7 +261,7 @@ def _estimate_of_float32(op: Op, ruling: Ruling, operands: list[Kind], index: in
         return Kind.KEPT
     if op.is_cast:
         (source,) = op.equation.invars
-        return operands[0] if is_float32(source) else _estimate_of_cast(source.aval.dtype)
+        return operands[0] if read.is_float32(source) else _estimate_of_cast(source.aval.dtype)
     if ruling.category is Category.MOVE:
         return _estimate_of_move(op, operands, index)
     if (ruling.takes_half(operands) and not ruling.float32_result) or ruling.half_sum:
@@ -286,7 +272,7 @@ def _estimate_of_float32(op: Op, ruling: Ruling, operands: list[Kind], index: in
 
 def _widest(op: Op, operands: list[Kind]) -> Kind:
     kinds = [
-        broadcast(op, var, kind) if is_float32(var) else Kind.ADAPTS
+        broadcast(op, var, kind) if read.is_float32(var) else Kind.ADAPTS
         for var, kind in zip(op.equation.invars, operands)
     ]
     return Kind.FLOAT32 if not set(kinds).isdisjoint(WIDE) else max(Kind.ADAPTS, *kinds)
@@ -307,20 +293,20 @@ def _estimate_of_cast(source: jnp.dtype) -> Kind:
 def _estimate_of_call(op: Op, index: int) -> Kind:
     """Returns the estimate of a result of a call, as far as the inner jaxprs alone tell it."""
     outputs = [
-        (open_jaxpr(inner.jaxpr), number, carry)
+        (read.open_jaxpr(inner.jaxpr), number, carry)
         for inner in op.inner
         for number, (result, carry) in enumerate(zip(inner.results, inner.carries))
         if result == index
     ]
-    if is_float32(op.equation.outvars[index]) and any(carry for _, _, carry in outputs):
+    if read.is_float32(op.equation.outvars[index]) and any(carry for _, _, carry in outputs):
         return Kind.FLOAT32
     is_binary = all(_is_cast_from_bool(jaxpr, jaxpr.outvars[number]) for jaxpr, number, _ in outputs)
     return Kind.BINARY if is_binary else Kind.ADAPTS
 
 
 def _is_cast_from_bool(jaxpr: Jaxpr, var: Var) -> bool:
-    made_by = {out: equation for equation in equations(jaxpr) for out in equation.outvars}
-    while not is_literal(var) and var in made_by:
+    made_by = {out: equation for equation in read.equations(jaxpr) for out in equation.outvars}
+    while not read.is_literal(var) and var in made_by:
         equation = made_by[var]
         if equation.primitive.name == "convert_element_type":
             return equation.invars[0].aval.dtype == jnp.bool_

@@ -10,7 +10,6 @@ from .rules import Rules
 
 
 def by_rule(pattern: str) -> str:
-    """Returns the reason of what a rule keeps in float32."""
     return f"the rule for '{pattern}'"
 
 
@@ -41,7 +40,8 @@ class Scopes:
         self._selecting: set[tuple[str, str]] = set()
         self._seen: set[str] = set()
         self._reasons: dict[str, str] = {}
-        self._kept_by_rules: set[str] = set()  # The scopes that a rule keeps in float32.
+        # The scopes that a rule keeps in float32, of those that `why_as_traced` was asked about.
+        self.kept_by_rules: set[str] = set()
 
     def cache_key(self, scope: str) -> str:
         """Returns the part of a scope on which decisions depend.
@@ -68,12 +68,8 @@ class Scopes:
         rule = self.rule_for(path) if path else None
         if rule is None or rule[1] != "float32":
             return ""
-        self._kept_by_rules.add(path)
+        self.kept_by_rules.add(path)
         return by_rule(rule[0])
-
-    def is_kept_by_rule(self, path: str) -> bool:
-        """Whether `why_as_traced` has found a rule of the user that keeps the scope `path` in float32."""
-        return path in self._kept_by_rules
 
     def rule_for(self, path: str) -> tuple[str, str] | None:
         """Returns the first rule that selects the scope or argument `path`, if any: its pattern and dtype."""
@@ -92,7 +88,7 @@ class Scopes:
     def check(self) -> None:
         """Raises a ValueError if a pattern has selected nothing, as a misspelt pattern does."""
         for pattern, _ in self._rules.scopes:
-            if pattern not in self._used:
+            if pattern not in self._used | self._rules.optional:
                 self._check_for_rule_in_front(pattern)
                 near = difflib.get_close_matches(pattern, self._seen, n=3, cutoff=0.3)
                 hint = f" Close to it are {', '.join(map(repr, near))}." if near else ""

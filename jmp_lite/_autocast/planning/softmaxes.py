@@ -38,17 +38,7 @@ class Region:
     sources: tuple[Var, ...]  # The one or two float32 operands of its size.
     extras: tuple[Var, ...]  # The other operands of a softmax: masks, and float32 scalars.
     members: frozenset[int]  # The indexes of the operations that compute it.
-    barrier: Barrier
-
-    @property
-    def is_softmax(self) -> bool:
-        """Whether its operations are not all element-wise."""
-        return self.barrier is Barrier.SOURCES
-
-    @property
-    def needs_products(self) -> bool:
-        """Whether only products may read the result."""
-        return self.barrier is not Barrier.NONE
+    barrier: Barrier  # That of a softmax is `SOURCES`.
 
 
 def find_softmaxes(ops: Sequence[Op], readers: Readers) -> dict[Var, Region]:
@@ -134,7 +124,6 @@ def _masks(op: Op) -> bool:
 
 
 def _makers(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) -> list[Op]:
-    """Returns the operations that make the operands of an operation."""
     return [ops[made_by[var]] for var in op.variables if var in made_by]
 
 

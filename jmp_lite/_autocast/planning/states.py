@@ -55,17 +55,14 @@ class State:
 
     @property
     def wide_gradient(self) -> bool:
-        """Whether the product that makes the gradient of this argument gives float32."""
         return self.source is not None and self.source.wide_gradient
 
     @property
     def rule(self) -> tuple[str, str] | None:
-        """The first rule of the user that selects this argument."""
         return None if self.source is None else self.source.rule
 
     @property
     def is_half(self) -> bool:
-        """Whether the value was computed in half."""
         return self.kind == Kind.HALF
 
 
@@ -112,11 +109,14 @@ def entering(op: Op, state: State, role: Role) -> State:
     return OTHER if state.kind == Kind.OTHER else FLOAT32
 
 
-def leaving(state: State, carry: bool, wanted: bool) -> State:
-    """Returns the state of a result outside its loop. A carry keeps its dtype; a slice may be in half."""
-    if state.kind == Kind.OTHER:
+def leaving(op: Op, state: State, carry: bool, stacked: bool) -> State:
+    """Returns the state of a result of a call outside of it. `stacked` says that a scan stacks it in half.
+
+    A carry is float32, except for a sum that `half_sums` selects.
+    """
+    if state.kind == Kind.OTHER or (op.name == "scan" and state.half_sum):
         return state
-    return FLOAT32 if carry else HALF if wanted and state.kind in WIDE else state
+    return FLOAT32 if carry else HALF if stacked and state.kind in WIDE else state
 
 
 def join(first: State, second: State) -> State:

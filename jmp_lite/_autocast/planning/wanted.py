@@ -27,8 +27,6 @@ class Wanted(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True)
 class Uses:
-    """How the readers of one variable use it."""
-
     in_half: bool = False  # An operation wants it in half.
     by_products: int = 0  # How many readers take it in half as a product does.
     # An operation reads it in float32. If other readers rounded it, that operation would read the rounded
@@ -75,13 +73,10 @@ class Uses:
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What a jaxpr wants in half."""
-
     reads: Callable[[Var], int]  # How often each variable is read.
     uses: dict[Var, Uses] = dataclasses.field(default_factory=lambda: collections.defaultdict(Uses))
 
     def of_var(self, var: Var) -> Wanted:
-        """Returns how a variable is wanted in half."""
         return self.uses[var].wanted(self.reads(var))
 
     def of_results(self, op: Op) -> Wanted:
@@ -100,7 +95,6 @@ class Demand:
                 self.uses[var].in_float32 |= want <= Wanted.NO
 
     def read_numbers(self, variables: Iterable[Var]) -> None:
-        """Notes that an operation reads some variables as numbers."""
         for var in variables:
             self.uses[var].as_number = True
 
@@ -110,7 +104,6 @@ class Demand:
             self.uses[var].exactly = True
 
     def want(self, variables: Iterable[Var], wanted: Wanted) -> None:
-        """Notes that one reader wants some variables."""
         if wanted > Wanted.NO:
             for var in filter(is_float32, variables):
                 self.uses[var].in_half = True

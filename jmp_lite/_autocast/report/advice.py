@@ -11,19 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..._dtypes import HALF_DTYPES
+from ..._jaxpr import read
 from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import (
-    Equation,
-    Jaxpr,
-    Var,
-    describe,
-    equations,
-    is_float32,
-    is_literal,
-    open_jaxpr,
-    users_line,
-)
+from ..._jaxpr.read import Equation, Jaxpr, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +28,12 @@ class _Origin:
 
 def find_promotions(jaxpr: Jaxpr, names: Sequence[str]) -> dict[int, str]:
     """Returns why products are in float32, by the `id` of their equations."""
-    inside = open_jaxpr(jaxpr)
+    inside = read.open_jaxpr(jaxpr)
     reasons: dict[int, str] = {}
     origins = {
         var: _Origin(f"{name or 'an argument'} is float32")
         for var, name in zip(inside.invars, names, strict=True)
-        if is_float32(var)
+        if read.is_float32(var)
     }
     _follow(inside, origins, reasons)
     return reasons
@@ -53,20 +44,20 @@ def _follow(
 ) -> None:
     """Adds the reasons of the products of an open jaxpr. `call` runs it, in a line of the user's."""
     for var in inside.constvars:
-        if is_float32(var):
-            origins.setdefault(var, _Origin(f"a constant {describe(var.aval)} is float32"))
-    for equation in equations(inside):
+        if read.is_float32(var):
+            origins.setdefault(var, _Origin(f"a constant {read.describe(var.aval)} is float32"))
+    for equation in read.equations(inside):
         category = traits_of(equation.primitive.name).category
         if category is Category.CALL:
             for inner in inner_jaxprs(equation):
                 _follow_call(equation, inner, origins, reasons, call)
             continue
-        taken = [origins[var] for var in equation.invars if not is_literal(var) and var in origins]
+        taken = [origins[var] for var in equation.invars if not read.is_literal(var) and var in origins]
         origin = _origin_of_result(equation, taken, call)
         if origin is not None:
             if category is Category.ALLOW:
                 reasons[id(equation)] = f"float32 since {origin.text}"
-            origins.update(dict.fromkeys(filter(is_float32, equation.outvars), origin))
+            origins.update(dict.fromkeys(filter(read.is_float32, equation.outvars), origin))
 
 
 def _follow_call(
@@ -76,10 +67,10 @@ def _follow_call(
     reasons: dict[int, str],
     call: Equation | None,
 ) -> None:
-    inside = open_jaxpr(inner.jaxpr)
+    inside = read.open_jaxpr(inner.jaxpr)
     entering = [_origin_of_operand(equation.invars[index], origins) for index in inner.operands]
     known = {var: origin for var, origin in zip(inside.invars, entering) if origin is not None}
-    _follow(inside, known, reasons, equation if users_line(equation) else call)
+    _follow(inside, known, reasons, equation if read.users_line(equation) else call)
     for var, index in zip(inside.outvars, inner.results):
         if index is not None and (origin := _origin_of_operand(var, known)):
             origins[equation.outvars[index]] = origin
@@ -90,9 +81,9 @@ def _origin_of_operand(var: Var, origins: Mapping[Var, _Origin]) -> _Origin | No
 
     Unlike a Python number, a float32 scalar promotes half operands: `np.float32(-1e9)` in `jnp.where`.
     """
-    if not is_literal(var):
+    if not read.is_literal(var):
         return origins.get(var)
-    if not is_float32(var) or var.aval.weak_type:
+    if not read.is_float32(var) or var.aval.weak_type:
         return None
     return _Origin(f"the constant {float(var.val):g} is float32")
 
@@ -101,7 +92,7 @@ def _origin_of_result(equation: Equation, taken: Sequence[_Origin], call: Equati
     """Returns why an operation gives float32. `taken` says why its operands are in float32."""
     if equation.primitive.name == "convert_element_type":
         (source,) = equation.invars
-        if not is_literal(source) and source.aval.dtype in HALF_DTYPES:
+        if not read.is_literal(source) and source.aval.dtype in HALF_DTYPES:
             return _Origin(f"the program casts to float32, {_line(equation, call)}", widened=True)
         return taken[0] if taken else None
     promoted = [origin for origin in taken if origin.promoted]
@@ -116,7 +107,7 @@ def _origin_of_result(equation: Equation, taken: Sequence[_Origin], call: Equati
 
 def _line(equation: Equation, call: Equation | None) -> str:
     """Returns the source line of an equation, or of the call around it, with its code if it can be read."""
-    line = users_line(equation) or (users_line(call) if call is not None else "")
+    line = read.users_line(equation) or (read.users_line(call) if call is not None else "")
     match = re.match(r"(.*?):(\d+)", line)
     code = linecache.getline(match[1], int(match[2])).strip() if match else ""
     return f"{line}: {code}" if code else line

@@ -194,7 +194,6 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
 
 
 def report_of(traced: Arguments, rules: Rules, planner: Planner, plan: Plan) -> AutocastReport:
-    """Returns the report of a call that was traced and planned by `rules`."""
     promotions = find_promotions(plan.jaxpr, traced.names) if rules.dtype == jnp.float32 else {}
     read = [True] * len(plan.results)
     operations = tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions, read))

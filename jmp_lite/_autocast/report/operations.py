@@ -9,21 +9,10 @@ import jax
 import numpy as np
 
 from ..._float8.action import Float8
+from ..._jaxpr import read
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import (
-    Equation,
-    Jaxpr,
-    Var,
-    call_scope,
-    describe,
-    equations,
-    floating_operands,
-    is_float32,
-    is_literal,
-    open_jaxpr,
-    source_line,
-)
+from ..._jaxpr.read import Equation, Jaxpr, Var
 from ..._paths import join, visible_scope
 from ..._tree import is_floating
 from ..planning.plan import Decision, Plan
@@ -79,12 +68,12 @@ class AutocastOperation:
     @property
     def inputs(self) -> tuple[str, ...]:
         """The operands in words, such as `bfloat16[8,128]`."""
-        return tuple(map(describe, self.operands))
+        return tuple(map(read.describe, self.operands))
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The results in words."""
-        return tuple(map(describe, self.results))
+        return tuple(map(read.describe, self.results))
 
     @property
     def module(self) -> str:
@@ -116,7 +105,7 @@ def operations_of(
     times: int,
     origins: Sequence[str],
     promotions: Mapping[int, str],
-    read: Sequence[bool] | None = None,
+    outputs: Sequence[bool] | None = None,
 ) -> Iterator[AutocastOperation]:
     """Yields the operations of a plan and of the plans inside it.
 
@@ -127,22 +116,22 @@ def operations_of(
         times: how often it is run.
         origins: for each input, the path of the argument that it is; empty for a computed value.
         promotions: why products are in float32, by the `id` of their equations.
-        read: for each output, whether anything reads it. Operations that only unread outputs need are left
+        outputs: for each output, whether anything reads it. Operations that only unread outputs need are left
             out, as JAX drops them. None for every operation.
     """
-    inside = open_jaxpr(plan.jaxpr)
+    inside = read.open_jaxpr(plan.jaxpr)
     states = plan.states
     paths = dict(zip(inside.invars, origins, strict=True))
-    live = None if read is None else _live(inside, read)
+    live = None if outputs is None else _live(inside, outputs)
     for decision in plan.decisions:
         op, equation = decision.op, decision.op.equation
         path = join(scope, op.scope) if op.scope else scope
-        taken = ["" if is_literal(var) else paths.get(var, "") for var in equation.invars]
+        taken = ["" if read.is_literal(var) else paths.get(var, "") for var in equation.invars]
         if live is not None and id(equation) not in live:
             pass
         elif decision.category is Category.CALL:
             yield from _operations_of_call(
-                decision, half, call_scope(path, equation), times, taken, promotions, live
+                decision, half, read.call_scope(path, equation), times, taken, promotions, live
             )
         elif has_floating(equation):
             arguments = tuple(dict.fromkeys(filter(None, taken)))
@@ -167,19 +156,19 @@ def _operations_of_call(
         looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
         runs = _known(equation.params.get("length", 1)) if looped else 1
         entering = [origins[index] for index in inner.operands]
-        read = None if live is None else _read_inside(equation, inner, looped, live)
-        yield from operations_of(plan, half, scope, times * runs, entering, promotions, read)
+        outputs = None if live is None else _read_inside(equation, inner, looped, live)
+        yield from operations_of(plan, half, scope, times * runs, entering, promotions, outputs)
 
 
-def _live(inside: Jaxpr, read: Sequence[bool]) -> dict[int, set[Var]]:
+def _live(inside: Jaxpr, outputs: Sequence[bool]) -> dict[int, set[Var]]:
     """Returns the operations that an output needs, by `id`, each with its results that anything reads."""
-    needed = {var for var, is_read in zip(inside.outvars, read) if is_read and not is_literal(var)}
+    needed = {var for var, is_read in zip(inside.outvars, outputs) if is_read and not read.is_literal(var)}
     live: dict[int, set[Var]] = {}
-    for equation in reversed(equations(inside)):
+    for equation in reversed(read.equations(inside)):
         results = needed.intersection(equation.outvars)
         if results or equation.effects:
             live[id(equation)] = results
-            needed.update(var for var in equation.invars if not is_literal(var))
+            needed.update(var for var in equation.invars if not read.is_literal(var))
     return live
 
 
@@ -203,13 +192,13 @@ def _operation(
 ) -> AutocastOperation:
     def typed(var: Var, as_half: bool, dtype: np.dtype = half) -> jax.ShapeDtypeStruct:
         aval = var.aval
-        return jax.ShapeDtypeStruct(aval.shape, dtype if as_half and is_float32(var) else aval.dtype)
+        return jax.ShapeDtypeStruct(aval.shape, dtype if as_half and read.is_float32(var) else aval.dtype)
 
     action = decision.action
     formats = action.formats if isinstance(action, Float8) else ()
     equation = decision.op.equation
     taken = [_taken_in_half(decision, var, states) for var in equation.invars]
-    traced = {var.aval.dtype.name for var in floating_operands(equation)}
+    traced = {var.aval.dtype.name for var in read.floating_operands(equation)}
     in_half = any(taken) or traced in ({"float16"}, {"bfloat16"})
     is_product = traits_of(equation.primitive.name).category is Category.ALLOW
     return AutocastOperation(
@@ -221,7 +210,7 @@ def _operation(
         results=tuple(typed(var, each.is_half) for var, each in zip(equation.outvars, decision.results)),
         scope=scope,
         arguments=arguments,
-        source=source_line(equation),
+        source=read.source_line(equation),
         times=times,
         flops=_flops(equation) * times,
         in_half=in_half,
@@ -232,9 +221,8 @@ def _operation(
 
 
 def _taken_in_half(decision: Decision, var: Var, states: Mapping[Var, State]) -> bool:
-    """Whether an operation takes an operand in half."""
     if decision.category is Category.MOVE or decision.op.is_cast:
-        return not is_literal(var) and states[var].is_half
+        return not read.is_literal(var) and states[var].is_half
     return decision.takes_half
 
 

@@ -155,7 +155,6 @@ def _entering_in_float32(inside: Inside) -> Iterable[int]:
 
 
 def _broadcast(equation: Equation, action: Run) -> list[Var]:
-    """Returns the operands that a sum broadcasts."""
     return [var for var, take in zip(equation.invars, action.operands) if take is Take.BROADCAST]
 
 

@@ -53,7 +53,7 @@ def _skipped(decision: Decision) -> Decision:
 
 def _is_half(region: Region, plan: Plan) -> bool:
     """Whether the sources of a region are in half, and no option keeps one of its operations as traced."""
-    categories = _OF_SOFTMAXES if region.is_softmax else _OF_ACTIVATIONS
+    categories = _OF_SOFTMAXES if region.barrier is Barrier.SOURCES else _OF_ACTIVATIONS
     in_half = all(plan.states[var].is_half for var in region.sources)
     return in_half and {plan.decisions[index].category for index in region.members} <= categories
 
