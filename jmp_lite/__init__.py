@@ -16,6 +16,7 @@ Flax modules: `jmp_lite.linen.with_policy` and `jmp_lite.nnx.with_policy`, impor
 Compiled programs: `jmp_lite.programs.read_program`.
 """
 
+from ._attention.api import fuse_attention as fuse_attention
 from ._autocast.api import autocast as autocast
 from ._autocast.keep import full_precision as full_precision
 from ._autocast.keep import keep_float32 as keep_float32

@@ -34,6 +34,7 @@ ROOMS = {
     "_cast_params": ("_paths", "_tree", "_policy"),
     "_scaling": ("_dtypes", "_paths", "_text", "_tree", "_memory"),
     "_jaxpr": ("_paths", "_tree"),
+    "_attention": ("_dtypes", "_jaxpr"),
     "_float8": ("_jaxpr",),
     "_autocast.planning": ("_dtypes", "_paths", "_tree", "_jaxpr", "_float8"),
     "_autocast.planning.passes": ("_jaxpr", "_autocast.planning"),
@@ -42,7 +43,8 @@ ROOMS = {
         *("_autocast.planning", "_autocast.planning.passes"),
     ),
     "_autocast.report": (
-        *("_dtypes", "_paths", "_text", "_tree", "_jaxpr", "_float8", "_autocast.planning", "_autocast"),
+        *("_dtypes", "_paths", "_text", "_tree", "_jaxpr", "_attention", "_float8"),
+        *("_autocast.planning", "_autocast"),
     ),
     "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_jaxpr"),
     "linen": ("_flax",),
