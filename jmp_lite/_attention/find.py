@@ -28,6 +28,7 @@ from .._jaxpr import (
 )
 from .facts import MASKED, Fact, Facts, NotFused
 
+DIFFERENTIATED = "its derivative is already taken: put jmp.fuse_attention inside of jax.grad"
 FEATURES = "features"
 """The label of the features. All other labels are axes of the scores."""
 
@@ -37,7 +38,8 @@ class Attention:
     """A softmax between two products: an attention, or why it is none that can be fused."""
 
     equations: tuple[Equation, ...]  # All of its operations. The last one is the second product.
-    members: frozenset[int] = frozenset()  # The indexes of the others.
+    side: int  # Which operand of the second product the weights are.
+    members: frozenset[int] = frozenset()  # The indexes of the other operations.
     why_not: str = ""
     to_softmax: tuple[Equation, ...] = ()  # Those that compute the input of the softmax from the scores.
     operands: tuple[tuple[Var, Labels], ...] = ()  # Queries, keys, values, and the labels of their axes.
@@ -73,7 +75,7 @@ def find_attentions(facts: Facts) -> dict[int, Attention]:
             try:
                 attention = _find(index, side, facts, readers)
             except NotFused as reason:
-                attention = Attention((equation,), why_not=str(reason))
+                attention = Attention((equation,), side, why_not=str(reason))
             if attention is not None:
                 found[index] = attention
     return found
@@ -96,12 +98,13 @@ def _find(index: int, side: int, facts: Facts, readers: Mapping[Var, set[int]]) 
     inputs = None if division is None else _input_of_softmax(facts, division)
     if division is None or inputs is None:
         if division is not None and _is_behind_softmax(facts, division, 3):
-            raise NotFused(f"its weights pass through {division.primitive.name}")
+            name = division.params.get("name", division.primitive.name)
+            raise NotFused(f"its weights pass through {name}")
         return None
     if FULL_PRECISION_SCOPE in scope_of(eqns[index]):
         raise NotFused("inside full_precision")
     if is_of_gradient(eqns[index]):
-        raise NotFused("its derivative is already taken: put jmp.fuse_attention inside of jax.grad")
+        raise NotFused(DIFFERENTIATED)
     fact = facts.of(inputs)
     if fact.scores is None:
         raise NotFused("no matmul gives its scores")
@@ -125,6 +128,7 @@ def _find(index: int, side: int, facts: Facts, readers: Mapping[Var, set[int]]) 
     weights = tuple(None if axis is None else fact.axes[axis] for axis in weight_axes)
     return Attention(
         tuple(ours),
+        side,
         frozenset({first, *between}),
         to_softmax=tuple(eqns[number] for number in chain),
         **_axes(ours[0], ours[-1], side, weights, fact),

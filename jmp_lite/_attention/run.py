@@ -104,7 +104,9 @@ def _bias(attention: Attention, known: Mapping[Var, Array]) -> tuple[Array, Arra
     """
     scores = attention.equations[0].outvars[0]
     last = lambda x: evaluate(attention.to_softmax, {**known, scores: x})
-    zeros = jnp.zeros(scores.aval.shape)
+    # Inside of shard_map they vary as queries and keys do.
+    zero = sum(jnp.zeros_like(known[var], shape=()) for var, _ in attention.operands[:2])
+    zeros = jnp.broadcast_to(zero, scores.aval.shape)
     index = tuple(slice(None) if n in attention.given_along else slice(1) for n in attention.bias)
     bias, slope = jax.jvp(last, [zeros], [jnp.ones_like(zeros)])
     return bias[index], slope[index] != 0

@@ -29,7 +29,7 @@ def moved_axes(equation: Equation) -> Labels | None:
             before, after = ([n for n, size in enumerate(x.shape) if size != 1] for x in (operand, out))
             if [operand.shape[n] for n in before] == [out.shape[n] for n in after]:
                 return tuple(map(dict(zip(after, before)).get, range(out.ndim)))
-        case "stop_gradient" | "copy":
+        case "stop_gradient" | "copy" | "pvary" | "sharding_constraint":
             return tuple(range(out.ndim))
     return None
 
