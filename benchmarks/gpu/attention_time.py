@@ -1,7 +1,7 @@
 """Attention by `jmp.fuse_attention` beside the program as it is: first the numbers, then the time.
 
     python -m benchmarks.gpu.attention_time
-    python -m benchmarks.gpu.attention_time --length 64 --heads 2 --steps 2 --blocks 2    # Anywhere: it works.
+    python -m benchmarks.gpu.attention_time --length 64 --steps 2 --blocks 2    # Anywhere: it works.
 
 For each kind of mask, the result and the gradients of cuDNN's attention are compared with those of the same
 function in float32, beside those of autocast without `fuse_attention`. A kind with twice the error of the
@@ -34,21 +34,21 @@ def _causal(scores: jax.Array) -> jax.Array:
 
 def _window(scores: jax.Array) -> jax.Array:
     size = scores.shape[-1] // 4
-    return _causal(scores) & ~jnp.tri(*scores.shape[-2:], -size, dtype=bool)
+    return _causal(scores) & ~jnp.tri(*scores.shape[-2:], k=-size, dtype=bool)
 
 
 KINDS: dict[str, Change] = {
-    "no mask": lambda s, lengths, bias: s,
-    "causal": lambda s, lengths, bias: jnp.where(_causal(s), s, MASKED),
-    "a window": lambda s, lengths, bias: jnp.where(_window(s), s, MASKED),
-    "padding": lambda s, lengths, bias: jnp.where(_padding(s, lengths), s, MASKED),
-    "causal and padding": lambda s, lengths, bias: jnp.where(_causal(s) & _padding(s, lengths), s, MASKED),
-    "queries without a key": lambda s, lengths, bias: jnp.where(
+    "no mask": lambda s, *_: s,
+    "causal": lambda s, *_: jnp.where(_causal(s), s, MASKED),
+    "a window": lambda s, *_: jnp.where(_window(s), s, MASKED),
+    "padding": lambda s, lengths, _: jnp.where(_padding(s, lengths), s, MASKED),
+    "causal and padding": lambda s, lengths, _: jnp.where(_causal(s) & _padding(s, lengths), s, MASKED),
+    "queries without a key": lambda s, lengths, _: jnp.where(
         _padding(s, lengths) & _padding(s, lengths).mT, s, MASKED
     ),
-    "an added mask": lambda s, lengths, bias: s + jnp.where(_padding(s, lengths), 0, MASKED),
-    "a bias of heads": lambda s, lengths, bias: s + bias,
-    "a bias and a mask": lambda s, lengths, bias: jnp.where(_causal(s), s + bias, MASKED),
+    "an added mask": lambda s, lengths, _: s + jnp.where(_padding(s, lengths), 0, MASKED),
+    "a bias of heads": lambda s, _, bias: s + bias,
+    "a bias and a mask": lambda s, _, bias: jnp.where(_causal(s), s + bias, MASKED),
 }
 """What happens to scores; the lengths of the sequences and a bias of heads are arguments of the program."""
 

@@ -88,7 +88,7 @@ def may_hold_attention(equation: Equation) -> bool:
     if any(name in scope_of(equation) for name in (FULL_PRECISION_SCOPE, FUSED_SCOPE)):
         return False
     inside = (each for inner in inner_jaxprs(equation) for each in all_equations(inner.jaxpr))
-    return any(each.primitive.name == "exp" for each in inside)
+    return {"dot_general", "exp", "div"} <= {each.primitive.name for each in inside}
 
 
 def _find(index: int, side: int, facts: Facts, readers: Mapping[Var, set[int]]) -> Attention | None:
