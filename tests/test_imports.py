@@ -39,7 +39,7 @@ ROOMS = {
     "_autocast.planning": ("_dtypes", "_paths", "_tree", "_jaxpr", "_float8"),
     "_autocast.planning.passes": ("_jaxpr", "_autocast.planning"),
     "_autocast": (
-        *("_dtypes", "_paths", "_tree", "_policy", "_jaxpr", "_float8"),
+        *("_dtypes", "_paths", "_tree", "_policy", "_jaxpr", "_attention", "_float8"),
         *("_autocast.planning", "_autocast.planning.passes"),
     ),
     "_autocast.report": (

@@ -1,8 +1,9 @@
 """Runs an attention by `jax.nn.dot_product_attention`, on half operands."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -52,6 +53,20 @@ def why_not_fused(attention: Attention, half: np.dtype, kind: Implementation) ->
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return f"JAX says: {str(error).splitlines()[0]}" if str(error) else repr(error)
     return ""
+
+
+@contextlib.contextmanager
+def refusing_second_derivatives() -> Iterator[None]:
+    """Explains JAX's error about the derivative of cuDNN's attention."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "dot_product_attention" not in str(error):
+            raise
+        raise TypeError(
+            "fuse_attention: cuDNN's attention has no second derivative. For jax.hessian or a gradient of "
+            f"gradients leave fuse_attention out. JAX says: {error}"
+        ) from error
 
 
 def evaluate(eqns: Sequence[Equation], known: Mapping[Var, Array]) -> Array:
