@@ -79,17 +79,17 @@ def test_float16_is_refused_on_a_cpu():
 
 
 def test_a_second_derivative_is_refused(monkeypatch):
-    kernel = Primitive("attention_kernel")
+    kernel = Primitive("dot_product_attention_kernel")
     kernel.def_abstract_eval(lambda q: q)
     attend = jax.custom_vjp(lambda q, k, v: kernel.bind(q))
     attend.defvjp(lambda q, k, v: (kernel.bind(q), None), lambda saved, g: (g, g, g))
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **options: attend(q, k, v))
-    loss = lambda *x: jmp.fuse_attention(FUSED["plain"].fun)(*x).sum()
-    jax.make_jaxpr(jax.grad(loss))(*qkv())
-    with pytest.raises(
-        TypeError, match=r"cuDNN's attention has no second derivative\. .* leave fuse_attention"
-    ):
-        jax.make_jaxpr(jax.hessian(loss))(*qkv())
+    fused = jmp.fuse_attention(FUSED["plain"].fun)
+    for fun in (fused, jmp.autocast(fused)):
+        loss = lambda *x, fun=fun: fun(*x).sum()
+        jax.make_jaxpr(jax.grad(loss))(*qkv())
+        with pytest.raises(TypeError, match=r"no second derivative\. .* leave fuse_attention out"):
+            jax.make_jaxpr(jax.hessian(loss))(*qkv())
 
 
 def test_the_derivative_of_a_program_comes_after():
