@@ -40,6 +40,7 @@ class Attention:
     equations: tuple[Equation, ...]  # All of its operations. The last one is the second product.
     side: int  # Which operand of the second product the weights are.
     members: frozenset[int] = frozenset()  # The indexes of the other operations.
+    inputs: tuple[Var, ...] = ()  # The variables that its operations read and do not compute.
     why_not: str = ""
     to_softmax: tuple[Equation, ...] = ()  # Those that compute the input of the softmax from the scores.
     operands: tuple[tuple[Var, Labels], ...] = ()  # Queries, keys, values, and the labels of their axes.
@@ -51,13 +52,6 @@ class Attention:
     bias: Labels = ()  # The axes of the input of the softmax,
     given_along: frozenset[Any] = frozenset()  # and those along which the mask or bias is given.
     may_be_empty: bool = False  # Whether numbers may have replaced all scores of a query.
-
-    @property
-    def inputs(self) -> tuple[Var, ...]:
-        """The variables that its operations read and do not compute."""
-        made = {out for each in self.equations for out in each.outvars}
-        read = (var for each in self.equations for var in each.invars)
-        return tuple(dict.fromkeys(var for var in read if not is_literal(var) and var not in made))
 
 
 def find_attentions(facts: Facts) -> dict[int, Attention]:
@@ -126,10 +120,12 @@ def _find(index: int, side: int, facts: Facts, readers: Mapping[Var, set[int]]) 
     if precisions(ours[0]) | precisions(ours[-1]):
         raise NotFused("the program asks for a precision of its matmuls")
     weights = tuple(None if axis is None else fact.axes[axis] for axis in weight_axes)
+    read = (var for each in ours for var in each.invars if not is_literal(var) and var not in dependent)
     return Attention(
         tuple(ours),
         side,
         frozenset({first, *between}),
+        tuple(dict.fromkeys(read)),
         to_softmax=tuple(eqns[number] for number in chain),
         **_axes(ours[0], ours[-1], side, weights, fact),
     )

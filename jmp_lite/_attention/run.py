@@ -31,9 +31,9 @@ def run_attention(
         kind: whose attention runs. Platforms without CUDA run the program as it is instead of cuDNN's.
     """
     fused = functools.partial(_fused, attention, half, kind)
+    plain = lambda *arrays: _evaluate(attention.equations, dict(zip(attention.inputs, arrays)))
     with context_of(attention.equations[-1]), jax.named_scope(FUSED_SCOPE):
-        default = functools.partial(_plain, attention) if kind == "cudnn" else fused
-        return lax.platform_dependent(*operands, cuda=fused, default=default)
+        return lax.platform_dependent(*operands, cuda=fused, default=plain if kind == "cudnn" else fused)
 
 
 def why_not_fused(attention: Attention, half: np.dtype, kind: Implementation) -> str:
@@ -69,7 +69,7 @@ def refusing_second_derivatives() -> Iterator[None]:
         ) from error
 
 
-def evaluate(eqns: Sequence[Equation], known: Mapping[Var, Array]) -> Array:
+def _evaluate(eqns: Sequence[Equation], known: Mapping[Var, Array]) -> Array:
     """Returns the result of the last of some equations."""
     known = dict(known)
     for each in eqns:
@@ -77,10 +77,6 @@ def evaluate(eqns: Sequence[Equation], known: Mapping[Var, Array]) -> Array:
         with context_of(each):
             known.update(zip(each.outvars, bind(each, operands), strict=True))
     return known[eqns[-1].outvars[0]]
-
-
-def _plain(attention: Attention, *operands: Array) -> Array:
-    return evaluate(attention.equations, dict(zip(attention.inputs, operands)))
 
 
 def _fused(attention: Attention, half: np.dtype, kind: Implementation, *operands: Array) -> Array:
@@ -118,7 +114,7 @@ def _bias(attention: Attention, known: Mapping[Var, Array]) -> tuple[Array, Arra
     The axes along which neither varies have size 1: XLA computes only what the slice takes.
     """
     scores = attention.equations[0].outvars[0]
-    last = lambda x: evaluate(attention.to_softmax, {**known, scores: x})
+    last = lambda x: _evaluate(attention.to_softmax, {**known, scores: x})
     # Inside of shard_map they vary as queries and keys do.
     zero = sum(jnp.zeros_like(known[var], shape=()) for var, _ in attention.operands[:2])
     zeros = jnp.broadcast_to(zero, scores.aval.shape)
