@@ -1,7 +1,8 @@
 """Mixed precision training in JAX, functions over pytrees.
 
 Half precision: `autocast`, `full_precision`, `keep_float32`, `explain`.
-What `explain` returns: `AutocastReport`, `AutocastOperation`.
+Flash attention, the model untouched: `fuse_attention`.
+What `explain` returns: `AutocastReport`, `AutocastOperation`, `AutocastAttention`.
 Loss scales: `DynamicLossScale`, `StaticLossScale`, `NoOpLossScale`, `LossScale`.
 True gradients: `value_and_grad`, `grad`; `with_layer_loss_scale`, a loss scale for one layer.
 Master weights: `with_master_params`, `get_master_params`, `set_master_params`.
@@ -17,9 +18,11 @@ Flax modules: `jmp_lite.linen.with_policy` and `jmp_lite.nnx.with_policy`, impor
 Compiled programs: `jmp_lite.programs.read_program`.
 """
 
+from ._attention.api import fuse_attention as fuse_attention
 from ._autocast.api import autocast as autocast
 from ._autocast.keep import full_precision as full_precision
 from ._autocast.keep import keep_float32 as keep_float32
+from ._autocast.report.attentions import AutocastAttention as AutocastAttention
 from ._autocast.report.explain import AutocastReport as AutocastReport
 from ._autocast.report.explain import explain as explain
 from ._autocast.report.operations import AutocastOperation as AutocastOperation

@@ -8,7 +8,7 @@
 `memory`: what master weights and optimizer state in half cost, for an H100.
 `step`: what a whole GPT step does, on one device or on many.
 `by_hand`: what the step of a transformer moves beside casts by hand.
-`attention`: what cuDNN's attention changes in GPT-2 small.
+`attention`: what cuDNN's attention changes in transformers, called by hand or by `fuse_attention`.
 `llama`: what crosses between the devices of a sharded LLaMA-like stack, by dtype.
 `deep`: what a scanned, rematerialized stack of LLaMA's size keeps and moves at its true depth.
 `moe`: what a mixture of experts moves on eight devices.

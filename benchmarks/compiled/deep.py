@@ -1,7 +1,8 @@
 """What a scanned, rematerialized stack of LLaMA's size keeps and moves at its true depth, on an H100.
 
-    python -m benchmarks.compiled.deep                 # 7B on 8 GPUs and 70B on 256, four ways: five minutes.
+    python -m benchmarks.compiled.deep                 # 7B on 8 GPUs and 70B on 256, five ways: six minutes.
     python -m benchmarks.compiled.deep --sizes 7B
+    python -m benchmarks.compiled.deep --fused         # With cuDNN's attention: pip install nvidia-cudnn-cu13
     python -m benchmarks.compiled.deep --errors        # Of the gradient, run on this machine: a minute.
 
 The arrays are abstract: nothing is run, and no array is made. `by hand` casts the parameters and the stream
@@ -11,6 +12,7 @@ loss and its gradients, without an optimizer.
 
 import argparse
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -18,15 +20,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_lite as jmp
+from benchmarks.compiled.attention import half_scores_attention
 from benchmarks.compiled.h100 import compile_for_gpu, gpu_mesh, on_mesh
 from jmp_lite.programs import Program, read_program, roofline
 
 BF16 = jnp.bfloat16
+HALF_SCORES = "by hand, scores in half"
 WAYS: dict[str, dict[str, Any] | None] = {
     "by hand": None,
     "autocast": {},
     'autocast, `half_sums="**"`': {"half_sums": "**"},
     'autocast to float8, `half_sums="**"`': {"dtype": "float8", "half_sums": "**"},
+    HALF_SCORES: None,
 }
 
 
@@ -72,8 +77,15 @@ def shapes(size: Size) -> dict[str, tuple[tuple[int, ...], PartitionSpec]]:
     }
 
 
-def loss_of(size: Size, mesh: Any, dtype: Any = None) -> Any:
-    """Returns the loss; with a dtype, with casts by hand. The constraints are those of tensor parallelism."""
+def loss_of(size: Size, mesh: Any, dtype: Any = None, attend: Any = jax.nn.dot_product_attention) -> Any:
+    """Returns the loss; with a dtype, with casts by hand. The constraints are those of tensor parallelism.
+
+    Args:
+        size: the shape of the stack and of its mesh.
+        mesh: the mesh.
+        dtype: the dtype of casts by hand.
+        attend: the attention, called as that of `jax.nn`.
+    """
     cast = (lambda x: x) if dtype is None else (lambda x: x.astype(dtype))
     on = lambda x, *spec: jax.lax.with_sharding_constraint(
         x, NamedSharding(mesh, PartitionSpec("data", *spec))
@@ -88,7 +100,7 @@ def loss_of(size: Size, mesh: Any, dtype: Any = None) -> Any:
         split = lambda y: on(y.reshape(*y.shape[:-1], -1, size.width // size.heads), None, "model", None)
         h = norm(x, p["norm_1"])
         query, key, value = (split(h @ p[name]) for name in ("query", "key", "value"))
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        mixed = attend(query, key, value, is_causal=True)
         x = on(x + on(mixed.reshape(*x.shape[:-1], -1), None, "model") @ p["out"])
         h = norm(x, p["norm_2"])
         hidden = on(jax.nn.silu(h @ p["gate"]) * (h @ p["up"]), None, "model")
@@ -105,12 +117,18 @@ def loss_of(size: Size, mesh: Any, dtype: Any = None) -> Any:
     return loss
 
 
-def program(size: Size, way: str) -> Program:
-    """Compiles the loss and its gradients for the mesh of a size."""
+def program(size: Size, way: str, fused: bool = False) -> Program:
+    """Compiles the loss and its gradients for the mesh of a size. `fused` means cuDNN's attention."""
     settings = WAYS[way]
     mesh = gpu_mesh({"data": size.data, "model": size.model})
-    loss = loss_of(size, mesh, BF16 if settings is None else None)
-    loss = loss if settings is None else jmp.autocast(loss, **{"dtype": BF16, **settings})
+    if settings is None:
+        implementation = "cudnn" if fused else None
+        own = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
+        loss = loss_of(size, mesh, BF16, half_scores_attention if way == HALF_SCORES else own)
+    else:
+        loss = loss_of(size, mesh)
+        loss = jmp.fuse_attention(loss, BF16) if fused else loss
+        loss = jmp.autocast(loss, **{"dtype": BF16, **settings})
     params = {name: on_mesh(mesh, shape, jnp.float32, *spec) for name, (shape, spec) in shapes(size).items()}
     tokens = on_mesh(mesh, (size.data, size.sequence + 1), jnp.int32, "data")
     shardings = {name: leaf.sharding for name, leaf in params.items()}
@@ -162,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="which stacks")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which casts")
+    parser.add_argument("--fused", action="store_true", help="with cuDNN's attention")
     parser.add_argument("--errors", action="store_true", help="the errors of the gradient instead")
     options = parser.parse_args()
     if options.errors:
@@ -174,7 +193,7 @@ def main() -> None:
     print("| --- | --- | ---: | ---: | ---: | ---: |")
     for name in options.sizes:
         for way in options.ways:
-            compiled = program(SIZES[name], way)
+            compiled = program(SIZES[name], way, options.fused)
             time = roofline(compiled, "h100").seconds["float16"]
             kept, moved = compiled.temporary_bytes / 1e9, compiled.bytes_moved / 1e9
             reduced = (c.size * c.times for c in compiled.collectives if c.kind == "all-reduce")

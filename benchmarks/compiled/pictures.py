@@ -89,7 +89,7 @@ FLOORS = (
     ("testing/",),
     ("linen.py", "nnx.py", "diagnostics/"),
     ("_cast_params.py", "_flax/", "_autocast/", "programs/"),
-    ("_policy.py", "_scaling/", "_float8/"),
+    ("_policy.py", "_scaling/", "_float8/", "_attention/"),
     ("_memory/", "_jaxpr/"),
     ("_tree.py",),
     ("_dtypes.py", "_paths.py", "_text.py"),

@@ -7,6 +7,7 @@
 `turns`: times steps that take turns, by the clock.
 `scale_time`: the time that a loss scale costs in the optimizer.
 `float8_time`: the time of a block of a transformer under autocast to float8.
+`attention_time`: the numbers and the time of `fuse_attention` for each kind of mask.
 `profiles`: the measured times of kernels and modules.
 `profile_arm`: one profile of a step, read by module.
 `programs`: the programs of the GPU beside those that were compiled for an H100 that was not there.

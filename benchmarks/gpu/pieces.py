@@ -27,6 +27,7 @@ OTHERS = ("bert-base", "seq2seq", "unet", "ssd", "neumf", "waveglow", "gpt2-medi
 CONVERGENCE = ("gpt2", "unet")
 CONVERGENCE_ARMS = ("float32", "bfloat16", "float16, scaled", "float16, unscaled")
 WIDTHS = (4096, 2048, 1024, 8192)  # Of the block in float8: the width that decides first.
+HALVES = ("bfloat16", "float16")
 EXAMPLES = ("language_model", "autocast", "digits")
 # XLA times kernels while it compiles. More than two compilations at once would disturb each other's times.
 SLOTS: dict[str, int] = dict.fromkeys(
@@ -73,6 +74,7 @@ class Pieces:
             yield from self.family(family, self.arms(MORE), "half")
         yield self.gpu_tests()
         yield from self.family("gpt2-small", self.attention_arms(), "attention")
+        yield from map(self.attention_time, HALVES)
         yield self.largest_batch()
         yield self.profile()
         for family in CONVERGENCE:
@@ -202,6 +204,13 @@ class Pieces:
         name = f"float8 at width {width}"
         return Piece(name, (*command, *self.small("float8_time")), 45, 200, writes=(path,))
 
+    def attention_time(self, dtype: str) -> Piece:
+        """Compares the numbers of `fuse_attention` with those of float32, and times it."""
+        path = f"attention-{dtype}.json"
+        command = (MODULE, "benchmarks.gpu.attention_time", "--dtype", dtype, "--json", f"{{work}}/{path}")
+        command = (*command, *self.small("attention_time"))
+        return Piece(f"attention in {dtype}", command, 60, 240, writes=(path,))
+
     def library(self, needs: tuple[str, ...]) -> Piece:
         """Runs the library's tests in the time that is left, after the pieces that compile beside others."""
         command = (MODULE, "pytest", "-q", "-n", "14", "tests")
@@ -227,6 +236,7 @@ class _PretendedPieces(Pieces):
         "language_model": ("--size", "small", "--steps", "2"),
         "autocast": ("--size", "small", "--steps", "2"),
         "digits": ("--size", "small", "--epochs", "1", "--seeds", "1"),
+        "attention_time": ("--batch", "2", "--length", "64", "--heads", "2", "--steps", "2", "--blocks", "2"),
         "float8_time": ("--width", "64", "--tokens", "128", "--steps", "2", "--blocks", "2", "--all"),
     }
 
@@ -247,6 +257,11 @@ class _PretendedPieces(Pieces):
         command = (MODULE, "pytest", "-q", "-n", "1", "tests/test_paths.py")
         packages = ("pytest", "xdist", "hypothesis")
         return Piece("tests of the library", command, 10, 300, needs=needs, packages=packages)
+
+    def attention_time(self, dtype: str) -> Piece:
+        piece = super().attention_time(dtype)  # JAX has no attention in float16 on a CPU.
+        command = tuple("bfloat16" if each == "float16" else each for each in piece.command)
+        return dataclasses.replace(piece, command=command)
 
     def gpu_tests(self) -> Piece:
         command = (MODULE, "pytest", "-q", "-m", "gpu", "-n", "1", "benchmarks/tests/test_gpu.py")

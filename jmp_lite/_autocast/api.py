@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
+from .._attention.run import refusing_second_derivatives
 from .._dtypes import DTypeLike
 from .._float8.action import warn_without_float8
 from .._jaxpr import arguments
@@ -207,7 +208,8 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
             warn_without_float8()
         option = _option_without_forward_mode(settings, plan)
         try:
-            return traced.outputs(run(planner, plan, traced.arrays))
+            with refusing_second_derivatives():
+                return traced.outputs(run(planner, plan, traced.arrays))
         except TypeError as error:
             if "forward-mode" not in str(error) or not option:
                 raise

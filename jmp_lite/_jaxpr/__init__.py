@@ -1,12 +1,12 @@
 """The machine: how a jaxpr is traced, read and run again.
 
-autocast, the tap of the diagnostics and the products of the Flax layers stand on it. In the order in which
-to read it: `primitives` (the table of operations, one row each), `read` (how to read an equation),
-`precision` (the precisions of products), `inner` (the jaxprs inside an equation), `forward` (how to follow
-facts about values through a jaxpr), `bind` (how to repeat an equation),
-`arguments` (how a call of a user's function becomes a jaxpr), `replay` (how a jaxpr runs again, with an
-action for each equation), `calls` (operations that run jaxprs, such as loops), `products` (products whose
-gradients have dtypes of their own).
+autocast, the tap of the diagnostics and the products of the Flax layers stand on it. In the order in
+which to read it: `primitives` (the table of operations, one row each), `read` (how to read an equation),
+`precision` (the precisions of products), `axes` (the axes of moves and products), `inner` (the jaxprs
+inside an equation), `forward` (how to follow facts about values through a jaxpr), `bind` (how to repeat an
+equation), `arguments` (how a call of a user's function becomes a jaxpr), `replay` (how a jaxpr runs again,
+with an action for each equation), `calls` (operations that run jaxprs, such as loops), `products` (products
+whose gradients have dtypes of their own).
 
 autocast takes what it needs from these files. All other rooms take the names below, and no others.
 """
@@ -15,6 +15,9 @@ from .arguments import Arguments as Arguments
 from .arguments import check_function as check_function
 from .arguments import in_two_calls as in_two_calls
 from .arguments import trace as trace
+from .axes import Labels as Labels
+from .axes import labels_of_operands as labels_of_operands
+from .axes import moved_axes as moved_axes
 from .bind import INLINE as INLINE
 from .bind import bind as bind
 from .bind import cast as cast
@@ -30,17 +33,21 @@ from .calls import while_loop as while_loop
 from .forward import Forward as Forward
 from .forward import dependence as dependence
 from .inner import Inner as Inner
+from .inner import Role as Role
 from .inner import inner_jaxprs as inner_jaxprs
 from .inner import with_inner_jaxprs as with_inner_jaxprs
 from .precision import configured_precision as configured_precision
 from .precision import only_own_precisions as only_own_precisions
 from .precision import params_with_precision as params_with_precision
+from .precision import precisions as precisions
 from .primitives import PRIMITIVES as PRIMITIVES
 from .primitives import Category as Category
 from .primitives import traits_of as traits_of
 from .products import Product as Product
 from .products import product_with_wide_gradients as product_with_wide_gradients
 from .products import replay_transpose as replay_transpose
+from .read import FULL_PRECISION_SCOPE as FULL_PRECISION_SCOPE
+from .read import FUSED_SCOPE as FUSED_SCOPE
 from .read import Array as Array
 from .read import Equation as Equation
 from .read import Jaxpr as Jaxpr
@@ -59,6 +66,7 @@ from .read import flags_of as flags_of
 from .read import is_by_autocast as is_by_autocast
 from .read import is_float32 as is_float32
 from .read import is_literal as is_literal
+from .read import is_of_gradient as is_of_gradient
 from .read import is_recomputed as is_recomputed
 from .read import is_transposed as is_transposed
 from .read import open_jaxpr as open_jaxpr

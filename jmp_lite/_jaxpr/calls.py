@@ -161,7 +161,6 @@ def cond(
     equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array], skipped: Side | None = None
 ) -> Outputs:
     """All branches take the same operands. `skipped` has the side outputs of a branch that is not taken."""
-    del equation
     index, *operands = arrays
 
     def complete(body: Body) -> Body:
@@ -171,7 +170,12 @@ def cond(
 
         return branch
 
-    return lax.switch(index, [complete(body) for body in bodies], *operands)
+    branches = [complete(body) for body in bodies]
+    if platforms := equation.params.get("branches_platforms"):  # None is the default.
+        pairs = zip(platforms, branches)
+        named = {name: branch for names, branch in pairs for name in names or ["default"]}
+        return lax.platform_dependent(*operands, **named)
+    return lax.switch(index, branches, *operands)
 
 
 def scan(

@@ -49,6 +49,7 @@ Array: TypeAlias = Any
 AUTOCAST_SCOPE = "jmp_lite.autocast"
 FULL_PRECISION_SCOPE = "jmp_lite.full_precision"
 SOLVER_SCOPE = "jmp_lite.solver"
+FUSED_SCOPE = "jmp_lite.fused_attention"
 # Such a name, with the numbers of flags, tells `compare_precision` the modules of an equation. The equations
 # that JAX makes of its derivative have it as well.
 _FLAGS = re.compile(r"/?jmp_lite\.flags((?:\.\d+)+)")

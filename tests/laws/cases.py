@@ -97,6 +97,7 @@ SCOPES = {
     "full_precision": jmp.full_precision,
     "autocast": lambda fun: jmp.autocast(fun, "bfloat16"),
     "autocast to float32": lambda fun: jmp.autocast(fun, "float32"),
+    "fuse_attention": lambda fun: jmp.fuse_attention(fun, "bfloat16", implementation="xla"),
 }
 
 

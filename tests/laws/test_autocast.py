@@ -166,6 +166,7 @@ TRANSFORMS = {
     "autocast": lambda case, fun: case.autocast(fun),
     ORDERS[0]: lambda case, fun: jax.grad(case.autocast(fun)),
     ORDERS[1]: lambda case, fun: case.autocast(jax.grad(fun)),
+    "fuse_attention": lambda case, fun: jax.grad(jmp.fuse_attention(fun, implementation="xla")),
 }
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.arms.loss_scalers import SCALERS
-from benchmarks.gpu import compile_arm, float8_time, machine, scale_time
+from benchmarks.gpu import attention_time, compile_arm, float8_time, machine, scale_time
 
 
 def test_the_machine_is_checked_and_its_ceilings_are_measured(monkeypatch):
@@ -82,3 +82,20 @@ def test_a_small_block_is_in_fp8_only_if_a_rule_asks():
         assert sum(figures["products"].values()) == 18
     assert 0.97 < found["gradient_cosine"] < 0.9995
     assert alone["gradient_cosine"] > 0.9999
+
+
+@pytest.mark.slow
+def test_each_kind_of_mask_is_compared_with_float32_and_timed():
+    found = attention_time.measure((2, 32, 2, 8), jnp.dtype("bfloat16"), 1, 2)
+    assert list(found) == list(attention_time.KINDS)
+    for figures in found.values():
+        assert figures["fault"] == ""
+        assert 0 < figures["errors"]["fused"] < 0.05
+        assert all(ms > 0 for ms in figures["ms"].values())
+
+
+def test_a_fault_of_attention_is_a_large_error_or_one_that_is_not_fused():
+    errors = {"autocast": 0.01, "fused": 0.02}
+    assert attention_time.fault("", errors, 1e-3) == ""
+    assert attention_time.fault("JAX says no", errors, 1e-3) == "not fused: JAX says no"
+    assert "an error of 5.0e-02" in attention_time.fault("", errors | {"fused": 0.05}, 1e-3)

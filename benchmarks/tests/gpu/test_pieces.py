@@ -21,7 +21,13 @@ def test_the_most_valuable_pieces_come_first():
         *("machine", "time gpt2-small", "time resnet50", "time gpt2-small half", "time resnet50 half"),
         *("scale of the optimizer", "time gpt2-small scales"),
         *(f"time {family}" for family in pieces.OTHERS),
-        *("tests of the GPU", "time gpt2-small attention", "largest batch", "profile"),
+        *(
+            "tests of the GPU",
+            "time gpt2-small attention",
+            "attention in bfloat16",
+            "largest batch",
+            "profile",
+        ),
         *("converge gpt2 float16, scaled", "example digits", "float8 at width 4096", "tests of the library"),
     ]
     places = [place[name] for name in wanted]

@@ -15,7 +15,7 @@ import benchmarks
 
 ROOT = Path(benchmarks.__file__).parents[1]
 ONLY = ("compile neumf float16", "compile neumf float32", "time neumf", "example digits")
-ONLY += ("float8 at width 1024",)
+ONLY += ("float8 at width 1024", "attention in bfloat16")
 
 
 @pytest.fixture
@@ -87,6 +87,9 @@ def test_the_rehearsal_of_the_command(tree):
     arms = found["files"]["results/cpu/neumf.json"]["arms"]
     assert arms["float32"]["times_reference"]
     assert found["files"]["float8-1024.json"]["gradient_cosine"] > 0.98
+    kinds = found["files"]["attention-bfloat16.json"]["kinds"]
+    assert len(kinds) == 9
+    assert not any(each["fault"] for each in kinds.values())
     sizes = [path.stat().st_size for path in results.parent.iterdir()]
     assert len(sizes) <= 8
     assert max(sizes) < 16 * 2**20

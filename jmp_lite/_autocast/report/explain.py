@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._attention.facts import Facts, unknown
 from ..._dtypes import DTypeLike
 from ..._jaxpr.arguments import Arguments, check_function, in_two_calls
 from ..._jaxpr.read import Jaxpr, all_equations
@@ -19,6 +20,7 @@ from ..planner import Planner
 from ..planning.plan import Plan
 from ..planning.rules import Rules
 from .advice import find_promotions
+from .attentions import AutocastAttention, attentions_of
 from .operations import AutocastOperation, operations_of
 
 P = ParamSpec("P")
@@ -38,6 +40,7 @@ class AutocastReport(Shown):
             matmuls of gradients read, such as those of a float32 matmul by which a loop decides.
         without_effect: the options of the autocast that change the dtypes of no operation, such as
             `"infer=['exp']"`. With more than twenty entries and patterns nothing is looked for.
+        attentions: every softmax between two matmuls, and whether `fuse_attention` runs it.
         before: the function's jaxpr as it was traced; None in a copy, because jaxprs cannot be pickled.
         after: the jaxpr that autocast runs instead; None in a copy.
 
@@ -53,6 +56,7 @@ class AutocastReport(Shown):
     operations: tuple[AutocastOperation, ...]
     casts: int
     without_effect: tuple[str, ...]
+    attentions: tuple[AutocastAttention, ...]
     before: Any
     after: Any
 
@@ -131,9 +135,10 @@ class AutocastReport(Shown):
         lines += _counted("Matmuls that are in bfloat16 and not in fp8:", not_fp8)
         slow = filter(None, (operation.advice for operation in self.operations))
         lines += _counted("Matmuls of sizes that Tensor Cores run slowly:", slow)
-        unknown = sorted({operation.name for operation in self.operations if operation.why == "no_list"})
-        if unknown:
-            lines += ["", f"Not on any list, left unchanged: {', '.join(unknown)}"]
+        lines += _counted("Softmaxes between two matmuls:", map(str, self.attentions))
+        unlisted = sorted({operation.name for operation in self.operations if operation.why == "no_list"})
+        if unlisted:
+            lines += ["", f"Not on any list, left unchanged: {', '.join(unlisted)}"]
         return "\n".join(lines)
 
     def _table_of_modules(self) -> list[str]:
@@ -197,12 +202,14 @@ def report_of(traced: Arguments, rules: Rules, planner: Planner, plan: Plan) -> 
     promotions = find_promotions(plan.jaxpr, traced.names) if rules.dtype == jnp.float32 else {}
     read = [True] * len(plan.results)
     operations = tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions, read))
+    half = jnp.dtype(jnp.bfloat16) if rules.dtype == jnp.float32 else rules.dtype
     after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
     return AutocastReport(
         dtype=rules.dtype,
         operations=operations,
         casts=_casts(after, rules.dtype) - _casts(plan.jaxpr, rules.dtype),
         without_effect=tuple(_without_effect(traced, rules, operations)),
+        attentions=tuple(attentions_of(Facts(plan.jaxpr, unknown), half)),
         before=plan.jaxpr,
         after=after,
     )

@@ -1,0 +1,85 @@
+"""The softmaxes between two matmuls in a program: which are fused, and why the others are not."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ..._attention.facts import Facts
+from ..._attention.find import DIFFERENTIATED, Attention, find_attentions, may_hold_attention
+from ..._attention.run import why_not_fused
+from ..._jaxpr.read import FUSED_SCOPE, is_of_gradient, is_transposed, scope_of, source_line
+from ..._paths import visible_scope
+
+
+@dataclasses.dataclass(frozen=True)
+class AutocastAttention:
+    """A softmax between two matmuls.
+
+    Attributes:
+        fused: whether `fuse_attention` runs it as flash attention.
+        why_not: why it is not fused, in words; empty if it is.
+        scores: the bytes of its scores in half precision in one call of the function. Flash attention stores
+            none of them.
+        scope: the named scopes and Flax modules around it, joined by slashes.
+        source: the line of its second matmul, as `file.py:12:4 (function)`.
+
+    Examples:
+        >>> attend = lambda x: jax.nn.softmax(jnp.tanh(x @ x.mT)) @ x
+        >>> (attention,) = jmp.explain(attend)(jnp.ones((2, 16, 8))).attentions
+        >>> attention.fused, attention.why_not, attention.scores
+        (False, 'the scores pass through tanh', 1024)
+    """
+
+    fused: bool
+    why_not: str
+    scores: int
+    scope: str
+    source: str
+
+    def __str__(self) -> str:
+        size = f"{self.scores / 1e6:,.1f} MB of scores"
+        if self.fused:
+            return f"fused, which stores none of {size}; {self.scope or '/'}; {self.source}"
+        return f"not fused, which would save {size}: {self.why_not}; {self.scope or '/'}; {self.source}"
+
+
+def attentions_of(
+    facts: Facts, half: Any, times: int = 1, in_gradient: bool = False
+) -> Iterator[AutocastAttention]:
+    """Yields the softmaxes between two matmuls of a jaxpr and of those inside it.
+
+    Args:
+        facts: the facts of the jaxpr.
+        half: the half dtype.
+        times: how often the jaxpr runs.
+        in_gradient: whether the program has taken a derivative of it.
+    """
+    found = find_attentions(facts)
+    for index, equation in enumerate(facts.equations):
+        scope = scope_of(equation)
+        if FUSED_SCOPE in scope and equation.primitive.name == "cond" and not is_transposed(equation):
+            *_, (plain, _) = facts.inside(equation)  # The branch of other platforms.
+            yield from (_described(each, "", times, scope) for each in find_attentions(plain).values())
+        elif index in found:
+            each = found[index]
+            why_not = DIFFERENTIATED if in_gradient else why_not_fused(each, half, "cudnn")
+            why_not = why_not or "jmp.fuse_attention would fuse it"
+            yield _described(each, why_not, times, scope)
+        elif may_hold_attention(equation):
+            length = equation.params.get("length", 1)
+            runs = times * (length if isinstance(length, int) else 1)
+            for inside, _ in facts.inside(equation):
+                yield from attentions_of(inside, half, runs, in_gradient or is_of_gradient(equation))
+
+
+def _described(attention: Attention, why_not: str, times: int, scope: str) -> AutocastAttention:
+    product = attention.equations[-1]
+    sizes = [size for size in product.invars[attention.side].aval.shape if isinstance(size, int)]
+    return AutocastAttention(
+        fused=not why_not,
+        why_not=why_not,
+        scores=2 * math.prod(sizes) * times,
+        scope=visible_scope(scope),
+        source=source_line(product),
+    )
