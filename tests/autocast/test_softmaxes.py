@@ -111,8 +111,10 @@ def test_what_is_no_softmax_of_half_scores_for_matmuls_alone_is_computed_once(na
     assert_close(jax.jit(grad)(W, TABLE), jax.grad(loss_of(fun))(W, TABLE), half, factor=24)
 
 
-@pytest.mark.parametrize(("length", "count"), [(16384, 2), (16385, 1)])
-def test_rows_longer_than_one_kernel_are_not_computed_again(length, count):
+@pytest.mark.parametrize(
+    ("length", "count"), [(16384, 2), (16392, 1), (256, 2), (257, 1), (197, 1), (264, 2), (6, 2)]
+)
+def test_rows_longer_than_one_kernel_or_padded_are_not_computed_again(length, count):
     loss = lambda q, k: jnp.sum(jax.nn.softmax(q @ k.T) @ k)
     q, k = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((length, 8), "float32")
     assert primitives(jax.grad(jmp.autocast(loss)), q, k).count("exp") == count

@@ -396,6 +396,23 @@ def test_a_loop_reads_rounded_values_in_the_program_too(half):
     assert count(jax.grad(jmp.autocast(loss, half))) > count(jax.grad(loss)) == 0
 
 
+@pytest.mark.parametrize("length", [197, 257])
+def test_rows_that_are_no_multiple_of_8_move_no_more_bytes_than_the_other_order(length):
+    """ViT has 197 tokens, CLIP and DINOv2 257: XLA pads the scores, and a second softmax would read them plain."""
+
+    def loss(w, x):
+        q, k, v = jnp.split((x @ w).reshape(*x.shape[:2], 36, 64), 3, 2)
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q / 8, k))
+        return jnp.mean((jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ w[:, :768]) ** 2)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((768, 2304), (16, length, 768))]
+    gradient = lambda fun: jax.grad(fun, (0, 1))
+    half = jnp.bfloat16
+    inside, outside = gradient(jmp.autocast(loss, half)), jmp.autocast(gradient(loss), half)
+    moved = [read_program(compile_for("h100", fun, *shapes)).bytes_moved for fun in (inside, outside)]
+    assert moved[0] <= 1.001 * moved[1]
+
+
 def test_float32_logits_of_half_operands_cost_the_bytes_of_wider_logits_and_no_kernel():
     """docs/autocast.md has the table. The logits are written once and read three times, 2 bytes wider."""
     half, wide = (float32_results.measure(arm) for arm in list(float32_results.ARMS)[:2])
