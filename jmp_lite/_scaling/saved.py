@@ -42,6 +42,12 @@ def load_call(path: str | pathlib.Path, *like: Any) -> tuple[Any, ...]:
 
     Raises:
         ValueError: the file has no array for a leaf of `like`.
+
+    Examples:
+        >>> jmp.save_call("/tmp/jmp_lite_key.npz", jax.random.key(0))
+        >>> (key,) = jmp.load_call("/tmp/jmp_lite_key.npz", jax.random.key(1))
+        >>> key == jax.random.key(0)
+        Array(True, dtype=bool)
     """
     leaves = []
     with np.load(path) as file:

@@ -398,7 +398,7 @@ def test_a_loop_reads_rounded_values_in_the_program_too(half):
 
 @pytest.mark.parametrize("length", [197, 257])
 def test_rows_that_are_no_multiple_of_8_move_no_more_bytes_than_the_other_order(length):
-    """ViT has 197 tokens, CLIP and DINOv2 257: XLA pads the scores, and a second softmax would read them plain."""
+    """ViT has 197 tokens, DINOv2 257: XLA pads the scores, which a second softmax would read as they are."""
 
     def loss(w, x):
         q, k, v = jnp.split((x @ w).reshape(*x.shape[:2], 36, 64), 3, 2)

@@ -75,7 +75,7 @@ class Limits:
     leaf: float = LEAF
 
     def measured(self, error: Difference) -> float:
-        """Returns the error that is compared with the tolerance; inf if something is lost as a whole."""
+        """Returns which part of an `error` is compared with the tolerance; inf if something is lost."""
         if self.measure == "loss":
             return error.loss
         if error.lost:
@@ -84,7 +84,7 @@ class Limits:
         return max(error.gradients, error.leaf) if is_leaf else error.gradients
 
     def allow(self, error: Difference) -> bool:
-        """Whether an error is no fault."""
+        """Whether an `error` is no fault."""
         return self.measured(error) <= self.tolerance
 
 
