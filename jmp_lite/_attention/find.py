@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,48 +87,75 @@ def may_hold_attention(equation: Equation) -> bool:
 
 def _find(index: int, side: int, facts: Facts, readers: Mapping[Var, set[int]]) -> Attention | None:
     """Returns the attention whose second product has the weights as its operand `side`."""
-    eqns = facts.equations
-    _, weight_axes, division = _back(facts, eqns[index].invars[side])
-    inputs = None if division is None else _input_of_softmax(facts, division)
-    if division is None or inputs is None:
-        if division is not None and _is_behind_softmax(facts, division, 3):
+    product = facts.equations[index]
+    _, weight_axes, division = _back(facts, product.invars[side])
+    if division is None:
+        return None
+    inputs = _input_of_softmax(facts, division)
+    if inputs is None:
+        if _is_behind_softmax(facts, division, 3):
             name = division.params.get("name", division.primitive.name)
             raise NotFused(f"its weights pass through {name}")
         return None
-    if FULL_PRECISION_SCOPE in scope_of(eqns[index]):
+    if FULL_PRECISION_SCOPE in scope_of(product):
         raise NotFused("inside full_precision")
-    if is_of_gradient(eqns[index]):
+    if is_of_gradient(product):
         raise NotFused(DIFFERENTIATED)
     fact = facts.of(inputs)
     if fact.scores is None:
         raise NotFused("no matmul gives its scores")
-    # An attention computes all that depends on the scores, and nothing else may read it.
-    first, dependent, between = facts.made_by[fact.scores], {fact.scores}, []
-    for number in range(first + 1, index):
-        if any(not is_literal(var) and var in dependent for var in eqns[number].invars):
-            dependent.update(eqns[number].outvars)
-            between.append(number)
+    first = facts.made_by[fact.scores]
+    between, dependent = _between(facts, fact.scores, index)
     chain = [number for number in between if number in facts.on_scores and number <= facts.made_by[inputs]]
-    mixed = (var for number in chain for var in eqns[number].invars if not is_literal(var))
-    if any(var in dependent and facts.made_by[var] not in (first, *chain) for var in mixed) or any(
-        not readers.get(var, set()) <= {*between, index} for var in dependent
-    ):
-        raise NotFused("another operation reads its scores or weights")
-    ours = [eqns[number] for number in (first, *between, index)]
-    if not all(is_float32(var) for each in (ours[0], ours[-1]) for var in (*each.invars, *each.outvars)):
-        raise NotFused("the program does not compute it in float32")
-    if precisions(ours[0]) | precisions(ours[-1]):
-        raise NotFused("the program asks for a precision of its matmuls")
+    _check_readers(facts, (first, *chain), {*between, index}, dependent, readers)
+    ours = [facts.equations[number] for number in (first, *between, index)]
+    _check_products(ours[0], ours[-1])
     weights = tuple(None if axis is None else fact.axes[axis] for axis in weight_axes)
-    read = (var for each in ours for var in each.invars if not is_literal(var) and var not in dependent)
+    read = (var for each in ours for var in _variables(each) if var not in dependent)
     return Attention(
         tuple(ours),
         side,
         frozenset({first, *between}),
         tuple(dict.fromkeys(read)),
-        to_softmax=tuple(eqns[number] for number in chain),
+        to_softmax=tuple(facts.equations[number] for number in chain),
         **_axes(ours[0], ours[-1], side, weights, fact),
     )
+
+
+def _variables(equation: Equation) -> list[Var]:
+    return [var for var in equation.invars if not is_literal(var)]
+
+
+def _between(facts: Facts, scores: Var, end: int) -> tuple[list[int], set[Var]]:
+    """Returns the operations before `end` on what depends on the scores, and all that does."""
+    between, dependent = [], {scores}
+    for number in range(facts.made_by[scores] + 1, end):
+        if not dependent.isdisjoint(_variables(facts.equations[number])):
+            dependent.update(facts.equations[number].outvars)
+            between.append(number)
+    return between, dependent
+
+
+def _check_readers(
+    facts: Facts,
+    chain: Collection[int],
+    readers: Collection[int],
+    dependent: Collection[Var],
+    read_by: Mapping[Var, set[int]],
+) -> None:
+    """Raises `NotFused` unless `readers` alone read what depends on the scores, and `chain` only its own."""
+    mixed = (var for number in chain for var in _variables(facts.equations[number]) if var in dependent)
+    is_mixed = any(facts.made_by[var] not in chain for var in mixed)
+    if is_mixed or any(not read_by.get(var, set()) <= set(readers) for var in dependent):
+        raise NotFused("another operation reads its scores or weights")
+
+
+def _check_products(first: Equation, second: Equation) -> None:
+    """Raises `NotFused` if the program computes one of the products in half, or in a precision of its own."""
+    if not all(is_float32(var) for each in (first, second) for var in (*each.invars, *each.outvars)):
+        raise NotFused("the program does not compute it in float32")
+    if precisions(first) | precisions(second):
+        raise NotFused("the program asks for a precision of its matmuls")
 
 
 def _back(facts: Facts, var: Var, through_stops: bool = False) -> tuple[Var, Labels, Equation | None]:
@@ -149,6 +176,22 @@ def _back(facts: Facts, var: Var, through_stops: bool = False) -> tuple[Var, Lab
 
 def _input_of_softmax(facts: Facts, division: Equation) -> Var | None:
     """Returns the input of the softmax over the last axis that a division computes; None if it is none."""
+    exponential = _exponential(facts, division)
+    if exponential is None:
+        return None
+    inputs, last = exponential.invars[0], division.outvars[0].aval.ndim - 1
+    var, _, shift = _back(facts, inputs)
+    if shift is None or shift.primitive.name != "sub" or var is not inputs:
+        return inputs
+    # A softmax stays the same if all numbers of a row are shifted by one number.
+    shifted, shifts = shift.invars
+    _, axes, _ = _back(facts, shifts, through_stops=True)
+    is_shift = shifted.aval.shape == shift.outvars[0].aval.shape and (last >= len(axes) or axes[last] is None)
+    return shifted if is_shift else inputs
+
+
+def _exponential(facts: Facts, division: Equation) -> Equation | None:
+    """Returns the `exp` that a division divides by its sums over the last axis; None if it is none."""
     if division.primitive.name != "div":
         return None
     exponentials, rows = division.invars
@@ -161,16 +204,7 @@ def _input_of_softmax(facts: Facts, division: Equation) -> Var | None:
     if names != ("reduce_sum", "exp") or total.invars[0] is not exponentials:
         return None
     is_of_rows = all(axis is None or axis == place for place, axis in enumerate(axes)) and axes[last] is None
-    if tuple(total.params["axes"]) != (last,) or not is_of_rows:
-        return None
-    var, _, shift = _back(facts, exponential.invars[0])
-    if shift is None or shift.primitive.name != "sub" or var is not exponential.invars[0]:
-        return exponential.invars[0]
-    # A softmax stays the same if all numbers of a row are shifted by one number.
-    inputs, shifts = shift.invars
-    _, axes, _ = _back(facts, shifts, through_stops=True)
-    is_shift = inputs.aval.shape == shift.outvars[0].aval.shape and (last >= len(axes) or axes[last] is None)
-    return inputs if is_shift else exponential.invars[0]
+    return exponential if tuple(total.params["axes"]) == (last,) and is_of_rows else None
 
 
 def _is_behind_softmax(facts: Facts, equation: Equation, most: int) -> bool:
@@ -193,38 +227,56 @@ def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: 
     keys = scores[-1]
     both = labels_of_operands(first, name(sizes), FEATURES)
     key = 1 if keys in both[1] else 0
-    of_queries, of_keys = both[1 - key], both[key]
     output, of_values = _labels_of_values(product, side, weights, keys)
+    operands = (
+        (first.invars[1 - key], both[1 - key]),
+        (first.invars[key], both[key]),
+        (product.invars[1 - side], of_values),
+    )
+    groups = _groups(scores, both[1 - key], both[key])
+    _check_values(both[key], of_values, {*groups[0], *groups[1], keys, FEATURES})
+    features = {var.aval.shape[labels.index(FEATURES)] for var, labels in operands}
+    if len(features) != 1:
+        raise NotFused("its values have other features than its keys")
+    return {
+        "operands": operands,
+        "output": output,
+        "groups": groups,
+        "sizes": sizes | {FEATURES: features.pop()},
+        "scale": fact.slope,
+        "kind": _kind(fact, math.prod(sizes[label] for label in (*groups[3], keys))),
+        "bias": scores,
+        "given_along": _given_along(fact, scores, groups),
+        "may_be_empty": fact.replaced and not _has_keys(fact),
+    }
+
+
+def _groups(scores: Labels, of_queries: Labels, of_keys: Labels) -> tuple[Labels, ...]:
+    """Returns the axes of the batch, key heads, groups of heads, queries and keys."""
+    keys = scores[-1]
     shared = [label for label in of_queries if label in of_keys and label not in (None, FEATURES)]
     rows = [label for label in scores if label in of_queries and label not in (None, *shared)]
     if keys is None or keys in of_queries or not shared or of_queries.count(FEATURES) != 1:
         raise NotFused("its first matmul is none of queries and keys with a batch or heads")
-    if not {*of_keys} - {None} == {*of_values} - {None} == {*shared, keys, FEATURES}:
-        raise NotFused("its values have other axes than its keys")
-    operands = (first.invars[1 - key], of_queries), (first.invars[key], of_keys)
-    operands = (*operands, (product.invars[1 - side], of_values))
-    features = {var.aval.shape[labels.index(FEATURES)] for var, labels in operands}
-    if len(features) != 1 or of_values.count(FEATURES) != 1:
-        raise NotFused("its values have other features than its keys")
     # Of several shared axes the last one is the heads. A single one in front of the positions is the batch.
     is_batch = len(shared) == 1 and (not rows or of_queries.index(shared[0]) < of_queries.index(rows[-1]))
     split = len(shared) if is_batch else len(shared) - 1
-    groups = shared[:split], shared[split:], rows[:-1], rows[-1:], [keys]
+    return tuple(map(tuple, (shared[:split], shared[split:], rows[:-1], rows[-1:], [keys])))
+
+
+def _check_values(of_keys: Labels, of_values: Labels, axes: Collection[Any]) -> None:
+    """Raises `NotFused` unless keys and values have the given axes."""
+    if not {*of_keys} - {None} == {*of_values} - {None} == set(axes):
+        raise NotFused("its values have other axes than its keys")
+    if of_values.count(FEATURES) != 1:
+        raise NotFused("its values have other features than its keys")
+
+
+def _given_along(fact: Fact, scores: Labels, groups: Sequence[Labels]) -> frozenset[Any]:
+    """Returns the axes of a mask or bias, which is given along a whole group of axes or not at all."""
     varying = {label for label, varies in zip(scores, fact.varies) if varies}
-    # A mask is given along a whole group of axes or not at all.
     outer = (each for each in (groups[0], groups[1] + groups[2]) if not varying.isdisjoint(each))
-    kind = _kind(fact, math.prod(sizes[label] for label in (*rows[-1:], keys)))
-    return {
-        "operands": operands,
-        "output": output,
-        "groups": tuple(map(tuple, groups)),
-        "sizes": sizes | {FEATURES: features.pop()},
-        "scale": fact.slope,
-        "kind": kind,
-        "bias": scores,
-        "given_along": frozenset(label for each in (*outer, *groups[3:]) for label in each),
-        "may_be_empty": fact.replaced and not _has_keys(fact),
-    }
+    return frozenset(label for each in (*outer, *groups[3:]) for label in each)
 
 
 def _labels_of_values(product: Equation, side: int, weights: Labels, keys: Any) -> tuple[Labels, Labels]:
