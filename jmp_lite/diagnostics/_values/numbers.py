@@ -6,7 +6,7 @@ float32 brings the number back. So the number is read from the source.
 
 import ast
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -64,18 +64,25 @@ def _in_the_source(key: Key, equation: Equation, given: Mapping[str, float]) -> 
     if traits_of(equation.primitive.name).compares:
         return None
     operands = [(node, place, _given(node, given) or known) for node, place, known in operands_at(line)]
-    numbers = [(place, number) for _, place, known in operands for number in known]
-    if dtype not in _NARROW:
-        # JAX widens a half number that meets float32: the literal is in float32, and rounded.
-        numbers = [(place, number) for place, number in numbers if number.line]
-    with np.errstate(over="ignore"):
-        same = [(place, each) for place, each in numbers if abs(value) in map(abs, _halves(each, dtype))]
+    same = list(_rounded_to(value, dtype, ((place, each) for _, place, known in operands for each in known)))
     if same:
         at_place = [each for place, each in same if place == position]
         return _nearest(at_place or [each for _, each in same], value)
-    is_name = any(isinstance(node, (ast.Name, ast.Attribute)) and not known for node, _, known in operands)
     is_epsilon = value == 0 and dtype in _NARROW and equation.primitive.name == "add"
+    is_name = any(isinstance(node, (ast.Name, ast.Attribute)) and not known for node, _, known in operands)
     return _EPSILON if is_epsilon and is_name else None
+
+
+def _rounded_to(
+    value: float, dtype: np.dtype, numbers: Iterable[tuple[int, Written]]
+) -> Iterator[tuple[int, Written]]:
+    """Yields the numbers, each with its position, that half precision rounds to a literal."""
+    for place, number in numbers:
+        # JAX widens a half number that meets float32: the literal is in float32, and rounded.
+        if dtype in _NARROW or number.line:
+            with np.errstate(over="ignore"):
+                if abs(value) in map(abs, _halves(number, dtype)):
+                    yield place, number
 
 
 def _halves(number: Written, dtype: np.dtype) -> set[float]:

@@ -1,7 +1,7 @@
 """The state of a step: the results that a training loop passes on as arguments of the next step."""
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,19 +53,26 @@ def state_of(trees: Trees, jaxpr: Jaxpr) -> dict[int, int]:
     These are the largest subtrees of the results with the structure, the shapes and the dtypes of a subtree
     of the arguments that they depend on. A scalar that is returned alone is a metric.
     """
-    depends, numbers = dependence(jaxpr), {number: leaf for leaf, number in enumerate(trees.inputs)}
-    leaves_of = lambda output: {numbers.get(number) for number in depends[output]}
+    state = ((trees.outputs[new], trees.inputs[old]) for new, old in _pairs(trees, dependence(jaxpr)).items())
+    return {output: number for output, number in state if output is not None and number is not None}
+
+
+def _pairs(trees: Trees, depends: Sequence[frozenset[int]]) -> dict[int, int]:
+    """Returns the leaves of the results that are new values of arguments, each with that of the arguments."""
     candidates: dict[Any, list[_Node]] = collections.defaultdict(list)
     for node in _subtrees(_Node(trees.arguments, range(len(trees.inputs)))):
         candidates[node.kind()].append(node)
     pairs: dict[int, int] = {}
-    todo = [_Node(trees.results, range(len(trees.outputs)))]
 
     def is_new_value(node: _Node, old: _Node) -> bool:
-        outputs = zip(old.leaves, (trees.outputs[leaf] for leaf in node.leaves))
-        depends_on_it = any(leaf in leaves_of(output) for leaf, output in outputs if output is not None)
+        outputs = [trees.outputs[leaf] for leaf in node.leaves]
+        known = (
+            (trees.inputs[leaf], output) for leaf, output in zip(old.leaves, outputs) if output is not None
+        )
+        depends_on_it = any(number in depends[output] for number, output in known)
         return depends_on_it and set(pairs.values()).isdisjoint(old.leaves)
 
+    todo = [_Node(trees.results, range(len(trees.outputs)))]
     while todo:
         node = todo.pop(0)
         of_kind = [] if node.is_scalar else candidates[node.kind()]
@@ -74,8 +81,7 @@ def state_of(trees: Trees, jaxpr: Jaxpr) -> dict[int, int]:
             pairs.update(zip(node.leaves, found.leaves))
         elif not node.is_leaf:
             todo = [*node.children(), *todo]
-    state = ((trees.outputs[new], trees.inputs[old]) for new, old in pairs.items())
-    return {output: number for output, number in state if output is not None and number is not None}
+    return pairs
 
 
 def _subtrees(node: _Node) -> Iterator[_Node]:
