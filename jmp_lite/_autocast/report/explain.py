@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import functools
+import os
+import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec
 
@@ -13,13 +15,14 @@ import numpy as np
 from ..._dtypes import DTypeLike
 from ..._jaxpr.arguments import Arguments, check_function, in_two_calls
 from ..._jaxpr.read import Jaxpr, all_equations
-from ..._text import Shown, aligned
+from ..._text import aligned
 from ..api import given_rules, make_plan, prepare, run
 from ..planner import Planner
 from ..planning.plan import Plan
 from ..planning.rules import Rules
 from .advice import find_promotions
 from .operations import AutocastOperation, operations_of
+from .page import html_of
 
 P = ParamSpec("P")
 
@@ -27,7 +30,7 @@ _MOST_ABLATIONS = 20  # Each takes one more plan.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AutocastReport(Shown):
+class AutocastReport:
     """What autocast does to a function. `str(report)` is the summary and a table of the modules.
 
     Attributes:
@@ -116,6 +119,34 @@ class AutocastReport(Shown):
     def table(self) -> str:
         """Returns every operation as text: its list, dtypes, reason, scope and source line."""
         return "\n".join(map(str, self.operations))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as a page of HTML: the source, with the dtype in which each line ran.
+
+        It is one file, which needs no server. Each line that made an operation has its dtype in the forward
+        and in the backward pass, and opens to show its operations and the reasons. The modules with the most
+        FLOPs in float32 come first. A notebook shows a report in the same way.
+
+        Args:
+            path: the file, such as `"precision.html"`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        head = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        style = "<style>body{margin:0}.jmp-page{min-height:100vh}</style>"
+        page = f"{head}<title>{self._title()}</title>{style}<body>{self._repr_html_()}"
+        pathlib.Path(path).write_text(page, encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return html_of(self.operations, self._title(), self.summary(), str(self))
+
+    def _title(self) -> str:
+        return (
+            "Precision as traced"
+            if self.dtype == jnp.float32
+            else f"Precision: autocast to {self.dtype.name}"
+        )
 
     def __repr__(self) -> str:
         return f"AutocastReport({self.summary()})"
