@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import html
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from ..planning.plan import Plan
 from ..planning.rules import Rules
 from .advice import find_promotions
 from .operations import AutocastOperation, operations_of
-from .page import html_of
+from .page import page_of
 
 P = ParamSpec("P")
 
@@ -133,20 +134,16 @@ class AutocastReport:
         Raises:
             OSError: the file cannot be written.
         """
-        head = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        style = "<style>body{margin:0}.jmp-page{min-height:100vh}</style>"
-        page = f"{head}<title>{self._title()}</title>{style}<body>{self._repr_html_()}"
-        pathlib.Path(path).write_text(page, encoding="utf-8")
+        pathlib.Path(path).write_text(self._page(), encoding="utf-8")
+
+    def _page(self) -> str:
+        asked = "as traced" if self.dtype == jnp.float32 else f"of autocast to {self.dtype.name}"
+        return page_of(self.operations, f"Precision {asked}", self.summary(), str(self))
 
     def _repr_html_(self) -> str:
-        return html_of(self.operations, self._title(), self.summary(), str(self))
-
-    def _title(self) -> str:
-        return (
-            "Precision as traced"
-            if self.dtype == jnp.float32
-            else f"Precision: autocast to {self.dtype.name}"
-        )
+        # A frame keeps the style of the page and that of the notebook apart.
+        style = "width: 100%; height: 600px; border: 0; resize: vertical"
+        return f'<iframe srcdoc="{html.escape(self._page())}" style="{style}"></iframe>'
 
     def __repr__(self) -> str:
         return f"AutocastReport({self.summary()})"

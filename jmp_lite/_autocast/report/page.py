@@ -13,21 +13,20 @@ from .operations import AutocastOperation
 
 Operations = Sequence[AutocastOperation]
 _AROUND, _MOST = 2, 20  # Lines of source around a line with operations; rows of a table.
-_STYLE = """.jmp-page{color-scheme:light dark;--bg:#fff;--fg:#1f2328;--soft:#59636e;--edge:#d8dee4;
---half:#0f6b52;--f32:#954800;--fp8:#6d3391;--on-half:#dff3ec;--on-f32:#ffedd8;--on-fp8:#f0e4f9;
-background:var(--bg);color:var(--fg);font:14px/1.5 system-ui,sans-serif;
-padding:16px max(16px,calc(50% - 550px));@media screen and (prefers-color-scheme:dark){--bg:#0d1117;
+_STYLE = """:root{color-scheme:light dark;--bg:#fff;--fg:#1f2328;--soft:#59636e;--edge:#d8dee4;--half:#0f6b52;
+--f32:#954800;--fp8:#6d3391;--on-half:#dff3ec;--on-f32:#ffedd8;--on-fp8:#f0e4f9}
+body{margin:0;background:var(--bg);color:var(--fg);font:14px/1.5 system-ui,sans-serif;
+padding:16px max(16px,calc(50% - 550px))}@media screen and (prefers-color-scheme:dark){:root{--bg:#0d1117;
 --fg:#e6edf3;--soft:#9198a1;--edge:#30363d;--half:#4cc9a4;--f32:#f0a35e;--fp8:#c596f0;--on-half:#10312a;
---on-f32:#3a2710;--on-fp8:#2c1d3d}*{box-sizing:border-box}h1{font-size:20px;margin:0}.soft{color:var(--soft)}
+--on-f32:#3a2710;--on-fp8:#2c1d3d}}*{box-sizing:border-box}h1{font-size:20px;margin:0}.soft{color:var(--soft)}
 summary{cursor:pointer}.bar{display:flex;height:10px;border-radius:5px;overflow:hidden;background:var(--edge);
 margin:10px 0 6px}.bar .half{background:var(--half)}.bar .f32{background:var(--f32)}
 .bar .fp8{background:var(--fp8)}.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;margin:16px 0}
-td,th{padding:3px 8px;text-align:right;border-bottom:1px solid var(--edge);background:none;white-space:nowrap}
-td:first-child,th:first-child{text-align:left}.file{margin:16px 0}
-.file>summary{font-weight:600;overflow-wrap:anywhere}
-.src{border:1px solid var(--edge);border-radius:6px;overflow-x:auto;margin-top:6px;padding:4px 0}
-.line{display:grid;grid-template-columns:3.4em 8em 8em 4em minmax(max-content,1fr);gap:0 6px;padding:0 6px;
-font:12.5px/1.7 ui-monospace,monospace;white-space:pre;list-style:none}
+td,th{padding:3px 8px;text-align:right;border-bottom:1px solid var(--edge);white-space:nowrap}
+td:first-child,th:first-child{text-align:left}.file{margin:16px 0}.file>summary{font-weight:600;
+overflow-wrap:anywhere}.src{border:1px solid var(--edge);border-radius:6px;overflow-x:auto;margin-top:6px;
+padding:4px 0}.line{display:grid;grid-template-columns:3.4em 8em 8em 4em minmax(max-content,1fr);gap:0 6px;
+padding:0 6px;font:12.5px/1.7 ui-monospace,monospace;white-space:pre;list-style:none}
 .line::-webkit-details-marker{display:none}.no{color:var(--soft);text-align:right}
 summary .no::before{content:"▸ "}[open]>summary .no::before{content:"▾ "}
 .chip{border-radius:4px;padding:0 6px;overflow:hidden}.chip small{font-size:11px}
@@ -36,18 +35,19 @@ summary .no::before{content:"▸ "}[open]>summary .no::before{content:"▾ "}
 .why{color:var(--f32);font-style:italic}.mixed.chip{background:var(--edge)}
 .ops{position:sticky;left:0;max-width:min(1060px,calc(100vw - 34px));padding:6px 8px 8px 3.6em;
 font-size:12.5px;border-block:1px solid var(--edge);overflow-wrap:anywhere}.ops div{margin:4px 0}
-code,pre{font:12px/1.5 ui-monospace,monospace;background:none;color:inherit}pre{overflow-x:auto}
-@media(max-width:640px){padding:8px;.line{grid-template-columns:3em 3.6em 3.6em minmax(max-content,1fr);
-gap:0 3px}.chip{padding:0 2px;text-align:center;font-size:11px}.head i{font-size:9px}
-.chip small,.share{display:none}.ops{padding-left:8px}td,th{padding:3px 4px;font-size:12px}
-td:nth-child(5),th:nth-child(5){display:none}}@media print{print-color-adjust:exact;.line{
-white-space:pre-wrap;grid-template-columns:3em 7.5em 7.5em 4em 1fr}}}"""
+code,pre{font:12px/1.5 ui-monospace,monospace}pre{overflow-x:auto}@media(max-width:640px){body{padding:8px}
+.line{grid-template-columns:3em 3.6em 3.6em minmax(max-content,1fr);gap:0 3px}
+.chip{padding:0 2px;text-align:center;font-size:11px}.head i{font-size:9px}.chip small,.share{display:none}
+.ops{padding-left:8px}td,th{padding:3px 4px;font-size:12px}td:nth-child(5),th:nth-child(5){display:none}}
+@media print{body{print-color-adjust:exact}.line{white-space:pre-wrap;
+grid-template-columns:3em 7.5em 7.5em 4em 1fr}}"""
+_HEAD = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
 
 
-def html_of(operations: Operations, title: str, summary: str, text: str) -> str:
-    """Returns the page as an element of HTML: the shares, the modules, the source, and the report as text.
+def page_of(operations: Operations, title: str, summary: str, text: str) -> str:
+    """Returns the page as HTML: the shares, the modules, the source, and the report as text.
 
-    All that the program or its user wrote is escaped. A notebook keeps its own style around the element.
+    All that the program or its user wrote is escaped, and nothing is loaded from elsewhere.
     """
     total = _flops(operations) or 1
     files: dict[str, dict[str, list[AutocastOperation]]] = {}
@@ -62,7 +62,7 @@ def html_of(operations: Operations, title: str, summary: str, text: str) -> str:
     for file in sorted(files, key=lambda file: (file == "", -shares[file])):
         parts += _file(file, files[file], shares[file], total)
     parts.append(f"<details><summary>As text</summary><pre>{escape(text)}</pre></details>")
-    return f"<div class=jmp-page><style>{_STYLE}</style>{''.join(parts)}</div>"
+    return f"{_HEAD}<title>{escape(title)}</title><style>{_STYLE}</style><body>{''.join(parts)}"
 
 
 def _flops(operations: Iterable[AutocastOperation]) -> int:
