@@ -11,7 +11,7 @@ import argparse
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
 
 def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
     """The mean cross entropy of the next tokens."""
-    logits = Transformer().apply(params, tokens[:, :-1])
+    logits = cast(jax.Array, Transformer().apply(params, tokens[:, :-1]))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()
 
@@ -84,7 +84,7 @@ def draw(page: Path, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/precision.html"))
     parser.add_argument("--pictures", type=Path, help="a folder for the pictures of the page")
     options = parser.parse_args(arguments)

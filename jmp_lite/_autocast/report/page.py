@@ -92,19 +92,18 @@ def _bar(operations: Operations, total: int) -> Iterator[str]:
 
 def _modules(operations: Operations, total: int) -> Iterator[str]:
     """Yields the table of the modules, those with the most FLOPs in float32 first."""
-    for depth in range(8, 1, -1):  # As deep as the table stays short.
-        modules = collections.defaultdict[str, list[AutocastOperation]](list)
+    depth, large = 9, dict[str, list[AutocastOperation]]()
+    while depth > 2 and not 0 < len(large) <= _MOST:  # As deep as the table stays short.
+        depth, modules = depth - 1, collections.defaultdict[str, list[AutocastOperation]](list)
         for each in operations:
             modules["/".join(each.module.split("/")[:depth])].append(each)
-        names = [name for name, own in modules.items() if _flops(own) >= total / 2000]
-        rows = [(_flops(each for each in modules[name] if not each.in_half), name) for name in names]
-        if len(rows) <= _MOST:
-            break
+        large = {name: own for name, own in modules.items() if _flops(own) >= total / 2000}
+    left = {name: _flops(each for each in own if not each.in_half) for name, own in large.items()}
     yield "<div class=wide><table><tr><th>module<th>in float32<th>FLOPs<th>Tensor Cores<th>operations in half"
-    for left, name in sorted(rows, reverse=True)[:_MOST]:
-        own = modules[name]
+    for name in sorted(large, key=lambda name: -left[name])[:_MOST]:
+        own = large[name]
         flops, fast = _flops(own), _flops(each for each in own if each.on_tensor_cores)
-        yield f"<tr><td>{escape(name or '/')}<td>{left / total:.1%}<td>{flops / total:.1%}"
+        yield f"<tr><td>{escape(name or '/')}<td>{left[name] / total:.1%}<td>{flops / total:.1%}"
         yield f"<td>{fast / flops:.1%}<td>{sum(each.in_half for each in own):,} of {len(own):,}"
     yield "</table></div>"
 
