@@ -16,7 +16,7 @@ import numpy as np
 from ..._dtypes import DTypeLike
 from ..._jaxpr.arguments import Arguments, check_function, in_two_calls
 from ..._jaxpr.read import Jaxpr, all_equations
-from ..._text import aligned
+from ..._text import aligned, wrapped
 from ..api import given_rules, make_plan, prepare, run
 from ..planner import Planner
 from ..planning.plan import Plan
@@ -151,7 +151,7 @@ class AutocastReport:
     def __str__(self) -> str:
         lines = [self.summary(), "", *self._table_of_modules()]
         if self.without_effect:
-            lines += ["", f"Options without effect: {', '.join(self.without_effect)}"]
+            lines += ["", *wrapped(f"Options without effect: {', '.join(self.without_effect)}")]
         left = self.in_float32()
         if left:
             lines += ["", "Matmuls that are not in half:", *map(str, left)]
@@ -176,7 +176,8 @@ class AutocastReport:
 
 def _counted(title: str, texts: Iterable[str]) -> list[str]:
     """Returns each text with how often it occurs, under a title; nothing for no texts."""
-    lines = [f"    {count:,}: {text}" for text, count in collections.Counter(texts).items()]
+    counts = collections.Counter(texts).items()
+    lines = [line for text, count in counts for line in wrapped(f"{count:,}: {text}", 4)]
     return ["", title, *lines] if lines else []
 
 

@@ -14,7 +14,7 @@ from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Equation, Jaxpr, Var
 from ..._paths import join, visible_scope
-from ..._text import shortened
+from ..._text import shortened, wrapped
 from ..._tree import is_floating
 from ..planning.op import Op
 from ..planning.plan import Decision, Plan
@@ -101,8 +101,8 @@ class AutocastOperation:
 
     def __str__(self) -> str:
         shapes = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
-        where = f"{self.scope or '/'}; {shortened(self.source)}"
-        return f"{self.category:<9} {self.name:<20} {shapes}\n    {self.reason}; {where}"
+        why = wrapped(f"{self.reason}; {self.scope or '/'}; {shortened(self.source)}", 4)
+        return "\n".join([f"{self.category:<9} {self.name:<20} {shapes}", *why])
 
 
 @dataclasses.dataclass(frozen=True)
