@@ -202,7 +202,16 @@ TOPICS = (
     *("custom kernel", "mix modules", "inside the backward pass", "UnexpectedTracerError"),
     *("dtype argument", "LoRA", "first skipped", "mean loss NaN", "OOM", "Apple, AMD", "fp8"),
     *("to a tolerance", "K-FAC", "updates", "one layer in float32", "gradients accumulate"),
-    *("compute an index",),
+    *(
+        "compute an index",
+        "spikes or diverges",
+        "float64",
+        "epsilon",
+        "npz",
+        "SAM",
+        "reproducible",
+        "in bfloat16?",
+    ),
     *("bfloat16 weights", "preferred_element_type", "without jit", "flash attention", "Hugging Face"),
 )
 
