@@ -76,7 +76,7 @@ def train(name: str, size: Size, steps: int, text: np.ndarray, test: np.ndarray)
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     seconds = []
-    for step in tqdm(range(steps), name, unit=" steps"):
+    for step in tqdm(range(steps), name, unit="step", disable=None):
         began = time.perf_counter()
         loss = train_step(model, optimizer, get_batch(text, size, step), loss_fn=arm.loss_fn)
         jax.block_until_ready(loss)

@@ -305,7 +305,9 @@ def train(options: argparse.Namespace, checkpoints: Checkpoints) -> tuple[Traini
     for epoch in range(step // steps_an_epoch, options.epochs):
         losses, taken, done, began, seconds = [], [], step % steps_an_epoch, 0.0, math.nan
         micro_batches = batches(train_x, train_y, options, epoch, done)
-        bar = tqdm(micro_batches, f"epoch {epoch + 1}", steps_an_epoch, leave=False, initial=done)
+        bar = tqdm(
+            micro_batches, f"epoch {epoch + 1}", steps_an_epoch, leave=False, initial=done, disable=None
+        )
         for batch in bar:
             if trace_at and step == trace_at[0]:  # The steps before it may compile.
                 jax.profiler.start_trace(str(options.profile))

@@ -234,7 +234,7 @@ def train(workload: Workload, options: argparse.Namespace) -> Run:
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(options.log.open("a")) if first and options.log is not None else None
         progress = stack.enter_context(
-            tqdm(total=options.steps, initial=start, unit=" steps", disable=not first)
+            tqdm(total=options.steps, initial=start, unit="step", disable=None if first else True)
         )
         for step in range(start + 1, options.steps + 1):
             batch = training.split(workload.batch(step, batch_size))

@@ -268,7 +268,9 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Run]]:
     data = load_data()
     results: dict[str, list[Run]] = {}
     steps = options.epochs * (len(data[0]) // SIZES[options.size][1])
-    with tqdm(total=steps * options.seeds * len(ARMS), unit=" steps", mininterval=0.5) as progress:
+    with tqdm(
+        total=steps * options.seeds * len(ARMS), unit="step", disable=None, mininterval=0.5
+    ) as progress:
         for arm in ARMS:
             progress.set_description(arm)
             results[arm] = train_arm(arm, options.size, options.epochs, options.seeds, data, progress)

@@ -175,7 +175,7 @@ def train(arm: str, size: Size, options: argparse.Namespace, text: np.ndarray, t
 
     events = None if options.tensorboard is None else SummaryWriter(str(options.tensorboard / arm))
     seconds = []
-    progress = tqdm(range(start, options.steps), arm, options.steps, initial=start, unit=" steps")
+    progress = tqdm(range(start, options.steps), arm, options.steps, initial=start, unit="step", disable=None)
     for step in progress:
         began = time.perf_counter()
         loss = train_step(model, optimizer, get_batch(text, size, step))

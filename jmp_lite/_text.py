@@ -5,6 +5,7 @@ import html
 import math
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -76,8 +77,25 @@ def wrapped(text: str, indent: int = 0, width: int = WIDTH) -> list[str]:
     return wrapper.wrap(text)
 
 
+def cell_of(file: str) -> str:
+    """Returns the cell of a notebook that a file stands for, such as `cell 3`; empty for any other file."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    name = None if shell is None else shell.compile.format_code_name(file)
+    return f"cell {re.sub(r'[^0-9]', '', name[1])}" if name else ""
+
+
+def _line_of_cell(match: re.Match[str]) -> str:
+    cell = cell_of(match[1])
+    return f"{cell}, line {match[2]}" if cell else match[0]
+
+
 def shortened(text: str) -> str:
-    """Returns a text in which the path of each file begins at the current directory, or at its package."""
+    """Returns a text in which the path of each file begins at the current directory, or at its package.
+
+    The line of a notebook's cell is written `cell 3, line 12`.
+    """
+    if "IPython" in sys.modules:
+        text = re.sub(r"(\S+?):(\d+)(?::\d+)?", _line_of_cell, text)
     here = os.getcwd().rstrip(os.sep) + os.sep
     text = re.sub(r"\S*/(?:site|dist)-packages/", "", text).replace(here, "")
     return re.sub(r"[\w.]+\.<locals>\.", "", text)  # Functions inside functions.

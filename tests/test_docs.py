@@ -2,12 +2,15 @@
 
 import importlib
 import inspect
+import json
 import linecache
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from jmp_lite.programs._gpus import DEVICES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -17,7 +20,8 @@ BLOCKS = {page: re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCKS[page]], ids=lambda page: page.name)
 @pytest.mark.filterwarnings("ignore:Expected floating type")
-def test_the_python_blocks_of_a_page_run(page):
+def test_the_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # A page may save a file.
     namespace = {}
     for block in BLOCKS[page]:
         exec(compile(block, str(page), "exec"), namespace)
@@ -59,13 +63,38 @@ def test_the_tables_are_those_of_the_results():
         assert pages.filled(text) == text
 
 
+def test_the_notebook_for_colab_is_that_of_the_site():
+    from benchmarks.compiled import pages
+
+    made = json.loads(pages.NOTEBOOK.read_text())
+    assert made == pages.notebook(pages.SCRIPT.read_text())
+    sources = ["".join(cell["source"]) for cell in made["cells"]]
+    assert sources[0].startswith("%pip install")
+    script = pages.SCRIPT.read_text()
+    assert all(
+        source in script
+        for cell, source in zip(made["cells"], sources)
+        if cell["cell_type"] == "code" and source != sources[0]
+    )
+    assert pages.NOTEBOOK.name in (ROOT / "docs/index.md").read_text()
+    assert not any(re.search(r"\]\((?!https:)", source) for source in sources)  # Colab has no other files.
+
+
 def test_the_address_of_the_repository_is_the_same_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     address = project["project"]["urls"]["Repository"]
-    assert f"git clone {address}\n" in (ROOT / "README.md").read_text()
-    for page in [*PAGES, ROOT / "mkdocs.yml", ROOT / "docs/hooks.py"]:  # docs/hooks.py reads it.
-        own = page.read_text().replace(f"git clone {address}\n", "")
-        assert address not in own or page.name == "changelog.md", page
+    assert f"git+{address}" in (ROOT / "README.md").read_text()
+    owner, name = address.rsplit("/", 2)[-2:]
+    assert project["project"]["urls"]["Documentation"] == f"https://{owner}.github.io/{name}/"
+    for page in [
+        *PAGES,
+        ROOT / "pyproject.toml",
+        ROOT / "CITATION.cff",
+        *(ROOT / "examples").glob("*.ipynb"),
+    ]:
+        named = re.findall(r"(?:github\.com|/workflow/status)/([\w-]+)/jmp_lite", page.read_text())
+        sites = re.findall(r"https://([\w-]+)\.github\.io/jmp_lite", page.read_text())
+        assert {*named, *sites} <= {owner}, page
 
 
 def test_the_links_of_the_readme_hold_on_a_package_index():
@@ -77,7 +106,7 @@ def test_the_links_of_the_readme_hold_on_a_package_index():
         text = re.sub(substitution["pattern"], substitution["replacement"], text)
     links = [*re.findall(r"\]\((.*?)\)", text), *re.findall(r'src(?:set)?="(.*?)"', text)]
     assert len(links) > 15
-    own = [link for link in links if link.startswith(address)]
+    own = [link for link in links if link.startswith(address) and "/main/" in link]
     assert all(link.startswith("https://") for link in links)
     for link in own:
         kind, path = link.removeprefix(f"{address}/").split("/main/")
@@ -86,6 +115,11 @@ def test_the_links_of_the_readme_hold_on_a_package_index():
     assert {link.split("/")[-1] for link in own} >= {
         "digits.png",
         "digits_dark.png",
+        "precision.png",
+        "precision_dark.png",
+        "getting-started.md",
+        "autocast.md",
+        "questions.md",
         "diagnosis.md",
         "CHANGELOG.md",
     }
@@ -98,6 +132,29 @@ def test_the_lines_that_the_diff_of_the_readme_adds_are_those_of_the_first_progr
     assert len(added) == 5  # An import and four lines.
     assert set(added) <= {line.partition("  #")[0] for line in program}
     assert max(map(len, diff)) <= 80  # A wider line is cut off beside the navigation.
+
+
+def test_the_pages_that_the_readme_links_read_well_as_files():
+    """GitHub shows a snippet or an entry of the API as the line that names it."""
+    for page in PAGES:
+        if page.parent.name != "api" and page.name != "changelog.md":
+            assert not re.search(r"^(--8<--|:::|<!-- all)", page.read_text(), re.MULTILINE), page
+    linked = re.findall(r"\]\((docs/.*?)[#)]", (ROOT / "README.md").read_text())
+    assert linked
+    assert not [page for page in linked if page.startswith("docs/api/") or page == "docs/changelog.md"]
+
+
+def test_the_home_page_has_the_diff_the_installation_and_the_citation_of_the_repository():
+    home, readme = ((ROOT / name).read_text() for name in ("docs/index.md", "README.md"))
+    for language in ("diff", "sh"):
+        block = re.search(rf"```{language}\n.*?```", readme, re.DOTALL)[0]
+        assert block in home
+    citation = (ROOT / "CITATION.cff").read_text()
+    version, year = (
+        re.search(rf"^{key}: (.*)$", citation, re.MULTILINE)[1] for key in ("version", "date-released")
+    )
+    assert f"version = {{{version}}}" in home
+    assert f"year    = {{{year[:4]}}}" in home
 
 
 def test_the_readme_teaches_in_two_minutes():
@@ -145,7 +202,16 @@ TOPICS = (
     *("custom kernel", "mix modules", "inside the backward pass", "UnexpectedTracerError"),
     *("dtype argument", "LoRA", "first skipped", "mean loss NaN", "OOM", "Apple, AMD", "fp8"),
     *("to a tolerance", "K-FAC", "updates", "one layer in float32", "gradients accumulate"),
-    *("compute an index",),
+    *(
+        "compute an index",
+        "spikes or diverges",
+        "float64",
+        "epsilon",
+        "npz",
+        "SAM",
+        "reproducible",
+        "in bfloat16?",
+    ),
     *("bfloat16 weights", "preferred_element_type", "without jit", "flash attention", "Hugging Face"),
 )
 
@@ -161,13 +227,34 @@ def test_every_python_block_of_a_page_is_one_that_runs():
     """A block in another spelling of Python would not run above."""
     for page in PAGES:
         languages = set(re.findall(r"^```(\S+)", page.read_text(), re.MULTILINE))
-        assert languages <= {"python", "sh", "text", "diff"}, page.name
+        assert languages <= {"python", "sh", "text", "diff", "bibtex"}, page.name
 
 
 def test_the_tests_that_a_page_names_are_there():
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
     assert [name for name in sorted(named) if f"def {name}(" not in tests] == []
+
+
+def test_the_support_page_has_the_versions_and_the_rates_of_the_library():
+    page = (ROOT / "docs/support.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in (*project["dependencies"], *project["optional-dependencies"]["flax"]):
+        name, lowest = requirement.split(">=")
+        assert re.search(rf"^\| {name}.* \| {re.escape(lowest)} \| ", page, re.MULTILINE | re.IGNORECASE)
+    rows = re.findall(
+        r"^\| ([\w, ()]+) \| ([\d.,]+) \| ([\d.,]+) \| ([\d.]+)x \| (.*) \|$", page, re.MULTILINE
+    )
+    rows = [(name.partition(" (")[0].lower(), *row) for names, *row in rows for name in names.split(", ")]
+    assert {name for name, *_ in rows} == {*DEVICES}
+    for name, full, half, gain, use in rows:
+        rates = DEVICES[name].flops
+        default = max(rates["float32"], rates["tf32"])
+        assert float(full.replace(",", "")) == pytest.approx(default / 1e12, rel=1e-3)
+        assert float(half.replace(",", "")) == pytest.approx(rates["float16"] / 1e12, rel=1e-3)
+        assert float(gain) == pytest.approx(rates["float16"] / default, abs=0.05)
+        assert ("float16 with a loss scale" in use) == (rates["bfloat16"] == rates["float32"])
+        assert ("fp8" in use) == (rates["float8"] > rates["float16"])
 
 
 def test_every_page_is_in_the_navigation():

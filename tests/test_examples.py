@@ -35,12 +35,23 @@ sys.modules["language_model"] = language_model  # autocast.py imports it by this
 autocast = load("autocast")
 diagnose = load("diagnose")
 deep_network = load("deep_network")
+precision = load("precision")
 
 
 def table_rows(text, arms):
     """The cells of the lines that begin with the name of an arm."""
     rows = {arm: line.removeprefix(arm) for line in text.splitlines() for arm in arms if line.startswith(arm)}
     return {arm: row.split() for arm, row in rows.items()}
+
+
+def test_precision_writes_the_page_of_its_own_source(tmp_path, capsys):
+    page = tmp_path / "new folder" / "precision.html"
+    precision.main(["--output", str(page)])
+    assert capsys.readouterr().out.startswith("46 million parameters; ")
+    text = page.read_text(encoding="utf-8")
+    assert "precision.py" in text
+    assert "the rule for &#x27;**/head&#x27;" in text
+    assert len(text) < 200_000
 
 
 def test_digits_prints_its_table_and_draws_its_picture(tmp_path, capsys):

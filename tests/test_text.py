@@ -11,7 +11,6 @@ from jmp_lite import diagnostics, programs
 from jmp_lite._text import Shown, aligned
 
 REPORTS = [
-    jmp.AutocastReport,
     *(diagnostics.Diagnosis, diagnostics.NonfiniteReport, diagnostics.PrecisionReport),
     *(diagnostics.RangeReport, programs.Program, programs.Roofline),
 ]

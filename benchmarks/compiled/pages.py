@@ -2,13 +2,16 @@
 
     python -m benchmarks.compiled.pages
 
-A table stands in a page between `<!-- begin NAME ARGUMENTS -->` and `<!-- end -->`.
+A table stands in a page between `<!-- begin NAME ARGUMENTS -->` and `<!-- end -->`. The command also makes
+the notebook for Colab from its script.
 """
 
 import json
 import pathlib
 import re
 import statistics
+import tomllib
+from typing import Any
 
 from PIL import Image
 
@@ -104,6 +107,29 @@ def filled(text: str) -> str:
     return re.sub(r"<!-- begin (.*?) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
+def notebook(script: str) -> dict[str, Any]:
+    """Returns a script with cells as a notebook that first installs the library, for Colab."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    install = f'%pip install -q "jmp_lite[flax] @ git+{urls["Repository"]}" matplotlib scikit-learn'
+    # Colab has no other files: a link leads to the site.
+    script = re.sub(r"\]\(\.\./([\w-]+)\.md\)", rf"]({urls['Documentation']}\1.html)", script)
+    script = re.sub(r"\]\((\w+)\.py\)", rf"]({urls['Documentation']}notebooks/\1.html)", script)
+    cells: list[dict[str, Any]] = []
+    for number, (kind, body) in enumerate([("", install), *_CELL.findall(script)]):
+        text = body.strip() if not kind else re.sub("^# ?", "", body.strip(), flags=re.MULTILINE)
+        cell = {"id": f"cell-{number}", "metadata": {}, "source": text.splitlines(keepends=True)}
+        code = {"cell_type": "code", "execution_count": None, "outputs": []}
+        cells.append(cell | ({"cell_type": "markdown"} if kind else code))
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+
+
+_CELL = re.compile(r"^# %%( \[markdown\])?\n(.*?)(?=^# %%|\Z)", re.MULTILINE | re.DOTALL)
+SCRIPT = ROOT / "docs" / "notebooks" / "float16_in_ten_minutes.py"
+NOTEBOOK = ROOT / "examples" / "float16_in_ten_minutes.ipynb"
+
+
 if __name__ == "__main__":
+    NOTEBOOK.write_text(json.dumps(notebook(SCRIPT.read_text()), indent=1) + "\n")
     for page in PAGES:
         page.write_text(filled(page.read_text()))

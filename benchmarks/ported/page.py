@@ -60,8 +60,8 @@ def table() -> str:
     """Returns a sentence on all programs, and their table."""
     added = [result(name)["added"] for name in NAMES]
     summary = (
-        f"The {len(NAMES)} public JAX programs below train in float16 with {min(added)} to {max(added)} "
-        "added lines each, without a change to any model."
+        f"Each of these {len(NAMES)} public JAX programs trains in float16 after adding {min(added)} to "
+        f"{max(added)} lines; no model was changed."
     )
     head = (
         "| program | lines | another library | first loss | float32 | float16 | in half | skipped | an inf "

@@ -143,11 +143,13 @@ _ = below.set(ylabel="loss scale", xlabel="step")
 # Convolutions run in float16; the softmax, the norms and the loss stay float32.
 
 # %%
-report = jmp.explain(half_loss)(params, images[:256], labels[:256])
-print(report.summary())
+half_grad = jmp.autocast(jax.value_and_grad(loss_fn), jnp.float16)
+jmp.explain(half_grad)(params, images[:256], labels[:256])
 
 # %% [markdown]
-# Notebooks display policies, loss scales and reports as tables:
+# A line of the source opens to show its operations and the reasons. `save` on
+# the report writes this page into a file. Notebooks display policies and loss
+# scales as tables:
 
 # %%
 jmp.get_policy("mixed_float16")

@@ -106,8 +106,8 @@ def autocast(
             decorator.
         dtype: `jnp.bfloat16` or `jnp.float16`, or one of their names. With float32 the function runs as
             under `full_precision`, so that one flag can set the precision of a program. `"float8"` means
-            bfloat16 with large matmuls in fp8; it is experimental (docs/fp8.md), and has no forward-mode
-            derivative (`jax.jvp`).
+            bfloat16 with large matmuls in fp8; it is experimental, and has no forward-mode derivative
+            (`jax.jvp`).
         allow: operations to run with half inputs. An operation is the name of a primitive (`"tanh"`, as
             `jax.make_jaxpr` prints it) or the primitive itself (`jax.lax.tanh_p`). `"-tanh"` takes the
             operation off the list, so that it keeps the dtypes with which it was traced.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jaxpr import Array, Equation
+from .._jaxpr import Array, Equation, users_stacklevel
 from .product import float8_product
 from .quantize import BACKWARD, FORWARD, Quantized, quantize, quantize_result
 
@@ -108,5 +108,5 @@ def warn_without_float8() -> None:
             f"autocast(..., 'float8') runs on {device.device_kind}, which has no fp8 arithmetic: its "
             "products have the numbers of fp8, and not its speed. Hopper (H100, H200), Ada (L4) and later "
             "GPUs multiply fp8.",
-            stacklevel=3,
+            stacklevel=users_stacklevel(),
         )

@@ -72,6 +72,7 @@ from .read import is_transposed as is_transposed
 from .read import open_jaxpr as open_jaxpr
 from .read import scope_of as scope_of
 from .read import source_line as source_line
+from .read import users_stacklevel as users_stacklevel
 from .read import with_equations as with_equations
 from .read import without_constants as without_constants
 from .replay import replay as replay

@@ -295,5 +295,12 @@ def casting_line(equation: Equation) -> str:
     return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames[len(inner) :]), "")
 
 
+def users_stacklevel() -> int:
+    """Returns the `stacklevel` with which a warning of the caller names the line of the user's program."""
+    files = [frame.filename for frame in inspect.stack(context=0)[1:]]
+    is_package = lambda name: any(package in name for package in _PACKAGES) or name.startswith((_OURS, _JAX))
+    return next((number for number, file in enumerate(files, 1) if not is_package(file)), 1)
+
+
 _PACKAGES = ("site-packages", "dist-packages")
 _OURS, _JAX = (os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), inspect.getfile(jax)))

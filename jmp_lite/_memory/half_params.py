@@ -43,7 +43,7 @@ def with_master_params(
         inner: an optax transform, or an `optax.MultiSteps`, which then accumulates in float32.
 
     Returns:
-        A transform, whose `update` needs the parameters. Its updates of half parameters are float32:
+        A transform, whose `update` needs the parameters. Its updates of half parameters are float32, and
         `optax.apply_updates(params, updates)` gives the masters, rounded. The sum is exact unless a parameter
         shrinks in one step to less than `2**-13` of its old value (`2**-16` in bfloat16). Then it is off by
         at most `2**-24` of the old value, as in float32, and the optimizer goes on from the parameter.
@@ -120,7 +120,7 @@ def with_stochastic_rounding(
             under `jit`.
 
     Returns:
-        A transform, whose `update` needs the parameters. Its updates of half parameters are float32:
+        A transform, whose `update` needs the parameters. Its updates of half parameters are float32, and
         `optax.apply_updates(params, updates)` gives the sum of parameter and inner update, rounded by
         `stochastic_round`. Parameters of float32 and float64 are not rounded.
 

@@ -21,8 +21,8 @@ def unscale() -> optax.GradientTransformationExtraArgs:
     Gradients from `jmp.value_and_grad` and `jmp.grad` are unscaled already, so leave `unscale` out for them.
 
     Returns:
-        A transform whose `update` needs `loss_scale=`: the scale that scaled these gradients, before it is
-        adjusted, or its number. Its updates are float32, as from `LossScale.unscale`.
+        A transform whose `update` needs the argument `loss_scale`, the scale that scaled these gradients,
+        before it is adjusted, or its number. Its updates are float32, as from `LossScale.unscale`.
 
     Raises:
         TypeError: from `update`, `loss_scale=` is missing or is not a loss scale.

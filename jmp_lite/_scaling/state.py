@@ -127,7 +127,7 @@ def get_metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]
         name: as in `get_loss_scale`.
 
     Returns:
-        Scalars, shape `()`, or one for each member of a batched state:
+        Scalars of shape `()`, or one for each member of a batched state.
 
         - `loss_scale`: the scale of the next step, float32; absent with `skip_nonfinite`;
         - `grads_finite`: whether the last step was taken, bool;

@@ -17,7 +17,7 @@ _ADVICE = (
     "At a small loss scale the cause is the model or the data: an inf or NaN in a batch, a learning rate too "
     "large, log or division of zero, or a value beyond 65504 in float16. To find the operation, give a batch "
     "that is skipped to jmp_lite.diagnostics.find_nonfinite(loss_fn, loss_scale=loss_scale)(params, batch) "
-    "and print the report. More in docs/diagnosis.md, 'My run is NaN, or my steps are skipped'."
+    "and print the report. help(jmp_lite.diagnostics.doctor) describes a tool that also tries remedies."
 )
 LINE = "loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, ...)"
 """The line of a step that scales the loss."""

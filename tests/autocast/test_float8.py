@@ -304,6 +304,15 @@ def test_one_warning_says_that_this_machine_has_no_fp8():
     assert "runs on cpu, which has no fp8 arithmetic" in str(warning.message)
 
 
+def test_the_warning_names_the_line_of_the_program():
+    fun = float8(lambda w, x: jnp.sum(x @ w))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jmp.value_and_grad(fun, jmp.NoOpLossScale())(W, XS)
+        jax.jit(jax.value_and_grad(fun))(W, XS)
+    assert [warning.filename for warning in caught] == [__file__] * 2
+
+
 def test_a_batch_has_one_scale_inside_autocast_and_one_an_example_outside():
     product = lambda x: x @ jnp.eye(16)
     x = jnp.stack([jnp.ones((16, 16)), jnp.full((16, 16), 2.0**-30)])

@@ -269,3 +269,15 @@ def test_casts_of_a_float32_product_are_those_of_its_gradients():
         in str(report)
     )
     assert report.casts > 0
+
+
+def test_the_lines_of_a_report_break_between_words():
+    def fun(w, x):
+        with jax.named_scope("one scope of many words, whose name does not fit into a line of a notebook"):
+            return jnp.dot(x, w, precision="highest")
+
+    report = jmp.explain(jmp.autocast(fun))(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    _, *why = str(report.operations[0]).splitlines()
+    assert len(why) == 2
+    assert max(map(len, why)) <= 90
+    assert " ".join("".join(f"{line} " for line in why).split()) in " ".join(str(report).split())

@@ -78,7 +78,9 @@ def _half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
     A float32 sum with a cast to half would not do: XLA drops the cast and stores the sum in float32.
     """
     reason = f"half_sums='{pattern}' selects it"
-    return Decision(op, Category.INFER, Run(in_half(op, operands)), (HALF_SUM,), reason, changed=True)
+    return Decision(
+        op, Category.INFER, Run(in_half(op, operands)), (HALF_SUM,), reason, changed=True, why=Why.OPTION
+    )
 
 
 def _move(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis) -> Decision:

@@ -121,7 +121,7 @@ def _with_float32_result(decision: Decision, pattern: str, half: np.dtype) -> De
     action = Product(action.operands, gradients, params)
     reason = f"{decision.reason}; float32_results='{pattern}' keeps its result"
     results = tuple(FLOAT32 if state.is_half else state for state in decision.results)
-    return dataclasses.replace(decision, action=action, results=results, reason=reason)
+    return dataclasses.replace(decision, action=action, results=results, reason=reason, why=Why.OPTION)
 
 
 def _in_float8(

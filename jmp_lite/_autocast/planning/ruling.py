@@ -18,7 +18,7 @@ from ..._jaxpr.read import Equation, Jaxpr, Var
 from ..._tree import KEEP_FLOAT32_NAME
 from .op import Context, Op
 from .rules import Rules, first_match
-from .scopes import Scopes
+from .scopes import INSIDE_FULL_PRECISION, Scopes
 from .states import WIDE, Kind, State, broadcast
 
 
@@ -26,6 +26,7 @@ class Why(enum.Enum):
     """What keeps an operation from half, as far as other code asks for it."""
 
     RULE = "a rule of the user"
+    OPTION = "full_precision, or a list or pattern that autocast was given"
     KEEP_FLOAT32 = "keep_float32"
     LOOP = "a loop decides by it"
     NO_LIST = "it is on no list"
@@ -139,7 +140,8 @@ class RulingWalk:
         If a rule keeps the scope of a product in float32, the rule of an argument may come first.
         """
         if scope not in self._scopes.kept_by_rules:
-            return Ruling(Category.AS_TRACED, reason)
+            asked = reason == INSIDE_FULL_PRECISION
+            return Ruling(Category.AS_TRACED, reason, Why.OPTION if asked else Why.OTHER)
         kept = Ruling(Category.AS_TRACED, reason, Why.RULE)
         rule = self._scopes.rule_for(scope) if is_product(op) else None
         if rule is None:

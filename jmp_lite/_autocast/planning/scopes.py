@@ -13,9 +13,10 @@ def by_rule(pattern: str) -> str:
     return f"the rule for '{pattern}'"
 
 
+INSIDE_FULL_PRECISION = "inside full_precision"
 _OWN_SCOPES = {
     AUTOCAST_SCOPE: "another autocast has decided",
-    FULL_PRECISION_SCOPE: "inside full_precision",
+    FULL_PRECISION_SCOPE: INSIDE_FULL_PRECISION,
     SOLVER_SCOPE: "inside a linear solver: rounding would slow it down, or stop it too early",
 }
 """Why the scopes of this library stay as they were traced."""

@@ -3,6 +3,9 @@
 import collections
 import dataclasses
 import functools
+import html
+import os
+import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec
 
@@ -14,7 +17,7 @@ from ..._attention.facts import Facts, unknown
 from ..._dtypes import DTypeLike
 from ..._jaxpr.arguments import Arguments, check_function, in_two_calls
 from ..._jaxpr.read import Jaxpr, all_equations
-from ..._text import Shown, aligned
+from ..._text import aligned, wrapped
 from ..api import given_rules, make_plan, prepare, run
 from ..planner import Planner
 from ..planning.plan import Plan
@@ -22,6 +25,7 @@ from ..planning.rules import Rules
 from .advice import find_promotions
 from .attentions import AutocastAttention, attentions_of
 from .operations import AutocastOperation, operations_of
+from .page import page_of
 
 P = ParamSpec("P")
 
@@ -29,7 +33,7 @@ _MOST_ABLATIONS = 20  # Each takes one more plan.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AutocastReport(Shown):
+class AutocastReport:
     """What autocast does to a function. `str(report)` is the summary and a table of the modules.
 
     Attributes:
@@ -121,13 +125,37 @@ class AutocastReport(Shown):
         """Returns every operation as text: its list, dtypes, reason, scope and source line."""
         return "\n".join(map(str, self.operations))
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as a page of HTML: the source, with the dtype in which each line ran.
+
+        It is one file, which needs no server. Each line that made an operation has its dtype in the forward
+        and in the backward pass, and opens to show its operations and the reasons. The modules with the most
+        FLOPs in float32 come first. A notebook shows a report in the same way.
+
+        Args:
+            path: the file, such as `"precision.html"`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        pathlib.Path(path).write_text(self._page(), encoding="utf-8")
+
+    def _page(self) -> str:
+        asked = "as traced" if self.dtype == jnp.float32 else f"of autocast to {self.dtype.name}"
+        return page_of(self.operations, f"Precision {asked}", self.summary(), str(self))
+
+    def _repr_html_(self) -> str:
+        # A frame keeps the style of the page and that of the notebook apart.
+        style = "width: 100%; height: 600px; border: 0; resize: vertical"
+        return f'<iframe srcdoc="{html.escape(self._page())}" style="{style}"></iframe>'
+
     def __repr__(self) -> str:
         return f"AutocastReport({self.summary()})"
 
     def __str__(self) -> str:
         lines = [self.summary(), "", *self._table_of_modules()]
         if self.without_effect:
-            lines += ["", f"Options without effect: {', '.join(self.without_effect)}"]
+            lines += ["", *wrapped(f"Options without effect: {', '.join(self.without_effect)}")]
         left = self.in_float32()
         if left:
             lines += ["", "Matmuls that are not in half:", *map(str, left)]
@@ -153,7 +181,8 @@ class AutocastReport(Shown):
 
 def _counted(title: str, texts: Iterable[str]) -> list[str]:
     """Returns each text with how often it occurs, under a title; nothing for no texts."""
-    lines = [f"    {count:,}: {text}" for text, count in collections.Counter(texts).items()]
+    counts = collections.Counter(texts).items()
+    lines = [line for text, count in counts for line in wrapped(f"{count:,}: {text}", 4)]
     return ["", title, *lines] if lines else []
 
 

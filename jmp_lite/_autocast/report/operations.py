@@ -14,8 +14,11 @@ from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Equation, Jaxpr, Var
 from ..._paths import join, visible_scope
+from ..._text import shortened, wrapped
 from ..._tree import is_floating
+from ..planning.op import Op
 from ..planning.plan import Decision, Plan
+from ..planning.ruling import Why
 from ..planning.states import State
 from .advice import advise_shapes
 
@@ -29,13 +32,15 @@ class AutocastOperation:
         category: the category that decided: `allow`, `deny`, `infer`, `move` (the part of infer that
             changes no value) or `as traced`.
         reason: why it runs in the dtypes in which it runs, in words.
-        why: the kind of the reason if it is one that keeps float32: `rule`, `keep_float32`, `loop` (which
-            decides by the operation) or `no_list`; `other` for any other.
+        why: the kind of the reason: `rule`, `option` (`full_precision`, or a list or a pattern that autocast
+            was given), `keep_float32`, `loop` (which decides by the operation) or `no_list`; else `other`.
         operands: dtype and shape of each operand.
         results: dtype and shape of each result.
         scope: the named scopes, Flax modules and jitted functions around it, joined by slashes.
         arguments: the paths of the arguments that it takes, as they are or cast, reshaped, looked up.
         source: the line that made it, as `file.py:12:4 (function)`.
+        caller: the line of the program from which a package made it; empty if `source` is in no package.
+        backward: whether the backward pass runs it, which also runs what `jax.checkpoint` computes again.
         times: how often it runs in one call; the iterations of a `while` loop are not known and count as one.
         flops: floating point operations in one call of the function; a symbolic size counts as 1.
         in_half: whether it takes half operands, made by autocast or by the program.
@@ -64,6 +69,8 @@ class AutocastOperation:
     advice: str = ""
     in_fp8: bool = False
     not_fp8: str = ""
+    caller: str = ""
+    backward: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -94,8 +101,27 @@ class AutocastOperation:
 
     def __str__(self) -> str:
         shapes = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
-        where = f"{self.scope or '/'}; {self.source}"
-        return f"{self.category:<9} {self.name:<20} {shapes}\n    {self.reason}; {where}"
+        why = wrapped(f"{self.reason}; {self.scope or '/'}; {shortened(self.source)}", 4)
+        return "\n".join([f"{self.category:<9} {self.name:<20} {shapes}", *why])
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """What runs a plan. Operations of functions such as `jnp.where` have the line that calls the function."""
+
+    source: str = ""
+    caller: str = ""
+    backward: bool = False
+
+    def inside(self, op: Op) -> "Around":
+        """Returns what is known of an operation, or of what it runs."""
+        source, backward = (
+            read.source_line(op.equation),
+            self.backward or op.is_transposed or op.is_recomputed,
+        )
+        if not source:
+            return dataclasses.replace(self, backward=backward)
+        return Around(source, read.calling_line(op.equation), backward)
 
 
 def operations_of(
@@ -106,6 +132,7 @@ def operations_of(
     origins: Sequence[str],
     promotions: Mapping[int, str],
     outputs: Sequence[bool] | None = None,
+    around: Around = Around(),
 ) -> Iterator[AutocastOperation]:
     """Yields the operations of a plan and of the plans inside it.
 
@@ -118,6 +145,7 @@ def operations_of(
         promotions: why products are in float32, by the `id` of their equations.
         outputs: for each output, whether anything reads it. Operations that only unread outputs need are left
             out, as JAX drops them. None for every operation.
+        around: what runs the plan.
     """
     inside = read.open_jaxpr(plan.jaxpr)
     states = plan.states
@@ -131,12 +159,19 @@ def operations_of(
             pass
         elif decision.category is Category.CALL:
             yield from _operations_of_call(
-                decision, half, read.call_scope(path, equation), times, taken, promotions, live
+                decision,
+                half,
+                read.call_scope(path, equation),
+                times,
+                taken,
+                promotions,
+                live,
+                around,
             )
         elif has_floating(equation):
             arguments = tuple(dict.fromkeys(filter(None, taken)))
             reason = promotions.get(id(equation), decision.reason)
-            yield _operation(decision, reason, states, half, visible_scope(path), arguments, times)
+            yield _operation(decision, reason, states, half, visible_scope(path), arguments, times, around)
         if decision.category is Category.MOVE or op.is_cast:
             paths[equation.outvars[0]] = taken[0]
 
@@ -149,15 +184,17 @@ def _operations_of_call(
     origins: Sequence[str],
     promotions: Mapping[int, str],
     live: dict[int, set[Var]] | None,
+    around: Around,
 ) -> Iterator[AutocastOperation]:
     """Yields the operations of the plans inside a call. `origins` are those of its operands."""
     equation = decision.op.equation
+    inside = around.inside(decision.op)
     for inner, plan in zip(decision.op.inner, decision.inner):
         looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
         runs = _known(equation.params.get("length", 1)) if looped else 1
         entering = [origins[index] for index in inner.operands]
         outputs = None if live is None else _read_inside(equation, inner, looped, live)
-        yield from operations_of(plan, half, scope, times * runs, entering, promotions, outputs)
+        yield from operations_of(plan, half, scope, times * runs, entering, promotions, outputs, inside)
 
 
 def _live(inside: Jaxpr, outputs: Sequence[bool]) -> dict[int, set[Var]]:
@@ -189,6 +226,7 @@ def _operation(
     scope: str,
     arguments: tuple[str, ...],
     times: int,
+    around: Around,
 ) -> AutocastOperation:
     def typed(var: Var, as_half: bool, dtype: np.dtype = half) -> jax.ShapeDtypeStruct:
         aval = var.aval
@@ -201,22 +239,26 @@ def _operation(
     traced = {var.aval.dtype.name for var in read.floating_operands(equation)}
     in_half = any(taken) or traced in ({"float16"}, {"bfloat16"})
     is_product = traits_of(equation.primitive.name).category is Category.ALLOW
+    here = around.inside(decision.op)
+    why = Why.OPTION if decision.op.is_listed and decision.why is Why.OTHER else decision.why
     return AutocastOperation(
         name=equation.primitive.name,
         category=decision.category.value,
         reason=f"{reason}; bfloat16, not fp8: {decision.not_fp8}" if decision.not_fp8 else reason,
-        why=decision.why.name.lower(),
+        why=why.name.lower(),
         operands=tuple(map(typed, equation.invars, taken, formats or [half] * len(taken))),
         results=tuple(typed(var, each.is_half) for var, each in zip(equation.outvars, decision.results)),
         scope=scope,
         arguments=arguments,
-        source=read.source_line(equation),
+        source=here.source,
         times=times,
         flops=_flops(equation) * times,
         in_half=in_half,
         advice=advise_shapes(equation, arguments) if in_half and is_product else "",
         in_fp8=bool(formats),
         not_fp8=decision.not_fp8,
+        caller=here.caller,
+        backward=here.backward,
     )
 
 

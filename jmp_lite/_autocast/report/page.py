@@ -1,0 +1,159 @@
+"""The report of autocast as a page: the source of the program, with the dtype in which each line ran."""
+
+import collections
+import linecache
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+
+import jax.numpy as jnp
+
+from ..._text import cell_of, shortened
+from .operations import AutocastOperation
+
+Operations = Sequence[AutocastOperation]
+_AROUND, _MOST = 2, 20  # Lines of source around a line with operations; rows of a table.
+_STYLE = """:root{color-scheme:light dark;--bg:#fff;--fg:#1f2328;--soft:#59636e;--edge:#d8dee4;--half:#0f6b52;
+--f32:#954800;--fp8:#6d3391;--on-half:#dff3ec;--on-f32:#ffedd8;--on-fp8:#f0e4f9}
+body{margin:0;background:var(--bg);color:var(--fg);font:14px/1.5 system-ui,sans-serif;
+padding:16px max(16px,calc(50% - 550px))}@media screen and (prefers-color-scheme:dark){:root{--bg:#0d1117;
+--fg:#e6edf3;--soft:#9198a1;--edge:#30363d;--half:#4cc9a4;--f32:#f0a35e;--fp8:#c596f0;--on-half:#10312a;
+--on-f32:#3a2710;--on-fp8:#2c1d3d}}*{box-sizing:border-box}h1{font-size:20px;margin:0}.soft{color:var(--soft)}
+summary{cursor:pointer}.bar{display:flex;height:10px;border-radius:5px;overflow:hidden;background:var(--edge);
+margin:10px 0 6px}.bar .half{background:var(--half)}.bar .f32{background:var(--f32)}
+.bar .fp8{background:var(--fp8)}.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;margin:16px 0}
+td,th{padding:3px 8px;text-align:right;border-bottom:1px solid var(--edge);white-space:nowrap}
+td:first-child,th:first-child{text-align:left}.file{margin:16px 0}.file>summary{font-weight:600;
+overflow-wrap:anywhere}.src{border:1px solid var(--edge);border-radius:6px;overflow-x:auto;margin-top:6px;
+padding:4px 0}.line{display:grid;grid-template-columns:3.4em 8em 8em 4em minmax(max-content,1fr);gap:0 6px;
+padding:0 6px;font:12.5px/1.7 ui-monospace,monospace;white-space:pre;list-style:none}
+.line::-webkit-details-marker{display:none}.no{color:var(--soft);text-align:right}
+summary .no::before{content:"▸ "}[open]>summary .no::before{content:"▾ "}
+.chip{border-radius:4px;padding:0 6px;overflow:hidden}.chip small{font-size:11px}
+.move,.head{color:var(--soft)}.half.chip{color:var(--half);background:var(--on-half)}
+.f32.chip{color:var(--f32);background:var(--on-f32)}.fp8.chip{color:var(--fp8);background:var(--on-fp8)}
+.why{color:var(--f32);font-style:italic}.mixed.chip{background:var(--edge)}
+.ops{position:sticky;left:0;max-width:min(1060px,calc(100vw - 34px));padding:6px 8px 8px 3.6em;
+font-size:12.5px;border-block:1px solid var(--edge);overflow-wrap:anywhere}.ops div{margin:4px 0}
+code,pre{font:12px/1.5 ui-monospace,monospace}pre{overflow-x:auto}@media(max-width:640px){body{padding:8px}
+.line{grid-template-columns:3em 3.6em 3.6em minmax(max-content,1fr);gap:0 3px}
+.chip{padding:0 2px;text-align:center;font-size:11px}.head i{font-size:9px}.chip small,.share{display:none}
+.ops{padding-left:8px}td,th{padding:3px 4px;font-size:12px}td:nth-child(5),th:nth-child(5){display:none}}
+@media print{body{print-color-adjust:exact}.line{white-space:pre-wrap;
+grid-template-columns:3em 7.5em 7.5em 4em 1fr}}"""
+_HEAD = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+
+
+def page_of(operations: Operations, title: str, summary: str, text: str) -> str:
+    """Returns the page as HTML: the shares, the modules, the source, and the report as text.
+
+    All that the program or its user wrote is escaped, and nothing is loaded from elsewhere.
+    """
+    total = _flops(operations) or 1
+    files: dict[str, dict[str, list[AutocastOperation]]] = {}
+    for operation in operations:
+        place = operation.caller or operation.source
+        match = re.match(r"(.*?):(\d+)", place)
+        file, line = (match[1], match[2]) if match and linecache.getlines(match[1]) else ("", place)
+        files.setdefault(file, {}).setdefault(line, []).append(operation)
+    shares = {file: sum(map(_flops, lines.values())) / total for file, lines in files.items()}
+    parts = [f"<h1>{escape(title)}</h1><div class=soft>{escape(summary)}</div>"]
+    parts += [*_bar(operations, total), *_modules(operations, total)]
+    for file in sorted(files, key=lambda file: (file == "", -shares[file])):
+        parts += _file(file, files[file], shares[file], total)
+    parts.append(f"<details><summary>As text</summary><pre>{escape(text)}</pre></details>")
+    return f"{_HEAD}<title>{escape(title)}</title><style>{_STYLE}</style><body>{''.join(parts)}"
+
+
+def _flops(operations: Iterable[AutocastOperation]) -> int:
+    return sum(operation.flops for operation in operations)
+
+
+def _kind(operation: AutocastOperation) -> tuple[str, str]:
+    """Returns the class of an operation in the style sheet, and its dtype as jaxprs print it."""
+    if operation.in_fp8:
+        return "fp8", "fp8"
+    dtypes = [each.dtype for each in (*operation.operands, *operation.results)]
+    sizes = {each.itemsize: each.name for each in dtypes if jnp.issubdtype(each, jnp.inexact)}
+    name = sizes.get(2 if operation.in_half else 0) or sizes[max(sizes)]
+    return "half" if operation.in_half else "f32", name.replace("bfloat", "bf").replace("float", "f")
+
+
+def _bar(operations: Operations, total: int) -> Iterator[str]:
+    """Yields the shares of the FLOPs by dtype, as a bar and in words."""
+    flops = collections.Counter[tuple[str, str]]()
+    for operation in operations:
+        flops[_kind(operation)] += operation.flops
+    kinds = [(*kind, f"{flops[kind] / total:.1%}") for kind in sorted(flops, reverse=True) if flops[kind]]
+    bars = "".join(f"<i class={kind} style='width:{share}'></i>" for kind, _, share in kinds)
+    keys = "".join(f"<b class='chip {kind}'>{dtype} {share}</b> " for kind, dtype, share in kinds)
+    yield f"<div class=bar>{bars}</div>{keys}of the FLOPs"
+
+
+def _modules(operations: Operations, total: int) -> Iterator[str]:
+    """Yields the table of the modules, those with the most FLOPs in float32 first."""
+    depth, large = 9, dict[str, list[AutocastOperation]]()
+    while depth > 2 and not 0 < len(large) <= _MOST:  # As deep as the table stays short.
+        depth, modules = depth - 1, collections.defaultdict[str, list[AutocastOperation]](list)
+        for each in operations:
+            modules["/".join(each.module.split("/")[:depth])].append(each)
+        large = {name: own for name, own in modules.items() if _flops(own) >= total / 2000}
+    left = {name: _flops(each for each in own if not each.in_half) for name, own in large.items()}
+    yield "<div class=wide><table><tr><th>module<th>in float32<th>FLOPs<th>Tensor Cores<th>operations in half"
+    for name in sorted(large, key=lambda name: -left[name])[:_MOST]:
+        own = large[name]
+        flops, fast = _flops(own), _flops(each for each in own if each.on_tensor_cores)
+        yield f"<tr><td>{escape(name or '/')}<td>{left[name] / total:.1%}<td>{flops / total:.1%}"
+        yield f"<td>{fast / flops:.1%}<td>{sum(each.in_half for each in own):,} of {len(own):,}"
+    yield "</table></div>"
+
+
+def _file(file: str, lines: Mapping[str, Operations], share: float, total: int) -> Iterator[str]:
+    """Yields the lines of a file that have operations, with the lines around them; of no file, the places."""
+    name = escape(cell_of(file) or shortened(file)) if file else "without source"
+    yield f"<details class=file{' open' if share >= 0.02 else ''}>"  # What costs little is folded.
+    yield f"<summary>{name} <span class=soft>{share:.1%} of FLOPs</span></summary><div class=src>"
+    yield "<div class='line head'><i></i><i>forward</i><i>backward</i><i class=share>FLOPs</i></div>"
+    source, last = linecache.getlines(file) if file else [], 0
+    for place in () if source else sorted(lines, key=lambda place: -_flops(lines[place])):
+        yield _line("", shortened(place) or "made by JAX", lines[place], total)
+    near = {int(n) + more for n in lines for more in range(-_AROUND, _AROUND + 1)} if source else set()
+    for number in sorted(near & {*range(1, len(source) + 1)}):
+        yield "<div class='line soft'><i class=no>⋯</i></div>" if number > last + 1 else ""
+        last = number
+        yield _line(str(number), source[number - 1].rstrip(), lines.get(str(number), ()), total)
+    yield "</div></details>"
+
+
+def _line(number: str, code: str, operations: Operations, total: int) -> str:
+    """Returns a line of source with its dtypes; under it, folded, its operations and the reasons."""
+    chips = [_chip([each for each in operations if each.backward == backward]) for backward in (False, True)]
+    share = f"{_flops(operations) / total:.1%}" if _flops(operations) >= total / 2000 else ""
+    asked = {each.reason: None for each in operations if each.why in ("rule", "option", "keep_float32")}
+    why = f"<span class=why>  ← {escape('; '.join(asked))}</span>" if asked else ""
+    line = f"<span class=no>{number}</span>{''.join(chips)}<span class='soft share'>{share}</span>"
+    line += f"<span>{escape(code)}{why}</span>"
+    if not operations:
+        return f"<div class=line>{line}</div>"
+    rows = collections.Counter[str]()
+    for each in operations:
+        reason = [each.reason, each.advice, "backward pass" if each.backward else ""]
+        text = escape(f"{each.name} {' '.join(each.inputs)} → {' '.join(each.outputs)}")
+        rows[f"<code>{text}</code><br>{escape('; '.join(filter(None, reason)))}"] += 1
+    told = "".join(f"<div>{text}{f' ({n}x)' * (n > 1)}</div>" for text, n in rows.most_common(_MOST))
+    told += f"and {len(rows) - _MOST:,} more" if len(rows) > _MOST else ""
+    return f"<details><summary class=line>{line}</summary><div class=ops>{told}</div></details>"
+
+
+def _chip(operations: Operations) -> str:
+    """Returns the dtype of a line in one direction: that of its matmuls if it has any, and what decided."""
+    computed = [o for o in operations if o.category != "move" and o.name != "convert_element_type"]
+    shown = [each for each in computed if each.is_product] or computed
+    kinds = {_kind(operation) for operation in shown}
+    if len(kinds) != 1:
+        kind = "mixed" if kinds else "move" if operations else ""
+        return f"<span class='chip {kind}'>{kind}</span>"
+    first = max(shown, key=lambda each: (each.why != "other", each.category == "deny", each.flops))
+    by = first.category if first.why == "other" else first.why.replace("keep_float32", "kept")
+    ((kind, dtype),) = kinds
+    return f"<span class='chip {kind}'>{dtype} <small>{by}</small></span>"
