@@ -7,6 +7,7 @@ from typing import Any
 from .._autocast import AutocastOperation, explain
 from .._dtypes import DTypeLike, parse_dtype
 from .._paths import as_patterns, matches, shown
+from .._text import shortened
 from ..programs._program import Program
 from ..programs._read import read_program
 
@@ -99,7 +100,7 @@ def _report(
 
 def _described(product: AutocastOperation) -> str:
     operands = f"{' '.join(product.inputs)} -> {' '.join(product.outputs)}"
-    where = f"in {product.module or '/'}, {product.source}"
+    where = f"in {product.module or '/'}, {shortened(product.source)}"
     return f"{product.name} {operands}\n    {where}\n    {product.reason}"
 
 
