@@ -30,7 +30,7 @@ _CONSTANT = (
     "A hint: the loss is scaled, so it may not depend on the parameters: look for stop_gradient, argmax, a "
     "cast to integers, or a wrong argnums."
 )
-MEMORY = "see docs/memory.md"
+MEMORY = "jmp.with_stochastic_rounding, or keep master weights with jmp.with_master_params"
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
 """The kinds of findings, worst first."""
 
@@ -160,7 +160,7 @@ def _of_training(runs: Runs, lags: Sequence[Lag]) -> Finding:
     kept = _helpful(runs)
     advice = [f"To mend it: {runs.change(kept)}. Then it trains as in float32."] if kept else []
     if worst.dtype in ("float16", "bfloat16"):
-        advice += [f"{'Or round' if kept else 'Round'} it stochastically, or keep master weights: {MEMORY}."]
+        advice += [f"{'Or round' if kept else 'Round'} it with {MEMORY}."]
     elif runs.program.has_float16 and not worst.part:
         advice += ["A hint: small gradients become zero in float16 if the loss is not scaled."]
     return Finding("accuracy", what, f"Also lost or off: {also}." if also else "", " ".join(advice))

@@ -163,8 +163,12 @@ def test_a_count_that_a_loop_carries():
     with pytest.raises(TypeError, match="carry"):
         count(jnp.ones(6000), F16, F32)  # One half of the remedy does not run.
     advice = fault_of(lambda xs: count(xs), jnp.ones(6000), value_and_grad_fn=None).advice
-    assert line(count, "The cast") in advice.partition("; start the carry of this loop in float32: ")[0]
-    assert line(count, "The loop") in advice.partition("; start the carry of this loop in float32: ")[2]
+    assert (
+        line(count, "The cast") in advice.partition("; start the carry in float32 for the loop on line ")[0]
+    )
+    assert (
+        line(count, "The loop") in advice.partition("; start the carry in float32 for the loop on line ")[2]
+    )
 
 
 def test_a_decay_that_is_one_in_bfloat16():

@@ -148,8 +148,8 @@ class Trial:
 
     def __str__(self) -> str:
         worst = max(self.error.loss, self.error.gradients)
-        outcome = f"{worst:.1e} from float32" if math.isfinite(worst) else "still not finite"
-        return f"{shortened(self.change)}: {'helps' if self.helps else 'does not help'}, {outcome}"
+        outcome = f"error {worst:.1e}" if math.isfinite(worst) else "still not finite"
+        return f"{shortened(self.change)}: {'fixes it' if self.helps else 'does not fix it'}, {outcome}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -235,9 +235,9 @@ class NonfiniteReport(Shown):
         if self.cause is None:
             return []
         if self.tried:
-            title = "Tried, with the relative error of the loss or the gradients:"
+            title = "Remedies that were run, with the relative error against float32:"
             lines = [line for trial in self.tried for line in wrapped(str(trial), 4)]
-            none = [] if self.remedies else ["None of these helps."]
+            none = [] if self.remedies else ["None of these fixes it."]
             numbers = [line for text in self.rounded for line in wrapped(shortened(text))]
             return ["\n".join([*numbers, title, *lines, *none])]
         either = "" if self.is_finite else " either"
@@ -291,7 +291,7 @@ class NonfiniteReport(Shown):
         lines += ["", "It begins here:", str(self.cause)] if self.cause is not None else []
         lines += [line for paragraph in self.advice() for line in ("", paragraph)]
         for origin in self._first()[1:]:
-            lines += ["", "From there:" if self._nan_from_inf else "Beside it:", *wrapped(origin.head())]
+            lines += ["", "Then:" if self._nan_from_inf else "Beside it:", *wrapped(origin.head())]
             lines += wrapped(shortened(origin.line), 4)
         if self.others:
             count = len(self.others)

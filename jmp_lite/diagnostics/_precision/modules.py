@@ -117,13 +117,13 @@ def _casts_in_words(modules: Sequence[Module]) -> list[str]:
     for module in modules:
         if module.casts:
             casts[module.casts].update(line.partition(" ")[0] for line in module.lines)
-    which = lambda lines: "these lines cast" if len(lines) > 1 else "this line casts"
-    words = [
-        f"compute in float32 what {which(lines)} to {dtype}: {', '.join(sorted(lines))}"
-        for dtype, lines in casts.items()
-    ]
+    which = lambda lines: f"{'lines' if len(lines) > 1 else 'line'} {', '.join(sorted(lines))}"
+    words = [f"use float32 instead of {dtype} on {which(lines)}" for dtype, lines in casts.items()]
     loops = dict.fromkeys(line.partition(" ")[0] for module in modules for line in module.carries)
-    return [*words, *([f"start the carry of this loop in float32: {', '.join(loops)}"] if loops else [])]
+    return [
+        *words,
+        *([f"start the carry in float32 for the loop on line {', '.join(loops)}"] if loops else []),
+    ]
 
 
 def is_of_library(line: str) -> bool:

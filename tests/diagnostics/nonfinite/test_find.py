@@ -118,7 +118,7 @@ def test_a_scale_below_1_is_offered_with_a_minimum_below_1():
         (lambda w: jnp.linalg.svd(w + jnp.eye(4))[0][0], "infinite for equal eigenvalues"),
         (
             lambda w: w.astype(jnp.float16) / jnp.maximum(jnp.abs(w), 1e-12).astype(jnp.float16),
-            "cast to float16",
+            "use float32 instead of float16",
         ),
     ],
 )

@@ -56,7 +56,7 @@ def test_gradients_that_are_summed_in_half_are_found():
     (finding,) = diagnosis.findings
     assert "8.75e-01 in the gradients" in finding.what
     assert "embed" in finding.where
-    assert "this line casts to float16: " in finding.advice
+    assert "use float32 instead of float16 on line " in finding.advice
     assert "test_own_casts.py" in finding.advice
     assert diagnosis.precision.with_rules.gradients < 1e-3
 
@@ -130,8 +130,8 @@ def test_a_function_of_autocast_with_casts_of_its_own_has_both():
     report = compare_precision(jmp.autocast(loss, HALF), tolerance=0.0)(params, X)
     assert set(report.names) == {"stem", "head", "stem (its own casts)", "sums"}
     assert set(report.rules) == {"/stem", "/head"}
-    assert "compute in float32 what this line casts to float16" in report.change
-    assert "start the carry of this loop in float32" in report.change
+    assert "use float32 instead of float16 on line" in report.change
+    assert "start the carry in float32 for the loop on line" in report.change
     assert report.rest.gradients < 1e-6
     assert all(bool(row.pattern) != bool(row.lines) for row in report.modules)
 

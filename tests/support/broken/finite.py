@@ -18,7 +18,7 @@ ONES = np.ones(4, np.float32)
 HALF = jnp.float16
 
 
-@wrong(300 * ONES, "integer_pow mul square", "this line casts to float16")
+@wrong(300 * ONES, "integer_pow mul square", "use float32 instead of float16 on line")
 def an_overflow_that_ends_in_zero(w):
     h = w.astype(HALF)
     h = h * lax.rsqrt(jnp.mean(h * h))  # here
@@ -28,7 +28,7 @@ def an_overflow_that_ends_in_zero(w):
 @wrong(
     (300 * ONES, np.ones(3, np.float32)),
     "mul integer_pow square",
-    "this line casts to float16",
+    "use float32 instead of float16 on line",
     iterations=(("scan", 0),),
 )
 def an_overflow_that_ends_in_zero_in_a_scan_with_remat(w, xs):
@@ -41,7 +41,7 @@ def an_overflow_that_ends_in_zero_in_a_scan_with_remat(w, xs):
     return lax.scan(body, 0.0, xs)[0]
 
 
-@wrong(20 * ONES, "exp", "this line casts to float16")
+@wrong(20 * ONES, "exp", "use float32 instead of float16 on line")
 def a_gate_that_is_shut_by_an_overflow(w):
     h = w.astype(HALF)
     return jnp.sum((h / (1 + lax.stop_gradient(jnp.exp(h)))).astype(jnp.float32))  # here

@@ -22,7 +22,7 @@ HALF = jnp.float16
 # Masks and softmax.
 
 
-@loss((W, X), "convert_element_type", "this line casts to float16")
+@loss((W, X), "convert_element_type", "use float32 instead of float16 on line")
 def a_mask_of_1e9_in_float16(w, x):
     scores = ((x @ w) @ x.T).astype(HALF)
     mask = jnp.where(jnp.tri(3, k=-1, dtype=bool), 0.0, -1e9)
@@ -30,7 +30,7 @@ def a_mask_of_1e9_in_float16(w, x):
     return jnp.mean(jax.nn.softmax(scores).astype(jnp.float32) @ x)
 
 
-@loss((W, X), "add", "this line casts to float16")
+@loss((W, X), "add", "use float32 instead of float16 on line")
 def two_masks_of_the_least_number(w, x):
     scores = ((x @ w) @ x.T).astype(HALF)
     causal = jnp.where(jnp.tri(3, k=-1, dtype=bool), 0, jnp.finfo(HALF).min).astype(HALF)
@@ -145,7 +145,7 @@ def the_gradient_of_eigenvectors_of_equal_eigenvalues(w):
 # The range of float16.
 
 
-@loss(300 * ONES, "mul integer_pow square", "this line casts to float16")
+@loss(300 * ONES, "mul integer_pow square", "use float32 instead of float16 on line")
 def the_square_of_300_in_float16(w):
     with jax.named_scope("wide"):
         h = w.astype(HALF)
@@ -153,7 +153,7 @@ def the_square_of_300_in_float16(w):
     return jnp.mean(h.astype(jnp.float32))
 
 
-@loss(30000 * ONES, "reduce_sum", "this line casts to float16")
+@loss(30000 * ONES, "reduce_sum", "use float32 instead of float16 on line")
 def a_loss_beyond_65504(w):
     return jnp.sum(w.astype(HALF), dtype=HALF).astype(jnp.float32)  # here
 

@@ -55,7 +55,7 @@ def gradients_over_their_norm(w, x):
 @public(
     1000 * ONES,
     "integer_pow square mul",
-    "this line casts to float16",
+    "use float32 instead of float16 on line",
     finite=True,
     source="xlite-dev/LeetCUDA#335",
 )
@@ -68,7 +68,7 @@ def a_division_by_a_deviation_that_overflows(w):
 @public(
     (300 * ONES, ONES),
     "integer_pow square mul",
-    "this line casts to float16",
+    "use float32 instead of float16 on line",
     finite=True,
     step=True,
     source="tracel-ai/burn#5699",

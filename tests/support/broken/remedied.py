@@ -18,7 +18,7 @@ ONES, ZEROS = np.ones(4, np.float32), np.zeros(4, np.float32)
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 SQUARE = 300 * np.ones((4, 4), np.float32)
 HALF, BF16, E4M3 = jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn
-CAST, SCALE = "this line casts to", "jmp.DynamicLossScale(2.0**-1, min_loss_scale=2.0**-24)"
+CAST, SCALE = "use float32 instead of", "jmp.DynamicLossScale(2.0**-1, min_loss_scale=2.0**-24)"
 
 
 # A maximum with 0 does not help the derivative of a root.
@@ -106,7 +106,7 @@ def an_inverse_square_in_float16(w):
     return jnp.sum((w**-2).astype(jnp.float32)) * 1e-7  # here
 
 
-@loss(500 * ONES, "convert_element_type", "casts to float8_e4m3fn")
+@loss(500 * ONES, "convert_element_type", "instead of float8_e4m3fn")
 def a_cast_of_500_to_e4m3(w):
     return jnp.sum(w.astype(E4M3).astype(jnp.float32))  # here
 
