@@ -242,3 +242,15 @@ def test_random_numbers_of_float16_are_not_rounded_to_bfloat16():
     assert "bfloat16 in place of float16" in [remedy.change for remedy in remedies]
     assert jnp.isinf(loss(*args))
     assert jnp.isfinite(loss(*args, BF16))
+
+
+def test_a_counter_in_half_that_stops():
+    def step(w, count, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w)
+        return w - 0.1 * jnp.minimum(1.0, count.astype(F32) / 2048) * grad, count + 1, loss
+
+    args = jnp.ones(4), jnp.asarray(256, BF16), NORMAL(KEYS[0], (8, 4))
+    assert step(*args)[1] == 256
+    fault = fault_of(step, *args, value_and_grad_fn=None)
+    assert fault.what.startswith("The update is lost in bfloat16: in 50 steps on this batch count comes 0%")
+    assert "pass these arguments in float32: count" in fault.advice
