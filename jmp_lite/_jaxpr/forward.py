@@ -29,6 +29,7 @@ class Forward(Generic[F]):
     ) -> None:
         self._operation, self._join, self._nothing = operation, join, nothing
         self.found: dict[int, list[F]] = {}  # The facts of the results of each equation, by its `id`.
+        self.calls: list[Equation] = []  # Around the equation at hand, outermost first.
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[F]) -> list[F]:
         """Returns the facts of the outputs of a jaxpr, from those of its inputs."""
@@ -46,6 +47,7 @@ class Forward(Generic[F]):
 
     def _call(self, equation: Equation, operands: Sequence[F]) -> list[F]:
         results = [self._nothing] * len(equation.outvars)
+        self.calls.append(equation)
         while True:
             before = list(results)
             for inner in inner_jaxprs(equation):
@@ -57,6 +59,7 @@ class Forward(Generic[F]):
                     if index is not None:
                         results[index] = self._join(results[index], fact)
             if results == before:
+                self.calls.pop()
                 return results
 
 

@@ -1,7 +1,9 @@
 """Faults that runs of other people had: each has an oracle, and the remedy of its report is applied."""
 
 import inspect
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,3 +199,62 @@ def test_what_no_edit_brings_to_float32_has_no_remedy():
     for advice in (trial.change for trial in find_nonfinite(loss)(p, x).tried):
         assert "relu" not in advice
         assert "outside of modules" not in advice
+
+
+def test_the_line_that_calls_a_jitted_function_of_jax_makes_its_half_values():
+    def loss(p, x, expert, dtype=BF16):
+        chosen = jax.nn.one_hot(expert, 2, dtype=dtype)  # The half values.
+        place = (jnp.cumsum(chosen, 0) * chosen).sum(-1).astype(jnp.int32)
+        out = jnp.zeros(1024).at[place].set(x @ p["w"])
+        return jnp.mean((out - jnp.arange(1024)) ** 2)
+
+    args = {"w": jnp.ones(4)}, NORMAL(KEYS[0], (1000, 4)), jnp.arange(1000) % 2
+    fault = fault_of(loss, *args)
+    assert line(loss, "The half values") in fault.advice
+    exact, half = (jax.grad(loss)(*args, dtype)["w"] for dtype in (F32, BF16))
+    assert jnp.linalg.norm(half - exact) > 0.1 * jnp.linalg.norm(exact)
+
+
+def test_what_a_layer_with_a_dtype_gives_is_in_float32_with_it():
+    class Model(nn.Module):
+        dtype: Any = F16
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, dtype=self.dtype, name="out")(nn.Dense(4, dtype=self.dtype, name="first")(x))
+
+    def loss(p, x, dtype=F16):
+        h = Model(dtype).apply(p, x)
+        return jnp.mean(jnp.sqrt(jnp.sum(h * h, -1)).astype(F32))
+
+    x = 300 * NORMAL(KEYS[0], (8, 4))
+    p = Model().init(KEYS[1], x)
+    remedy, *_ = find_nonfinite(loss)(p, x).remedies
+    assert remedy.change == "dtype=jnp.float32 in Model/out"
+    assert jnp.isinf(loss(p, x))
+    assert jnp.isfinite(loss(p, x, F32))
+
+
+def test_random_numbers_of_float16_are_not_rounded_to_bfloat16():
+    def loss(w, x, key, dtype=F16):
+        noise = jax.random.normal(key, (4000,), dtype)  # Of numbers up to 0.9995, whose erf_inv is finite.
+        square = (x.astype(dtype) * w.astype(dtype)) ** 2
+        return jnp.mean(square.astype(F32)) + jnp.mean((noise * w.astype(dtype)).astype(F32))
+
+    args = jnp.ones(()), jnp.full(8, 300.0), KEYS[0]
+    remedies = find_nonfinite(loss)(*args).remedies
+    assert "bfloat16 in place of float16" in [remedy.change for remedy in remedies]
+    assert jnp.isinf(loss(*args))
+    assert jnp.isfinite(loss(*args, BF16))
+
+
+def test_a_counter_in_half_that_stops():
+    def step(w, count, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w)
+        return w - 0.1 * jnp.minimum(1.0, count.astype(F32) / 2048) * grad, count + 1, loss
+
+    args = jnp.ones(4), jnp.asarray(256, BF16), NORMAL(KEYS[0], (8, 4))
+    assert step(*args)[1] == 256
+    fault = fault_of(step, *args, value_and_grad_fn=None)
+    assert fault.what.startswith("The update is lost in bfloat16: in 50 steps on this batch count comes 0%")
+    assert "pass these arguments in float32: count" in fault.advice

@@ -160,16 +160,23 @@ class FlaggedProgram:
         """
         traced, before = self._case.traced, self._case.before
         cast = cast_modules(self._cast_products(), parameters)
-        found = sources_of(traced, self.is_step, lost_numbers(traced.jaxpr, self._case.numbers))
+        numbers = lost_numbers(traced.jaxpr, self._case.numbers)
+        found = sources_of(traced, self.is_step, numbers)
         own = [n for n, operation in enumerate(before) if gives_half(operation) or found[n]]
         own_parts, owners = own_modules([before[number] for number in own], parameters, traced.names)
+        if layers := [part for part in own_parts if part.layer]:
+            found = sources_of(traced, self.is_step, numbers, layers)
+        every = frozenset[Module]().union(*found)
+        layers = {each.name: each for each in every if each.layer}  # With their carries.
+        own_parts = [layers.get(part.name, part) for part in own_parts]
         modules = (*cast, *_renamed(own_parts, cast))
-        sources = tuple(sorted(frozenset[Module]().union(*found), key=lambda source: source.name))
+        sources = tuple(sorted((each for each in every if not each.layer), key=lambda source: source.name))
+        numbered = {part: len(cast) + number for number, part in enumerate(own_parts)}
+        numbered.update({source: len(modules) + number for number, source in enumerate(sources)})
         rest = len(modules) + len(sources)
         flags = self._flags_of_casts(cast, rest)
         for number, owner in zip(own, owners, strict=True):
-            of_sources = (len(modules) + sources.index(source) for source in found[number])
-            flags[number] = {len(cast) + owner, rest, *of_sources}
+            flags[number] = {len(cast) + owner, rest, *(numbered[source] for source in found[number])}
         return modules, sources, list(map(frozenset, flags))
 
     def _cast_products(self) -> list[AutocastOperation]:

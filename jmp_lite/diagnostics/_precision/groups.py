@@ -84,13 +84,20 @@ def updated(program: FlaggedProgram, full: Sequence[Array]) -> dict[int, int]:
     """Returns the results that are new values of arguments, and the indexes of the arguments.
 
     The gradients of a function that returns them look like its new parameters, and are far from the old ones.
+    A loss in half looks like the new value of a scalar in half that it depends on.
     """
     arrays = program.arrays(1.0)
-    new = {n: index for n, index in program.state.items() if program.name_of(index) in program.parameters}
+    is_half_scalar = lambda index: (
+        not arrays[index].shape and program.dtype_of(index) in ("float16", "bfloat16")
+    )
+    is_far_from = lambda old, new: bool(old) and bool(abs(new - old) > abs(old) / 4)
+    is_loss = lambda n, index: is_half_scalar(index) and is_far_from(arrays[index], full[n])
+    state = {n: index for n, index in program.state.items() if not is_loss(n, index)}
+    new = {n: index for n, index in state.items() if program.name_of(index) in program.parameters}
     square = lambda array: float(jnp.sum(jnp.square(jnp.abs(array))))
     moves = sum(square(full[number] - arrays[index]) for number, index in new.items())
     is_far = moves >= sum(square(arrays[index]) for index in new.values()) / 4
-    return {n: index for n, index in program.state.items() if not (is_far and n in new)}
+    return {n: index for n, index in state.items() if not (is_far and n in new)}
 
 
 class Leaves:

@@ -6,7 +6,7 @@ back to float32. So a source is a remedy that a user can write, where a scope is
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..._autocast import has_floating
@@ -17,6 +17,7 @@ from ..._jaxpr import (
     Forward,
     Jaxpr,
     all_equations,
+    call_scope,
     casting_line,
     inner_jaxprs,
     is_by_autocast,
@@ -47,14 +48,18 @@ class _Origin(NamedTuple):
     line: str = ""  # For a float32 value, the line that has widened it.
 
 
-def sources_of(traced: Arguments, is_step: bool, numbers: Numbers) -> list[Sources]:
+def sources_of(
+    traced: Arguments, is_step: bool, numbers: Numbers, layers: Sequence[Module] = ()
+) -> list[Sources]:
     """Returns for each operation of a report what its half values come from.
 
-    An operation in float32 has sources if one of the `numbers` that it takes was converted to half.
+    An operation in float32 has sources if one of the `numbers` that it takes was converted to half. What one
+    of the `layers` of a library gives comes from it alone: it casts whatever it takes to its own dtype.
     """
     named = zip(traced.names, traced.arrays, strict=True)
     source = lambda name: _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
-    search = Forward[_Origin](functools.partial(_operation, numbers), _joined, _Origin())
+    operation = lambda equation, operands: _operation(numbers, equation, operands, search.calls, layers)
+    search = Forward[_Origin](operation, _joined, _Origin())
     search.run(traced.jaxpr, [source(name) if is_narrow(array) else _Origin() for name, array in named])
     found = {
         key: frozenset[Module]().union(*(origin.sources for origin in origins))
@@ -76,13 +81,22 @@ def sources_of(traced: Arguments, is_step: bool, numbers: Numbers) -> list[Sourc
     return [resolved(found[id(each)]) if is_half(each) else frozenset() for each in operations]
 
 
-def _operation(numbers: Numbers, equation: Equation, operands: list[_Origin]) -> list[_Origin]:
-    line = line_of(equation)
+def _operation(
+    numbers: Numbers,
+    equation: Equation,
+    operands: list[_Origin],
+    calls: Sequence[Equation],
+    layers: Sequence[Module],
+) -> list[_Origin]:
+    # A function that JAX jits, such as `jax.nn.one_hot`, has no line of its own: the user's line calls it.
+    line = next(filter(None, map(line_of, (equation, *reversed(calls)))), "")
     # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
     sources = frozenset[Module]().union(*(o.sources for o in operands if o.line in ("", line)))
     sources |= _of_numbers(numbers, equation)
     if any(map(is_narrow, equation.outvars)):
         sources = sources or _cast(equation, line)
+    if sources and (own := _layer_of(equation, calls, layers)):
+        sources = own
     return [_Origin(sources, "" if is_narrow(var) else line) for var in equation.outvars]
 
 
@@ -91,6 +105,15 @@ def _of_numbers(numbers: Numbers, equation: Equation) -> Sources:
     found = (written(numbers, equation, position) for position in range(len(equation.invars)))
     lines = (number.line for number in found if number is not None and number.line)
     return frozenset(Module(line, "", (line,), casts="half precision") for line in lines)
+
+
+def _layer_of(equation: Equation, calls: Sequence[Equation], layers: Sequence[Module]) -> Sources:
+    """Returns the layer that an equation belongs to; empty if it is not in one."""
+    if not layers:
+        return frozenset()
+    around = functools.reduce(lambda scope, call: call_scope(scope_of(call, scope), call), calls, "")
+    scope = visible_scope(scope_of(equation, around))
+    return frozenset(layer for layer in layers if f"{scope}/".startswith(f"{layer.name}/"))
 
 
 def _joined(first: _Origin, second: _Origin) -> _Origin:

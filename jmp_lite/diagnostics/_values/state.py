@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import Jaxpr, dependence
 
 
@@ -51,7 +52,8 @@ def state_of(trees: Trees, jaxpr: Jaxpr) -> dict[int, int]:
     """Returns for each output of a jaxpr that is the new value of an input the index of that input.
 
     These are the largest subtrees of the results with the structure, the shapes and the dtypes of a subtree
-    of the arguments that they depend on. A scalar that is returned alone is a metric.
+    of the arguments that they depend on. A scalar that is returned alone is a metric; one in half may be a
+    counter.
     """
     state = ((trees.outputs[new], trees.inputs[old]) for new, old in _pairs(trees, dependence(jaxpr)).items())
     return {output: number for output, number in state if output is not None and number is not None}
@@ -75,7 +77,8 @@ def _pairs(trees: Trees, depends: Sequence[frozenset[int]]) -> dict[int, int]:
     todo = [_Node(trees.results, range(len(trees.outputs)))]
     while todo:
         node = todo.pop(0)
-        of_kind = [] if node.is_scalar else candidates[node.kind()]
+        is_metric = node.is_scalar and getattr(node.tree, "dtype", None) not in HALF_DTYPES
+        of_kind = [] if is_metric else candidates[node.kind()]
         found = next((old for old in of_kind if is_new_value(node, old)), None)
         if found is not None:
             pairs.update(zip(node.leaves, found.leaves))
