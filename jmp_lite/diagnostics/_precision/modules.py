@@ -119,11 +119,8 @@ def _casts_in_words(modules: Sequence[Module]) -> list[str]:
             casts[module.casts].update(line.partition(" ")[0] for line in module.lines)
     which = lambda lines: f"{'lines' if len(lines) > 1 else 'line'} {', '.join(sorted(lines))}"
     words = [f"use float32 instead of {dtype} on {which(lines)}" for dtype, lines in casts.items()]
-    loops = dict.fromkeys(line.partition(" ")[0] for module in modules for line in module.carries)
-    return [
-        *words,
-        *([f"start the carry in float32 for the loop on line {', '.join(loops)}"] if loops else []),
-    ]
+    loops = {line.partition(" ")[0] for module in modules for line in module.carries}
+    return [*words, f"start the carry in float32 for the loop on {which(loops)}"] if loops else words
 
 
 def is_of_library(line: str) -> bool:
