@@ -85,7 +85,9 @@ def draw(page: Path, folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("out/precision.html"), help="where the page goes")
+    parser.add_argument(
+        "--output", type=Path, default=Path("out/precision.html"), help="the page (default: %(default)s)"
+    )
     parser.add_argument("--pictures", type=Path, help="a folder for the pictures of the page")
     options = parser.parse_args(arguments)
     tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32)
