@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._autocast import AutocastReport, report_of
 from .._dtypes import DTypeLike
-from .._jaxpr import all_equations, in_two_calls
+from .._jaxpr import Equation, all_equations, in_two_calls
 from .._scaling.loss_scale import LossScaleLike
 from .._text import Shown, wrapped
 from ..programs._compile import compile_for
@@ -144,8 +144,8 @@ class Diagnosis(Shown):
     @functools.cached_property
     def _is_sound(self) -> bool:
         """Whether the loss and the gradients in half are right, so that no inf inside of them does harm."""
-        has_loops = any(each.primitive.name == "while" for each in all_equations(self._case.program.jaxpr))
-        if self._is_step or has_loops or not self._runs.is_finite:  # A loop may not end in half.
+        may_not_end = any(map(_waits_for_numbers, all_equations(self._case.program.jaxpr)))
+        if self._is_step or may_not_end or not self._runs.is_finite:
             return False
         return limits_for_doctor(self._runs, self._tolerance).allow(self._runs.keeping(()))
 
@@ -272,6 +272,15 @@ def doctor(
         return diagnosis
 
     return tool("doctor", fun, dtype, jnp.float16, diagnose, **options)
+
+
+def _waits_for_numbers(equation: Equation) -> bool:
+    """Whether an equation is a loop that waits for a floating number, so that it may not end in half."""
+    if equation.primitive.name != "while":
+        return False
+    read = (var for each in all_equations(equation.params["cond_jaxpr"]) for var in each.invars)
+    dtypes: Any = (getattr(var.aval, "dtype", jnp.int32) for var in read)
+    return any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
 
 
 def _can_compile() -> bool:

@@ -101,3 +101,19 @@ def test_the_counts_of_an_explicit_mesh_are_those_of_one_device():
     loss = lambda w, x: jnp.mean(jnp.sin(x * w).astype(F16).astype(F32))
     one, several = (profile_ranges(loss)(jnp.ones(4), each) for each in (jnp.asarray(jax.device_get(x)), x))
     assert str(one) == str(several)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_loop_that_counts_ends_in_half_too(waits):
+    """Every value is measured only where a loop may not end, since that is how such a loop is found."""
+
+    def loss(w, x, steps):
+        if waits:
+            w = jax.lax.while_loop(lambda w: jnp.sum(w) > 1e3, lambda w: w / 2, jax.lax.stop_gradient(w)) + w
+        return jnp.mean((x @ w) ** 2) + jax.lax.stop_gradient(
+            jax.lax.fori_loop(0, steps, lambda _, total: total / 2, 1.0)
+        )
+
+    diagnosis = doctor(loss, device=None)(jnp.ones((4, 2)), jnp.ones((3, 4)), jnp.int32(3))
+    assert {finding.severity for finding in diagnosis.findings} == {"speed"}
+    assert ("nonfinite" in vars(diagnosis)) == waits
