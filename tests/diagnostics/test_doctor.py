@@ -59,7 +59,7 @@ def test_the_findings_are_those_of_the_parts_worst_first():
     assert "inf from" in first.what
     assert "head" in first.what
     assert "test_doctor.py" in first.where
-    assert "rules={'/head': 'float32'}: helps" in first.advice
+    assert "rules={'/head': 'float32'}: fixes it" in first.advice
     text = str(diagnosis)
     assert all(each.advice in text for each in diagnosis.findings)
     assert text.startswith('Examined: autocast(fun, "float16") of your float32 program.')
