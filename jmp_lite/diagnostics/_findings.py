@@ -149,9 +149,9 @@ def _of_one_step(runs: Runs) -> Finding:
 def _of_training(runs: Runs, lags: Sequence[Lag]) -> Finding:
     """Returns what training in half gets wrong, and what mends it."""
     worst, *others = lags
-    on = f"in {worst.steps} steps on this batch"
+    on, is_half = f"in {worst.steps} steps on this batch", worst.dtype in ("float16", "bfloat16")
     if worst.dtype:
-        half = f" in {worst.dtype}" if worst.dtype in ("float16", "bfloat16") else ""
+        half = f" in {worst.dtype}" if is_half else ""
         what = f"The update is lost{half}: {on} {worst.name} comes {worst.part:.0%} as far as in float32."
     else:
         name = worst.name or "The result of the step"
@@ -159,7 +159,7 @@ def _of_training(runs: Runs, lags: Sequence[Lag]) -> Finding:
     also = ", ".join(lag.name for lag in others[:4]) + (f" and {len(others) - 4} more" if others[4:] else "")
     kept = _helpful(runs)
     advice = [f"To mend it: {runs.change(kept)}. Then it trains as in float32."] if kept else []
-    if worst.dtype in ("float16", "bfloat16"):
+    if is_half:
         advice += [f"{'Or round' if kept else 'Round'} it with {MEMORY}."]
     elif runs.program.has_float16 and not worst.part:
         advice += ["A hint: small gradients become zero in float16 if the loss is not scaled."]

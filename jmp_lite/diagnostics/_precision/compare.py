@@ -180,12 +180,11 @@ class Runs:
             name = worst.name
         loss_error = loss_error if math.isfinite(loss_error) else math.inf
         return Difference(
-            loss_error, error, cosine, name, leaf, lost or next(iter(self.bad_aux(outputs)), "")
+            loss_error, error, cosine, name, leaf, lost or next(iter(self._bad_aux(outputs)), "")
         )
 
-    def bad_aux(self, results: Sequence[Array] | None = None) -> list[str]:
-        """Returns the auxiliary results that are not finite, and are in float32; by default in half."""
-        results = self.program(self.program.groups, self.scale) if results is None else results
+    def _bad_aux(self, results: Sequence[Array]) -> list[str]:
+        """Returns the auxiliary results that are not finite, and are in float32."""
         bad = self._nonfinite(results, len(self.program.outputs), self.program.aux)
         return [name for name in bad if name in self.finite_aux]
 
@@ -326,11 +325,13 @@ def compare_for_doctor(
     runs: Runs, tolerance: float | None, scale: Callable[[], float | None]
 ) -> PrecisionReport:
     """Returns the report for `doctor`, which tolerates more; `scale` gives another loss scale to try."""
-    harm = FLOAT8_TOLERANCE if runs.program.rules.float8 else HARM
-    return report_of(runs, tolerance, harm, harm, scale)
+    return report_of(runs, tolerance, _harm(runs), _harm(runs), scale)
 
 
 def limits_for_doctor(runs: Runs, tolerance: float | None) -> Limits:
     """Returns the errors that `doctor` allows."""
-    harm = FLOAT8_TOLERANCE if runs.program.rules.float8 else HARM
-    return runs.limits(tolerance, harm, harm)
+    return runs.limits(tolerance, _harm(runs), _harm(runs))
+
+
+def _harm(runs: Runs) -> float:
+    return FLOAT8_TOLERANCE if runs.program.rules.float8 else HARM
