@@ -54,7 +54,7 @@ ROOMS = {
         *("_dtypes", "_paths", "_text", "_scaling", "_jaxpr", "_float8", "_autocast", "diagnostics._values"),
     ),
     "diagnostics._nonfinite": (
-        *("_dtypes", "_text", "_scaling", "_jaxpr"),
+        *("_dtypes", "_text", "_scaling", "_jaxpr", "_autocast"),
         *("diagnostics._values", "diagnostics._precision"),
     ),
     "diagnostics._ranges": (

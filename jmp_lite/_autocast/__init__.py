@@ -28,4 +28,5 @@ from .report.explain import report_of as report_of
 from .report.operations import AutocastOperation as AutocastOperation
 from .report.operations import has_floating as has_floating
 from .report.operations import operations_of as operations_of
+from .report.page import page_of as page_of
 from .value import Value as Value

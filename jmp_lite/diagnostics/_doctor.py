@@ -2,13 +2,15 @@
 
 import functools
 import importlib.util
+import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
 
-from .._autocast import AutocastReport, report_of
+from .._autocast import AutocastReport, page_of, report_of
 from .._dtypes import DTypeLike
 from .._jaxpr import Equation, all_equations, in_two_calls
 from .._scaling.loss_scale import LossScaleLike
@@ -36,6 +38,7 @@ _PARTS = (
     "precision",
     "roofline",
     "findings",
+    "marks",
     "skipped",
     "_values",
 )
@@ -120,6 +123,12 @@ class Diagnosis(Shown):
         return of_all(findings, self.operations, self.roofline)
 
     @functools.cached_property
+    def marks(self) -> tuple[tuple[str, str], ...]:
+        """The lines at which a fault begins, that lead from there to the loss, or that mend it."""
+        reports = (None if self._is_sound else self.nonfinite, self.precision)
+        return tuple(mark for report in reports if report is not None for mark in report.marks())
+
+    @functools.cached_property
     def skipped(self) -> dict[str, str]:
         """The parts that were not run, each with the reason."""
         reasons = {"the values in half": self._why_skipped, "roofline": self._no_program}
@@ -173,6 +182,18 @@ class Diagnosis(Shown):
         if self._device is None or self._given is not None or _can_compile():
             return ""
         return 'Give program=, or pip install -e ".[h100]" in the clone and set JAX_PLATFORMS=cpu.'
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page of `operations.save`, with a mark on each line that a finding names.
+
+        Args:
+            path: the file, such as `"diagnosis.html"`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        page = page_of(self.operations.operations, "Diagnosis", self._values, str(self), self.marks)
+        pathlib.Path(path).write_text(page, encoding="utf-8")
 
     def __repr__(self) -> str:
         return f"Diagnosis({len(self.findings)} findings)"

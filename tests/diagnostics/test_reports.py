@@ -62,3 +62,34 @@ def test_reports_can_be_pickled_and_copied(tool, copied):
         assert None not in (report.before, report.after)
         assert (again.before, again.after) == (None, None)
         assert again.operations == report.operations
+
+
+def squares(w, x):
+    with jax.named_scope("<b>"):
+        hidden = x.astype(jnp.float16) @ w.astype(jnp.float16)
+        hidden = hidden * hidden * 100.0  # Overflows & ends in the loss.
+    return jnp.mean(hidden.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("tool", [find_nonfinite, functools.partial(doctor, device=None)])
+def test_a_page_marks_where_inf_begins_and_the_line_of_the_edit(tool, tmp_path):
+    report = tool(squares)(jnp.full((8, 8), 0.9), jnp.full((4, 8), 10.0))
+    report.save(tmp_path / "marks.html")
+    page = (tmp_path / "marks.html").read_text()
+    # Each line of source with the marks up to the next one.
+    parts = {
+        code: marks for code, *marks in (part.split("<div class=mark>") for part in page.split("class=no>"))
+    }
+    of_line = lambda code: next("".join(marks) for line, marks in parts.items() if code in line)
+    assert "It begins here: inf from mul in &lt;b&gt;, after w, forward pass." in of_line(
+        "hidden * hidden * 100.0"
+    )
+    assert "use float32 instead of float16 on line" in of_line("x.astype(jnp.float16)")
+    assert "On the way from there: inf from reduce_sum." in of_line("return jnp.mean(hidden.astype")
+    assert "<b>" not in page.replace("<b class", "")
+    assert ("f16 as traced" in page.replace("<small>", "")) == isinstance(report, Diagnosis)
+
+
+def test_a_page_has_no_mark_of_a_sound_loss(tmp_path):
+    doctor(lambda w: jnp.sum(w**2), device=None)(jnp.ones(4)).save(tmp_path / "sound.html")
+    assert "<div class=mark>" not in (tmp_path / "sound.html").read_text()

@@ -5,6 +5,7 @@ import linecache
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -12,12 +13,14 @@ from ..._text import cell_of, shortened
 from .operations import AutocastOperation
 
 Operations = Sequence[AutocastOperation]
+Marks = Sequence[tuple[str, str]]
+"""What a diagnosis says of lines: the place of each, as `file.py:12:4 (function)`, and a sentence."""
 _AROUND, _MOST = 2, 20  # Lines of source around a line with operations; rows of a table.
 _STYLE = """:root{color-scheme:light dark;--bg:#fff;--fg:#1f2328;--soft:#59636e;--edge:#d8dee4;--half:#0f6b52;
---f32:#954800;--fp8:#6d3391;--on-half:#dff3ec;--on-f32:#ffedd8;--on-fp8:#f0e4f9}
+--f32:#954800;--fp8:#6d3391;--bad:#b3261e;--on-half:#dff3ec;--on-f32:#ffedd8;--on-fp8:#f0e4f9}
 body{margin:0;background:var(--bg);color:var(--fg);font:14px/1.5 system-ui,sans-serif;
 padding:16px max(16px,calc(50% - 550px))}@media screen and (prefers-color-scheme:dark){:root{--bg:#0d1117;
---fg:#e6edf3;--soft:#9198a1;--edge:#30363d;--half:#4cc9a4;--f32:#f0a35e;--fp8:#c596f0;--on-half:#10312a;
+--fg:#e6edf3;--soft:#9198a1;--edge:#30363d;--half:#4cc9a4;--f32:#f0a35e;--fp8:#c596f0;--bad:#ff8a80;--on-half:#10312a;
 --on-f32:#3a2710;--on-fp8:#2c1d3d}}*{box-sizing:border-box}h1{font-size:20px;margin:0}.soft{color:var(--soft)}
 summary{cursor:pointer}.bar{display:flex;height:10px;border-radius:5px;overflow:hidden;background:var(--edge);
 margin:10px 0 6px}.bar .half{background:var(--half)}.bar .f32{background:var(--f32)}
@@ -33,6 +36,8 @@ summary .no::before{content:"▸ "}[open]>summary .no::before{content:"▾ "}
 .move,.head{color:var(--soft)}.half.chip{color:var(--half);background:var(--on-half)}
 .f32.chip{color:var(--f32);background:var(--on-f32)}.fp8.chip{color:var(--fp8);background:var(--on-fp8)}
 .why{color:var(--f32);font-style:italic}.mixed.chip{background:var(--edge)}
+.mark{position:sticky;left:0;max-width:min(1060px,calc(100vw - 34px));margin:2px 0 2px 3.6em;padding:1px 8px;
+border-left:3px solid var(--bad);color:var(--bad);white-space:pre-wrap;overflow-wrap:anywhere}
 .ops{position:sticky;left:0;max-width:min(1060px,calc(100vw - 34px));padding:6px 8px 8px 3.6em;
 font-size:12.5px;border-block:1px solid var(--edge);overflow-wrap:anywhere}.ops div{margin:4px 0}
 code,pre{font:12px/1.5 ui-monospace,monospace}pre{overflow-x:auto}@media(max-width:640px){body{padding:8px}
@@ -44,25 +49,34 @@ grid-template-columns:3em 7.5em 7.5em 4em 1fr}}"""
 _HEAD = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
 
 
-def page_of(operations: Operations, title: str, summary: str, text: str) -> str:
+def page_of(operations: Operations, title: str, summary: str, text: str, marks: Marks = ()) -> str:
     """Returns the page as HTML: the shares, the modules, the source, and the report as text.
 
-    All that the program or its user wrote is escaped, and nothing is loaded from elsewhere.
+    All that the program or its user wrote is escaped, and nothing is loaded from elsewhere. The files with
+    `marks` come first, and each mark is written below its line.
     """
-    total = _flops(operations) or 1
-    files: dict[str, dict[str, list[AutocastOperation]]] = {}
+    new: Any = lambda: collections.defaultdict(lambda: collections.defaultdict(list))
+    files, marked = new(), new()
     for operation in operations:
-        place = operation.caller or operation.source
-        match = re.match(r"(.*?):(\d+)", place)
-        file, line = (match[1], match[2]) if match and linecache.getlines(match[1]) else ("", place)
-        files.setdefault(file, {}).setdefault(line, []).append(operation)
-    shares = {file: sum(map(_flops, lines.values())) / total for file, lines in files.items()}
+        file, line = _place(operation.caller or operation.source)
+        files[file][line].append(operation)
+    for place, sentence in dict.fromkeys(marks):
+        file, line = _place(place)
+        marked[file][line].append(sentence)
+    total = _flops(operations) or 1
+    shares = {file: sum(map(_flops, files[file].values())) / total for file in {**files, **marked}}
     parts = [f"<h1>{escape(title)}</h1><div class=soft>{escape(summary)}</div>"]
-    parts += [*_bar(operations, total), *_modules(operations, total)]
-    for file in sorted(files, key=lambda file: (file == "", -shares[file])):
-        parts += _file(file, files[file], shares[file], total)
+    parts += [*_bar(operations, total), *_modules(operations, total)] if operations else []
+    for file in sorted(shares, key=lambda file: (file == "", file not in marked, -shares[file])):
+        parts += _file(file, files[file], marked[file], shares[file], total)
     parts.append(f"<details><summary>As text</summary><pre>{escape(text)}</pre></details>")
     return f"{_HEAD}<title>{escape(title)}</title><style>{_STYLE}</style><body>{''.join(parts)}"
+
+
+def _place(place: str) -> tuple[str, str]:
+    """Returns the file and the number of a line; without a source, no file and the whole place."""
+    match = re.match(r"(.*?):(\d+)", place)
+    return (match[1], match[2]) if match and linecache.getlines(match[1]) else ("", place)
 
 
 def _flops(operations: Iterable[AutocastOperation]) -> int:
@@ -108,33 +122,38 @@ def _modules(operations: Operations, total: int) -> Iterator[str]:
     yield "</table></div>"
 
 
-def _file(file: str, lines: Mapping[str, Operations], share: float, total: int) -> Iterator[str]:
+def _file(
+    file: str, lines: Mapping[str, Operations], marks: Mapping[str, Sequence[str]], share: float, total: int
+) -> Iterator[str]:
     """Yields the lines of a file that have operations, with the lines around them; of no file, the places."""
     name = escape(cell_of(file) or shortened(file)) if file else "without source"
-    yield f"<details class=file{' open' if share >= 0.02 else ''}>"  # What costs little is folded.
-    yield f"<summary>{name} <span class=soft>{share:.1%} of FLOPs</span></summary><div class=src>"
+    yield f"<details class=file{' open' if share >= 0.02 or marks else ''}>"  # What costs little is folded.
+    of_flops = f" <span class=soft>{share:.1%} of FLOPs</span>" if share else ""
+    yield f"<summary>{name}{of_flops}</summary><div class=src>"
     yield "<div class='line head'><i></i><i>forward</i><i>backward</i><i class=share>FLOPs</i></div>"
-    source, last = linecache.getlines(file) if file else [], 0
-    for place in () if source else sorted(lines, key=lambda place: -_flops(lines[place])):
-        yield _line("", shortened(place) or "made by JAX", lines[place], total)
-    near = {int(n) + more for n in lines for more in range(-_AROUND, _AROUND + 1)} if source else set()
+    source, last, places = linecache.getlines(file) if file else [], 0, {*lines, *marks}
+    row = lambda number, code, key: _line(number, code, lines.get(key, ()), marks.get(key, ()), total)
+    for place in () if source else sorted(places, key=lambda place: -_flops(lines.get(place, ()))):
+        yield row("", shortened(place) or "made by JAX", place)
+    near = {int(n) + more for n in places for more in range(-_AROUND, _AROUND + 1)} if source else set()
     for number in sorted(near & {*range(1, len(source) + 1)}):
         yield "<div class='line soft'><i class=no>⋯</i></div>" if number > last + 1 else ""
         last = number
-        yield _line(str(number), source[number - 1].rstrip(), lines.get(str(number), ()), total)
+        yield row(str(number), source[number - 1].rstrip(), str(number))
     yield "</div></details>"
 
 
-def _line(number: str, code: str, operations: Operations, total: int) -> str:
-    """Returns a line of source with its dtypes; under it, folded, its operations and the reasons."""
+def _line(number: str, code: str, operations: Operations, marks: Sequence[str], total: int) -> str:
+    """Returns a line of source with its dtypes; below it its marks and, folded, its operations."""
     chips = [_chip([each for each in operations if each.backward == backward]) for backward in (False, True)]
     share = f"{_flops(operations) / total:.1%}" if _flops(operations) >= total / 2000 else ""
     asked = {each.reason: None for each in operations if each.why in ("rule", "option", "keep_float32")}
     why = f"<span class=why>  ← {escape('; '.join(asked))}</span>" if asked else ""
     line = f"<span class=no>{number}</span>{''.join(chips)}<span class='soft share'>{share}</span>"
     line += f"<span>{escape(code)}{why}</span>"
+    below = "".join(f"<div class=mark>{escape(shortened(mark))}</div>" for mark in marks)
     if not operations:
-        return f"<div class=line>{line}</div>"
+        return f"<div class=line>{line}</div>{below}"
     rows = collections.Counter[str]()
     for each in operations:
         reason = [each.reason, each.advice, "backward pass" if each.backward else ""]
@@ -142,7 +161,7 @@ def _line(number: str, code: str, operations: Operations, total: int) -> str:
         rows[f"<code>{text}</code><br>{escape('; '.join(filter(None, reason)))}"] += 1
     told = "".join(f"<div>{text}{f' ({n}x)' * (n > 1)}</div>" for text, n in rows.most_common(_MOST))
     told += f"and {len(rows) - _MOST:,} more" if len(rows) > _MOST else ""
-    return f"<details><summary class=line>{line}</summary><div class=ops>{told}</div></details>"
+    return f"<details><summary class=line>{line}</summary><div class=ops>{told}</div></details>{below}"
 
 
 def _chip(operations: Operations) -> str:

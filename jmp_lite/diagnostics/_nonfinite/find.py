@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Unpack
 
@@ -220,14 +219,13 @@ def _row(origin: Origin, program: LossProgram) -> Nonfinite:
     )
 
 
-def _way(origin: Origin) -> tuple[str, ...]:
+def _way(origin: Origin) -> tuple[tuple[str, str], ...]:
     """Returns the first operation on each line between an origin and an output; of many only a few."""
     lines: dict[str, str] = {}
     for site, is_nan in origin.way:
         if site.line != origin.site.line and not is_of_library(site.line):
-            line = os.path.basename(site.line.partition(" ")[0])
-            lines.setdefault(site.line, f"{'NaN' if is_nan else 'inf'} from {site.operation}, {line}")
-    way = list(lines.values())
+            lines.setdefault(site.line, f"{'NaN' if is_nan else 'inf'} from {site.operation}")
+    way = [(what, line) for line, what in lines.items()]
     return tuple(way if len(way) <= MOST_LINES else [*way[: MOST_LINES - 1], way[-1]])
 
 

@@ -3,8 +3,11 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
 
+from ..._autocast import page_of
 from ..._dtypes import DTypeName
 from ..._text import Shown, power, shortened, wrapped
 from .._precision.report import Difference
@@ -31,7 +34,7 @@ class Nonfinite:
             `backward`; or `recomputed` in the backward pass. Empty outside of the backward pass of a step.
         iterations: for each loop around it, outermost first, its kind and the number of the iteration, from
             0. For a scan it is the index of the slice, also in reverse; for a `shard_map`, of the shard.
-        way: the operations between it and the loss or a gradient, such as `NaN from sub, file.py:13:4`.
+        way: the operations between it and the loss or a gradient, such as `NaN from sub`, each with its line.
         end: the operation that turns it into wrong finite numbers, and its line; empty if it reaches an
             output.
         index: the index of the first such element of an argument or constant; None for an operation.
@@ -55,7 +58,7 @@ class Nonfinite:
     caller: str
     direction: str
     iterations: tuple[tuple[str, int], ...]
-    way: tuple[str, ...]
+    way: tuple[tuple[str, str], ...]
     end: str
     index: tuple[int, ...] | None
 
@@ -74,7 +77,8 @@ class Nonfinite:
         ]
         lines += [f"gives {self.result}{_range(self.range)}"]
         lines += [f"ends in {self.end}, whose result is finite, and wrong"] if self.end else []
-        lines += [f"from there: {'; '.join(self.way)}"] if self.way else []
+        way = [f"{what}, {os.path.basename(line.partition(' ')[0])}" for what, line in self.way]
+        lines += [f"from there: {'; '.join(way)}"] if way else []
         return [line for text in lines for line in wrapped(shortened(text), 4)]
 
     def head(self) -> str:
@@ -245,6 +249,18 @@ class NonfiniteReport(Shown):
         text = [f"With every operation in float32 it is not finite{either}."] if is_wide else []
         text += [f"A hint: {self.hint}"] if self.hint else []
         return ["\n".join(wrapped(" ".join(text)))] if text else []
+
+    def marks(self) -> Iterator[tuple[str, str]]:
+        """Yields lines, each with what to say of it: where it begins, its way from there, what mends it."""
+        for origin in self._first():
+            yield origin.caller or origin.line, f"It begins here: {origin.head()}."
+            yield from ((line, f"On the way from there: {what}.") for what, line in origin.way)
+        yield from ((line, str(trial)) for trial in self.remedies for line in trial.lines)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as a page of HTML: the source, with these marks. See `AutocastReport.save`."""
+        page = page_of((), "Where inf or NaN begins", self.summary(), str(self), [*self.marks()])
+        pathlib.Path(path).write_text(page, encoding="utf-8")
 
     def _first(self) -> list[Nonfinite]:
         """Returns the first inf and the first NaN; the NaN first if the inf is not its cause."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from ..._dtypes import DTypeName
 from ..._float8.action import FLOAT8
@@ -202,6 +203,14 @@ class PrecisionReport(Shown):
             return f"{none}: with all modules in {self.kept_dtype} it is {self.rest}."
         each = ", of which nothing can be left out" if len(self.kept) > 1 else ""
         return f"To mend it: {self.change}{each}. Then the error is {self.with_rules}."
+
+    def marks(self) -> Iterator[tuple[str, str]]:
+        """Yields the lines that make half values, each with its error or with what mends it."""
+        for row in self.modules:
+            if row.module in (self.kept or ()):
+                yield from ((line, f"To mend it: {self.change}.") for line in row.lines)
+            elif not self.limits.allow(row.own):
+                yield from ((line, f"The error with this alone in half is {row.own}.") for line in row.lines)
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""
