@@ -108,15 +108,10 @@ class Facts:
         if name == "dot_general" and not self._is_called:
             zero, axes = np.zeros((1,) * len(shape), np.float32), tuple(range(len(shape)))
             return Fact((False,) * len(shape), zero, scores=var, slope=1.0, axes=axes)
-        if name == "iota" and all(isinstance(size, int) for size in shape):
-            axis = equation.params["dimension"]
-            numbers = np.arange(shape[axis], dtype=var.aval.dtype)
-            return _known(numbers.reshape([-1 if n == axis else 1 for n in range(len(shape))]))
-        if name == "jit" and len(equation.outvars) == 1:  # A function such as `jnp.where`.
-            inside = open_jaxpr(equation.params["jaxpr"])
-            outer = dict(zip(inside.invars, equation.invars))
-            facts = Facts(equation.params["jaxpr"], lambda var: self.of(outer[var]), is_called=True)
-            return facts.of(inside.outvars[0])
+        if name == "iota":
+            return _of_iota(equation)
+        if name == "jit" and len(equation.outvars) == 1:
+            return self._of_call(equation)
         if (moved := moved_axes(equation)) is not None:
             return _of_move(self.of(equation.invars[0]), moved, equation)
         if len(equation.outvars) == 1 and (traits_of(name).pointwise or name in _LOGICAL):
@@ -126,6 +121,13 @@ class Facts:
             raise NotFused(f"the scores pass through {name}")
         return unknown(var)
 
+    def _of_call(self, equation: Equation) -> Fact:
+        """Returns the fact of the result of a jitted function, such as `jnp.where`."""
+        inside = open_jaxpr(equation.params["jaxpr"])
+        outer = dict(zip(inside.invars, equation.invars))
+        facts = Facts(equation.params["jaxpr"], lambda var: self.of(outer[var]), is_called=True)
+        return facts.of(inside.outvars[0])
+
 
 def unknown(var: Var) -> Fact:
     """Returns the fact of a variable of which only the shape is known."""
@@ -134,6 +136,14 @@ def unknown(var: Var) -> Fact:
 
 def _known(array: Any) -> Fact:
     return Fact(tuple(size != 1 for size in array.shape), array)
+
+
+def _of_iota(equation: Equation) -> Fact:
+    axis, aval = equation.params["dimension"], equation.outvars[0].aval
+    if not all(isinstance(size, int) for size in aval.shape):  # `jax.export` with symbolic shapes.
+        return unknown(equation.outvars[0])
+    numbers = np.arange(aval.shape[axis], dtype=aval.dtype)
+    return _known(numbers.reshape([-1 if n == axis else 1 for n in range(aval.ndim)]))
 
 
 def _of_move(fact: Fact, moved: Labels, equation: Equation) -> Fact:
@@ -187,13 +197,21 @@ def _of_scores(equation: Equation, place: int, fact: Fact, others: Sequence[Fact
     if name == "convert_element_type" and equation.outvars[0].aval.dtype == jnp.float32:
         return fact
     if (name == "mul" or (name, place) == ("div", 0)) and not fact.replaced:
-        if others[0].base is None or others[0].base.size != 1:
-            raise NotFused("the factor of the scores is not a number")
-        factor = others[0].base.item()
+        factor = _number(others[0])
         return dataclasses.replace(fact, slope=fact.slope * factor if name == "mul" else fact.slope / factor)
     if name == "select_n" and place and len(others) == 2:
-        fills = others[1].base
-        if fills is None or fills.max() > MASKED:
-            raise NotFused(f"a mask replaces scores by numbers that may be above {MASKED:g}")
+        _check_fills(others[1])
         return dataclasses.replace(fact, replaced=True)
     raise NotFused(f"the scores pass through {name}")
+
+
+def _number(factor: Fact) -> float:
+    if factor.base is None or factor.base.size != 1:
+        raise NotFused("the factor of the scores is not a number")
+    return factor.base.item()
+
+
+def _check_fills(fills: Fact) -> None:
+    """Raises `NotFused` if what replaces scores does not certainly mask them."""
+    if fills.base is None or fills.base.max() > MASKED:
+        raise NotFused(f"a mask replaces scores by numbers that may be above {MASKED:g}")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -111,12 +111,11 @@ def _find(index: int, side: int, facts: Facts, readers: Mapping[Var, set[int]]) 
     ours = [facts.equations[number] for number in (first, *between, index)]
     _check_products(ours[0], ours[-1])
     weights = tuple(None if axis is None else fact.axes[axis] for axis in weight_axes)
-    read = (var for each in ours for var in _variables(each) if var not in dependent)
     return Attention(
         tuple(ours),
         side,
         frozenset({first, *between}),
-        tuple(dict.fromkeys(read)),
+        _read(ours, dependent),
         to_softmax=tuple(facts.equations[number] for number in chain),
         **_axes(ours[0], ours[-1], side, weights, fact),
     )
@@ -124,6 +123,11 @@ def _find(index: int, side: int, facts: Facts, readers: Mapping[Var, set[int]]) 
 
 def _variables(equation: Equation) -> list[Var]:
     return [var for var in equation.invars if not is_literal(var)]
+
+
+def _read(ours: Sequence[Equation], computed: Set[Var]) -> tuple[Var, ...]:
+    read = dict.fromkeys(var for each in ours for var in _variables(each))
+    return tuple(var for var in read if var not in computed)
 
 
 def _between(facts: Facts, scores: Var, end: int) -> tuple[list[int], set[Var]]:

@@ -1,5 +1,6 @@
 """The axes of results, from those of operands: of operations that move data, and of products."""
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from .read import Equation
@@ -22,16 +23,26 @@ def moved_axes(equation: Equation) -> Labels | None:
         case "squeeze":
             return tuple(axis for axis in range(operand.ndim) if axis not in params["dimensions"])
         case "broadcast_in_dim":
-            source = {to: axis for axis, to in enumerate(params["broadcast_dimensions"])}
-            kept = lambda to: to in source and operand.shape[source[to]] == out.shape[to]
-            return tuple(source[to] if kept(to) else None for to in range(out.ndim))
+            return _broadcast_axes(operand.shape, out.shape, params["broadcast_dimensions"])
         case "reshape":
-            before, after = ([n for n, size in enumerate(x.shape) if size != 1] for x in (operand, out))
-            if [operand.shape[n] for n in before] == [out.shape[n] for n in after]:
-                return tuple(map(dict(zip(after, before)).get, range(out.ndim)))
+            return _reshaped_axes(operand.shape, out.shape)
         case "stop_gradient" | "copy" | "pvary" | "sharding_constraint":
             return tuple(range(out.ndim))
     return None
+
+
+def _broadcast_axes(before: Sequence[int], after: Sequence[int], places: Sequence[int]) -> Labels:
+    source = {to: axis for axis, to in enumerate(places)}
+    kept = lambda to: to in source and before[source[to]] == after[to]
+    return tuple(source[to] if kept(to) else None for to in range(len(after)))
+
+
+def _reshaped_axes(before: Sequence[int], after: Sequence[int]) -> Labels | None:
+    """Returns the axes if the reshape only adds or drops axes of size 1."""
+    held, kept = ([axis for axis, size in enumerate(shape) if size != 1] for shape in (before, after))
+    if [before[axis] for axis in held] != [after[axis] for axis in kept]:
+        return None
+    return tuple(map(dict(zip(kept, held)).get, range(len(after))))
 
 
 def labels_of_operands(product: Equation, result: Labels, summed: Any) -> tuple[Labels, Labels]:

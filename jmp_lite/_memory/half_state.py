@@ -115,16 +115,21 @@ def with_half_state(
         # Adafactor rounds its moments to the dtype of the parameters, so these are widened, too.
         updates, params = at_least_float32((updates, params))
         updates, new = transform.update(updates, wide, params, **extra_args)
-        leaves, structure = jax.tree.flatten(new)
-        for index, rest in enumerate(structure.flatten_up_to(resting)):
-            if rest:
-                leaf, leaf_key = leaves[index], key_of_shard(state.key, axis_name, leaves[index])
-                # `round_leaf` gives numbers that `target` holds, so that the cast after it is exact.
-                leaves[index] = round_leaf(leaf, target, leaf_key, index).astype(target)
         new_key = None if state.key is None else next_key(state.key)
-        return updates, HalfState(structure.unflatten(leaves), new_key)
+        return updates, HalfState(_rounded(new, resting, target, state.key, axis_name), new_key)
 
     return Transform(init, update)
+
+
+def _rounded(state: Any, resting: Any, target: np.dtype, key: Any, axis_name: Any) -> Any:
+    """Returns a state with the leaves that rest in `target` rounded to it."""
+    leaves, structure = jax.tree.flatten(state)
+    for index, rest in enumerate(structure.flatten_up_to(resting)):
+        if rest:
+            leaf, leaf_key = leaves[index], key_of_shard(key, axis_name, leaves[index])
+            # `round_leaf` gives numbers that `target` holds, so that the cast after it is exact.
+            leaves[index] = round_leaf(leaf, target, leaf_key, index).astype(target)
+    return structure.unflatten(leaves)
 
 
 def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:

@@ -42,7 +42,7 @@ def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transf
         return transform.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        given, known = shapes(updates), {} if params is None else shapes(differentiated(params))
+        given, known = shapes(updates), shapes(differentiated(params))
         # `optax.contrib.dpsgd` takes gradients with one axis more, that of the examples.
         if params is not None and any(shape[1:] != known.get(name) for name, shape in given.items()):
             _check_shapes(made_by, given, known)
@@ -54,12 +54,8 @@ def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transf
             raise
         except Exception as error:
             _check_complete(made_by, given, known)
-            fresh = state if params is None else jax.eval_shape(transform.init, params)
-            if jax.tree.structure(state) != jax.tree.structure(fresh):
-                raise ValueError(
-                    f"{made_by}: The optimizer state is that of another optimizer or of other settings. "
-                    f"{MIGRATE}"
-                ) from error
+            if params is not None:
+                _check_structure(made_by, state, jax.eval_shape(transform.init, params), error)
             raise
         if params is not None:
             _check_shapes(made_by, shapes(differentiated(updates)), known, "update")
@@ -99,6 +95,14 @@ def _check_shapes(made_by: str, given: dict[str, Any], known: dict[str, Any], ki
                 f"{made_by}: The {kind} {name!r} has the shape {shape}, and its parameter has {known[name]}. "
                 f"{do}"
             )
+
+
+def _check_structure(made_by: str, state: Any, fresh: Any, error: Exception) -> None:
+    """Raises a ValueError if the update failed because its state is not like a `fresh` one."""
+    if jax.tree.structure(state) != jax.tree.structure(fresh):
+        raise ValueError(
+            f"{made_by}: The optimizer state is that of another optimizer or of other settings. {MIGRATE}"
+        ) from error
 
 
 def _check_complete(made_by: str, given: dict[str, Any], known: dict[str, Any]) -> None:

@@ -228,10 +228,6 @@ def _operation(
     times: int,
     around: Around,
 ) -> AutocastOperation:
-    def typed(var: Var, as_half: bool, dtype: np.dtype = half) -> jax.ShapeDtypeStruct:
-        aval = var.aval
-        return jax.ShapeDtypeStruct(aval.shape, dtype if as_half and read.is_float32(var) else aval.dtype)
-
     action = decision.action
     formats = action.formats if isinstance(action, Float8) else ()
     equation = decision.op.equation
@@ -246,8 +242,10 @@ def _operation(
         category=decision.category.value,
         reason=f"{reason}; bfloat16, not fp8: {decision.not_fp8}" if decision.not_fp8 else reason,
         why=why.name.lower(),
-        operands=tuple(map(typed, equation.invars, taken, formats or [half] * len(taken))),
-        results=tuple(typed(var, each.is_half) for var, each in zip(equation.outvars, decision.results)),
+        operands=tuple(map(_typed, equation.invars, taken, formats or [half] * len(taken))),
+        results=tuple(
+            _typed(var, each.is_half, half) for var, each in zip(equation.outvars, decision.results)
+        ),
         scope=scope,
         arguments=arguments,
         source=here.source,
@@ -260,6 +258,11 @@ def _operation(
         caller=here.caller,
         backward=here.backward,
     )
+
+
+def _typed(var: Var, as_half: bool, half: np.dtype) -> jax.ShapeDtypeStruct:
+    dtype = half if as_half and read.is_float32(var) else var.aval.dtype
+    return jax.ShapeDtypeStruct(var.aval.shape, dtype)
 
 
 def _taken_in_half(decision: Decision, var: Var, states: Mapping[Var, State]) -> bool:

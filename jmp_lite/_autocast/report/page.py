@@ -135,12 +135,17 @@ def _file(
     row = lambda number, code, key: _line(number, code, lines.get(key, ()), marks.get(key, ()), total)
     for place in () if source else sorted(places, key=lambda place: -_flops(lines.get(place, ()))):
         yield row("", shortened(place) or "made by JAX", place)
-    near = {int(n) + more for n in places for more in range(-_AROUND, _AROUND + 1)} if source else set()
-    for number in sorted(near & {*range(1, len(source) + 1)}):
+    for number in _near(map(int, places if source else ()), len(source)):
         yield "<div class='line soft'><i class=no>⋯</i></div>" if number > last + 1 else ""
         last = number
         yield row(str(number), source[number - 1].rstrip(), str(number))
     yield "</div></details>"
+
+
+def _near(numbers: Iterable[int], count: int) -> list[int]:
+    """Returns some of the `count` lines of a file and those around them, in their order."""
+    near = {number + more for number in numbers for more in range(-_AROUND, _AROUND + 1)}
+    return sorted(near & {*range(1, count + 1)})
 
 
 def _line(number: str, code: str, operations: Operations, marks: Sequence[str], total: int) -> str:
