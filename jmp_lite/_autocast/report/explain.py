@@ -76,12 +76,7 @@ class AutocastReport:
     def summary(self) -> str:
         """Returns one line: the operations in half, the casts, the share of FLOPs on Tensor Cores."""
         if self.dtype == jnp.float32:
-            products = [operation for operation in self.operations if operation.is_product]
-            half = sum(operation.in_half for operation in products)
-            return (
-                f"{len(self.operations):,} operations, unchanged: {half:,} of {len(products):,} matmuls "
-                "in half"
-            )
+            return self._summary_as_traced()
         in_fp8 = sum(operation.in_fp8 for operation in self.operations)
         own, other = self._in_half()
         total = f"{len(self.operations):,} operations"
@@ -96,6 +91,12 @@ class AutocastReport:
             f"{counts} in {self.dtype.name}, {by_hand}"
             f"{self.casts:,} casts{reader}, {self.tensor_core_share:.1%} of FLOPs on Tensor Cores"
         )
+
+    def _summary_as_traced(self) -> str:
+        products = [operation for operation in self.operations if operation.is_product]
+        half = sum(operation.in_half for operation in products)
+        total = f"{len(self.operations):,} operations, unchanged"
+        return f"{total}: {half:,} of {len(products):,} matmuls in half"
 
     def _in_half(self) -> tuple[int, int]:
         """Returns how many operations are in the half dtype, and how many in the other one.

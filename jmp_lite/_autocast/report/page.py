@@ -5,13 +5,14 @@ import linecache
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
 from ..._text import cell_of, shortened
 from .operations import AutocastOperation
 
+T = TypeVar("T")
 Operations = Sequence[AutocastOperation]
 Marks = Sequence[tuple[str, str]]
 """What a diagnosis says of lines: the place of each, as `file.py:12:4 (function)`, and a sentence."""
@@ -55,14 +56,8 @@ def page_of(operations: Operations, title: str, summary: str, text: str, marks: 
     All that the program or its user wrote is escaped, and nothing is loaded from elsewhere. The files with
     `marks` come first, and each mark is written below its line.
     """
-    new: Any = lambda: collections.defaultdict(lambda: collections.defaultdict(list))
-    files, marked = new(), new()
-    for operation in operations:
-        file, line = _place(operation.caller or operation.source)
-        files[file][line].append(operation)
-    for place, sentence in dict.fromkeys(marks):
-        file, line = _place(place)
-        marked[file][line].append(sentence)
+    files = _by_line((each.caller or each.source, each) for each in operations)
+    marked = _by_line(dict.fromkeys(marks))
     total = _flops(operations) or 1
     shares = {file: sum(map(_flops, files[file].values())) / total for file in {**files, **marked}}
     parts = [f"<h1>{escape(title)}</h1><div class=soft>{escape(summary)}</div>"]
@@ -71,6 +66,15 @@ def page_of(operations: Operations, title: str, summary: str, text: str, marks: 
         parts += _file(file, files[file], marked[file], shares[file], total)
     parts.append(f"<details><summary>As text</summary><pre>{escape(text)}</pre></details>")
     return f"{_HEAD}<title>{escape(title)}</title><style>{_STYLE}</style><body>{''.join(parts)}"
+
+
+def _by_line(placed: Iterable[tuple[str, T]]) -> dict[str, dict[str, list[T]]]:
+    """Returns what belongs to each line of each file, of pairs of a place and what belongs to it."""
+    files: Any = collections.defaultdict(lambda: collections.defaultdict(list))
+    for place, each in placed:
+        file, line = _place(place)
+        files[file][line].append(each)
+    return files
 
 
 def _place(place: str) -> tuple[str, str]:
@@ -106,12 +110,7 @@ def _bar(operations: Operations, total: int) -> Iterator[str]:
 
 def _modules(operations: Operations, total: int) -> Iterator[str]:
     """Yields the table of the modules, those with the most FLOPs in float32 first."""
-    depth, large = 9, dict[str, list[AutocastOperation]]()
-    while depth > 2 and not 0 < len(large) <= _MOST:  # As deep as the table stays short.
-        depth, modules = depth - 1, collections.defaultdict[str, list[AutocastOperation]](list)
-        for each in operations:
-            modules["/".join(each.module.split("/")[:depth])].append(each)
-        large = {name: own for name, own in modules.items() if _flops(own) >= total / 2000}
+    large = _large_modules(operations, total)
     left = {name: _flops(each for each in own if not each.in_half) for name, own in large.items()}
     yield "<div class=wide><table><tr><th>module<th>in float32<th>FLOPs<th>Tensor Cores<th>operations in half"
     for name in sorted(large, key=lambda name: -left[name])[:_MOST]:
@@ -122,16 +121,35 @@ def _modules(operations: Operations, total: int) -> Iterator[str]:
     yield "</table></div>"
 
 
+def _large_modules(operations: Operations, total: int) -> Mapping[str, Operations]:
+    """Returns the modules with a share of the FLOPs, as deep as the table stays short."""
+    depth, large = 9, dict[str, list[AutocastOperation]]()
+    while depth > 2 and not 0 < len(large) <= _MOST:
+        depth, modules = depth - 1, collections.defaultdict[str, list[AutocastOperation]](list)
+        for each in operations:
+            modules["/".join(each.module.split("/")[:depth])].append(each)
+        large = {name: own for name, own in modules.items() if _flops(own) >= total / 2000}
+    return large
+
+
 def _file(
     file: str, lines: Mapping[str, Operations], marks: Mapping[str, Sequence[str]], share: float, total: int
 ) -> Iterator[str]:
-    """Yields the lines of a file that have operations, with the lines around them; of no file, the places."""
+    """Yields a file: its share of the FLOPs, and its lines."""
     name = escape(cell_of(file) or shortened(file)) if file else "without source"
     yield f"<details class=file{' open' if share >= 0.02 or marks else ''}>"  # What costs little is folded.
     of_flops = f" <span class=soft>{share:.1%} of FLOPs</span>" if share else ""
     yield f"<summary>{name}{of_flops}</summary><div class=src>"
     yield "<div class='line head'><i></i><i>forward</i><i>backward</i><i class=share>FLOPs</i></div>"
-    source, last, places = linecache.getlines(file) if file else [], 0, {*lines, *marks}
+    yield from _rows(linecache.getlines(file) if file else [], lines, marks, total)
+    yield "</div></details>"
+
+
+def _rows(
+    source: Sequence[str], lines: Mapping[str, Operations], marks: Mapping[str, Sequence[str]], total: int
+) -> Iterator[str]:
+    """Yields the lines with operations or marks and those around them; without a source, the places."""
+    last, places = 0, {*lines, *marks}
     row = lambda number, code, key: _line(number, code, lines.get(key, ()), marks.get(key, ()), total)
     for place in () if source else sorted(places, key=lambda place: -_flops(lines.get(place, ()))):
         yield row("", shortened(place) or "made by JAX", place)
@@ -139,7 +157,6 @@ def _file(
         yield "<div class='line soft'><i class=no>⋯</i></div>" if number > last + 1 else ""
         last = number
         yield row(str(number), source[number - 1].rstrip(), str(number))
-    yield "</div></details>"
 
 
 def _near(numbers: Iterable[int], count: int) -> list[int]:
@@ -159,14 +176,19 @@ def _line(number: str, code: str, operations: Operations, marks: Sequence[str], 
     below = "".join(f"<div class=mark>{escape(shortened(mark))}</div>" for mark in marks)
     if not operations:
         return f"<div class=line>{line}</div>{below}"
+    told = _told(operations)
+    return f"<details><summary class=line>{line}</summary><div class=ops>{told}</div></details>{below}"
+
+
+def _told(operations: Operations) -> str:
+    """Returns the operations of a line with the reasons, equal ones once."""
     rows = collections.Counter[str]()
     for each in operations:
         reason = [each.reason, each.advice, "backward pass" if each.backward else ""]
         text = escape(f"{each.name} {' '.join(each.inputs)} → {' '.join(each.outputs)}")
         rows[f"<code>{text}</code><br>{escape('; '.join(filter(None, reason)))}"] += 1
     told = "".join(f"<div>{text}{f' ({n}x)' * (n > 1)}</div>" for text, n in rows.most_common(_MOST))
-    told += f"and {len(rows) - _MOST:,} more" if len(rows) > _MOST else ""
-    return f"<details><summary class=line>{line}</summary><div class=ops>{told}</div></details>{below}"
+    return told + (f"and {len(rows) - _MOST:,} more" if len(rows) > _MOST else "")
 
 
 def _chip(operations: Operations) -> str:
