@@ -176,3 +176,18 @@ def test_a_training_program_gives_the_same_numbers_under_both(policy):
 def test_jmp_itself_is_the_version_compared_with():
     assert jmp.__version__ == "0.0.4"
     assert importlib.util.find_spec("jmp") is not None
+
+
+@pytest.mark.parametrize("library", [jmp, jmp_lite], ids=["jmp", "jmp_lite"])
+def test_the_program_of_jmps_issue_47_runs_here(library):
+    """https://github.com/google-deepmind/jmp/issues/47: a scale in float16, adjusted."""
+    scale = library.DynamicLossScale(jnp.float16(2**15), period=2)
+    finite = library.all_finite(jnp.ones(5, jnp.float16))
+    if library is jmp:
+        with pytest.raises(TypeError, match="same dtypes"):
+            scale.adjust(~finite)
+    else:
+        assert scale.adjust(~finite).loss_scale == 2**14
+        for _ in range(4):  # Past 2**16, which float16 does not hold.
+            scale = scale.adjust(finite)
+        assert scale.loss_scale == 2**17
