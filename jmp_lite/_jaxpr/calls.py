@@ -127,7 +127,8 @@ def remat_from_half(
 
             return jax.jvp(of_moving, [operands[i] for i in moving], directions)[1]
 
-        # By default XLA would leave out a cast down and up again, and keep the operand itself.
+        # By default XLA would leave out a cast down and up again, and keep the operand itself:
+        # https://github.com/jax-ml/jax/issues/6283.
         copies = [lax.optimization_barrier(cast(x, half)) if i in kept else x for i, x in enumerate(primals)]
         changes = iter(again(copies, [tangents[index] for index in moving]))
         zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)

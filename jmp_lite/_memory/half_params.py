@@ -195,7 +195,8 @@ def full_params(params: Any, masters: Any) -> Any:
             raise _changed_dtype(path_name(path), jnp.result_type(param), has_master)
         if not has_master:
             return param
-        # Not a cast: XLA may drop a cast to half and back, and then every parameter would look changed.
+        # Not a cast: XLA may drop a cast to half and back (https://github.com/jax-ml/jax/issues/6283), and
+        # then every parameter would look changed.
         unchanged = rounding.round_to(master, param.dtype) == param.astype(jnp.float32)
         return jnp.where(unchanged, master, param.astype(jnp.float32))
 

@@ -119,7 +119,8 @@ def _power_of_two(cotangents: Any) -> jax.Array:
     sizes = (jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in floating)
     largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
     exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
-    # From 2**-126 to 2**126. The reciprocal of 2**127 is subnormal, and XLA may flush it to zero.
+    # From 2**-126 to 2**126. The reciprocal of 2**127 is subnormal, and XLA flushes it to zero on a CPU:
+    # https://github.com/jax-ml/jax/issues/16200.
     exponent = jnp.clip(exponent, 1 << 23, 253 << 23)
     power = lax.bitcast_convert_type(exponent, jnp.float32)
     # Without the barrier XLA computes the maximum again in each kernel that reads it.

@@ -246,7 +246,8 @@ def _why_not_half(equation: Equation, rules: Rules) -> str:
 
 def _what_the_program_asks(equation: Equation, floating: Sequence[Var]) -> str:
     """Returns in words for which precision or result the program asks; empty if it asks for none."""
-    # JAX multiplies a float32 cotangent by a half operand, and names the arithmetic of the half product.
+    # JAX multiplies a float32 cotangent by a half operand (https://github.com/jax-ml/jax/issues/10818), and
+    # names the arithmetic of the half product.
     own = {"F16_F16_F32", "BF16_BF16_F32"} if not all(map(read.is_float32, floating)) else set[str]()
     if asked := precisions(equation) - own:
         return f"the program asks for precision {' and '.join(sorted(asked))}"
