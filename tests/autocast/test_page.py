@@ -236,3 +236,24 @@ def test_a_notebook_names_the_cell(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
     assert shortened(f"{file}:12:4 (loss)") == f"{file}:12:4 (loss)"
+
+
+def test_two_lines_around_each_line_are_shown_and_twenty_kinds_of_operations():
+    def loss(w, x):
+        y = [jnp.sum(x[:n] @ w) for n in range(1, 24)]  # A matmul and a sum of each size.
+        del x
+        del w
+        return y
+
+    page = page_of(loss, W, X, dtype="float16")
+    first = loss.__code__.co_firstlineno
+    numbers = [int(row[0]) for row in Lines(page).rows if row and row[0].isdigit()]
+    assert [number for number in numbers if first - 3 <= number <= first + 5] == [
+        *range(first - 1, first + 4)
+    ]
+    assert re.search(r"and \d+ more</div></details>", page)
+    (count,) = re.findall(r"and (\d+) more", page)
+    kinds = {
+        (o.name, *o.inputs, *o.outputs) for o in jmp.explain(jmp.autocast(loss, "float16"))(W, X).operations
+    }
+    assert int(count) == len(kinds) - 20

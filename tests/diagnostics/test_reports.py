@@ -87,7 +87,10 @@ def test_a_page_marks_where_inf_begins_and_the_line_of_the_edit(tool, tmp_path):
     assert "use float32 instead of float16 on line" in of_line("x.astype(jnp.float16)")
     assert "On the way from there: inf from reduce_sum." in of_line("return jnp.mean(hidden.astype")
     assert "<b>" not in page.replace("<b class", "")
-    assert ("f16 as traced" in page.replace("<small>", "")) == isinstance(report, Diagnosis)
+    assert "<details class=file open>" in page
+    is_of_operations = isinstance(report, Diagnosis)
+    assert ("f16 as traced" in page.replace("<small>", "")) == is_of_operations
+    assert ("% of FLOPs" in page) == is_of_operations
 
 
 def test_a_page_has_no_mark_of_a_sound_loss(tmp_path):
