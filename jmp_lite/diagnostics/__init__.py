@@ -27,4 +27,3 @@ from ._ranges.magnitudes import Magnitudes as Magnitudes
 from ._ranges.profile import profile_ranges as profile_ranges
 from ._ranges.report import ModuleRange as ModuleRange
 from ._ranges.report import RangeReport as RangeReport
-from ._ranges.scales import Scales as Scales

@@ -215,15 +215,15 @@ def _of_ranges(report: RangeReport) -> Iterator[Finding]:
     if report.static_scale is None:
         yield Finding("accuracy", "All gradients are zero.", "", "")
         return
-    fates, best = report.pooled.fates(scale), report.scales.largest_safe or 0
-    if fates.lost <= TOLERANCE or report.loss_scale >= (report.largest_safe_scale or 0):
+    fates, best = report.pooled.fates(scale), report.largest_safe_scale or 1.0
+    if fates.lost <= TOLERANCE or report.loss_scale >= best:
         return
     what = (
         f"{fates.lost:.2%} of the gradients that are not zero would become zero in {dtype} at the loss scale "
         f"{power(report.loss_scale)}."
     )
-    less = report.pooled.fates(best).lost
-    advice = f"At {power(2.0**best)}, where the largest gradient fits, it would be {less:.2%}."
+    less = report.pooled.fates(int(np.log2(best))).lost
+    advice = f"At {power(best)}, where the largest gradient fits, it would be {less:.2%}."
     yield Finding("accuracy", what, "", advice)
 
 

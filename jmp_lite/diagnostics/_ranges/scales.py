@@ -1,12 +1,11 @@
 """The loss scales that keep the gradients of one step (NVIDIA's guide to mixed precision, 2.3.2)."""
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
 import numpy as np
 
-from .magnitudes import Fates, Magnitudes
+from .magnitudes import Magnitudes
 
 EXPONENTS = range(-24, 128)
 """The exponents of the loss scales that are considered."""
@@ -18,44 +17,23 @@ TOLERANCE = 0.01
 _OF_VALUES, _OF_DIGITS = 0.001, 0.01
 
 
-@dataclasses.dataclass(frozen=True)
-class Scales:
-    """What each loss scale does to the gradients.
+def suggested(gradients: Magnitudes) -> int | None:
+    """Returns the exponent of a static scale with headroom, for gradients at a scale of 1; None without one.
 
-    Attributes:
-        fates: for each power of two, from `2**-24` to `2**127`, the fates of the gradients, by the exponent.
-        largest_safe: the exponent of the largest power of two at which the largest gradient times the scale
-            is below the largest number of the dtype, 65504 in float16; None if there is none.
-        suggested: the exponent of a static scale with headroom for larger gradients: the smallest power of
-            two, from 1 to the largest safe one, at which at most 0.1 % more of the gradients are lost than at
-            the largest safe one, and at most 1 % more are subnormal.
-
-    Examples:
-        >>> report = profile_ranges(lambda w: jnp.sum(w * jnp.array([1.0, 2.0**-30])))(jnp.ones(2))
-        >>> report.scales.largest_safe, report.scales.suggested, report.scales.fates[6].flushed
-        (15, 6, 0)
+    It is the smallest from 0 to that of the largest safe scale at which hardly more of the gradients are lost
+    or subnormal than there.
     """
-
-    fates: dict[int, Fates]
-    largest_safe: int | None
-    suggested: int | None
-
-
-def scales_for(gradients: Magnitudes) -> Scales:
-    """Returns what each loss scale does to gradients that were measured at a scale of 1."""
-    fates = {exponent: gradients.fates(exponent) for exponent in EXPONENTS}
     safe = largest_safe(gradients.largest, gradients.dtype)
     if safe is None:
-        return Scales(fates, None, None)
-    best = fates[safe]
+        return None
+    best = gradients.fates(safe)
 
-    def is_enough(scaled: Fates) -> bool:
+    def is_enough(exponent: int) -> bool:
+        scaled = gradients.fates(exponent)
         digits = scaled.share(scaled.subnormal) - best.share(best.subnormal)
         return scaled.lost <= best.lost + _OF_VALUES and digits <= _OF_DIGITS
 
-    candidates = range(min(0, safe), safe + 1)
-    suggested = next(exponent for exponent in candidates if is_enough(fates[exponent]))
-    return Scales(fates, safe, suggested)
+    return next(filter(is_enough, range(min(0, safe), safe + 1)))
 
 
 def largest_safe(largest: float, dtype: np.dtype) -> int | None:

@@ -7,7 +7,7 @@ any set of modules in float32.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,8 +40,9 @@ from ..._jaxpr import (
     traits_of,
     while_loop,
 )
-from .calls import INLINE, MOST_ITERATIONS
+from .describe import INLINE
 from .numbers import Numbers, written
+from .tap import MOST_ITERATIONS
 
 Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
@@ -103,34 +104,39 @@ class Reference:
 
         def action(_: int, equation: Equation, read: Read) -> Values:
             flags = flags_of(equation)
-            flags = around if flags is None else flags
-            operands = self._operands(equation, read, flags)
-            name = equation.primitive.name
-            with context_of(equation):
-                if name == "jit" and equation.params["name"] == "_round_to_float8":
-                    (x,) = operands
-                    (rounded,) = bind(equation, [x.array])
-                    return [x._replace(array=self._choose(flags, rounded, x.array))]
-                if self._wide == jnp.bfloat16 and _draws(equation):
-                    # In bfloat16 JAX draws other numbers: float16 ones, once rounded, may leave their range.
-                    drawn = _as_written(equation, [value.array for value in operands])
-                    return list(map(self._exact, drawn))
-                if name in INLINE:
-                    (inner,) = (part for part in inner_jaxprs(equation) if None not in part.results)
-                    return self._run(inner.jaxpr, [operands[number] for number in inner.operands], flags)
-                if name in _CALLS:
-                    return self._call(equation, operands, flags)
-                if traits_of(name).category is Category.MOVE:
-                    return self._move(equation, operands)
-                return self._operation(equation, operands, flags)
+            return self._equation(equation, map(read, equation.invars), around if flags is None else flags)
 
         return replay(jaxpr, [*map(self._exact, constants(jaxpr)), *values], self._literal, action)
 
-    def _operands(self, equation: Equation, read: Read, flags: Flags | None) -> Values:
+    def apply(self, equation: Equation, arrays: Sequence[Array]) -> list[Array]:
+        """Runs one equation on arrays, as `run` does."""
+        return [value.array for value in self._equation(equation, map(self._exact, arrays), None)]
+
+    def _equation(self, equation: Equation, values: Iterable[ReferenceValue], flags: Flags | None) -> Values:
+        operands = self._operands(equation, values, flags)
+        name = equation.primitive.name
+        with context_of(equation):
+            if name == "jit" and equation.params["name"] == "_round_to_float8":
+                (x,) = operands
+                (rounded,) = bind(equation, [x.array])
+                return [x._replace(array=self._choose(flags, rounded, x.array))]
+            if self._wide == jnp.bfloat16 and _draws(equation):
+                # In bfloat16 JAX draws other numbers: float16 ones, once rounded, may leave their range.
+                return list(map(self._exact, _as_written(equation, [value.array for value in operands])))
+            if name in INLINE:
+                (inner,) = (part for part in inner_jaxprs(equation) if None not in part.results)
+                return self._run(inner.jaxpr, [operands[number] for number in inner.operands], flags)
+            if name in _CALLS:
+                return self._call(equation, operands, flags)
+            if traits_of(name).category is Category.MOVE:
+                return self._move(equation, operands)
+            return self._operation(equation, operands, flags)
+
+    def _operands(self, equation: Equation, values: Iterable[ReferenceValue], flags: Flags | None) -> Values:
         """Returns the operands; with the flags off numbers as they are written, which half had rounded."""
         operands = []
-        for position, var in enumerate(equation.invars):
-            value, number = read(var), written(self._numbers, equation, position)
+        for position, value in enumerate(values):
+            number = written(self._numbers, equation, position)
             if number is not None:
                 array = self._choose(flags, value.array, np.asarray(number.number, self._wide))
                 value = ReferenceValue(array, flags)

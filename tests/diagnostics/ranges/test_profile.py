@@ -1,7 +1,6 @@
 """`profile_ranges` counts what half precision loses, as casting every value at every scale does."""
 
 import functools
-import sys
 from typing import Any
 
 import jax
@@ -169,7 +168,7 @@ def test_the_scales_of_real_models_equal_brute_force(name):
         np.testing.assert_allclose(
             np.sum(found, 0), cast(every, exponent, np.float16), atol=max(2, 1e-4 * every.size)
         )
-    safe = report.scales.largest_safe
+    safe = int(np.log2(report.largest_safe_scale))
     inside = max(each.magnitudes.largest for each in report.modules if each.direction == "backward")
     largest = float(max(np.abs(every).max(), inside))
     assert safe == max(k for k in EXPONENTS if largest * 2.0**k < 65504)
@@ -197,30 +196,14 @@ def small_report():
 def test_the_report():
     report = small_report()
     text = str(report)
-    safe = report.scales.largest_safe
-    assert report.largest_safe_scale == 2.0**safe
+    safe = int(np.log2(report.largest_safe_scale))
     assert f"largest safe scale is 2**{safe}" in text
-    assert f"jmp.StaticLossScale(2.0**{report.scales.suggested})" in text
+    assert f"jmp.StaticLossScale(2.0**{int(np.log2(report.static_scale))})" in text
     assert isinstance(report.dynamic_scale, jmp.DynamicLossScale)
     assert float(report.dynamic_scale.loss_scale) == report.largest_safe_scale
     assert report.static_scale <= report.largest_safe_scale
     assert repr(report) == f"RangeReport({report.summary()})"
     assert sum("ward" in line for line in text.splitlines()) >= len(report.modules)
-
-
-@pytest.mark.slow
-def test_the_picture(tmp_path):
-    report = small_report()
-    report.plot(tmp_path / "ranges.png")
-    assert (tmp_path / "ranges.png").read_bytes().startswith(b"\x89PNG")
-    report.plot(str(tmp_path / "ranges.svg"))
-    assert "<svg" in (tmp_path / "ranges.svg").read_text()
-
-
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        small_report().plot(tmp_path / "ranges.png")
 
 
 def test_errors_say_what_was_given():
