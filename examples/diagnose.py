@@ -8,8 +8,8 @@ float32 table that promotes the matmul behind it; and a loss whose gradients flo
 
 In the first run every step is skipped, and `jmp.raise_if_stuck` stops it. `doctor` names the mask, and its
 list of operations the table. With both fixed nothing is skipped, but all gradients are zero, which stops the
-second run. `doctor` names a scale that saves them. With it the loss falls to a tenth. Takes less than a minute on two
-CPU cores.
+second run. `doctor` names a scale that saves them. With it the loss falls to a tenth. Takes less than a
+minute on two CPU cores.
 """
 
 import argparse

@@ -8,7 +8,8 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from .._autocast import AutocastReport, report_of
+from .._autocast import AutocastReport
+from .._autocast import report_of as operations_of
 from .._dtypes import DTypeLike
 from .._jaxpr import Equation, all_equations, in_two_calls
 from .._scaling.loss_scale import LossScaleLike
@@ -18,13 +19,13 @@ from ..programs._program import Program
 from ..programs._read import read_program
 from ..programs._roofline import Roofline, roofline
 from ._findings import Finding, of_accuracy, of_all, of_aux, of_step, of_step_in_float32, of_values
-from ._nonfinite.find import find, finite_summary
+from ._nonfinite.find import find
 from ._nonfinite.report import NonfiniteReport
-from ._precision.compare import Runs, check_tolerance, compare_for_doctor, limits_for_doctor
+from ._precision.compare import Runs, check_tolerance, report_of
 from ._precision.report import PrecisionReport
 from ._ranges.profile import ranges_of
 from ._ranges.report import RangeReport
-from ._values.case import Case, Options, tool, without_debugging
+from ._values.case import Case, tool, without_debugging
 from ._values.trace import ValueAndGrad
 
 P = ParamSpec("P")
@@ -75,7 +76,7 @@ class Diagnosis(Shown):
     def operations(self) -> AutocastReport:
         """The report of `explain`."""
         rules = self._case.rules
-        return report_of(self._case.traced, rules, *self._case.planned(rules))
+        return operations_of(self._case.traced, rules, *self._case.planned(rules))
 
     @functools.cached_property
     def nonfinite(self) -> NonfiniteReport:
@@ -93,7 +94,7 @@ class Diagnosis(Shown):
         if self._is_step or self._why_skipped:
             return None
         self._runs.scale = self._scale
-        return compare_for_doctor(self._runs, self._tolerance, lambda: self._ranges.largest_safe_scale)
+        return report_of(self._runs, self._tolerance, scale=lambda: self._ranges.largest_safe_scale)
 
     @functools.cached_property
     def roofline(self) -> Roofline | None:
@@ -139,7 +140,10 @@ class Diagnosis(Shown):
     @functools.cached_property
     def _values(self) -> str:
         """Which of the results are finite."""
-        return finite_summary(self._runs) if self._is_sound else self.nonfinite.summary()
+        if not self._is_sound:
+            return self.nonfinite.summary()
+        runs = self._runs
+        return NonfiniteReport(runs.half_loss, runs.scale, len(runs.program.outputs) - 1).summary()
 
     @functools.cached_property
     def _is_sound(self) -> bool:
@@ -147,7 +151,7 @@ class Diagnosis(Shown):
         may_not_end = any(map(_waits_for_numbers, all_equations(self._case.program.jaxpr)))
         if self._is_step or may_not_end or not self._runs.is_finite:
             return False
-        return limits_for_doctor(self._runs, self._tolerance).allow(self._runs.keeping(()))
+        return self._runs.limits(self._tolerance).allow(self._runs.keeping(()))
 
     @functools.cached_property
     def _why_skipped(self) -> str:
@@ -259,19 +263,13 @@ def doctor(
             "program=read_program(jax.jit(step).lower(*args).compile())."
         )
     check_tolerance("doctor", tolerance)
-    options: Options = {
-        "loss_scale": loss_scale,
-        "argnums": argnums,
-        "has_aux": has_aux,
-        "value_and_grad_fn": value_and_grad_fn,
-    }
 
     def diagnose(case: Case) -> Diagnosis:
         diagnosis = Diagnosis(case, tolerance, program, device)
         str(diagnosis)  # What the page needs runs here.
         return diagnosis
 
-    return tool("doctor", fun, dtype, jnp.float16, diagnose, **options)
+    return tool("doctor", fun, dtype, jnp.float16, diagnose, loss_scale, argnums, has_aux, value_and_grad_fn)
 
 
 def _waits_for_numbers(equation: Equation) -> bool:

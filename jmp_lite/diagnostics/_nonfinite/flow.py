@@ -12,7 +12,9 @@ origin if it is bad and its operands are not. An origin is harmful in two ways:
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from .._values.extremes import Extremes
 from .._values.sites import Path, Site, SiteKind
 from .._values.trace import Measured
 
+T = TypeVar("T")
 Steps = tuple[int, ...]
 Instance = tuple[Path, Steps]
 """A site, and the index of the iteration in each loop around it."""
@@ -47,7 +50,6 @@ class Origin:
     operands: tuple[Extent | None, ...]  # The extent of each operand, where it is known.
     is_harmful: bool  # Whether it reaches the loss or a gradient.
     end: Site | None  # For a suspect, the site that turns it into finite numbers.
-    way: tuple[tuple[Site, bool], ...]  # The bad sites on the way to an output, and whether each is NaN.
     is_derivative: bool  # Whether the forward pass computes it for the backward pass alone.
     growth: float  # By which factor an operand grew in each of the iterations before; 0 if it did not.
     moment: tuple[int, ...]  # Sorts origins as the program runs.
@@ -74,32 +76,46 @@ class Flow:
         return [n for n, path in paths if n in self._watched and path is not None and is_bad(path)]
 
     @functools.cached_property
-    def _following(self) -> dict[Instance, Instance | None]:
-        """The bad instances that lead to a bad output, each with the next one on the way."""
+    def _following(self) -> dict[Instance, None]:
+        """The bad instances that lead to a bad output."""
         outputs = {self._measured.outputs[index] for index in self.bad_outputs()}
         # A step that tests its gradients skips its update, so no output shows them. A loss that tests a value
         # is guarded against it.
         outputs |= self._measured.checked if self._measured.is_step else set()
-        starts = [instance for path in outputs if path is not None for instance in self._bad_instances[path]]
-        following: dict[Instance, Instance | None] = dict.fromkeys(starts)
-        todo = collections.deque(starts)
+        bad = (self._bad_instances[path] for path in outputs if path is not None)
+        return self._leading(dict.fromkeys(itertools.chain.from_iterable(bad)))
+
+    @functools.cached_property
+    def _ends(self) -> dict[Instance, Site]:
+        """The infs of half arithmetic that an operation turns into finite numbers, with the first one."""
+        has_bad = {path for path, bad in self._bad.items() if bad.any()}
+        readers = [path for path, site in self._sites.items() if not has_bad.isdisjoint(site.sources)]
+        ends: dict[Instance, Site] = {}
+        for path in sorted(path for path in readers if not _passes_on(self._sites[path])):
+            for steps in np.ndindex(self._bad[path].shape):
+                if self._is_finite(path, steps):
+                    bad = filter(self._is_bad, self._operands((path, steps)))
+                    ends |= dict.fromkeys(bad, self._sites[path]) | ends
+        is_computed = lambda site: (
+            site.kind is SiteKind.OPERATION and {"inf", "-inf"}.isdisjoint(site.operands)
+        )
+        leading = self._leading(ends).items()
+        sites = ((instance, self._sites[instance[0]], end) for instance, end in leading)
+        return {instance: end for instance, site, end in sites if site.is_half and is_computed(site)}
+
+    def _leading(self, ends: dict[Instance, T]) -> dict[Instance, T]:
+        """Returns the bad instances that lead to some bad instances, each with what is given for its end."""
+        found, todo = dict(ends), collections.deque(ends)
         while todo:
             instance = todo.popleft()
             bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
             nans = [operand for operand in bad if self._is_nan(operand)]
             # Operations propagate NaN. So a NaN comes from the operands that have a NaN, if any has one.
             for operand in nans if nans and self._is_nan(instance) else bad:
-                if operand not in following:
-                    following[operand] = instance
+                if operand not in found:
+                    found[operand] = found[instance]
                     todo.append(operand)
-        return following
-
-    def _way(self, instance: Instance) -> Iterator[tuple[Site, bool]]:
-        """Yields the operations after an instance on the way to an output, and whether each gives a NaN."""
-        while (following := self._following.get(instance)) is not None:
-            instance, site = following, self._sites[following[0]]
-            if site.kind is SiteKind.OPERATION and traits_of(site.operation).category is not Category.MOVE:
-                yield site, self._is_nan(instance)
+        return found
 
     def _begins(self, instance: Instance) -> bool:
         bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
@@ -116,9 +132,8 @@ class Flow:
             extent=self._extent(path, steps),
             operands=tuple(None if x is None else self._extent_at(x, steps) for x in site.sources),
             is_harmful=is_harmful,
-            end=None if is_harmful else self._end(instance),
-            way=tuple(self._way(instance)),
-            is_derivative=self._is_derivative(site),
+            end=None if is_harmful or self._is_nan(instance) else self._ends.get(instance),
+            is_derivative=path in self._derivatives,
             growth=max(
                 (self._growth(source, steps) for source in site.sources if source is not None), default=0
             ),
@@ -135,45 +150,6 @@ class Flow:
             factors = sizes[1:] / sizes[:-1]
         is_growth = len(sizes) == _GROWING and np.isfinite(factors).all() and (factors > 1.1).all()
         return float(factors[-1]) if is_growth else 0.0
-
-    def _end(self, instance: Instance) -> Site | None:
-        """Returns the first site that turns an inf of half arithmetic into finite numbers, if any."""
-        origin = self._sites[instance[0]]
-        is_written = {"inf", "-inf"} & set(origin.operands)
-        is_computed = origin.kind is SiteKind.OPERATION and not is_written
-        if not origin.is_half or not is_computed or self._is_nan(instance):
-            return None
-        todo, seen = [instance], {instance}
-        while todo:
-            for path, steps in self._readers(todo.pop()):
-                if self._is_finite(path, steps) and not _passes_on(self._sites[path]):
-                    return self._sites[path]
-                if self._is_bad((path, steps)) and (path, steps) not in seen:
-                    seen.add((path, steps))
-                    todo.append((path, steps))
-        return None
-
-    def _is_derivative(self, site: Site) -> bool:
-        """Whether only the backward pass reads a value of the forward pass, such as 0.5 / sqrt(x)."""
-        loss = None if self._measured.is_step else self._measured.outputs[0]
-        if site.direction != "forward" or loss is None:
-            return False
-        return site.path in self._before_backward and site.path not in self._before_loss
-
-    def _readers(self, instance: Instance) -> Iterator[Instance]:
-        """Yields the instances that were computed from an instance."""
-        path, steps = instance
-        for reader in self._reading[path]:
-            depth = len(self._sites[reader].loops)
-            if depth <= len(steps):
-                yield reader, steps[:depth]
-            else:
-                inside = np.ndindex(self._records[reader].shape[len(steps) : depth])
-                yield from ((reader, (*steps, *more)) for more in inside)
-        for entry in self._entries[path]:
-            following = self._step(self._sites[entry], steps, 1)
-            if following is not None:
-                yield entry, following
 
     def _operands(self, instance: Instance) -> Iterator[Instance]:
         """Yields the instances that an instance was computed from."""
@@ -230,33 +206,14 @@ class Flow:
     # The graph and the records.
 
     @functools.cached_property
-    def _reading(self) -> dict[Path, list[Path]]:
-        """For each site the sites that take its value as an operand."""
-        reading: dict[Path, list[Path]] = collections.defaultdict(list)
-        for path, site in self._sites.items():
-            for source in filter(None, site.sources):
-                reading[source].append(path)
-        return reading
-
-    @functools.cached_property
-    def _entries(self) -> dict[Path, list[Path]]:
-        """For each site the carries of loops that its value becomes in the next iteration."""
-        entries: dict[Path, list[Path]] = collections.defaultdict(list)
-        for entry, source in self._measured.carried.items():
-            if source is not None:
-                entries[source].append(entry)
-        return entries
-
-    @functools.cached_property
-    def _before_loss(self) -> set[Path]:
-        """The sites that the loss was computed from, in any iteration, and its own."""
-        loss = self._measured.outputs[0]
-        return self._before([] if loss is None else [loss])
-
-    @functools.cached_property
-    def _before_backward(self) -> set[Path]:
-        """The sites that the backward pass was computed from, in any iteration, and its own."""
-        return self._before([path for path, site in self._sites.items() if site.is_scaled])
+    def _derivatives(self) -> set[Path]:
+        """The sites of the forward pass that only the backward pass reads, such as 0.5 / sqrt(x)."""
+        loss = None if self._measured.is_step else self._measured.outputs[0]
+        if loss is None:
+            return set()
+        backward = self._before([path for path, site in self._sites.items() if site.is_scaled])
+        forward = {path for path in backward if self._sites[path].direction == "forward"}
+        return forward - self._before([loss])
 
     def _before(self, paths: Iterable[Path]) -> set[Path]:
         """Returns the sites that some values were computed from, and their own."""

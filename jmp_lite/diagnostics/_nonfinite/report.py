@@ -31,7 +31,6 @@ class Nonfinite:
             `backward`; or `recomputed` in the backward pass. Empty outside of the backward pass of a step.
         iterations: for each loop around it, outermost first, its kind and the number of the iteration, from
             0. For a scan it is the index of the slice, also in reverse; for a `shard_map`, of the shard.
-        way: the operations between it and the loss or a gradient, such as `NaN from sub, file.py:13:4`.
         end: the operation that turns it into wrong finite numbers, and its line; empty if it reaches an
             output.
         index: the index of the first such element of an argument or constant; None for an operation.
@@ -55,7 +54,6 @@ class Nonfinite:
     caller: str
     direction: str
     iterations: tuple[tuple[str, int], ...]
-    way: tuple[str, ...]
     end: str
     index: tuple[int, ...] | None
 
@@ -74,7 +72,6 @@ class Nonfinite:
         ]
         lines += [f"gives {self.result}{_range(self.range)}"]
         lines += [f"ends in {self.end}, whose result is finite, and wrong"] if self.end else []
-        lines += [f"from there: {'; '.join(self.way)}"] if self.way else []
         return [line for text in lines for line in wrapped(shortened(text), 4)]
 
     def head(self) -> str:
@@ -161,18 +158,18 @@ class NonfiniteReport(Shown):
     wrong finite numbers, as `rsqrt` returns 0 for it.
 
     Attributes:
+        loss: the loss; None for a step.
+        loss_scale: the scale at which it ran.
+        parameters: how many gradients there are; for a step, how many floating arrays it returns.
+        gradients: the paths of the gradients that are not finite; for a step, of its results.
         first_inf: the first operation, if any, that gives a harmful inf for finite operands.
         first_nan: the first operation, if any, that gives a harmful NaN for operands without NaN.
         others: the other operations at which a harmful inf or NaN begins.
         harmless: the operations at which a harmless one begins, such as a mask of -inf that a softmax reads.
-        loss: the loss; None for a step.
-        loss_scale: the scale at which it ran.
-        gradients: the paths of the gradients that are not finite; for a step, of its results.
-        parameters: how many gradients there are; for a step, how many floating arrays it returns.
-        cut: the lines of the `while` loops that were stopped after 10,000 iterations. What follows them is
-            not what the program computes.
         fitting_scale: the largest power of two below the scale at which the loss and all gradients are
             finite. None if there is none, or if the first inf or NaN is not in the backward pass.
+        cut: the lines of the `while` loops that were stopped after 10,000 iterations. What follows them is
+            not what the program computes.
         tried: the changes that were run, for the cause; empty if the program has no half values, or is not
             finite in float32 either.
         is_finite_in_float32: whether the loss and all gradients are finite in float32; None if not run.
@@ -188,15 +185,15 @@ class NonfiniteReport(Shown):
         (False, ('head',), True)
     """
 
-    first_inf: Nonfinite | None
-    first_nan: Nonfinite | None
-    others: tuple[Nonfinite, ...]
-    harmless: tuple[Nonfinite, ...]
     loss: float | None
     loss_scale: float
-    gradients: tuple[str, ...]
     parameters: int
-    fitting_scale: float | None
+    gradients: tuple[str, ...] = ()
+    first_inf: Nonfinite | None = None
+    first_nan: Nonfinite | None = None
+    others: tuple[Nonfinite, ...] = ()
+    harmless: tuple[Nonfinite, ...] = ()
+    fitting_scale: float | None = None
     cut: tuple[str, ...] = ()
     tried: tuple[Trial, ...] = ()
     is_finite_in_float32: bool | None = None

@@ -87,7 +87,7 @@ def _rounded_to(
 
 def _halves(number: Written, dtype: np.dtype) -> set[float]:
     dtypes = (dtype,) if dtype in _NARROW else HALF_DTYPES
-    return set[float]().union(*(number.in_half(half) for half in dtypes))
+    return {float(np.asarray(number.number).astype(half)) for half in dtypes}
 
 
 def _given(node: ast.expr, given: Mapping[str, float]) -> list[Written]:

@@ -10,7 +10,7 @@ import itertools
 import linecache
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,20 +33,7 @@ class Written(NamedTuple):
 
     number: float
     is_sure: bool = True  # False for a default, in whose place a caller may give another number.
-    # The operator and the operands of an expression, which may have been computed in half.
-    computed: tuple[Callable[[Any, Any], Any], "Written", "Written"] | None = None
     line: str = ""  # Where the source converts it to half, so that it is rounded in a float32 program too.
-
-    def in_half(self, dtype: np.dtype) -> set[float]:
-        """Returns what the number may be in a half dtype: rounded, or computed from rounded numbers."""
-        rounded = lambda number: float(np.asarray(number).astype(dtype))
-        values = {rounded(self.number)}
-        if self.computed is not None:
-            compute, left, right = self.computed
-            with np.errstate(all="ignore"):
-                for pair in itertools.product(left.in_half(dtype), right.in_half(dtype)):
-                    values.add(rounded(compute(*map(np.float64, pair))))
-        return values
 
 
 class Source:
@@ -103,7 +90,7 @@ class Source:
                 for one, other in itertools.product(self._numbers(left), self._numbers(right)):
                     number = float(compute(one.number, other.number))
                     is_sure, line = one.is_sure and other.is_sure, one.line or other.line
-                    yield Written(number, is_sure, (compute, one, other), line)
+                    yield Written(number, is_sure, line)
             case ast.Call(func=func, args=[ast.Constant(value=str() as text)]) if self._is_conversion(func):
                 yield Written(float(text))
             case ast.Call(func=func, args=[argument, *more], keywords=named) if self._is_conversion(func):

@@ -10,7 +10,7 @@ from jmp_lite.diagnostics._precision.report import Difference
 
 INF = Nonfinite(
     *("inf", "mul", "float16[4]", (1.0, math.inf), ("float16[4]", "float16[4]"), ((1.0, 300.0),) * 2),
-    *("", "w", True, "train.py:3:4 (step)", "", "forward", (), (), "", None),
+    *("", "w", True, "train.py:3:4 (step)", "", "forward", (), "", None),
 )
 NAN = dataclasses.replace(INF, what="NaN", operation="div", line="train.py:4:4 (step)", direction="backward")
 OTHER = dataclasses.replace(INF, operation="exp", line="train.py:5:4 (step)")
@@ -19,7 +19,7 @@ TRIED = (
     Trial("rules={'/w': 'float32'}", Difference(1e-3, 1e-4, 1.0), True),
     Trial("bfloat16 in place of float16", Difference(math.inf, math.inf, math.nan), False),
 )
-REPORT = NonfiniteReport(INF, NAN, (OTHER,), MASKS, None, 1.0, ("w",), 1, None, tried=TRIED)
+REPORT = NonfiniteReport(None, 1.0, 1, ("w",), INF, NAN, (OTHER,), MASKS, tried=TRIED)
 
 PAGE = """\
 The result of the step (w) is not finite.
