@@ -159,11 +159,13 @@ class FlaggedProgram:
         One more number stands for the operations that no rule takes out of half.
         """
         traced, before = self._case.traced, self._case.before
-        cast = cast_modules(self._cast_products(), parameters)
+        whole = equations(traced.jaxpr)
+        around = whole[0].params["name"] if [each.primitive.name for each in whole] == ["jit"] else ""
+        cast = cast_modules(self._cast_products(), parameters, around)
         numbers = lost_numbers(traced.jaxpr, self._case.numbers)
         found = sources_of(traced, self.is_step, numbers)
         own = [n for n, operation in enumerate(before) if gives_half(operation) or found[n]]
-        own_parts, owners = own_modules([before[number] for number in own], parameters, traced.names)
+        own_parts, owners = own_modules([before[number] for number in own], parameters, traced.names, around)
         if layers := [part for part in own_parts if part.layer]:
             found = sources_of(traced, self.is_step, numbers, layers)
         every = frozenset[Module]().union(*found)
