@@ -127,7 +127,7 @@ class Flow:
         site, is_harmful = self._sites[path], instance in self._following
         return Origin(
             site=site,
-            iterations=self._iterations(site, steps),
+            iterations=steps,
             is_nan=self._is_nan(instance),
             extent=self._extent(path, steps),
             operands=tuple(None if x is None else self._extent_at(x, steps) for x in site.sources),
@@ -156,8 +156,7 @@ class Flow:
         path, steps = instance
         site, carried = self._sites[path], self._measured.carried
         sources = site.sources
-        # A carry enters the first iteration from outside, and each other one from the iteration before. Only
-        # some iterations of a while loop are kept: there the previous record stands for it.
+        # A carry enters the first iteration from outside, and each other one from the iteration before.
         if path in carried and (before := self._step(site, steps, -1)) is not None:
             sources, steps = (carried[path],), before
         for source in sources:
@@ -185,13 +184,6 @@ class Flow:
         loop, (*around, step) = site.loops[-1], steps
         moved = step - by if loop.reverse else step + by
         return (*around, moved) if 0 <= moved < loop.length else None
-
-    def _iterations(self, site: Site, steps: Steps) -> Steps:
-        """Returns the numbers of iterations for their indexes among those that are kept."""
-        return tuple(
-            int(self._measured.steps[loop.path][steps[: depth + 1]]) if loop.kind == "while" else step
-            for depth, (loop, step) in enumerate(zip(site.loops, steps))
-        )
 
     def _moment(self, site: Site, steps: Steps) -> tuple[int, ...]:
         """Returns the path of a site with the iterations inserted, which sorts as the program runs."""

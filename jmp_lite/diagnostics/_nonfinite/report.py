@@ -71,6 +71,7 @@ class Nonfinite:
             f"takes {text}{_range(ends)}{', twice' if n > 1 else ''}" for (text, ends), n in pairs.items()
         ]
         lines += [f"gives {self.result}{_range(self.range)}"]
+        lines += ["The inside of a while loop is not measured."] if self.operation == "while" else []
         lines += [f"ends in {self.end}, whose result is finite, and wrong"] if self.end else []
         return [line for text in lines for line in wrapped(shortened(text), 4)]
 

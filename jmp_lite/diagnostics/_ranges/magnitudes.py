@@ -142,7 +142,7 @@ class Histogram(Probe):
 
     def wants(self, site: Site) -> bool:
         """Whether it is an array in half or fp8. Recomputed values are not counted again."""
-        is_new = site.kind not in (SiteKind.ENTRY, SiteKind.LEAVE) and site.direction != "recomputed"
+        is_new = site.kind in (SiteKind.INPUT, SiteKind.OPERATION) and site.direction != "recomputed"
         return is_new and (site.is_half or site.dtype in FLOAT8_DTYPES) and site.shape != ()
 
     def of(self, site: Site) -> "Histogram":

@@ -21,15 +21,16 @@ class SiteKind(enum.Enum):
     OPERATION = "the result of an operation"
     ENTRY = "a value that enters a loop or a shard"
     LEAVE = "a value that leaves a loop, a branch or a shard"
+    CUT = "1 if a while loop was stopped, since it did not end, and else 0"
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """A loop around a site. The shards of a `shard_map` count as one."""
 
-    kind: str  # `scan`, `while` or `shard_map`.
+    kind: str  # `scan` or `shard_map`. The inside of a `while` is not measured.
     path: Path  # The path of its body. All paths in the body begin with it.
-    length: int  # The iterations or shards; of a while loop, the iterations that are kept.
+    length: int  # The iterations or shards.
     reverse: bool = False  # Whether a scan runs from the last slice to the first.
 
 

@@ -9,7 +9,7 @@ import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,11 @@ from ..._jaxpr import (
     replay,
     traits_of,
 )
-from .describe import INLINE, KEPT, LEAVE, Description
+from .describe import CUT, INLINE, LEAVE, Description
 from .sites import Path, Site
 
 MOST_ITERATIONS = 10_000
 """After so many iterations a tool stops a `while` loop, and says so."""
-STEPS = -LEAVE
-"""Ends the path of the record with the iterations of a while loop that are kept, and whether it was cut."""
 
 Records: TypeAlias = Side
 """What was measured at each site, by its path."""
@@ -69,16 +67,12 @@ class Probe(abc.ABC):
         """Returns two measurements of a probe that `adds` as one: by default their sum."""
         return first + second
 
-    def alarm(self, record: Array) -> Array:
-        """Whether a measurement is a reason to keep its iteration of a while loop."""
-        return jnp.zeros(record.shape[:-1], bool)
-
 
 class Tap:
     """Runs the jaxprs of one program with a probe; `operate` runs their equations."""
 
     def __init__(self, description: Description, probe: Probe, operate: Operate = bind) -> None:
-        self.probe, self._operate, self._loops = probe, operate, description.loops
+        self.probe, self._operate = probe, operate
         self.sites = {path: site for path, site in description.sites.items() if probe.wants(site)}
         self.records: Records = {}  # The measurements so far in the jaxpr that runs.
 
@@ -93,8 +87,9 @@ class Tap:
             is_call = traits_of(equation.primitive.name).category is Category.CALL
             with context_of(equation):
                 results = self._call(equation, operands, at) if is_call else self._operate(equation, operands)
+            first = LEAVE if is_call and equation.primitive.name != "while" else 0
             for number, array in enumerate(results):
-                self._measure((*at, LEAVE + number if is_call else number), array)
+                self._measure((*at, first + number), array)
             return results
 
         return replay(jaxpr, [*fixed, *arrays], lambda var: var.val, action)
@@ -118,16 +113,12 @@ class Tap:
         elif name == "scan" and self.probe.adds:
             more = {"accumulator": _Joined(self.probe, self._empty((*path, 0)))}
         elif name == "while":
-            empty, steps = self._empty((*path, 1)), (*path, 1, STEPS)
-            keeper = _Joined(self.probe, empty) if self.probe.adds else _Kept(self.probe, empty, steps)
-            more = {"accumulator": keeper, "most": MOST_ITERATIONS}
+            more = {"most": MOST_ITERATIONS}
         results, records = CALLS[name](equation, bodies, arrays, **more)
         if name == "shard_map" and self.probe.adds:
             records = {at: functools.reduce(self.probe.join, record) for at, record in records.items()}
-        if name == "while" and not self.probe.adds:
-            is_cut = jnp.any(bodies[0](*results)[0][0]).astype(jnp.int32)
-            steps = (*path, 1, STEPS)
-            records[steps] = jnp.append(records[steps], is_cut)
+        if name == "while":
+            self._measure((*path, CUT), jnp.any(bodies[0](*results)[0][0]).astype(float))
         self.records.update(records)
         return results
 
@@ -160,11 +151,7 @@ class Tap:
         records = {path: self.probe.empty(site.dtype) for path, site in sites.items()}
         if self.probe.adds:
             return records
-        loops = {path: site.loops for path, site in sites.items()}
-        for path, where in self._loops.items():
-            if is_inside(steps := (*path, STEPS)):
-                records[steps], loops[steps] = jnp.full(KEPT + 1, -1), where.loops[:-1]
-        lengths = lambda path: [loop.length for loop in loops[path] if len(loop.path) > start]
+        lengths = lambda path: [loop.length for loop in sites[path].loops if len(loop.path) > start]
         return {at: jnp.broadcast_to(each, (*lengths(at), *each.shape)) for at, each in records.items()}
 
 
@@ -180,40 +167,3 @@ class _Joined:
 
     def side(self, state: Records) -> Records:
         return state
-
-
-class _Slots(NamedTuple):
-    """The iterations of a while loop that are kept so far."""
-
-    records: Records  # With an axis of `KEPT` slots.
-    iterations: Array  # The number of the iteration in each slot; -1 for an empty one.
-    filled: Array
-    most: Array  # The most non-finite values that an iteration had.
-    now: Array  # The number of the iteration that runs.
-
-
-class _Kept:
-    """Keeps the records of a few iterations, since the length of a while loop is not known in advance."""
-
-    def __init__(self, probe: Probe, empty: Records, steps: Path) -> None:
-        self._probe, self._steps = probe, steps
-        records = {path: jnp.broadcast_to(record, (KEPT, *record.shape)) for path, record in empty.items()}
-        none = jnp.int32(0)
-        self.start = _Slots(records, jnp.full(KEPT, -1, jnp.int32), filled=none, most=none, now=none)
-
-    def add(self, state: _Slots, side: Records) -> _Slots:
-        alarms = (self._probe.alarm(record).any() for path, record in side.items() if path[-1] != STEPS)
-        bad = sum(map(jnp.int32, alarms), jnp.int32(0))
-        is_worse = (bad > state.most) & (state.filled < KEPT)
-        slot = jnp.where(is_worse, state.filled, KEPT)  # mode="drop" ignores the index KEPT.
-        write = lambda old, new: old.at[slot].set(new, mode="drop")
-        return _Slots(
-            records={path: write(old, side[path]) for path, old in state.records.items()},
-            iterations=write(state.iterations, state.now),
-            filled=state.filled + is_worse,
-            most=jnp.maximum(bad, state.most),
-            now=state.now + 1,
-        )
-
-    def side(self, state: _Slots) -> Records:
-        return state.records | {self._steps: state.iterations}

@@ -21,9 +21,9 @@ from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import StaticLossScale
 from ..._tree import has_dtype
 from .describe import Description, Value
-from .sites import Path, Site
+from .sites import Path, Site, SiteKind
 from .state import Trees, state_of
-from .tap import STEPS, Operate, Probe, Tap
+from .tap import Operate, Probe, Tap
 
 _SCALE = "_jmp_lite_loss_scale"
 EVERY_CAST: Any = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
@@ -185,7 +185,6 @@ class Measured:
 
     sites: dict[Path, Site]
     records: dict[Path, np.ndarray]  # With an axis for each loop around a site.
-    steps: dict[Path, np.ndarray]  # For the body of each while loop, the iterations that are kept.
     cut: tuple[str, ...]  # The lines of the while loops that were stopped, since they did not end.
     carried: dict[Path, Path | None]
     checked: set[Path]
@@ -206,12 +205,12 @@ class Tapped:
     def __call__(self, scale: float) -> Measured:
         described, floating = self._description, len(self._program.outputs) + len(self._program.aux)
         records, results = jax.tree.map(np.asarray, self._run(self._program.at_scale(scale)))
-        steps = {path: records.pop((*path, STEPS)) for path in described.loops if (*path, STEPS) in records}
-        cut = (described.loops[path].line for path, record in steps.items() if (record[..., -1] == 1).any())
+        sites = self._tap.sites
+        cuts = (path for path, site in sites.items() if site.kind is SiteKind.CUT)
+        cut = (sites[path].line for path in cuts if (records[path][..., 1] == 1).any())
         return Measured(
-            sites=self._tap.sites,
+            sites=sites,
             records=records,
-            steps={path: record[..., :-1] for path, record in steps.items()},
             cut=tuple(dict.fromkeys(cut)),
             carried=described.carried,
             checked=described.checked,

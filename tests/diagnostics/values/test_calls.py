@@ -125,3 +125,13 @@ def test_a_loop_under_vmap_that_does_not_end_is_stopped():
     roots = lambda w: jax.vmap(lambda a: newton(w, a, jnp.bfloat16))(jnp.array([2.0, 4.0]))
     report = find_nonfinite(lambda w: jnp.sum(roots(w)))(jnp.ones(3))
     assert len(report.cut) == 1
+
+
+def test_the_inside_of_a_while_loop_is_not_measured_and_the_page_says_so():
+    def loss(w, x):
+        step = lambda state: (state[0] + 1, jnp.log(state[1] - 2))
+        return jnp.sum(w) * lax.while_loop(lambda state: state[0] < 3, step, (0, 2.0))[1]
+
+    report = find_nonfinite(lambda w, x: loss(lax.stop_gradient(w), x) + jnp.sum(w))(w, x)
+    assert report.cause.operation == "while"
+    assert "    The inside of a while loop is not measured." in str(report).splitlines()
