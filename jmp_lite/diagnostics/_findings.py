@@ -15,7 +15,7 @@ from .._scaling.stuck import LINE, raise_if_stuck
 from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
 from .._tree import nodes_of
 from ..programs._roofline import Roofline
-from ._nonfinite.gradients import holds_scale, is_unscaled, zero_gradients
+from ._nonfinite.gradients import is_unscaled, zero_gradients
 from ._nonfinite.report import CUT, NonfiniteReport
 from ._precision.compare import Runs
 from ._precision.modules import Module
@@ -83,11 +83,11 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
 def of_step(case: Case) -> Iterator[Finding]:
     """Yields a finding about the loss scale of a step, from this run or from the states that it is given."""
     run, program = case.measured, case.program
-    is_missing = is_unscaled(run) and has_value(program.jaxpr, _is_float16)
+    is_missing = is_unscaled(run) and has_value(program.jaxpr, (jnp.float16,))
     all_zero, site = zero_gradients(run)
     if all_zero:
         where = "" if site is None else f"The first zero is from {site.operation}, {site.array}, {site.line}"
-        advice = _CONSTANT if holds_scale(program) else "Scale the loss: jmp.with_loss_scale."
+        advice = _CONSTANT if program.loss_scales else "Scale the loss: jmp.with_loss_scale."
         advice = f"Scale the loss: {LINE}." if is_missing else advice
         yield Finding("accuracy", "The gradients are all zero.", where, advice)
     elif is_missing:
@@ -97,10 +97,6 @@ def of_step(case: Case) -> Iterator[Finding]:
         for complaint in _complaints(case.arguments):
             what, _, advice = complaint.partition(". ")
             yield Finding("accuracy", f"{what}.", "", advice)
-
-
-def _is_float16(var: Any) -> bool:
-    return getattr(var.aval, "dtype", None) == jnp.float16
 
 
 def _complaints(tree: Any) -> list[str]:

@@ -13,7 +13,7 @@ from ..._jaxpr import in_two_calls
 from .._precision.compare import Runs
 from .._values.case import Case, Options, tool
 from .._values.extremes import Extremes
-from .._values.reference import has_value, is_narrow
+from .._values.reference import has_value
 from .._values.trace import LossProgram, Tapped
 from .flow import Flow, Origin
 from .hints import hint
@@ -78,16 +78,11 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
 
     `runs` gives the runs that compare the function with float32. It is called only if there is an inf or NaN.
     """
-    program, measured, scale = case.program, case.measured, case.question.scale
-    may_compare = not measured.cut and has_value(program.jaxpr, is_narrow)
-    is_bad = lambda number: bool(Extremes().alarm(measured.results[number]))
-    first = len(program.outputs)
-    bad_aux = [number for number in range(first, first + len(program.aux)) if is_bad(number)]
-    aux = {number: program.aux[number - first] for number in bad_aux if may_compare}
-    aux = {number: name for number, name in aux.items() if name in runs().finite_aux}
-    watched = [*range(first), *aux]
+    program, measured, trials = case.program, case.measured, None
+    may_compare = not measured.cut and has_value(program.jaxpr)
+    aux = _lost_aux(case, runs) if may_compare else {}
+    watched = [*range(len(program.outputs)), *aux]
     origins = Flow(measured, watched).origins()
-    trials = None
     if may_compare and any(origin.is_harmful or origin.end for origin in origins):
         trials = Trials(runs())
         origins = trials.judged(origins)
@@ -96,37 +91,56 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     harmful = sorted((origin for origin in origins if origin.is_harmful), key=is_later)
     # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
     harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
+    report = _report(case, harmful, harmless, tuple(aux.values()))
+    if report.cause is None:
+        return report
+    is_nan = report.cause is report.first_nan
+    cause = next(origin for origin in harmful if origin.is_nan == is_nan)
+    return _with_advice(report, cause, case, watched, trials)
+
+
+def _lost_aux(case: Case, runs: Callable[[], Runs]) -> dict[int, str]:
+    """Returns the auxiliary results that are not finite, and are in float32, by their numbers."""
+    named = enumerate(case.program.aux, start=len(case.program.outputs))
+    bad = {number: name for number, name in named if Extremes().alarm(case.measured.results[number])}
+    return {number: name for number, name in bad.items() if name in runs().finite_aux}
+
+
+def _report(
+    case: Case, harmful: Sequence[Origin], harmless: Sequence[Origin], aux: tuple[str, ...]
+) -> NonfiniteReport:
+    """Returns the report without advice."""
+    program, results = case.program, case.measured.results
+    row = functools.partial(_row, program=program)
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
-    row = functools.partial(_row, program=program)
-    outputs = range(0 if program.is_step else 1, first)  # The first output of a loss function is the loss.
-    report = NonfiniteReport(
-        loss=None if program.is_step else float(measured.results[0][0]),
-        loss_scale=scale,
+    # The first output of a loss function is the loss.
+    outputs = list(zip(program.outputs, results))[0 if program.is_step else 1 :]
+    return NonfiniteReport(
+        loss=None if program.is_step else float(results[0][0]),
+        loss_scale=case.question.scale,
         parameters=len(outputs),
-        gradients=tuple(program.outputs[number] for number in outputs if is_bad(number)),
-        aux=tuple(aux.values()),
+        gradients=tuple(name for name, ends in outputs if Extremes().alarm(ends)),
+        aux=aux,
         first_inf=first_inf and row(first_inf),
         first_nan=first_nan and row(first_nan),
         others=tuple(row(origin) for origin in harmful if origin not in (first_inf, first_nan)),
         harmless=tuple(map(row, harmless)),
-        cut=measured.cut,
+        cut=case.measured.cut,
     )
-    cause = first_inf if report.cause is report.first_inf else first_nan
-    return report if cause is None else _with_advice(report, cause, case, watched, trials)
 
 
 def _with_advice(
     report: NonfiniteReport, cause: Origin, case: Case, watched: Sequence[int], trials: Trials | None
 ) -> NonfiniteReport:
     """Adds to a report what is tried against the cause; without a trial a hint."""
-    site = cause.site
-    fitting = _fitting_scale(case.tapped, report.loss_scale, watched) if site.is_scaled else None
+    site, is_scaled = cause.site, cause.site.is_scaled and not case.program.is_step
+    fitting = _fitting_scale(case.tapped, report.loss_scale, watched) if is_scaled else None
     report = dataclasses.replace(report, fitting_scale=fitting)
     if trials is not None:
         tried = tuple(trials.of_cause(cause, fitting))
         facts = trials.runs.program.rounded_numbers() if tried else ()
-        if site.is_scaled and not site.shape and site.is_half:
+        if is_scaled and not site.shape and site.is_half:
             facts = (HALF_LOSS.format(dtype=site.dtype.name), *facts)
         is_finite = trials.runs.is_finite
         report = dataclasses.replace(report, tried=tried, is_finite_in_float32=is_finite, rounded=facts)

@@ -122,7 +122,6 @@ class Runs:
         self.half_loss: float | None = None  # With everything in half, at the scale of the call.
         self._groups = groups_of(program, self._full)
         self._leaves = Leaves(program, self._full, self._groups)
-        self._contribution = _first_order(program, self._full)
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
         first = 0 if program.is_step else 1
         self.bad = self._nonfinite(self._full, first, program.outputs[first:])
@@ -186,6 +185,16 @@ class Runs:
         named = zip(names, results[first:])
         return [name for name, result in named if not bool(jnp.isfinite(result).all())]
 
+    @functools.cached_property
+    def _contribution(self) -> float:
+        """How much the parameters contribute to a loss, to first order."""
+        parameters, gradients = list(self.program.parameters.values()), self._full[1:]
+        if self.program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
+            return 0.0
+        product = lambda p, g: abs(float(jnp.sum(p.astype(jnp.float32) * jnp.real(g))))
+        total = sum(map(product, parameters, gradients))
+        return total if math.isfinite(total) else 0.0
+
     def loss_error(self, error: Difference) -> float:
         """Returns the error of a loss, over what the parameters contribute to it if that is larger."""
         # A loss may be zero but for rounding, as PPO's is at its first step: its relative error says nothing.
@@ -248,16 +257,6 @@ class Runs:
         # A pattern may occur twice: the first one counts.
         dtypes: Any = dict(reversed(rules.scopes))
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
-
-
-def _first_order(program: FlaggedProgram, full: Sequence[Array]) -> float:
-    """Returns how much the parameters contribute to a loss, to first order."""
-    parameters, gradients = list(program.parameters.values()), full[1:]
-    if program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
-        return 0.0
-    product = lambda p, g: abs(float(jnp.sum(p.astype(jnp.float32) * jnp.real(g))))
-    total = sum(map(product, parameters, gradients))
-    return total if math.isfinite(total) else 0.0
 
 
 def _first_of(*tolerances: float | None) -> float:

@@ -30,11 +30,9 @@ class Group:
     def norms(self, half: Sequence[Array], full: Sequence[Array]) -> np.ndarray:
         """Returns for each output the squared norms of the difference, of half and of float32."""
         pick = lambda arrays: [arrays[number] for number in self.numbers]
-        units = [float(size) or 1.0 for size in map(_largest, pick(full))]
-        before = self.before or [0.0] * len(units)
-        sums = [np.asarray(row, np.float64) for row in map(_sums, pick(half), pick(full), before, units)]
-        # The squares of small gradients would be zero in float32, so each array is divided by its unit.
-        return np.square(units)[:, None] * np.reshape(sums, (-1, 3))
+        before = self.before or [0.0] * len(self.numbers)
+        sums = np.asarray(list(map(_sums, pick(half), pick(full), before)), np.float64).reshape(-1, 4)
+        return np.square(sums[:, :1]) * sums[:, 1:]
 
 
 def error_of(difference: float, half: float, full: float) -> tuple[float, float]:
@@ -48,16 +46,14 @@ def error_of(difference: float, half: float, full: float) -> tuple[float, float]
 
 
 @jax.jit
-def _largest(array: Array) -> Array:
-    return jnp.max(jnp.abs(array), initial=0)
-
-
-@jax.jit
-def _sums(half: Array, full: Array, before: Any, unit: float) -> Array:
-    """Returns the squared norms of the difference, of half and of float32, in units."""
+def _sums(half: Array, full: Array, before: Any) -> Array:
+    """Returns a unit, and in this unit the squared norms of the difference, of half and of float32."""
+    # The squares of small gradients would be zero in float32, so each array is divided by its unit.
+    largest = jnp.max(jnp.abs(full), initial=0)
+    unit = jnp.where(largest > 0, largest, 1)
     square = lambda x: jnp.sum(jnp.real(x * jnp.conj(x)))
     half, full = (half - before) / unit, (full - before) / unit
-    return jnp.stack([square(half - full), square(half), square(full)])
+    return jnp.stack([unit, square(half - full), square(half), square(full)])
 
 
 def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:

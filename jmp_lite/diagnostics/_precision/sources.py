@@ -59,7 +59,8 @@ def sources_of(
     named = zip(traced.names, traced.arrays, strict=True)
     source = lambda name: _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
     operation = lambda equation, operands: _operation(numbers, equation, operands, search.calls, layers)
-    search = Forward[_Origin](operation, _joined, _Origin())
+    join = lambda first, second: _Origin(first.sources | second.sources, first.line or second.line)
+    search = Forward[_Origin](operation, join, _Origin())
     search.run(traced.jaxpr, [source(name) if is_narrow(array) else _Origin() for name, array in named])
     found = {
         key: frozenset[Module]().union(*(origin.sources for origin in origins))
@@ -114,10 +115,6 @@ def _layer_of(equation: Equation, calls: Sequence[Equation], layers: Sequence[Mo
     around = functools.reduce(lambda scope, call: call_scope(scope_of(call, scope), call), calls, "")
     scope = visible_scope(scope_of(equation, around))
     return frozenset(layer for layer in layers if f"{scope}/".startswith(f"{layer.name}/"))
-
-
-def _joined(first: _Origin, second: _Origin) -> _Origin:
-    return _Origin(first.sources | second.sources, first.line or second.line)
 
 
 def _cast(equation: Equation, line: str) -> Sources:

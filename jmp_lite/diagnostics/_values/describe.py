@@ -193,13 +193,11 @@ class Description:
         """Describes a value at an equation; returns the path of its site, or None if it is not floating."""
         if not is_floating(aval):
             return None
-        described, numbers, sources = [], [], [value.source for value in operands]
+        known, sources = [], [value.source for value in operands]
         if kind is SiteKind.OPERATION:
-            described = list(map(_described, equation.invars, operands))
-            numbers = list(map(_number, equation.invars, operands))
+            known = list(map(_operand, equation.invars, operands))
         if equation.primitive.name == "integer_pow":  # Its exponent is shown as an operand.
-            described.append(str(equation.params["y"]))
-            numbers.append(float(equation.params["y"]))
+            known.append((str(equation.params["y"]), float(equation.params["y"])))
             sources.append(None)
         self.sites[path] = Site(
             path=path,
@@ -209,8 +207,8 @@ class Description:
             dtype=aval.dtype,
             loops=where.loops,
             is_scaled=any(value.is_scaled for value in operands),
-            operands=tuple(described),
-            numbers=tuple(numbers),
+            operands=tuple(text for text, _ in known),
+            numbers=tuple(number for _, number in known),
             sources=tuple(sources),
             module=visible_scope(_without_repeats(scope_of(equation, where.scope))),
             argument=_argument_of(operands),
@@ -261,18 +259,16 @@ def _literal(var: Var) -> Value:
     return Value(number=float(var.val) if is_number else None)
 
 
-def _described(var: Var, value: Value) -> str:
+def _operand(var: Var, value: Value) -> tuple[str, float | None]:
+    """Returns an operand as it is shown, and its number if that is known while tracing."""
     if value.number is not None:
-        return f"{value.number:.4g}"
-    return str(var.val) if is_literal(var) else describe(var.aval)
-
-
-def _number(var: Var, value: Value) -> float | None:
-    """Returns the number of an operand that is known while tracing."""
-    if value.number is not None:
-        return float(f"{value.number:.4g}")  # As it is shown.
-    is_number = is_literal(var) and jnp.issubdtype(var.aval.dtype, jnp.number)
-    return None if not is_number or jnp.issubdtype(var.aval.dtype, jnp.complexfloating) else float(var.val)
+        text = f"{value.number:.4g}"
+        return text, float(text)
+    if not is_literal(var):
+        return describe(var.aval), None
+    is_number = jnp.issubdtype(var.aval.dtype, jnp.number)
+    is_real = is_number and not jnp.issubdtype(var.aval.dtype, jnp.complexfloating)
+    return str(var.val), float(var.val) if is_real else None
 
 
 def _is_known(value: Value, result: Var) -> bool:

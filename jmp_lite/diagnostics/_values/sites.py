@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._dtypes import HALF_DTYPES
+from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
 from ..._jaxpr import Equation, describe, source_line
 
+NARROW = frozenset((*HALF_DTYPES, *FLOAT8_DTYPES))
+"""The dtypes that round: half precision and fp8."""
 Path = tuple[int, ...]
 """The position of a site: two numbers for each equation around it and its own. Paths sort as the program."""
 

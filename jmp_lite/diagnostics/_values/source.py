@@ -89,22 +89,26 @@ class Source:
                 compute = _OPERATORS[type(op)]
                 for one, other in itertools.product(self._numbers(left), self._numbers(right)):
                     number = float(compute(one.number, other.number))
-                    is_sure, line = one.is_sure and other.is_sure, one.line or other.line
-                    yield Written(number, is_sure, line)
-            case ast.Call(func=func, args=[ast.Constant(value=str() as text)]) if self._is_conversion(func):
-                yield Written(float(text))
-            case ast.Call(func=func, args=[argument, *more], keywords=named) if self._is_conversion(func):
-                dtypes = [func, *more, *(keyword.value for keyword in named)]
-                place = f"{self._file}:{node.lineno}:{node.col_offset}"
-                line = place if any(map(self._is_half_dtype, dtypes)) else ""
-                for written in self._numbers(argument):
-                    yield written._replace(line=line or written.line)
+                    yield Written(number, min(one.is_sure, other.is_sure), max(one.line, other.line))
+            case ast.Call(func=func, args=[_, *_]) if self._is_conversion(func):
+                yield from self._converted(node)
             case ast.Name(id=name):
                 yield from self._of_name(name, self._around[node])
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
                 yield from self._of_self(name, self._around[node])
             case ast.Attribute():
                 yield from _number_of(self._global(ast.unparse(node)))
+
+    def _converted(self, call: ast.Call) -> Iterator[Written]:
+        """Yields the numbers of a conversion, with its line if that is one to half."""
+        argument, *more = call.args
+        dtypes = [call.func, *more, *(keyword.value for keyword in call.keywords)]
+        is_to_half = any(map(self._is_half_dtype, dtypes))
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            yield Written(float(argument.value))
+        for written in self._numbers(argument):
+            line = f"{self._file}:{call.lineno}:{call.col_offset}" if is_to_half else written.line
+            yield written._replace(line=line)
 
     def _of_name(self, name: str, around: Sequence[ast.AST]) -> Iterator[Written]:
         for function in around:

@@ -107,20 +107,20 @@ class Tap:
             return self.run(inner.jaxpr, [arrays[index] for index in inner.operands], (*path, number))
         arrays = [array if isinstance(array, jax.Array) else np.asarray(array) for array in arrays]
         bodies = [self._body(inner, arrays, (*path, number)) for number, inner in enumerate(inners)]
-        more: dict[str, Any] = {}
-        if name == "cond":  # A branch that is not taken gives empty records.
-            more = {"skipped": self._empty(path)}
-        elif name == "scan" and self.probe.adds:
-            more = {"accumulator": _Joined(self.probe, self._empty((*path, 0)))}
-        elif name == "while":
-            more = {"most": MOST_ITERATIONS}
-        results, records = CALLS[name](equation, bodies, arrays, **more)
+        results, records = CALLS[name](equation, bodies, arrays, **self._options(name, path))
         if name == "shard_map" and self.probe.adds:
             records = {at: functools.reduce(self.probe.join, record) for at, record in records.items()}
         if name == "while":
             self._measure((*path, CUT), jnp.any(bodies[0](*results)[0][0]).astype(float))
         self.records.update(records)
         return results
+
+    def _options(self, name: str, path: Path) -> dict[str, Any]:
+        if name == "cond":  # A branch that is not taken gives empty records.
+            return {"skipped": self._empty(path)}
+        if name == "scan" and self.probe.adds:
+            return {"accumulator": _Joined(self.probe, self._empty((*path, 0)))}
+        return {"most": MOST_ITERATIONS} if name == "while" else {}
 
     def _body(self, inner: Inner, arrays: Sequence[Array], path: Path) -> Callable[..., Outputs]:
         """Returns an inner jaxpr as a body for `_jaxpr.calls`, whose side outputs are its records."""

@@ -92,6 +92,12 @@ class LossProgram:
         named = enumerate(self.outputs)
         return tuple(self.names[self.state[n]] if n in self.state else name for n, name in named)
 
+    @property
+    def loss_scales(self) -> list[str]:
+        """The paths of the loss scales that it takes: a step has its own, in the state of its optimizer."""
+        is_own = lambda name: f"/{name}".endswith("/loss_scale/loss_scale")
+        return list(filter(is_own, self.names)) if self.is_step else [_SCALE]
+
     def at_scale(self, scale: float) -> list[Array]:
         """Returns the arrays with another loss scale."""
         arrays = list(self.arrays)
@@ -229,5 +235,5 @@ class Tapped:
 def _inputs(program: LossProgram) -> list[Value]:
     """Returns what is known of the inputs of a program: which argument each is, and whether a parameter."""
     parameter = lambda name: name if name.split("/")[0] in program.parameters else ""
-    names = program.names
-    return [Value(None, name, None, parameter(name), is_scaled=name == _SCALE) for name in names]
+    scales = set(program.loss_scales)
+    return [Value(None, name, None, parameter(name), is_scaled=name in scales) for name in program.names]
