@@ -214,19 +214,16 @@ def doctor(
     """Returns a function that runs all diagnostics on a loss function. `print` its result for one page.
 
     The function is traced once. What the page needs runs in the call; the other parts of the result run when
-    they are first read, on the arguments that the result keeps until then. A float32 function is
-    examined as `autocast(fun, dtype)`. A function with half matmuls of its own, such as a model under a
-    policy, is examined as it is, and compared with itself in float32; so is one with any half values, unless
-    `dtype` is given. If the loss or a gradient is not finite in float32 either, the parts that would compare
-    with float32 are skipped. If `find_nonfinite` finds a smaller loss scale that helps, the other parts use
-    it. It calls `roofline` with the given program, or with the loss and its gradients compiled for an H100 if
-    the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
+    they are first read, on the arguments that the result keeps until then. A float32 function is examined as
+    `autocast(fun, dtype)`; one with half matmuls of its own, such as a model under a policy, as it is, and so
+    is one with any half values, unless `dtype` is given. Parts that compare with float32 are skipped if the
+    loss or a gradient is not finite in float32 either. `roofline` takes the given program, or compiles the
+    loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
 
-    With `value_and_grad_fn=None` it examines a whole train step as it is: with `explain` and
-    `find_nonfinite`, for updates that are lost in the dtype of an argument and gradients that are all zero,
-    and by comparing its results with those of the same step in float32. It also says if a float16 step takes
-    a loss scale and does not scale the loss, and what `raise_if_stuck` says of the optimizer states among the
-    arguments: give it those of the run. `profile_ranges` takes a loss function.
+    With `value_and_grad_fn=None` it examines a whole train step as it is, and compares its results, and what
+    it trains, with those of the same step in float32. It also says if gradients are all zero, if the step
+    takes a loss scale and does not use it, and what `raise_if_stuck` says of the optimizer states among the
+    arguments: give it those of the run.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `value_and_grad_fn=None` a

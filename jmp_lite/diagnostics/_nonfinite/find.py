@@ -32,18 +32,16 @@ def find_nonfinite(fun: Callable[P, Any], **options: Unpack[Options]) -> Callabl
     """Returns a function that finds the operation at which a loss or its gradients become inf or NaN.
 
     It runs the loss and its backward pass as `jmp_lite.value_and_grad` does, as one compiled program that
-    measures the smallest and the largest element of every floating value, also inside jit, loops, branches,
+    measures the smallest and the largest element of every floating value, also inside jit, scans, branches,
     rematerialization and shards. An inf or NaN is harmful if it reaches the loss or a gradient through values
     that are all inf or NaN; a mask of -inf that a softmax reads is not. An inf from half arithmetic may also
     become a finite number that is wrong (1/inf = 0): it is harmful if float32 changes the result.
 
-    Against the cause it tries remedies, each by running the program: a smaller loss scale if the cause is in
-    the backward pass; the module of the cause, and then few other modules, in float32; bfloat16 in place of
-    float16. A remedy helps if the loss and the gradients are within 0.1 of those in float32. If float32 is
-    not finite either, the report says so, and may add a hint.
-
-    With `value_and_grad_fn=None` it runs any function as it is, such as a whole train step. Then an inf or
-    NaN is harmful if it reaches what the function returns, or a value that the step tests to skip its update.
+    Against the cause it tries remedies, each by running the program: a smaller loss scale, few modules or
+    casts in float32, bfloat16 in place of float16. A remedy helps if the loss and the gradients are within
+    0.1 of those in float32. If float32 is not finite either, the report says so, and may add a hint. With
+    `value_and_grad_fn=None` it runs any function as it is, such as a whole train step. Then an inf or NaN is
+    harmful if it reaches what the function returns, or a value that the step tests to skip its update.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`: plain, with a model under a
@@ -89,9 +87,7 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     # What the forward pass computes for the backward pass alone does not make the loss inf.
     is_later = lambda origin: origin.is_derivative or origin.site.direction == "backward"
     harmful = sorted((origin for origin in origins if origin.is_harmful), key=is_later)
-    # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
-    harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
-    report = _report(case, harmful, harmless, tuple(aux.values()))
+    report = _report(case, harmful, origins, tuple(aux.values()))
     if report.cause is None:
         return report
     is_nan = report.cause is report.first_nan
@@ -107,10 +103,12 @@ def _lost_aux(case: Case, runs: Callable[[], Runs]) -> dict[int, str]:
 
 
 def _report(
-    case: Case, harmful: Sequence[Origin], harmless: Sequence[Origin], aux: tuple[str, ...]
+    case: Case, harmful: Sequence[Origin], origins: Sequence[Origin], aux: tuple[str, ...]
 ) -> NonfiniteReport:
     """Returns the report without advice."""
     program, results = case.program, case.measured.results
+    # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
+    harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
     row = functools.partial(_row, program=program)
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)

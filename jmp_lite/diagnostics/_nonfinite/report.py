@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ..._dtypes import DTypeName
-from ..._text import Shown, power, shortened, wrapped
+from ..._text import Shown, plural, power, shortened, wrapped
 from .._precision.report import Difference
 
 
@@ -292,8 +292,7 @@ class NonfiniteReport(Shown):
             lines += ["", "Then:" if self._nan_from_inf else "Beside it:", *wrapped(origin.head())]
             lines += wrapped(shortened(origin.line), 4)
         if self.others:
-            count = len(self.others)
-            lines += ["", f"It begins at {count} further operation{'s' if count > 1 else ''}, such as:"]
+            lines += ["", f"It begins at {plural(len(self.others), 'further operation')}, such as:"]
             lines += [*wrapped(self.others[0].head()), *wrapped(shortened(self.others[0].line), 4)]
         if self.harmless:
             heads = dict.fromkeys(origin.head() for origin in self.harmless)

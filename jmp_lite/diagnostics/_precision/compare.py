@@ -37,23 +37,19 @@ def compare_precision(
     """Returns a function that measures the accuracy that each module costs in half, and finds remedies.
 
     It runs the loss and its gradients in float32 and with all modules in half. If the error is above the
-    tolerance, it runs them once for each module with that module alone in half. A function with half matmuls
-    of its own, such as a model under a policy or layers with a half `dtype`, is compared with itself in
-    float32. Other functions run under `autocast`; half values of their own stay. A module is a scope with
-    half values. If the scopes tell no modules apart (NNX, Equinox, plain functions), a module is the argument
-    that holds the parameters. `rules=` of `autocast` selects both.
+    tolerance, it runs them once for each module with that module alone in half, and searches for a small set
+    of modules to keep in float32. A function with half matmuls of its own is compared with itself in float32;
+    others run under `autocast`. A module is a scope with half values; if the scopes tell no modules apart
+    (NNX, Equinox, plain functions), it is the argument that holds the parameters. With `tolerance=0` it
+    measures each module, and nothing is left to search.
 
-    Then it searches for a small set of modules to keep in float32, none of which can be left out. With
-    `tolerance=0` it measures each module, and nothing is left to search. The error is that of the gradients.
-    If one gradient is off by more than half of its own norm, its error counts, however small its share of all
-    gradients is. If they are close and the loss is off by more than 0.1, as with a sum that stops growing, it
-    is that of the loss. If no loss scale is given, and the error in float16 is above the tolerance, it tries
-    `2**15`, the start of `DynamicLossScale`. If this scale more than halves the error, all runs in half use
-    it.
+    The error is that of the gradients: of all, or of one that is off by more than half of its own norm. If
+    they are close and the loss is off by more than 0.1, as with a sum that stops growing, it is that of the
+    loss. If the error in float16 is above the tolerance, it tries the loss scale `2**15` in place of a
+    smaller one; if this more than halves the error, all runs in half use it.
 
-    All runs are runs of one program, which is compiled once. It holds half values as float32 numbers, and a
-    flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. On a
-    GPU matmuls in float32 run at the highest precision, not in TF32.
+    All runs are runs of one program, which holds half values as float32 numbers and rounds them by flags.
+    Products add up in float32, as on Tensor Cores; in float32 they run at the highest precision, not in TF32.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.

@@ -6,7 +6,7 @@ float32 brings the number back. So the number is read from the source.
 
 import ast
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -64,20 +64,17 @@ def _in_the_source(key: Key, equation: Equation, given: Mapping[str, float]) -> 
     if traits_of(equation.primitive.name).compares:
         return None
     operands = [(node, place, _given(node, given) or known) for node, place, known in operands_at(line)]
-    same = [
-        (place, each) for _, place, known in operands for each in known if _is_rounded(each, value, dtype)
-    ]
+    is_same = functools.partial(_is_rounded, value=value, dtype=dtype)
+    same = [(place, each) for _, place, known in operands for each in filter(is_same, known)]
     if same:
         at_place = [each for place, each in same if place == position]
         return _nearest(at_place or [each for _, each in same], value)
     is_epsilon = value == 0 and dtype in NARROW and equation.primitive.name == "add"
-    return (
-        _EPSILON if is_epsilon and any(_is_unknown_name(node, known) for node, _, known in operands) else None
-    )
+    return _EPSILON if is_epsilon and _has_unknown_name(operands) else None
 
 
-def _is_unknown_name(node: ast.expr, known: Sequence[Written]) -> bool:
-    return isinstance(node, (ast.Name, ast.Attribute)) and not known
+def _has_unknown_name(operands: Iterable[tuple[ast.expr, int, list[Written]]]) -> bool:
+    return any(isinstance(node, (ast.Name, ast.Attribute)) and not known for node, _, known in operands)
 
 
 def _is_rounded(written: Written, value: float, dtype: np.dtype) -> bool:

@@ -89,7 +89,7 @@ class Source:
                 compute = _OPERATORS[type(op)]
                 for one, other in itertools.product(self._numbers(left), self._numbers(right)):
                     number = float(compute(one.number, other.number))
-                    yield Written(number, min(one.is_sure, other.is_sure), max(one.line, other.line))
+                    yield Written(number, one.is_sure and other.is_sure, one.line or other.line)
             case ast.Call(func=func, args=[_, *_]) if self._is_conversion(func):
                 yield from self._converted(node)
             case ast.Name(id=name):
