@@ -174,9 +174,7 @@ class Diagnosis(Shown):
     @functools.cached_property
     def _no_program(self) -> str:
         """Why there is no estimate; empty if there is one, or if none is wanted."""
-        config: Any = jax.config
-        can_compile = importlib.util.find_spec("jax_cuda13_plugin") is not None
-        if self._device is None or self._given is not None or (can_compile and config.jax_platforms == "cpu"):
+        if self._device is None or self._given is not None or _can_compile():
             return ""
         return 'Give program=, or pip install -e ".[h100]" in the clone and set JAX_PLATFORMS=cpu.'
 
@@ -278,3 +276,8 @@ def _waits_for_numbers(equation: Equation) -> bool:
     read = (var for each in all_equations(equation.params["cond_jaxpr"]) for var in each.invars)
     dtypes: Any = (getattr(var.aval, "dtype", jnp.int32) for var in read)
     return any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+
+
+def _can_compile() -> bool:
+    config: Any = jax.config
+    return importlib.util.find_spec("jax_cuda13_plugin") is not None and config.jax_platforms == "cpu"

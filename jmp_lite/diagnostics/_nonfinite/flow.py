@@ -64,6 +64,8 @@ class Flow:
     def __init__(self, measured: Measured, watched: Collection[int]) -> None:
         self._measured, self._watched = measured, watched
         self._sites, self._records = measured.sites, measured.records
+        self._bad = {path: np.asarray(Extremes().alarm(record)) for path, record in self._records.items()}
+        self._nan = {path: np.asarray(np.isnan(record).any(-1)) for path, record in self._records.items()}
 
     def origins(self) -> list[Origin]:
         instances = (each for path in self._records for each in self._bad_instances[path])
@@ -71,9 +73,8 @@ class Flow:
         return sorted(origins, key=lambda origin: origin.moment)
 
     def bad_outputs(self) -> list[int]:
-        paths = enumerate(self._measured.outputs)
-        is_bad = lambda path: Extremes().alarm(self._records[path]).any()
-        return [n for n, path in paths if n in self._watched and path is not None and is_bad(path)]
+        paths = ((n, path) for n, path in enumerate(self._measured.outputs) if n in self._watched)
+        return [n for n, path in paths if path is not None and self._bad[path].any()]
 
     @functools.cached_property
     def _following(self) -> dict[Instance, None]:
@@ -217,14 +218,6 @@ class Flow:
             seen |= new
             todo += new
         return seen
-
-    @functools.cached_property
-    def _bad(self) -> dict[Path, np.ndarray]:
-        return {path: np.asarray(Extremes().alarm(record)) for path, record in self._records.items()}
-
-    @functools.cached_property
-    def _nan(self) -> dict[Path, np.ndarray]:
-        return {path: np.asarray(np.isnan(record).any(-1)) for path, record in self._records.items()}
 
     @functools.cached_property
     def _bad_instances(self) -> dict[Path, list[Instance]]:

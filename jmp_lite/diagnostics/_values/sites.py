@@ -72,19 +72,9 @@ class Site:
         is_class = "." in self.module.rpartition("/")[2]
         return holder if holder and (is_class or not self.module) else self.module
 
-    def number(self, operand: int) -> tuple[float, float] | None:
-        """Returns an operand that is known while tracing as its range, the number twice; None for others."""
-        known = self.numbers[operand] if operand < len(self.numbers) else None
-        return None if known is None else (known, known)
-
     @property
     def is_half(self) -> bool:
         return self.dtype in HALF_DTYPES
-
-
-def in_half(value: Any) -> bool:
-    """Whether an array, a variable of a jaxpr or its type is in float16 or bfloat16."""
-    return getattr(getattr(value, "aval", value), "dtype", None) in HALF_DTYPES
 
 
 def line_of(equation: Equation) -> str:

@@ -57,14 +57,13 @@ class Source:
         for child in ast.iter_child_nodes(node):
             self._visit(child, inside)
 
-    def operands(self, line: int, column: int) -> list[tuple[ast.expr, int]]:
-        """Returns the operands and arguments, with their positions, of what begins at a place."""
-        nodes = self._nodes.get((line, column), ())
-        return [(part, position) for node in nodes for position, part in enumerate(_operands(node))]
+    def expressions(self, line: int, column: int) -> list[ast.AST]:
+        """Returns the operations and calls that begin at a place."""
+        return self._nodes.get((line, column), [])
 
     def makes_half(self, line: int, column: int) -> bool:
         """Whether one of the calls that begin at a place takes a half dtype."""
-        calls = (node for node in self._nodes.get((line, column), ()) if isinstance(node, ast.Call))
+        calls = (node for node in self.expressions(line, column) if isinstance(node, ast.Call))
         return any(map(self._is_half_dtype, (part for call in calls for part in _operands(call))))
 
     def numbers(self, node: ast.expr) -> list[Written]:
@@ -180,7 +179,8 @@ def operands_at(line: str) -> list[tuple[ast.expr, int, list[Written]]]:
     source, row, column = _source_of(line)
     if source is None:
         return []
-    return [(node, position, source.numbers(node)) for node, position in source.operands(row, column)]
+    operands = (enumerate(_operands(node)) for node in source.expressions(row, column))
+    return [(part, position, source.numbers(part)) for each in operands for position, part in each]
 
 
 def _source_of(line: str) -> tuple[Source | None, int, int]:
