@@ -10,8 +10,9 @@ from ..._scaling.loss_scale import DynamicLossScale
 from ..._text import Shown, aligned, dynamic_scale, power, wrapped
 from .._values.sites import Path
 from .._values.trace import Measured
-from .magnitudes import Fates, Histogram, Magnitudes, pooled
-from .scales import TOLERANCE, largest_safe, suggested
+from .magnitudes import Fates, Histogram, Magnitudes, largest_safe, pooled, suggested
+
+_TOLERANCE = 0.01  # The share of the values of a module that may be lost before it is named.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,7 @@ class RangeReport(Shown):
         if self.largest_safe_scale is None:
             return ()
         safe = int(np.log2(self.largest_safe_scale))
-        return tuple(row for row in self._gradients() if row.magnitudes.fates(safe).lost > TOLERANCE)
+        return tuple(row for row in self._gradients() if row.magnitudes.fates(safe).lost > _TOLERANCE)
 
     @property
     def overflowing(self) -> tuple[ModuleRange, ...]:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmp_lite.diagnostics._ranges.magnitudes import Histogram
-from jmp_lite.diagnostics._ranges.scales import EXPONENTS, largest_safe, suggested
+from jmp_lite.diagnostics._ranges.magnitudes import EXPONENTS, Histogram, largest_safe, suggested
 from tests.support.casts_of_values import DTYPES, cast, counts
 
 

@@ -12,7 +12,7 @@ from jax import lax
 import jmp_lite as jmp
 from examples.models import FAMILIES
 from jmp_lite.diagnostics import profile_ranges
-from jmp_lite.diagnostics._ranges.scales import EXPONENTS, largest_safe
+from jmp_lite.diagnostics._ranges.magnitudes import EXPONENTS, largest_safe
 from tests.support.casts_of_values import cast, counts
 
 # Whole programs.
