@@ -29,17 +29,6 @@ from ._values.case import Case, tool, without_debugging
 from ._values.trace import ValueAndGrad
 
 P = ParamSpec("P")
-_PARTS = (
-    "examined",
-    "operations",
-    "nonfinite",
-    "ranges",
-    "precision",
-    "roofline",
-    "findings",
-    "skipped",
-    "_values",
-)
 
 
 class Diagnosis(Shown):
@@ -59,7 +48,9 @@ class Diagnosis(Shown):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns all parts. The call itself stays behind: its jaxprs cannot be pickled."""
-        return {name: getattr(self, name) for name in _PARTS}
+        own = vars(type(self)).items()
+        parts = [n for n, each in own if isinstance(each, functools.cached_property) and n[0] != "_"]
+        return {name: getattr(self, name) for name in (*parts, "_values")}
 
     @functools.cached_property
     def examined(self) -> str:

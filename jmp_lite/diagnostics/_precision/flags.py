@@ -47,9 +47,9 @@ from .sources import sources_of
 class FlaggedProgram:
     """A loss and its gradients, or a step, with a flag for each module. It is compiled once.
 
-    The groups are the modules in half, and the sources of the
-    program's own half values: casts in lines of the user, and arguments in half. A module is in the dtype
-    `narrow` if its flag is on, and in `wide` if not; these are names. `outputs` is as in `LossProgram`.
+    The groups are the modules in half, and the sources of the program's own half values: casts in lines of
+    the user, and arguments in half. A module is in the dtype `narrow` if its flag is on, and in `wide` if
+    not; these are names. `outputs` is as in `LossProgram`.
     """
 
     def __init__(self, case: Case) -> None:
@@ -105,13 +105,9 @@ class FlaggedProgram:
         nudged = lambda array: array + array * nudge * jnp.sin(1e4 * array)
         return [nudged(array) if name in self.parameters else array for array, name in named]
 
-    def name_of(self, number: int) -> str:
-        """Returns the path of an argument, by its index among the inputs of the program."""
-        return self._program.names[number]
-
-    def dtype_of(self, number: int) -> str:
-        """Returns the name of the dtype of an input of the program."""
-        return self._program.arrays[number].dtype.name
+    def argument(self, number: int) -> tuple[str, str]:
+        """Returns the path of an argument and its dtype, by its index among the inputs of the program."""
+        return self._program.names[number], self._program.arrays[number].dtype.name
 
     @property
     def edits(self) -> tuple[Module, ...]:
@@ -137,8 +133,7 @@ class FlaggedProgram:
     def in_bfloat16(self, scale: float) -> list[Array]:
         """Returns the outputs with bfloat16 in place of float16. This is a program of its own."""
         reference = Reference({}, self._numbers, jnp.bfloat16)
-        run = lambda arrays: reference.run(self._program.jaxpr, arrays)[: self.floating]
-        return jax.jit(run, compiler_options=EVERY_CAST)(self._program.at_scale(scale))
+        return self._compiled(reference)(self._program.at_scale(scale))[: self.floating]
 
     def by_hand(self, nudge: float) -> list[Array]:
         """Returns the outputs with casts by hand around each matmul, and everything else in float32."""
@@ -146,7 +141,9 @@ class FlaggedProgram:
 
     @functools.cached_property
     def _by_hand(self) -> Callable[[list[Array]], list[Array]]:
-        reference = Reference({}, self._numbers, by_hand=True)
+        return self._compiled(Reference({}, self._numbers, by_hand=True))
+
+    def _compiled(self, reference: Reference) -> Callable[[list[Array]], list[Array]]:
         return jax.jit(functools.partial(reference.run, self._program.jaxpr), compiler_options=EVERY_CAST)
 
     @property

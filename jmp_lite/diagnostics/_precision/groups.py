@@ -83,13 +83,12 @@ def updated(program: FlaggedProgram, full: Sequence[Array]) -> dict[int, int]:
     A loss in half looks like the new value of a scalar in half that it depends on.
     """
     arrays = program.arrays(1.0)
-    is_half_scalar = lambda index: (
-        not arrays[index].shape and program.dtype_of(index) in ("float16", "bfloat16")
-    )
+    is_half = lambda index: program.argument(index)[1] in ("float16", "bfloat16")
     is_far_from = lambda old, new: bool(old) and bool(abs(new - old) > abs(old) / 4)
-    is_loss = lambda n, index: is_half_scalar(index) and is_far_from(arrays[index], full[n])
+    is_far_scalar = lambda n, old: not old.shape and is_far_from(old, full[n])
+    is_loss = lambda n, index: is_half(index) and is_far_scalar(n, arrays[index])
     state = {n: index for n, index in program.state.items() if not is_loss(n, index)}
-    new = {n: index for n, index in state.items() if program.name_of(index) in program.parameters}
+    new = {n: index for n, index in state.items() if program.argument(index)[0] in program.parameters}
     square = lambda array: float(jnp.sum(jnp.square(jnp.abs(array))))
     moves = sum(square(full[number] - arrays[index]) for number, index in new.items())
     is_far = moves >= sum(square(arrays[index]) for index in new.values()) / 4
