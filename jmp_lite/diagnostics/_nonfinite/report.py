@@ -9,6 +9,8 @@ from ..._dtypes import DTypeName
 from ..._text import Shown, plural, power, shortened, wrapped
 from .._precision.report import Difference
 
+_MOST_OPERANDS = 6
+
 
 @dataclasses.dataclass(frozen=True)
 class Nonfinite:
@@ -67,9 +69,12 @@ class Nonfinite:
             return [f"    {self.result}{at}"]
         lines = [line for line in (self.caller, self.line) if line]
         pairs = collections.Counter(zip(self.operands, self.operand_ranges))
-        lines += [
+        takes = [
             f"takes {text}{_range(ends)}{', twice' if n > 1 else ''}" for (text, ends), n in pairs.items()
         ]
+        lines += takes[:_MOST_OPERANDS]
+        # A loop may take hundreds.
+        lines += [f"and {len(takes[_MOST_OPERANDS:])} more"] if takes[_MOST_OPERANDS:] else []
         lines += [f"gives {self.result}{_range(self.range)}"]
         lines += ["The inside of a while loop is not measured."] if self.operation == "while" else []
         lines += [f"ends in {self.end}, whose result is finite, and wrong"] if self.end else []

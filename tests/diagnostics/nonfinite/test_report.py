@@ -60,6 +60,13 @@ def test_an_operand_that_is_taken_once_is_not_called_twice():
     assert single.details()[1:3] == ["    takes float16[4], 1 to 300", "    takes float16[], 1 to 300"]
 
 
+def test_of_the_many_operands_of_a_loop_a_few_are_shown():
+    loop = dataclasses.replace(
+        INF, operands=tuple(f"float16[{n}]" for n in range(9)), operand_ranges=(None,) * 9
+    )
+    assert loop.details()[6:8] == ["    takes float16[5]", "    and 3 more"]
+
+
 @pytest.mark.parametrize("part", [REPORT, INF, TRIED[0]], ids=lambda part: type(part).__name__)
 def test_a_report_and_its_parts_cannot_be_changed(part):
     for field in dataclasses.fields(part):
