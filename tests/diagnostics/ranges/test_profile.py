@@ -116,6 +116,14 @@ def test_an_operand_that_overflows_as_autocast_casts_it_is_counted():
     assert "no loss scale helps: /." in str(report)
 
 
+def test_what_a_half_product_of_the_program_flushes_is_counted():
+    half = lambda array: array.astype(jnp.float16)
+    fun = lambda w, x: jnp.sum((half(x) @ half(w)).astype(jnp.float32))
+    report = profile_ranges(fun)(jnp.full((16, 4), 1e-5), jnp.full((8, 16), 1e-5))
+    (forward,) = [each for each in report.modules if each.direction == "forward"]
+    assert (forward.fates.flushed, forward.fates.zeros) == (8 * 4, 0)
+
+
 @pytest.mark.slow
 def test_a_module_that_no_scale_serves_is_named():
     def fun(w, x):
