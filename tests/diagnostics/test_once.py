@@ -47,7 +47,7 @@ def loss_of(counts):
         pytest.param(lambda loss: doctor(loss, device=None), 6, id="doctor", marks=pytest.mark.slow),
         pytest.param(compare_precision, 6, id="compare_precision"),
         (lambda loss: find_nonfinite(jmp.autocast(loss, "float16")), 1),
-        (lambda loss: profile_ranges(jmp.autocast(loss, "float16")), 1),  # Of the gradients too.
+        (lambda loss: profile_ranges(jmp.autocast(loss, "float16")), 1),
     ],
 )
 def test_the_function_is_traced_once(tool, planners, counts):
