@@ -150,14 +150,14 @@ class Histogram(Probe):
         is_new = site.kind in (SiteKind.INPUT, SiteKind.OPERATION) and site.direction != "recomputed"
         return is_new and (site.is_half or site.dtype in FLOAT8_DTYPES) and site.shape != ()
 
-    def of(self, site: Site) -> "Histogram":
-        """Returns the probe for the dtype of a site."""
-        return Histogram(site.dtype) if site.dtype in FLOAT8_DTYPES else self
+    def of(self, dtype: Any) -> "Histogram":
+        """Returns the probe for a dtype of the program."""
+        return Histogram(dtype) if dtype in FLOAT8_DTYPES else self
 
-    def measure(self, array: Array, site: Site | None = None) -> Array:
+    def measure(self, array: Array, dtype: Any = None) -> Array:
         """Returns counts by exponent and class, and the bits of the extremes, shape `(1113,)`, uint32."""
-        if site is not None and self.of(site) != self:
-            return self.of(site).measure(array)
+        if self.of(dtype) != self:
+            return self.of(dtype).measure(array)
         if jnp.iscomplexobj(array):
             array = jnp.stack([array.real, array.imag])
         # The bits are compared as integers: XLA's CPU backend treats a subnormal float32 as zero, also in

@@ -165,7 +165,7 @@ def by_module(measured: Measured, probe: Histogram, exponent: int) -> tuple[Modu
     for path in sorted(measured.records):
         site = measured.sites[path]
         direction = "backward" if site.is_scaled else "forward"
-        groups[site.place, direction, probe.of(site)].append(path)
+        groups[site.place, direction, probe.of(site.dtype)].append(path)
     modules = []
     for (name, direction, own), paths in groups.items():
         together = pooled([own.read(measured.records[path]) for path in paths], own.dtype)

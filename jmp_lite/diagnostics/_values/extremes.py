@@ -7,16 +7,15 @@ import numpy as np
 from jax import lax
 
 from ..._jaxpr import Array
-from .sites import Site
 from .tap import Probe
 
 
 class Extremes(Probe):
     """The probe: the smallest and the largest element of every floating value; NaN if there is one."""
 
-    def measure(self, array: Array, site: Site | None = None) -> Array:
+    def measure(self, array: Array, dtype: Any = None) -> Array:
         """Returns the smallest and the largest element, shape `(2,)`, float32 or float64."""
-        del site
+        del dtype
         if jnp.iscomplexobj(array):
             array = jnp.stack([array.real, array.imag])
         if array.dtype.itemsize == 1:  # Not every fp8 format has inf and NaN; float32 has both.

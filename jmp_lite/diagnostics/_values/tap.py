@@ -56,8 +56,11 @@ class Probe(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def measure(self, array: Array, site: Site | None = None) -> Array:
-        """Returns the measurement as one array of a fixed shape. An output of the program has no site."""
+    def measure(self, array: Array, dtype: Any = None) -> Array:
+        """Returns the measurement as one array of a fixed shape.
+
+        `dtype` is that of the value in the program, if the array may have another one.
+        """
 
     @abc.abstractmethod
     def empty(self, dtype: Any) -> Array:
@@ -73,6 +76,8 @@ class Tap:
 
     def __init__(self, description: Description, probe: Probe, operate: Operate = bind) -> None:
         self.probe, self._operate = probe, operate
+        # Most arrays of a model have one of few shapes, for each of which this is traced once.
+        self._measure_once = jax.jit(probe.measure, static_argnums=1)
         self.sites = {path: site for path, site in description.sites.items() if probe.wants(site)}
         self.records: Records = {}  # The measurements so far in the jaxpr that runs.
 
@@ -97,7 +102,7 @@ class Tap:
     def _measure(self, path: Path, array: Array) -> None:
         if (site := self.sites.get(path)) is not None:
             # Without the barrier XLA would fold the reductions of constant arrays, which takes minutes.
-            self.records[path] = self.probe.measure(lax.optimization_barrier(array), site)
+            self.records[path] = self._measure_once(lax.optimization_barrier(array), site.dtype)
 
     def _call(self, equation: Equation, arrays: Sequence[Array], path: Path) -> Sequence[Array]:
         """Runs a call. The records of the iterations of a scan and of shards are stacked, or joined."""
