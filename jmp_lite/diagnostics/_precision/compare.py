@@ -151,7 +151,6 @@ class Runs:
 
     @functools.cached_property
     def training(self) -> Training:
-        """The training of a step."""
         return Training(self.program, updated(self.program, self._full))
 
     def in_bfloat16(self) -> Difference:

@@ -247,8 +247,6 @@ _with_float8_cotangent.defvjp(
 
 
 class _Number(Value):
-    """A literal."""
-
     def copy(self) -> Value:
         return self
 

@@ -39,8 +39,6 @@ class Lag:
 
 @dataclasses.dataclass(frozen=True)
 class _Trained:
-    """What a step has computed in the end."""
-
     metrics: dict[int, np.ndarray]  # The values of each scalar that is no state, by its number.
     state: list[Array]  # The floating state.
 

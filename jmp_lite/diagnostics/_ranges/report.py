@@ -43,12 +43,6 @@ class ModuleRange:
         """How many values the half dtype keeps and loses at the loss scale of the report."""
         return self.magnitudes.fates(self.scale)
 
-    @property
-    def histogram(self) -> dict[int, int]:
-        """How many values have a magnitude from `2**e` to `2**(e + 1)` at the scale of the report, by `e`."""
-        counts = self.magnitudes.histogram
-        return {exponent + self.scale: count for exponent, count in counts.items()}
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RangeReport(Shown):
@@ -174,7 +168,6 @@ def by_module(measured: Measured, probe: Histogram, exponent: int) -> tuple[Modu
 
 
 def _table(modules: tuple[ModuleRange, ...]) -> list[tuple[str, ...]]:
-    """Returns modules as a table of text, with a head."""
     head = ("module", "direction", "values", "zeros", "min", "max", "flushed", "subnormal", "overflow")
     rows: list[tuple[str, ...]] = [head]
     for module in modules:

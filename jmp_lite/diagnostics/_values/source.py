@@ -37,8 +37,6 @@ class Written(NamedTuple):
 
 
 class Source:
-    """The source of one file."""
-
     def __init__(self, file: str, text: str) -> None:
         self._file = file
         self._nodes: dict[tuple[int, int], list[ast.AST]] = {}  # The expressions that begin at a place.

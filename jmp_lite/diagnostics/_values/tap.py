@@ -161,8 +161,6 @@ class Tap:
 
 
 class _Joined:
-    """Joins the records of the iterations of a loop."""
-
     def __init__(self, probe: Probe, empty: Records) -> None:
         self._probe = probe
         self.start: Any = empty

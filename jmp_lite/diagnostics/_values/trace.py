@@ -99,7 +99,6 @@ class LossProgram:
         return list(filter(is_own, self.names)) if self.is_step else [_SCALE]
 
     def at_scale(self, scale: float) -> list[Array]:
-        """Returns the arrays with another loss scale."""
         arrays = list(self.arrays)
         arrays[self.scale] = jnp.float32(scale)
         return arrays

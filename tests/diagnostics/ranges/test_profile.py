@@ -66,7 +66,6 @@ def test_the_loss_scale_shifts_the_backward_pass_alone(exponent):
         assert first.magnitudes.histogram == second.magnitudes.histogram
         shift = exponent if first.direction == "backward" else 0
         assert counts(second.fates) == counts(first.magnitudes.fates(shift))
-        assert second.histogram == {k + shift: n for k, n in first.histogram.items()}
 
 
 @pytest.mark.slow
