@@ -107,7 +107,7 @@ class Leaves:
         Of a step only those outputs count that do not change in half and do in float32: Adam divides each
         gradient by its size, so that the error of a small one is as large as that of any other.
         """
-        rows = {n: row for group, each in norms.items() for n, row in zip(group.numbers, each) if row[-1]}
+        rows = _rows(norms)
         errors = {number: error_of(*row)[0] for number, row in rows.items()}
         if any(error > LEAF for error in errors.values()):
             errors = {number: error for number, error in errors.items() if number not in self._noise}
@@ -128,8 +128,10 @@ class Leaves:
         1e-5 at most.
         """
         near = self._program(None, 1.0, nudge=2.0**-23)
-        rows = ((group.numbers, group.norms(near, self._full)) for group in self._groups)
-        errors = (
-            (n, error_of(*row)[0]) for numbers, each in rows for n, row in zip(numbers, each) if row[-1]
-        )
-        return {number for number, error in errors if error > _NOISE}
+        rows = _rows({group: group.norms(near, self._full) for group in self._groups})
+        return {number for number, row in rows.items() if error_of(*row)[0] > _NOISE}
+
+
+def _rows(norms: Mapping[Group, np.ndarray]) -> dict[int, np.ndarray]:
+    """Returns the norms of each output that is not zero in float32, by its number."""
+    return {n: row for group, each in norms.items() for n, row in zip(group.numbers, each) if row[-1]}
