@@ -93,10 +93,11 @@ class Flow:
         readers = [path for path, site in self._sites.items() if not has_bad.isdisjoint(site.sources)]
         ends: dict[Instance, Site] = {}
         for path in sorted(path for path in readers if not _passes_on(self._sites[path])):
-            for steps in np.ndindex(self._bad[path].shape):
-                if self._is_finite(path, steps):
-                    bad = filter(self._is_bad, self._operands((path, steps)))
-                    ends |= dict.fromkeys(bad, self._sites[path]) | ends
+            low, high = np.moveaxis(self._records[path], -1, 0)
+            # A branch that is not taken has no elements: its record is inf and -inf.
+            for steps in np.argwhere(np.isfinite(low) & np.isfinite(high) & (low <= high)):
+                for operand in filter(self._is_bad, self._operands((path, tuple(map(int, steps))))):
+                    ends.setdefault(operand, self._sites[path])
         is_computed = lambda site: (
             site.kind is SiteKind.OPERATION and {"inf", "-inf"}.isdisjoint(site.operands)
         )
@@ -223,11 +224,6 @@ class Flow:
     def _bad_instances(self) -> dict[Path, list[Instance]]:
         listed = lambda bad: (tuple(map(int, steps)) for steps in np.argwhere(bad))
         return {path: [(path, steps) for steps in listed(bad)] for path, bad in self._bad.items()}
-
-    def _is_finite(self, path: Path, steps: Steps) -> bool:
-        """Whether an instance has elements, and all are finite. A branch that is not taken has none."""
-        low, high = self._extent(path, steps)
-        return -np.inf < low <= high < np.inf
 
     def _is_bad(self, instance: Instance) -> bool:
         return bool(self._bad[instance[0]][instance[1]])

@@ -35,11 +35,8 @@ class Module:
     @property
     def is_edit(self) -> bool:
         """Whether a user can write what it takes to compute the module, and nothing else, in float32."""
-        return bool(self.pattern or self.policy or self.layer or self.autocast or self.is_source)
-
-    @property
-    def is_source(self) -> bool:
-        return self.is_argument or (bool(self.casts) and self.lines == (self.name,))
+        is_cast = bool(self.casts) and self.lines == (self.name,)
+        return is_cast or bool(self.pattern or self.policy or self.layer or self.autocast or self.is_argument)
 
 
 def is_in_half(operation: AutocastOperation) -> bool:
