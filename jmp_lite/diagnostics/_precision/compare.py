@@ -115,6 +115,7 @@ class Runs:
         self._full = program(None, 1.0)  # In float32.
         self.loss = None if program.is_step else float(self._full[0])
         self.by_hand: Difference | None = None  # The error of casts by hand, if it was needed.
+        self._errors_by_hand: dict[float, Difference] = {}  # By the nudge of the parameters.
         self.half_loss: float | None = None  # With everything in half, at the scale of the call.
         self._groups = groups_of(program, self._full)
         self._leaves = Leaves(program, self._full, self._groups)
@@ -143,10 +144,10 @@ class Runs:
         Near an optimum that error is random.
         """
         for nudge in _NUDGES:
-            full = self.program(None, 1.0, nudge) if nudge else self._full
-            error = self._difference(self.program.by_hand(nudge), full)
-            if self.by_hand is None or error.gradients > self.by_hand.gradients:
-                self.by_hand = error
+            if nudge not in self._errors_by_hand:
+                full = self.program(None, 1.0, nudge) if nudge else self._full
+                self._errors_by_hand[nudge] = self._difference(self.program.by_hand(nudge), full)
+            self.by_hand = max(self._errors_by_hand.values(), key=lambda error: error.gradients)
             yield self.by_hand
 
     @functools.cached_property
@@ -227,7 +228,8 @@ class Runs:
         """
         unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
         error = lambda scale: limits.measured(self.keeping((), scale))
-        if not self.may_scale or limits.allow(unscaled):
+        # No scale mends a loss that is not finite.
+        if not self.may_scale or limits.allow(unscaled) or math.isinf(unscaled.loss):
             return None
         if error(best) > limits.tolerance and (given := other()) is not None and error(given) < error(best):
             best = given
