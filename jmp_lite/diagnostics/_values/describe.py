@@ -163,29 +163,26 @@ class Description:
     ) -> list[Value]:
         """Describes the body of a loop, a branch or a shard; returns what it knows of its results."""
         first, outside = inner.constants, dataclasses.replace(where, loops=inside.loops)
-        taken = [operands[number] for number in inner.operands]
-        inputs = list(zip(open_jaxpr(inner.jaxpr).invars, inner.roles))
-        moving = [
-            n
-            for n, (_, role) in enumerate(inputs)
-            if inside.loops != where.loops and role is not Role.CONSTANT
-        ]
+        given = [operands[number] for number in inner.operands]
+        inputs = list(enumerate(zip(open_jaxpr(inner.jaxpr).invars, inner.roles)))
         while True:
-            for number in moving:
-                at, value, aval = (*inside.path, -1, number), taken[number], inputs[number][0].aval
-                source = self._site(at, SiteKind.ENTRY, equation, [value], aval, outside)
-                taken[number] = value._replace(source=source or value.source, number=None)
+            taken = list(given)
+            for number, (var, role) in inputs:
+                if outside != where and role is not Role.CONSTANT:
+                    at, value = (*inside.path, -1, number), given[number]
+                    source = self._site(at, SiteKind.ENTRY, equation, [value], var.aval, outside)
+                    taken[number] = value._replace(source=source or value.source, number=None)
             results = self._run(inner.jaxpr, taken, inside)
             carries = list(zip(range(first, first + inner.carried), results))
             for number, result in carries:
                 if (entry := taken[number].source) is not None:
                     self.carried[entry] = result.source
             # A sum of gradients starts as zeros, and becomes a gradient in the second iteration.
-            late = [n for n, result in carries if result.is_scaled and not taken[n].is_scaled]
+            late = [n for n, result in carries if result.is_scaled and not given[n].is_scaled]
             if not late:
                 return results
             for number in late:
-                taken[number] = operands[inner.operands[number]]._replace(is_scaled=True)
+                given[number] = given[number]._replace(is_scaled=True)
 
     def _site(
         self, path: Path, kind: SiteKind, equation: Equation, operands: Values, aval: Any, where: Where

@@ -135,3 +135,13 @@ def test_the_inside_of_a_while_loop_is_not_measured_and_the_page_says_so():
     report = find_nonfinite(lambda w, x: loss(lax.stop_gradient(w), x) + jnp.sum(w))(w, x)
     assert report.cause.operation == "while"
     assert "    The inside of a while loop is not measured." in str(report).splitlines()
+
+
+def test_an_inf_that_enters_the_backward_pass_of_a_scan_begins_outside_of_it():
+    def loss(w, x):
+        rows = lax.scan(lambda carry, row: (jnp.tanh(carry @ w) + row, carry), x[0], x)[1]
+        return jnp.sqrt(jnp.sum((rows - rows[:1]) ** 2) * 0)  # Its derivative is inf.
+
+    report = find_nonfinite(loss)(w, x)
+    assert (report.loss, report.is_finite) == (0, False)
+    assert (report.cause.what, report.cause.iterations) == ("inf", ())
