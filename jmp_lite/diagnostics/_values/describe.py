@@ -265,7 +265,8 @@ def _operand(var: Var, value: Value) -> tuple[str, float | None]:
         return describe(var.aval), None
     is_number = jnp.issubdtype(var.aval.dtype, jnp.number)
     is_real = is_number and not jnp.issubdtype(var.aval.dtype, jnp.complexfloating)
-    return str(var.val), float(var.val) if is_real else None
+    # JAX prints an integer with its dtype.
+    return str(np.asarray(var.val)), float(var.val) if is_real else None
 
 
 def _is_known(value: Value, result: Var) -> bool:
