@@ -144,12 +144,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[np.ndarray]]:
     draw(found, options.output)
     images, labels = data()
     ranges = profile_ranges(make_loss("float32"), jnp.float16)(init(0), images[:BATCH], labels[:BATCH])
-    scales = options.output.with_stem(f"{options.output.stem}_scales")
-    ranges.plot(scales)
-    print(
-        f"\n{ranges}\n\nMeans over the last tenth of {options.steps} steps. "
-        f"Wrote {options.output} and {scales}."
-    )
+    print(f"\n{ranges}\n\nMeans over the last tenth of {options.steps} steps. Wrote {options.output}.")
     return found
 
 

@@ -8,8 +8,8 @@ float32 table that promotes the matmul behind it; and a loss whose gradients flo
 
 In the first run every step is skipped, and `jmp.raise_if_stuck` stops it. `doctor` names the mask, and its
 list of operations the table. With both fixed nothing is skipped, but all gradients are zero, which stops the
-second run. `doctor` names a scale that saves them. With it the loss falls to a tenth. The picture of
-`profile_ranges` goes to `out/`. Takes less than a minute on two CPU cores.
+second run. `doctor` names a scale that saves them. With it the loss falls to a tenth. Takes less than a
+minute on two CPU cores.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import optax
 from sklearn.datasets import load_digits
 
 import jmp_lite as jmp
-from jmp_lite.diagnostics import Diagnosis, RangeReport, doctor
+from jmp_lite.diagnostics import Diagnosis, doctor
 
 HALF = jmp.get_policy("params=float32,compute=float16,output=float32")
 CHANNELS = np.linspace(0.5, 1.5, 32, dtype=np.float32)
@@ -112,7 +112,6 @@ class Story:
         promoted: why a matmul of the first run is not in half.
         first, second: what `doctor` says of the two runs that failed.
         flat, learned: the losses of the second run and of the last one.
-        ranges: of the second run.
         scale: the loss scale of the last run.
     """
 
@@ -123,7 +122,6 @@ class Story:
     second: Diagnosis
     flat: np.ndarray
     learned: np.ndarray
-    ranges: RangeReport
     scale: float
 
 
@@ -133,16 +131,9 @@ def main(arguments: list[str] | None = None) -> Story:
     parser.add_argument(
         "--steps", type=int, default=300, help="steps of each training run (default: %(default)s)"
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("out"), help="the folder of the picture (default: %(default)s)"
-    )
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps must be at least 1.")
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--output: cannot make the folder {options.output}: {error.strerror}.")
     images, labels = load_digits(return_X_y=True)
     data = ((images / 16).reshape(-1, 8, 8).astype(np.float32), labels.astype(np.int32))
     # 1. All steps are skipped.
@@ -163,18 +154,14 @@ def main(arguments: list[str] | None = None) -> Story:
     )
     second = doctor(fixed.loss, "float16", device=None)(initial(), *batch(data, 0))
     show("The doctor on the second run", second)
-    ranges = second.ranges
-    assert ranges is not None
-    ranges.plot(options.output / "diagnosis.png")
     # 3. With the loss scale that `doctor` has tried.
     assert second.precision is not None
     scale = jmp.DynamicLossScale(second.precision.loss_scale)
     learned, _ = train(fixed.loss, scale, data, options.steps)
     start, end = learned[:10].mean(), learned[-10:].mean()
     print(f"\n=== The third run: the loss goes from {start:.3e} to {end:.3e}, {end / start:.0%} of the start")
-    print(f"The picture is {options.output}/diagnosis.png.")
     scale_found = second.precision.loss_scale
-    return Story(stuck, zero, promoted.reason, first, second, flat, learned, ranges, scale_found)
+    return Story(stuck, zero, promoted.reason, first, second, flat, learned, scale_found)
 
 
 if __name__ == "__main__":

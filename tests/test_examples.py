@@ -137,7 +137,6 @@ def test_every_option_of_an_example_has_help(end_of):
     [
         ("digits", "--output"),
         ("deep_network", "--output"),
-        ("diagnose", "--output"),
         ("language_model", "--checkpoint"),
         ("language_model", "--tensorboard"),
         ("export", "--output"),
@@ -240,7 +239,6 @@ def test_only_a_scale_for_each_layer_trains_the_deep_network(capsys, tmp_path):
     assert full < 1.0
     assert min(last.values()) > full + 0.5
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert picture.with_stem("deep_scales").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     out = capsys.readouterr().out
     assert "More than 1 % of these becomes zero at every safe scale: params (backward)" in out
     rows = table_rows(out, list(found))
@@ -276,8 +274,8 @@ def test_with_layer_loss_scale_flushes_less_than_the_estimate_of_zhao_et_al_allo
     assert max(flushed(lambda layer: layer)) == 1.0
 
 
-def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
-    story = diagnose.main(["--output", str(tmp_path / "new folder")])
+def test_diagnose_names_each_of_three_faults_and_mends_them(capsys):
+    story = diagnose.main([])
     assert "find_nonfinite" in story.stuck
     worst, *others = story.first.findings
     assert worst.severity == "not finite"
@@ -293,15 +291,12 @@ def test_diagnose_names_each_of_three_faults_and_mends_them(capsys, tmp_path):
     assert story.flat[-10:].mean() == pytest.approx(story.flat[:10].mean(), rel=0.05)
     assert f"jmp.DynamicLossScale(2.0**{int(np.log2(story.scale))})" in lost.advice
     assert story.learned[-10:].mean() < 0.2 * min(story.learned[0], story.flat[-10:].mean())
-    picture = tmp_path / "new folder" / "diagnosis.png"
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert picture.stat().st_size > 20_000
     # README shows lines of the first finding. The errors depend on the machine.
     readme = (EXAMPLES.parent / "README.md").read_text()
     masked = lambda text: re.sub(r"error [\d.e-]+", "error ...", text)
     # The way to the loss depends on the version of JAX, too.
     lines = lambda text: masked(
-        re.sub(r"    from there: .*?\n(?=Tried)", "", text, flags=re.DOTALL)
+        re.sub(r"    from there: .*?\n(?=Remedies)", "", text, flags=re.DOTALL)
     ).splitlines()
     shown = re.search(r"```text\n(1\. \[not finite\].*?)\n```", readme, re.DOTALL)[1]
     assert lines(shown) == lines(f"1. {worst}".replace(f"{EXAMPLES.parent}/", ""))

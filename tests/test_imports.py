@@ -62,7 +62,7 @@ ROOMS = {
     ),
     "programs": ("_paths", "_text"),
     "diagnostics": (
-        *("_dtypes", "_text", "_scaling", "_jaxpr", "_float8", "_autocast"),
+        *("_dtypes", "_text", "_tree", "_scaling", "_jaxpr", "_float8", "_autocast"),
         *("diagnostics._values", "diagnostics._nonfinite"),
         *("diagnostics._ranges", "diagnostics._precision", "programs"),
     ),

@@ -145,8 +145,7 @@ ranges
 ranges.dynamic_scale
 
 # %% [markdown]
-# `ranges.plot("ranges.png")` draws the histogram of the gradients and the share
-# that each scale loses. With the recommended scale the model learns:
+# With the recommended scale the model learns:
 
 # %%
 losses = train(fixed, ranges.dynamic_scale)

@@ -14,14 +14,9 @@ from .api import run as run
 from .api import settings_of as settings_of
 from .interpreter import Interpreter as Interpreter
 from .planner import Planner as Planner
-from .planning.plan import Decision as Decision
-from .planning.plan import Move as Move
 from .planning.plan import Plan as Plan
-from .planning.plan import Take as Take
 from .planning.rules import Rules as Rules
 from .planning.rules import make_rules as make_rules
-from .planning.states import Kind as Kind
-from .planning.wanted import Wanted as Wanted
 from .report.explain import AutocastReport as AutocastReport
 from .report.explain import explain as explain
 from .report.explain import report_of as report_of

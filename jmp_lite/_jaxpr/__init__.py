@@ -25,10 +25,6 @@ from .bind import reuse as reuse
 from .calls import CALLS as CALLS
 from .calls import Outputs as Outputs
 from .calls import Side as Side
-from .calls import cond as cond
-from .calls import remat as remat
-from .calls import scan as scan
-from .calls import shard_map as shard_map
 from .calls import while_loop as while_loop
 from .forward import Forward as Forward
 from .forward import dependence as dependence

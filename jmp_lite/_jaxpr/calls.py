@@ -6,8 +6,8 @@ those of the tap are its records. The constants of a loop are no arguments of it
 them, so that a cast of a constant stands in front of the loop.
 
 To teach the library a new operation that runs jaxprs, add its row to the table in `primitives`, its operands
-to `inner.inner_jaxprs`, and a function here. autocast takes it from `CALLS`; the tap has a handler each in
-`diagnostics/_values/calls.py`.
+to `inner.inner_jaxprs`, and a function here. autocast and the tap take it from `CALLS`;
+`diagnostics/_values/describe.py` says whether it is a loop.
 """
 
 import functools

@@ -19,7 +19,6 @@ from ._nonfinite.report import NonfiniteReport as NonfiniteReport
 from ._nonfinite.report import Trial as Trial
 from ._precision.compare import compare_precision as compare_precision
 from ._precision.report import Difference as Difference
-from ._precision.report import Limits as Limits
 from ._precision.report import ModuleDifference as ModuleDifference
 from ._precision.report import PrecisionReport as PrecisionReport
 from ._ranges.magnitudes import Fates as Fates
@@ -27,4 +26,3 @@ from ._ranges.magnitudes import Magnitudes as Magnitudes
 from ._ranges.profile import profile_ranges as profile_ranges
 from ._ranges.report import ModuleRange as ModuleRange
 from ._ranges.report import RangeReport as RangeReport
-from ._ranges.scales import Scales as Scales

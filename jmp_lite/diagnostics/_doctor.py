@@ -10,7 +10,8 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from .._autocast import AutocastReport, page_of, report_of
+from .._autocast import AutocastReport, page_of
+from .._autocast import report_of as operations_of
 from .._dtypes import DTypeLike
 from .._jaxpr import Equation, all_equations, in_two_calls
 from .._scaling.loss_scale import LossScaleLike
@@ -20,28 +21,16 @@ from ..programs._program import Program
 from ..programs._read import read_program
 from ..programs._roofline import Roofline, roofline
 from ._findings import Finding, of_accuracy, of_all, of_aux, of_step, of_step_in_float32, of_values
-from ._nonfinite.find import find, finite_summary
+from ._nonfinite.find import find
 from ._nonfinite.report import NonfiniteReport
-from ._precision.compare import Runs, check_tolerance, compare_for_doctor, limits_for_doctor
+from ._precision.compare import Runs, check_tolerance, report_of
 from ._precision.report import PrecisionReport
 from ._ranges.profile import ranges_of
 from ._ranges.report import RangeReport
-from ._values.case import Case, Options, tool, without_debugging
+from ._values.case import Case, tool, without_debugging
 from ._values.trace import ValueAndGrad
 
 P = ParamSpec("P")
-_PARTS = (
-    "examined",
-    "operations",
-    "nonfinite",
-    "ranges",
-    "precision",
-    "roofline",
-    "findings",
-    "marks",
-    "skipped",
-    "_values",
-)
 
 
 class Diagnosis(Shown):
@@ -61,7 +50,9 @@ class Diagnosis(Shown):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns all parts. The call itself stays behind: its jaxprs cannot be pickled."""
-        return {name: getattr(self, name) for name in _PARTS}
+        own = vars(type(self)).items()
+        parts = [n for n, each in own if isinstance(each, functools.cached_property) and n[0] != "_"]
+        return {name: getattr(self, name) for name in (*parts, "_values")}
 
     @functools.cached_property
     def examined(self) -> str:
@@ -78,7 +69,7 @@ class Diagnosis(Shown):
     def operations(self) -> AutocastReport:
         """The report of `explain`."""
         rules = self._case.rules
-        return report_of(self._case.traced, rules, *self._case.planned(rules))
+        return operations_of(self._case.traced, rules, *self._case.planned(rules))
 
     @functools.cached_property
     def nonfinite(self) -> NonfiniteReport:
@@ -96,7 +87,7 @@ class Diagnosis(Shown):
         if self._is_step or self._why_skipped:
             return None
         self._runs.scale = self._scale
-        return compare_for_doctor(self._runs, self._tolerance, lambda: self._ranges.largest_safe_scale)
+        return report_of(self._runs, self._tolerance, scale=lambda: self._ranges.largest_safe_scale)
 
     @functools.cached_property
     def roofline(self) -> Roofline | None:
@@ -148,7 +139,10 @@ class Diagnosis(Shown):
     @functools.cached_property
     def _values(self) -> str:
         """Which of the results are finite."""
-        return finite_summary(self._runs) if self._is_sound else self.nonfinite.summary()
+        if not self._is_sound:
+            return self.nonfinite.summary()
+        runs = self._runs
+        return NonfiniteReport(runs.half_loss, runs.scale, len(runs.program.outputs) - 1).summary()
 
     @functools.cached_property
     def _is_sound(self) -> bool:
@@ -156,7 +150,7 @@ class Diagnosis(Shown):
         may_not_end = any(map(_waits_for_numbers, all_equations(self._case.program.jaxpr)))
         if self._is_step or may_not_end or not self._runs.is_finite:
             return False
-        return limits_for_doctor(self._runs, self._tolerance).allow(self._runs.keeping(()))
+        return self._runs.limits(self._tolerance).allow(self._runs.keeping(()))
 
     @functools.cached_property
     def _why_skipped(self) -> str:
@@ -229,19 +223,16 @@ def doctor(
     """Returns a function that runs all diagnostics on a loss function. `print` its result for one page.
 
     The function is traced once. What the page needs runs in the call; the other parts of the result run when
-    they are first read, on the arguments that the result keeps until then. A float32 function is
-    examined as `autocast(fun, dtype)`. A function with half matmuls of its own, such as a model under a
-    policy, is examined as it is, and compared with itself in float32; so is one with any half values, unless
-    `dtype` is given. If the loss or a gradient is not finite in float32 either, the parts that would compare
-    with float32 are skipped. If `find_nonfinite` finds a smaller loss scale that helps, the other parts use
-    it. It calls `roofline` with the given program, or with the loss and its gradients compiled for an H100 if
-    the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
+    they are first read, on the arguments that the result keeps until then. A float32 function is examined as
+    `autocast(fun, dtype)`; one with half matmuls of its own, such as a model under a policy, as it is, and so
+    is one with any half values, unless `dtype` is given. Parts that compare with float32 are skipped if the
+    loss or a gradient is not finite in float32 either. `roofline` takes the given program, or compiles the
+    loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
 
-    With `value_and_grad_fn=None` it examines a whole train step as it is: with `explain` and
-    `find_nonfinite`, for updates that are lost in the dtype of an argument and gradients that are all zero,
-    and by comparing its results with those of the same step in float32. It also says if a float16 step takes
-    a loss scale and does not scale the loss, and what `raise_if_stuck` says of the optimizer states among the
-    arguments: give it those of the run. `profile_ranges` takes a loss function.
+    With `value_and_grad_fn=None` it examines a whole train step as it is, and compares its results, and what
+    it trains, with those of the same step in float32. It also says if gradients are all zero, if the step
+    takes a loss scale and does not use it, and what `raise_if_stuck` says of the optimizer states among the
+    arguments: give it those of the run.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`; with `value_and_grad_fn=None` a
@@ -280,19 +271,13 @@ def doctor(
             "program=read_program(jax.jit(step).lower(*args).compile())."
         )
     check_tolerance("doctor", tolerance)
-    options: Options = {
-        "loss_scale": loss_scale,
-        "argnums": argnums,
-        "has_aux": has_aux,
-        "value_and_grad_fn": value_and_grad_fn,
-    }
 
     def diagnose(case: Case) -> Diagnosis:
         diagnosis = Diagnosis(case, tolerance, program, device)
         str(diagnosis)  # What the page needs runs here.
         return diagnosis
 
-    return tool("doctor", fun, dtype, jnp.float16, diagnose, **options)
+    return tool("doctor", fun, dtype, jnp.float16, diagnose, loss_scale, argnums, has_aux, value_and_grad_fn)
 
 
 def _waits_for_numbers(equation: Equation) -> bool:

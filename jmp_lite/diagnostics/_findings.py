@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,15 +13,15 @@ from .._autocast import AutocastOperation, AutocastReport
 from .._scaling.state import SkipNonfiniteState
 from .._scaling.stuck import LINE, raise_if_stuck
 from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
+from .._tree import nodes_of
 from ..programs._roofline import Roofline
-from ._nonfinite.gradients import holds_scale, is_unscaled, zero_gradients
+from ._nonfinite.gradients import is_unscaled, zero_gradients
 from ._nonfinite.report import CUT, NonfiniteReport
 from ._precision.compare import Runs
 from ._precision.modules import Module
 from ._precision.report import HARM, Limits, PrecisionReport
 from ._precision.training import Lag
 from ._ranges.report import RangeReport
-from ._ranges.scales import TOLERANCE
 from ._values.case import Case
 from ._values.reference import has_value
 
@@ -84,11 +83,11 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
 def of_step(case: Case) -> Iterator[Finding]:
     """Yields a finding about the loss scale of a step, from this run or from the states that it is given."""
     run, program = case.measured, case.program
-    is_missing = is_unscaled(run) and has_value(program.jaxpr, _is_float16)
+    is_missing = is_unscaled(run) and has_value(program.jaxpr, (jnp.float16,))
     all_zero, site = zero_gradients(run)
     if all_zero:
         where = "" if site is None else f"The first zero is from {site.operation}, {site.array}, {site.line}"
-        advice = _CONSTANT if holds_scale(program) else "Scale the loss: jmp.with_loss_scale."
+        advice = _CONSTANT if program.loss_scales else "Scale the loss: jmp.with_loss_scale."
         advice = f"Scale the loss: {LINE}." if is_missing else advice
         yield Finding("accuracy", "The gradients are all zero.", where, advice)
     elif is_missing:
@@ -100,15 +99,9 @@ def of_step(case: Case) -> Iterator[Finding]:
             yield Finding("accuracy", f"{what}.", "", advice)
 
 
-def _is_float16(var: Any) -> bool:
-    return getattr(var.aval, "dtype", None) == jnp.float16
-
-
 def _complaints(tree: Any) -> list[str]:
     """Returns what `raise_if_stuck` says of the optimizer states in a tree."""
-    is_state = lambda node: isinstance(node, SkipNonfiniteState)
-    states = list(filter(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
-    said = []
+    states, said = nodes_of(tree, SkipNonfiniteState), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for state in states:
@@ -121,7 +114,7 @@ def _complaints(tree: Any) -> list[str]:
 
 def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
     """Yields what a step gets wrong in half; if it has a state, only what training shows."""
-    if runs.limits(None, HARM, HARM).allow(runs.keeping(())):
+    if runs.limits(None).allow(runs.keeping(())):
         return
     if not runs.training.has_state:
         yield _of_one_step(runs)
@@ -183,15 +176,20 @@ def of_accuracy(
 
     `ranges` counts the magnitudes of the values, which few pages need.
     """
-    if precision.names and precision.is_close:
-        if precision.unscaled is not None:
+    if precision.is_close:
+        if precision.names and precision.unscaled is not None:
             yield _scale_finding(ranges(), precision)
         return
     # An inf that has no remedy of its own, or one in half that a scale does not mend, is in this error.
-    if nonfinite is None or nonfinite.cause is None or nonfinite.smaller_scale is not None:
-        yield from _of_precision(precision)
-    if not precision.names:
-        yield from _of_ranges(ranges())
+    may_be_in_it = nonfinite is None or nonfinite.cause is None or nonfinite.smaller_scale is not None
+    if precision.names and may_be_in_it:
+        measure = precision.limits.measure
+        leaf = lambda own: own.leaf if measure == "gradients" else 0.0
+        error = lambda row: max(getattr(row.own, measure), leaf(row.own))
+        worst = [f"{row.module} {error(row):.1e} {' '.join(row.lines[:2])}" for row in precision.modules[:4]]
+        where = f"The relative error of the {measure} with one module alone in half: "
+        where += ", ".join(map(str.strip, worst))
+        yield Finding("accuracy", precision.summary(), where, precision.advice())
 
 
 def _scale_finding(ranges: RangeReport, precision: PrecisionReport) -> Finding:
@@ -207,35 +205,6 @@ def _scale_finding(ranges: RangeReport, precision: PrecisionReport) -> Finding:
     start = dynamic_scale(int(np.log2(precision.loss_scale)))
     advice = f"Start with {start}: at this scale the error is {precision.half}."
     return Finding("accuracy", what, f"Lost, by module: {where}" if where else "", advice)
-
-
-def _of_ranges(report: RangeReport) -> Iterator[Finding]:
-    """Yields what a dtype would lose of a program that has no module to compare."""
-    dtype, scale = report.dtype.name, int(np.log2(report.loss_scale))
-    if report.static_scale is None:
-        yield Finding("accuracy", "All gradients are zero.", "", "")
-        return
-    fates, best = report.pooled.fates(scale), report.scales.largest_safe or 0
-    if fates.lost <= TOLERANCE or report.loss_scale >= (report.largest_safe_scale or 0):
-        return
-    what = (
-        f"{fates.lost:.2%} of the gradients that are not zero would become zero in {dtype} at the loss scale "
-        f"{power(report.loss_scale)}."
-    )
-    less = report.pooled.fates(best).lost
-    advice = f"At {power(2.0**best)}, where the largest gradient fits, it would be {less:.2%}."
-    yield Finding("accuracy", what, "", advice)
-
-
-def _of_precision(report: PrecisionReport) -> Iterator[Finding]:
-    if not report.names or report.is_close:
-        return
-    limits = report.limits
-    leaf = lambda own: own.leaf if limits.measure == "gradients" else 0.0
-    error = lambda row: max(getattr(row.own, limits.measure), leaf(row.own))
-    worst = [f"{row.module} {error(row):.1e} {' '.join(row.lines[:2])}".strip() for row in report.modules[:4]]
-    where = f"The relative error of the {limits.measure} with one module alone in half: {', '.join(worst)}"
-    yield Finding("accuracy", report.summary(), where, report.advice())
 
 
 def of_operations(report: AutocastReport) -> Iterator[Finding]:

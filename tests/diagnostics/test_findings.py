@@ -98,11 +98,6 @@ def test_a_close_comparison_is_no_finding_and_another_is_one():
     assert found.what.startswith("In float16 at the loss scale 2**15 the error is")
 
 
-def test_without_a_module_to_compare_the_gradients_that_become_zero_are_a_finding():
-    (found,) = of_accuracy(SOUND, precision(names=()), lambda: ranges(50))
-    assert found.what.startswith("50.00% of the gradients that are not zero would become zero in float16")
-
-
 def test_a_step_that_is_off_names_the_results_and_what_mends_them():
     head = types.SimpleNamespace(name="head")
 

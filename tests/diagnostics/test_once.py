@@ -47,7 +47,7 @@ def loss_of(counts):
         pytest.param(lambda loss: doctor(loss, device=None), 6, id="doctor", marks=pytest.mark.slow),
         pytest.param(compare_precision, 6, id="compare_precision"),
         (lambda loss: find_nonfinite(jmp.autocast(loss, "float16")), 1),
-        (lambda loss: profile_ranges(jmp.autocast(loss, "float16")), 1),  # Of the gradients too.
+        (lambda loss: profile_ranges(jmp.autocast(loss, "float16")), 1),
     ],
 )
 def test_the_function_is_traced_once(tool, planners, counts):
@@ -60,7 +60,7 @@ def test_a_part_that_the_page_does_not_need_runs_when_it_is_read(counts):
     diagnosis = doctor(loss_of(counts), device=None)(PARAMS, X)
     assert diagnosis.ranges is diagnosis.ranges
     assert diagnosis.ranges.largest_safe_scale is not None
-    assert counts == {"python": 1, "planners": 7}
+    assert counts == {"python": 1, "planners": 6}  # It counts in the program that is there.
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ origin if it is bad and its operands are not. An origin is harmful in two ways:
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from .._values.extremes import Extremes
 from .._values.sites import Path, Site, SiteKind
 from .._values.trace import Measured
 
+T = TypeVar("T")
 Steps = tuple[int, ...]
 Instance = tuple[Path, Steps]
 """A site, and the index of the iteration in each loop around it."""
@@ -47,7 +50,9 @@ class Origin:
     operands: tuple[Extent | None, ...]  # The extent of each operand, where it is known.
     is_harmful: bool  # Whether it reaches the loss or a gradient.
     end: Site | None  # For a suspect, the site that turns it into finite numbers.
-    way: tuple[tuple[Site, bool], ...]  # The bad sites on the way to an output, and whether each is NaN.
+    way: tuple[
+        tuple[Site, bool], ...
+    ]  # The operations from there to an output, and whether each gives a NaN.
     is_derivative: bool  # Whether the forward pass computes it for the backward pass alone.
     growth: float  # By which factor an operand grew in each of the iterations before; 0 if it did not.
     moment: tuple[int, ...]  # Sorts origins as the program runs.
@@ -62,6 +67,9 @@ class Flow:
     def __init__(self, measured: Measured, watched: Collection[int]) -> None:
         self._measured, self._watched = measured, watched
         self._sites, self._records = measured.sites, measured.records
+        self._bad = {path: np.asarray(Extremes().alarm(record)) for path, record in self._records.items()}
+        self._next: dict[Instance, Instance] = {}  # The next bad instance of those that lead to an output.
+        self._nan = {path: np.asarray(np.isnan(record).any(-1)) for path, record in self._records.items()}
 
     def origins(self) -> list[Origin]:
         instances = (each for path in self._records for each in self._bad_instances[path])
@@ -69,37 +77,63 @@ class Flow:
         return sorted(origins, key=lambda origin: origin.moment)
 
     def bad_outputs(self) -> list[int]:
-        paths = enumerate(self._measured.outputs)
-        is_bad = lambda path: Extremes().alarm(self._records[path]).any()
-        return [n for n, path in paths if n in self._watched and path is not None and is_bad(path)]
+        paths = ((n, path) for n, path in enumerate(self._measured.outputs) if n in self._watched)
+        return [n for n, path in paths if path is not None and self._bad[path].any()]
 
     @functools.cached_property
-    def _following(self) -> dict[Instance, Instance | None]:
-        """The bad instances that lead to a bad output, each with the next one on the way."""
+    def _following(self) -> dict[Instance, None]:
+        """The bad instances that lead to a bad output."""
         outputs = {self._measured.outputs[index] for index in self.bad_outputs()}
         # A step that tests its gradients skips its update, so no output shows them. A loss that tests a value
         # is guarded against it.
         outputs |= self._measured.checked if self._measured.is_step else set()
-        starts = [instance for path in outputs if path is not None for instance in self._bad_instances[path]]
-        following: dict[Instance, Instance | None] = dict.fromkeys(starts)
-        todo = collections.deque(starts)
+        bad = (self._bad_instances[path] for path in outputs if path is not None)
+        found, self._next = self._leading(dict.fromkeys(itertools.chain.from_iterable(bad)))
+        return found
+
+    def _way(self, instance: Instance) -> Iterator[tuple[Site, bool]]:
+        """Yields the operations after an instance on the way to an output, and whether each gives a NaN."""
+        while instance in self._next:
+            instance = self._next[instance]
+            site = self._sites[instance[0]]
+            if site.kind is SiteKind.OPERATION and traits_of(site.operation).category is not Category.MOVE:
+                yield site, self._is_nan(instance)
+
+    @functools.cached_property
+    def _ends(self) -> dict[Instance, Site]:
+        """The infs of half arithmetic that an operation turns into finite numbers, with the first one."""
+        has_bad = {path for path, bad in self._bad.items() if bad.any()}
+        readers = [path for path, site in self._sites.items() if not has_bad.isdisjoint(site.sources)]
+        ends: dict[Instance, Site] = {}
+        for path in sorted(path for path in readers if not _passes_on(self._sites[path])):
+            low, high = np.moveaxis(self._records[path], -1, 0)
+            # A branch that is not taken has no elements: its record is inf and -inf.
+            for steps in np.argwhere(np.isfinite(low) & np.isfinite(high) & (low <= high)):
+                for operand in filter(self._is_bad, self._operands((path, tuple(map(int, steps))))):
+                    ends.setdefault(operand, self._sites[path])
+        is_computed = lambda site: (
+            site.kind is SiteKind.OPERATION and {"inf", "-inf"}.isdisjoint(site.operands)
+        )
+        leading, _ = self._leading(ends)
+        sites = ((instance, self._sites[instance[0]], end) for instance, end in leading.items())
+        return {instance: end for instance, site, end in sites if site.is_half and is_computed(site)}
+
+    def _leading(self, ends: dict[Instance, T]) -> tuple[dict[Instance, T], dict[Instance, Instance]]:
+        """Returns the bad instances that lead to some bad instances, each with what is given for its end.
+
+        The second result is the next instance on the way there.
+        """
+        found, following, todo = dict(ends), dict[Instance, Instance](), collections.deque(ends)
         while todo:
             instance = todo.popleft()
             bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
             nans = [operand for operand in bad if self._is_nan(operand)]
             # Operations propagate NaN. So a NaN comes from the operands that have a NaN, if any has one.
             for operand in nans if nans and self._is_nan(instance) else bad:
-                if operand not in following:
-                    following[operand] = instance
+                if operand not in found:
+                    found[operand], following[operand] = found[instance], instance
                     todo.append(operand)
-        return following
-
-    def _way(self, instance: Instance) -> Iterator[tuple[Site, bool]]:
-        """Yields the operations after an instance on the way to an output, and whether each gives a NaN."""
-        while (following := self._following.get(instance)) is not None:
-            instance, site = following, self._sites[following[0]]
-            if site.kind is SiteKind.OPERATION and traits_of(site.operation).category is not Category.MOVE:
-                yield site, self._is_nan(instance)
+        return found, following
 
     def _begins(self, instance: Instance) -> bool:
         bad = [operand for operand in self._operands(instance) if self._is_bad(operand)]
@@ -111,14 +145,14 @@ class Flow:
         site, is_harmful = self._sites[path], instance in self._following
         return Origin(
             site=site,
-            iterations=self._iterations(site, steps),
+            iterations=steps,
             is_nan=self._is_nan(instance),
             extent=self._extent(path, steps),
             operands=tuple(None if x is None else self._extent_at(x, steps) for x in site.sources),
             is_harmful=is_harmful,
-            end=None if is_harmful else self._end(instance),
+            end=None if is_harmful or self._is_nan(instance) else self._ends.get(instance),
             way=tuple(self._way(instance)),
-            is_derivative=self._is_derivative(site),
+            is_derivative=path in self._derivatives,
             growth=max(
                 (self._growth(source, steps) for source in site.sources if source is not None), default=0
             ),
@@ -136,52 +170,12 @@ class Flow:
         is_growth = len(sizes) == _GROWING and np.isfinite(factors).all() and (factors > 1.1).all()
         return float(factors[-1]) if is_growth else 0.0
 
-    def _end(self, instance: Instance) -> Site | None:
-        """Returns the first site that turns an inf of half arithmetic into finite numbers, if any."""
-        origin = self._sites[instance[0]]
-        is_written = {"inf", "-inf"} & set(origin.operands)
-        is_computed = origin.kind is SiteKind.OPERATION and not is_written
-        if not origin.is_half or not is_computed or self._is_nan(instance):
-            return None
-        todo, seen = [instance], {instance}
-        while todo:
-            for path, steps in self._readers(todo.pop()):
-                if self._is_finite(path, steps) and not _passes_on(self._sites[path]):
-                    return self._sites[path]
-                if self._is_bad((path, steps)) and (path, steps) not in seen:
-                    seen.add((path, steps))
-                    todo.append((path, steps))
-        return None
-
-    def _is_derivative(self, site: Site) -> bool:
-        """Whether only the backward pass reads a value of the forward pass, such as 0.5 / sqrt(x)."""
-        loss = None if self._measured.is_step else self._measured.outputs[0]
-        if site.direction != "forward" or loss is None:
-            return False
-        return site.path in self._before_backward and site.path not in self._before_loss
-
-    def _readers(self, instance: Instance) -> Iterator[Instance]:
-        """Yields the instances that were computed from an instance."""
-        path, steps = instance
-        for reader in self._reading[path]:
-            depth = len(self._sites[reader].loops)
-            if depth <= len(steps):
-                yield reader, steps[:depth]
-            else:
-                inside = np.ndindex(self._records[reader].shape[len(steps) : depth])
-                yield from ((reader, (*steps, *more)) for more in inside)
-        for entry in self._entries[path]:
-            following = self._step(self._sites[entry], steps, 1)
-            if following is not None:
-                yield entry, following
-
     def _operands(self, instance: Instance) -> Iterator[Instance]:
         """Yields the instances that an instance was computed from."""
         path, steps = instance
         site, carried = self._sites[path], self._measured.carried
         sources = site.sources
-        # A carry enters the first iteration from outside, and each other one from the iteration before. Only
-        # some iterations of a while loop are kept: there the previous record stands for it.
+        # A carry enters the first iteration from outside, and each other one from the iteration before.
         if path in carried and (before := self._step(site, steps, -1)) is not None:
             sources, steps = (carried[path],), before
         for source in sources:
@@ -210,13 +204,6 @@ class Flow:
         moved = step - by if loop.reverse else step + by
         return (*around, moved) if 0 <= moved < loop.length else None
 
-    def _iterations(self, site: Site, steps: Steps) -> Steps:
-        """Returns the numbers of iterations for their indexes among those that are kept."""
-        return tuple(
-            int(self._measured.steps[loop.path][steps[: depth + 1]]) if loop.kind == "while" else step
-            for depth, (loop, step) in enumerate(zip(site.loops, steps))
-        )
-
     def _moment(self, site: Site, steps: Steps) -> tuple[int, ...]:
         """Returns the path of a site with the iterations inserted, which sorts as the program runs."""
         moment: list[int] = []
@@ -230,33 +217,14 @@ class Flow:
     # The graph and the records.
 
     @functools.cached_property
-    def _reading(self) -> dict[Path, list[Path]]:
-        """For each site the sites that take its value as an operand."""
-        reading: dict[Path, list[Path]] = collections.defaultdict(list)
-        for path, site in self._sites.items():
-            for source in filter(None, site.sources):
-                reading[source].append(path)
-        return reading
-
-    @functools.cached_property
-    def _entries(self) -> dict[Path, list[Path]]:
-        """For each site the carries of loops that its value becomes in the next iteration."""
-        entries: dict[Path, list[Path]] = collections.defaultdict(list)
-        for entry, source in self._measured.carried.items():
-            if source is not None:
-                entries[source].append(entry)
-        return entries
-
-    @functools.cached_property
-    def _before_loss(self) -> set[Path]:
-        """The sites that the loss was computed from, in any iteration, and its own."""
-        loss = self._measured.outputs[0]
-        return self._before([] if loss is None else [loss])
-
-    @functools.cached_property
-    def _before_backward(self) -> set[Path]:
-        """The sites that the backward pass was computed from, in any iteration, and its own."""
-        return self._before([path for path, site in self._sites.items() if site.is_scaled])
+    def _derivatives(self) -> set[Path]:
+        """The sites of the forward pass that only the backward pass reads, such as 0.5 / sqrt(x)."""
+        loss = None if self._measured.is_step else self._measured.outputs[0]
+        if loss is None:
+            return set()
+        backward = self._before([path for path, site in self._sites.items() if site.is_scaled])
+        forward = {path for path in backward if self._sites[path].direction == "forward"}
+        return forward - self._before([loss])
 
     def _before(self, paths: Iterable[Path]) -> set[Path]:
         """Returns the sites that some values were computed from, and their own."""
@@ -270,22 +238,9 @@ class Flow:
         return seen
 
     @functools.cached_property
-    def _bad(self) -> dict[Path, np.ndarray]:
-        return {path: np.asarray(Extremes().alarm(record)) for path, record in self._records.items()}
-
-    @functools.cached_property
-    def _nan(self) -> dict[Path, np.ndarray]:
-        return {path: np.asarray(np.isnan(record).any(-1)) for path, record in self._records.items()}
-
-    @functools.cached_property
     def _bad_instances(self) -> dict[Path, list[Instance]]:
         listed = lambda bad: (tuple(map(int, steps)) for steps in np.argwhere(bad))
         return {path: [(path, steps) for steps in listed(bad)] for path, bad in self._bad.items()}
-
-    def _is_finite(self, path: Path, steps: Steps) -> bool:
-        """Whether an instance has elements, and all are finite. A branch that is not taken has none."""
-        low, high = self._extent(path, steps)
-        return -np.inf < low <= high < np.inf
 
     def _is_bad(self, instance: Instance) -> bool:
         return bool(self._bad[instance[0]][instance[1]])

@@ -1,7 +1,7 @@
 """The gradients of a train step that are all zero, or not scaled."""
 
-from .._values.sites import Site
-from .._values.trace import LossProgram, Measured
+from .._values.sites import Site, SiteKind
+from .._values.trace import Measured
 
 
 def zero_gradients(measured: Measured) -> tuple[bool, Site | None]:
@@ -22,27 +22,9 @@ def zero_gradients(measured: Measured) -> tuple[bool, Site | None]:
     return True, None
 
 
-def holds_scale(program: LossProgram) -> bool:
-    """Whether a step takes a loss scale, in the state of its optimizer or as an argument."""
-    return any(map(_is_scale, program.names))
-
-
 def is_unscaled(measured: Measured) -> bool:
     """Whether a step takes a loss scale, and nothing in its backward pass is computed from it."""
-    sites, carried = measured.sites, measured.carried
-    scaled = {
-        path for path, site in sites.items() if site.operation == "argument" and _is_scale(site.argument)
-    }
-    backward = [path for path, site in sites.items() if site.direction == "backward"]
-    found = bool(scaled)
-    while found:  # Once, and once more for each loop around a value that it carries on.
-        found = False
-        for path in sorted(sites.keys() - scaled):
-            if not scaled.isdisjoint((*sites[path].sources, carried.get(path))):
-                scaled.add(path)
-                found = True
-    return bool(scaled and backward) and scaled.isdisjoint(backward)
-
-
-def _is_scale(name: str) -> bool:
-    return f"/{name}".endswith("/loss_scale/loss_scale")
+    sites = measured.sites.values()
+    takes = any(site.kind is SiteKind.INPUT and site.is_scaled for site in sites)
+    backward = [site for site in sites if site.direction == "backward"]
+    return takes and bool(backward) and not any(site.is_scaled for site in backward)

@@ -53,9 +53,11 @@ class _Case:
 
     def extent(self, number: int) -> Extent:
         """Returns the smallest and the largest element of an operand; NaN if they are not known."""
-        known = number < len(self.origin.operands)
-        extent = self.origin.operands[number] or self.origin.site.number(number) if known else None
-        return extent or (math.nan, math.nan)
+        measured, numbers = self.origin.operands, self.origin.site.numbers
+        if number < len(measured) and (extent := measured[number]) is not None:
+            return extent
+        known = numbers[number] if number < len(numbers) else None
+        return (math.nan, math.nan) if known is None else (known, known)
 
     def has_zero(self, number: int) -> bool:
         """Whether an operand has elements on both sides of 0, or 0."""

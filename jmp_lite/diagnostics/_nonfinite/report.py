@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 
 from ..._autocast import page_of
 from ..._dtypes import DTypeName
-from ..._text import Shown, power, shortened, wrapped
+from ..._text import Shown, plural, power, shortened, wrapped
 from .._precision.report import Difference
+
+_MOST_OPERANDS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +74,14 @@ class Nonfinite:
             return [f"    {self.result}{at}"]
         lines = [line for line in (self.caller, self.line) if line]
         pairs = collections.Counter(zip(self.operands, self.operand_ranges))
-        lines += [
+        takes = [
             f"takes {text}{_range(ends)}{', twice' if n > 1 else ''}" for (text, ends), n in pairs.items()
         ]
+        lines += takes[:_MOST_OPERANDS]
+        # A loop may take hundreds.
+        lines += [f"and {len(takes[_MOST_OPERANDS:])} more"] if takes[_MOST_OPERANDS:] else []
         lines += [f"gives {self.result}{_range(self.range)}"]
+        lines += ["The inside of a while loop is not measured."] if self.operation == "while" else []
         lines += [f"ends in {self.end}, whose result is finite, and wrong"] if self.end else []
         way = [f"{what}, {os.path.basename(line.partition(' ')[0])}" for what, line in self.way]
         lines += [f"from there: {'; '.join(way)}"] if way else []
@@ -165,18 +171,18 @@ class NonfiniteReport(Shown):
     wrong finite numbers, as `rsqrt` returns 0 for it.
 
     Attributes:
+        loss: the loss; None for a step.
+        loss_scale: the scale at which it ran.
+        parameters: how many gradients there are; for a step, how many floating arrays it returns.
+        gradients: the paths of the gradients that are not finite; for a step, of its results.
         first_inf: the first operation, if any, that gives a harmful inf for finite operands.
         first_nan: the first operation, if any, that gives a harmful NaN for operands without NaN.
         others: the other operations at which a harmful inf or NaN begins.
         harmless: the operations at which a harmless one begins, such as a mask of -inf that a softmax reads.
-        loss: the loss; None for a step.
-        loss_scale: the scale at which it ran.
-        gradients: the paths of the gradients that are not finite; for a step, of its results.
-        parameters: how many gradients there are; for a step, how many floating arrays it returns.
-        cut: the lines of the `while` loops that were stopped after 10,000 iterations. What follows them is
-            not what the program computes.
         fitting_scale: the largest power of two below the scale at which the loss and all gradients are
             finite. None if there is none, or if the first inf or NaN is not in the backward pass.
+        cut: the lines of the `while` loops that were stopped after 10,000 iterations. What follows them is
+            not what the program computes.
         tried: the changes that were run, for the cause; empty if the program has no half values, or is not
             finite in float32 either.
         is_finite_in_float32: whether the loss and all gradients are finite in float32; None if not run.
@@ -192,15 +198,15 @@ class NonfiniteReport(Shown):
         (False, ('head',), True)
     """
 
-    first_inf: Nonfinite | None
-    first_nan: Nonfinite | None
-    others: tuple[Nonfinite, ...]
-    harmless: tuple[Nonfinite, ...]
     loss: float | None
     loss_scale: float
-    gradients: tuple[str, ...]
     parameters: int
-    fitting_scale: float | None
+    gradients: tuple[str, ...] = ()
+    first_inf: Nonfinite | None = None
+    first_nan: Nonfinite | None = None
+    others: tuple[Nonfinite, ...] = ()
+    harmless: tuple[Nonfinite, ...] = ()
+    fitting_scale: float | None = None
     cut: tuple[str, ...] = ()
     tried: tuple[Trial, ...] = ()
     is_finite_in_float32: bool | None = None
@@ -310,8 +316,7 @@ class NonfiniteReport(Shown):
             lines += ["", "Then:" if self._nan_from_inf else "Beside it:", *wrapped(origin.head())]
             lines += wrapped(shortened(origin.line), 4)
         if self.others:
-            count = len(self.others)
-            lines += ["", f"It begins at {count} further operation{'s' if count > 1 else ''}, such as:"]
+            lines += ["", f"It begins at {plural(len(self.others), 'further operation')}, such as:"]
             lines += [*wrapped(self.others[0].head()), *wrapped(shortened(self.others[0].line), 4)]
         if self.harmless:
             heads = dict.fromkeys(origin.head() for origin in self.harmless)

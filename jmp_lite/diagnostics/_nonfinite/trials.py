@@ -80,7 +80,7 @@ class Trials:
     def _run(self, kept: Collection[Module]) -> tuple[Difference, float | None]:
         """Returns the error with some groups in float32, and a loss scale that was not given if it helps."""
         error = self.runs.keeping(kept)
-        if self._worst(error) <= HARM or not self.runs.may_scale:
+        if self._worst(error) <= HARM or math.isinf(error.loss) or not self.runs.may_scale:
             return error, None
         scaled = self.runs.keeping(kept, DynamicLossScale.loss_scale)
         helps = self._worst(scaled) < self._worst(error)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, Unpack
 
-import jax
 import jax.numpy as jnp
 
 from ..._dtypes import DTypeLike, DTypeName
@@ -38,23 +37,19 @@ def compare_precision(
     """Returns a function that measures the accuracy that each module costs in half, and finds remedies.
 
     It runs the loss and its gradients in float32 and with all modules in half. If the error is above the
-    tolerance, it runs them once for each module with that module alone in half. A function with half matmuls
-    of its own, such as a model under a policy or layers with a half `dtype`, is compared with itself in
-    float32. Other functions run under `autocast`; half values of their own stay. A module is a scope with
-    half values. If the scopes tell no modules apart (NNX, Equinox, plain functions), a module is the argument
-    that holds the parameters. `rules=` of `autocast` selects both.
+    tolerance, it runs them once for each module with that module alone in half, and searches for a small set
+    of modules to keep in float32. A function with half matmuls of its own is compared with itself in float32;
+    others run under `autocast`. A module is a scope with half values; if the scopes tell no modules apart
+    (NNX, Equinox, plain functions), it is the argument that holds the parameters. With `tolerance=0` it
+    measures each module, and nothing is left to search.
 
-    Then it searches for a small set of modules to keep in float32, none of which can be left out. With
-    `tolerance=0` it measures each module, and nothing is left to search. The error is that of the gradients.
-    If one gradient is off by more than half of its own norm, its error counts, however small its share of all
-    gradients is. If they are close and the loss is off by more than 0.1, as with a sum that stops growing, it
-    is that of the loss. If no loss scale is given, and the error in float16 is above the tolerance, it tries
-    `2**15`, the start of `DynamicLossScale`. If this scale more than halves the error, all runs in half use
-    it.
+    The error is that of the gradients: of all, or of one that is off by more than half of its own norm. If
+    they are close and the loss is off by more than 0.1, as with a sum that stops growing, it is that of the
+    loss. If the error in float16 is above the tolerance, it tries the loss scale `2**15` in place of a
+    smaller one; if this more than halves the error, all runs in half use it.
 
-    All runs are runs of one program, which is compiled once. It holds half values as float32 numbers, and a
-    flag for each module says whether they are rounded. Products add up in float32, as on Tensor Cores. On a
-    GPU matmuls in float32 run at the highest precision, not in TF32.
+    All runs are runs of one program, which holds half values as float32 numbers and rounds them by flags.
+    Products add up in float32, as on Tensor Cores; in float32 they run at the highest precision, not in TF32.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
@@ -83,7 +78,18 @@ def compare_precision(
         ('w/b', inf, {'/w/b': 'float32'})
     """
     check_tolerance("compare_precision", tolerance)
-    compare = lambda case: _compared(case, tolerance)
+
+    def compare(case: Case) -> PrecisionReport:
+        runs = Runs(case)
+        if not runs.is_finite:
+            names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
+            raise ValueError(
+                f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
+                "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
+            )
+        default = FLOAT8_TOLERANCE if case.rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
+        return report_of(runs, tolerance, default)
+
     return tool("compare_precision", fun, dtype, jnp.float16, compare, **options)
 
 
@@ -92,18 +98,6 @@ def check_tolerance(caller: str, tolerance: float | None) -> None:
         raise ValueError(
             f"{caller}: tolerance should be a relative error, 0 or more, or None. Got {tolerance!r}."
         )
-
-
-def _compared(case: Case, tolerance: float | None) -> PrecisionReport:
-    runs = Runs(case)
-    if not runs.is_finite:
-        names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
-        raise ValueError(
-            f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
-            "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
-        )
-    default = FLOAT8_TOLERANCE if case.rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
-    return report_of(runs, tolerance, default, HARM)
 
 
 class Runs:
@@ -115,15 +109,16 @@ class Runs:
     def __init__(self, case: Case) -> None:
         self.program = program = FlaggedProgram(case)
         self.scale = case.question.scale
+        self.harm = FLOAT8_TOLERANCE if case.rules.float8 else HARM  # The error from which there is a fault.
         is_small = self.scale < DynamicLossScale.loss_scale
         self.may_scale = is_small and program.narrow == "float16" and not program.is_step
         self._full = program(None, 1.0)  # In float32.
         self.loss = None if program.is_step else float(self._full[0])
         self.by_hand: Difference | None = None  # The error of casts by hand, if it was needed.
+        self._errors_by_hand: dict[float, Difference] = {}  # By the nudge of the parameters.
         self.half_loss: float | None = None  # With everything in half, at the scale of the call.
         self._groups = groups_of(program, self._full)
         self._leaves = Leaves(program, self._full, self._groups)
-        self._contribution = _first_order(program, self._full)
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
         first = 0 if program.is_step else 1
         self.bad = self._nonfinite(self._full, first, program.outputs[first:])
@@ -149,15 +144,14 @@ class Runs:
         Near an optimum that error is random.
         """
         for nudge in _NUDGES:
-            full = self.program(None, 1.0, nudge) if nudge else self._full
-            error = self._difference(self.program.by_hand(nudge), full)
-            if self.by_hand is None or error.gradients > self.by_hand.gradients:
-                self.by_hand = error
+            if nudge not in self._errors_by_hand:
+                full = self.program(None, 1.0, nudge) if nudge else self._full
+                self._errors_by_hand[nudge] = self._difference(self.program.by_hand(nudge), full)
+            self.by_hand = max(self._errors_by_hand.values(), key=lambda error: error.gradients)
             yield self.by_hand
 
     @functools.cached_property
     def training(self) -> Training:
-        """The training of a step."""
         return Training(self.program, updated(self.program, self._full))
 
     def in_bfloat16(self) -> Difference:
@@ -179,18 +173,23 @@ class Runs:
         if worst is not None and self.program.is_step and leaf <= error:
             name = worst.name
         loss_error = loss_error if math.isfinite(loss_error) else math.inf
-        return Difference(
-            loss_error, error, cosine, name, leaf, lost or next(iter(self._bad_aux(outputs)), "")
-        )
-
-    def _bad_aux(self, results: Sequence[Array]) -> list[str]:
-        """Returns the auxiliary results that are not finite, and are in float32."""
-        bad = self._nonfinite(results, len(self.program.outputs), self.program.aux)
-        return [name for name in bad if name in self.finite_aux]
+        bad = self._nonfinite(outputs, len(self.program.outputs), self.program.aux)
+        lost = next(filter(None, [lost, *(name for name in bad if name in self.finite_aux)]), "")
+        return Difference(loss_error, error, cosine, name, leaf, lost)
 
     def _nonfinite(self, results: Sequence[Array], first: int, names: Sequence[str]) -> list[str]:
-        finite = map(_is_finite, results[first : first + len(names)])
-        return [name for name, is_finite in zip(names, finite) if not bool(is_finite)]
+        named = zip(names, results[first:])
+        return [name for name, result in named if not bool(jnp.isfinite(result).all())]
+
+    @functools.cached_property
+    def _contribution(self) -> float:
+        """How much the parameters contribute to a loss, to first order."""
+        parameters, gradients = list(self.program.parameters.values()), self._full[1:]
+        if self.program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
+            return 0.0
+        product = lambda p, g: abs(float(jnp.sum(p.astype(jnp.float32) * jnp.real(g))))
+        total = sum(map(product, parameters, gradients))
+        return total if math.isfinite(total) else 0.0
 
     def loss_error(self, error: Difference) -> float:
         """Returns the error of a loss, over what the parameters contribute to it if that is larger."""
@@ -200,18 +199,21 @@ class Runs:
         # The error of a loss that is exactly 0 is not relative.
         return error.loss * (size or 1.0) / self._contribution if is_small else error.loss
 
-    def limits(self, tolerance: float | None, default: float, harm: float) -> Limits:
-        """Returns the errors that are allowed: the tolerance, or what casts by hand cost if that is more."""
-        half, least = self.keeping(()), default if tolerance is None else tolerance
+    def limits(self, tolerance: float | None, default: float | None = None) -> Limits:
+        """Returns the errors that are allowed: the tolerance, or what casts by hand cost if that is more.
+
+        Without a tolerance it is the `default`, or what `doctor` allows.
+        """
+        half, least = self.keeping(()), _first_of(tolerance, default, self.harm)
         limits, more = Limits("gradients", least), self._more_by_hand()
         is_random = tolerance is None and not half.lost
         while is_random and not limits.allow(half) and (by_hand := next(more, None)) is not None:
             leaf = max(LEAF, BY_HAND * by_hand.leaf)
             limits = Limits("gradients", max(least, BY_HAND * by_hand.gradients), leaf)
         # The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is
-        # measured only if its error is above `harm`: a small difference of large numbers has a large relative
+        # measured only if its error is harmful: a small difference of large numbers has a large relative
         # error.
-        largest = max(least, harm)
+        largest = max(least, self.harm)
         if not limits.allow(half) or self.loss_error(half) <= largest:
             return limits
         of_hand = 0.0
@@ -226,7 +228,8 @@ class Runs:
         """
         unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
         error = lambda scale: limits.measured(self.keeping((), scale))
-        if not self.may_scale or limits.allow(unscaled):
+        # No scale mends a loss that is not finite.
+        if not self.may_scale or limits.allow(unscaled) or math.isinf(unscaled.loss):
             return None
         if error(best) > limits.tolerance and (given := other()) is not None and error(given) < error(best):
             best = given
@@ -253,41 +256,23 @@ class Runs:
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
-# One array at a time: most arrays of a model have one of few shapes, so that few programs are compiled.
-@jax.jit
-def _is_finite(array: Array) -> Array:
-    return jnp.isfinite(array).all()
-
-
-@jax.jit
-def _product(parameter: Array, gradient: Array) -> Array:
-    return jnp.sum(parameter.astype(jnp.float32) * jnp.real(gradient))
-
-
-def _first_order(program: FlaggedProgram, full: Sequence[Array]) -> float:
-    """Returns how much the parameters contribute to a loss, to first order."""
-    parameters, gradients = list(program.parameters.values()), full[1:]
-    if program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
-        return 0.0
-    total = sum(abs(float(product)) for product in map(_product, parameters, gradients))
-    return total if math.isfinite(total) else 0.0
+def _first_of(*tolerances: float | None) -> float:
+    return next(each for each in tolerances if each is not None)
 
 
 def report_of(
     runs: Runs,
     tolerance: float | None,
-    default: float,
-    harm: float,
+    default: float | None = None,
     scale: Callable[[], float | None] = lambda: None,
 ) -> PrecisionReport:
     """Returns the report, which measures the modules only if their joint error is above the tolerance.
 
-    Without a tolerance it is the `default`, or what casts by hand cost. `scale` gives another loss scale to
-    try.
+    The tolerance and the `default` are as in `Runs.limits`. `scale` gives another loss scale to try.
     """
     program, given = runs.program, runs.scale
-    unscaled = runs.try_scale(Limits("gradients", default if tolerance is None else tolerance), scale)
-    limits = runs.limits(tolerance, default, harm)
+    unscaled = runs.try_scale(Limits("gradients", _first_of(tolerance, default, runs.harm)), scale)
+    limits = runs.limits(tolerance, default)
     error = lambda modules: limits.measured(runs.keeping(modules))
     is_close = limits.allow(runs.keeping(()))
     every = set() if is_close else set(program.modules)
@@ -319,19 +304,3 @@ def report_of(
     return dataclasses.replace(
         report, kept=labels(kept), rules=runs.rules(kept), change=change, with_rules=with_rules
     )
-
-
-def compare_for_doctor(
-    runs: Runs, tolerance: float | None, scale: Callable[[], float | None]
-) -> PrecisionReport:
-    """Returns the report for `doctor`, which tolerates more; `scale` gives another loss scale to try."""
-    return report_of(runs, tolerance, _harm(runs), _harm(runs), scale)
-
-
-def limits_for_doctor(runs: Runs, tolerance: float | None) -> Limits:
-    """Returns the errors that `doctor` allows."""
-    return runs.limits(tolerance, _harm(runs), _harm(runs))
-
-
-def _harm(runs: Runs) -> float:
-    return FLOAT8_TOLERANCE if runs.program.rules.float8 else HARM

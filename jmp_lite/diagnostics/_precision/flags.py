@@ -47,9 +47,9 @@ from .sources import sources_of
 class FlaggedProgram:
     """A loss and its gradients, or a step, with a flag for each module. It is compiled once.
 
-    The groups are the modules in half, and the sources of the
-    program's own half values: casts in lines of the user, and arguments in half. A module is in the dtype
-    `narrow` if its flag is on, and in `wide` if not; these are names. `outputs` is as in `LossProgram`.
+    The groups are the modules in half, and the sources of the program's own half values: casts in lines of
+    the user, and arguments in half. A module is in the dtype `narrow` if its flag is on, and in `wide` if
+    not; these are names. `outputs` is as in `LossProgram`.
     """
 
     def __init__(self, case: Case) -> None:
@@ -70,11 +70,15 @@ class FlaggedProgram:
         self.state, self.outputs = self._program.state, self._program.named_outputs
         self.aux = self._program.aux
         self.parameters = self._program.floating_parameters
-        is_float16 = lambda var: getattr(var.aval, "dtype", None) == jnp.float16
-        self.has_float16 = has_value(self._program.jaxpr, is_float16)
+        self.has_float16 = has_value(self._program.jaxpr, (jnp.float16,))
         self._numbers = lost_numbers(self._program.jaxpr, case.numbers)
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
-        self._run = jax.jit(self._outputs, compiler_options=EVERY_CAST)
+
+        def run(arrays: Sequence[Array], is_on: Array) -> list[Array]:
+            is_flag_on = {flags: is_on[index] for index, flags in enumerate(self._sets)}
+            return Reference(is_flag_on, self._numbers).run(self._program.jaxpr, arrays)
+
+        self._run = jax.jit(run, compiler_options=EVERY_CAST)
 
     def __call__(self, half: Collection[Module] | None, scale: float, nudge: float = 0.0) -> list[Array]:
         """Returns the outputs with some of the groups in half; None for everything in float32.
@@ -98,15 +102,12 @@ class FlaggedProgram:
         if not nudge:
             return arrays
         named = zip(arrays, self._program.names)
-        return [_nudged(array, nudge) if name in self.parameters else array for array, name in named]
+        nudged = lambda array: array + array * nudge * jnp.sin(1e4 * array)
+        return [nudged(array) if name in self.parameters else array for array, name in named]
 
-    def name_of(self, number: int) -> str:
-        """Returns the path of an argument, by its index among the inputs of the program."""
-        return self._program.names[number]
-
-    def dtype_of(self, number: int) -> str:
-        """Returns the name of the dtype of an input of the program."""
-        return self._program.arrays[number].dtype.name
+    def argument(self, number: int) -> tuple[str, str]:
+        """Returns the path of an argument and its dtype, by its index among the inputs of the program."""
+        return self._program.names[number], self._program.arrays[number].dtype.name
 
     @property
     def edits(self) -> tuple[Module, ...]:
@@ -132,8 +133,7 @@ class FlaggedProgram:
     def in_bfloat16(self, scale: float) -> list[Array]:
         """Returns the outputs with bfloat16 in place of float16. This is a program of its own."""
         reference = Reference({}, self._numbers, jnp.bfloat16)
-        run = lambda arrays: reference.run(self._program.jaxpr, arrays)[: self.floating]
-        return jax.jit(run, compiler_options=EVERY_CAST)(self._program.at_scale(scale))
+        return self._compiled(reference)(self._program.at_scale(scale))[: self.floating]
 
     def by_hand(self, nudge: float) -> list[Array]:
         """Returns the outputs with casts by hand around each matmul, and everything else in float32."""
@@ -141,7 +141,9 @@ class FlaggedProgram:
 
     @functools.cached_property
     def _by_hand(self) -> Callable[[list[Array]], list[Array]]:
-        reference = Reference({}, self._numbers, by_hand=True)
+        return self._compiled(Reference({}, self._numbers, by_hand=True))
+
+    def _compiled(self, reference: Reference) -> Callable[[list[Array]], list[Array]]:
         return jax.jit(functools.partial(reference.run, self._program.jaxpr), compiler_options=EVERY_CAST)
 
     @property
@@ -149,30 +151,26 @@ class FlaggedProgram:
         """How many floating results there are: the outputs, then the auxiliary results."""
         return len(self.outputs) + len(self.aux)
 
-    def _outputs(self, arrays: Sequence[Array], is_on: Array) -> list[Array]:
-        flags = {flags: is_on[index] for index, flags in enumerate(self._sets)}
-        return Reference(flags, self._numbers).run(self._program.jaxpr, arrays)
-
     def _flags(self, parameters: Sequence[str]) -> tuple[tuple[Module, ...], tuple[Module, ...], list[Flags]]:
         """Returns the modules, the sources, and for each operation the numbers of those that it belongs to.
 
         One more number stands for the operations that no rule takes out of half.
         """
         traced, before = self._case.traced, self._case.before
-        cast = cast_modules(self._cast_products(), parameters)
+        around = _jitted_as_a_whole(traced.jaxpr)
+        cast = cast_modules(self._cast_products(), parameters, around)
         numbers = lost_numbers(traced.jaxpr, self._case.numbers)
         found = sources_of(traced, self.is_step, numbers)
         own = [n for n, operation in enumerate(before) if gives_half(operation) or found[n]]
-        own_parts, owners = own_modules([before[number] for number in own], parameters, traced.names)
+        own_parts, owners = own_modules([before[n] for n in own], parameters, traced.names, around)
         if layers := [part for part in own_parts if part.layer]:
             found = sources_of(traced, self.is_step, numbers, layers)
         every = frozenset[Module]().union(*found)
         layers = {each.name: each for each in every if each.layer}  # With their carries.
         own_parts = [layers.get(part.name, part) for part in own_parts]
         modules = (*cast, *_renamed(own_parts, cast))
-        sources = tuple(sorted((each for each in every if not each.layer), key=lambda source: source.name))
-        numbered = {part: len(cast) + number for number, part in enumerate(own_parts)}
-        numbered.update({source: len(modules) + number for number, source in enumerate(sources)})
+        sources = tuple(sorted(every - set(own_parts), key=lambda source: source.name))
+        numbered = {part: len(cast) + number for number, part in enumerate((*own_parts, *sources))}
         rest = len(modules) + len(sources)
         flags = self._flags_of_casts(cast, rest)
         for number, owner in zip(own, owners, strict=True):
@@ -249,8 +247,6 @@ _with_float8_cotangent.defvjp(
 
 
 class _Number(Value):
-    """A literal."""
-
     def copy(self) -> Value:
         return self
 
@@ -259,15 +255,17 @@ class _Number(Value):
         return self.native if dtype == jnp.float32 else cast(lax.optimization_barrier(self.native), dtype)
 
 
+def _jitted_as_a_whole(jaxpr: Jaxpr) -> str:
+    """Returns the name of the jitted function that a jaxpr calls and nothing else; empty without one."""
+    every = equations(jaxpr)
+    return every[0].params["name"] if len(every) == 1 and every[0].primitive.name == "jit" else ""
+
+
 def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
     """Returns modules of the program's own half values. One that autocast casts too gets another name."""
     both = {module.name for module in cast} & {part.name for part in own}
     rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
     return [rename(part) if part.name in both else part for part in own]
-
-
-def _nudged(array: Array, nudge: float) -> Array:
-    return array + array * nudge * jnp.sin(1e4 * array)
 
 
 def _half_dtype(rules: Rules, before: Sequence[AutocastOperation]) -> np.dtype:

@@ -30,11 +30,9 @@ class Group:
     def norms(self, half: Sequence[Array], full: Sequence[Array]) -> np.ndarray:
         """Returns for each output the squared norms of the difference, of half and of float32."""
         pick = lambda arrays: [arrays[number] for number in self.numbers]
-        units = [float(size) or 1.0 for size in map(_largest, pick(full))]
-        before = self.before or [0.0] * len(units)
-        sums = [np.asarray(row, np.float64) for row in map(_sums, pick(half), pick(full), before, units)]
-        # The squares of small gradients would be zero in float32, so each array is divided by its unit.
-        return np.square(units)[:, None] * np.reshape(sums, (-1, 3))
+        before = self.before or [0.0] * len(self.numbers)
+        sums = np.asarray(list(map(_sums, pick(half), pick(full), before)), np.float64).reshape(-1, 4)
+        return np.square(sums[:, :1]) * sums[:, 1:]
 
 
 def error_of(difference: float, half: float, full: float) -> tuple[float, float]:
@@ -48,16 +46,14 @@ def error_of(difference: float, half: float, full: float) -> tuple[float, float]
 
 
 @jax.jit
-def _largest(array: Array) -> Array:
-    return jnp.max(jnp.abs(array), initial=0)
-
-
-@jax.jit
-def _sums(half: Array, full: Array, before: Any, unit: float) -> Array:
-    """Returns the squared norms of the difference, of half and of float32, in units."""
+def _sums(half: Array, full: Array, before: Any) -> Array:
+    """Returns a unit, and in this unit the squared norms of the difference, of half and of float32."""
+    # The squares of small gradients would be zero in float32, so each array is divided by its unit.
+    largest = jnp.max(jnp.abs(full), initial=0)
+    unit = jnp.where(largest > 0, largest, 1)
     square = lambda x: jnp.sum(jnp.real(x * jnp.conj(x)))
     half, full = (half - before) / unit, (full - before) / unit
-    return jnp.stack([square(half - full), square(half), square(full)])
+    return jnp.stack([unit, square(half - full), square(half), square(full)])
 
 
 def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:
@@ -87,13 +83,12 @@ def updated(program: FlaggedProgram, full: Sequence[Array]) -> dict[int, int]:
     A loss in half looks like the new value of a scalar in half that it depends on.
     """
     arrays = program.arrays(1.0)
-    is_half_scalar = lambda index: (
-        not arrays[index].shape and program.dtype_of(index) in ("float16", "bfloat16")
-    )
+    is_half = lambda index: program.argument(index)[1] in ("float16", "bfloat16")
     is_far_from = lambda old, new: bool(old) and bool(abs(new - old) > abs(old) / 4)
-    is_loss = lambda n, index: is_half_scalar(index) and is_far_from(arrays[index], full[n])
+    is_far_scalar = lambda n, old: not old.shape and is_far_from(old, full[n])
+    is_loss = lambda n, index: is_half(index) and is_far_scalar(n, arrays[index])
     state = {n: index for n, index in program.state.items() if not is_loss(n, index)}
-    new = {n: index for n, index in state.items() if program.name_of(index) in program.parameters}
+    new = {n: index for n, index in state.items() if program.argument(index)[0] in program.parameters}
     square = lambda array: float(jnp.sum(jnp.square(jnp.abs(array))))
     moves = sum(square(full[number] - arrays[index]) for number, index in new.items())
     is_far = moves >= sum(square(arrays[index]) for index in new.values()) / 4
@@ -112,7 +107,7 @@ class Leaves:
         Of a step only those outputs count that do not change in half and do in float32: Adam divides each
         gradient by its size, so that the error of a small one is as large as that of any other.
         """
-        rows = {n: row for group, each in norms.items() for n, row in zip(group.numbers, each) if row[-1]}
+        rows = _rows(norms)
         errors = {number: error_of(*row)[0] for number, row in rows.items()}
         if any(error > LEAF for error in errors.values()):
             errors = {number: error for number, error in errors.items() if number not in self._noise}
@@ -133,8 +128,10 @@ class Leaves:
         1e-5 at most.
         """
         near = self._program(None, 1.0, nudge=2.0**-23)
-        rows = ((group.numbers, group.norms(near, self._full)) for group in self._groups)
-        errors = (
-            (n, error_of(*row)[0]) for numbers, each in rows for n, row in zip(numbers, each) if row[-1]
-        )
-        return {number for number, error in errors if error > _NOISE}
+        rows = _rows({group: group.norms(near, self._full) for group in self._groups})
+        return {number for number, row in rows.items() if error_of(*row)[0] > _NOISE}
+
+
+def _rows(norms: Mapping[Group, np.ndarray]) -> dict[int, np.ndarray]:
+    """Returns the norms of each output that is not zero in float32, by its number."""
+    return {n: row for group, each in norms.items() for n, row in zip(group.numbers, each) if row[-1]}

@@ -35,11 +35,8 @@ class Module:
     @property
     def is_edit(self) -> bool:
         """Whether a user can write what it takes to compute the module, and nothing else, in float32."""
-        return bool(self.pattern or self.policy or self.layer or self.autocast or self.is_source)
-
-    @property
-    def is_source(self) -> bool:
-        return self.is_argument or (bool(self.casts) and self.lines == (self.name,))
+        is_cast = bool(self.casts) and self.lines == (self.name,)
+        return is_cast or bool(self.pattern or self.policy or self.layer or self.autocast or self.is_argument)
 
 
 def is_in_half(operation: AutocastOperation) -> bool:
@@ -47,33 +44,43 @@ def is_in_half(operation: AutocastOperation) -> bool:
     return gives_half(operation) or any(map(is_narrow, operation.operands))
 
 
-def cast_modules(products: Sequence[AutocastOperation], parameters: Sequence[str]) -> list[Module]:
-    """Returns the modules of the products that autocast casts to half."""
-    names = dict.fromkeys(_modules(_paths(products, parameters)))
+def cast_modules(
+    products: Sequence[AutocastOperation], parameters: Sequence[str], around: str
+) -> list[Module]:
+    """Returns the modules of the products that autocast casts to half; `around` as in `own_modules`."""
+    names = dict.fromkeys(_modules(_paths(products, parameters), around))
     return [Module(name, f"/{glob.escape(name)}") for name in names if name]
 
 
 def own_modules(
-    operations: Sequence[AutocastOperation], parameters: Sequence[str], paths: Collection[str]
+    operations: Sequence[AutocastOperation], parameters: Sequence[str], paths: Collection[str], around: str
 ) -> tuple[list[Module], list[int]]:
-    """Returns the modules of the program's own half operations, and the index of each operation's module."""
-    names = _modules(_paths(operations, parameters))
+    """Returns the modules of the program's own half operations, and the index of each operation's module.
+
+    `around` is the scope of a function that is jitted as a whole, which no module shares its name with.
+    """
+    names = _modules(_paths(operations, parameters), around)
     has_policy = any(operation.source.startswith(_PACKAGE) for operation in operations)
     members: dict[str, list[AutocastOperation]] = {name: [] for name in names}
     for name, operation in zip(names, operations):
         members[name].append(operation)
-    modules = [_own_module(name, own, has_policy, paths) for name, own in members.items()]
+    modules = [_own_module(name, own, has_policy, paths, around) for name, own in members.items()]
     return modules, [[*members].index(name) for name in names]
 
 
 def _own_module(
-    name: str, operations: Sequence[AutocastOperation], has_policy: bool, paths: Collection[str]
+    name: str,
+    operations: Sequence[AutocastOperation],
+    has_policy: bool,
+    paths: Collection[str],
+    around: str,
 ) -> Module:
     casts = [operation for operation in operations if _makes_half(operation)]
     if casts:
         return Module(name, "", _users_lines(casts), casts=casts[0].results[0].dtype.name)
     lines = _users_lines(operations)
-    parts = name.split("/")[1:]
+    inside = name.removeprefix(f"{around}/")
+    parts = inside.split("/")[1:]
     path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)
     # A policy has rules for modules with parameters, and none for the functions that they call. A layer of a
     # library has a dtype of its own. Of other operations no line says in which dtype they run.
@@ -84,7 +91,7 @@ def _own_module(
         "",
         lines,
         policy=path if has_parameters and has_policy else "",
-        layer=f"dtype=jnp.float32 in {name}" if is_layer else "",
+        layer=f"dtype=jnp.float32 in {inside}" if is_layer else "",
     )
 
 
@@ -151,14 +158,15 @@ def _paths(operations: Sequence[AutocastOperation], parameters: Sequence[str]) -
     return paths
 
 
-def _modules(operation_paths: Sequence[str]) -> list[str]:
-    """Returns the module of each path: its first names."""
-    paths = [path.split("/") for path in operation_paths]
+def _modules(operation_paths: Sequence[str], around: str) -> list[str]:
+    """Returns the module of each path: its first names inside of the scope `around` all of them."""
+    prefixes = [f"{around}/" if path.startswith(f"{around}/") else "" for path in operation_paths]
+    paths = [path.removeprefix(prefix).split("/") for path, prefix in zip(operation_paths, prefixes)]
     shared: dict[str, int] = {}  # How many names the paths with the same first name begin with in common.
     for first, *_ in paths:
         same = (len(set(names)) == 1 for names in zip(*(path for path in paths if path[0] == first)))
         shared[first] = sum(itertools.takewhile(bool, same))
-    return ["/".join(path[: _end(path, shared[path[0]])]) for path in paths]
+    return [prefix + "/".join(path[: _end(path, shared[path[0]])]) for path, prefix in zip(paths, prefixes)]
 
 
 def _path(operation: AutocastOperation, parameters: Sequence[str]) -> str:

@@ -57,23 +57,11 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The errors that are no fault.
+    """The errors that are no fault."""
 
-    Attributes:
-        measure: which error is compared: that of the `gradients`, or of the `loss` if the gradients are right
-            and the loss is not.
-        tolerance: the largest error that is allowed.
-        leaf: the same for a single gradient, over its own norm.
-
-    Examples:
-        >>> limits = Limits("gradients", 0.1)
-        >>> limits.allow(Difference(0.0, 0.05, 1.0)), limits.allow(Difference(0.0, 0.05, 1.0, "bias", 0.9))
-        (True, False)
-    """
-
-    measure: str
+    measure: str  # `gradients`, or `loss` if the gradients are right and the loss is not.
     tolerance: float
-    leaf: float = LEAF
+    leaf: float = LEAF  # That of a single gradient, over its own norm.
 
     def measured(self, error: Difference) -> float:
         """Returns which part of an `error` is compared with the tolerance; inf if something is lost."""
@@ -130,7 +118,8 @@ class PrecisionReport(Shown):
         unscaled: that error at the loss scale of the call, if the gradients need a larger one.
         rest: the error with all of them in the kept dtype. In float32 it is 0, except for matmuls that no
             rule selects. None if `modules` is empty.
-        limits: the largest errors that are allowed.
+        limits: the largest errors that are allowed: `limits.measure` says whether that of the `gradients` is
+            compared or that of the `loss`, with `limits.tolerance`; a single gradient may have `limits.leaf`.
         kept: the modules, lines with casts and arguments to keep in float32, none of which can be left out.
             None, and the next fields empty, if all of them do not bring the error to the tolerance.
         rules: the `rules=` of `autocast` for those of them that autocast casts, with the rules that the

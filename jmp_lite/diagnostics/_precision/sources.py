@@ -6,7 +6,7 @@ back to float32. So a source is a remedy that a user can write, where a scope is
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..._autocast import has_floating
@@ -48,6 +48,13 @@ class _Origin(NamedTuple):
     line: str = ""  # For a float32 value, the line that has widened it.
 
 
+_union = frozenset[Module]().union
+
+
+def _sources_of(origins: Iterable[_Origin]) -> Sources:
+    return _union(*(origin.sources for origin in origins))
+
+
 def sources_of(
     traced: Arguments, is_step: bool, numbers: Numbers, layers: Sequence[Module] = ()
 ) -> list[Sources]:
@@ -59,13 +66,11 @@ def sources_of(
     named = zip(traced.names, traced.arrays, strict=True)
     source = lambda name: _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
     operation = lambda equation, operands: _operation(numbers, equation, operands, search.calls, layers)
-    search = Forward[_Origin](operation, _joined, _Origin())
+    join = lambda first, second: _Origin(first.sources | second.sources, first.line or second.line)
+    search = Forward[_Origin](operation, join, _Origin())
     search.run(traced.jaxpr, [source(name) if is_narrow(array) else _Origin() for name, array in named])
-    found = {
-        key: frozenset[Module]().union(*(origin.sources for origin in origins))
-        for key, origins in search.found.items()
-    }
-    every = frozenset[Module]().union(*found.values()) - {_EVERY, _LIBRARY}
+    found = {key: _sources_of(origins) for key, origins in search.found.items()}
+    every = _union(*found.values()) - {_EVERY, _LIBRARY}
     # In a loss, a layer of a library has a dtype of its own. In a step, an optimizer casts to the dtypes of
     # its parameters.
     of_library = frozenset(source for source in every if source.is_argument and is_step)
@@ -91,8 +96,8 @@ def _operation(
     # A function that JAX jits, such as `jax.nn.one_hot`, has no line of its own: the user's line calls it.
     line = next(filter(None, map(line_of, (equation, *reversed(calls)))), "")
     # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
-    sources = frozenset[Module]().union(*(o.sources for o in operands if o.line in ("", line)))
-    sources |= _of_numbers(numbers, equation)
+    taken = (origin for origin in operands if origin.line in ("", line))
+    sources = _sources_of(taken) | _of_numbers(numbers, equation)
     if any(map(is_narrow, equation.outvars)):
         sources = sources or _cast(equation, line)
     if sources and (own := _layer_of(equation, calls, layers)):
@@ -114,10 +119,6 @@ def _layer_of(equation: Equation, calls: Sequence[Equation], layers: Sequence[Mo
     around = functools.reduce(lambda scope, call: call_scope(scope_of(call, scope), call), calls, "")
     scope = visible_scope(scope_of(equation, around))
     return frozenset(layer for layer in layers if f"{scope}/".startswith(f"{layer.name}/"))
-
-
-def _joined(first: _Origin, second: _Origin) -> _Origin:
-    return _Origin(first.sources | second.sources, first.line or second.line)
 
 
 def _cast(equation: Equation, line: str) -> Sources:

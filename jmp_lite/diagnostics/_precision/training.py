@@ -39,8 +39,6 @@ class Lag:
 
 @dataclasses.dataclass(frozen=True)
 class _Trained:
-    """What a step has computed in the end."""
-
     metrics: dict[int, np.ndarray]  # The values of each scalar that is no state, by its number.
     state: list[Array]  # The floating state.
 
@@ -78,7 +76,7 @@ class Training:
         for number, way, own in zip(self._floating, map(_way, old, full.state), map(_way, old, half.state)):
             if float(way) > 0 and not float(own) >= _LEAST * float(way):
                 index, part = self._state[number], float(own) / float(way)
-                yield Lag(self._program.name_of(index), self._program.dtype_of(index), part, steps)
+                yield Lag(*self._program.argument(index), part, steps)
 
     def _full(self, steps: int) -> _Trained:
         if steps not in self._in_float32:

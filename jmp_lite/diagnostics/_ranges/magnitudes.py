@@ -9,7 +9,6 @@ nearest, ties to even, as in IEEE 754.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,11 +17,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._autocast import Decision, Move, Take
-from ..._jaxpr import Array, Equation
-from ..._tree import is_floating
-from .._values.probe import Probe, TapValue, maxima
-from .._values.sites import Site, SiteKind, in_half
+from ..._dtypes import FLOAT8_DTYPES
+from ..._jaxpr import Array
+from .._values.extremes import maxima
+from .._values.sites import Site, SiteKind
+from .._values.tap import Probe
 
 LOWEST = -149
 """The exponent of the smallest float32."""
@@ -32,6 +31,10 @@ _CLASSES = 4  # 1 exactly; the numbers between; those that round up below the ra
 _ZERO, _INF, _NAN = BINS * _CLASSES, BINS * _CLASSES + 1, BINS * _CLASSES + 2
 _COUNTS = _NAN + 1
 """The number of counts in a record, which are followed by the bits of the largest and smallest magnitude."""
+EXPONENTS = range(-24, 128)
+"""The exponents of the loss scales that are considered."""
+# How much more a smaller scale may lose for its headroom: the share of zeros, and of subnormal numbers.
+_OF_VALUES, _OF_DIGITS = 0.001, 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,16 +130,6 @@ class Magnitudes:
         lost, coarse, kept, beyond = (int(self.bins[each].sum()) for each in chosen)
         return Fates(self.zeros, lost, coarse, kept, beyond, self.infs + self.nans)
 
-    def shifted(self, exponent: int) -> "Magnitudes":
-        """Returns the magnitudes of the values multiplied by `2**exponent`, in the range of float32."""
-        bins = np.zeros_like(self.bins)
-        for index in np.flatnonzero(self.bins.sum(1)):
-            bins[min(max(index + exponent, 0), BINS - 1)] += self.bins[index]
-        scale = lambda number: math.ldexp(number, exponent)
-        return dataclasses.replace(
-            self, bins=bins, smallest=scale(self.smallest), largest=scale(self.largest)
-        )
-
     def __add__(self, other: "Magnitudes") -> "Magnitudes":
         counts = self.zeros + other.zeros, self.infs + other.infs, self.nans + other.nans
         smallest = min(filter(None, (self.smallest, other.smallest)), default=0.0)
@@ -146,29 +139,25 @@ class Magnitudes:
 
 @dataclasses.dataclass(frozen=True)
 class Histogram(Probe):
-    """The probe: counts the values that are in half, or would be under autocast, by their bits."""
+    """The probe: counts the values that the program has in half or fp8, by their bits."""
 
-    dtype: np.dtype  # The half dtype for which the edges are counted.
+    dtype: np.dtype  # The half dtype for which the edges are counted; of a value in fp8 its own counts.
 
-    adds, operands = True, True
+    adds = True
 
-    def wants_operands(self, decision: Decision | None, equation: Equation) -> bool:
-        """Whether the program or autocast casts an operand to half."""
-        if decision is not None and not isinstance(decision.action, Move) and Take.HALF in decision.takes:
-            return True
-        if equation.primitive.name != "convert_element_type":
-            return False
-        (taken,), (given,) = equation.invars, equation.outvars
-        return in_half(given) and is_floating(taken.aval) and taken.aval.dtype != given.aval.dtype
+    def wants(self, site: Site) -> bool:
+        """Whether it is an array in half or fp8. Recomputed values are not counted again."""
+        is_new = site.kind in (SiteKind.INPUT, SiteKind.OPERATION) and site.direction != "recomputed"
+        return is_new and (site.is_half or site.dtype in FLOAT8_DTYPES) and site.shape != ()
 
-    def wants(self, site: Site, half: bool) -> bool:
-        """Whether it is an array that is in half, or would be. Recomputed values are not counted again."""
-        is_new = site.kind not in (SiteKind.ENTRY, SiteKind.LEAVE) and site.direction != "recomputed"
-        return is_new and (half or site.is_half) and site.shape != ()
+    def of(self, dtype: Any) -> "Histogram":
+        """Returns the probe for a dtype of the program."""
+        return Histogram(dtype) if dtype in FLOAT8_DTYPES else self
 
-    def measure(self, array: Array, site: Site | None = None, operands: Sequence[TapValue] = ()) -> Array:
+    def measure(self, array: Array, dtype: Any = None) -> Array:
         """Returns counts by exponent and class, and the bits of the extremes, shape `(1113,)`, uint32."""
-        del site, operands
+        if self.of(dtype) != self:
+            return self.of(dtype).measure(array)
         if jnp.iscomplexobj(array):
             array = jnp.stack([array.real, array.imag])
         # The bits are compared as integers: XLA's CPU backend treats a subnormal float32 as zero, also in
@@ -221,3 +210,33 @@ class Histogram(Probe):
 def pooled(magnitudes: list[Magnitudes], dtype: np.dtype) -> Magnitudes:
     none = Magnitudes(dtype, np.zeros((BINS, _CLASSES), np.int64), 0, 0, 0, 0.0, 0.0)
     return functools.reduce(Magnitudes.__add__, magnitudes, none)
+
+
+def suggested(gradients: Magnitudes) -> int | None:
+    """Returns the exponent of a static scale with headroom, for gradients at a scale of 1; None without one.
+
+    It is the smallest from 0 to that of the largest safe scale at which hardly more of the gradients are lost
+    or subnormal than there.
+    """
+    safe = largest_safe(gradients.largest, gradients.dtype)
+    if safe is None:
+        return None
+    best = gradients.fates(safe)
+
+    def is_enough(exponent: int) -> bool:
+        scaled = gradients.fates(exponent)
+        digits = scaled.share(scaled.subnormal) - best.share(best.subnormal)
+        return scaled.lost <= best.lost + _OF_VALUES and digits <= _OF_DIGITS
+
+    return next(filter(is_enough, range(min(0, safe), safe + 1)))
+
+
+def largest_safe(largest: float, dtype: np.dtype) -> int | None:
+    """Returns the exponent of the largest power of two whose product with `largest` fits into a dtype."""
+    if not largest:
+        return None
+    limit = float(jnp.finfo(dtype).max)
+    exponent = math.frexp(limit)[1] - math.frexp(largest)[1] + 1
+    while math.ldexp(largest, exponent) >= limit:
+        exponent -= 1
+    return min(exponent, EXPONENTS[-1]) if exponent >= EXPONENTS[0] else None

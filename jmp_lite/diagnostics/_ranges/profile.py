@@ -6,14 +6,12 @@ from typing import Any, ParamSpec, Unpack
 
 import jax.numpy as jnp
 
-from ..._autocast import Plan, Planner, Rules, Wanted
 from ..._dtypes import DTypeLike
-from ..._jaxpr import in_two_calls, open_jaxpr
+from ..._jaxpr import in_two_calls
 from .._values.case import Case, Options, tool
-from .._values.reference import has_value
-from .._values.sites import in_half
-from .._values.trace import LossProgram, Tapped
-from .float8 import float8_operands
+from .._values.numbers import lost_numbers
+from .._values.reference import Reference
+from .._values.trace import Tapped
 from .magnitudes import Histogram
 from .report import ModuleRange, RangeReport, by_module
 
@@ -31,10 +29,9 @@ def profile_ranges(
     It runs the loss and its backward pass once, as one compiled program, and counts the magnitudes of the
     values. Only the counts return to the host.
 
-    A float32 function, or one that `jmp_lite.autocast` returned, runs in float32, so no value is lost yet. It
-    counts the values that `autocast(fun, dtype)` computes in half, or casts to half for a product. If the
-    program has half values of its own, such as a model under a policy, it counts these, before a cast of the
-    program. A value that a half product has flushed to zero counts as a zero: give it the plain model.
+    The values are those that `autocast(fun, dtype)` has in half; of a function that `jmp_lite.autocast`
+    returned, or with half values of its own, such as a model under a policy, its own. They are counted while
+    the program runs in float32, so that none is lost before.
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
@@ -62,29 +59,20 @@ def profile_ranges(
 
 
 def ranges_of(case: Case, loss_scale: float | None = None) -> RangeReport:
-    """Returns the report of a call, at its own loss scale or another one."""
-    rules, program = case.question.rules, case.plain_program
+    """Returns the report of a call, at its own loss scale or another one.
+
+    The program runs in float32, at a scale of 1: nothing is lost before it is counted.
+    """
+    program, dtype = case.program, case.question.rules.dtype
     exponent = math.frexp(case.question.scale if loss_scale is None else loss_scale)[1] - 1
-    plan = None if has_value(program.jaxpr, in_half) else _plan(program, rules)
-    probe = Histogram(rules.dtype)
-    measured = Tapped(program, probe, plan)(2.0**exponent)
+    probe = Histogram(dtype)
+    reference = Reference({}, lost_numbers(program.jaxpr, case.numbers))
+    measured = Tapped(program, probe, reference.apply)(1.0)
     gradients = tuple(
         ModuleRange(name, "backward", probe.read(record), exponent)
         for name, record in zip(program.gradients, measured.results[1:])
     )
-    float8 = float8_operands(program, plan, 2.0**exponent) if plan is not None and rules.float8 else ()
-    probes = {"forward": probe, "backward": probe}
-    modules = by_module(measured, probes, lambda s: "backward" if s.is_scaled else "forward", exponent)
-    return RangeReport(rules.dtype, 2.0**exponent, modules, gradients, float8)
-
-
-def _plan(program: LossProgram, rules: Rules) -> Plan:
-    """Returns what autocast would do with the jaxpr of a loss and its gradients."""
-    planner = Planner(rules)
-    states = [
-        planner.argument(array, name) if name else planner.constant(array)
-        for array, name in zip(program.arrays, program.names)
-    ]
-    plan = planner.plan(program.jaxpr, states, [Wanted.NO] * len(open_jaxpr(program.jaxpr).outvars))
-    planner.scopes.check()
-    return plan
+    modules = by_module(measured, probe, exponent)
+    is_half = lambda row: row.magnitudes.dtype == dtype
+    float8 = tuple(row for row in modules if not is_half(row))
+    return RangeReport(dtype, 2.0**exponent, tuple(filter(is_half, modules)), gradients, float8)

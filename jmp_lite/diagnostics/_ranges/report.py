@@ -2,20 +2,17 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
 from ..._scaling.loss_scale import DynamicLossScale
 from ..._text import Shown, aligned, dynamic_scale, power, wrapped
-from .._values.sites import Path as SitePath
-from .._values.sites import Site
+from .._values.sites import Path
 from .._values.trace import Measured
-from .magnitudes import Fates, Histogram, Magnitudes, pooled
-from .picture import draw
-from .scales import TOLERANCE, Scales, scales_for
+from .magnitudes import Fates, Histogram, Magnitudes, largest_safe, pooled, suggested
+
+_TOLERANCE = 0.01  # The share of the values of a module that may be lost before it is named.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +42,6 @@ class ModuleRange:
     def fates(self) -> Fates:
         """How many values the half dtype keeps and loses at the loss scale of the report."""
         return self.magnitudes.fates(self.scale)
-
-    @property
-    def histogram(self) -> dict[int, int]:
-        """How many values have a magnitude from `2**e` to `2**(e + 1)` at the scale of the report, by `e`."""
-        counts = self.magnitudes.histogram
-        return {exponent + self.scale: count for exponent, count in counts.items()}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -88,21 +79,20 @@ class RangeReport(Shown):
         return (*(row for row in self.modules if row.direction == "backward"), *self.gradients)
 
     @cached_property
-    def scales(self) -> Scales:
-        """What each power of two as a loss scale does to the gradients."""
-        return scales_for(self.pooled)
-
-    @property
     def largest_safe_scale(self) -> float | None:
         """The largest power of two whose product with the largest gradient fits into the dtype."""
-        safe = self.scales.largest_safe
+        safe = largest_safe(self.pooled.largest, self.dtype)
         return None if safe is None else 2.0**safe
 
-    @property
+    @cached_property
     def static_scale(self) -> float | None:
-        """A static scale, with room for larger gradients in other batches; see `Scales.suggested`."""
-        suggested = self.scales.suggested
-        return None if suggested is None else 2.0**suggested
+        """A static scale, with room for larger gradients in other batches.
+
+        It is the smallest power of two, from 1 to the largest safe scale, at which at most 0.1 % more of the
+        gradients are lost than there, and at most 1 % more are subnormal.
+        """
+        exponent = suggested(self.pooled)
+        return None if exponent is None else 2.0**exponent
 
     @property
     def dynamic_scale(self) -> DynamicLossScale | None:
@@ -118,10 +108,10 @@ class RangeReport(Shown):
 
         Even at the largest safe scale, more than 1 % of their nonzero values become zero.
         """
-        safe = self.scales.largest_safe
-        if safe is None:
+        if self.largest_safe_scale is None:
             return ()
-        return tuple(row for row in self._gradients() if row.magnitudes.fates(safe).lost > TOLERANCE)
+        safe = int(np.log2(self.largest_safe_scale))
+        return tuple(row for row in self._gradients() if row.magnitudes.fates(safe).lost > _TOLERANCE)
 
     @property
     def overflowing(self) -> tuple[ModuleRange, ...]:
@@ -136,8 +126,8 @@ class RangeReport(Shown):
         return (
             f"In {self.dtype.name} at the loss scale {power(self.loss_scale)}, {lost:.2%} of the gradients "
             f"that are not zero are lost. The largest safe scale is {power(self.largest_safe_scale)}. "
-            f"Static: jmp.StaticLossScale(2.0**{self.scales.suggested}). Dynamic: "
-            f"{dynamic_scale(self.scales.largest_safe or 0)}."
+            f"Static: jmp.StaticLossScale(2.0**{int(np.log2(self.static_scale))}). Dynamic: "
+            f"{dynamic_scale(int(np.log2(self.largest_safe_scale)))}."
         )
 
     def __repr__(self) -> str:
@@ -159,43 +149,25 @@ class RangeReport(Shown):
             lines += ["", *wrapped(text), "", *aligned(_table(self.float8), left=2)]
         return "\n".join(lines)
 
-    def plot(self, path: str | Path) -> None:
-        """Draws the histogram of the gradients, and the share that each loss scale loses, into a file.
 
-        Args:
-            path: the file; its ending says the format, such as `.png`, `.svg` or `.pdf`.
+def by_module(measured: Measured, probe: Histogram, exponent: int) -> tuple[ModuleRange, ...]:
+    """Returns the magnitudes of the values, by module, direction and format.
 
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        draw(self, path)
-
-
-def by_module(
-    measured: Measured,
-    probes: Mapping[str, Histogram],
-    direction: Callable[[Site], str],
-    exponent: int = 0,
-) -> tuple[ModuleRange, ...]:
-    """Returns the magnitudes of the values, by module and direction, with a probe for each direction.
-
-    In the backward pass the values were measured at the loss scale `2**exponent`.
+    `2**exponent` is the loss scale of the backward pass.
     """
-    groups: dict[tuple[str, str], list[SitePath]] = collections.defaultdict(list)
+    groups: dict[tuple[str, str, Histogram], list[Path]] = collections.defaultdict(list)
     for path in sorted(measured.records):
         site = measured.sites[path]
-        groups[site.place, direction(site)].append(path)
+        direction = "backward" if site.is_scaled else "forward"
+        groups[site.place, direction, probe.of(site.dtype)].append(path)
     modules = []
-    for (name, way), paths in groups.items():
-        probe = probes[way]
-        together = pooled([probe.read(measured.records[path]) for path in paths], probe.dtype)
-        scale = exponent if way == "backward" else 0
-        modules.append(ModuleRange(name, way, together.shifted(-scale), scale))
+    for (name, direction, own), paths in groups.items():
+        together = pooled([own.read(measured.records[path]) for path in paths], own.dtype)
+        modules.append(ModuleRange(name, direction, together, exponent if direction == "backward" else 0))
     return tuple(modules)
 
 
 def _table(modules: tuple[ModuleRange, ...]) -> list[tuple[str, ...]]:
-    """Returns modules as a table of text, with a head."""
     head = ("module", "direction", "values", "zeros", "min", "max", "flushed", "subnormal", "overflow")
     rows: list[tuple[str, ...]] = [head]
     for module in modules:

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,7 @@ class Case:
         with only_own_precisions():
             self.traced = trace_call(call.fun, *self.arguments, True, (np.ndarray,))
         self.plain = make_rules(jnp.float32)
+        self._plans: dict[int, tuple[Planner, Plan]] = {}  # By the `id` of their rules.
 
     @functools.cached_property
     def is_own(self) -> bool:
@@ -113,18 +114,12 @@ class Case:
 
     def planned(self, rules: Rules) -> tuple[Planner, Plan]:
         """Returns the plan of autocast by some rules, made once for those of the function and for none."""
-        if rules is self.plain:
-            return self._plain
-        return self._planned if rules is self.rules else make_plan(self.traced, rules)
-
-    @functools.cached_property
-    def _plain(self) -> tuple[Planner, Plan]:
-        return make_plan(self.traced, self.plain)
-
-    @functools.cached_property
-    def _planned(self) -> tuple[Planner, Plan]:
-        planner, plan = make_plan(self.traced, self.rules)
-        planner.scopes.check()
+        if id(rules) in self._plans:
+            return self._plans[id(rules)]
+        planner, plan = make_plan(self.traced, rules)
+        if rules is self.plain or rules is self.rules:
+            planner.scopes.check()
+            self._plans[id(rules)] = planner, plan
         return planner, plan
 
     def operations(self, rules: Rules) -> list[AutocastOperation]:
@@ -201,13 +196,28 @@ def tool(
     dtype: DTypeLike | None,
     default: DTypeLike,
     answer: Callable[[Case], T],
-    **options: Unpack[Options],
+    loss_scale: LossScaleLike | None = None,
+    argnums: int | Sequence[int] | Any = 0,
+    has_aux: bool = False,
+    value_and_grad_fn: ValueAndGrad | None = jax.value_and_grad,
 ) -> Callable[P, T]:
     """Checks the options of a tool, and returns a function of the arguments of `fun` with its answer.
 
     Without a `dtype` it is the `default`: float32 for a tool that examines a function as it is.
     """
-    question = _asked(caller, fun, dtype, default, **options)
+    check_function(caller, fun)
+    if value_and_grad_fn is None and (dtype is not None or loss_scale is not None):
+        raise ValueError(
+            f"{caller}: a step has its own dtypes and loss scale. Leave dtype and loss_scale out, or give "
+            f"the loss function without value_and_grad_fn=None. Got {dtype!r} and {loss_scale!r}."
+        )
+    scale = _scale_of(caller, loss_scale)
+    default = jnp.float32 if value_and_grad_fn is None else default
+    plain, rules = given_rules(caller, fun, dtype, default)
+    if rules.dtype == jnp.float32 != np.dtype(default):
+        raise ValueError(f"{caller} compares float16 or bfloat16 with float32. Got float32.")
+    call, is_autocast = LossCall(plain, argnums, has_aux, value_and_grad_fn), settings_of(fun) is not None
+    question = Question(caller, call, rules, is_autocast, dtype is not None, scale)
 
     @functools.wraps(fun)
     def tool_fun(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -217,39 +227,7 @@ def tool(
     return tool_fun
 
 
-def _asked(
-    caller: str,
-    fun: Callable[..., Any],
-    dtype: DTypeLike | None,
-    default: DTypeLike,
-    loss_scale: LossScaleLike | None = None,
-    argnums: int | Sequence[int] | Any = 0,
-    has_aux: bool = False,
-    value_and_grad_fn: ValueAndGrad | None = jax.value_and_grad,
-) -> Question:
-    check_function(caller, fun)
-    if value_and_grad_fn is None and (dtype is not None or loss_scale is not None):
-        raise ValueError(
-            f"{caller}: a step has its own dtypes and loss scale. Leave dtype and loss_scale out, or give "
-            f"the loss function without value_and_grad_fn=None. Got {dtype!r} and {loss_scale!r}."
-        )
-    scale = scale_of(caller, loss_scale)
-    is_autocast = settings_of(fun) is not None
-    default = jnp.float32 if value_and_grad_fn is None else default
-    plain, rules = given_rules(caller, fun, dtype, default)
-    if rules.dtype == jnp.float32 != np.dtype(default):
-        raise ValueError(f"{caller} compares float16 or bfloat16 with float32. Got float32.")
-    return Question(
-        caller=caller,
-        call=LossCall(plain, argnums, has_aux, value_and_grad_fn),
-        rules=rules,
-        is_autocast=is_autocast,
-        is_given=dtype is not None,
-        scale=scale,
-    )
-
-
-def scale_of(caller: str, loss_scale: LossScaleLike | None) -> float:
+def _scale_of(caller: str, loss_scale: LossScaleLike | None) -> float:
     """Returns the value of a loss scale or a number; 1 for None."""
     scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
     if scale is None:

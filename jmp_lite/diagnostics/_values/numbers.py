@@ -6,14 +6,15 @@ float32 brings the number back. So the number is read from the source.
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
+from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
+from .sites import NARROW
 from .source import Written, operands_at
 
 Key = tuple[str, np.dtype, float, int]
@@ -23,7 +24,6 @@ Numbers = Mapping[Key, Written]
 
 _EPSILON = Written(1e-8, is_sure=False)
 """Stands for a name whose number is not known, where it is added and is 0 in half: an epsilon."""
-_NARROW = (*HALF_DTYPES, *FLOAT8_DTYPES)
 
 
 def lost_numbers(jaxpr: Jaxpr, given: Mapping[str, float] = MappingProxyType({})) -> Numbers:
@@ -48,7 +48,7 @@ def written(numbers: Numbers, equation: Equation, position: int) -> Written | No
 
 def _key(equation: Equation, var: Var, position: int) -> Key | None:
     dtype: Any = getattr(var.aval, "dtype", None)
-    is_known = is_literal(var) and (dtype in _NARROW or (dtype == np.float32 and _fits_half(float(var.val))))
+    is_known = is_literal(var) and (dtype in NARROW or (dtype == np.float32 and _fits_half(float(var.val))))
     return (source_line(equation), np.dtype(dtype), float(var.val), position) if is_known else None
 
 
@@ -64,30 +64,25 @@ def _in_the_source(key: Key, equation: Equation, given: Mapping[str, float]) -> 
     if traits_of(equation.primitive.name).compares:
         return None
     operands = [(node, place, _given(node, given) or known) for node, place, known in operands_at(line)]
-    same = list(_rounded_to(value, dtype, ((place, each) for _, place, known in operands for each in known)))
+    is_same = functools.partial(_is_rounded, value=value, dtype=dtype)
+    same = [(place, each) for _, place, known in operands for each in filter(is_same, known)]
     if same:
         at_place = [each for place, each in same if place == position]
         return _nearest(at_place or [each for _, each in same], value)
-    is_epsilon = value == 0 and dtype in _NARROW and equation.primitive.name == "add"
-    is_name = any(isinstance(node, (ast.Name, ast.Attribute)) and not known for node, _, known in operands)
-    return _EPSILON if is_epsilon and is_name else None
+    is_epsilon = value == 0 and dtype in NARROW and equation.primitive.name == "add"
+    return _EPSILON if is_epsilon and _has_unknown_name(operands) else None
 
 
-def _rounded_to(
-    value: float, dtype: np.dtype, numbers: Iterable[tuple[int, Written]]
-) -> Iterator[tuple[int, Written]]:
-    """Yields the numbers, each with its position, that half precision rounds to a literal."""
-    for place, number in numbers:
-        # JAX widens a half number that meets float32: the literal is in float32, and rounded.
-        if dtype in _NARROW or number.line:
-            with np.errstate(over="ignore"):
-                if abs(value) in map(abs, _halves(number, dtype)):
-                    yield place, number
+def _has_unknown_name(operands: Iterable[tuple[ast.expr, int, list[Written]]]) -> bool:
+    return any(isinstance(node, (ast.Name, ast.Attribute)) and not known for node, _, known in operands)
 
 
-def _halves(number: Written, dtype: np.dtype) -> set[float]:
-    dtypes = (dtype,) if dtype in _NARROW else HALF_DTYPES
-    return set[float]().union(*(number.in_half(half) for half in dtypes))
+def _is_rounded(written: Written, value: float, dtype: np.dtype) -> bool:
+    """Whether half precision rounds a number to a literal, but for the sign."""
+    # JAX widens a half number that meets float32: the literal is in float32, and rounded.
+    dtypes = (dtype,) if dtype in NARROW else HALF_DTYPES if written.line else ()
+    with np.errstate(over="ignore"):
+        return abs(value) in {abs(float(np.asarray(written.number).astype(half))) for half in dtypes}
 
 
 def _given(node: ast.expr, given: Mapping[str, float]) -> list[Written]:

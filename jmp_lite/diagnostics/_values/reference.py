@@ -7,7 +7,7 @@ any set of modules in float32.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._dtypes import FLOAT8_DTYPES, HALF_DTYPES
+from ..._dtypes import HALF_DTYPES
 from ..._float8.quantize import quantize
 from ..._jaxpr import (
     CALLS,
@@ -40,15 +40,16 @@ from ..._jaxpr import (
     traits_of,
     while_loop,
 )
-from .calls import INLINE, MOST_ITERATIONS
+from .describe import INLINE
 from .numbers import Numbers, written
+from .sites import NARROW
+from .tap import MOST_ITERATIONS
 
 Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
 
 _FLOAT32 = np.dtype(np.float32)
 _DIGITS = tuple(jnp.finfo(half).nmant for half in HALF_DTYPES)
-_NARROW = frozenset((*HALF_DTYPES, *FLOAT8_DTYPES))
 # These run once, in float32, on rounded operands: Tensor Cores and XLA's CPU backend also sum in float32.
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 _CALLS: dict[str, Any] = {**CALLS, "while": functools.partial(while_loop, most=MOST_ITERATIONS)}
@@ -103,34 +104,39 @@ class Reference:
 
         def action(_: int, equation: Equation, read: Read) -> Values:
             flags = flags_of(equation)
-            flags = around if flags is None else flags
-            operands = self._operands(equation, read, flags)
-            name = equation.primitive.name
-            with context_of(equation):
-                if name == "jit" and equation.params["name"] == "_round_to_float8":
-                    (x,) = operands
-                    (rounded,) = bind(equation, [x.array])
-                    return [x._replace(array=self._choose(flags, rounded, x.array))]
-                if self._wide == jnp.bfloat16 and _draws(equation):
-                    # In bfloat16 JAX draws other numbers: float16 ones, once rounded, may leave their range.
-                    drawn = _as_written(equation, [value.array for value in operands])
-                    return list(map(self._exact, drawn))
-                if name in INLINE:
-                    (inner,) = (part for part in inner_jaxprs(equation) if None not in part.results)
-                    return self._run(inner.jaxpr, [operands[number] for number in inner.operands], flags)
-                if name in _CALLS:
-                    return self._call(equation, operands, flags)
-                if traits_of(name).category is Category.MOVE:
-                    return self._move(equation, operands)
-                return self._operation(equation, operands, flags)
+            return self._equation(equation, map(read, equation.invars), around if flags is None else flags)
 
         return replay(jaxpr, [*map(self._exact, constants(jaxpr)), *values], self._literal, action)
 
-    def _operands(self, equation: Equation, read: Read, flags: Flags | None) -> Values:
+    def apply(self, equation: Equation, arrays: Sequence[Array]) -> list[Array]:
+        """Runs one equation on arrays, as `run` does."""
+        return [value.array for value in self._equation(equation, map(self._exact, arrays), None)]
+
+    def _equation(self, equation: Equation, values: Iterable[ReferenceValue], flags: Flags | None) -> Values:
+        operands = self._operands(equation, values, flags)
+        name = equation.primitive.name
+        with context_of(equation):
+            if name == "jit" and equation.params["name"] == "_round_to_float8":
+                (x,) = operands
+                (rounded,) = bind(equation, [x.array])
+                return [x._replace(array=self._choose(flags, rounded, x.array))]
+            if self._wide == jnp.bfloat16 and _draws(equation):
+                # In bfloat16 JAX draws other numbers: float16 ones, once rounded, may leave their range.
+                return list(map(self._exact, _as_written(equation, [value.array for value in operands])))
+            if name in INLINE:
+                (inner,) = (part for part in inner_jaxprs(equation) if None not in part.results)
+                return self._run(inner.jaxpr, [operands[number] for number in inner.operands], flags)
+            if name in _CALLS:
+                return self._call(equation, operands, flags)
+            if traits_of(name).category is Category.MOVE:
+                return self._move(equation, operands)
+            return self._operation(equation, operands, flags)
+
+    def _operands(self, equation: Equation, values: Iterable[ReferenceValue], flags: Flags | None) -> Values:
         """Returns the operands; with the flags off numbers as they are written, which half had rounded."""
         operands = []
-        for position, var in enumerate(equation.invars):
-            value, number = read(var), written(self._numbers, equation, position)
+        for position, value in enumerate(values):
+            number = written(self._numbers, equation, position)
             if number is not None:
                 array = self._choose(flags, value.array, np.asarray(number.number, self._wide))
                 value = ReferenceValue(array, flags)
@@ -175,18 +181,20 @@ class Reference:
         # To round the float32 result would not be the same: in half, a sum may stop growing, and XLA divides
         # by a multiplication with the rounded reciprocal.
         name, arrays = equation.primitive.name, [value.array for value in operands]
+        is_cast = name == "convert_element_type"
         if name == "reduce_precision" and equation.params["mantissa_bits"] in _DIGITS:
             return [ReferenceValue(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
-        if name == "convert_element_type" and _is_number(operands[0]) and is_narrow(equation.outvars[0]):
+        if is_cast and _is_number(operands[0]) and is_narrow(equation.outvars[0]):
             return [ReferenceValue(np.asarray(arrays[0], self._wide))]  # Each of its readers rounds it.
         if not any(map(is_narrow, (*equation.invars, *equation.outvars))):
             return list(map(ReferenceValue, bind(equation, arrays)))
         if name in _PRODUCTS:
             return self._product(equation, operands, flags)
-        if name == _OF_BITS or not (name in PRIMITIVES or name == "convert_element_type"):
+        if name == _OF_BITS or not (is_cast or name in PRIMITIVES):
             return list(map(self._exact, _as_written(equation, arrays)))
-        if name == "add_any":
-            flags = _flags_of_sum(operands, flags)
+        return self._in_both(equation, arrays, _flags_of_sum(operands, flags) if name == "add_any" else flags)
+
+    def _in_both(self, equation: Equation, arrays: Sequence[Array], flags: Flags | None) -> Values:
         results = bind(equation, arrays, **self._wide_params(equation))
         if flags in self._is_on:
             halves = map(self._widened, _as_written(equation, arrays))
@@ -218,7 +226,7 @@ class Reference:
         """Returns the parameters of an equation that change when its operands and results are float32."""
         changed: dict[str, Any] = {}
         for name, value in equation.params.items():
-            if isinstance(value, np.dtype) and value in _NARROW:
+            if isinstance(value, np.dtype) and value in NARROW:
                 changed[name] = self._wide
             elif hasattr(open_jaxpr(value), "eqns"):  # The sum of a `reduce`, of a scatter.
                 wide_dtype = lambda var: self._wide if is_narrow(var) else var.aval.dtype
@@ -236,14 +244,15 @@ def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
     return {flags for equation in all_equations(jaxpr) if (flags := flags_of(equation)) is not None}
 
 
-def has_value(jaxpr: Jaxpr, is_kind: Callable[[Var], bool]) -> bool:
-    """Whether an equation of a jaxpr makes a value of a kind."""
-    return any(is_kind(var) for equation in all_equations(jaxpr) for var in equation.outvars)
+def has_value(jaxpr: Jaxpr, dtypes: Collection[Any] = NARROW) -> bool:
+    """Whether an equation of a jaxpr makes a value of one of some dtypes: by default half or fp8."""
+    made = (var for equation in all_equations(jaxpr) for var in equation.outvars)
+    return any(getattr(var.aval, "dtype", None) in dtypes for var in made)
 
 
 def is_narrow(value: Any) -> bool:
     """Whether an array, a variable of a jaxpr or its type is in half precision or fp8."""
-    return getattr(getattr(value, "aval", value), "dtype", None) in _NARROW
+    return getattr(getattr(value, "aval", value), "dtype", None) in NARROW
 
 
 def _draws(equation: Equation) -> bool:

@@ -10,7 +10,7 @@ import itertools
 import linecache
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,25 +33,10 @@ class Written(NamedTuple):
 
     number: float
     is_sure: bool = True  # False for a default, in whose place a caller may give another number.
-    # The operator and the operands of an expression, which may have been computed in half.
-    computed: tuple[Callable[[Any, Any], Any], "Written", "Written"] | None = None
     line: str = ""  # Where the source converts it to half, so that it is rounded in a float32 program too.
-
-    def in_half(self, dtype: np.dtype) -> set[float]:
-        """Returns what the number may be in a half dtype: rounded, or computed from rounded numbers."""
-        rounded = lambda number: float(np.asarray(number).astype(dtype))
-        values = {rounded(self.number)}
-        if self.computed is not None:
-            compute, left, right = self.computed
-            with np.errstate(all="ignore"):
-                for pair in itertools.product(left.in_half(dtype), right.in_half(dtype)):
-                    values.add(rounded(compute(*map(np.float64, pair))))
-        return values
 
 
 class Source:
-    """The source of one file."""
-
     def __init__(self, file: str, text: str) -> None:
         self._file = file
         self._nodes: dict[tuple[int, int], list[ast.AST]] = {}  # The expressions that begin at a place.
@@ -70,14 +55,13 @@ class Source:
         for child in ast.iter_child_nodes(node):
             self._visit(child, inside)
 
-    def operands(self, line: int, column: int) -> list[tuple[ast.expr, int]]:
-        """Returns the operands and arguments, with their positions, of what begins at a place."""
-        nodes = self._nodes.get((line, column), ())
-        return [(part, position) for node in nodes for position, part in enumerate(_operands(node))]
+    def expressions(self, line: int, column: int) -> list[ast.AST]:
+        """Returns the operations and calls that begin at a place."""
+        return self._nodes.get((line, column), [])
 
     def makes_half(self, line: int, column: int) -> bool:
         """Whether one of the calls that begin at a place takes a half dtype."""
-        calls = (node for node in self._nodes.get((line, column), ()) if isinstance(node, ast.Call))
+        calls = (node for node in self.expressions(line, column) if isinstance(node, ast.Call))
         return any(map(self._is_half_dtype, (part for call in calls for part in _operands(call))))
 
     def numbers(self, node: ast.expr) -> list[Written]:
@@ -102,22 +86,26 @@ class Source:
                 compute = _OPERATORS[type(op)]
                 for one, other in itertools.product(self._numbers(left), self._numbers(right)):
                     number = float(compute(one.number, other.number))
-                    is_sure, line = one.is_sure and other.is_sure, one.line or other.line
-                    yield Written(number, is_sure, (compute, one, other), line)
-            case ast.Call(func=func, args=[ast.Constant(value=str() as text)]) if self._is_conversion(func):
-                yield Written(float(text))
-            case ast.Call(func=func, args=[argument, *more], keywords=named) if self._is_conversion(func):
-                dtypes = [func, *more, *(keyword.value for keyword in named)]
-                place = f"{self._file}:{node.lineno}:{node.col_offset}"
-                line = place if any(map(self._is_half_dtype, dtypes)) else ""
-                for written in self._numbers(argument):
-                    yield written._replace(line=line or written.line)
+                    yield Written(number, one.is_sure and other.is_sure, one.line or other.line)
+            case ast.Call(func=func, args=[_, *_]) if self._is_conversion(func):
+                yield from self._converted(node)
             case ast.Name(id=name):
                 yield from self._of_name(name, self._around[node])
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
                 yield from self._of_self(name, self._around[node])
             case ast.Attribute():
                 yield from _number_of(self._global(ast.unparse(node)))
+
+    def _converted(self, call: ast.Call) -> Iterator[Written]:
+        """Yields the numbers of a conversion, with its line if that is one to half."""
+        argument, *more = call.args
+        dtypes = [call.func, *more, *(keyword.value for keyword in call.keywords)]
+        is_to_half = any(map(self._is_half_dtype, dtypes))
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            yield Written(float(argument.value))
+        for written in self._numbers(argument):
+            line = f"{self._file}:{call.lineno}:{call.col_offset}" if is_to_half else written.line
+            yield written._replace(line=line)
 
     def _of_name(self, name: str, around: Sequence[ast.AST]) -> Iterator[Written]:
         for function in around:
@@ -189,7 +177,8 @@ def operands_at(line: str) -> list[tuple[ast.expr, int, list[Written]]]:
     source, row, column = _source_of(line)
     if source is None:
         return []
-    return [(node, position, source.numbers(node)) for node, position in source.operands(row, column)]
+    operands = (enumerate(_operands(node)) for node in source.expressions(row, column))
+    return [(part, position, source.numbers(part)) for each in operands for position, part in each]
 
 
 def _source_of(line: str) -> tuple[Source | None, int, int]:

@@ -1,13 +1,14 @@
-"""The tap: runs a jaxpr again, and measures values on the way.
+"""The tap: runs a program again, and measures the sites of its description on the way.
 
-A probe chooses the values and measures them. Each measurement is a small array that is computed right where
+A probe chooses the sites and measures them. Each measurement is a small array that is computed right where
 the value is. Measurements leave loops, branches, rematerialization and shards as additional results. So all
 of this is one program, which keeps no value longer than the original program does.
 """
 
+import abc
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -15,183 +16,157 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jaxpr import Array, Equation, Jaxpr, Side, Var, bind, constants, context_of, replay, traits_of
-from ..._tree import is_floating
-from .probe import Probe, TapValue
-from .sites import Path, Point, Site, SiteKind, Where, last_parameter_of
+from ..._jaxpr import (
+    CALLS,
+    Array,
+    Category,
+    Equation,
+    Inner,
+    Jaxpr,
+    Outputs,
+    Side,
+    Var,
+    bind,
+    constants,
+    context_of,
+    inner_jaxprs,
+    replay,
+    traits_of,
+)
+from .describe import CUT, INLINE, LEAVE, Description
+from .sites import Path, Site
 
-STEPS = -3
-"""Ends the path of the record with the iterations of a while loop that are kept, and whether it was cut."""
-_LEAVE = 1_000_000  # More than any equation has inner jaxprs: what leaves sorts after what is inside.
+MOST_ITERATIONS = 10_000
+"""After so many iterations a tool stops a `while` loop, and says so."""
 
-Values: TypeAlias = Sequence[TapValue]
 Records: TypeAlias = Side
 """What was measured at each site, by its path."""
-Handler = Callable[["Tap", Point, list[TapValue]], list[TapValue]]
-"""Runs an equation that runs jaxprs on its operands."""
+Operate: TypeAlias = Callable[[Equation, Sequence[Array]], Sequence[Array]]
+"""Runs an equation without inner jaxprs on arrays."""
+
+
+class Probe(abc.ABC):
+    """Chooses the sites to measure, by default all, and measures them."""
+
+    adds = False  # Whether the measurements of a loop's iterations are joined instead of kept.
+
+    def wants(self, site: Site) -> bool:
+        """Whether to measure a site."""
+        del site
+        return True
+
+    @abc.abstractmethod
+    def measure(self, array: Array, dtype: Any = None) -> Array:
+        """Returns the measurement as one array of a fixed shape.
+
+        `dtype` is that of the value in the program, if the array may have another one.
+        """
+
+    @abc.abstractmethod
+    def empty(self, dtype: Any) -> Array:
+        """Returns the measurement of an array of this dtype without elements."""
+
+    def join(self, first: Array, second: Array) -> Array:
+        """Returns two measurements of a probe that `adds` as one: by default their sum."""
+        return first + second
 
 
 class Tap:
-    """Runs the jaxprs of one program with a probe, and a handler for each operation that runs jaxprs."""
+    """Runs the jaxprs of one program with a probe; `operate` runs their equations."""
 
-    def __init__(self, probe: Probe, handlers: Mapping[str, Handler]) -> None:
-        self.probe = probe
-        self._handlers = handlers
-        self.sites: dict[Path, Site] = {}
-        # For the entry of each loop carry, the site of the result that enters the next iteration.
-        self.carried: dict[Path, Path | None] = {}
-        self.checked: set[Path] = set()  # The values that the program itself tests for inf and NaN.
-        self.loops: dict[Path, str] = {}  # The line of each while loop, by the path of its body.
+    def __init__(self, description: Description, probe: Probe, operate: Operate = bind) -> None:
+        self.probe, self._operate = probe, operate
+        # Most arrays of a model have one of few shapes, for each of which this is traced once.
+        self._measure_once = jax.jit(probe.measure, static_argnums=1)
+        self.sites = {path: site for path, site in description.sites.items() if probe.wants(site)}
         self.records: Records = {}  # The measurements so far in the jaxpr that runs.
-        self._measured: dict[int, tuple[Array, Path | None]] = {}
 
-    def run(self, jaxpr: Jaxpr, arguments: Sequence[TapValue], where: Where) -> list[TapValue]:
-        """Runs the equations of a jaxpr, measures, and returns a value for each output."""
-        fixed = [self.input(array, "", where, -2 - n) for n, array in enumerate(constants(jaxpr))]
+    def run(self, jaxpr: Jaxpr, arrays: Sequence[Array], path: Path = ()) -> list[Array]:
+        """Runs a jaxpr at a path, and measures its inputs, its constants and the results of equations."""
+        fixed = constants(jaxpr)
+        for number, array in (*enumerate(arrays), *((-2 - n, array) for n, array in enumerate(fixed))):
+            self._measure((*path, -1, number), array)
 
-        def action(index: int, equation: Equation, read: Callable[[Var], TapValue]) -> list[TapValue]:
-            point, operands = Point(equation, where, index), list(map(read, equation.invars))
-            handler = self._handlers.get(equation.primitive.name)
+        def action(index: int, equation: Equation, read: Callable[[Var], Array]) -> Sequence[Array]:
+            operands, at = list(map(read, equation.invars)), (*path, index)
+            is_call = traits_of(equation.primitive.name).category is Category.CALL
             with context_of(equation):
-                if handler is not None:
-                    return handler(self, point, operands)
-                return self._operation(point, self._measured_operands(point, operands))
+                results = self._call(equation, operands, at) if is_call else self._operate(equation, operands)
+            first = LEAVE if is_call and equation.primitive.name != "while" else 0
+            for number, array in enumerate(results):
+                self._measure((*at, first + number), array)
+            return results
 
-        return replay(jaxpr, [*fixed, *arguments], _literal, action)
+        return replay(jaxpr, [*fixed, *arrays], lambda var: var.val, action)
 
-    def input(
-        self,
-        array: Array,
-        name: str,
-        where: Where,
-        number: int,
-        last_parameter: str = "",
-        half: bool = False,
-        is_scaled: bool = False,
-    ) -> TapValue:
-        """Measures an input of a program, or a constant in it, and returns it as a value."""
-        if not is_floating(array):
-            return TapValue(array, argument=name)
-        path, operation = (*where.path, -1, number), "argument" if name else "constant"
-        site = Site(
-            path=path,
-            kind=SiteKind.INPUT,
-            operation=operation,
-            shape=array.shape,
-            dtype=array.dtype,
-            loops=where.loops,
-            is_scaled=is_scaled,
-            argument=name,
-            last_parameter=last_parameter,
-        )
-        source = self._measure(site, array, half)
-        return TapValue(array, source, name, last_parameter=last_parameter, is_scaled=is_scaled)
+    def _measure(self, path: Path, array: Array) -> None:
+        if (site := self.sites.get(path)) is not None:
+            # Without the barrier XLA would fold the reductions of constant arrays, which takes minutes.
+            self.records[path] = self._measure_once(lax.optimization_barrier(array), site.dtype)
 
-    def _operation(self, point: Point, operands: list[TapValue]) -> list[TapValue]:
-        arrays = bind(point.equation, [value.array for value in operands])
-        name = point.equation.primitive.name
-        if name == "is_finite" and operands[0].source is not None:
-            self.checked.add(operands[0].source)
-        is_cast = name == "convert_element_type"
-        # The result has the elements of the operand, so the measurement of the operand holds for it. The
-        # bits of an fp8 tensor stand for the tensor.
-        is_move = traits_of(name).keeps_elements or name == "bitcast_convert_type"
-        if is_move or (is_cast and (self.probe.operands or _survives_cast(operands[0].number, arrays[0]))):
-            moved = [operand._replace(array=array) for operand, array in zip(operands, arrays)]
-            if all(map(_is_known, moved)):
-                return moved
-        argument = operands[0].argument if is_move or is_cast else ""
-        is_scaled = any(value.is_scaled for value in operands)
-        result = TapValue(None, None, argument, None, last_parameter_of(operands), is_scaled)
-        results = []
-        for number, array in enumerate(arrays):
-            path, half = point.path(number), point.would_be_half(number)
-            source = self.at(point, path, SiteKind.OPERATION, operands, array, half)
-            results.append(result._replace(array=array, source=source))
+    def _call(self, equation: Equation, arrays: Sequence[Array], path: Path) -> Sequence[Array]:
+        """Runs a call. The records of the iterations of a scan and of shards are stacked, or joined."""
+        name, inners = equation.primitive.name, inner_jaxprs(equation)
+        if name in INLINE:
+            ((number, inner),) = ((n, each) for n, each in enumerate(inners) if None not in each.results)
+            return self.run(inner.jaxpr, [arrays[index] for index in inner.operands], (*path, number))
+        arrays = [array if isinstance(array, jax.Array) else np.asarray(array) for array in arrays]
+        bodies = [self._body(inner, arrays, (*path, number)) for number, inner in enumerate(inners)]
+        results, records = CALLS[name](equation, bodies, arrays, **self._options(name, path))
+        if name == "shard_map" and self.probe.adds:
+            records = {at: functools.reduce(self.probe.join, record) for at, record in records.items()}
+        if name == "while":
+            self._measure((*path, CUT), jnp.any(bodies[0](*results)[0][0]).astype(float))
+        self.records.update(records)
         return results
 
-    def _measured_operands(self, point: Point, operands: list[TapValue]) -> list[TapValue]:
-        """Measures the operands that are cast to half, or would be, if nothing has measured them yet."""
-        if not self.probe.operands or not self.probe.wants_operands(point.decision, point.equation):
-            return operands
-        measured = []
-        for number, value in enumerate(operands):
-            if value.source is None and getattr(value.array, "ndim", 0):
-                if not self.probe.once or id(value.array) not in self._measured:
-                    path = point.path(-1 - number)
-                    source = self.at(point, path, SiteKind.OPERAND, [value], value.array, half=True)
-                    # Kept with its array, since an `id` is unique only while its object lives.
-                    self._measured[id(value.array)] = value.array, source
-                value = value._replace(source=self._measured[id(value.array)][1])
-            measured.append(value)
-        return measured
+    def _options(self, name: str, path: Path) -> dict[str, Any]:
+        if name == "cond":  # A branch that is not taken gives empty records.
+            return {"skipped": self._empty(path)}
+        if name == "scan" and self.probe.adds:
+            return {"accumulator": _Joined(self.probe, self._empty((*path, 0)))}
+        return {"most": MOST_ITERATIONS} if name == "while" else {}
 
-    def at(
-        self, point: Point, path: Path, kind: SiteKind, operands: Values, array: Array, half: bool = False
-    ) -> Path | None:
-        """Measures a value at an equation if the probe wants it; returns the path of its site, or None."""
-        if not is_floating(array):
-            return None
-        return self._measure(point.site(path, kind, operands, array), array, half, operands)
+    def _body(self, inner: Inner, arrays: Sequence[Array], path: Path) -> Callable[..., Outputs]:
+        """Returns an inner jaxpr as a body for `_jaxpr.calls`, whose side outputs are its records."""
+        fixed = [arrays[index] for index in inner.operands[: inner.constants]]
 
-    def _measure(self, site: Site, array: Array, half: bool, operands: Values = ()) -> Path | None:
-        if not self.probe.wants(site, half):
-            return None
-        self.sites[site.path] = site
-        # Without the barrier XLA would fold the reductions of constant arrays, which takes minutes.
-        self.records[site.path] = self.probe.measure(lax.optimization_barrier(array), site, operands)
-        return site.path
+        def body(*moving: Array) -> Outputs:
+            with self.recording() as records:
+                results = self.run(inner.jaxpr, [*fixed, *moving], path)
+            return list(map(jnp.asarray, results)), records
 
-    # What the handlers of calls need.
-
-    def leave(self, point: Point, results: Values, arrays: Sequence[Array]) -> list[TapValue]:
-        """Measures what leaves an equation; `results` are the same values inside of its jaxprs."""
-        values = []
-        for number, (value, array) in enumerate(zip(results, arrays, strict=True)):
-            path = point.path(_LEAVE + number)
-            source = self.at(point, path, SiteKind.LEAVE, [value], array) or value.source
-            values.append(value._replace(array=array, source=source, argument="", number=None))
-        return values
-
-    def enter(self, point: Point, inside: Where, number: int, operand: TapValue, array: Array) -> TapValue:
-        """Measures an array that enters a loop or a shard: the whole operand, or a slice of it."""
-        point = point._replace(where=dataclasses.replace(point.where, loops=inside.loops))
-        source = self.at(point, (*inside.path, -1, number), SiteKind.ENTRY, [operand], array)
-        return operand._replace(array=array, source=source, number=None)
+        return body
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Records]:
         """Collects the measurements inside the `with` statement in a dictionary of their own."""
         # JAX traces the body of a loop more than once: each trace measures the same values.
-        outer, self.records, self._measured = (self.records, self._measured), {}, {}
+        outer, self.records = self.records, {}
         try:
             yield self.records
         finally:
-            self.records, self._measured = outer
+            self.records = outer
 
-    def empty(self, shapes: Mapping[Path, Any]) -> Records:
-        """Returns the records, of the given shapes, of a part of the program that does not run."""
-        none = lambda path: jnp.int32(-1) if path[-1] == STEPS else self.probe.empty(self.sites[path].dtype)
-        return {path: jnp.broadcast_to(none(path), shape.shape) for path, shape in shapes.items()}
-
-
-def _literal(var: Var) -> TapValue:
-    is_number = jnp.issubdtype(var.aval.dtype, jnp.floating) and not var.aval.shape
-    return TapValue(var.val, number=float(var.val) if is_number else None)
-
-
-def _is_known(value: TapValue) -> bool:
-    return value.source is not None or value.number is not None or not is_floating(value.array)
+    def _empty(self, inside: Path) -> Records:
+        """Returns the records of a part of the program that does not run: of all sites inside of a path."""
+        start = len(inside)
+        is_inside = lambda path: len(path) > start + 1 and path[:start] == inside
+        sites = {path: site for path, site in self.sites.items() if is_inside(path)}
+        records = {path: self.probe.empty(site.dtype) for path, site in sites.items()}
+        if self.probe.adds:
+            return records
+        lengths = lambda path: [loop.length for loop in sites[path].loops if len(loop.path) > start]
+        return {at: jnp.broadcast_to(each, (*lengths(at), *each.shape)) for at, each in records.items()}
 
 
-def _survives_cast(number: float | None, array: Array) -> bool:
-    """Whether the cast of a literal to the dtype of an array does not make a finite number inf."""
-    if number is None or not is_floating(array):
-        return False
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(np.asarray(number, array.dtype)) == np.isfinite(number))
+class _Joined:
+    def __init__(self, probe: Probe, empty: Records) -> None:
+        self._probe = probe
+        self.start: Any = empty
 
+    def add(self, state: Records, side: Records) -> Records:
+        return jax.tree.map(self._probe.join, state, side)
 
-def as_arrays(values: Values) -> list[Array]:
-    arrays = (value.array for value in values)
-    return [array if isinstance(array, jax.Array) else np.asarray(array) for array in arrays]
+    def side(self, state: Records) -> Records:
+        return state

@@ -14,18 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ..._autocast import Plan
-from ..._jaxpr import Array, Jaxpr, constants, without_constants
+from ..._jaxpr import Array, Jaxpr, bind, constants, without_constants
 from ..._jaxpr import trace as trace_call
 from ..._paths import argument_names, leaf_names, positional_names
 from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import StaticLossScale
 from ..._tree import has_dtype
-from .calls import HANDLERS
-from .probe import Probe, TapValue
-from .sites import Path, Site, Where
+from .describe import Description, Value
+from .sites import Path, Site, SiteKind
 from .state import Trees, state_of
-from .tap import STEPS, Tap
+from .tap import Operate, Probe, Tap
 
 _SCALE = "_jmp_lite_loss_scale"
 EVERY_CAST: Any = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
@@ -94,8 +92,13 @@ class LossProgram:
         named = enumerate(self.outputs)
         return tuple(self.names[self.state[n]] if n in self.state else name for n, name in named)
 
+    @property
+    def loss_scales(self) -> list[str]:
+        """The paths of the loss scales that it takes: a step has its own, in the state of its optimizer."""
+        is_own = lambda name: f"/{name}".endswith("/loss_scale/loss_scale")
+        return list(filter(is_own, self.names)) if self.is_step else [_SCALE]
+
     def at_scale(self, scale: float) -> list[Array]:
-        """Returns the arrays with another loss scale."""
         arrays = list(self.arrays)
         arrays[self.scale] = jnp.float32(scale)
         return arrays
@@ -183,11 +186,10 @@ def _floating(tree: Any) -> dict[str, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The measurements of one run of a program; `carried` and `checked` as in `Tap`."""
+    """The measurements of one run of a program; `carried` and `checked` as in `Description`."""
 
     sites: dict[Path, Site]
     records: dict[Path, np.ndarray]  # With an axis for each loop around a site.
-    steps: dict[Path, np.ndarray]  # For the body of each while loop, the iterations that are kept.
     cut: tuple[str, ...]  # The lines of the while loops that were stopped, since they did not end.
     carried: dict[Path, Path | None]
     checked: set[Path]
@@ -200,45 +202,37 @@ class Measured:
 class Tapped:
     """A program with a probe, compiled once for all loss scales."""
 
-    def __init__(self, program: LossProgram, probe: Probe, plan: Plan | None = None) -> None:
-        self._program, self._plan = program, plan
-        self._tap = Tap(probe, HANDLERS)
-        self._outputs: tuple[Path | None, ...] = ()
-        self._order: list[Path] = []
+    def __init__(self, program: LossProgram, probe: Probe, operate: Operate = bind) -> None:
+        self._program, self._description = program, Description(program.jaxpr, _inputs(program))
+        self._tap = Tap(self._description, probe, operate)
         self._run = jax.jit(self._measure, compiler_options=EVERY_CAST)
 
     def __call__(self, scale: float) -> Measured:
-        measured, results = jax.tree.map(np.asarray, self._run(self._program.at_scale(scale)))
-        records = dict(zip(self._order, measured, strict=True))
-        steps = {path[:-1]: record for path, record in records.items() if path[-1] == STEPS}
-        cut = (self._tap.loops[path] for path, record in steps.items() if (record[..., -1] == 1).any())
+        described, floating = self._description, len(self._program.outputs) + len(self._program.aux)
+        records, results = jax.tree.map(np.asarray, self._run(self._program.at_scale(scale)))
+        sites = self._tap.sites
+        cuts = (path for path, site in sites.items() if site.kind is SiteKind.CUT)
+        cut = (sites[path].line for path in cuts if (records[path][..., 1] == 1).any())
         return Measured(
-            sites=self._tap.sites,
-            records={path: record for path, record in records.items() if path[-1] != STEPS},
-            steps={path: record[..., :-1] for path, record in steps.items()},
+            sites=sites,
+            records=records,
             cut=tuple(dict.fromkeys(cut)),
-            carried=self._tap.carried,
-            checked=self._tap.checked,
+            carried=described.carried,
+            checked=described.checked,
             is_step=self._program.is_step,
-            outputs=self._outputs,
+            outputs=tuple(value.source for value in described.outputs[:floating]),
             results=tuple(results),
         )
 
-    def _measure(self, arrays: list[Array]) -> tuple[list[Array], list[Array]]:
+    def _measure(self, arrays: list[Array]) -> tuple[dict[Path, Array], list[Array]]:
         with self._tap.recording() as records:
-            values = self._values(arrays)
+            values = self._tap.run(self._program.jaxpr, arrays)
         outputs = values[: len(self._program.outputs) + len(self._program.aux)]
-        self._outputs = tuple(value.source for value in outputs)
-        self._order = list(records)
-        results = [self._tap.probe.measure(jnp.asarray(value.array)) for value in outputs]
-        return list(records.values()), results
+        return records, [self._tap.probe.measure(jnp.asarray(value)) for value in outputs]
 
-    def _values(self, arrays: list[Array]) -> list[TapValue]:
-        tap, where = self._tap, Where(plan=self._plan)
-        wanted = [0] * len(arrays) if self._plan is None else self._plan.is_wanted
-        parameter = lambda name: name if name.split("/")[0] in self._program.parameters else ""
-        inputs = [
-            tap.input(array, name, where, number, parameter(name), bool(wanted[number]), name == _SCALE)
-            for number, (array, name) in enumerate(zip(arrays, self._program.names))
-        ]
-        return tap.run(self._program.jaxpr, inputs, where)
+
+def _inputs(program: LossProgram) -> list[Value]:
+    """Returns what is known of the inputs of a program: which argument each is, and whether a parameter."""
+    parameter = lambda name: name if name.split("/")[0] in program.parameters else ""
+    scales = set(program.loss_scales)
+    return [Value(None, name, None, parameter(name), is_scaled=name in scales) for name in program.names]

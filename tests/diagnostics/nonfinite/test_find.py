@@ -222,3 +222,23 @@ def test_a_cause_in_the_forward_pass_stands_before_one_in_the_backward_pass():
     assert "jax.nn.log_softmax" in report.hint
     assert (report.first_nan.operation, report.first_nan.direction) == ("div", "backward")
     assert "\n\nBeside it:\nNaN from div" in str(report)
+
+
+class Overflowing(nn.Module):
+    """Layers with a half dtype, of which the second one overflows."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, dtype=jnp.float16)(x)
+        x = nn.Dense(8, dtype=jnp.float16)(200 * nn.relu(x))
+        return nn.Dense(1, dtype=jnp.float16)(x)
+
+
+@pytest.mark.slow
+def test_the_layers_of_a_loss_that_is_jitted_are_remedies_as_they_are_without_jit():
+    model, x = Overflowing(), jnp.full((4, 8), 300.0)
+    params = model.init(jax.random.key(0), x)
+    loss = lambda params: jnp.mean(model.apply(params, x).astype(jnp.float32)) * 1e-6
+    plain, jitted = (find_nonfinite(fun)(params) for fun in (loss, jax.jit(loss)))
+    assert plain.tried[0].change.startswith("dtype=jnp.float32 in Overflowing/Dense_0; dtype=")
+    assert [trial.change for trial in jitted.tried] == [trial.change for trial in plain.tried]

@@ -19,7 +19,7 @@ TRIED = (
     Trial("rules={'/w': 'float32'}", Difference(1e-3, 1e-4, 1.0), True),
     Trial("bfloat16 in place of float16", Difference(math.inf, math.inf, math.nan), False),
 )
-REPORT = NonfiniteReport(INF, NAN, (OTHER,), MASKS, None, 1.0, ("w",), 1, None, tried=TRIED)
+REPORT = NonfiniteReport(None, 1.0, 1, ("w",), INF, NAN, (OTHER,), MASKS, tried=TRIED)
 
 PAGE = """\
 The result of the step (w) is not finite.
@@ -58,6 +58,13 @@ def test_the_page_has_the_cause_the_trials_and_what_is_beside_it():
 def test_an_operand_that_is_taken_once_is_not_called_twice():
     single = dataclasses.replace(INF, operands=("float16[4]", "float16[]"))
     assert single.details()[1:3] == ["    takes float16[4], 1 to 300", "    takes float16[], 1 to 300"]
+
+
+def test_of_the_many_operands_of_a_loop_a_few_are_shown():
+    loop = dataclasses.replace(
+        INF, operands=tuple(f"float16[{n}]" for n in range(9)), operand_ranges=(None,) * 9
+    )
+    assert loop.details()[6:8] == ["    takes float16[5]", "    and 3 more"]
 
 
 @pytest.mark.parametrize("part", [REPORT, INF, TRIED[0]], ids=lambda part: type(part).__name__)

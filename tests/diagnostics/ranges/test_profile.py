@@ -1,7 +1,6 @@
 """`profile_ranges` counts what half precision loses, as casting every value at every scale does."""
 
 import functools
-import sys
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax import lax
 import jmp_lite as jmp
 from examples.models import FAMILIES
 from jmp_lite.diagnostics import profile_ranges
-from jmp_lite.diagnostics._ranges.scales import EXPONENTS, largest_safe
+from jmp_lite.diagnostics._ranges.magnitudes import EXPONENTS, largest_safe
 from tests.support.casts_of_values import cast, counts
 
 # Whole programs.
@@ -67,7 +66,6 @@ def test_the_loss_scale_shifts_the_backward_pass_alone(exponent):
         assert first.magnitudes.histogram == second.magnitudes.histogram
         shift = exponent if first.direction == "backward" else 0
         assert counts(second.fates) == counts(first.magnitudes.fates(shift))
-        assert second.histogram == {k + shift: n for k, n in first.histogram.items()}
 
 
 @pytest.mark.slow
@@ -115,6 +113,14 @@ def test_an_operand_that_overflows_as_autocast_casts_it_is_counted():
     assert forward.fates.overflowed == x.size  # Where it is stored for the two products that take it.
     assert forward.magnitudes.values == x.size + w.size + (x @ w).size
     assert "no loss scale helps: /." in str(report)
+
+
+def test_what_a_half_product_of_the_program_flushes_is_counted():
+    half = lambda array: array.astype(jnp.float16)
+    fun = lambda w, x: jnp.sum((half(x) @ half(w)).astype(jnp.float32))
+    report = profile_ranges(fun)(jnp.full((16, 4), 1e-5), jnp.full((8, 16), 1e-5))
+    (forward,) = [each for each in report.modules if each.direction == "forward"]
+    assert (forward.fates.flushed, forward.fates.zeros) == (8 * 4, 0)
 
 
 @pytest.mark.slow
@@ -169,7 +175,7 @@ def test_the_scales_of_real_models_equal_brute_force(name):
         np.testing.assert_allclose(
             np.sum(found, 0), cast(every, exponent, np.float16), atol=max(2, 1e-4 * every.size)
         )
-    safe = report.scales.largest_safe
+    safe = int(np.log2(report.largest_safe_scale))
     inside = max(each.magnitudes.largest for each in report.modules if each.direction == "backward")
     largest = float(max(np.abs(every).max(), inside))
     assert safe == max(k for k in EXPONENTS if largest * 2.0**k < 65504)
@@ -197,30 +203,14 @@ def small_report():
 def test_the_report():
     report = small_report()
     text = str(report)
-    safe = report.scales.largest_safe
-    assert report.largest_safe_scale == 2.0**safe
+    safe = int(np.log2(report.largest_safe_scale))
     assert f"largest safe scale is 2**{safe}" in text
-    assert f"jmp.StaticLossScale(2.0**{report.scales.suggested})" in text
+    assert f"jmp.StaticLossScale(2.0**{int(np.log2(report.static_scale))})" in text
     assert isinstance(report.dynamic_scale, jmp.DynamicLossScale)
     assert float(report.dynamic_scale.loss_scale) == report.largest_safe_scale
     assert report.static_scale <= report.largest_safe_scale
     assert repr(report) == f"RangeReport({report.summary()})"
     assert sum("ward" in line for line in text.splitlines()) >= len(report.modules)
-
-
-@pytest.mark.slow
-def test_the_picture(tmp_path):
-    report = small_report()
-    report.plot(tmp_path / "ranges.png")
-    assert (tmp_path / "ranges.png").read_bytes().startswith(b"\x89PNG")
-    report.plot(str(tmp_path / "ranges.svg"))
-    assert "<svg" in (tmp_path / "ranges.svg").read_text()
-
-
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        small_report().plot(tmp_path / "ranges.png")
 
 
 def test_errors_say_what_was_given():

@@ -125,3 +125,23 @@ def test_a_loop_under_vmap_that_does_not_end_is_stopped():
     roots = lambda w: jax.vmap(lambda a: newton(w, a, jnp.bfloat16))(jnp.array([2.0, 4.0]))
     report = find_nonfinite(lambda w: jnp.sum(roots(w)))(jnp.ones(3))
     assert len(report.cut) == 1
+
+
+def test_the_inside_of_a_while_loop_is_not_measured_and_the_page_says_so():
+    def loss(w, x):
+        step = lambda state: (state[0] + 1, jnp.log(state[1] - 2))
+        return jnp.sum(w) * lax.while_loop(lambda state: state[0] < 3, step, (0, 2.0))[1]
+
+    report = find_nonfinite(lambda w, x: loss(lax.stop_gradient(w), x) + jnp.sum(w))(w, x)
+    assert report.cause.operation == "while"
+    assert "    The inside of a while loop is not measured." in str(report).splitlines()
+
+
+def test_an_inf_that_enters_the_backward_pass_of_a_scan_begins_outside_of_it():
+    def loss(w, x):
+        rows = lax.scan(lambda carry, row: (jnp.tanh(carry @ w) + row, carry), x[0], x)[1]
+        return jnp.sqrt(jnp.sum((rows - rows[:1]) ** 2) * 0)  # Its derivative is inf.
+
+    report = find_nonfinite(loss)(w, x)
+    assert (report.loss, report.is_finite) == (0, False)
+    assert (report.cause.what, report.cause.iterations) == ("inf", ())

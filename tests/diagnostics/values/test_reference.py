@@ -8,8 +8,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from jmp_lite._jaxpr.read import equations, flagged, with_equations
-from jmp_lite.diagnostics._values.reference import Reference
-from jmp_lite.diagnostics._values.sites import in_half
+from jmp_lite.diagnostics._values.reference import Reference, is_narrow
 from jmp_lite.diagnostics._values.trace import EVERY_CAST
 from tests.jaxpr.test_read import CALLS
 
@@ -54,9 +53,9 @@ def assert_equal(results, expected, **tolerance):
 def test_every_call_runs_in_float32_or_as_the_program_has_it(name):
     fun = FUNCTIONS[name]
     jaxpr = jax.make_jaxpr(half(fun))(X, W)
-    assert any(map(in_half, dtypes_in(jaxpr)))
+    assert any(map(is_narrow, dtypes_in(jaxpr)))
     wide = jax.make_jaxpr(lambda *args: run(jaxpr, args))(X, W)
-    assert not any(map(in_half, dtypes_in(wide)))
+    assert not any(map(is_narrow, dtypes_in(wide)))
     assert_equal(run(jaxpr, (X, W)), fun(X, W), rtol=1e-5, atol=1e-6)
     assert_equal(run(jaxpr, (X, W), False), fun(X, W), rtol=1e-5, atol=1e-6)
     expected = jax.jit(half(fun), compiler_options=EVERY_CAST)(X, W)

@@ -16,6 +16,6 @@ def test_xla_does_not_compute_what_is_measured_of_constants():
     closed = jax.make_jaxpr(tapped._measure)(program.arrays)
     found = list(equations(closed))
     barriers = [equation for equation in found if equation.primitive.name == "optimization_barrier"]
-    assert len(barriers) == len(tapped._order) > 4
+    assert len(barriers) == len(tapped._tap.sites) > 4
     (constant,) = (equation for equation in found if equation.primitive.name == "iota")
     assert set(constant.outvars) <= {var for barrier in barriers for var in barrier.invars}
