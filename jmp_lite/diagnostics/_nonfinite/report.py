@@ -264,7 +264,14 @@ class NonfiniteReport(Shown):
         yield from ((line, str(trial)) for trial in self.remedies for line in trial.lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as a page of HTML: the source, with these marks. See `AutocastReport.save`."""
+        """Writes the report as a page of HTML: the source, with a mark below each line that it names.
+
+        Args:
+            path: the file, such as `"nonfinite.html"`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         page = page_of((), "Where inf or NaN begins", self.summary(), str(self), [*self.marks()])
         pathlib.Path(path).write_text(page, encoding="utf-8")
 
