@@ -81,7 +81,7 @@ class Nonfinite:
         # A loop may take hundreds.
         lines += [f"and {len(takes[_MOST_OPERANDS:])} more"] if takes[_MOST_OPERANDS:] else []
         lines += [f"gives {self.result}{_range(self.range)}"]
-        lines += ["The inside of a while loop is not measured."] if self.operation == "while" else []
+        lines += [_OF_WHILE] if self.operation == "while" else []
         lines += [f"ends in {self.end}, whose result is finite, and wrong"] if self.end else []
         way = [f"{what}, {os.path.basename(line.partition(' ')[0])}" for what, line in self.way]
         lines += [f"from there: {'; '.join(way)}"] if way else []
@@ -99,6 +99,7 @@ class Nonfinite:
         return ", ".join(filter(None, [*parts, *loops]))
 
 
+_OF_WHILE = "The inside of a while loop is not measured: examine its body alone, or write it as a scan."
 _LOOPS = {"shard_map": "shard {}"}
 _PASSES = {
     "": "",
