@@ -33,17 +33,23 @@ def loss_with(constant):
     return lambda w, x: jnp.mean(jax.nn.silu(jax.nn.relu(x @ w)) / constant)
 
 
-@tools
-@pytest.mark.parametrize("divisor", [0, 1])
+# A divisor of 0 gives an inf, which only some of the tools follow.
+follows_inf = lambda name: "nonfinite" in name or "doctor" in name
+
+
+@pytest.mark.parametrize(
+    ("tool", "divisor"),
+    [
+        pytest.param(tool, divisor, id=f"{divisor}-{name}", marks=slow(name))
+        for name, tool in TOOLS.items()
+        for divisor in ((0, 1) if follows_inf(name) else (1,))
+    ],
+)
 def test_nothing_of_the_users_outlives_a_report(tool, divisor):
     w, x, constant = jnp.full((8, 4), 0.3), jnp.ones((2, 8)), jnp.arange(4.0) + divisor
     references = [weakref.ref(array) for array in (w, x, constant)]
     fun = loss_with(constant)
-    if divisor == 0 and tool is compare_precision:  # Its loss is not finite, which is an error.
-        with pytest.raises(ValueError, match="compares with float32"):
-            tool(fun)(w, x)
-    else:
-        tool(fun)(w, x)
+    tool(fun)(w, x)
     del w, x, constant, fun
     gc.collect()
     assert [reference() for reference in references] == [None, None, None]
