@@ -112,7 +112,9 @@ def remat_from_half(
         return remat(body)(*arrays)[0]
 
     def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
-        results = body(*primals)[0]
+        # Around a bare body, a loop would compute in front of it what no iteration changes, such as the fill
+        # of a causal mask, and read it in each iteration in float32, as large as all scores.
+        results = jax.checkpoint(body, prevent_cse=False)(*primals)[0]
         moving = [index for index, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
         moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
 
