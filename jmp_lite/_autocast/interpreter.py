@@ -6,6 +6,7 @@ the handlers of `calls`.
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from .._float8.action import Float8, cast_to_float8
 from .._float8.quantize import FORWARD
 from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse
 from .._jaxpr.calls import Body, Outputs
+from .._jaxpr.picks import bind_pick
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
 from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, open_jaxpr
 from .._jaxpr.replay import replay
@@ -131,12 +133,14 @@ class Interpreter:
     # The actions of operations.
 
     def _bind(self, equation: Equation, action: Run, operands: list[Value]) -> list[Value]:
-        run = self._how_to_bind(equation)
+        run = self._how_to_bind(equation, action)
         results = run(equation, self._operands(equation, action, operands), **action.params)
         narrow = action.narrow or [False] * len(results)
         return [Value(cast(x, self.half) if is_half else x) for x, is_half in zip(results, narrow)]
 
-    def _how_to_bind(self, equation: Equation) -> Callable[..., list[Array]]:
+    def _how_to_bind(self, equation: Equation, action: Run | Move) -> Callable[..., list[Array]]:
+        if action.axis is not None:
+            return functools.partial(bind_pick, axis=action.axis)
         return bind_repeated if self._counts and self._counts[kind_of(equation)] > 1 else bind
 
     def _operands(
@@ -165,10 +169,10 @@ class Interpreter:
     def _move(self, equation: Equation, action: Move, operands: list[Value]) -> list[Value]:
         """Moves a half value and its path. XLA drops the moves whose results nothing reads."""
         arrays = self.take_all(operands, action.operands)
-        run = self._how_to_bind(equation)
+        run = self._how_to_bind(equation, action)
         if action.both:
-            (wide,) = bind(equation, [operands[0].to(jnp.float32), *arrays[1:]])
-            (half,) = bind(equation, [operands[0].to(self.half), *arrays[1:]])
+            (wide,) = run(equation, [operands[0].to(jnp.float32), *arrays[1:]])
+            (half,) = run(equation, [operands[0].to(self.half), *arrays[1:]])
             if action.operands[0] is Take.HALF:
                 return [Value(reuse(wide, half), path=wide)]
             return [Value(wide, {self.half: half})]
