@@ -28,7 +28,7 @@ def run_region(
     action: Recompute,
     read: Callable[[Var], Value],
     half: Any,
-    traced: dict[Any, Callable[..., Array]],
+    traced: dict[Any, Callable[..., Array]] | None,
 ) -> Value:
     """Runs a region.
 
@@ -37,8 +37,12 @@ def run_region(
         read: returns the value of a variable.
         half: the half dtype.
         traced: the functions of the regions that the interpreter has run. It gets those of new ones. JAX
-            remembers the trace and the derivative of a jitted function, so equal layers share them.
+            remembers the trace and the derivative of a jitted function, so equal layers share them. None if
+            no derivative is taken, and no barriers are needed.
     """
+    if traced is None:
+        compute = jax.checkpoint(functools.partial(_compute, action, half), prevent_cse=False)
+        return Value(compute(*_arrays(action, read, half)))
     key = _structure(action)
     if key not in traced:
         traced[key] = _function(action, half)

@@ -52,8 +52,8 @@ def _kept(op: Op, operands: Sequence[State], ruling: Ruling, wanted: Wanted, ana
     if ruling.category is Category.DENY and analysis.region_of(op, wanted) is not None:
         return dataclasses.replace(store_half(op, operands, ruling.reason), category=Category.DENY)
     decision = run_in_float32(op, operands, ruling)
-    if op.name == "scatter-add" and (axis := _picked_axis(op)) is not None:
-        action = dataclasses.replace(in_full(operands), axis=axis)
+    if op.name == "scatter-add" and _picks(op):
+        action = dataclasses.replace(in_full(operands), picks=True)
         return dataclasses.replace(decision, action=action, changed=True)
     if ruling.why is Why.KEEP_FLOAT32:
         return dataclasses.replace(decision, results=results_of(op, operands, KEPT))
@@ -98,15 +98,15 @@ def _move(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis)
     both = len(results) == 1 and _moves_both(op, operands[0], analysis)
     # A constant of a loop that is in half outside of it has a float32 array too, so ask for the half one.
     takes = tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands)
-    axis = _picked_axis(op) if op.name == "gather" else None
-    action, changed = Move(takes, both, axis=axis), both or Take.HALF in takes or axis is not None
+    picks = op.name == "gather" and _picks(op)
+    action, changed = Move(takes, both, picks=picks), both or Take.HALF in takes or picks
     reason = "it only moves data, so it keeps the dtype of its input"
     return Decision(op, Category.MOVE, action, results, reason, changed)
 
 
-def _picked_axis(op: Op) -> int | None:
-    """Returns the axis of a lookup of one float32 number of each row, or of its gradient; None for others."""
-    return picked_axis(op.equation) if is_float32(op.equation.outvars[0]) and not op.is_listed else None
+def _picks(op: Op) -> bool:
+    """Whether a lookup takes one float32 number of each row, or a scatter is the gradient of one."""
+    return is_float32(op.equation.outvars[0]) and not op.is_listed and picked_axis(op.equation) is not None
 
 
 def _casts_first(op: Op, operand: State, wanted: Wanted) -> bool:
