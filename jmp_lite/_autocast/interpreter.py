@@ -116,7 +116,7 @@ class Interpreter:
         if isinstance(action, Skip):
             return [Value(None) if action.operand is None else read(equation.invars[action.operand])]
         if isinstance(action, Recompute):
-            return [run_region(action, read, self.half, None if self.is_primal else self._regions)]
+            return [run_region(action, read, self.half, self._regions, self.is_primal)]
         operands = list(map(read, equation.invars))
         with context_of(equation):
             match action:

@@ -48,7 +48,8 @@ def _pick(equation: Equation, *operands: Array) -> Array:
 @_pick.defjvp
 def _pick_jvp(equation: Equation, primals: Any, tangents: Any) -> tuple[Array, Array]:
     result, (marks, axis) = bind(equation, primals)[0], _marks(equation, *primals)
-    return result, jnp.sum(jnp.where(marks, tangents[0], 0), axis).reshape(result.shape)
+    picked = lax.select(marks, tangents[0], lax.full_like(tangents[0], 0))
+    return result, lax.reduce_sum(picked, (axis,)).reshape(result.shape)
 
 
 def _marks(equation: Equation, array: Array, indices: Array) -> tuple[Array, Any]:
