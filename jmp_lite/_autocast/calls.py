@@ -55,7 +55,8 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         bodies = [jax.checkpoint(bodies[0], policy=_saved_by_loop, prevent_cse=False)]
     arrays += [operands[index].to(jnp.float32) for index in paired]
     if action.kept:
-        run = remat_from_half(equation, bodies[0], action.kept, interpreter.half)
+        primal = interpreter.without_derivative(bodies[0])
+        run = remat_from_half(equation, bodies[0], primal, action.kept, interpreter.half)
         return interpreter.with_paths(run(*arrays), action.paired)
     equation = with_repeated(equation, paired, action.paired)
     results, _ = CALLS[action.handler](equation, bodies, arrays)

@@ -17,6 +17,7 @@ from .._float8.action import Float8, cast_to_float8
 from .._float8.quantize import FORWARD
 from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse
 from .._jaxpr.calls import Body, Outputs
+from .._jaxpr.picks import bind_pick
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
 from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, open_jaxpr
 from .._jaxpr.replay import replay
@@ -34,13 +35,14 @@ class Interpreter:
         planner: the planner, which plans the rules of custom derivatives when they are traced.
         half: the half dtype.
         is_linear: whether the rule of a `custom_jvp` runs (`in_linear_rule`).
+        is_primal: whether no derivative is taken of what runs (`without_derivative`).
     """
 
     def __init__(self, planner: Planner, handlers: Mapping[str, "Handler"]) -> None:
         """Makes an interpreter of `planner`'s plans, with a handler for each operation that runs jaxprs."""
         self.planner = planner
         self.half = planner.rules.dtype
-        self.is_linear = False
+        self.is_linear = self.is_primal = False
         self._handlers = handlers
         self._bodies: dict[Any, Body] = {}
         self._regions: dict[Any, Callable[..., Array]] = {}
@@ -64,6 +66,21 @@ class Interpreter:
             yield
         finally:
             self.is_linear = was_linear
+
+    def without_derivative(self, body: Body) -> Body:
+        """Returns a body of which no derivative is taken, so that its regions need no barriers.
+
+        Within another `jax.checkpoint`, they would stand in the forward pass too, and change its roundings.
+        """
+
+        def primal(*arrays: Array) -> Outputs:
+            was_primal, self.is_primal = self.is_primal, True
+            try:
+                return body(*arrays)
+            finally:
+                self.is_primal = was_primal
+
+        return primal
 
     def run(self, plan: Plan, arguments: Sequence[Value]) -> list[Value]:
         """Runs the equations of a plan's jaxpr, on a value for each input.
@@ -99,7 +116,7 @@ class Interpreter:
         if isinstance(action, Skip):
             return [Value(None) if action.operand is None else read(equation.invars[action.operand])]
         if isinstance(action, Recompute):
-            return [run_region(action, read, self.half, self._regions)]
+            return [run_region(action, read, self.half, self._regions, self.is_primal)]
         operands = list(map(read, equation.invars))
         with context_of(equation):
             match action:
@@ -131,12 +148,14 @@ class Interpreter:
     # The actions of operations.
 
     def _bind(self, equation: Equation, action: Run, operands: list[Value]) -> list[Value]:
-        run = self._how_to_bind(equation)
+        run = self._how_to_bind(equation, action)
         results = run(equation, self._operands(equation, action, operands), **action.params)
         narrow = action.narrow or [False] * len(results)
         return [Value(cast(x, self.half) if is_half else x) for x, is_half in zip(results, narrow)]
 
-    def _how_to_bind(self, equation: Equation) -> Callable[..., list[Array]]:
+    def _how_to_bind(self, equation: Equation, action: Run | Move) -> Callable[..., list[Array]]:
+        if action.picks:
+            return bind_pick
         return bind_repeated if self._counts and self._counts[kind_of(equation)] > 1 else bind
 
     def _operands(
@@ -165,10 +184,10 @@ class Interpreter:
     def _move(self, equation: Equation, action: Move, operands: list[Value]) -> list[Value]:
         """Moves a half value and its path. XLA drops the moves whose results nothing reads."""
         arrays = self.take_all(operands, action.operands)
-        run = self._how_to_bind(equation)
+        run = self._how_to_bind(equation, action)
         if action.both:
-            (wide,) = bind(equation, [operands[0].to(jnp.float32), *arrays[1:]])
-            (half,) = bind(equation, [operands[0].to(self.half), *arrays[1:]])
+            (wide,) = run(equation, [operands[0].to(jnp.float32), *arrays[1:]])
+            (half,) = run(equation, [operands[0].to(self.half), *arrays[1:]])
             if action.operands[0] is Take.HALF:
                 return [Value(reuse(wide, half), path=wide)]
             return [Value(wide, {self.half: half})]
@@ -223,7 +242,7 @@ class Interpreter:
             pairs_in: the indexes of the other inputs that are pairs. Their paths follow the inputs.
             pairs_out: the indexes of the outputs that are pairs. Their paths follow the outputs.
         """
-        key = (inside.plan, inside.leave, pairs_in, pairs_out, self.is_linear)
+        key = (inside.plan, inside.leave, pairs_in, pairs_out, self.is_linear, self.is_primal)
         if key in self._bodies and not constants:
             return self._bodies[key]
 

@@ -29,6 +29,7 @@ def run_region(
     read: Callable[[Var], Value],
     half: Any,
     traced: dict[Any, Callable[..., Array]],
+    is_primal: bool,
 ) -> Value:
     """Runs a region.
 
@@ -38,10 +39,11 @@ def run_region(
         half: the half dtype.
         traced: the functions of the regions that the interpreter has run. It gets those of new ones. JAX
             remembers the trace and the derivative of a jitted function, so equal layers share them.
+        is_primal: whether no derivative is taken, so that no barriers are needed.
     """
-    key = _structure(action)
+    key = is_primal, _structure(action)
     if key not in traced:
-        traced[key] = _function(action, half)
+        traced[key] = _function(action, half, is_primal)
     run, arrays = traced[key], _arrays(action, read, half)
     with context_of(action.equations[-1]):
         result = run(*arrays)
@@ -76,13 +78,13 @@ def _addend(value: Value, take: Take, half: Any) -> tuple[Array, Array | None]:
     return value.to(half), value.to(jnp.float32) if take is Take.BROADCAST else None
 
 
-def _function(action: Recompute, half: Any) -> Callable[..., Array]:
+def _function(action: Recompute, half: Any, is_primal: bool) -> Callable[..., Array]:
     """Returns a region as a function of its arrays that JAX computes again in the backward pass."""
     compute = functools.partial(_compute, action, half)
     if action.region.barrier is Barrier.CHECKPOINT:
-        fun = jax.checkpoint(compute)
+        fun = compute if is_primal else jax.checkpoint(compute)
     else:
-        is_barred = action.region.barrier is Barrier.SOURCES
+        is_barred = action.region.barrier is Barrier.SOURCES and not is_primal
         fun = jax.checkpoint(recomputed(compute) if is_barred else compute, prevent_cse=False)
     return jax.jit(fun, inline=INLINE)
 

@@ -6,7 +6,7 @@ which to read it: `primitives` (the table of operations, one row each), `read` (
 inside an equation), `forward` (how to follow facts about values through a jaxpr), `bind` (how to repeat an
 equation), `arguments` (how a call of a user's function becomes a jaxpr), `replay` (how a jaxpr runs again,
 with an action for each equation), `calls` (operations that run jaxprs, such as loops), `products` (products
-whose gradients have dtypes of their own).
+whose gradients have dtypes of their own), `picks` (lookups whose gradients need no scatter).
 
 autocast takes what it needs from these files. All other rooms take the names below, and no others.
 """

@@ -91,7 +91,7 @@ def remat(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -
 
 
 def remat_from_half(
-    equation: Equation, body: Body, kept: Sequence[int], half: Any
+    equation: Equation, body: Body, primal: Body, kept: Sequence[int], half: Any
 ) -> Callable[..., list[Array]]:
     """Returns a rematerialized function that keeps some operands in `half` for its backward pass.
 
@@ -101,6 +101,7 @@ def remat_from_half(
     Args:
         equation: a `remat2` without a policy.
         body: the function, without side outputs.
+        primal: the same function where no derivative is taken.
         kept: the indexes of the operands to keep in half.
         half: the half dtype.
     """
@@ -112,7 +113,9 @@ def remat_from_half(
         return remat(body)(*arrays)[0]
 
     def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
-        results = body(*primals)[0]
+        # Without this `jax.checkpoint`, and those of the regions inside, a loop would compute in front of it
+        # what no iteration changes, such as the fill of a causal mask: in float32, as large as all scores.
+        results = jax.checkpoint(primal, prevent_cse=False)(*primals)[0]
         moving = [index for index, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
         moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
 

@@ -4,6 +4,8 @@ from ._hlo import HloArray, Instruction
 
 # These change the shape of a buffer, and read and write nothing.
 _SAME_BYTES = ("bitcast", "reshape")
+# A kernel computes only those elements of a cast or a slice that it goes on with.
+_CASTS = ("convert", "reduce-precision")
 # These read only the part of their first operand that they return.
 _LOOKUPS = ("dynamic-slice", "slice", "gather")
 # XLA gives their result the buffer of their first operand: they write only the new values into it.
@@ -43,6 +45,10 @@ def _bytes_read(array: Instruction) -> int:
         for index in (index for index, name in enumerate(user.operand_names) if name == array.name):
             if user.opcode in _SAME_BYTES:
                 total += _bytes_read(user)
+            elif user.opcode in _CASTS and not user.is_root:
+                total += _bytes_read(user) * array.size // max(user.size, 1)
+            elif user.opcode in _LOOKUPS and index == 0 and not user.is_root:
+                total += min(user.size, _bytes_read(user))
             elif user.opcode in _UPDATES and not _only_returned(user):
                 total += array.size  # The kernel continues with the whole updated array.
             else:

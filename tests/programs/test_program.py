@@ -110,6 +110,30 @@ def test_a_lookup_reads_the_rows_that_it_looks_up():
     assert 2 * 4 * ROW + 16 <= found.bytes_moved < 2 * 4 * ROW + 100
 
 
+def test_a_kernel_that_casts_before_it_slices_reads_the_slice():
+    kernel = """%fused (p0: bf16[1000,64]) -> f32[1000,16] {
+  %p0 = bf16[1000,64]{1,0} parameter(0)
+  %wide = f32[1000,64]{1,0} convert(%p0)
+  %rounded = f32[1000,64]{1,0} reduce-precision(%wide), exponent_bits=8, mantissa_bits=7
+  ROOT %slice = f32[1000,16]{1,0} slice(%rounded), slice={[0:1000], [0:16]}
+}
+
+ENTRY %main (x: bf16[1000,64]) -> f32[1000,16] {
+  %x = bf16[1000,64]{1,0} parameter(0)
+  ROOT %fusion = f32[1000,16]{1,0} fusion(%x), kind=kLoop, calls=%fused
+}"""
+    assert _read(kernel, None, H100).bytes_moved == 1000 * 16 * (2 + 4)
+    again = kernel.replace(
+        "parameter(0)\n  %wide", "parameter(0)\n  %rows = bf16[500,64]{1,0} slice(%p0)\n  %wide", 1
+    )
+    again = again.replace("1000,64]{1,0} convert(%p0)", "500,64]{1,0} convert(%rows)").replace(
+        "f32[1000,", "f32[500,"
+    )
+    assert _read(again, None, H100).bytes_moved == 500 * 16 * (2 + 4)
+    whole = kernel.replace("ROOT %slice", "%slice").replace("%rounded = ", "ROOT %rounded = ")
+    assert _read(whole, None, H100).bytes_moved == 1000 * (64 * 2 + 16 * 4)
+
+
 def test_an_update_in_place_writes_the_slice_and_one_that_is_not_copies_the_rest():
     update = lambda table, new, i: lax.dynamic_update_slice(table, new * 2, (i, jnp.int32(0)))
     args = TABLE, x((1, 64), f32), x((), jnp.int32)

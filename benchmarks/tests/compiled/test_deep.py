@@ -12,3 +12,9 @@ def test_a_deep_stack_keeps_and_moves_no_more_than_with_casts_by_hand(size):
     for each in ours:
         assert each.temporary_bytes <= 1.001 * by_hand.temporary_bytes
         assert each.bytes_moved <= by_hand.bytes_moved
+
+
+@pytest.mark.slow
+def test_a_loop_reads_no_mask_of_the_size_of_the_scores():
+    by_hand, ours = (program(SIZES["7B"], way) for way in list(WAYS)[:2])
+    assert ours.bytes_moved <= 0.74 * by_hand.bytes_moved

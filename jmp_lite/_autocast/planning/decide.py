@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from ..._jaxpr.picks import picked_axis
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Var, is_float32
 from .demand import Analysis
@@ -51,6 +52,9 @@ def _kept(op: Op, operands: Sequence[State], ruling: Ruling, wanted: Wanted, ana
     if ruling.category is Category.DENY and analysis.region_of(op, wanted) is not None:
         return dataclasses.replace(store_half(op, operands, ruling.reason), category=Category.DENY)
     decision = run_in_float32(op, operands, ruling)
+    if op.name == "scatter-add" and _picks(op):
+        action = dataclasses.replace(in_full(operands), picks=True)
+        return dataclasses.replace(decision, action=action, changed=True)
     if ruling.why is Why.KEEP_FLOAT32:
         return dataclasses.replace(decision, results=results_of(op, operands, KEPT))
     half = analysis.rules.dtype
@@ -94,9 +98,15 @@ def _move(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis)
     both = len(results) == 1 and _moves_both(op, operands[0], analysis)
     # A constant of a loop that is in half outside of it has a float32 array too, so ask for the half one.
     takes = tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands)
-    action, changed = Move(takes, both), both or Take.HALF in takes
+    picks = op.name == "gather" and _picks(op)
+    action, changed = Move(takes, both, picks=picks), both or Take.HALF in takes or picks
     reason = "it only moves data, so it keeps the dtype of its input"
     return Decision(op, Category.MOVE, action, results, reason, changed)
+
+
+def _picks(op: Op) -> bool:
+    """Whether a lookup takes one float32 number of each row, or a scatter is the gradient of one."""
+    return is_float32(op.equation.outvars[0]) and not op.is_listed and picked_axis(op.equation) is not None
 
 
 def _casts_first(op: Op, operand: State, wanted: Wanted) -> bool:

@@ -48,6 +48,7 @@ class Run:
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # The parameters that change.
     # One flag for each result: whether the result is stored in half. Empty if no result is.
     narrow: tuple[bool, ...] = ()
+    picks: bool = False  # Whether it is a scatter that adds to one element of each row (`_jaxpr/picks.py`).
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Move:
     both: bool = False
     # One flag for each result: whether float32 operations read a half result (`pairs`).
     paths: tuple[bool, ...] = ()
+    picks: bool = False  # Whether it is a lookup of one element of each row (`_jaxpr/picks.py`).
 
 
 @dataclasses.dataclass(frozen=True)
