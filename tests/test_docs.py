@@ -261,3 +261,11 @@ def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in sorted((ROOT / "docs").rglob("*.md")):
         assert f" {page.relative_to(ROOT / 'docs').as_posix()}\n" in navigation
+
+
+def test_the_bytes_of_the_readme_are_those_of_the_table_of_models():
+    page = (ROOT / "docs/performance.md").read_text()
+    row = re.search(r"\| gpt2-small \|[^|]*\| ([\d.]+) / [\d.]+ / ([\d.]+) \|", page)
+    assert re.findall(r"moves (\d+) GB instead of (\d+) GB", (ROOT / "README.md").read_text()) == [
+        (f"{float(row[2]):.0f}", f"{float(row[1]):.0f}")
+    ]
