@@ -63,6 +63,8 @@ def test_the_gradients_of_the_digits_that_are_zero_in_float16():
         return digits.squared_error(logits, y)
 
     report = profile_ranges(loss_fn, jnp.float16)(variables["params"])
-    assert round(report.pooled.fates(0).lost, 2) == 0.65
-    assert (report.largest_safe_scale, report.static_scale) == (2.0**27, 2.0**24)
-    assert report.pooled.fates(24).flushed < 10
+    assert round(report.pooled.fates(0).lost, 2) == 0.78
+    assert (report.largest_safe_scale, report.static_scale) == (2.0**27, 2.0**23)
+    fates = report.pooled.fates(23)
+    assert fates.flushed < 10
+    assert round((fates.flushed + fates.subnormal + fates.normal) / 1e6, 1) == 1.4
