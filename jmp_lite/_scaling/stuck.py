@@ -1,5 +1,6 @@
 """`raise_if_stuck`, which tells the host that too many steps are skipped, or that the gradients are zero."""
 
+import math
 import warnings
 from typing import Any
 
@@ -21,8 +22,8 @@ _ADVICE = (
 )
 LINE = "loss, grads = jmp.value_and_grad(loss_fn, jmp.get_loss_scale(opt_state))(params, ...)"
 """The line of a step that scales the loss."""
-# A scale grows until float16 overflows: so far only if every gradient is below 2**-24.
-_FAR_TOO_LARGE = 2.0**40
+# As a power of two. A scale grows until float16 overflows: so far only if every gradient is below 2**-24.
+_FAR_TOO_LARGE = 40
 
 
 def raise_if_stuck(
@@ -123,7 +124,7 @@ def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
             "argnums."
         )
     scale = state.loss_scale
-    if isinstance(scale, DynamicLossScale) and not skipped and float(scale.loss_scale) >= _FAR_TOO_LARGE:
+    if isinstance(scale, DynamicLossScale) and not skipped and _has_grown(scale, steps):
         message = (
             f"The loss scale has grown to {float(scale.loss_scale):g} and no step was skipped. In float16, "
             "gradients that are scaled by it would overflow. Either the loss is not scaled, because "
@@ -131,6 +132,13 @@ def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
             "which need no loss scale: jmp.with_loss_scale(tx, jmp.NoOpLossScale())."
         )
         warnings.warn(message, UserWarning, stacklevel=4)
+
+
+def _has_grown(scale: DynamicLossScale, steps: int) -> bool:
+    """Whether a scale has grown far too large in steps of which none was skipped, and did not start there."""
+    exponent = math.log2(float(scale.loss_scale))
+    start = exponent - steps // scale.period * math.log2(scale.factor)
+    return exponent >= _FAR_TOO_LARGE > start
 
 
 def _moments_are_zero(inner_state: Any) -> bool:

@@ -85,6 +85,14 @@ def test_a_scale_that_grew_without_a_skip_is_named_with_both_causes():
     jmp.raise_if_stuck(trained(static, plain))
 
 
+@pytest.mark.parametrize("steps", [1, 1001])
+def test_a_scale_that_started_large_has_not_grown(steps):
+    """As `profile_ranges` suggests one for gradients below 2**-24."""
+    tx = jmp.with_loss_scale(optax.sgd(1e-3), jmp.DynamicLossScale(2.0**48))
+    state = dataclasses.replace(tx.init(PARAMS), counts=jnp.array([steps, 0, 0]))
+    jmp.raise_if_stuck(state)  # A warning would be an error.
+
+
 def test_counts_end_at_the_largest_integer():
     tx = jmp.with_loss_scale(optax.sgd(1.0), jmp.StaticLossScale(1.0))
     end = 2**31 - 1

@@ -259,9 +259,12 @@ class NonfiniteReport(Shown):
 
     def marks(self) -> Iterator[tuple[str, str]]:
         """Yields lines, each with what to say of it: where it begins, its way from there, what mends it."""
-        for origin in self._first():
-            yield origin.caller or origin.line, f"It begins here: {origin.head()}."
-            yield from ((line, f"On the way from there: {what}.") for what, line in origin.way)
+        found = self._first()
+        starts = {origin.line for origin in found}
+        for origin, start in zip(found, ("It begins here", "Then" if self._nan_from_inf else "Beside it")):
+            yield origin.caller or origin.line, f"{start}: {origin.head()}."
+            on_the_way = ((what, line) for what, line in origin.way if line not in starts)
+            yield from ((line, f"On the way from there: {what}.") for what, line in on_the_way)
         yield from ((line, str(trial)) for trial in self.remedies for line in trial.lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
