@@ -140,8 +140,8 @@ def program(size: Size, way: str, fused: bool = False) -> Program:
     return read_program(compile_for_gpu(step, params, tokens, mesh=mesh))
 
 
-def stack_of(dtype: Any = None) -> Any:
-    """Returns the loss of a small scanned stack with norms and residual sums; with a dtype, cast by hand."""
+def block_of(dtype: Any = None) -> tuple[Any, Any]:
+    """Returns the cast to a dtype, if there is one, and a block with a norm and a residual sum, cast by hand."""
     cast = (lambda x: x) if dtype is None else (lambda x: x.astype(dtype))
 
     def block(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -149,6 +149,13 @@ def stack_of(dtype: Any = None) -> Any:
         wide = x.astype(jnp.float32)
         normed = (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5)
         return x + jax.nn.gelu(cast(normed) @ inner) @ outer, None
+
+    return cast, block
+
+
+def stack_of(dtype: Any = None) -> Any:
+    """Returns the loss of a small scanned stack of these blocks."""
+    cast, block = block_of(dtype)
 
     def loss(stack: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
         y = jax.lax.scan(jax.checkpoint(block), cast(x), stack)[0].astype(jnp.float32)

@@ -14,6 +14,7 @@ import optax
 
 import jmp_lite as jmp
 from benchmarks.command import make_parser
+from benchmarks.compiled.deep import block_of
 from examples.models.data import digits
 
 WIDTH, SCALE = 64, 2.0**12
@@ -21,13 +22,7 @@ WIDTH, SCALE = 64, 2.0**12
 
 def loss_of(dtype: Any = None) -> Any:
     """Returns the loss of a stack of blocks; with a dtype, cast by hand."""
-    cast = (lambda x: x) if dtype is None else (lambda x: x.astype(dtype))
-
-    def block(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        inner, outer = map(cast, weights)
-        wide = x.astype(jnp.float32)
-        normed = (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5)
-        return x + jax.nn.gelu(cast(normed) @ inner) @ outer, None
+    cast, block = block_of(dtype)
 
     def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         x = jax.lax.scan(block, cast(images) @ cast(params["first"]), params["stack"])[0]
