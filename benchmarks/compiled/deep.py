@@ -141,7 +141,7 @@ def program(size: Size, way: str, fused: bool = False) -> Program:
 
 
 def block_of(dtype: Any = None) -> tuple[Any, Any]:
-    """Returns the cast to a dtype, if there is one, and a block with a norm and a residual sum, cast by hand."""
+    """Returns the cast to a dtype, if one is given, and a residual block with a norm, cast by hand."""
     cast = (lambda x: x) if dtype is None else (lambda x: x.astype(dtype))
 
     def block(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:

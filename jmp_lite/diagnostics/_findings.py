@@ -76,7 +76,8 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
     for line in report.cut:
         yield Finding("accuracy", "A while loop did not end in 10,000 iterations.", line, CUT)
     if report.cause is not None:
-        where, advice = "\n".join(report.cause.details()), "\n".join(report.advice())
+        where = "\n".join([*report.cause.details(), *report.before()])
+        advice = "\n".join(report.advice())
         yield Finding("not finite", report.cause.head(), where, advice)
 
 

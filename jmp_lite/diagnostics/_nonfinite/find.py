@@ -26,6 +26,8 @@ P = ParamSpec("P")
 HALF_LOSS = "The loss is {dtype}, so its scaled cotangent is {dtype} too. Return a float32 loss."
 MOST_LINES = 4
 """How many lines of the way to the loss are named at most."""
+_MASKING = frozenset(("exp", "exp2", "logistic", "tanh", "erf", "max", "min", "clamp", "select_n", "sign"))
+"""What programs let an inf end in on purpose: the `exp` of a mask is 0."""
 LOWEST = -24
 """The exponent of the smallest scale that is tried. It makes a loss of 1 the smallest number of float16."""
 
@@ -112,6 +114,8 @@ def _report(
     program, results = case.program, case.measured.results
     # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
     harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
+    masks = lambda origin: origin.end is None or origin.end.operation in _MASKING
+    suspects = [origin for origin in origins if harmful and not (origin.is_harmful or masks(origin))]
     row = functools.partial(_row, program=program)
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
@@ -127,6 +131,7 @@ def _report(
         first_nan=first_nan and row(first_nan),
         others=tuple(row(origin) for origin in harmful if origin not in (first_inf, first_nan)),
         harmless=tuple(map(row, harmless)),
+        earlier=tuple(row(origin) for origin in suspects if origin.moment < harmful[0].moment),
         cut=case.measured.cut,
     )
 

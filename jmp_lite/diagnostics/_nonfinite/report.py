@@ -179,6 +179,8 @@ class NonfiniteReport(Shown):
         first_inf: the first operation, if any, that gives a harmful inf for finite operands.
         first_nan: the first operation, if any, that gives a harmful NaN for operands without NaN.
         others: the other operations at which a harmful inf or NaN begins.
+        earlier: the operations before the cause at which half arithmetic gives an inf that another operation
+            turns into finite numbers, as `rsqrt` does. They may be where the numbers went wrong.
         harmless: the operations at which a harmless one begins, such as a mask of -inf that a softmax reads.
         fitting_scale: the largest power of two below the scale at which the loss and all gradients are
             finite. None if there is none, or if the first inf or NaN is not in the backward pass.
@@ -207,6 +209,7 @@ class NonfiniteReport(Shown):
     first_nan: Nonfinite | None = None
     others: tuple[Nonfinite, ...] = ()
     harmless: tuple[Nonfinite, ...] = ()
+    earlier: tuple[Nonfinite, ...] = ()
     fitting_scale: float | None = None
     cut: tuple[str, ...] = ()
     tried: tuple[Trial, ...] = ()
@@ -257,6 +260,12 @@ class NonfiniteReport(Shown):
         text += [f"A hint: {self.hint}"] if self.hint else []
         return ["\n".join(wrapped(" ".join(text)))] if text else []
 
+    def before(self) -> list[str]:
+        """Returns the lines about the first inf before the cause that becomes finite."""
+        ends = [f"{origin.line}, ends in {origin.end}" for origin in self.earlier[:1]]
+        heads = ["Before it, and perhaps its cause:", *wrapped(self.earlier[0].head())] if ends else []
+        return [*heads, *(line for text in ends for line in wrapped(shortened(text), 4))]
+
     def marks(self) -> Iterator[tuple[str, str]]:
         """Yields lines, each with what to say of it: where it begins, its way from there, what mends it."""
         found = self._first()
@@ -265,6 +274,7 @@ class NonfiniteReport(Shown):
             yield origin.caller or origin.line, f"{start}: {origin.head()}."
             on_the_way = ((what, line) for what, line in origin.way if line not in starts)
             yield from ((line, f"On the way from there: {what}.") for what, line in on_the_way)
+        yield from ((origin.line, f"Perhaps its cause: {origin.head()}.") for origin in self.earlier[:1])
         yield from ((line, str(trial)) for trial in self.remedies for line in trial.lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -326,6 +336,7 @@ class NonfiniteReport(Shown):
         for origin in self._first()[1:]:
             lines += ["", "Then:" if self._nan_from_inf else "Beside it:", *wrapped(origin.head())]
             lines += wrapped(shortened(origin.line), 4)
+        lines += ["", *self.before()] if self.earlier else []
         if self.others:
             lines += ["", f"It begins at {plural(len(self.others), 'further operation')}, such as:"]
             lines += [*wrapped(self.others[0].head()), *wrapped(shortened(self.others[0].line), 4)]

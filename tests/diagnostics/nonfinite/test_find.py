@@ -42,6 +42,26 @@ def test_a_harmless_mask_is_not_taken_for_the_cause():
     assert [each.operation for each in report.harmless] == ["select_n"]
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_inf_that_became_finite_before_the_cause_is_named_as_perhaps_the_cause(masked):
+    def loss(w, x):
+        x = x.astype(jnp.float16)
+        # The `exp` of an overflow below zero is 0, as it should be.
+        x *= jnp.exp(-x * x) if masked else lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+        score = x @ w.astype(jnp.float16)
+        score = jnp.where(jnp.abs(score) > 0, score, jnp.float16(-jnp.inf))
+        return jnp.mean(jax.nn.softmax(score).astype(jnp.float32) @ x.astype(jnp.float32))
+
+    report = find_nonfinite(loss)(jnp.ones(4), jnp.linspace(300.0, 600.0, 12).reshape(3, 4))
+    assert report.cause.operation in ("select_n", "constant")
+    assert [(each.what, each.operation, each.end.split(",")[0]) for each in report.earlier] == (
+        [] if masked else [("inf", "mul", "rsqrt")]
+    )
+    assert ("Before it, and perhaps its cause:\ninf from mul" in str(report)) != masked
+    diagnosis = doctor(loss, device=None)(jnp.ones(4), jnp.linspace(300.0, 600.0, 12).reshape(3, 4))
+    assert ("Before it, and perhaps its cause:\ninf from mul" in str(diagnosis)) != masked
+
+
 def test_an_inf_that_costs_no_more_than_rounding_is_harmless():
     def loss(w, x):
         distances = jnp.where(w > 0.4, 300.0, w).astype(jnp.float16)
