@@ -16,6 +16,8 @@ from jax import lax
 from .bind import bind
 from .read import Array, Equation
 
+_FEWEST = 256  # Of fewer elements, such as the 81 classes of SSD, a scatter moves fewer bytes.
+
 
 def picked_axis(equation: Equation) -> int | None:
     """Returns the axis along which a gather takes one element of each row, or a scatter adds to one."""
@@ -28,7 +30,9 @@ def picked_axis(equation: Equation) -> int | None:
     others = [axis for axis in range(operand.ndim) if axis not in axes]
     is_by_rows = [*numbers.operand_batching_dims] == others and [*batch] == sorted(batch)
     is_one = math.prod(row.aval.shape) == math.prod(operand.shape[axis] for axis in others)
-    return int(axes[0]) if len(axes) == 1 and is_by_rows and is_one else None
+    if len(axes) != 1 or operand.shape[axes[0]] < _FEWEST:
+        return None
+    return int(axes[0]) if is_by_rows and is_one else None
 
 
 def bind_pick(equation: Equation, operands: Sequence[Array]) -> list[Array]:

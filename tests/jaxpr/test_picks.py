@@ -11,9 +11,9 @@ import pytest
 import jmp_lite as jmp
 from tests.support.jaxprs import primitives
 
-ROWS = jax.random.normal(jax.random.key(0), (4, 7, 11))
-LABELS = jax.random.randint(jax.random.key(1), (4, 7), 0, 11)
-OUTSIDE = LABELS.at[0, :4].set(jnp.array([-1, -12, 11, 40]))
+ROWS = jax.random.normal(jax.random.key(0), (4, 7, 271))
+LABELS = jax.random.randint(jax.random.key(1), (4, 7), 0, 271)
+OUTSIDE = LABELS.at[0, :4].set(jnp.array([-1, -272, 271, 400]))
 
 
 def of_row(mode):
@@ -27,7 +27,7 @@ LOOKUPS = {
         rows, labels[..., None], -1, mode="clip"
     ),
     "the first axis": lambda rows, labels: jnp.take_along_axis(
-        rows[..., :4].transpose(2, 0, 1), labels[None] % 4, 0
+        rows[..., :256].transpose(2, 0, 1), labels[None] % 256, 0
     ),
     "of a row, filled": of_row("fill"),
     "of a row, clipped": of_row("clip"),
@@ -64,6 +64,8 @@ def test_lookups_of_several_elements_and_listed_ones_stay_as_they_are(order):
     several = lambda rows: jnp.sum(jnp.take_along_axis(rows, jnp.stack([LABELS, LABELS], -1), -1) ** 2)
     assert "scatter-add" in primitives(ORDERS[order](several), ROWS)
     one = lambda rows: jnp.sum(LOOKUPS["the last axis"](rows, LABELS) ** 2)
+    few = lambda rows: jnp.sum(LOOKUPS["the last axis"](rows[..., :255], LABELS % 255) ** 2)
+    assert "scatter-add" in primitives(ORDERS[order](few), ROWS)
     listed = jax.grad(jmp.autocast(one, deny=["gather"]))
     assert "scatter-add" in primitives(listed, ROWS)
 
