@@ -30,9 +30,11 @@ def picked_axis(equation: Equation) -> int | None:
     others = [axis for axis in range(operand.ndim) if axis not in axes]
     is_by_rows = [*numbers.operand_batching_dims] == others and [*batch] == sorted(batch)
     is_one = math.prod(row.aval.shape) == math.prod(operand.shape[axis] for axis in others)
-    if len(axes) != 1 or operand.shape[axes[0]] < _FEWEST:
+    if len(axes) != 1 or not (is_by_rows and is_one):
         return None
-    return int(axes[0]) if is_by_rows and is_one else None
+    size = operand.shape[axes[0]]
+    # In `jax.export` a size may be symbolic, and has no order.
+    return int(axes[0]) if isinstance(size, int) and size >= _FEWEST else None
 
 
 def bind_pick(equation: Equation, operands: Sequence[Array]) -> list[Array]:

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -50,6 +51,14 @@ def test_the_gradient_of_a_lookup_is_that_of_jax_and_needs_no_scatter(name, labe
     assert "scatter-add" not in primitives(ours, ROWS, labels)
     wrap = lambda grad: jax.jit(jax.vmap(grad, (0, None)))(jnp.stack([ROWS, 2 * ROWS]), labels)
     np.testing.assert_array_equal(wrap(ours), wrap(expected))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_lookup_in_rows_of_a_symbolic_length_is_exported(order):
+    fun = lambda rows, labels: jnp.sum(jnp.square(LOOKUPS["the last axis"](rows, labels)))
+    rows, labels = jax.export.symbolic_args_specs((ROWS, LABELS), ("_, _, n", "_, _"))
+    exported = jax.export.export(jax.jit(ORDERS[order](fun)))(rows, labels)
+    np.testing.assert_array_equal(exported.call(ROWS, LABELS), jax.grad(fun)(ROWS, LABELS))
 
 
 def test_a_lookup_has_the_second_derivatives_of_jax():
