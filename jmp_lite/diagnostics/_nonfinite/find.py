@@ -114,8 +114,6 @@ def _report(
     program, results = case.program, case.measured.results
     # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
     harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
-    masks = lambda origin: origin.end is None or origin.end.operation in _MASKING
-    suspects = [origin for origin in origins if harmful and not (origin.is_harmful or masks(origin))]
     row = functools.partial(_row, program=program)
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
@@ -131,9 +129,17 @@ def _report(
         first_nan=first_nan and row(first_nan),
         others=tuple(row(origin) for origin in harmful if origin not in (first_inf, first_nan)),
         harmless=tuple(map(row, harmless)),
-        earlier=tuple(row(origin) for origin in suspects if origin.moment < harmful[0].moment),
+        earlier=tuple(map(row, _earlier(harmful, origins))),
         cut=case.measured.cut,
     )
+
+
+def _earlier(harmful: Sequence[Origin], origins: Sequence[Origin]) -> list[Origin]:
+    """Returns the suspects before the first harmful origin, but for those that end where masks do."""
+    if not harmful:
+        return []
+    before = (origin for origin in origins if origin.moment < harmful[0].moment and not origin.is_harmful)
+    return [origin for origin in before if origin.end and origin.end.operation not in _MASKING]
 
 
 def _with_advice(

@@ -340,9 +340,10 @@ class NonfiniteReport(Shown):
         if self.others:
             lines += ["", f"It begins at {plural(len(self.others), 'further operation')}, such as:"]
             lines += [*wrapped(self.others[0].head()), *wrapped(shortened(self.others[0].line), 4)]
-        if self.harmless:
-            heads = dict.fromkeys(origin.head() for origin in self.harmless)
-            lines += ["", "Harmless, since it reaches no result:"]
-            lines += [line for head in list(heads)[:5] for line in wrapped(head, 4)]
-            lines += [f"    and {len(heads) - 5} more"] if len(heads) > 5 else []
-        return "\n".join(lines)
+        return "\n".join([*lines, *(self._lines_of_harmless() if self.harmless else [])])
+
+    def _lines_of_harmless(self) -> list[str]:
+        heads = list(dict.fromkeys(origin.head() for origin in self.harmless))
+        shown = [line for head in heads[:5] for line in wrapped(head, 4)]
+        more = [f"    and {len(heads) - 5} more"] if len(heads) > 5 else []
+        return ["", "Harmless, since it reaches no result:", *shown, *more]
