@@ -114,7 +114,7 @@ def _measure_kind(change: Change, arguments: Any, dtype: Any, steps: int, blocks
 
 
 def fault(why_not: str, errors: dict[str, float], eps: float) -> str:
-    """Returns what is wrong with a kind of mask; empty if nothing is."""
+    """Returns how the results differ under a kind of mask, or an empty string if they agree."""
     if why_not:
         return f"not fused: {why_not}"
     most = 2 * errors["autocast"] + 2 * eps
