@@ -98,8 +98,13 @@ class Dependence(abc.ABC):
         self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Held | None]
     ) -> Sequence[Var]:
         """Returns the operands of an operation on which a flagged variable depends."""
-        if op.category is not Category.CALL:
-            return op.variables if self._crosses(op, any(results), backward) else ()
+        if op.category is Category.CALL:
+            return self._operands_of_call(op, results, backward, held)
+        return op.variables if self._crosses(op, any(results), backward) else ()
+
+    def _operands_of_call(
+        self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Held | None]
+    ) -> Sequence[Var]:
         inputs, invars = self.loops.inside(op, held), op.equation.invars
         # What a loop inside decides by may be rounded in front of the loop.
         is_in_loop = op.name not in LOOPS and any(Held.CARRY in each for each in inputs)

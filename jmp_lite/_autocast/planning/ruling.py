@@ -186,17 +186,17 @@ class Estimates:
         return Kind.LITERAL if read.is_literal(var) else self._kinds[var]
 
     def add(self, op: Op, ruling: Ruling) -> None:
+        for index, out in enumerate(op.equation.outvars):
+            is_call = ruling.category is Category.CALL
+            self._kinds[out] = _estimate_of_call(op, index) if is_call else self._of_result(op, ruling, index)
+
+    def _of_result(self, op: Op, ruling: Ruling, index: int) -> Kind:
         operands = list(map(self.of, op.equation.invars))
         is_constant = not op.equation.effects and all(kind == Kind.LITERAL for kind in operands)
-        for index, out in enumerate(op.equation.outvars):
-            if ruling.category is Category.CALL:
-                self._kinds[out] = _estimate_of_call(op, index)
-            elif is_constant and ruling.why is not Why.KEEP_FLOAT32:
-                self._kinds[out] = Kind.LITERAL
-            elif read.is_float32(out):
-                self._kinds[out] = _estimate_of_float32(op, ruling, operands, index)
-            else:
-                self._kinds[out] = Kind.ADAPTS
+        if is_constant and ruling.why is not Why.KEEP_FLOAT32:
+            return Kind.LITERAL
+        is_float32 = read.is_float32(op.equation.outvars[index])
+        return _estimate_of_float32(op, ruling, operands, index) if is_float32 else Kind.ADAPTS
 
 
 def estimate_of_state(state: State) -> Kind:

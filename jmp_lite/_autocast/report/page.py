@@ -169,15 +169,19 @@ def _line(number: str, code: str, operations: Operations, marks: Sequence[str], 
     """Returns a line of source with its dtypes; below it its marks and, folded, its operations."""
     chips = [_chip([each for each in operations if each.backward == backward]) for backward in (False, True)]
     share = f"{_flops(operations) / total:.1%}" if _flops(operations) >= total / 2000 else ""
-    asked = {each.reason: None for each in operations if each.why in ("rule", "option", "keep_float32")}
-    why = f"<span class=why>  ← {escape('; '.join(asked))}</span>" if asked else ""
     line = f"<span class=no>{number}</span>{''.join(chips)}<span class='soft share'>{share}</span>"
-    line += f"<span>{escape(code)}{why}</span>"
+    line += f"<span>{escape(code)}{_asked(operations)}</span>"
     below = "".join(f"<div class=mark>{escape(shortened(mark))}</div>" for mark in marks)
     if not operations:
         return f"<div class=line>{line}</div>{below}"
     told = _told(operations)
     return f"<details><summary class=line>{line}</summary><div class=ops>{told}</div></details>{below}"
+
+
+def _asked(operations: Operations) -> str:
+    """Returns what the user asked for that decided about operations of a line."""
+    asked = {each.reason: None for each in operations if each.why in ("rule", "option", "keep_float32")}
+    return f"<span class=why>  ← {escape('; '.join(asked))}</span>" if asked else ""
 
 
 def _told(operations: Operations) -> str:
