@@ -206,7 +206,8 @@ class Runs:
         """
         half, least = self.keeping(()), _first_of(tolerance, default, self.harm)
         limits, more = Limits("gradients", least), self._more_by_hand()
-        is_random = tolerance is None and not half.lost
+        # Casts by hand have the range of float32, so what overflows in half alone is no rounding error.
+        is_random = tolerance is None and not half.lost and math.isfinite(half.gradients)
         while is_random and not limits.allow(half) and (by_hand := next(more, None)) is not None:
             leaf = max(LEAF, BY_HAND * by_hand.leaf)
             limits = Limits("gradients", max(least, BY_HAND * by_hand.gradients), leaf)

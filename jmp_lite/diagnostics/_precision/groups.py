@@ -109,7 +109,7 @@ class Leaves:
         """
         rows = _rows(norms)
         errors = {number: error_of(*row)[0] for number, row in rows.items()}
-        if any(error > LEAF for error in errors.values()):
+        if any(LEAF < error < math.inf for error in errors.values()):
             errors = {number: error for number, error in errors.items() if number not in self._noise}
         zeros = {number: error for number, error in errors.items() if not rows[number][1]}
         errors = zeros if self._program.is_step else errors

@@ -137,6 +137,7 @@ def test_a_scope_around_a_module_is_a_module_of_its_own():
     own = {each.module: each.own.gradients for each in report.modules}
     assert own["outer"] == np.inf
     assert own["outer/inner"] < 0.01
+    assert report.by_hand is None  # Casts by hand are run where an error is finite, which may be random.
     assert report.rules == {"/outer/inner": "float16", "/outer": "float32"}
     assert np.isfinite(report.with_rules.gradients)
     fixed = jmp.autocast(loss, "float16", rules=report.rules)
