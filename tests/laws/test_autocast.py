@@ -117,7 +117,7 @@ def test_many_cases_run_with_their_dtypes_and_the_same_products_in_both_orders(p
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=4)
 def test_only_float32_values_have_a_state(program, data):
     case = data.draw(cases(program, way=st.just("plain")))
     with case.context:
@@ -172,7 +172,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("way", ["plain", "remat"])
-@pytest.mark.cases(fast=len(PROGRAMS), slow=len(PROGRAMS))
+@pytest.mark.cases(fast=len(PROGRAMS), slow=6)
 def test_no_array_of_the_users_outlives_a_trace(way, program):
     """Constants of the function, and its arguments."""
     case = Case(program, "", "none", (("dtype", "bfloat16"),), way, "")

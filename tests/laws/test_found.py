@@ -72,10 +72,10 @@ LOSSES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=12)
 @each_half
-@pytest.mark.parametrize("steps", [0, 30, 300, 2000])
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("steps", [0, 2000, 30, 300])
 def test_the_loss_under_jit_is_the_eager_one(name, steps, half):
     """Losses of about 2, 0.1, 1e-3 and 1e-4."""
     w, x, labels = fitted(steps)
@@ -139,12 +139,12 @@ def test_a_function_of_two_half_values_of_which_one_is_constant(name):
     assert error(jax.jit(jax.grad(jmp.autocast(loss, "float16")))(W), jax.grad(loss)(W)) < 0.02
 
 
-@pytest.mark.slow
-@each_half
+@pytest.mark.cases(slow=11)  # Those of float16.
 @pytest.mark.parametrize(
     "name",
     ["silu", "swish", "gelu", "mish", "elu", "celu", "selu", "relu", "softplus", "log_sigmoid", "tanh"],
 )
+@each_half
 def test_an_activation_function_has_the_error_of_casts_around_each_matmul(name, half):
     """A loss over a few layers, at most 1.2 times in both orders, over sixteen seeds."""
     act, sizes = getattr(jax.nn, name), (8, 64, 64, 64, 64, 4)

@@ -135,7 +135,7 @@ def test_gradients_have_that_error_under_options_beside_other_dtypes_and_in_ever
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=2)
+@hypothesis.settings(max_examples=1)
 def test_the_loss_under_jit_is_the_eager_one(program, data):
     case = data.draw(cases(program, beside=st.just(""), way=st.just("plain"), options=options(0)))
     args, rounding = case.arguments(), 8 * float(jnp.finfo(case.half).eps)

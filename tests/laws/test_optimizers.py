@@ -116,7 +116,7 @@ def steps(tx, params, gradients):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=4)
+@hypothesis.settings(max_examples=2)
 def test_a_skipped_step_changes_nothing(name, data):
     inner, options, dtype = data.draw(drawn(name))
     bad = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
@@ -134,7 +134,7 @@ def test_a_skipped_step_changes_nothing(name, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=3)
+@hypothesis.settings(max_examples=2)
 def test_a_step_that_is_taken_is_that_of_the_optimizer(name, data):
     """With float32 parameters: gradients of half ones are widened before the optimizer gets them."""
     inner, options, _ = data.draw(drawn(name))
