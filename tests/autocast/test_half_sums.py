@@ -121,3 +121,33 @@ def test_the_carry_of_a_while_loop_stays_in_float32():
     )
     assert [var.aval.dtype.name for var in loop.outvars if var.aval.shape == (8, 16)] == ["float32"]
     assert np.isfinite(float(fun(STACK[0][0] @ STACK[1][0], X)))
+
+
+# A recursion in parallel.
+
+
+def state_space(params, x):
+    """A layer with a linear recursion over the rows, as in S5, an LRU or Mamba."""
+    into, log_decay, outer = params
+    decays = jnp.exp(-jnp.exp(log_decay) * jnp.ones_like(x))
+    combine = lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1])
+    with jax.named_scope("recursion"):
+        states = jax.lax.associative_scan(combine, (decays, (x @ into).astype(jnp.float32)))[1]
+    return jnp.mean((x + states @ outer) @ HEAD)
+
+
+@pytest.mark.parametrize("transform", [lambda fun: fun, jax.checkpoint])
+def test_a_recursion_in_parallel_is_no_stream(transform):
+    params = normal(20, 16, 16, scale=1 / 4), normal(21, 16), normal(22, 16, 16, scale=1 / 4)
+    kinds = lambda **options: [
+        (o.scope, o.outputs[0])
+        for o in jmp.explain(jmp.autocast(transform(state_space), "bfloat16", **options))(
+            params, X
+        ).operations
+        if o.name == "add" and not o.backward
+    ]
+    plain, selected = kinds(), kinds(half_sums="**")
+    inside = lambda found: [each for each in found if "recursion" in each[0]]
+    assert len(inside(plain)) >= 6
+    assert inside(selected) == inside(plain)
+    assert [each for each in selected if "recursion" not in each[0]] == [("", "bfloat16[8,16]")]

@@ -75,6 +75,8 @@ class RulingWalk:
         self._context, self._rules, self._scopes = context, rules, scopes
         self._of_products: set[Var] = set()  # Results of products, and element-wise functions of them.
         self._half_sums: set[Var] = set()
+        # The arrays of which a variable holds slices, at most computed with element-wise operations.
+        self._sliced: dict[Var, frozenset[Var]] = {}
 
     def run(self, ops: Sequence[Op], decisive: Set[Var], streams: Set[Var]) -> tuple[Ruling, ...]:
         """Returns the ruling on each operation.
@@ -100,14 +102,19 @@ class RulingWalk:
         """Whether an operation is a sum of a residual stream.
 
         Such a sum adds the result of a product, and products or norms read it. Other sums of two arrays, such
-        as those of log-probabilities in a loss or those of an accumulator, may need float32.
+        as those of log-probabilities in a loss or those of an accumulator, may need float32. Nor is a sum
+        of slices of one array a stream: `lax.associative_scan` computes a recursion by such sums.
         """
         if not op.is_residual_sum or self._context.is_backward(op) or ruling.reason:
             return False
         # A sum may continue a stream that only a loss reads: casts by hand would round it too.
         is_read = not streams.isdisjoint(op.equation.outvars) or not self._half_sums.isdisjoint(op.variables)
+        is_of_slices = bool(frozenset.intersection(*map(self._slices, op.variables)))
+        return is_read and not is_of_slices and self._adds_product(op)
+
+    def _adds_product(self, op: Op) -> bool:
         may_be_half = Kind.ADAPTS in map(self.estimates.of, op.equation.invars)
-        return is_read and (may_be_half or not self._of_products.isdisjoint(op.variables))
+        return may_be_half or not self._of_products.isdisjoint(op.variables)
 
     def _ruling_on_sum(self, ruling: Ruling, scope: str) -> Ruling:
         """Returns the ruling on a sum of a residual stream: it is in half if `half_sums` selects it."""
@@ -169,7 +176,14 @@ class RulingWalk:
             self._of_products.update(op.equation.outvars)
         if ruling.half_sum:
             self._half_sums.update(op.equation.outvars)
+        if self._rules.half_sums and ruling.category in _BY_OPERANDS:
+            slices = frozenset[Var]().union(*map(self._slices, op.variables))
+            slices |= {*op.variables} if op.name == "slice" else frozenset()
+            self._sliced.update(dict.fromkeys(op.equation.outvars, slices))
         self.estimates.add(op, ruling)
+
+    def _slices(self, var: Var) -> frozenset[Var]:
+        return self._sliced.get(var, frozenset())
 
 
 class Estimates:
