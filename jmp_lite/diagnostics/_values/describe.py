@@ -21,6 +21,7 @@ from ..._jaxpr import (
     Jaxpr,
     Role,
     Var,
+    all_equations,
     call_scope,
     calling_line,
     describe,
@@ -42,6 +43,13 @@ INLINE += ("custom_vmap_call", "eval_jaxpr", "jit")
 """The calls that run inline: the program is differentiated already, so they are parts of it."""
 CUT = -3
 """The number of the site that says whether a while loop was stopped."""
+KEPT = 2
+"""The iterations of a while loop that are kept: the first with an inf or NaN, and the first with a NaN."""
+_MOST_MEASURED = 300
+"""The most equations of a while loop that is measured inside.
+
+Of the thousands of a solver, such as those of diffrax, XLA would compile the measurements for minutes.
+"""
 LEAVE = 1_000_000
 """The number of the first result that leaves a call: more than any equation has inner jaxprs."""
 
@@ -137,9 +145,10 @@ class Description:
 
     def _call(self, equation: Equation, operands: Values, path: Path, where: Where) -> Values:
         name, inners = equation.primitive.name, inner_jaxprs(equation)
-        if name == "while":  # Its inside is not described: to measure it, XLA would compile for minutes.
+        if name == "while":
             self._site((*path, CUT), SiteKind.CUT, equation, [], jax.typeof(1.0), where)
-            return self._operation(equation, operands, path, where)
+            if not _is_measured_inside(equation):
+                return self._operation(equation, operands, path, where)
         parts = [(n, inner) for n, inner in enumerate(inners) if None not in inner.results]
         inside = [_inside(equation, (*path, number), where) for number, _ in parts]
         if name in (*INLINE, "remat2"):
@@ -149,10 +158,12 @@ class Description:
             inside = [dataclasses.replace(inside[0], loops=(*where.loops, loop))]
         parts = zip(parts, inside)
         branches = [self._body(equation, inner, operands, around, where) for (_, inner), around in parts]
+        if name == "while":  # Without an iteration it returns what it takes.
+            branches.append([operands[number] for number in inners[1].operands[inners[1].constants :]])
         left = []
         for number, (var, values) in enumerate(zip(equation.outvars, zip(*branches))):
             at = (*path, LEAVE + number)
-            # A result of a `cond` may come from any branch.
+            # A result of a `cond` or a `while` may come from any branch.
             source = self._site(at, SiteKind.LEAVE, equation, values, var.aval, where)
             value = values[0]._replace(is_scaled=any(value.is_scaled for value in values))
             left.append(value._replace(source=source or value.source, argument="", number=None))
@@ -236,7 +247,14 @@ def _loop(equation: Equation, path: Path) -> Loop | None:
         return Loop(name, path, math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis in manual))
     if name == "scan":
         return Loop(name, path, params["length"], params["reverse"])
-    return None
+    return Loop(name, path, KEPT) if name == "while" else None
+
+
+def _is_measured_inside(equation: Equation) -> bool:
+    """Whether a while loop is measured inside: a small one, which is not that of a batch."""
+    (predicate,) = open_jaxpr(equation.params["cond_jaxpr"]).outvars
+    size = len(list(all_equations(equation.params["body_jaxpr"])))
+    return not predicate.aval.shape and size <= _MOST_MEASURED
 
 
 def _last_parameter(operands: Values) -> str:

@@ -30,9 +30,9 @@ class SiteKind(enum.Enum):
 class Loop:
     """A loop around a site. The shards of a `shard_map` count as one."""
 
-    kind: str  # `scan` or `shard_map`. The inside of a `while` is not measured.
+    kind: str  # `scan`, `while` or `shard_map`.
     path: Path  # The path of its body. All paths in the body begin with it.
-    length: int  # The iterations or shards.
+    length: int  # The iterations or shards; of a `while` those that are kept.
     reverse: bool = False  # Whether a scan runs from the last slice to the first.
 
 

@@ -8,7 +8,7 @@ of this is one program, which keeps no value longer than the original program do
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -33,7 +33,8 @@ from ..._jaxpr import (
     replay,
     traits_of,
 )
-from .describe import CUT, INLINE, LEAVE, Description
+from ..._tree import select_tree
+from .describe import CUT, INLINE, KEPT, LEAVE, Description
 from .sites import Path, Site
 
 MOST_ITERATIONS = 10_000
@@ -66,6 +67,10 @@ class Probe(abc.ABC):
     def empty(self, dtype: Any) -> Array:
         """Returns the measurement of an array of this dtype without elements."""
 
+    def alarm(self, record: Any) -> Any:
+        """Whether a measurement has an inf or NaN; a probe that does not `add` says so."""
+        raise NotImplementedError
+
     def join(self, first: Array, second: Array) -> Array:
         """Returns two measurements of a probe that `adds` as one: by default their sum."""
         return first + second
@@ -92,9 +97,10 @@ class Tap:
             is_call = traits_of(equation.primitive.name).category is Category.CALL
             with context_of(equation):
                 results = self._call(equation, operands, at) if is_call else self._operate(equation, operands)
-            first = LEAVE if is_call and equation.primitive.name != "while" else 0
             for number, array in enumerate(results):
-                self._measure((*at, first + number), array)
+                # A while loop that is not measured inside has sites as an operation has.
+                self._measure((*at, number), array)
+                self._measure((*at, LEAVE + number), array)
             return results
 
         return replay(jaxpr, [*fixed, *arrays], lambda var: var.val, action)
@@ -125,7 +131,10 @@ class Tap:
             return {"skipped": self._empty(path)}
         if name == "scan" and self.probe.adds:
             return {"accumulator": _Joined(self.probe, self._empty((*path, 0)))}
-        return {"most": MOST_ITERATIONS} if name == "while" else {}
+        if name == "while":
+            keep = _Joined if self.probe.adds else _First
+            return {"most": MOST_ITERATIONS, "accumulator": keep(self.probe, self._empty((*path, 1)))}
+        return {}
 
     def _body(self, inner: Inner, arrays: Sequence[Array], path: Path) -> Callable[..., Outputs]:
         """Returns an inner jaxpr as a body for `_jaxpr.calls`, whose side outputs are its records."""
@@ -160,7 +169,13 @@ class Tap:
         return {at: jnp.broadcast_to(each, (*lengths(at), *each.shape)) for at, each in records.items()}
 
 
+def _any(flags: Iterable[Array]) -> Array:
+    return functools.reduce(jnp.logical_or, flags, jnp.bool_(False))
+
+
 class _Joined:
+    """Joins the measurements of all iterations."""
+
     def __init__(self, probe: Probe, empty: Records) -> None:
         self._probe = probe
         self.start: Any = empty
@@ -170,3 +185,25 @@ class _Joined:
 
     def side(self, state: Records) -> Records:
         return state
+
+
+class _First:
+    """Keeps the measurements of two iterations: the first with an inf or NaN, and the first with a NaN.
+
+    Without an inf or NaN the first of the two is the last iteration. The other one may be empty.
+    """
+
+    def __init__(self, probe: Probe, empty: Records) -> None:
+        self._probe = probe
+        self.start: Any = [(jnp.bool_(False), empty)] * KEPT
+
+    def add(self, state: list[tuple[Array, Records]], side: Records) -> list[tuple[Array, Records]]:
+        is_nan = _any(jnp.isnan(record).any() for record in side.values())
+        is_bad = _any(self._probe.alarm(record).any() for record in side.values())
+        (found, first), (found_nan, first_nan) = state
+        first = select_tree(found, first, side)
+        first_nan = select_tree(is_nan & ~found_nan, side, first_nan)
+        return [(found | is_bad, first), (found_nan | is_nan, first_nan)]
+
+    def side(self, state: list[tuple[Array, Records]]) -> Records:
+        return jax.tree.map(lambda *kept: jnp.stack(kept), *(records for _, records in state))

@@ -127,14 +127,52 @@ def test_a_loop_under_vmap_that_does_not_end_is_stopped():
     assert len(report.cut) == 1
 
 
-def test_the_inside_of_a_while_loop_is_not_measured_and_the_page_says_so():
-    def loss(w, x):
-        step = lambda state: (state[0] + 1, jnp.log(state[1] - 2))
-        return jnp.sum(w) * lax.while_loop(lambda state: state[0] < 3, step, (0, 2.0))[1]
+def nonfinite_in_a_while(step, *start, large=False):
+    def body(state):
+        count, *values = state
+        for _ in range(400 if large else 0):  # Too large to be measured inside.
+            values = [jnp.flip(value) for value in values]
+        return count + 1, *step(*values)
 
-    report = find_nonfinite(lambda w, x: loss(lax.stop_gradient(w), x) + jnp.sum(w))(w, x)
+    def loss(w):
+        state = lax.while_loop(lambda state: state[0] < 9, body, (0, *map(jnp.float32, start)))
+        return jnp.sum(w) + sum(map(jnp.sum, state[1:]))
+
+    return find_nonfinite(loss)(w)
+
+
+def test_a_nan_inside_of_a_while_loop_is_found():
+    report = nonfinite_in_a_while(lambda a: [jnp.sqrt(a - 1)], [5.0, 9.0])  # here
+    assert (report.cause.what, report.cause.operation) == ("NaN", "sqrt")
+    assert "forward pass, inside of a while loop" in report.cause.head()
+    assert report.cause.operand_ranges[0][0] == -1  # After 2, 1 and 0.
+    _, first = inspect.getsourcelines(test_a_nan_inside_of_a_while_loop_is_found)
+    assert f"test_calls.py:{first + 1}" in report.cause.line
+    assert report.cause.way[0][0] == "NaN from reduce_sum"
+
+
+def test_an_inf_inside_of_a_while_loop_and_the_nan_that_it_becomes():
+    step = lambda a, b: [a * 1e30, b + (a - a)]
+    report = nonfinite_in_a_while(step, 1.0, 2.0)
+    assert (report.first_inf.operation, report.first_nan.operation) == ("mul", "sub")
+    assert report.cause is report.first_inf
+
+
+def test_a_best_loss_that_starts_as_inf_hides_no_nan():
+    step = lambda best, a: [jnp.minimum(best, jnp.abs(a)), jnp.log(a - 1)]
+    report = nonfinite_in_a_while(step, jnp.inf, 9.0)
+    assert report.first_nan.operation == "log"
+
+
+def test_what_enters_a_while_loop_without_an_iteration_leaves_it():
+    loss = lambda w: jnp.sum(w * lax.while_loop(lambda a: a < 0, jnp.sin, jnp.log(jnp.float32(0))))
+    assert find_nonfinite(loss)(w).cause.operation in ("log", "constant")
+
+
+def test_the_inside_of_a_large_while_loop_is_not_measured_and_the_page_says_so():
+    report = nonfinite_in_a_while(lambda a: [jnp.sqrt(a - 1)], [5.0, 9.0], large=True)
     assert report.cause.operation == "while"
-    assert "    The inside of a while loop is not measured: examine its body alone" in str(report)
+    assert "    Where inside of the loop was not found: examine its body alone" in str(report)
 
 
 def test_an_inf_that_enters_the_backward_pass_of_a_scan_begins_outside_of_it():

@@ -217,13 +217,13 @@ def in_a_scan(w, xs):
     return lax.scan(body, 0.0, xs)[0]
 
 
-@loss((ONES, STEPS), "while", "")
+@loss((ONES, STEPS), "log", "smallest operand of the logarithm is 0", iterations=(("while", 0),))
 def in_a_while(w, xs):
     def body(carry):
         n, total = carry
-        return n + 1, total + jnp.sum(jnp.log(xs[n] * lax.stop_gradient(w)))
+        return n + 1, total + jnp.sum(jnp.log(xs[n] * lax.stop_gradient(w)))  # here
 
-    total = lax.while_loop(lambda c: c[0] < 5, body, (0, 0.0))[1]  # here
+    total = lax.while_loop(lambda c: c[0] < 5, body, (0, 0.0))[1]
     return lax.stop_gradient(total) + w.sum()
 
 
