@@ -5,7 +5,6 @@ does not hold it in a form that autocast can read: autocast differentiates the e
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._jaxpr.bind import bind, cast
 from .._jaxpr.precision import only_own_precisions
 from .._jaxpr.read import Array, Equation, Var, is_float32, sources_of_outputs
+from .._tree import STATIC
 from .interpreter import Interpreter
 from .planning.op import Context
 from .planning.plan import Call, conversion
@@ -25,19 +25,17 @@ from .planning.wanted import Wanted
 from .value import Value
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["arrays"],
-    meta_fields=["structure", "states", "perturbed"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Residuals:
     """What the forward rule of a `custom_vjp` leaves for the backward rule."""
 
     arrays: list[Array]
-    structure: Any  # How to build the pushforward: a function of tangents that gives tangents.
-    states: tuple[State, ...]  # The states of the arrays.
-    perturbed: tuple[int, ...]  # The indexes of the operands with respect to which the rule differentiates.
+    # How to build the pushforward: a function of tangents that gives tangents.
+    structure: Any = dataclasses.field(metadata=STATIC)
+    states: tuple[State, ...] = dataclasses.field(metadata=STATIC)  # Those of the arrays.
+    # The indexes of the operands with respect to which the rule differentiates.
+    perturbed: tuple[int, ...] = dataclasses.field(metadata=STATIC)
 
 
 class TracedRule:

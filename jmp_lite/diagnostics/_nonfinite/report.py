@@ -35,8 +35,8 @@ class Nonfinite:
         direction: `forward`; `derivative` if the forward pass computes it only for the backward pass;
             `backward`; or `recomputed` in the backward pass. Empty outside of the backward pass of a step.
         iterations: for each loop around it, outermost first, its kind and the number of the iteration, from
-            0. For a scan it is the index of the slice, also in reverse; for a `shard_map`, of the shard. For a
-            `while` it is 0 in the first iteration with an inf or NaN, and 1 in the first with a NaN.
+            0. For a scan it is the index of the slice, also in reverse; for a `shard_map`, of the shard; for
+            a `while`, 0 in the first iteration with an inf or NaN, and 1 in the first with a NaN.
         way: the operations between it and the loss or a gradient, such as `NaN from sub`, each with its line.
         end: the operation that turns it into wrong finite numbers, and its line; empty if it reaches an
             output.
