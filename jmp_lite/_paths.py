@@ -136,10 +136,14 @@ def _match(pattern: tuple[str, ...], keys: tuple[str, ...]) -> bool:
     return bool(keys) and fnmatch.fnmatchcase(keys[0], pattern[0]) and _match(pattern[1:], keys[1:])
 
 
+RECOMPUTED = "rematted_computation"
+"""The scope that JAX adds to what a backward pass computes again."""
+
+
 def plain_scope(name_stack: str) -> str:
     """Returns a name stack of JAX without transforms: `decoder/head` for `jvp(decoder)/head`."""
     scopes = re.sub(r"\w+\(|\)", "", name_stack) if "(" in name_stack else name_stack
-    return "/".join(name for name in scopes.split("/") if name)
+    return "/".join(name for name in scopes.split("/") if name and name != RECOMPUTED)
 
 
 def visible_scope(scope: str) -> str:

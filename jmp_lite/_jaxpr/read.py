@@ -30,7 +30,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive, jaxprs_in_params
 
-from .._paths import join, plain_scope
+from .._paths import RECOMPUTED, join, plain_scope
 from .primitives import Category, traits_of
 
 # JAX's own classes differ between versions (a Jaxpr is a ClosedJaxpr since JAX 0.11), and their annotations
@@ -166,9 +166,15 @@ def _kind_of_product(equation: Equation) -> str:
 def scope_of(equation: Equation, around: str = "") -> str:
     """Returns the named scopes and Flax modules around an equation, joined by slashes.
 
-    The names of transforms are left out: `transpose(jvp(decoder))/head` is `decoder/head`.
+    The names of transforms are left out: `transpose(jvp(decoder))/head` is `decoder/head`. So are those that
+    JAX adds to what `jax.checkpoint` computes again: its scope is that of the forward pass.
     """
     scope = _scope_of_stack(equation.source_info.name_stack)
+    if equation.primitive.name == "remat2" and is_differentiated(equation):
+        # JAX writes its scope twice: `transpose(jvp(decoder))/jvp(decoder)`.
+        names = scope.split("/")
+        once = names[: len(names) // 2]
+        scope = "/".join(once) if names == once * 2 else scope
     return join(around, scope) if scope else around
 
 
@@ -237,7 +243,7 @@ def is_of_gradient(equation: Equation) -> bool:
 
 def is_recomputed(equation: Equation) -> bool:
     """Whether an equation of a backward pass computes a part of the forward pass again."""
-    return _is_in_stack("rematted_computation", equation.source_info.name_stack)
+    return _is_in_stack(RECOMPUTED, equation.source_info.name_stack)
 
 
 def is_differentiated(equation: Equation) -> bool:

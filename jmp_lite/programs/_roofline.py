@@ -8,6 +8,7 @@ of NVIDIA's Training With Mixed Precision.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 
 from .._paths import plain_scope, visible_scope
@@ -144,14 +145,16 @@ def roofline(
 
 def module_of(operation: str, depth: int) -> str:
     """Returns the first names of a scope, without transforms and the operation itself."""
-    # XLA joins the names of operations that it fuses by a semicolon.
-    names = visible_scope(plain_scope(operation.partition(";")[0])).split("/")
+    # XLA joins the names of operations that it fuses by a semicolon. JAX writes the scope of what is computed
+    # again twice, as `decoder/decoder/checkpoint/head`.
+    scope = re.sub(r"(?<![^/])((?:[^/]+/)+)\1checkpoint/", r"\1", plain_scope(operation.partition(";")[0]))
+    names = visible_scope(scope).split("/")
     scopes = [name for name in names[:-1] if name not in _CALLS]
     return "/".join(scopes[:depth]) or "(no scope)"
 
 
 # Names that calls and loops add to scopes.
-_CALLS = {"checkpoint", "rematted_computation", "remat", "shard_map", "while", "body", "cond", "closed_call"}
+_CALLS = {"checkpoint", "remat", "shard_map", "while", "body", "cond", "closed_call", "eval_jaxpr"}
 _CALLS |= {"custom_jvp_call", "custom_vjp_call", "pjit"}
 
 

@@ -15,7 +15,7 @@ from tests.laws.by_product import by_product
 from tests.laws.cases import ORDERS
 from tests.laws.test_numbers import flat
 from tests.support.arrays import normal
-from tests.support.jaxprs import equations, live_products, operands_of, products
+from tests.support.jaxprs import equations, live_products, operands_of, product_kinds, products
 from tests.support.small_programs import HALVES, W, X
 
 each_order = pytest.mark.parametrize("order", ORDERS)
@@ -459,3 +459,39 @@ def test_a_number_beyond_float16_is_inf_without_a_warning_of_numpy():
     """The lists of the user win: `allow=["mul"]` multiplies by the -1e5 of `optax.ctc_loss` in float16."""
     found = jmp.autocast(lambda x: x * -1e5, "float16", allow=["mul"])(jnp.ones(2))
     np.testing.assert_array_equal(found, -jnp.inf)
+
+
+# The scopes of what `jax.checkpoint` computes again: JAX writes them twice.
+
+
+def stacked(block, w, x):
+    with jax.named_scope("stack"):
+        return lax.scan(lambda x, _: (block(w, x), None), x, length=2)[0]
+
+
+def twice(block, w, x):
+    with jax.named_scope("stack"):
+        return jax.checkpoint(lambda w, x: block(w, block(w, x)))(w, x)
+
+
+@pytest.mark.parametrize("around", [stacked, twice])
+@pytest.mark.parametrize("rule", ["/stack/block/layer", "stack/block/layer", "**/block/layer", "/stack/**"])
+def test_a_rule_selects_what_a_checkpoint_computes_again(rule, around):
+    def layer(w, x):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x @ w)
+
+    def block(w, x):
+        with jax.named_scope("block"):
+            return jax.checkpoint(layer)(w, x)
+
+    def loss(w, x):
+        return jnp.sum(around(block, w, x) @ w)
+
+    options = {"rules": {rule: "float32"}}
+    kinds = [product_kinds(in_order(order, loss, "bfloat16", **options), W, X) for order in ORDERS]
+    assert kinds[0] == kinds[1]
+    assert len(kinds[0]) > 1
+    report = jmp.explain(in_order(ORDERS[1], loss, "bfloat16", **options))(W, X)
+    scopes = {each.module for each in report.operations if each.name == "tanh"}
+    assert scopes == {"stack/block/layer"}

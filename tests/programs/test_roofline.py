@@ -131,6 +131,9 @@ def test_modules_are_scopes_without_transforms():
     assert module_of("transpose(jvp(GPT))/blocks_0/attention/dot_general", 3) == "GPT/blocks_0/attention"
     assert module_of("jvp(jmp_lite.autocast)/head/jit(relu)/max", 1) == "head"
     assert module_of("transpose(jvp(a))/mul;b/add", 2) == "a"
+    again = "transpose(jvp(a))/b/jvp(a)/b/checkpoint/rematted_computation/head/dot_general"
+    assert module_of(again, 3) == "a/b/head"
+    assert module_of("jvp(a)/while/body/eval_jaxpr/b/b/checkpoint/head/mul", 3) == "a/b/head"
     assert module_of("", 2) == "(no scope)"
 
 

@@ -218,7 +218,7 @@ class Description:
             operands=tuple(text for text, _ in known),
             numbers=tuple(number for _, number in known),
             sources=tuple(sources),
-            module=visible_scope(_without_repeats(scope_of(equation, where.scope))),
+            module=visible_scope(scope_of(equation, where.scope)),
             argument=_argument_of(operands),
             last_parameter=_last_parameter(operands),
             line=line_of(equation) or where.line,
@@ -232,7 +232,7 @@ def _inside(equation: Equation, path: Path, where: Where) -> Where:
     """Returns the surroundings of an inner jaxpr of an equation."""
     return Where(
         path,
-        call_scope(_without_repeats(scope_of(equation, where.scope)), equation),
+        call_scope(scope_of(equation, where.scope), equation),
         _direction(equation, where.direction),
         where.loops,
         line_of(equation) or where.line,
@@ -305,10 +305,3 @@ def _direction(equation: Equation, around: str) -> str:
     if around != "forward":
         return around
     return "backward" if is_transposed(equation) else "forward"
-
-
-def _without_repeats(scope: str) -> str:
-    """Returns a scope as in the forward pass: under `jax.checkpoint` JAX repeats it, `a/a`, with a name."""
-    names = [name for name in scope.split("/") if name != "rematted_computation"]
-    half = len(names) // 2
-    return "/".join(names[:half] if names[:half] == names[half:] else names)
