@@ -27,7 +27,8 @@ def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transf
     """
     if isinstance(inner, optax.MultiSteps):
         # Its `gradient_transformation()` takes no extra arguments, such as the loss of `reduce_on_plateau`.
-        inner = Transform(inner.init, inner.update)
+        accumulation: Any = inner
+        inner = Transform(accumulation.init, accumulation.update)
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             f"{made_by}(inner) wraps an optax transform such as optax.adamw(3e-4). Got {shown(inner)}."
