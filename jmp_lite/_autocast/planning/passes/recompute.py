@@ -69,7 +69,7 @@ def _sums(plan: Plan, regions: Mapping[int, Region], inner: Set[int]) -> dict[Va
     transformer block of width 4096. If others read a sum too, it would be kept beside the matmul's result.
     One of them may be an operation of the region, such as the `tanh` of `1 - tanh(x)**2` that a matmul reads.
     """
-    inside = inner.union(regions)
+    inside = {*inner, *regions}
     alone = {
         var
         for region in regions.values()
