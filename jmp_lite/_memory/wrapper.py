@@ -26,7 +26,9 @@ def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transf
     `needs_all` says whether every parameter needs a gradient; `optax.sgd` accepts some of them.
     """
     if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
+        # Its `gradient_transformation()` takes no extra arguments, such as the loss of `reduce_on_plateau`.
+        accumulation: Any = inner
+        inner = Transform(accumulation.init, accumulation.update)
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             f"{made_by}(inner) wraps an optax transform such as optax.adamw(3e-4). Got {shown(inner)}."

@@ -126,6 +126,8 @@ def _check_class(path: str, new: Any, old: Any) -> None:
 def _check_names(path: str, new: Any, parts: dict[str, Any], olds: dict[str, Any]) -> set[str]:
     """Returns the names of the children that have arrays in both nodes; a ValueError if others matter."""
     wanted, given = ({name for name in nodes if jax.tree.leaves(nodes[name])} for nodes in (parts, olds))
+    if type(new) in _WRAPPERS:  # A stateless optimizer may get wrappers that have a state.
+        given |= wanted & olds.keys() & {"inner_state"}
     depends_on_settings = type(new) in {*_WRAPPERS, DynamicLossScale}
     lacking = wanted - given - (_MAY_START if depends_on_settings else set())
     unknown = given - wanted - (_MAY_GO if depends_on_settings else set())

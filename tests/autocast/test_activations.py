@@ -148,6 +148,9 @@ READERS = {
     "a matmul too": lambda y: jax.nn.gelu(y) @ W + y @ W,
     "float32 too": lambda y: jax.nn.gelu(y) @ W + jnp.exp(y),
     "a sum too": lambda y: y + jax.nn.gelu(y) @ W,
+    "a matmul, of a part": lambda y: (lambda t: t @ W + (1 - t**2) @ W.T)(
+        jnp.tanh(y)
+    ),  # As a derivative does.
 }
 
 

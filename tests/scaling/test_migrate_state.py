@@ -179,6 +179,14 @@ def test_half_of_an_optimizer_may_have_wrappers_of_its_own():
     train(tx, state=resumed)
 
 
+@pytest.mark.parametrize("form", ["live", "flax", "orbax"])
+def test_an_optimizer_without_a_state_gets_wrappers_that_have_one(form, tmp_path):
+    sgd, params = optax.sgd(0.1), jmp.cast_to_half(PARAMS)
+    tx = jmp.with_loss_scale(jmp.with_master_params(sgd), SCALE)
+    resumed = jmp.migrate_state(tx, params, FORMS[form](sgd.init(params), tmp_path))
+    assert bits(resumed) == bits(tx.init(params))
+
+
 def test_masters_come_from_the_old_state_or_from_the_parameters():
     halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     tx = jmp.with_loss_scale(jmp.with_master_params(ADAM))

@@ -32,6 +32,19 @@ def test_extra_arguments_reach_the_inner_transform():
     assert float(state[0].inner_state[0]) == 7.0
 
 
+def test_extra_arguments_reach_the_optimizer_of_an_accumulation():
+    plateau = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    accumulation = optax.MultiSteps(plateau, 2)
+    wrapped, params = jmp.with_loss_scale(jmp.with_half_state(accumulation)), {"w": jnp.ones(2)}
+    states = accumulation.init(params), wrapped.init(params)
+    for _ in range(8):
+        expected, plain = accumulation.update(params, states[0], params, value=jnp.float32(1))
+        found, ours = wrapped.update(params, states[1], params, value=jnp.float32(1))
+        states = plain, ours
+        np.testing.assert_array_equal(found["w"], expected["w"])
+    assert expected["w"][0] > -1  # The plateau has reduced it.
+
+
 def test_with_loss_scale_turns_down_a_second_loss_scale():
     tx = jmp.with_loss_scale(optax.sgd(1.0))
     with pytest.raises(TypeError, match=r"given loss_scale=, but this optimizer holds its own"):

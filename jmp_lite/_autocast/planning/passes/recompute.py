@@ -6,7 +6,7 @@ only these.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from ...._jaxpr.primitives import Category
 from ...._jaxpr.read import Equation, Var
@@ -25,11 +25,12 @@ def recompute(plan: Plan, rules: Rules) -> Plan:
     regions = _regions(plan)
     if not regions:
         return plan
-    sums = _sums(plan, regions)
+    inner = _only_inside(plan, regions)
+    sums = _sums(plan, regions, inner)
     decisions = list(plan.decisions)
     for index, region in regions.items():
         decisions[index] = _recomputed(region, plan, sums)
-    for index in _only_inside(plan, regions).union(index for index, _ in sums.values()):
+    for index in inner.union(index for index, _ in sums.values()):
         decisions[index] = _skipped(decisions[index])
     return plan.with_decisions(decisions)
 
@@ -58,19 +59,23 @@ def _is_half(region: Region, plan: Plan) -> bool:
     return in_half and {plan.decisions[index].category for index in region.members} <= categories
 
 
-def _sums(plan: Plan, regions: Mapping[int, Region]) -> dict[Var, tuple[int, Run]]:
+def _sums(plan: Plan, regions: Mapping[int, Region], inner: Set[int]) -> dict[Var, tuple[int, Run]]:
     """Returns the sums of a matmul's result and a bias that one activation function alone reads.
 
-    For each, the index of its operation, and how it runs in half.
+    For each, the index of its operation, and how it runs in half. `inner` are the operations that run inside
+    of regions only.
 
     The activation function computes them again, so that XLA never writes them: 0.5 % of the time of a
     transformer block of width 4096. If others read a sum too, it would be kept beside the matmul's result.
+    One of them may be an operation of the region, such as the `tanh` of `1 - tanh(x)**2` that a matmul reads.
     """
+    inside = {*inner, *regions}
     alone = {
         var
         for region in regions.values()
         for var in region.sources
-        if region.barrier is Barrier.CHECKPOINT and plan.analysis.readers.are_only(var, region.members)
+        if region.barrier is Barrier.CHECKPOINT
+        and plan.analysis.readers.are_only(var, region.members & inside)
     }
     sums: dict[Var, tuple[int, Run]] = {}
     for index, decision in enumerate(plan.decisions):
