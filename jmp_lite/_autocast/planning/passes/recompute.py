@@ -1,7 +1,7 @@
 """The pass that makes one function of each region, such as a GELU or a softmax, which is computed again.
 
 JAX would keep several float32 arrays of each region for the backward pass. One function of half values keeps
-only these.
+only these, or only its half result (`softmaxes`).
 """
 
 import dataclasses
@@ -93,6 +93,8 @@ def _recomputed(region: Region, plan: Plan, sums: Mapping[Var, tuple[int, Run]])
     )
     last = plan.decisions[members[-1]]
     reason = "an activation function or softmax, computed in float32 from its half inputs, and recomputed"
+    if region.logits is not None:
+        reason = "a softmax, computed in float32 from its half inputs; only its half result is kept"
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
 
 
