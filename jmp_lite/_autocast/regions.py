@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._jaxpr.bind import INLINE, bar_cotangent, bind, cast, recomputed, widen
+from .._jaxpr.bind import INLINE, bar_cotangent, bind, cast, recomputed, round_cotangent, widen
 from .._jaxpr.read import Array, Equation, Var, context_of, is_float32, is_literal
 from .planning.plan import Recompute, Take
 from .planning.softmaxes import Barrier
@@ -64,7 +64,8 @@ def _arrays(action: Recompute, read: Callable[[Var], Value], half: Any) -> _Arra
             halves.append([_addend(read(x), take, half) for x, take in zip(equation.invars, run.operands)])
             paths.append(None)
         else:
-            halves.append(read(var).to(half))
+            value = read(var)
+            halves.append(value.native if value.native.dtype == jnp.float32 else value.to(half))
             paths.append(read(var).path)
     extras = [
         read(var).to(jnp.float32) if is_float32(var) else read(var).native for var in action.region.extras
@@ -146,7 +147,10 @@ def _evaluate(
         if region.barrier is Barrier.CHECKPOINT:
             # Without it XLA stores each cotangent twice: in half and in float32.
             x = bar_cotangent(x)
-        known[var] = cast(x, jnp.float32) if path is None else widen(x, path)
+        if path is not None:
+            known[var] = widen(x, path)
+        else:
+            known[var] = cast(x, jnp.float32) if x.dtype == half else round_cotangent(x, half)
     read = lambda var: var.val if is_literal(var) else known[var]
     for equation in action.equations:
         if result in known:
