@@ -121,3 +121,21 @@ def test_the_carry_of_a_while_loop_stays_in_float32():
     )
     assert [var.aval.dtype.name for var in loop.outvars if var.aval.shape == (8, 16)] == ["float32"]
     assert np.isfinite(float(fun(STACK[0][0] @ STACK[1][0], X)))
+
+
+# A sum of a matmul's result and a bias, in front of a norm.
+
+
+@pytest.mark.parametrize(("half_sums", "dtype"), [((), "float32"), ("**", "bfloat16")])
+def test_a_bias_in_front_of_a_norm_is_added_in_half_and_that_of_the_norm_is_not(half_sums, dtype):
+    def fun(w, bias, x):
+        y = x @ w + bias
+        normed = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5) + bias
+        return jnp.sum(y + jax.nn.silu(normed) @ w)
+
+    arrays = PARAMS[0][0] @ PARAMS[0][1], jnp.ones(16), X
+    operations = jmp.explain(jmp.autocast(fun, half_sums=half_sums))(*arrays).operations
+    added = [
+        o.outputs[0].partition("[")[0] for o in operations if o.name == "add" and "[8,16]" in o.outputs[0]
+    ]
+    assert added[:2] == [dtype, "float32"]

@@ -102,12 +102,21 @@ class RulingWalk:
         Such a sum adds the result of a product, and products or norms read it. Other sums of two arrays, such
         as those of log-probabilities in a loss or those of an accumulator, may need float32.
         """
-        if not op.is_residual_sum or self._context.is_backward(op) or ruling.reason:
+        if op.name != "add" or self._context.is_backward(op) or ruling.reason:
             return False
+        if not op.is_residual_sum:
+            return self._adds_to_product(op) and not streams.isdisjoint(op.equation.outvars)
         # A sum may continue a stream that only a loss reads: casts by hand would round it too.
         is_read = not streams.isdisjoint(op.equation.outvars) or not self._half_sums.isdisjoint(op.variables)
         may_be_half = Kind.ADAPTS in map(self.estimates.of, op.equation.invars)
         return is_read and (may_be_half or not self._of_products.isdisjoint(op.variables))
+
+    def _adds_to_product(self, op: Op) -> bool:
+        """Whether an operation adds something smaller, such as a bias, to the result of a product."""
+        (out,) = op.equation.outvars
+        whole = [var for var in op.variables if var.aval.shape == out.aval.shape]
+        is_product = [self.estimates.of(var) == Kind.ADAPTS and var in self._of_products for var in whole]
+        return is_product == [True] and read.is_float32(out)
 
     def _ruling_on_sum(self, ruling: Ruling, scope: str) -> Ruling:
         """Returns the ruling on a sum of a residual stream: it is in half if `half_sums` selects it."""
