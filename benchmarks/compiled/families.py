@@ -1,6 +1,6 @@
 """What families of models beside the nine move on an H100, beside casts by hand, in bfloat16.
 
-    python -m benchmarks.compiled.families                 # Five families, four ways: eight minutes.
+    python -m benchmarks.compiled.families                 # Six families, four ways: ten minutes.
     python -m benchmarks.compiled.families ViT GNN
 
 The program is the loss and its gradients; `by hand` casts the parameters and the inputs. Flax's layers with
@@ -97,6 +97,39 @@ class Conformer(nn.Module):
         return nn.Dense(1024)(x)
 
 
+class UNet(nn.Module):
+    """The U-Net of a diffusion model (Ho et al., 2020) without its attention: group norms and SiLUs."""
+
+    widths: tuple[int, ...] = (128, 256, 256, 512)  # One for each resolution.
+    layers: int = 2
+
+    @nn.compact
+    def __call__(self, images: jax.Array, times: jax.Array) -> jax.Array:
+        times = nn.silu(nn.Dense(512)(times))
+        x = nn.Conv(self.widths[0], (3, 3))(images)
+        skips = [x]
+        for level, width in enumerate(self.widths):
+            if level:
+                x = nn.Conv(x.shape[-1], (3, 3), (2, 2))(x)
+                skips.append(x)
+            for _ in range(self.layers):
+                x = self._block(x, times, width)
+                skips.append(x)
+        for level, width in reversed(list(enumerate(self.widths))):
+            for _ in range(self.layers + 1):
+                x = self._block(jnp.concatenate([x, skips.pop()], axis=-1), times, width)
+            if level:
+                batch, height, across, features = x.shape
+                x = jax.image.resize(x, (batch, 2 * height, 2 * across, features), "nearest")
+                x = nn.Conv(features, (3, 3))(x)
+        return nn.Conv(images.shape[-1], (3, 3))(nn.silu(nn.GroupNorm()(x)))
+
+    def _block(self, x: jax.Array, times: jax.Array, width: int) -> jax.Array:
+        y = nn.Conv(width, (3, 3))(nn.silu(nn.GroupNorm()(x))) + nn.Dense(width)(times)[:, None, None]
+        y = nn.Conv(width, (3, 3))(nn.silu(nn.GroupNorm()(y)))
+        return y + (x if x.shape[-1] == width else nn.Conv(width, (1, 1))(x))
+
+
 class GNN(nn.Module):
     """A graph network: messages of edges are summed at nodes. Eight edges a node."""
 
@@ -158,6 +191,12 @@ FAMILIES: dict[str, tuple[nn.Module, tuple[Any, ...], Any, Any]] = {
         (_S((16384, 128), F32), _S((_EDGES, 16), F32), _S((_EDGES,), I32), _S((_EDGES,), I32)),
         _S((16384,), I32),
         _classes,
+    ),
+    "U-Net": (
+        UNet(),
+        (_S((32, 64, 64, 3), F32), _S((32, 128), F32)),
+        _S((32, 64, 64, 3), F32),
+        lambda outputs, noise: jnp.mean(jnp.square(outputs - noise)),
     ),
     "Mamba": (Mamba(), (_S((2, 1024), I32),), _S((2, 1024), I32), _classes),
 }

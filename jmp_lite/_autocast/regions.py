@@ -1,5 +1,6 @@
-"""Runs a region, such as an activation function or a softmax: in float32, of half values, and again in the
-backward pass.
+"""Runs a region, such as an activation function or a softmax, in float32 of half values.
+
+The backward pass computes it again, except for a softmax whose half weights determine its derivative.
 """
 
 import functools
@@ -8,8 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from .._jaxpr.bind import INLINE, bar_cotangent, bind, cast, recomputed, widen
+from .._jaxpr.bind import INLINE, bar_cotangent, bind, cast, recomputed, round_cotangent, widen
 from .._jaxpr.read import Array, Equation, Var, context_of, is_float32, is_literal
 from .planning.plan import Recompute, Take
 from .planning.softmaxes import Barrier
@@ -62,7 +64,8 @@ def _arrays(action: Recompute, read: Callable[[Var], Value], half: Any) -> _Arra
             halves.append([_addend(read(x), take, half) for x, take in zip(equation.invars, run.operands)])
             paths.append(None)
         else:
-            halves.append(read(var).to(half))
+            value = read(var)
+            halves.append(value.native if value.native.dtype == jnp.float32 else value.to(half))
             paths.append(read(var).path)
     extras = [
         read(var).to(jnp.float32) if is_float32(var) else read(var).native for var in action.region.extras
@@ -83,32 +86,81 @@ def _function(action: Recompute, half: Any, is_primal: bool) -> Callable[..., Ar
     compute = functools.partial(_compute, action, half)
     if action.region.barrier is Barrier.CHECKPOINT:
         fun = compute if is_primal else jax.checkpoint(compute)
+    elif action.region.logits is not None and not is_primal:
+        fun = _from_weights(compute, functools.partial(_evaluate, action, action.region.logits, half))
     else:
         is_barred = action.region.barrier is Barrier.SOURCES and not is_primal
         fun = jax.checkpoint(recomputed(compute) if is_barred else compute, prevent_cse=False)
     return jax.jit(fun, inline=INLINE)
 
 
-def _compute(
+def _from_weights(softmax: Callable[..., Array], logits: Callable[..., Array]) -> Callable[..., Array]:
+    """Returns a softmax with the derivative that its half weights alone determine: its scores are not kept.
+
+    The cotangent of the logits is w * (d - sum(w * d)). It is small where one weight is nearly 1, so w must
+    sum to 1 exactly, as the rounded weights do not: near 1 they would lose the digits in which they differ
+    from it. XLA also needs the division by the sum to compute the derivative in one kernel.
+    """
+
+    def tangent(weights: Array, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Array:
+        # Without the first barrier, XLA would compute the weights again from the scores, and without the
+        # second one it would store the cotangents of the scores in float32 too.
+        wide = cast(lax.optimization_barrier(weights), jnp.float32)
+        barred = jax.tree.map(lax.optimization_barrier, tangents[0])
+        moved = jax.jvp(logits, primals, (barred, *tangents[1:]))[1]
+        wide = wide / jnp.sum(wide, axis=-1, keepdims=True)
+        weighted = wide * moved
+        return cast(weighted - wide * jnp.sum(weighted, axis=-1, keepdims=True), weights.dtype)
+
+    @jax.custom_jvp
+    def run(*arrays: Any) -> Array:
+        # Without this `jax.checkpoint`, a loop would fill the masks of all scores in front of it.
+        return jax.checkpoint(softmax, prevent_cse=False)(*arrays)
+
+    @run.defjvp
+    def run_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+        weights = run(*primals)
+        return weights, jax.checkpoint(tangent, prevent_cse=False)(weights, primals, tangents)
+
+    del run_jvp
+    return run
+
+
+def _compute(action: Recompute, half: Any, *arrays: Any) -> Array:
+    return cast(_evaluate(action, action.equations[-1].outvars[0], half, *arrays), half)
+
+
+def _evaluate(
     action: Recompute,
+    result: Var,
     half: Any,
     halves: Sequence[Any],
     paths: Sequence[Array | None],
     extras: Sequence[Array],
 ) -> Array:
+    """Returns a variable of a region in float32."""
     region = action.region
     known = dict(zip(region.extras, extras, strict=True))
     for var, x, path in zip(region.sources, halves, paths, strict=True):
-        if var in action.sums:
-            x = _sum(action.sums[var][0], x, half)
-        if region.barrier is Barrier.CHECKPOINT:
-            # Without it XLA stores each cotangent twice: in half and in float32.
-            x = bar_cotangent(x)
-        known[var] = cast(x, jnp.float32) if path is None else widen(x, path)
+        known[var] = _source(action, var, x, path, half)
     read = lambda var: var.val if is_literal(var) else known[var]
     for equation in action.equations:
+        if result in known:
+            break
         known.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
-    return cast(known[action.equations[-1].outvars[0]], half)
+    return known[result]
+
+
+def _source(action: Recompute, var: Var, x: Any, path: Array | None, half: Any) -> Array:
+    """Returns a source of a region in float32: from its half value, or from the addends of a sum."""
+    if var in action.sums:
+        x = _sum(action.sums[var][0], x, half)
+    if action.region.barrier is Barrier.CHECKPOINT:
+        # Without it XLA stores each cotangent twice: in half and in float32.
+        x = bar_cotangent(x)
+    if path is not None:
+        return widen(x, path)
+    return cast(x, jnp.float32) if x.dtype == half else round_cotangent(x, half)
 
 
 def _sum(equation: Equation, addends: Sequence[tuple[Array, Array | None]], half: Any) -> Array:

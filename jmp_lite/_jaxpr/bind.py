@@ -176,6 +176,21 @@ def _bar_cotangent_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, 
     return primals[0], lax.optimization_barrier(tangents[0])
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def round_cotangent(x: Array, half: Any) -> Array:
+    """Returns `x`, a float32 array, whose cotangent is rounded to `half`, so that XLA stores it in half.
+
+    Without the barrier, XLA would leave out the cast down and up again.
+    """
+    del half
+    return x
+
+
+@round_cotangent.defjvp
+def _round_cotangent_jvp(half: Any, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return primals[0], cast(lax.optimization_barrier(cast(tangents[0], half)), jnp.float32)
+
+
 def recomputed(fun: Callable[..., Array]) -> Callable[..., Array]:
     """Returns `fun` with a derivative that computes it again, with barriers on the first argument.
 

@@ -227,3 +227,20 @@ def test_the_cotangent_of_an_activation_function_is_kept_in_half(half):
     found = equations(jax.make_jaxpr(jax.grad(jmp.autocast(loss, half)))(W))
     (barrier,) = (e for e in found if e.primitive.name == "optimization_barrier")
     assert [var.aval.dtype.name for var in barrier.invars] == [half]
+
+
+@each_half
+def test_the_cotangent_of_a_gate_behind_a_norm_is_kept_in_half(half):
+    """The norm would read it twice in float32. The gate itself reads the unrounded result of the norm."""
+
+    def loss(w):
+        x = X @ w
+        normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+        return jnp.sum(jax.nn.silu(normed) @ w)
+
+    grad = jax.grad(jmp.autocast(loss, half))
+    found = equations(jax.make_jaxpr(grad)(W))
+    (barrier,) = (e for e in found if e.primitive.name == "optimization_barrier")
+    assert [var.aval.dtype.name for var in barrier.invars] == [half]
+    assert set(operands_of("logistic", grad, W)) == {"float32"}
+    assert_close(jax.jit(grad)(W), jax.grad(loss)(W), half, factor=8)

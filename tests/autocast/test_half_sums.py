@@ -151,3 +151,21 @@ def test_a_recursion_in_parallel_is_no_stream(transform):
     assert len(inside(plain)) >= 6
     assert inside(selected) == inside(plain)
     assert [each for each in selected if "recursion" not in each[0]] == [("", "bfloat16[8,16]")]
+
+
+# A sum of a matmul's result and a bias, in front of a norm.
+
+
+@pytest.mark.parametrize(("half_sums", "dtype"), [((), "float32"), ("**", "bfloat16")])
+def test_a_bias_in_front_of_a_norm_is_added_in_half_and_that_of_the_norm_is_not(half_sums, dtype):
+    def fun(w, bias, x):
+        y = x @ w + bias
+        normed = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5) + bias
+        return jnp.sum(y + jax.nn.silu(normed) @ w)
+
+    arrays = PARAMS[0][0] @ PARAMS[0][1], jnp.ones(16), X
+    operations = jmp.explain(jmp.autocast(fun, half_sums=half_sums))(*arrays).operations
+    added = [
+        o.outputs[0].partition("[")[0] for o in operations if o.name == "add" and "[8,16]" in o.outputs[0]
+    ]
+    assert added[:2] == [dtype, "float32"]

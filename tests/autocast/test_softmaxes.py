@@ -1,4 +1,6 @@
-"""Softmaxes of half scores, which are computed in float32 and again in the backward pass."""
+"""Softmaxes of half scores, which are computed in float32, and of which half values are kept."""
+
+import collections
 
 import flax.linen as nn
 import jax
@@ -8,7 +10,7 @@ import pytest
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
 from tests.support.halves import each_half
-from tests.support.jaxprs import operands_of, primitives, products
+from tests.support.jaxprs import equations, operands_of, primitives, products
 from tests.support.small_programs import normal
 
 LENGTH = 6
@@ -24,6 +26,11 @@ def scores_of(x, w):
 def off_by_one(s):
     exps = jnp.exp(s - jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True)))
     return exps / (1 + jnp.sum(exps, axis=-1, keepdims=True))
+
+
+def by_hand(s):
+    exps = jnp.exp(s)
+    return exps / jnp.sum(exps, axis=-1, keepdims=True)
 
 
 def drop(weights, rate=0.5):
@@ -42,6 +49,9 @@ SOFTMAXES = {
     "two scores": lambda s, table: jax.nn.softmax(s + jnp.einsum("bhqk,kd->bhqd", s, TABLE[0, 0])),
     "dropout": lambda s, table: drop(jax.nn.softmax(s)),
     "a mask of the scores": lambda s, table: jax.nn.softmax(jnp.where(s > -1, s, -1e9)),
+    "a position bias": lambda s, table: jax.nn.softmax(s + table),
+    "by hand": lambda s, table: by_hand(s - jnp.max(s, axis=-1, keepdims=True)),
+    "by hand, no maximum": lambda s, table: by_hand(s),
 }
 
 
@@ -57,12 +67,12 @@ def loss_of(fun):
 
 
 def kept(fun, half):
-    """The shapes and dtypes of what the backward pass keeps for a softmax: the scores, their rows' sums."""
+    """The shapes and dtypes of what the backward pass keeps of a softmax: weights, scores, sums of rows."""
     pullback = jax.eval_shape(
         lambda w, table: jax.vjp(jmp.autocast(loss_of(fun), half), w, table)[1], W, TABLE
     )
     rows = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape[:3] == (2, 2, LENGTH)]
-    return {(leaf.shape[3:], leaf.dtype.name) for leaf in rows}
+    return collections.Counter((leaf.shape[3:], leaf.dtype.name) for leaf in rows)
 
 
 @pytest.mark.cases(slow=6)
@@ -83,18 +93,29 @@ def test_softmaxes_have_the_values_and_derivatives_of_float32(name):
     assert set(operands_of("exp", inside, W, TABLE)) == {"float32"}
 
 
+# What the backward pass keeps beside the half weights, and how often the exponentials are computed.
+KEPT = {
+    "where": (["half"], 2),
+    "off by one": (["half"], 2),
+    "dropout": (["half", "bool"], 2),
+    "scaled": (["half"], 1),
+    "capped": (["half"], 1),
+    "a mask of the scores": (["bool"], 1),
+}
+
+
 @each_half
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_the_backward_pass_keeps_half_scores_and_no_sums_of_rows(name, half):
-    found = kept(attention(SOFTMAXES[name]), half)
-    masks = {((LENGTH,), "bool")} if name in ("dropout", "a mask of the scores") else set()
-    assert found == {((LENGTH,), half)} | masks
+def test_the_backward_pass_keeps_half_weights_and_only_scores_that_it_needs(name, half):
+    others, exps = KEPT.get(name, ([], 1))
+    dtypes = [half, *(half if each == "half" else each for each in others)]
+    assert kept(attention(SOFTMAXES[name]), half) == collections.Counter(((LENGTH,), each) for each in dtypes)
     grad = jax.grad(jmp.autocast(loss_of(attention(SOFTMAXES[name])), half))
-    assert primitives(grad, W, TABLE).count("exp") == 2  # In the forward pass, and again.
+    assert primitives(grad, W, TABLE).count("exp") == exps
 
 
 OTHERS = {
-    "a position bias": lambda s, table: jax.nn.softmax(s + table),
+    "a position bias and dropout": lambda s, table: drop(jax.nn.softmax(s + table)),
     "over another axis": lambda s, table: jax.nn.softmax(s, axis=-2),
     "read in float32 too": lambda s, table: (lambda p: p + 0 * jnp.sum(jnp.sin(p)))(jax.nn.softmax(s)),
     "of float32 scores": lambda s, table: jax.nn.softmax(jnp.exp(TABLE) + 0 * jnp.sum(s)),
@@ -111,13 +132,39 @@ def test_what_is_no_softmax_of_half_scores_for_matmuls_alone_is_computed_once(na
     assert_close(jax.jit(grad)(W, TABLE), jax.grad(loss_of(fun))(W, TABLE), half, factor=24)
 
 
-@pytest.mark.parametrize(
-    ("length", "count"), [(16384, 2), (16392, 1), (256, 2), (257, 1), (197, 1), (264, 2), (6, 2)]
-)
-def test_rows_longer_than_one_kernel_or_padded_are_not_computed_again(length, count):
-    loss = lambda q, k: jnp.sum(jax.nn.softmax(q @ k.T) @ k)
+def dtypes_kept(softmax, length):
+    """The dtypes of what the backward pass keeps of the size of the scores."""
+    loss = lambda q, k: jnp.sum(softmax(q @ k.T) @ k)
     q, k = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((length, 8), "float32")
-    assert primitives(jax.grad(jmp.autocast(loss)), q, k).count("exp") == count
+    leaves = jax.tree.leaves(jax.eval_shape(lambda q, k: jax.vjp(jmp.autocast(loss), q, k)[1], q, k))
+    return [leaf.dtype.name for leaf in leaves if leaf.shape == (4, length)]
+
+
+@pytest.mark.parametrize("length", [16384, 256, 257, 197, 6])
+def test_a_softmax_keeps_its_weights_alone_whether_its_rows_are_padded_or_not(length):
+    assert dtypes_kept(jax.nn.softmax, length) == ["bfloat16"]
+
+
+def test_rows_longer_than_one_kernel_are_no_softmax():
+    assert "float32" in dtypes_kept(jax.nn.softmax, 16392)
+
+
+@pytest.mark.parametrize(
+    ("length", "again"), [(256, True), (257, False), (197, False), (264, True), (6, True)]
+)
+def test_padded_rows_are_not_computed_again(length, again):
+    assert ("float32" not in dtypes_kept(off_by_one, length)) == again
+
+
+@each_half
+def test_the_derivative_from_rounded_weights_is_exact_where_one_weight_is_nearly_1(half):
+    """Without the division by their sum it would be 16 times as far off: rounded, w near 1 loses 1 - w."""
+    scores = jnp.round(4 * normal(256, 64, scale=6)) / 4  # Half holds them, the values and their products.
+    values = jnp.round(normal(64, 8)) + 16
+    loss = lambda scores: jnp.sum(jax.nn.softmax(scores @ jnp.eye(64)) @ values)
+    found, expected = (jax.jit(jax.grad(f))(scores) for f in (jmp.autocast(loss, half), loss))
+    assert jnp.mean(jnp.max(jax.nn.softmax(scores), axis=-1)) > 0.6
+    assert jnp.linalg.norm(found - expected) < jnp.finfo(half).eps * jnp.linalg.norm(expected)
 
 
 MASK = jnp.broadcast_to(PADDING, (2, 1, LENGTH, LENGTH))
@@ -138,9 +185,10 @@ def loss_of_attention(name):
 
 @each_half
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_the_attention_of_flax_and_of_jax_is_computed_again(name, half):
-    grad = jax.grad(jmp.autocast(loss_of_attention(name), half))
-    assert primitives(grad, W).count("exp") == 2
+def test_the_attention_of_flax_and_of_jax_keeps_its_weights_or_is_computed_again(name, half):
+    jaxpr = jax.make_jaxpr(jax.grad(jmp.autocast(loss_of_attention(name), half)))(W)
+    exps = [each for each in equations(jaxpr) if each.primitive.name == "exp"]
+    assert len(exps) == (2 if name == "flax" else 1)  # With dropout, or without.
 
 
 @each_half

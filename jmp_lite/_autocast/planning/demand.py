@@ -176,7 +176,7 @@ class DemandWalk:
         absorbed: set[int] = set()  # The operations that regions compute.
         for index in reversed(range(len(analysis.ops))):
             op, ruling = analysis.ops[index], analysis.rulings[index]
-            if op.is_residual_sum:
+            if op.is_residual_sum or ruling.half_sum:
                 demand.note_sum(op.equation.outvars[0], in_half=bool(ruling.half_sum))
             result = demand.of_results(op)
             is_absorbed = _absorb(index, result, analysis, absorbed)

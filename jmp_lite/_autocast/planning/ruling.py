@@ -105,8 +105,10 @@ class RulingWalk:
         as those of log-probabilities in a loss or those of an accumulator, may need float32. Nor is a sum
         of slices of one array a stream: `lax.associative_scan` computes a recursion by such sums.
         """
-        if not op.is_residual_sum or self._context.is_backward(op) or ruling.reason:
+        if op.name != "add" or self._context.is_backward(op) or ruling.reason:
             return False
+        if not op.is_residual_sum:
+            return self._adds_bias(op) and not streams.isdisjoint(op.equation.outvars)
         # A sum may continue a stream that only a loss reads: casts by hand would round it too.
         is_read = not streams.isdisjoint(op.equation.outvars) or not self._half_sums.isdisjoint(op.variables)
         is_of_slices = bool(frozenset.intersection(*map(self._slices, op.variables)))
@@ -115,6 +117,13 @@ class RulingWalk:
     def _adds_product(self, op: Op) -> bool:
         may_be_half = Kind.ADAPTS in map(self.estimates.of, op.equation.invars)
         return may_be_half or not self._of_products.isdisjoint(op.variables)
+
+    def _adds_bias(self, op: Op) -> bool:
+        """Whether an operation adds something smaller, such as a bias, to the result of a product."""
+        (out,) = op.equation.outvars
+        whole = [var for var in op.variables if var.aval.shape == out.aval.shape]
+        is_product = [self.estimates.of(var) == Kind.ADAPTS and var in self._of_products for var in whole]
+        return is_product == [True] and read.is_float32(out)
 
     def _ruling_on_sum(self, ruling: Ruling, scope: str) -> Ruling:
         """Returns the ruling on a sum of a residual stream: it is in half if `half_sums` selects it."""
@@ -177,10 +186,13 @@ class RulingWalk:
         if ruling.half_sum:
             self._half_sums.update(op.equation.outvars)
         if self._rules.half_sums and ruling.category in _BY_OPERANDS:
-            slices = frozenset[Var]().union(*map(self._slices, op.variables))
-            slices |= {*op.variables} if op.name == "slice" else frozenset()
-            self._sliced.update(dict.fromkeys(op.equation.outvars, slices))
+            self._note_slices(op)
         self.estimates.add(op, ruling)
+
+    def _note_slices(self, op: Op) -> None:
+        slices = frozenset[Var]().union(*map(self._slices, op.variables))
+        slices |= {*op.variables} if op.name == "slice" else frozenset()
+        self._sliced.update(dict.fromkeys(op.equation.outvars, slices))
 
     def _slices(self, var: Var) -> frozenset[Var]:
         return self._sliced.get(var, frozenset())

@@ -1,7 +1,7 @@
 """The pass that makes one function of each region, such as a GELU or a softmax, which is computed again.
 
 JAX would keep several float32 arrays of each region for the backward pass. One function of half values keeps
-only these.
+only these, or only its half result (`softmaxes`).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from ...._jaxpr.read import Equation, Var
 from ..plan import Decision, Plan, Recompute, Run, Skip, Take
 from ..rules import Rules
 from ..softmaxes import Barrier, Region
-from ..states import FLOAT32, HALF
+from ..states import FLOAT32, HALF, Kind
 
 _OF_ACTIVATIONS = {Category.DENY, Category.INFER}
 _OF_SOFTMAXES = set(Category) - {Category.ALLOW}
@@ -53,9 +53,13 @@ def _skipped(decision: Decision) -> Decision:
 
 
 def _is_half(region: Region, plan: Plan) -> bool:
-    """Whether the sources of a region are in half, and no option keeps one of its operations as traced."""
+    """Whether the sources of a region are in half, and no option keeps one of its operations as traced.
+
+    A source of a gate may be in float32, such as the result of a norm.
+    """
     categories = _OF_SOFTMAXES if region.barrier is Barrier.SOURCES else _OF_ACTIVATIONS
-    in_half = all(plan.states[var].is_half for var in region.sources)
+    kinds = {plan.states[var].kind for var in region.sources}
+    in_half = kinds <= ({Kind.HALF, Kind.FLOAT32} if region.barrier is Barrier.NONE else {Kind.HALF})
     return in_half and {plan.decisions[index].category for index in region.members} <= categories
 
 
@@ -98,6 +102,8 @@ def _recomputed(region: Region, plan: Plan, sums: Mapping[Var, tuple[int, Run]])
     )
     last = plan.decisions[members[-1]]
     reason = "an activation function or softmax, computed in float32 from its half inputs, and recomputed"
+    if region.logits is not None:
+        reason = "a softmax, computed in float32 from its half inputs; only its half result is kept"
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
 
 
