@@ -20,4 +20,4 @@ def test_the_gradient_of_a_label_is_no_scatter_of_the_size_of_the_logits(loss, w
 def test_a_gpt2_with_integer_labels_moves_and_keeps_less_than_by_hand():
     by_hand, ours = (program("integer labels", way) for way in list(WAYS)[:2])
     assert ours.bytes_moved <= 0.95 * by_hand.bytes_moved
-    assert ours.temporary_bytes <= 0.92 * by_hand.temporary_bytes
+    assert ours.temporary_bytes <= 0.67 * by_hand.temporary_bytes
