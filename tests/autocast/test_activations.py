@@ -244,3 +244,4 @@ def test_the_cotangent_of_a_gate_behind_a_norm_is_kept_in_half(half):
     assert [var.aval.dtype.name for var in barrier.invars] == [half]
     assert set(operands_of("logistic", grad, W)) == {"float32"}
     assert_close(jax.jit(grad)(W), jax.grad(loss)(W), half, factor=8)
+    assert "a gate behind a norm" in str(jmp.explain(jmp.autocast(loss, half))(W).operations)

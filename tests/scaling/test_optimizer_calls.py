@@ -36,11 +36,11 @@ def test_extra_arguments_reach_the_optimizer_of_an_accumulation():
     plateau = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     accumulation = optax.MultiSteps(plateau, 2)
     wrapped, params = jmp.with_loss_scale(jmp.with_half_state(accumulation)), {"w": jnp.ones(2)}
-    states = accumulation.init(params), wrapped.init(params)
+    plain, ours = accumulation.init(params), wrapped.init(params)
+    update, our_update = jax.jit(accumulation.update), jax.jit(wrapped.update)
     for _ in range(8):
-        expected, plain = accumulation.update(params, states[0], params, value=jnp.float32(1))
-        found, ours = wrapped.update(params, states[1], params, value=jnp.float32(1))
-        states = plain, ours
+        expected, plain = update(params, plain, params, value=jnp.float32(1))
+        found, ours = our_update(params, ours, params, value=jnp.float32(1))
         np.testing.assert_array_equal(found["w"], expected["w"])
     assert expected["w"][0] > -1  # The plateau has reduced it.
 

@@ -104,6 +104,10 @@ def _recomputed(region: Region, plan: Plan, sums: Mapping[Var, tuple[int, Run]])
     reason = "an activation function or softmax, computed in float32 from its half inputs, and recomputed"
     if region.logits is not None:
         reason = "a softmax, computed in float32 from its half inputs; only its half result is kept"
+    elif not all(plan.states[var].is_half for var in region.sources):
+        reason = (
+            "a gate behind a norm, computed in float32 and stored in half, as is the gradient of its input"
+        )
     return Decision(last.op, last.category, action, (HALF,), reason, changed=True)
 
 
