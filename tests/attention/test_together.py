@@ -41,7 +41,7 @@ def is_fused(fun, *args):
     return bool(attentions) and all(each.fused for each in attentions)
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_policy_runs_the_layers_and_the_attention_is_fused(order):
     """Flax's layers return the output dtype of the policy, here float32."""
