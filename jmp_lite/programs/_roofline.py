@@ -145,8 +145,8 @@ def roofline(
 
 def module_of(operation: str, depth: int) -> str:
     """Returns the first names of a scope, without transforms and the operation itself."""
-    # XLA joins the names of operations that it fuses by a semicolon. JAX writes the scope of what is computed
-    # again twice, as `decoder/decoder/checkpoint/head`.
+    # XLA joins the names of fused operations by semicolons. JAX repeats the scope of an operation that
+    # `jax.checkpoint` computes again, as in `decoder/decoder/checkpoint/head`.
     scope = re.sub(r"(?<![^/])((?:[^/]+/)+)\1checkpoint/", r"\1", plain_scope(operation.partition(";")[0]))
     names = visible_scope(scope).split("/")
     scopes = [name for name in names[:-1] if name not in _CALLS]

@@ -72,7 +72,7 @@ def matmuls(fun, args):
     return found
 
 
-@pytest.mark.cases(fast=6, slow=20)
+@pytest.mark.cases(fast=3, slow=23)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", sorted(PROGRAMS, reverse=True))
 def test_the_short_autocast_has_the_matmuls_of_the_library(short, name, half):

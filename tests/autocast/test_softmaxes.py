@@ -1,4 +1,4 @@
-"""Softmaxes of half scores, which are computed in float32, and of which half values are kept."""
+"""Softmaxes of half scores: computed in float32, with half values kept for the backward pass."""
 
 import collections
 

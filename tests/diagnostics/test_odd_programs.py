@@ -57,6 +57,7 @@ def test_a_linear_solve_beside_half_values(tool):
     assert str(tool(conjugate_gradients)(W, X))
 
 
+@pytest.mark.slow
 def test_an_overflow_beside_a_linear_solve():
     loss = lambda w, x: conjugate_gradients(w, x) + jnp.mean(jnp.exp((x @ w).astype(F16) * 12).astype(F32))
     report = find_nonfinite(loss)(W, X)

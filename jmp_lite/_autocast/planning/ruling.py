@@ -75,7 +75,7 @@ class RulingWalk:
         self._context, self._rules, self._scopes = context, rules, scopes
         self._of_products: set[Var] = set()  # Results of products, and element-wise functions of them.
         self._half_sums: set[Var] = set()
-        # The arrays of which a variable holds slices, at most computed with element-wise operations.
+        # For each variable, the arrays whose slices it is computed from by moves and element-wise operations.
         self._sliced: dict[Var, frozenset[Var]] = {}
 
     def run(self, ops: Sequence[Op], decisive: Set[Var], streams: Set[Var]) -> tuple[Ruling, ...]:

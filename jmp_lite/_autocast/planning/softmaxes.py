@@ -127,7 +127,8 @@ def _softmax(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int], after: Set
 def _logits(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int]) -> Var | None:
     """Returns x if `out` is exp(x) / sum(exp(x), -1, keepdims=True); None if it is computed in another way.
 
-    What is subtracted from all numbers of a row, such as their maximum, changes nothing, so x is without it.
+    A number that is subtracted from a whole row, such as its maximum, changes nothing, so x is taken before
+    the subtraction.
     """
     division, of_rows = ops[made_by[out]], (*out.aval.shape[:-1], 1)
     made = _makers(division, ops, made_by)

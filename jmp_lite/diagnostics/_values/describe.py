@@ -158,12 +158,15 @@ class Description:
             inside = [dataclasses.replace(inside[0], loops=(*where.loops, loop))]
         parts = zip(parts, inside)
         branches = [self._body(equation, inner, operands, around, where) for (_, inner), around in parts]
-        if name == "while":  # Without an iteration it returns what it takes.
+        if name == "while":  # A loop that runs no iteration returns its initial carry.
             branches.append([operands[number] for number in inners[1].operands[inners[1].constants :]])
+        return self._leave(equation, branches, path, where)
+
+    def _leave(self, equation: Equation, branches: Sequence[Values], path: Path, where: Where) -> list[Value]:
+        """Describes the results of a call, of which each may come from any of some branches."""
         left = []
         for number, (var, values) in enumerate(zip(equation.outvars, zip(*branches))):
             at = (*path, LEAVE + number)
-            # A result of a `cond` or a `while` may come from any branch.
             source = self._site(at, SiteKind.LEAVE, equation, values, var.aval, where)
             value = values[0]._replace(is_scaled=any(value.is_scaled for value in values))
             left.append(value._replace(source=source or value.source, argument="", number=None))

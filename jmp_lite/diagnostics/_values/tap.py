@@ -68,8 +68,9 @@ class Probe(abc.ABC):
         """Returns the measurement of an array of this dtype without elements."""
 
     def alarm(self, record: Any) -> Any:
-        """Whether a measurement has an inf or NaN; a probe that does not `add` says so."""
-        raise NotImplementedError
+        """Whether a measurement has an inf or NaN. That of a probe that `adds` is never asked."""
+        del record
+        return False
 
     def join(self, first: Array, second: Array) -> Array:
         """Returns two measurements of a probe that `adds` as one: by default their sum."""
