@@ -133,6 +133,49 @@ def test_products_in_the_condition_in_a_scan_and_in_a_branch_of_the_body_count()
     assert text(jmp.autocast(lambda w, x: program(w, x)), W, X).count("bf16") == 0
 
 
+def to_a_tolerance(step, x):
+    """Repeats a step until its change is small."""
+
+    def body(state):
+        new = step(state[0])
+        return new, jnp.abs(new - state[0]).max(), state[2] + 1
+
+    goes_on = lambda state: (state[1] > 1e-5) & (state[2] < CAP)
+    return lax.while_loop(goes_on, body, (x, jnp.float32(jnp.inf), 0))[0]
+
+
+HALF = ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("call", [lambda fun: fun, jax.jit, jax.checkpoint])
+def test_what_no_iteration_changes_is_rounded_as_it_is_in_front_of_the_loop(call):
+    def program(w, x):
+        costs = call(lambda x: jnp.tanh(x @ w))
+        return to_a_tolerance(lambda z: 0.1 * jnp.tanh(z @ w) + costs(x), x) + costs(x)
+
+    of_costs, of_carry = HALF, FULL
+    assert sorted(products(jmp.autocast(program), W, X)) == [of_costs, of_costs, of_carry]
+
+
+def test_a_constant_of_an_inner_loop_that_an_outer_loop_carries_is_decided_by():
+    def program(w, x):
+        inner = lambda z: to_a_tolerance(lambda y: 0.1 * y + jnp.tanh(z @ w), z)
+        return to_a_tolerance(lambda z: 0.1 * inner(z), x)
+
+    assert products(jmp.autocast(program), W, X) == [FULL]
+
+
+def test_what_a_scan_reads_is_no_constant():
+    def program(w, xs):
+        def step(state, x):
+            new = 0.5 * state + jax.jit(lambda x, w: jnp.tanh(x @ w))(x, w)
+            return jnp.where(jnp.abs(new - state).max() < 1.0, new, state), None
+
+        return lax.scan(step, jnp.zeros_like(X), xs)[0]
+
+    assert products(jmp.autocast(program), W, jnp.stack([X, X])) == [FULL]
+
+
 def test_a_rule_that_gives_half_brings_the_loop_to_half():
     def program(w, b):
         with jax.named_scope("solver"):

@@ -175,6 +175,40 @@ def test_an_activation_function_has_the_error_of_casts_around_each_matmul(name, 
 
 
 @each_order
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.slow
+def test_the_gradient_of_a_transport_plan_that_a_loop_finds_is_that_of_casts(half, order):
+    """Sinkhorn's algorithm computes the costs in each iteration, and once more behind the loop."""
+    epsilon = 0.1
+    cost = lambda z, y: (z**2).sum(-1)[:, None] + (y**2).sum(-1) - 2 * z @ y.T
+
+    def loss(w, x, y):
+        z = x @ w
+        fixed = lax.stop_gradient(z)
+
+        def step(state):
+            g = -epsilon * jax.nn.logsumexp((state[0][:, None] - cost(fixed, y)) / epsilon, axis=0)
+            f = -epsilon * jax.nn.logsumexp((g - cost(fixed, y)) / epsilon, axis=1)
+            return f, g, jnp.abs(f - state[0]).max()
+
+        start = jnp.zeros(len(x)), jnp.zeros(len(y)), jnp.float32(1)
+        f, g, _ = lax.while_loop(lambda state: state[2] > 1e-5, step, start)
+        plan = jnp.exp((f[:, None] + g - cost(z, y)) / epsilon)
+        return (lax.stop_gradient(plan) * cost(z, y)).sum() / len(x)
+
+    arguments = [
+        (normal(n, 6, 3, scale=0.3), normal(n + 1, 24, 6), normal(n + 2, 24, 3)) for n in (0, 10, 20)
+    ]
+    exact = [jax.jit(jax.grad(loss))(*each) for each in arguments]
+    mean = lambda run: np.log([error(run(*each), right) for each, right in zip(arguments, exact)]).mean()
+    with by_product(half):
+        casts = mean(jax.jit(jax.grad(lambda *args: loss(*args))))
+    assert (
+        np.exp(mean(jax.jit(in_order(order, loss, half))) - casts) < 1.3
+    )  # 8 with the loop's costs in float32.
+
+
+@each_order
 @pytest.mark.slow
 def test_a_solver_that_rejects_steps_takes_those_of_float32_in_the_backward_pass(order):
     w = [normal(0, 2, 32, scale=1 / 1.4), normal(1, 32, 2, scale=1 / 5.6)]

@@ -136,7 +136,7 @@ class DemandWalk:
             intermediate,
             streams,
             decides=decides if any(decides) else (),
-            held=held if Held.CARRY in held else (),
+            held=held if Held.CARRY in held or any(decides) else (),
             tangents=self._tangents.inputs(op, analysis.tangents)[index] if analysis.tangents else (),
             of_gradient=around.of_gradient or read.is_of_gradient(op.equation),
         )

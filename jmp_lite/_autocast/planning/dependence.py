@@ -59,12 +59,13 @@ class Dependence(abc.ABC):
         key = id(inside), tuple(outputs), backward, held
         if key not in self._found:
             known = self.loops.held(inside, held)
-            found = set(filter(self._counts, itertools.compress(inside.outvars, outputs)))
+            counts = lambda var: self._counts(var, known)
+            found = set(filter(counts, itertools.compress(inside.outvars, outputs)))
             found.update(self._seeds(inside, known))
             for op in reversed(self._ops_of(inside)):
                 results = [var in found for var in op.equation.outvars]
                 operands = self._operands(op, results, backward or op.is_transposed, known)
-                found.update(filter(self._counts, operands))
+                found.update(filter(counts, operands))
             self._found[key] = frozenset(found)
         return self._found[key]
 
@@ -126,7 +127,8 @@ class Dependence(abc.ABC):
         del op
         return tuple(index in results for index in inner.results)
 
-    def _counts(self, var: Var) -> bool:
+    def _counts(self, var: Var, held: Mapping[Var, Held | None]) -> bool:
+        del held
         return not is_literal(var)
 
     def _enters(self, flags: Sequence[bool]) -> bool:
@@ -191,17 +193,20 @@ class LoopDecisions(Dependence):
     adaptive steps does when it rejects a step. With rounded errors it would accept other steps, also where a
     backward pass repeats them. What these decisions depend on therefore stays in float32.
 
-    Only floating numbers and booleans count. A counter of iterations is an integer, and so is the token that
-    ends the decoding of a language model: `argmax` gives the same token of logits in half. A check for finite
-    numbers decides nothing that rounding changes.
+    What no iteration changes is rounded alike in each, as if it were computed in front of the loop, and
+    decides nothing: Sinkhorn's algorithm computes its costs in each iteration and once more behind the loop,
+    and both should be the same numbers. Of the rest, only floating numbers and booleans count. A counter of
+    iterations is an integer, and so is the token that ends the decoding of a language model: `argmax` gives
+    the same token of logits in half. A check for finite numbers decides nothing that rounding changes.
     """
 
     def _outputs(self, op: Op, inner: Inner, results: set[int]) -> tuple[bool, ...]:
         is_condition = op.name == "while" and inner is op.inner[0]
         return (True,) if is_condition else super()._outputs(op, inner, results)
 
-    def _counts(self, var: Var) -> bool:
-        dtype = None if is_literal(var) else getattr(var.aval, "dtype", None)
+    def _counts(self, var: Var, held: Mapping[Var, Held | None]) -> bool:
+        is_fixed = is_literal(var) or held.get(var) is Held.FIXED
+        dtype = None if is_fixed else getattr(var.aval, "dtype", None)
         return dtype is not None and (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.inexact))
 
     def _enters(self, flags: Sequence[bool]) -> bool:
@@ -227,7 +232,8 @@ class LoopDecisions(Dependence):
 
 def _decides(selection: Op, held: Mapping[Var, Held | None]) -> bool:
     predicate, *cases = (held_by(var, held) for var in selection.equation.invars)
-    return predicate is Held.COMPUTED and Held.CARRY in cases and Held.CONSTANT not in cases
+    is_new = not {Held.CONSTANT, Held.FIXED} & set(cases)
+    return predicate is Held.COMPUTED and Held.CARRY in cases and is_new
 
 
 def _passes(op: Op) -> bool:

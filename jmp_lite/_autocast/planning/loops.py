@@ -28,31 +28,37 @@ class Loops:
 
     def held(self, inside: Jaxpr, inputs: tuple[Held | None, ...]) -> dict[Var, Held | None]:
         """Returns what the variables of a jaxpr hold of a loop around it. None stands for anything else."""
-        if Held.CARRY not in inputs:
+        if not inputs:
             return {}
         key = id(inside), inputs
         if key not in self._held:
-            held = dict(zip(inside.invars, inputs)) | dict.fromkeys(inside.constvars, Held.CONSTANT)
+            held = dict(zip(inside.invars, inputs)) | dict.fromkeys(inside.constvars, Held.FIXED)
             for op in self._ops_of(inside):
                 held.update(dict.fromkeys(op.equation.outvars, self._held_by_results(op, held)))
             self._held[key] = held
         return self._held[key]
 
     def inside(self, op: Op, held: Mapping[Var, Held | None]) -> list[tuple[Held | None, ...]]:
-        """Returns for each jaxpr of a call what its inputs hold of the innermost loop around them."""
-        if op.name in LOOPS:
-            of_roles = {Role.CARRY: Held.CARRY, Role.CONSTANT: Held.CONSTANT}
-            return [tuple(map(of_roles.get, inner.roles)) for inner in op.inner]
-        if not held:
+        """Returns for each jaxpr of a call what its inputs hold of the innermost loop around them.
+
+        Outside of loops (`held` is empty), every operand is fixed.
+        """
+        is_loop = op.name in LOOPS
+        if not held and not is_loop:
             return [()] * len(op.inner)
-        operands = [held_by(var, held) for var in op.equation.invars]
-        return [tuple(operands[index] for index in inner.operands) for inner in op.inner]
+        operands = [held_by(var, held) if held else Held.FIXED for var in op.equation.invars]
+        if not is_loop:
+            return [tuple(operands[index] for index in inner.operands) for inner in op.inner]
+        inputs = [zip(inner.operands, inner.roles) for inner in op.inner]
+        return [tuple(_held_in_loop(operands[index], role) for index, role in each) for each in inputs]
 
     def _held_by_results(self, op: Op, held: Mapping[Var, Held | None]) -> Held | None:
         of_operands = {held[var] for var in op.variables}
+        if of_operands <= {Held.FIXED} and not op.equation.effects:
+            return Held.FIXED
         if Held.COMPUTED in of_operands or self._multiplies(op):
             return Held.COMPUTED
-        if of_operands <= {Held.CONSTANT} and not op.equation.effects:
+        if of_operands <= {Held.CONSTANT, Held.FIXED} and not op.equation.effects:
             return Held.CONSTANT
         is_moved_carry = op.traits.category is Category.MOVE and Held.CARRY in of_operands
         return Held.CARRY if is_moved_carry else None
@@ -64,4 +70,11 @@ class Loops:
 
 
 def held_by(var: Var, held: Mapping[Var, Held | None]) -> Held | None:
-    return Held.CONSTANT if is_literal(var) else held[var]
+    return Held.FIXED if is_literal(var) else held[var]
+
+
+def _held_in_loop(operand: Held | None, role: Role) -> Held | None:
+    if role is Role.CARRY:
+        return Held.CARRY
+    is_fixed = operand is Held.FIXED
+    return (Held.FIXED if is_fixed else Held.CONSTANT) if role is Role.CONSTANT else None

@@ -141,6 +141,7 @@ class Held(enum.Enum):
 
     CARRY = "what the loop carries, at most moved"
     CONSTANT = "what no iteration changes"
+    FIXED = "what no iteration of a loop around changes either"
     COMPUTED = "what an iteration computes with a product"
 
 
