@@ -127,7 +127,7 @@ class DemandWalk:
         if self._rules.half_sums:
             streams = self._streams.outputs(op, flags(analysis.streams), backward)[index]
         known = self._decisions.loops.held(analysis.inside, around.held)
-        held = self._decisions.loops.inside(op, known)[index]
+        held = self._decisions.loops.inside(op, known, flags(analysis.decisive))[index]
         if analysis.decisive or Held.CARRY in held:
             decides = self._decisions.outputs(op, flags(analysis.decisive), backward, known)[index]
         return Context(

@@ -82,7 +82,7 @@ class Dependence(abc.ABC):
         says what the variables around the call hold of a loop.
         """
         known = {index for index, is_found in enumerate(results) if is_found}
-        inputs = self.loops.inside(op, held)
+        inputs = self.loops.inside(op, held, results)
         while True:
             outputs = [self._outputs(op, inner, known) for inner in op.inner]
             found = {
@@ -106,7 +106,7 @@ class Dependence(abc.ABC):
     def _operands_of_call(
         self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Held | None]
     ) -> Sequence[Var]:
-        inputs, invars = self.loops.inside(op, held), op.equation.invars
+        inputs, invars = self.loops.inside(op, held, results), op.equation.invars
         # What a loop inside decides by may be rounded in front of the loop.
         is_in_loop = op.name not in LOOPS and any(Held.CARRY in each for each in inputs)
         if not (self._enters(results) or is_in_loop):

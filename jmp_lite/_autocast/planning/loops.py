@@ -38,15 +38,22 @@ class Loops:
             self._held[key] = held
         return self._held[key]
 
-    def inside(self, op: Op, held: Mapping[Var, Held | None]) -> list[tuple[Held | None, ...]]:
+    def inside(
+        self, op: Op, held: Mapping[Var, Held | None], results: Sequence[bool]
+    ) -> list[tuple[Held | None, ...]]:
         """Returns for each jaxpr of a call what its inputs hold of the innermost loop around them.
 
-        Outside of loops (`held` is empty), every operand is fixed.
+        Args:
+            op: the call.
+            held: what the variables around the call hold of a loop. Empty outside of loops.
+            results: for each result of the call, whether a loop around it decides by it.
         """
         is_loop = op.name in LOOPS
         if not held and not is_loop:
             return [()] * len(op.inner)
-        operands = [held_by(var, held) if held else Held.FIXED for var in op.equation.invars]
+        # What a loop around this one changes counts only if that loop decides by this one.
+        is_outermost = is_loop and not (held and any(results))
+        operands = [Held.FIXED if is_outermost else held_by(var, held) for var in op.equation.invars]
         if not is_loop:
             return [tuple(operands[index] for index in inner.operands) for inner in op.inner]
         inputs = [zip(inner.operands, inner.roles) for inner in op.inner]

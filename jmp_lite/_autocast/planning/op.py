@@ -140,8 +140,8 @@ class Held(enum.Enum):
     """What a variable of a jaxpr inside of a loop holds."""
 
     CARRY = "what the loop carries, at most moved"
-    CONSTANT = "what no iteration changes"
-    FIXED = "what no iteration of a loop around changes either"
+    CONSTANT = "what no iteration of the innermost loop changes"
+    FIXED = "what no iteration of a loop that decides by it changes"
     COMPUTED = "what an iteration computes with a product"
 
 
