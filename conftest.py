@@ -34,7 +34,7 @@ else:
     # Without it JAX looks for a driver as soon as its CUDA plugin (the extra `[h100]`) is installed.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# JAX makes many objects that live long: at Python's own threshold of 700 a tenth of the time is spent on garbage.
+# JAX makes many objects that live long: at the usual threshold of 700 a tenth of the time goes to garbage.
 gc.set_threshold(50_000)
 
 # The CPU seconds of the compilation in `_slowdown` on an idle core.
