@@ -56,7 +56,7 @@ def test_each_parameter_of_with_policy_has_a_row(library):
     assert parameters == [*OPTIONS]
 
 
-@pytest.mark.cases(fast=3 * len(TRANSFORMS), slow=0)
+@pytest.mark.cases(fast=2 * len(TRANSFORMS), slow=0)
 @pytest.mark.parametrize(("library", "transform"), TRANSFORMS)
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_what_runs_in_float32_runs_with_the_same_dtypes(library, transform, case):
