@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import jmp_lite as jmp
-from examples import digits
 from jmp_lite.diagnostics import profile_ranges
 
 
@@ -53,6 +52,8 @@ def test_autocast_keeps_that_in_float32():
 
 @pytest.mark.slow
 def test_the_gradients_of_the_digits_that_are_zero_in_float16():
+    from examples import digits  # Here, since scikit-learn takes a second to import.
+
     images, _, labels, _ = digits.load_data()
     x, y = images[:448], labels[:448]
     model = digits.PixelClassifier(digits.SIZES["small"][0])

@@ -26,7 +26,7 @@ import jmp_lite as jmp
 from benchmarks.compiled.h100 import compile_for_gpu
 from jmp_lite._autocast import planner
 from jmp_lite._dtypes import DTypeName
-from jmp_lite.programs import read_program
+from jmp_lite.programs import Program, read_program
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-autocast-works.md"
 WIDTH, HEADS, LENGTH, BATCH, LAYERS, VOCABULARY = 512, 8, 512, 8, 4, 8192
@@ -58,7 +58,7 @@ def first_passes(count: int) -> Autocast:
     return cut
 
 
-def transformer(checkpointed: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def transformer(checkpointed: bool, layers: int = LAYERS) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns the loss of a transformer, and abstract arguments for it."""
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     sizes = {
@@ -68,7 +68,7 @@ def transformer(checkpointed: bool) -> tuple[Callable[..., Any], tuple[Any, ...]
         "down": (4 * WIDTH, WIDTH),
     }
     sizes |= {"bias": (4 * WIDTH,), "gain": (WIDTH,), "gain2": (WIDTH,)}
-    layers = [{name: array(*shape) for name, shape in sizes.items()} for _ in range(LAYERS)]
+    stack = [{name: array(*shape) for name, shape in sizes.items()} for _ in range(layers)]
     norm = lambda x, gain: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
 
     def layer(x: jax.Array, p: Any) -> jax.Array:
@@ -86,18 +86,19 @@ def transformer(checkpointed: bool) -> tuple[Callable[..., Any], tuple[Any, ...]
         logits = x @ params["embedding"].T
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
-    params = {"embedding": array(VOCABULARY, WIDTH), "layers": layers}
+    params = {"embedding": array(VOCABULARY, WIDTH), "layers": stack}
     return loss, (params, jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32))
+
+
+def program(autocast: Autocast | None, checkpointed: bool, layers: int = LAYERS) -> Program:
+    """Returns the program of the gradients of a transformer."""
+    loss, args = transformer(checkpointed, layers)
+    return read_program(compile_for_gpu(jax.grad(autocast(loss, "bfloat16") if autocast else loss), *args))
 
 
 def megabytes(autocast: Autocast | None) -> tuple[float, float, float]:
     """Returns the bytes moved, the temporary bytes, and those with checkpoints, in megabytes."""
-    found = []
-    for checkpointed in (False, True):
-        loss, args = transformer(checkpointed)
-        step = jax.grad(autocast(loss, "bfloat16") if autocast else loss)
-        found.append(read_program(compile_for_gpu(step, *args)))
-    plain, checkpointed = found
+    plain, checkpointed = (program(autocast, each) for each in (False, True))
     return tuple(x / 1e6 for x in (plain.bytes_moved, plain.temporary_bytes, checkpointed.temporary_bytes))
 
 

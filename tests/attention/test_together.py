@@ -33,7 +33,9 @@ def check(actual, expected, most=0.02):
     assert dtypes(actual) == dtypes(expected)
 
 
-GRADIENTS = jax.grad(loss)(PARAMS, X)
+@pytest.fixture(scope="module")
+def gradients():
+    return jax.jit(jax.grad(loss))(PARAMS, X)
 
 
 def is_fused(fun, *args):
@@ -65,7 +67,7 @@ MESH = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Auto,) * 2,
 
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("order", ORDERS)
-def test_it_runs_in_shards(order):
+def test_it_runs_in_shards(order, gradients):
     """The batch and the heads are split, and each shard calls its own kernel."""
     spec = {name: P(None, "heads") for name in PARAMS}
 
@@ -75,19 +77,19 @@ def test_it_runs_in_shards(order):
     whole = jax.shard_map(shard, mesh=MESH, in_specs=(spec, P("data")), out_specs=P())
     fused = fuse(whole)
     assert is_fused(fused, PARAMS, X)
-    check(jax.jit(ORDERS[order](jax.grad, fused))(PARAMS, X), GRADIENTS)
+    check(jax.jit(ORDERS[order](jax.grad, fused))(PARAMS, X), gradients)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_it_runs_on_a_mesh(kind):
+def test_it_runs_on_a_mesh(kind, gradients):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("data")))
         params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
         fused = fuse(loss)
         assert is_fused(fused, params, x)
-        check(jax.jit(jax.grad(jmp.autocast(fused)))(params, x), GRADIENTS)
+        check(jax.jit(jax.grad(jmp.autocast(fused)))(params, x), gradients)
 
 
 @pytest.mark.slow
@@ -106,11 +108,11 @@ def test_a_program_is_exported_for_several_platforms_and_sizes(monkeypatch):
         np.testing.assert_allclose(read.call(x), plain(x, x, x), rtol=1e-5)
 
 
-def test_a_loss_scale_reaches_through_it():
+def test_a_loss_scale_reaches_through_it(gradients):
     """In float16, on a platform that is not CUDA: the attention is that of the program."""
     fused = jmp.autocast(jmp.fuse_attention(loss, "float16"), "float16")
     _, grads = jax.jit(jmp.value_and_grad(fused, jmp.StaticLossScale(2.0**10)))(PARAMS, X)
-    check(grads, GRADIENTS)
+    check(grads, gradients)
 
 
 @pytest.mark.slow
@@ -133,10 +135,10 @@ def test_a_training_step_with_a_loss_scale(monkeypatch):
     assert int(jmp.get_metrics(state)["skipped_steps"]) == 0
 
 
-def test_options_of_autocast_hold_around_it():
+def test_options_of_autocast_hold_around_it(gradients):
     fused = fuse(loss)
     for options in ({"rules": {"**": "float32"}}, {"deny": ["dot_general"]}, {"float32_results": "**"}):
-        check(jax.jit(jax.grad(jmp.autocast(fused, **options)))(PARAMS, X), GRADIENTS)
+        check(jax.jit(jax.grad(jmp.autocast(fused, **options)))(PARAMS, X), gradients)
 
 
 def test_it_traces_once_and_prints_once(capsys):

@@ -5,6 +5,7 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.interpreters import partial_eval
@@ -30,7 +31,9 @@ class Net(nn.Module):
 
 
 TOKENS = jnp.zeros((2, 3), jnp.int32)
-PARAMS = jax.tree.map(lambda p: jnp.ones(p.shape), jax.eval_shape(Net().init, jax.random.key(0), TOKENS))
+PARAMS = jax.tree.map(
+    lambda p: np.ones(p.shape, np.float32), jax.eval_shape(Net().init, jax.random.key(0), TOKENS)
+)
 
 
 def loss_fn(params, tokens):

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jmp_lite.diagnostics import doctor
+from tests.support.arrays import integers, normal
 
 KEY = jax.random.key(0)
 LABELS = jnp.arange(16) % 8
@@ -53,10 +54,10 @@ class Gates(nn.Module):
 
 
 MODELS = {
-    "cnn": (Convolutions(), jax.random.normal(KEY, (16, 8, 8, 8))),
-    "rnn": (Recurrent(), jax.random.normal(KEY, (16, 8, 16))),
-    "gates": (Gates(), jax.random.normal(KEY, (16, 16))),
-    "transformer": (Transformer(), jax.random.randint(KEY, (16, 8), 0, 32)),
+    "cnn": (Convolutions(), normal(0, 16, 8, 8, 8)),
+    "rnn": (Recurrent(), normal(0, 16, 8, 16)),
+    "gates": (Gates(), normal(0, 16, 16)),
+    "transformer": (Transformer(), integers(0, 32, 16, 8)),
 }
 
 

@@ -10,8 +10,9 @@ from flax import nnx
 import jmp_lite as jmp
 from jmp_lite._autocast.planner import Planner
 from jmp_lite.diagnostics import compare_precision, doctor, find_nonfinite, profile_ranges
+from tests.support.arrays import normal
 
-X = jax.random.normal(jax.random.key(0), (8, 16))
+X = normal(0, 8, 16)
 PARAMS = {name: jnp.eye(16) for name in "abc"}
 
 

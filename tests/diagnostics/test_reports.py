@@ -45,6 +45,7 @@ follows_inf = lambda name: "nonfinite" in name or "doctor" in name
         for divisor in ((0, 1) if follows_inf(name) else (1,))
     ],
 )
+@pytest.mark.usefixtures("only_new_garbage")
 def test_nothing_of_the_users_outlives_a_report(tool, divisor):
     w, x, constant = jnp.full((8, 4), 0.3), jnp.ones((2, 8)), jnp.arange(4.0) + divisor
     references = [weakref.ref(array) for array in (w, x, constant)]

@@ -10,10 +10,11 @@ import optax
 import pytest
 
 import jmp_lite as jmp
+from tests.support.arrays import integers, normal
 from tests.support.jaxprs import primitives
 
-ROWS = jax.random.normal(jax.random.key(0), (4, 7, 271))
-LABELS = jax.random.randint(jax.random.key(1), (4, 7), 0, 271)
+ROWS = normal(0, 4, 7, 271)
+LABELS = integers(1, 271, 4, 7)
 OUTSIDE = LABELS.at[0, :4].set(jnp.array([-1, -272, 271, 400]))
 
 

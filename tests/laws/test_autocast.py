@@ -173,6 +173,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("way", ["plain", "remat"])
 @pytest.mark.cases(fast=len(PROGRAMS), slow=6)
+@pytest.mark.usefixtures("only_new_garbage")
 def test_no_array_of_the_users_outlives_a_trace(way, program):
     """Constants of the function, and its arguments."""
     case = Case(program, "", "none", (("dtype", "bfloat16"),), way, "")

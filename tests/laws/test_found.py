@@ -139,10 +139,12 @@ def test_a_function_of_two_half_values_of_which_one_is_constant(name):
     assert error(jax.jit(jax.grad(jmp.autocast(loss, "float16")))(W), jax.grad(loss)(W)) < 0.02
 
 
-@pytest.mark.cases(slow=11)  # Those of float16.
+@pytest.mark.cases(
+    slow=8
+)  # In float16. The last three are `elu` and `silu` by other names, and in other numbers.
 @pytest.mark.parametrize(
     "name",
-    ["silu", "swish", "gelu", "mish", "elu", "celu", "selu", "relu", "softplus", "log_sigmoid", "tanh"],
+    ["silu", "gelu", "mish", "elu", "relu", "softplus", "log_sigmoid", "tanh", "selu", "celu", "swish"],
 )
 @each_half
 def test_an_activation_function_has_the_error_of_casts_around_each_matmul(name, half):

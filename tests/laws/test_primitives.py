@@ -116,10 +116,10 @@ def errors(magnitude, order, half):
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.cases(slow=2 * len(MAGNITUDES) + 2)
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_gradient_is_that_of_float32(magnitude, half, order):
     found = errors(magnitude, order, half)
     assert len(found) > 10

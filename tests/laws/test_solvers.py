@@ -106,8 +106,9 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.cases(slow=len(SOLVERS) + 2)
 @pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("order", ORDERS)
 def test_the_gradient_through_a_solver_is_that_of_float32(name, order):
     loss = SOLVERS[name]()
     found = jax.jit(in_order(order, loss, "bfloat16"))(PARAMS)

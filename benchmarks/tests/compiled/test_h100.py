@@ -222,7 +222,7 @@ def test_the_gradient_of_a_loss_scatters_nothing(loss):
 
 TOKENS = jax.ShapeDtypeStruct((8, 256), jnp.int32)
 TOKENS_OF_ZERO = np.zeros((8, 256), np.int32)
-SMALL = gpt(vocabulary=1280, length=256, width=256, layers=2)
+SMALL = gpt(vocabulary=1280, length=256, width=256, layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -256,8 +256,8 @@ def test_which_setting_of_jax_makes_a_float32_product_tf32(setting, arithmetic):
     assert [product.arithmetic for product in program.products] == [arithmetic]
 
 
-# One forward and two backward: six in each of two blocks, and the head.
-PRODUCTS = 3 * (2 * 6 + 1)
+# One forward and two backward: six in the block, and the head.
+PRODUCTS = 3 * (6 + 1)
 
 
 def test_every_gemm_takes_half_and_the_step_moves_at_most_the_bytes_of_casts_by_hand(params):

@@ -1,9 +1,12 @@
 """A loss with integer labels moves no more bytes than one with one-hot labels, in either order."""
 
+import functools
+
 import pytest
 
 from benchmarks.compiled.labels import LOSSES, WAYS, program
 
+program = functools.cache(program)  # Both losses are compared with one-hot labels.
 SMALL = {"layers": 1, "width": 256, "length": 256, "vocabulary": 8192}
 
 
@@ -18,6 +21,6 @@ def test_the_gradient_of_a_label_is_no_scatter_of_the_size_of_the_logits(loss, w
 
 @pytest.mark.slow
 def test_a_gpt2_with_integer_labels_moves_and_keeps_less_than_by_hand():
-    by_hand, ours = (program("integer labels", way) for way in list(WAYS)[:2])
-    assert ours.bytes_moved <= 0.95 * by_hand.bytes_moved
+    by_hand, ours = (program("integer labels", way, layers=2) for way in list(WAYS)[:2])
+    assert ours.bytes_moved <= 0.83 * by_hand.bytes_moved
     assert ours.temporary_bytes <= 0.67 * by_hand.temporary_bytes

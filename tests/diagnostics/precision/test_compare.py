@@ -37,7 +37,7 @@ class Blocks(nn.Module):
 
 
 BLOCKS = Blocks()
-PARAMS = BLOCKS.init(KEY, X)["params"]
+PARAMS = jax.jit(BLOCKS.init)(KEY, X)["params"]
 
 
 def blocks_loss(params, x, y):

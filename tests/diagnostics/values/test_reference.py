@@ -11,10 +11,10 @@ from jmp_lite._jaxpr.read import equations, flagged, with_equations
 from jmp_lite.diagnostics._values.reference import Reference, is_narrow
 from jmp_lite.diagnostics._values.trace import EVERY_CAST
 from tests.jaxpr.test_read import CALLS
+from tests.support.arrays import normal
 
-KEY = jax.random.key(0)
-W = jnp.eye(8) + 0.1 * jax.random.normal(KEY, (8, 8))
-X = jax.random.normal(KEY, (4, 8))
+W = jnp.asarray(np.eye(8) + normal(0, 8, 8, scale=0.1), jnp.float32)
+X = normal(1, 4, 8)
 FLAGS = frozenset({0})
 # XLA wants a point in the name of a composite.
 FUNCTIONS = CALLS | {"composite": lax.composite(lambda x, w: x @ w, name="tests.product")}
