@@ -13,8 +13,8 @@ from ..._jaxpr import in_two_calls
 from .._precision.compare import Runs
 from .._precision.modules import is_of_library
 from .._values.case import Case, Options, tool
-from .._values.extremes import Extremes
 from .._values.reference import has_value
+from .._values.tap import Probe
 from .._values.trace import LossProgram, Tapped
 from .flow import Flow, Origin
 from .hints import hint
@@ -103,7 +103,7 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
 def _lost_aux(case: Case, runs: Callable[[], Runs]) -> dict[int, str]:
     """Returns the auxiliary results that are not finite, and are in float32, by their numbers."""
     named = enumerate(case.program.aux, start=len(case.program.outputs))
-    bad = {number: name for number, name in named if Extremes().alarm(case.measured.results[number])}
+    bad = {number: name for number, name in named if Probe().alarm(case.measured.results[number])}
     return {number: name for number, name in bad.items() if name in runs().finite_aux}
 
 
@@ -123,7 +123,7 @@ def _report(
         loss=None if program.is_step else float(results[0][0]),
         loss_scale=case.question.scale,
         parameters=len(outputs),
-        gradients=tuple(name for name, ends in outputs if Extremes().alarm(ends)),
+        gradients=tuple(name for name, ends in outputs if Probe().alarm(ends)),
         aux=aux,
         first_inf=first_inf and row(first_inf),
         first_nan=first_nan and row(first_nan),

@@ -19,8 +19,8 @@ from typing import TypeVar
 import numpy as np
 
 from ..._jaxpr import Category, traits_of
-from .._values.extremes import Extremes
 from .._values.sites import Path, Site, SiteKind
+from .._values.tap import Probe
 from .._values.trace import Measured
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Flow:
     def __init__(self, measured: Measured, watched: Collection[int]) -> None:
         self._measured, self._watched = measured, watched
         self._sites, self._records = measured.sites, measured.records
-        self._bad = {path: np.asarray(Extremes().alarm(record)) for path, record in self._records.items()}
+        self._bad = {path: np.asarray(Probe().alarm(record)) for path, record in self._records.items()}
         self._next: dict[Instance, Instance] = {}  # The next bad instance of those that lead to an output.
         self._nan = {path: np.asarray(np.isnan(record).any(-1)) for path, record in self._records.items()}
 

@@ -28,10 +28,9 @@ from ..._jaxpr import (
 )
 from ..._jaxpr import equations as equations_of
 from ..._paths import visible_scope
-from .._values.numbers import Numbers, written
+from .._values.numbers import Numbers, makes_half, written
 from .._values.reference import is_narrow
 from .._values.sites import line_of
-from .._values.source import makes_half
 from .modules import Module, is_of_library
 
 Sources = frozenset[Module]

@@ -19,9 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._dtypes import FLOAT8_DTYPES
 from ..._jaxpr import Array
-from .._values.extremes import maxima
 from .._values.sites import Site, SiteKind
-from .._values.tap import Probe
+from .._values.tap import Probe, maxima
 
 LOWEST = -149
 """The exponent of the smallest float32."""
@@ -137,13 +136,19 @@ class Magnitudes:
         return Magnitudes(self.dtype, self.bins + other.bins, *counts, smallest, largest)
 
 
+def _joined(first: Array, second: Array) -> Array:
+    """Returns two records as one: the counts add up."""
+    is_count = jnp.arange(_COUNTS + 2) < _COUNTS
+    return jnp.where(is_count, first + second, jnp.maximum(first, second))
+
+
 @dataclasses.dataclass(frozen=True)
 class Histogram(Probe):
     """The probe: counts the values that the program has in half or fp8, by their bits."""
 
     dtype: np.dtype  # The half dtype for which the edges are counted; of a value in fp8 its own counts.
 
-    adds = True
+    join = staticmethod(_joined)
 
     def wants(self, site: Site) -> bool:
         """Whether it is an array in half or fp8. Recomputed values are not counted again."""
@@ -195,10 +200,6 @@ class Histogram(Probe):
     def empty(self, dtype: Any) -> Array:
         del dtype
         return jnp.zeros(_COUNTS + 2, jnp.uint32)
-
-    def join(self, first: Array, second: Array) -> Array:
-        is_count = jnp.arange(_COUNTS + 2) < _COUNTS
-        return jnp.where(is_count, first + second, jnp.maximum(first, second))
 
     def read(self, record: np.ndarray) -> Magnitudes:
         counts = record[:_COUNTS].astype(np.int64)

@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from ..._autocast import (
     AutocastOperation,
@@ -31,19 +30,15 @@ from ..._dtypes import DTypeLike
 from ..._jaxpr import (
     Array,
     check_function,
-    configured_precision,
     constants,
-    equations,
     only_own_precisions,
-    params_with_precision,
-    with_equations,
 )
 from ..._jaxpr import trace as trace_call
 from ..._paths import argument_names
 from ..._scaling.loss_scale import LossScaleLike, NoOpLossScale, as_loss_scale
 from ..._tree import is_traced
-from .extremes import Extremes
 from .reference import is_narrow
+from .tap import Probe
 from .trace import LossCall, LossProgram, Measured, Tapped, ValueAndGrad, trace
 
 P = ParamSpec("P")
@@ -135,28 +130,17 @@ class Case:
     @functools.cached_property
     def program(self) -> LossProgram:
         """The function as it runs, with its backward pass."""
-        if self.rules is self.plain:
-            return self.plain_program
         return self.program_of(functools.partial(run, *self.planned(self.rules)))
 
     @functools.cached_property
     def tapped(self) -> Tapped:
         """The program, with the smallest and the largest element of every value."""
-        return Tapped(self.program, Extremes())
+        return Tapped(self.program, Probe())
 
     @functools.cached_property
     def measured(self) -> Measured:
         """These elements at the loss scale of the call."""
         return self.tapped(self.question.scale)
-
-    @functools.cached_property
-    def plain_program(self) -> LossProgram:
-        """The function without autocast, with its backward pass."""
-        jaxpr, precision = self.traced.jaxpr, configured_precision()
-        if precision is not None:
-            changed = lambda each: each.replace(params=each.params | params_with_precision(each, precision))
-            jaxpr = with_equations(jaxpr, list(map(changed, equations(jaxpr))))
-        return self.program_of(lambda arrays: jaxpr_as_fun(jaxpr)(*arrays))
 
     def program_of(self, run_arrays: Callable[[Sequence[Array]], list[Array]]) -> LossProgram:
         """Returns a program with its backward pass, of a function of the arrays among the arguments."""
