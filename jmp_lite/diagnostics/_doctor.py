@@ -87,7 +87,7 @@ class Diagnosis(Shown):
         if self._is_step or self._why_skipped:
             return None
         self._runs.scale = self._scale
-        return report_of(self._runs, self._tolerance, scale=lambda: self._ranges.largest_safe_scale)
+        return report_of(self._runs, self._tolerance)
 
     @functools.cached_property
     def roofline(self) -> Roofline | None:

@@ -87,8 +87,9 @@ def compare_precision(
                 f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
                 "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
             )
-        default = FLOAT8_TOLERANCE if case.rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
-        return report_of(runs, tolerance, default)
+        if not case.rules.float8:
+            runs.harmless = 8 * float(jnp.finfo(runs.program.dtype).eps)
+        return report_of(runs, tolerance)
 
     return tool("compare_precision", fun, dtype, jnp.float16, compare, **options)
 
@@ -103,13 +104,14 @@ def check_tolerance(caller: str, tolerance: float | None) -> None:
 class Runs:
     """The errors with some modules in float32; each set of modules is run once.
 
-    `scale` is the loss scale of the runs in half; `may_scale` says whether a larger one may help.
+    `scale` is the loss scale of the runs in half; `may_scale` says whether a larger one may help. `harmless`
+    is the tolerance if none is given: by default that of `doctor`.
     """
 
     def __init__(self, case: Case) -> None:
         self.program = program = FlaggedProgram(case)
         self.scale = case.question.scale
-        self.harm = FLOAT8_TOLERANCE if case.rules.float8 else HARM  # The error from which there is a fault.
+        self.harmless = self._harm = FLOAT8_TOLERANCE if case.rules.float8 else HARM
         is_small = self.scale < DynamicLossScale.loss_scale
         self.may_scale = is_small and program.narrow == "float16" and not program.is_step
         self._full = program(None, 1.0)  # In float32.
@@ -117,7 +119,8 @@ class Runs:
         self.by_hand: Difference | None = None  # The error of casts by hand, if it was needed.
         self._errors_by_hand: dict[float, Difference] = {}  # By the nudge of the parameters.
         self.half_loss: float | None = None  # With everything in half, at the scale of the call.
-        self._groups = groups_of(program, self._full)
+        self._state = updated(program, self._full)
+        self._groups = groups_of(program, self._state)
         self._leaves = Leaves(program, self._full, self._groups)
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
         first = 0 if program.is_step else 1
@@ -152,7 +155,7 @@ class Runs:
 
     @functools.cached_property
     def training(self) -> Training:
-        return Training(self.program, updated(self.program, self._full))
+        return Training(self.program, self._state)
 
     def in_bfloat16(self) -> Difference:
         return self._difference(self.program.in_bfloat16(self.scale))
@@ -199,12 +202,9 @@ class Runs:
         # The error of a loss that is exactly 0 is not relative.
         return error.loss * (size or 1.0) / self._contribution if is_small else error.loss
 
-    def limits(self, tolerance: float | None, default: float | None = None) -> Limits:
-        """Returns the errors that are allowed: the tolerance, or what casts by hand cost if that is more.
-
-        Without a tolerance it is the `default`, or what `doctor` allows.
-        """
-        half, least = self.keeping(()), _first_of(tolerance, default, self.harm)
+    def limits(self, tolerance: float | None) -> Limits:
+        """Returns the errors that are allowed: the tolerance, or what casts by hand cost if that is more."""
+        half, least = self.keeping(()), self.harmless if tolerance is None else tolerance
         limits, more = Limits("gradients", least), self._more_by_hand()
         # Casts by hand have the range of float32, so what overflows in half alone is no rounding error.
         is_random = tolerance is None and not half.lost and math.isfinite(half.gradients)
@@ -214,7 +214,7 @@ class Runs:
         # The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is
         # measured only if its error is harmful: a small difference of large numbers has a large relative
         # error.
-        largest = max(least, self.harm)
+        largest = max(least, self._harm)
         if not limits.allow(half) or self.loss_error(half) <= largest:
             return limits
         of_hand = 0.0
@@ -222,19 +222,17 @@ class Runs:
             of_hand = BY_HAND * (self.by_hand or next(more)).loss
         return limits if half.loss <= of_hand else Limits("loss", max(largest, of_hand))
 
-    def try_scale(self, limits: Limits, other: Callable[[], float | None]) -> Difference | None:
-        """Switches to the first scale of `DynamicLossScale`, or else `other()`, and returns the error before.
+    def try_scale(self, tolerance: float | None) -> Difference | None:
+        """Switches to the first scale of `DynamicLossScale`, and returns the error before.
 
-        None if neither halves the error.
+        None if this does not halve the error.
         """
         unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
-        error = lambda scale: limits.measured(self.keeping((), scale))
+        limits = Limits("gradients", self.harmless if tolerance is None else tolerance)
         # No scale mends a loss that is not finite.
         if not self.may_scale or limits.allow(unscaled) or math.isinf(unscaled.loss):
             return None
-        if error(best) > limits.tolerance and (given := other()) is not None and error(given) < error(best):
-            best = given
-        if error(best) >= error(self.scale) / 2:
+        if limits.measured(self.keeping((), best)) >= limits.measured(unscaled) / 2:
             return None
         self.scale = best
         return unscaled
@@ -257,23 +255,10 @@ class Runs:
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
-def _first_of(*tolerances: float | None) -> float:
-    return next(each for each in tolerances if each is not None)
-
-
-def report_of(
-    runs: Runs,
-    tolerance: float | None,
-    default: float | None = None,
-    scale: Callable[[], float | None] = lambda: None,
-) -> PrecisionReport:
-    """Returns the report, which measures the modules only if their joint error is above the tolerance.
-
-    The tolerance and the `default` are as in `Runs.limits`. `scale` gives another loss scale to try.
-    """
+def report_of(runs: Runs, tolerance: float | None) -> PrecisionReport:
+    """Returns the report, which measures the modules only if their joint error is above the tolerance."""
     program, given = runs.program, runs.scale
-    unscaled = runs.try_scale(Limits("gradients", _first_of(tolerance, default, runs.harm)), scale)
-    limits = runs.limits(tolerance, default)
+    unscaled, limits = runs.try_scale(tolerance), runs.limits(tolerance)
     error = lambda modules: limits.measured(runs.keeping(modules))
     is_close = limits.allow(runs.keeping(()))
     every = set() if is_close else set(program.modules)

@@ -56,8 +56,8 @@ def _sums(half: Array, full: Array, before: Any) -> Array:
     return jnp.stack([unit, square(half - full), square(half), square(full)])
 
 
-def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:
-    """Returns the groups of the outputs of a program; `full` are the outputs in float32."""
+def groups_of(program: FlaggedProgram, state: Mapping[int, int]) -> list[Group]:
+    """Returns the groups of the outputs of a program; `state` as `updated` returns it."""
     if not program.is_step:
         return [Group("", tuple(range(1, len(program.outputs))))] if len(program.outputs) > 1 else []
     trees: dict[str, list[int]] = collections.defaultdict(list)
@@ -65,7 +65,7 @@ def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:
     for number, name in enumerate(program.outputs):
         suffix = max((s for s in suffixes if s and f"/{name}".endswith(f"/{s}")), key=len, default="")
         trees[name.removesuffix(suffix).rstrip("/") if suffix else name].append(number)
-    arrays, state = program.arrays(1.0), updated(program, full)
+    arrays = program.arrays(1.0)
 
     def group(name: str, numbers: Sequence[int]) -> Group:
         # A step changes its state by a small part, which the values would hide.

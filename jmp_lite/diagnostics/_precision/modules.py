@@ -23,7 +23,7 @@ class Module:
     lines: tuple[str, ...] = ()  # Without a pattern, the user's first lines that make half values.
     policy: str = ""  # The path of a module that a rule of its policy selects.
     layer: str = ""  # Otherwise, how to keep it in float32, in words.
-    casts: str = ""  # The half dtype to which `lines` cast; empty if they are no casts.
+    casts: str = ""  # The half dtype to which its line casts; empty if it is not a line with a cast.
     is_argument: bool = False  # Whether it is an argument in half, and all that is computed from it in half.
     carries: tuple[str, ...] = ()  # The lines of the loops whose half carries come from it.
     autocast: str = ""  # The scope of the casts that an autocast inside of the function makes.
@@ -35,8 +35,8 @@ class Module:
     @property
     def is_edit(self) -> bool:
         """Whether a user can write what it takes to compute the module, and nothing else, in float32."""
-        is_cast = bool(self.casts) and self.lines == (self.name,)
-        return is_cast or bool(self.pattern or self.policy or self.layer or self.autocast or self.is_argument)
+        edits = self.pattern, self.policy, self.layer, self.casts, self.autocast, self.is_argument
+        return any(edits)
 
 
 def is_in_half(operation: AutocastOperation) -> bool:
@@ -48,7 +48,7 @@ def cast_modules(
     products: Sequence[AutocastOperation], parameters: Sequence[str], around: str
 ) -> list[Module]:
     """Returns the modules of the products that autocast casts to half; `around` as in `own_modules`."""
-    names = dict.fromkeys(_modules(_paths(products, parameters), around))
+    names = dict.fromkeys(_names(products, parameters, around))
     return [Module(name, f"/{glob.escape(name)}") for name in names if name]
 
 
@@ -59,9 +59,9 @@ def own_modules(
 
     `around` is the scope of a function that is jitted as a whole, which no module shares its name with.
     """
-    names = _modules(_paths(operations, parameters), around)
+    names = _names(operations, parameters, around)
     has_policy = any(operation.source.startswith(_PACKAGE) for operation in operations)
-    members: dict[str, list[AutocastOperation]] = {name: [] for name in names}
+    members: dict[str, list[AutocastOperation]] = collections.defaultdict(list)
     for name, operation in zip(names, operations):
         members[name].append(operation)
     modules = [_own_module(name, own, has_policy, paths, around) for name, own in members.items()]
@@ -75,51 +75,24 @@ def _own_module(
     paths: Collection[str],
     around: str,
 ) -> Module:
-    casts = [operation for operation in operations if _makes_half(operation)]
-    if casts:
-        return Module(name, "", _users_lines(casts), casts=casts[0].results[0].dtype.name)
-    lines = _users_lines(operations)
+    users = [operation for operation in operations if not is_of_library(operation.source)]
+    casts = [each for each in users if gives_half(each) and not all(map(is_narrow, each.operands))]
+    lines = tuple(dict.fromkeys(operation.source for operation in casts or users))[:4]
     inside = name.removeprefix(f"{around}/")
     parts = inside.split("/")[1:]
     path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)
     # A policy has rules for modules with parameters, and none for the functions that they call. A layer of a
     # library has a dtype of its own. Of other operations no line says in which dtype they run.
     has_parameters = bool(path) and any(f"/{path}/" in f"/{parameter}" for parameter in paths)
-    is_layer = has_parameters and not has_policy and not lines
-    return Module(
-        name,
-        "",
-        lines,
-        policy=path if has_parameters and has_policy else "",
-        layer=f"dtype=jnp.float32 in {inside}" if is_layer else "",
-    )
-
-
-def _makes_half(operation: AutocastOperation) -> bool:
-    """Whether a line of the user makes half values of others."""
-    is_cast = gives_half(operation) and not all(map(is_narrow, operation.operands))
-    return is_cast and not is_of_library(operation.source)
-
-
-def _users_lines(operations: Sequence[AutocastOperation]) -> tuple[str, ...]:
-    """Returns the first lines of the user among those of some operations."""
-    lines = (operation.source for operation in operations if not is_of_library(operation.source))
-    return tuple(dict.fromkeys(lines))[:4]
+    if not has_parameters or casts:
+        return Module(name, "", lines)
+    if has_policy:
+        return Module(name, "", lines, policy=path)
+    return Module(name, "", lines, layer="" if lines else f"dtype=jnp.float32 in {inside}")
 
 
 def in_words(modules: Sequence[Module]) -> str:
     """Returns how to keep modules without a pattern in float32, in the notation of the program."""
-    words = _casts_in_words(modules)
-    arguments = [module.name for module in modules if module.is_argument]
-    words += [f"pass these arguments in float32: {', '.join(arguments)}"] if arguments else []
-    policies = ", ".join(f"{module.policy!r}: 'float32'" for module in modules if module.policy)
-    words += [f"policy.with_rules({{{policies}}})"] if policies else []
-    scopes = ", ".join(f"'/{module.autocast}': 'float32'" for module in modules if module.autocast)
-    words += [f"rules={{{scopes}}} in the autocast inside"] if scopes else []
-    return "; ".join([*words, *(module.layer for module in modules if module.layer)])
-
-
-def _casts_in_words(modules: Sequence[Module]) -> list[str]:
     casts: dict[str, set[str]] = collections.defaultdict(set)
     for module in modules:
         if module.casts:
@@ -127,7 +100,14 @@ def _casts_in_words(modules: Sequence[Module]) -> list[str]:
     which = lambda lines: f"{'lines' if len(lines) > 1 else 'line'} {', '.join(sorted(lines))}"
     words = [f"use float32 instead of {dtype} on {which(lines)}" for dtype, lines in casts.items()]
     loops = {line.partition(" ")[0] for module in modules for line in module.carries}
-    return [*words, f"start the carry in float32 for the loop on {which(loops)}"] if loops else words
+    words += [f"start the carry in float32 for the loop on {which(loops)}"] if loops else []
+    arguments = [module.name for module in modules if module.is_argument]
+    words += [f"pass these arguments in float32: {', '.join(arguments)}"] if arguments else []
+    policies = ", ".join(f"{module.policy!r}: 'float32'" for module in modules if module.policy)
+    words += [f"policy.with_rules({{{policies}}})"] if policies else []
+    scopes = ", ".join(f"'/{module.autocast}': 'float32'" for module in modules if module.autocast)
+    words += [f"rules={{{scopes}}} in the autocast inside"] if scopes else []
+    return "; ".join([*words, *(module.layer for module in modules if module.layer)])
 
 
 def is_of_library(line: str) -> bool:
@@ -150,31 +130,29 @@ def scopes_for(
     return tuple(scopes)
 
 
-def _paths(operations: Sequence[AutocastOperation], parameters: Sequence[str]) -> list[str]:
-    """Returns for each operation the path of its module or argument."""
+def _names(operations: Sequence[AutocastOperation], parameters: Sequence[str], around: str) -> list[str]:
+    """Returns the module of each operation: the first names of its path, inside of the scope `around` all."""
     paths = [_path(operation, parameters) for operation in operations]
     if len(set(paths)) < 2:  # A jitted loss has one scope for all.
         paths = [_argument(operation, parameters) or operation.scope for operation in operations]
-    return paths
-
-
-def _modules(operation_paths: Sequence[str], around: str) -> list[str]:
-    """Returns the module of each path: its first names inside of the scope `around` all of them."""
-    prefixes = [f"{around}/" if path.startswith(f"{around}/") else "" for path in operation_paths]
-    paths = [path.removeprefix(prefix).split("/") for path, prefix in zip(operation_paths, prefixes)]
-    shared: dict[str, int] = {}  # How many names the paths with the same first name begin with in common.
-    for first, *_ in paths:
-        same = (len(set(names)) == 1 for names in zip(*(path for path in paths if path[0] == first)))
-        shared[first] = sum(itertools.takewhile(bool, same))
-    return [prefix + "/".join(path[: _end(path, shared[path[0]])]) for path, prefix in zip(paths, prefixes)]
+    prefixes = [f"{around}/" if path.startswith(f"{around}/") else "" for path in paths]
+    inside = [path.removeprefix(prefix).split("/") for path, prefix in zip(paths, prefixes)]
+    ends: dict[
+        str, int
+    ] = {}  # How many names the paths with the same first name begin with in common, plus 1.
+    for first, *_ in inside:
+        same = (len(set(names)) == 1 for names in zip(*(path for path in inside if path[0] == first)))
+        ends[first] = sum(itertools.takewhile(bool, same)) + 1
+    # An index belongs to the name in front of it.
+    indexes = lambda path: itertools.takewhile(str.isdigit, path[ends[path[0]] :])
+    short = lambda path: [*path[: ends[path[0]]], *indexes(path)]
+    return [prefix + "/".join(short(path)) for path, prefix in zip(inside, prefixes)]
 
 
 def _path(operation: AutocastOperation, parameters: Sequence[str]) -> str:
     """Returns the scope of an operation; its argument if the scope names a class or is missing."""
-    names = operation.scope.split("/")
-    if "->" in names[-1]:  # `jnp.einsum` names a scope by its equation, such as `bi,io->bo`.
-        names = names[:-1]
-    scope = "/".join(names)
+    outer, _, last = operation.scope.rpartition("/")
+    scope = outer if "->" in last else operation.scope  # `jnp.einsum` names one by its equation, `bi,io->bo`.
     is_class = "." in scope.rpartition("/")[2]  # All layers of Equinox share such a scope.
     return (_argument(operation, parameters) if is_class or not scope else "") or scope or operation.scope
 
@@ -185,9 +163,3 @@ def _argument(operation: AutocastOperation, parameters: Sequence[str]) -> str:
     last = next(reversed(own or operation.arguments), "")
     holder = last.rpartition("/")[0]
     return holder if "/" in holder else last
-
-
-def _end(path: list[str], shared: int) -> int:
-    """Returns where to cut a path: after the first name that is not shared, and an index behind it."""
-    following = range(shared + 1, len(path))
-    return next((position for position in following if not path[position].isdigit()), len(path))
