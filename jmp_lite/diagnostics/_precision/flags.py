@@ -40,8 +40,7 @@ from .._values.case import Case, gives_half
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, in_float8, is_narrow
 from .._values.trace import EVERY_CAST
-from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for
-from .sources import sources_of
+from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for, sources_of
 
 
 class FlaggedProgram:
@@ -54,10 +53,10 @@ class FlaggedProgram:
 
     def __init__(self, case: Case) -> None:
         self._case, self.rules = case, case.rules
-        self.is_step = case.question.call.value_and_grad_fn is None
+        self.is_step = case.call.value_and_grad_fn is None
         self.operations = case.operations(self.rules)
         self.wide = "bfloat16" if self.rules.float8 else "float32"
-        self.modules, self._sources, flags = self._flags(case.question.call.differentiated)
+        self.modules, self._sources, flags = self._flags(case.call.differentiated)
         self.groups = frozenset((*self.modules, *self._sources))
         self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
         for operation, own in zip(self.operations, flags, strict=True):

@@ -9,6 +9,7 @@ nearest, ties to even, as in IEEE 754.
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -208,7 +209,7 @@ class Histogram(Probe):
         return Magnitudes(self.dtype, bins, *map(int, counts[_ZERO:]), *map(float, extremes))
 
 
-def pooled(magnitudes: list[Magnitudes], dtype: np.dtype) -> Magnitudes:
+def pooled(magnitudes: Iterable[Magnitudes], dtype: np.dtype) -> Magnitudes:
     none = Magnitudes(dtype, np.zeros((BINS, _CLASSES), np.int64), 0, 0, 0, 0.0, 0.0)
     return functools.reduce(Magnitudes.__add__, magnitudes, none)
 
@@ -223,13 +224,10 @@ def suggested(gradients: Magnitudes) -> int | None:
     if safe is None:
         return None
     best = gradients.fates(safe)
-
-    def is_enough(exponent: int) -> bool:
-        scaled = gradients.fates(exponent)
-        digits = scaled.share(scaled.subnormal) - best.share(best.subnormal)
-        return scaled.lost <= best.lost + _OF_VALUES and digits <= _OF_DIGITS
-
-    return next(filter(is_enough, range(min(0, safe), safe + 1)))
+    digits = lambda fates: fates.share(fates.subnormal)
+    fates = ((exponent, gradients.fates(exponent)) for exponent in range(min(0, safe), safe + 1))
+    enough = (each for each in fates if each[1].lost <= best.lost + _OF_VALUES)
+    return next(n for n, each in enough if digits(each) <= digits(best) + _OF_DIGITS)
 
 
 def largest_safe(largest: float, dtype: np.dtype) -> int | None:

@@ -132,9 +132,7 @@ class Description:
         # bits of an fp8 tensor stand for the tensor.
         is_move = traits_of(name).keeps_elements or name == "bitcast_convert_type"
         is_same = is_move or (is_cast and _survives_cast(operands[0].number, results[0].aval))
-        is_known = lambda value, var: (
-            (value.source, value.number) != (None, None) or not is_floating(var.aval)
-        )
+        is_known = lambda value, var: value.source or value.number is not None or not is_floating(var.aval)
         if is_same and all(map(is_known, operands, results)):
             return operands[: len(results)]
         argument = operands[0].argument if is_move or is_cast else ""

@@ -2,7 +2,7 @@
 
 JAX rounds a number when it traces: of `x + 1e-8` in float16 the jaxpr has `x + 0`, and no run of the jaxpr in
 float32 brings the number back. So the number is read from the source: a constant, a name, an attribute or a
-default. Nothing else is guessed than an epsilon, a name without a number that is added and is 0 in half.
+default. Only one number is guessed: a name of unknown value that is added, and is 0 in half, is an epsilon.
 """
 
 import ast
@@ -241,10 +241,8 @@ def _parsed(file: str, text: str) -> _Source | None:
 def makes_half(line: str) -> bool:
     """Whether a call that begins at `file.py:12:4` takes a half dtype, as `x.astype(jnp.float16)` does."""
     source, nodes = _expressions_at(line)
-    calls = (node for node in nodes if isinstance(node, ast.Call))
-    return source is not None and any(
-        source.is_half_dtype(part) for call in calls for part in _operands(call)
-    )
+    parts = [part for node in nodes if isinstance(node, ast.Call) for part in _operands(node)]
+    return source is not None and any(map(source.is_half_dtype, parts))
 
 
 def _operands_at(line: str) -> list[tuple[ast.expr, int, list[Written]]]:

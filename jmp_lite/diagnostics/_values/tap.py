@@ -6,9 +6,8 @@ rematerialization and shards as additional results. So all of this is one progra
 than the original program does.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -111,33 +110,38 @@ class Tap:
         # Most arrays of a model have one of few shapes, for each of which this is traced once.
         self._measure_once = jax.jit(probe.measure, static_argnums=1)
         self.sites = {path: site for path, site in description.sites.items() if probe.wants(site)}
-        self.records: Records = {}  # The measurements so far in the jaxpr that runs.
 
-    def run(self, jaxpr: Jaxpr, arrays: Sequence[Array], path: Path = ()) -> list[Array]:
+    def run(self, jaxpr: Jaxpr, arrays: Sequence[Array], path: Path = ()) -> tuple[list[Array], Records]:
         """Runs a jaxpr at a path, and measures its inputs, its constants and the results of equations."""
-        fixed = constants(jaxpr)
+        fixed, records = constants(jaxpr), dict[Any, Any]()
         for number, array in (*enumerate(arrays), *((-2 - n, array) for n, array in enumerate(fixed))):
-            self._measure((*path, -1, number), array)
+            records |= self._measured((*path, -1, number), array)
 
         def action(index: int, equation: Equation, read: Callable[[Var], Array]) -> Sequence[Array]:
             operands, at = list(map(read, equation.invars)), (*path, index)
-            is_call = traits_of(equation.primitive.name).category is Category.CALL
             with context_of(equation):
-                results = self._call(equation, operands, at) if is_call else self._operate(equation, operands)
+                if traits_of(equation.primitive.name).category is Category.CALL:
+                    results, inside = self._call(equation, operands, at)
+                    records.update(inside)
+                else:
+                    results = self._operate(equation, operands)
             for number, array in enumerate(results):
                 # A while loop that is not measured inside has sites as an operation has.
-                self._measure((*at, number), array)
-                self._measure((*at, LEAVE + number), array)
+                for place in ((*at, number), (*at, LEAVE + number)):
+                    records.update(self._measured(place, array))
             return results
 
-        return replay(jaxpr, [*fixed, *arrays], lambda var: var.val, action)
+        return replay(jaxpr, [*fixed, *arrays], lambda var: var.val, action), records
 
-    def _measure(self, path: Path, array: Array) -> None:
-        if (site := self.sites.get(path)) is not None:
-            # Without the barrier XLA would fold the reductions of constant arrays, which takes minutes.
-            self.records[path] = self._measure_once(lax.optimization_barrier(array), site.dtype)
+    def _measured(self, path: Path, array: Array) -> Records:
+        if (site := self.sites.get(path)) is None:
+            return {}
+        # Without the barrier XLA would fold the reductions of constant arrays, which takes minutes.
+        return {path: self._measure_once(lax.optimization_barrier(array), site.dtype)}
 
-    def _call(self, equation: Equation, arrays: Sequence[Array], path: Path) -> Sequence[Array]:
+    def _call(
+        self, equation: Equation, arrays: Sequence[Array], path: Path
+    ) -> tuple[Sequence[Array], Records]:
         """Runs a call. The records of the iterations of a scan and of shards are stacked, or joined."""
         name, inners = equation.primitive.name, inner_jaxprs(equation)
         if name in INLINE:
@@ -149,9 +153,9 @@ class Tap:
         if name == "shard_map" and (join := self.probe.join):
             records = {at: functools.reduce(join, record) for at, record in records.items()}
         if name == "while":
-            self._measure((*path, CUT), jnp.any(bodies[0](*results)[0][0]).astype(float))
-        self.records.update(records)
-        return results
+            goes_on = jnp.any(bodies[0](*results)[0][0])
+            records = {**records, **self._measured((*path, CUT), goes_on.astype(float))}
+        return results, records
 
     def _options(self, name: str, path: Path) -> dict[str, Any]:
         if name == "cond":  # A branch that is not taken gives empty records.
@@ -169,21 +173,10 @@ class Tap:
         fixed = [arrays[index] for index in inner.operands[: inner.constants]]
 
         def body(*moving: Array) -> Outputs:
-            with self.recording() as records:
-                results = self.run(inner.jaxpr, [*fixed, *moving], path)
+            results, records = self.run(inner.jaxpr, [*fixed, *moving], path)
             return list(map(jnp.asarray, results)), records
 
         return body
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[Records]:
-        """Collects the measurements inside the `with` statement in a dictionary of their own."""
-        # JAX traces the body of a loop more than once: each trace measures the same values.
-        outer, self.records = self.records, {}
-        try:
-            yield self.records
-        finally:
-            self.records = outer
 
     def _empty(self, inside: Path) -> Records:
         """Returns the records of a part of the program that does not run: of all sites inside of a path."""

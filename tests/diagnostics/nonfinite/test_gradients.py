@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jmp_lite.diagnostics._nonfinite.gradients import zero_gradients
+from jmp_lite.diagnostics._findings import zero_gradients
 from jmp_lite.diagnostics._values.tap import Probe
 from jmp_lite.diagnostics._values.trace import LossCall, Tapped, trace
 
