@@ -145,8 +145,8 @@ class Runs:
 
         Near an optimum that error is random.
         """
-        full = lambda nudge: self.program(None, 1.0, nudge) if nudge else self._full
-        errors = (self._difference(self.program.by_hand(nudge), full(nudge)) for nudge in _NUDGES)
+        full = (self.program(None, 1.0, nudge) if nudge else self._full for nudge in _NUDGES)
+        errors = map(self._difference, self.program.by_hand(_NUDGES), full)
         return max(errors, key=lambda error: error.gradients)
 
     @functools.cached_property

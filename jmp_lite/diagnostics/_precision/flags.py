@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -139,13 +139,10 @@ class FlaggedProgram:
         reference = Reference({}, self._numbers, jnp.bfloat16)
         return self._compiled(reference)(self._program.at_scale(scale))[: self.floating]
 
-    def by_hand(self, nudge: float) -> list[Array]:
-        """Returns the outputs with casts by hand around each matmul, and everything else in float32."""
-        return self._by_hand(self.arrays(1.0, nudge))[: self.floating]
-
-    @functools.cached_property
-    def _by_hand(self) -> Callable[[list[Array]], list[Array]]:
-        return self._compiled(Reference({}, self._numbers, by_hand=True))
+    def by_hand(self, nudges: Iterable[float]) -> Iterator[list[Array]]:
+        """Yields the outputs with casts by hand around each matmul, and everything else in float32."""
+        run = self._compiled(Reference({}, self._numbers, by_hand=True))
+        return (run(self.arrays(1.0, nudge))[: self.floating] for nudge in nudges)
 
     def _compiled(self, reference: Reference) -> Callable[[list[Array]], list[Array]]:
         return jax.jit(functools.partial(reference.run, self._program.jaxpr), compiler_options=EVERY_CAST)

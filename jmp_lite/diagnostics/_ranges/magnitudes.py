@@ -92,8 +92,8 @@ class Magnitudes:
 
     Examples:
         >>> report = profile_ranges(lambda w: jnp.sum(w * jnp.array([1.0, 2.0**-30])))(jnp.ones(2))
-        >>> report.pooled.histogram, report.pooled.fates(0).flushed, report.pooled.fates(15).flushed
-        ({-30: 1, 0: 1}, 1, 0)
+        >>> report.pooled.values, report.pooled.fates(0).flushed, report.pooled.fates(15).flushed
+        (2, 1, 0)
     """
 
     dtype: np.dtype
@@ -108,12 +108,6 @@ class Magnitudes:
     def values(self) -> int:
         """How many values there are."""
         return int(self.bins.sum()) + self.zeros + self.infs + self.nans
-
-    @property
-    def histogram(self) -> dict[int, int]:
-        """How many values have a magnitude from `2**e` up to `2**(e + 1)`, by `e`; only those that occur."""
-        counts = self.bins.sum(1)
-        return {int(index) + LOWEST: int(counts[index]) for index in np.flatnonzero(counts)}
 
     def fates(self, exponent: int = 0) -> Fates:
         """Returns how many values the half dtype keeps and loses at the scale `2**exponent`."""
