@@ -32,9 +32,7 @@ from .inner import Inner as Inner
 from .inner import Role as Role
 from .inner import inner_jaxprs as inner_jaxprs
 from .inner import with_inner_jaxprs as with_inner_jaxprs
-from .precision import configured_precision as configured_precision
 from .precision import only_own_precisions as only_own_precisions
-from .precision import params_with_precision as params_with_precision
 from .precision import precisions as precisions
 from .primitives import PRIMITIVES as PRIMITIVES
 from .primitives import Category as Category

@@ -23,6 +23,6 @@ from ._precision.report import ModuleDifference as ModuleDifference
 from ._precision.report import PrecisionReport as PrecisionReport
 from ._ranges.magnitudes import Fates as Fates
 from ._ranges.magnitudes import Magnitudes as Magnitudes
+from ._ranges.profile import ModuleRange as ModuleRange
+from ._ranges.profile import RangeReport as RangeReport
 from ._ranges.profile import profile_ranges as profile_ranges
-from ._ranges.report import ModuleRange as ModuleRange
-from ._ranges.report import RangeReport as RangeReport

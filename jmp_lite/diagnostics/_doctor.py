@@ -25,8 +25,7 @@ from ._nonfinite.find import find
 from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import Runs, check_tolerance, report_of
 from ._precision.report import PrecisionReport
-from ._ranges.profile import ranges_of
-from ._ranges.report import RangeReport
+from ._ranges.profile import RangeReport, ranges_of
 from ._values.case import Case, tool, without_debugging
 from ._values.trace import ValueAndGrad
 
@@ -45,7 +44,7 @@ class Diagnosis(Shown):
     def __init__(
         self, case: Case, tolerance: float | None, program: Program | None, device: str | None
     ) -> None:
-        self._case, self._is_step = case, case.question.call.value_and_grad_fn is None
+        self._case, self._is_step = case, case.call.value_and_grad_fn is None
         self._tolerance, self._given, self._device = tolerance, program, device
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,7 +58,7 @@ class Diagnosis(Shown):
         """The program that was examined: yours as it is, or autocast of it."""
         if self._is_step:
             return "your train step as it is"
-        if self._case.question.is_autocast:
+        if self._case.is_autocast:
             return "your function of autocast"
         if self._case.is_own:
             return "your program as it is, with its own half values"
@@ -87,7 +86,7 @@ class Diagnosis(Shown):
         if self._is_step or self._why_skipped:
             return None
         self._runs.scale = self._scale
-        return report_of(self._runs, self._tolerance, scale=lambda: self._ranges.largest_safe_scale)
+        return report_of(self._runs, self._tolerance)
 
     @functools.cached_property
     def roofline(self) -> Roofline | None:
@@ -168,7 +167,7 @@ class Diagnosis(Shown):
     def _scale(self) -> float:
         """The loss scale of the parts after `nonfinite`."""
         smaller = None if self._is_sound else self.nonfinite.smaller_scale
-        return smaller or self._case.question.scale
+        return smaller or self._case.scale
 
     @functools.cached_property
     def _no_program(self) -> str:

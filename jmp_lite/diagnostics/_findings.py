@@ -15,15 +15,16 @@ from .._scaling.stuck import LINE, raise_if_stuck
 from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
 from .._tree import nodes_of
 from ..programs._roofline import Roofline
-from ._nonfinite.gradients import is_unscaled, zero_gradients
 from ._nonfinite.report import CUT, NonfiniteReport
 from ._precision.compare import Runs
 from ._precision.modules import Module
 from ._precision.report import HARM, Limits, PrecisionReport
 from ._precision.training import Lag
-from ._ranges.report import RangeReport
+from ._ranges.profile import RangeReport
 from ._values.case import Case
 from ._values.reference import has_value
+from ._values.sites import Site, SiteKind
+from ._values.trace import Measured
 
 _CONSTANT = (
     "A hint: the loss is scaled, so it may not depend on the parameters: look for stop_gradient, argmax, a "
@@ -83,13 +84,16 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
 
 def of_step(case: Case) -> Iterator[Finding]:
     """Yields a finding about the loss scale of a step, from this run or from the states that it is given."""
-    run, program = case.measured, case.program
-    is_missing = is_unscaled(run) and has_value(program.jaxpr, (jnp.float16,))
+    run, program, sites = case.measured, case.program, case.measured.sites.values()
+    takes_scale = any(site.kind is SiteKind.INPUT and site.is_scaled for site in sites)
+    scaled = [site.is_scaled for site in sites if site.direction == "backward"]
+    is_unscaled = takes_scale and bool(scaled) and not any(scaled)
+    is_missing = is_unscaled and has_value(program.jaxpr, (jnp.float16,))
     all_zero, site = zero_gradients(run)
     if all_zero:
-        where = "" if site is None else f"The first zero is from {site.operation}, {site.array}, {site.line}"
-        advice = _CONSTANT if program.loss_scales else "Scale the loss: jmp.with_loss_scale."
-        advice = f"Scale the loss: {LINE}." if is_missing else advice
+        where = f"The first zero is from {site.operation}, {site.array}, {site.line}" if site else ""
+        advice = f"Scale the loss: {LINE if is_missing else 'jmp.with_loss_scale'}."
+        advice = _CONSTANT if program.loss_scales and not is_missing else advice
         yield Finding("accuracy", "The gradients are all zero.", where, advice)
     elif is_missing:
         what = "The step takes a loss scale, and does not scale the loss by it."
@@ -98,6 +102,24 @@ def of_step(case: Case) -> Iterator[Finding]:
         for complaint in _complaints(case.arguments):
             what, _, advice = complaint.partition(". ")
             yield Finding("accuracy", f"{what}.", "", advice)
+
+
+def zero_gradients(measured: Measured) -> tuple[bool, Site | None]:
+    """Returns whether all gradients of a step are zero, and the first operation that makes one zero."""
+    backward = {path for path, site in measured.sites.items() if site.direction == "backward"}
+    read = {source for path in backward for source in measured.sites[path].sources}
+    gradients = backward - read
+    # A value without elements, of a branch that is not taken, is from inf to -inf.
+    is_zero = lambda path: bool(
+        (measured.records[path][..., 0] >= 0).all() and (measured.records[path][..., 1] <= 0).all()
+    )
+    if not gradients or not all(map(is_zero, gradients)):
+        return False, None
+    for path in sorted(backward):
+        sources = [source for source in measured.sites[path].sources if source is not None]
+        if is_zero(path) and sources and not any(map(is_zero, sources)):
+            return True, measured.sites[path]
+    return True, None
 
 
 def _complaints(tree: Any) -> list[str]:
@@ -164,10 +186,9 @@ def _helpful(runs: Runs) -> list[Module]:
     """Returns the module or source, or else all of them, whose float32 mends a step and its training."""
     is_near = lambda kept: Limits("gradients", HARM).allow(runs.keeping(kept))
     trains = lambda kept: not (runs.training.has_state and runs.training.lags(kept))
-    groups = sorted(runs.program.edits, key=lambda group: group.name)
-    return next(
-        (kept for kept in (*([group] for group in groups), groups) if is_near(kept) and trains(kept)), []
-    )
+    edits = sorted(runs.program.edits, key=lambda edit: edit.name)
+    sets = (*([edit] for edit in edits), edits)
+    return next((kept for kept in sets if is_near(kept) and trains(kept)), [])
 
 
 def of_accuracy(
@@ -177,13 +198,11 @@ def of_accuracy(
 
     `ranges` counts the magnitudes of the values, which few pages need.
     """
-    if precision.is_close:
-        if precision.names and precision.unscaled is not None:
-            yield _scale_finding(ranges(), precision)
-        return
     # An inf that has no remedy of its own, or one in half that a scale does not mend, is in this error.
     may_be_in_it = nonfinite is None or nonfinite.cause is None or nonfinite.smaller_scale is not None
-    if precision.names and may_be_in_it:
+    if precision.names and precision.is_close and precision.unscaled is not None:
+        yield _scale_finding(ranges(), precision)
+    elif precision.names and may_be_in_it and not precision.is_close:
         measure = precision.limits.measure
         leaf = lambda own: own.leaf if measure == "gradients" else 0.0
         error = lambda row: max(getattr(row.own, measure), leaf(row.own))
@@ -211,33 +230,22 @@ def _scale_finding(ranges: RangeReport, precision: PrecisionReport) -> Finding:
 def of_operations(report: AutocastReport) -> Iterator[Finding]:
     total = sum(operation.flops for operation in report.operations) or 1
     slow: dict[tuple[str, str], list[AutocastOperation]] = collections.defaultdict(list)
+    cast = "Cast the float32 operands of these products to half, or give the plain model to autocast."
     for product in report.in_float32():
-        slow[product.why, product.reason].append(product)
-    for (why, reason), products in slow.items():
+        slow[f"not in half: {product.reason}.", "" if product.why == "rule" else cast].append(product)
+    for product in (operation for operation in report.operations if operation.advice):
+        what = "of a size that Tensor Cores run slowly."
+        slow[what, product.advice.partition(" (")[0]].append(product)
+    for (what, advice), products in slow.items():
         share = sum(product.flops for product in products) / total
-        what = f"{plural(len(products), 'matmul')}, {share:.0%} of the FLOPs, not in half: {reason}."
-        advice = "Cast the float32 operands of these products to half, or give the plain model to autocast."
-        yield Finding("speed", what, _where(products), "" if why == "rule" else advice)
-    sizes: dict[str, list[AutocastOperation]] = collections.defaultdict(list)
-    for operation in report.operations:
-        if operation.advice:
-            sizes[operation.advice.partition(" (")[0]].append(operation)
-    for advice, products in sizes.items():
-        what = f"{plural(len(products), 'matmul')} of a size that Tensor Cores run slowly."
-        yield Finding("speed", what, _where(products), advice)
-
-
-def _where(products: Sequence[AutocastOperation]) -> str:
-    """Returns the modules and lines of the first products, each once."""
-    return ", ".join(dict.fromkeys(f"{product.module or '/'}, {product.source}" for product in products[:3]))
+        where = dict.fromkeys(f"{each.module or '/'}, {each.source}" for each in products[:3])
+        count = f"{plural(len(products), 'matmul')}, {share:.0%} of the FLOPs, {what}"
+        yield Finding("speed", count, ", ".join(where), advice)
 
 
 def of_roofline(report: Roofline | None) -> Iterator[Finding]:
     if report is not None and (slow := report.fixed_modules):
-        name = report.device.name
-        what = (
-            f"{report.fixed_share:.0%} of the estimated time on {name} is no shorter in float16 than in TF32."
-        )
+        what = f"{report.fixed_share:.0%} of the estimated time on {report.device.name} is no shorter in"
         where = ", ".join(f"{row.module} {1e6 * row.fixed:.1f} us, {row.bound}" for row in slow[:4])
-        best = report.speedup()
-        yield Finding("speed", what, where, f"The step is at best {best:.2f} times as fast as in TF32.")
+        best = f"The step is at best {report.speedup():.2f} times as fast as in TF32."
+        yield Finding("speed", f"{what} float16 than in TF32.", where, best)

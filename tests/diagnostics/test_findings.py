@@ -20,7 +20,7 @@ from jmp_lite.diagnostics._findings import (
 from jmp_lite.diagnostics._precision.compare import HARM
 from jmp_lite.diagnostics._precision.report import Difference, Limits, PrecisionReport
 from jmp_lite.diagnostics._ranges.magnitudes import Histogram
-from jmp_lite.diagnostics._ranges.report import ModuleRange, RangeReport
+from jmp_lite.diagnostics._ranges.profile import ModuleRange, RangeReport
 from tests.support.broken import WRONG
 
 
@@ -31,7 +31,7 @@ def test_products_of_one_slow_size_are_one_finding():
         jnp.ones((8, 15), half), jnp.ones((8, 15), half), jnp.ones((8, 8), half)
     )
     (found,) = of_operations(report)
-    assert found.what == "2 matmuls of a size that Tensor Cores run slowly."
+    assert found.what == "2 matmuls, 97% of the FLOPs, of a size that Tensor Cores run slowly."
     assert found.advice == "N = 15: pad it to 16"
     assert found.where.startswith("/, ")
     assert "test_findings.py" in found.where

@@ -1,25 +1,28 @@
-"""Finds where a loss or its gradients become inf or NaN: `find_nonfinite`."""
+"""Finds where a loss or its gradients become inf or NaN, and tries remedies: `find_nonfinite`."""
 
+import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ParamSpec, Unpack
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr import in_two_calls
-from .._precision.compare import Runs
-from .._precision.modules import is_of_library
+from ..._scaling.loss_scale import DynamicLossScale
+from ..._text import dynamic_scale
+from .._precision.compare import HARM, Runs, fewest
+from .._precision.modules import Module, is_of_library
+from .._precision.report import Difference
 from .._values.case import Case, Options, tool
-from .._values.extremes import Extremes
 from .._values.reference import has_value
+from .._values.tap import Probe
 from .._values.trace import LossProgram, Tapped
 from .flow import Flow, Origin
 from .hints import hint
-from .report import Nonfinite, NonfiniteReport
-from .trials import Trials
+from .report import Nonfinite, NonfiniteReport, Trial
 
 P = ParamSpec("P")
 
@@ -30,6 +33,8 @@ _MASKING = frozenset(("exp", "exp2", "logistic", "tanh", "erf", "max", "min", "c
 """What programs let an inf end in on purpose: the `exp` of a mask is 0."""
 LOWEST = -24
 """The exponent of the smallest scale that is tried. It makes a loss of 1 the smallest number of float16."""
+MOST_GROUPS = 24
+"""How many modules or casts are run alone at most: each is one run of the loss and its gradients."""
 
 
 @in_two_calls
@@ -90,7 +95,7 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
         trials = Trials(runs())
         origins = trials.judged(origins)
     # What the forward pass computes for the backward pass alone does not make the loss inf.
-    is_later = lambda origin: origin.is_derivative or origin.site.direction == "backward"
+    is_later = lambda origin: origin.direction in ("derivative", "backward")
     harmful = sorted((origin for origin in origins if origin.is_harmful), key=is_later)
     report = _report(case, harmful, origins, tuple(aux.values()))
     if report.cause is None:
@@ -103,7 +108,7 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
 def _lost_aux(case: Case, runs: Callable[[], Runs]) -> dict[int, str]:
     """Returns the auxiliary results that are not finite, and are in float32, by their numbers."""
     named = enumerate(case.program.aux, start=len(case.program.outputs))
-    bad = {number: name for number, name in named if Extremes().alarm(case.measured.results[number])}
+    bad = {number: name for number, name in named if Probe().alarm(case.measured.results[number])}
     return {number: name for number, name in bad.items() if name in runs().finite_aux}
 
 
@@ -114,6 +119,10 @@ def _report(
     program, results = case.program, case.measured.results
     # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
     harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
+    # Those that end where masks do are masks.
+    start = harmful[0].moment if harmful else ()
+    ends = [origin for origin in origins if origin.end and origin.end.operation not in _MASKING]
+    earlier = [origin for origin in ends if origin.moment < start and not origin.is_harmful]
     row = functools.partial(_row, program=program)
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
@@ -121,25 +130,93 @@ def _report(
     outputs = list(zip(program.outputs, results))[0 if program.is_step else 1 :]
     return NonfiniteReport(
         loss=None if program.is_step else float(results[0][0]),
-        loss_scale=case.question.scale,
+        loss_scale=case.scale,
         parameters=len(outputs),
-        gradients=tuple(name for name, ends in outputs if Extremes().alarm(ends)),
+        gradients=tuple(name for name, ends in outputs if Probe().alarm(ends)),
         aux=aux,
         first_inf=first_inf and row(first_inf),
         first_nan=first_nan and row(first_nan),
         others=tuple(row(origin) for origin in harmful if origin not in (first_inf, first_nan)),
         harmless=tuple(map(row, harmless)),
-        earlier=tuple(map(row, _earlier(harmful, origins))),
+        earlier=tuple(map(row, earlier)),
         cut=case.measured.cut,
     )
 
 
-def _earlier(harmful: Sequence[Origin], origins: Sequence[Origin]) -> list[Origin]:
-    """Returns the suspects before the first harmful origin, but for those that end where masks do."""
-    if not harmful:
-        return []
-    before = (origin for origin in origins if origin.moment < harmful[0].moment and not origin.is_harmful)
-    return [origin for origin in before if origin.end and origin.end.operation not in _MASKING]
+@dataclasses.dataclass
+class Trials:
+    """The trials of one program. An error up to `HARM` counts as right."""
+
+    runs: Runs
+
+    def of_cause(self, origin: Origin, fitting: float | None) -> Iterator[Trial]:
+        """Yields what is tried; `fitting` is a smaller loss scale that gives finite numbers."""
+        if not self.runs.is_finite:
+            return
+        if fitting is not None:
+            change = dynamic_scale(int(math.log2(fitting)))
+            trial = self._trial(change, self.runs.keeping((), fitting), loss_scale=fitting)
+            yield trial
+            if trial.helps:
+                return
+        if kept := self._kept(origin):  # None in a backward rule of the user, whose casts have no flags.
+            yield self._in_float32(kept)
+        if self.runs.program.has_float16:
+            yield self._trial("bfloat16 in place of float16", self.runs.in_bfloat16(), dtype="bfloat16")
+
+    def judged(self, origins: Sequence[Origin]) -> list[Origin]:
+        """Returns origins; if none is harmful yet, the suspects that make the finite result wrong now are.
+
+        The result is then nearer to float32 if the module of the suspect is in float32.
+        """
+        is_known = any(origin.is_harmful for origin in origins) or not self.runs.is_finite
+        if is_known or (wrong := self._error(())) <= HARM:
+            return list(origins)
+        sets = lambda groups: (*([group] for group in groups), groups)
+        near = lambda origin: sets(self.runs.program.groups_on(origin.site.line) if origin.end else [])
+        is_harmful = lambda origin: any(self._error(kept) < wrong / 2 for kept in near(origin))
+        return [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
+
+    def _kept(self, origin: Origin) -> Sequence[Module]:
+        """Returns few groups whose float32 makes the result right: first those that the origin is in."""
+        near = self.runs.program.groups_on(origin.site.line)
+        for kept in (*([group] for group in near), near):
+            if kept and self._error(kept) <= HARM:
+                return fewest(kept, self._error, HARM) or kept
+        groups = sorted(self.runs.program.edits, key=lambda group: group.name)
+        if len(groups) > MOST_GROUPS:
+            return groups
+        own = {group: self._error(set(groups) - {group}) for group in groups}
+        return fewest(sorted(own, key=lambda group: -own[group]), self._error, HARM) or groups
+
+    def _in_float32(self, kept: Sequence[Module]) -> Trial:
+        lines = dict.fromkeys(line for group in kept if group.casts for line in group.lines)
+        arguments = tuple(group.name for group in kept if group.is_argument)
+        how = {"rules": self.runs.rules(kept), "lines": tuple(lines), "arguments": arguments}
+        error, scale = self._run(kept)
+        change = self.runs.change(kept)
+        if scale is not None:
+            change, how["loss_scale"] = f"{change}; and {dynamic_scale(int(math.log2(scale)))}", scale
+        return self._trial(change, error, **how)
+
+    def _error(self, kept: Collection[Module]) -> float:
+        return self._worst(self._run(kept)[0])
+
+    def _run(self, kept: Collection[Module]) -> tuple[Difference, float | None]:
+        """Returns the error with some groups in float32, and a loss scale that was not given if it helps."""
+        error = self.runs.keeping(kept)
+        if self._worst(error) <= HARM or math.isinf(error.loss) or not self.runs.may_scale:
+            return error, None
+        scaled = self.runs.keeping(kept, DynamicLossScale.loss_scale)
+        helps = self._worst(scaled) < self._worst(error)
+        return (scaled, DynamicLossScale.loss_scale) if helps else (error, None)
+
+    def _trial(self, change: str, error: Difference, **how: Any) -> Trial:
+        return Trial(change, error, self._worst(error) <= HARM, **how)
+
+    def _worst(self, error: Difference) -> float:
+        lost = math.inf if error.lost and error.lost in self.runs.program.aux else 0.0
+        return max(self.runs.loss_error(error), error.gradients, lost)
 
 
 def _with_advice(
@@ -164,20 +241,15 @@ def _with_advice(
 def _fitting_scale(tapped: Tapped, scale: float, watched: Sequence[int]) -> float | None:
     """Returns the largest power of two below `scale` at which the loss and all gradients are finite."""
     # Larger scales only overflow more, so a binary search over the exponents finds it.
-    is_finite = lambda exponent: not Flow(tapped(2.0**exponent), watched).bad_outputs()
-    low, high = LOWEST, math.ceil(math.log2(scale))
-    if low >= high or not is_finite(low):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_finite(middle) else (low, middle)
-    return 2.0**low
+    is_bad = lambda exponent: bool(Flow(tapped(2.0**exponent), watched).bad_outputs())
+    exponents = range(LOWEST, math.ceil(math.log2(scale)))
+    finite = bisect.bisect_left(exponents, True, key=is_bad)
+    return 2.0 ** exponents[finite - 1] if finite else None
 
 
 def _row(origin: Origin, program: LossProgram) -> Nonfinite:
     site = origin.site
-    direction = "derivative" if origin.is_derivative else site.direction
-    is_outside = direction == "forward" and program.is_step  # Of any backward pass.
+    is_outside = origin.direction == "forward" and program.is_step  # Of any backward pass.
     index = None
     if site.operation in ("argument", "constant") and len(site.path) == 2 and site.path[1] >= 0:
         array = program.arrays[site.path[1]]
@@ -195,7 +267,7 @@ def _row(origin: Origin, program: LossProgram) -> Nonfinite:
         is_operand=bool(site.argument),
         line=site.line,
         caller=site.caller,
-        direction="" if is_outside else direction,
+        direction="" if is_outside else origin.direction,
         iterations=tuple((loop.kind, number) for loop, number in zip(site.loops, origin.iterations)),
         way=_way(origin),
         end="" if origin.end is None else f"{origin.end.operation}, {origin.end.line}".rstrip(", "),

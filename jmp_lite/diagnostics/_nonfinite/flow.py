@@ -19,8 +19,8 @@ from typing import TypeVar
 import numpy as np
 
 from ..._jaxpr import Category, traits_of
-from .._values.extremes import Extremes
 from .._values.sites import Path, Site, SiteKind
+from .._values.tap import Probe
 from .._values.trace import Measured
 
 T = TypeVar("T")
@@ -50,10 +50,8 @@ class Origin:
     operands: tuple[Extent | None, ...]  # The extent of each operand, where it is known.
     is_harmful: bool  # Whether it reaches the loss or a gradient.
     end: Site | None  # For a suspect, the site that turns it into finite numbers.
-    way: tuple[
-        tuple[Site, bool], ...
-    ]  # The operations from there to an output, and whether each gives a NaN.
-    is_derivative: bool  # Whether the forward pass computes it for the backward pass alone.
+    way: tuple[tuple[Site, bool], ...]  # The operations up to an output, and whether each gives a NaN.
+    direction: str  # `derivative` if the forward pass computes it for the backward pass alone.
     growth: float  # By which factor an operand grew in each of the iterations before; 0 if it did not.
     moment: tuple[int, ...]  # Sorts origins as the program runs.
 
@@ -67,7 +65,7 @@ class Flow:
     def __init__(self, measured: Measured, watched: Collection[int]) -> None:
         self._measured, self._watched = measured, watched
         self._sites, self._records = measured.sites, measured.records
-        self._bad = {path: np.asarray(Extremes().alarm(record)) for path, record in self._records.items()}
+        self._bad = {path: np.asarray(Probe().alarm(record)) for path, record in self._records.items()}
         self._next: dict[Instance, Instance] = {}  # The next bad instance of those that lead to an output.
         self._nan = {path: np.asarray(np.isnan(record).any(-1)) for path, record in self._records.items()}
 
@@ -86,7 +84,7 @@ class Flow:
         outputs = {self._measured.outputs[index] for index in self.bad_outputs()}
         # A step that tests its gradients skips its update, so no output shows them. A loss that tests a value
         # is guarded against it.
-        outputs |= self._measured.checked if self._measured.is_step else set()
+        outputs |= self._measured.described.checked if self._measured.program.is_step else set()
         bad = (self._bad_instances[path] for path in outputs if path is not None)
         found, self._next = self._leading(dict.fromkeys(itertools.chain.from_iterable(bad)))
         return found
@@ -111,12 +109,10 @@ class Flow:
             for steps in np.argwhere(np.isfinite(low) & np.isfinite(high) & (low <= high)):
                 for operand in filter(self._is_bad, self._operands((path, tuple(map(int, steps))))):
                     ends.setdefault(operand, self._sites[path])
-        is_computed = lambda site: (
-            site.kind is SiteKind.OPERATION and {"inf", "-inf"}.isdisjoint(site.operands)
-        )
+        takes_inf = lambda site: not {"inf", "-inf"}.isdisjoint(site.operands)
+        is_computed = lambda site: site.kind is SiteKind.OPERATION and site.is_half and not takes_inf(site)
         leading, _ = self._leading(ends)
-        sites = ((instance, self._sites[instance[0]], end) for instance, end in leading.items())
-        return {instance: end for instance, site, end in sites if site.is_half and is_computed(site)}
+        return {instance: end for instance, end in leading.items() if is_computed(self._sites[instance[0]])}
 
     def _leading(self, ends: dict[Instance, T]) -> tuple[dict[Instance, T], dict[Instance, Instance]]:
         """Returns the bad instances that lead to some bad instances, each with what is given for its end.
@@ -143,19 +139,20 @@ class Flow:
     def _origin(self, instance: Instance) -> Origin:
         path, steps = instance
         site, is_harmful = self._sites[path], instance in self._following
+        is_inside = lambda source: len(self._sites[source].loops) > len(steps)  # Of a loop that it leaves.
         return Origin(
             site=site,
             iterations=steps,
             is_nan=self._is_nan(instance),
             extent=self._extent(path, steps),
-            operands=tuple(None if x is None else self._extent_at(x, steps) for x in site.sources),
+            operands=tuple(
+                None if x is None or is_inside(x) else self._extent(x, steps) for x in site.sources
+            ),
             is_harmful=is_harmful,
             end=None if is_harmful or self._is_nan(instance) else self._ends.get(instance),
             way=tuple(self._way(instance)),
-            is_derivative=path in self._derivatives,
-            growth=max(
-                (self._growth(source, steps) for source in site.sources if source is not None), default=0
-            ),
+            direction="derivative" if path in self._derivatives else site.direction,
+            growth=max([0.0, *(self._growth(source, steps) for source in filter(None, site.sources))]),
             moment=self._moment(site, steps),
         )
 
@@ -173,11 +170,14 @@ class Flow:
     def _operands(self, instance: Instance) -> Iterator[Instance]:
         """Yields the instances that an instance was computed from."""
         path, steps = instance
-        site, carried = self._sites[path], self._measured.carried
+        site, carried = self._sites[path], self._measured.described.carried
         sources = site.sources
         # A carry enters the first iteration from outside, and each other one from the iteration before.
-        if path in carried and (before := self._step(site, steps, -1)) is not None:
-            sources, steps = (carried[path],), before
+        if path in carried:
+            loop, (*around, step) = site.loops[-1], steps
+            before = step + 1 if loop.reverse else step - 1
+            if 0 <= before < loop.length:
+                sources, steps = (carried[path],), (*around, before)
         for source in sources:
             if source is None:
                 continue
@@ -198,28 +198,19 @@ class Flow:
         for shard in range(site.loops[depth].length):
             yield source, (*steps[:depth], shard, *steps[depth + 1 :])
 
-    def _step(self, site: Site, steps: Steps, by: int) -> Steps | None:
-        """Returns the iteration of the innermost loop after `by` iterations; None if there is none."""
-        loop, (*around, step) = site.loops[-1], steps
-        moved = step - by if loop.reverse else step + by
-        return (*around, moved) if 0 <= moved < loop.length else None
-
     def _moment(self, site: Site, steps: Steps) -> tuple[int, ...]:
         """Returns the path of a site with the iterations inserted, which sorts as the program runs."""
-        moment: list[int] = []
-        start = 0
+        moment, start = list[int](), 0
         for loop, step in zip(site.loops, steps):
-            end = len(loop.path)
-            moment += [*site.path[start:end], loop.length - 1 - step if loop.reverse else step]
-            start = end
+            moment += site.path[start : len(loop.path)]
+            moment.append(loop.length - 1 - step if loop.reverse else step)
+            start = len(loop.path)
         return (*moment, *site.path[start:])
-
-    # The graph and the records.
 
     @functools.cached_property
     def _derivatives(self) -> set[Path]:
         """The sites of the forward pass that only the backward pass reads, such as 0.5 / sqrt(x)."""
-        loss = None if self._measured.is_step else self._measured.outputs[0]
+        loss = None if self._measured.program.is_step else self._measured.outputs[0]
         if loss is None:
             return set()
         backward = self._before([path for path, site in self._sites.items() if site.is_scaled])
@@ -231,7 +222,7 @@ class Flow:
         seen, todo = set(paths), list(paths)
         while todo:
             path = todo.pop()
-            sources = (*self._sites[path].sources, self._measured.carried.get(path))
+            sources = (*self._sites[path].sources, self._measured.described.carried.get(path))
             new = {source for source in sources if source is not None} - seen
             seen |= new
             todo += new
@@ -249,12 +240,8 @@ class Flow:
         return bool(self._nan[instance[0]][instance[1]])
 
     def _extent(self, path: Path, steps: Steps) -> Extent:
-        low, high = self._records[path][steps]
+        low, high = self._records[path][steps[: len(self._sites[path].loops)]]
         return float(low), float(high)
-
-    def _extent_at(self, source: Path, steps: Steps) -> Extent | None:
-        depth = len(self._sites[source].loops)
-        return self._extent(source, steps[:depth]) if depth <= len(steps) else None
 
 
 def _passes_on(site: Site) -> bool:

@@ -78,7 +78,7 @@ class _Case:
     def derivative(self) -> str:
         """Returns the operation whose derivative it may be; empty if it is none."""
         site = self.origin.site
-        is_derivative = self.origin.is_derivative or site.direction == "backward"
+        is_derivative = self.origin.direction in ("derivative", "backward")
         if not is_derivative or not any(map(self.has_zero, range(len(site.operands)))):
             return ""
         # JAX gives the operations of a derivative the line of the operation that is differentiated.

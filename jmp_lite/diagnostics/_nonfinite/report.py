@@ -74,10 +74,8 @@ class Nonfinite:
             at = f", first at {list(self.index)}" if self.index is not None else ""
             return [f"    {self.result}{at}"]
         lines = [line for line in (self.caller, self.line) if line]
-        pairs = collections.Counter(zip(self.operands, self.operand_ranges))
-        takes = [
-            f"takes {text}{_range(ends)}{', twice' if n > 1 else ''}" for (text, ends), n in pairs.items()
-        ]
+        pairs = collections.Counter(zip(self.operands, self.operand_ranges)).items()
+        takes = [f"takes {text}{_range(ends)}{', twice' if n > 1 else ''}" for (text, ends), n in pairs]
         lines += takes[:_MOST_OPERANDS]
         # A loop may take hundreds.
         lines += [f"and {len(takes[_MOST_OPERANDS:])} more"] if takes[_MOST_OPERANDS:] else []
@@ -227,7 +225,7 @@ class NonfiniteReport(Shown):
     @property
     def cause(self) -> Nonfinite | None:
         """The first harmful inf or NaN; None if there is none."""
-        return self._first()[0] if self._first() else None
+        return next(iter(self._first()), None)
 
     @property
     def remedies(self) -> tuple[Trial, ...]:
@@ -250,11 +248,10 @@ class NonfiniteReport(Shown):
         if self.cause is None:
             return []
         if self.tried:
-            title = "Remedies that were run, with the relative error against float32:"
-            lines = [line for trial in self.tried for line in wrapped(str(trial), 4)]
-            none = [] if self.remedies else ["None of these fixes it."]
-            numbers = [line for text in self.rounded for line in wrapped(shortened(text))]
-            return ["\n".join([*numbers, title, *lines, *none])]
+            lines = [line for text in self.rounded for line in wrapped(shortened(text))]
+            lines += ["Remedies that were run, with the relative error against float32:"]
+            lines += [line for trial in self.tried for line in wrapped(str(trial), 4)]
+            return ["\n".join(lines if self.remedies else [*lines, "None of these fixes it."])]
         either = "" if self.is_finite else " either"
         is_wide = self.is_finite_in_float32 is False
         text = [f"With every operation in float32 it is not finite{either}."] if is_wide else []
@@ -263,9 +260,10 @@ class NonfiniteReport(Shown):
 
     def before(self) -> list[str]:
         """Returns the lines about the first inf before the cause that becomes finite."""
-        ends = [f"{origin.line}, ends in {origin.end}" for origin in self.earlier[:1]]
-        heads = ["Before it, and perhaps its cause:", *wrapped(self.earlier[0].head())] if ends else []
-        return [*heads, *(line for text in ends for line in wrapped(shortened(text), 4))]
+        if not self.earlier:
+            return []
+        end = wrapped(shortened(f"{self.earlier[0].line}, ends in {self.earlier[0].end}"), 4)
+        return ["Before it, and perhaps its cause:", *wrapped(self.earlier[0].head()), *end]
 
     def marks(self) -> Iterator[tuple[str, str]]:
         """Yields lines, each with what to say of it: where it begins, its way from there, what mends it."""
@@ -332,7 +330,7 @@ class NonfiniteReport(Shown):
         for line in self.cut:
             lines += wrapped(f"A while loop did not end in 10,000 iterations: {shortened(line)}")
             lines += wrapped(CUT, 4)
-        lines += ["", "It begins here:", str(self.cause)] if self.cause is not None else []
+        lines += ["", "It begins here:", str(self.cause)] if self.cause else []
         lines += [line for paragraph in self.advice() for line in ("", paragraph)]
         for origin in self._first()[1:]:
             lines += ["", "Then:" if self._nan_from_inf else "Beside it:", *wrapped(origin.head())]
@@ -341,10 +339,7 @@ class NonfiniteReport(Shown):
         if self.others:
             lines += ["", f"It begins at {plural(len(self.others), 'further operation')}, such as:"]
             lines += [*wrapped(self.others[0].head()), *wrapped(shortened(self.others[0].line), 4)]
-        return "\n".join([*lines, *(self._lines_of_harmless() if self.harmless else [])])
-
-    def _lines_of_harmless(self) -> list[str]:
         heads = list(dict.fromkeys(origin.head() for origin in self.harmless))
-        shown = [line for head in heads[:5] for line in wrapped(head, 4)]
-        more = [f"    and {len(heads) - 5} more"] if len(heads) > 5 else []
-        return ["", "Harmless, since it reaches no result:", *shown, *more]
+        lines += ["", "Harmless, since it reaches no result:"] if heads else []
+        lines += [line for head in heads[:5] for line in wrapped(head, 4)]
+        return "\n".join([*lines, *([f"    and {len(heads) - 5} more"] if len(heads) > 5 else [])])

@@ -1,10 +1,11 @@
 """Measures the accuracy that each module costs in half: `compare_precision`."""
 
+import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ParamSpec, Unpack
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import jax.numpy as jnp
 
@@ -12,15 +13,16 @@ from ..._dtypes import DTypeLike, DTypeName
 from ..._jaxpr import Array, in_two_calls
 from ..._scaling.loss_scale import DynamicLossScale
 from .._values.case import Case, Options, tool
-from .fewest import fewest
 from .flags import FlaggedProgram
-from .groups import Leaves, error_of, groups_of, updated
+from .groups import error_of, groups_of, rows_of, updated, worst_leaf
 from .modules import Module, in_words, scopes_for
 from .report import BY_HAND, HARM, LEAF, Difference, Limits, ModuleDifference, PrecisionReport
 from .training import Training
 
 P = ParamSpec("P")
+M = TypeVar("M")
 _NUDGES = (0.0, 1e-3, -1e-3)
+_NOISE = 0.01
 
 FLOAT8_TOLERANCE = 0.25
 """The tolerance for the gradients in fp8, twice the `eps` of e4m3. A healthy transformer block has 0.12."""
@@ -87,8 +89,9 @@ def compare_precision(
                 f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
                 "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
             )
-        default = FLOAT8_TOLERANCE if case.rules.float8 else 8 * float(jnp.finfo(runs.program.dtype).eps)
-        return report_of(runs, tolerance, default)
+        if not case.rules.float8:
+            runs.harmless = 8 * float(jnp.finfo(runs.program.dtype).eps)
+        return report_of(runs, tolerance)
 
     return tool("compare_precision", fun, dtype, jnp.float16, compare, **options)
 
@@ -103,29 +106,27 @@ def check_tolerance(caller: str, tolerance: float | None) -> None:
 class Runs:
     """The errors with some modules in float32; each set of modules is run once.
 
-    `scale` is the loss scale of the runs in half; `may_scale` says whether a larger one may help.
+    `scale` is the loss scale of the runs in half; `may_scale` says whether a larger one may help. `harmless`
+    is the tolerance if none is given: by default that of `doctor`.
     """
 
     def __init__(self, case: Case) -> None:
         self.program = program = FlaggedProgram(case)
-        self.scale = case.question.scale
-        self.harm = FLOAT8_TOLERANCE if case.rules.float8 else HARM  # The error from which there is a fault.
+        self.scale = case.scale
+        self.harmless = self._harm = FLOAT8_TOLERANCE if case.rules.float8 else HARM
         is_small = self.scale < DynamicLossScale.loss_scale
         self.may_scale = is_small and program.narrow == "float16" and not program.is_step
         self._full = program(None, 1.0)  # In float32.
         self.loss = None if program.is_step else float(self._full[0])
-        self.by_hand: Difference | None = None  # The error of casts by hand, if it was needed.
-        self._errors_by_hand: dict[float, Difference] = {}  # By the nudge of the parameters.
         self.half_loss: float | None = None  # With everything in half, at the scale of the call.
-        self._groups = groups_of(program, self._full)
-        self._leaves = Leaves(program, self._full, self._groups)
+        self._state = updated(program, self._full)
+        self._groups = groups_of(program, self._state)
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
         first = 0 if program.is_step else 1
         self.bad = self._nonfinite(self._full, first, program.outputs[first:])
         # An auxiliary result may hold a mask of -inf: those count that float32 has finite.
-        self.finite_aux = set(program.aux) - set(
-            self._nonfinite(self._full, len(program.outputs), program.aux)
-        )
+        bad_aux = self._nonfinite(self._full, len(program.outputs), program.aux)
+        self.finite_aux = set(program.aux) - set(bad_aux)
         self.is_finite = not self.bad and (self.loss is None or math.isfinite(self.loss))
 
     def keeping(self, modules: Iterable[Module], scale: float | None = None) -> Difference:
@@ -138,21 +139,19 @@ class Runs:
                 self.half_loss = float(outputs[0])
         return self._differences[key]
 
-    def _more_by_hand(self) -> Iterator[Difference]:
-        """Yields the error of casts by hand, the largest so far, for these parameters and then others near.
+    @functools.cached_property
+    def by_hand(self) -> Difference:
+        """The error of casts by hand, the largest for these parameters and others near.
 
         Near an optimum that error is random.
         """
-        for nudge in _NUDGES:
-            if nudge not in self._errors_by_hand:
-                full = self.program(None, 1.0, nudge) if nudge else self._full
-                self._errors_by_hand[nudge] = self._difference(self.program.by_hand(nudge), full)
-            self.by_hand = max(self._errors_by_hand.values(), key=lambda error: error.gradients)
-            yield self.by_hand
+        full = (self.program(None, 1.0, nudge) if nudge else self._full for nudge in _NUDGES)
+        errors = map(self._difference, self.program.by_hand(_NUDGES), full)
+        return max(errors, key=lambda error: error.gradients)
 
     @functools.cached_property
     def training(self) -> Training:
-        return Training(self.program, updated(self.program, self._full))
+        return Training(self.program, self._state)
 
     def in_bfloat16(self) -> Difference:
         return self._difference(self.program.in_bfloat16(self.scale))
@@ -169,13 +168,25 @@ class Runs:
         errors = {group: error_of(*each.sum(axis=0)) for group, each in norms.items()}
         worst = max(errors, key=lambda group: errors[group][0], default=None)
         error, cosine = (0.0, 1.0) if worst is None else errors[worst]
-        leaf, name, lost = self._leaves.worst(norms)
+        leaf, name, lost = worst_leaf(self.program, norms, lambda: self._noise)
         if worst is not None and self.program.is_step and leaf <= error:
             name = worst.name
         loss_error = loss_error if math.isfinite(loss_error) else math.inf
         bad = self._nonfinite(outputs, len(self.program.outputs), self.program.aux)
         lost = next(filter(None, [lost, *(name for name in bad if name in self.finite_aux)]), "")
         return Difference(loss_error, error, cosine, name, leaf, lost)
+
+    @functools.cached_property
+    def _noise(self) -> set[int]:
+        """The gradients that are rounding errors in float32 as well, so that no dtype has them right.
+
+        That of a bias in front of a normalization is one: it would be zero if sums were exact. The last
+        digits of the parameters change such a gradient as a whole, and other gradients of real models by
+        1e-5 at most.
+        """
+        near = self.program(None, 1.0, nudge=2.0**-23)
+        rows = rows_of({group: group.norms(near, self._full) for group in self._groups})
+        return {number for number, row in rows.items() if error_of(*row)[0] > _NOISE}
 
     def _nonfinite(self, results: Sequence[Array], first: int, names: Sequence[str]) -> list[str]:
         named = zip(names, results[first:])
@@ -199,42 +210,35 @@ class Runs:
         # The error of a loss that is exactly 0 is not relative.
         return error.loss * (size or 1.0) / self._contribution if is_small else error.loss
 
-    def limits(self, tolerance: float | None, default: float | None = None) -> Limits:
-        """Returns the errors that are allowed: the tolerance, or what casts by hand cost if that is more.
-
-        Without a tolerance it is the `default`, or what `doctor` allows.
-        """
-        half, least = self.keeping(()), _first_of(tolerance, default, self.harm)
-        limits, more = Limits("gradients", least), self._more_by_hand()
+    def limits(self, tolerance: float | None) -> Limits:
+        """Returns the errors that are allowed: the tolerance, or what casts by hand cost if that is more."""
+        half, least = self.keeping(()), self.harmless if tolerance is None else tolerance
+        limits = Limits("gradients", least)
         # Casts by hand have the range of float32, so what overflows in half alone is no rounding error.
         is_random = tolerance is None and not half.lost and math.isfinite(half.gradients)
-        while is_random and not limits.allow(half) and (by_hand := next(more, None)) is not None:
-            leaf = max(LEAF, BY_HAND * by_hand.leaf)
-            limits = Limits("gradients", max(least, BY_HAND * by_hand.gradients), leaf)
+        if is_random and not limits.allow(half):
+            leaf = max(LEAF, BY_HAND * self.by_hand.leaf)
+            limits = Limits("gradients", max(least, BY_HAND * self.by_hand.gradients), leaf)
         # The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is
         # measured only if its error is harmful: a small difference of large numbers has a large relative
         # error.
-        largest = max(least, self.harm)
+        largest = max(least, self._harm)
         if not limits.allow(half) or self.loss_error(half) <= largest:
             return limits
-        of_hand = 0.0
-        if tolerance is None:
-            of_hand = BY_HAND * (self.by_hand or next(more)).loss
+        of_hand = BY_HAND * self.by_hand.loss if tolerance is None else 0.0
         return limits if half.loss <= of_hand else Limits("loss", max(largest, of_hand))
 
-    def try_scale(self, limits: Limits, other: Callable[[], float | None]) -> Difference | None:
-        """Switches to the first scale of `DynamicLossScale`, or else `other()`, and returns the error before.
+    def try_scale(self, tolerance: float | None) -> Difference | None:
+        """Switches to the first scale of `DynamicLossScale`, and returns the error before.
 
-        None if neither halves the error.
+        None if this does not halve the error.
         """
         unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
-        error = lambda scale: limits.measured(self.keeping((), scale))
+        limits = Limits("gradients", self.harmless if tolerance is None else tolerance)
         # No scale mends a loss that is not finite.
         if not self.may_scale or limits.allow(unscaled) or math.isinf(unscaled.loss):
             return None
-        if error(best) > limits.tolerance and (given := other()) is not None and error(given) < error(best):
-            best = given
-        if error(best) >= error(self.scale) / 2:
+        if limits.measured(self.keeping((), best)) >= limits.measured(unscaled) / 2:
             return None
         self.scale = best
         return unscaled
@@ -257,23 +261,10 @@ class Runs:
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
-def _first_of(*tolerances: float | None) -> float:
-    return next(each for each in tolerances if each is not None)
-
-
-def report_of(
-    runs: Runs,
-    tolerance: float | None,
-    default: float | None = None,
-    scale: Callable[[], float | None] = lambda: None,
-) -> PrecisionReport:
-    """Returns the report, which measures the modules only if their joint error is above the tolerance.
-
-    The tolerance and the `default` are as in `Runs.limits`. `scale` gives another loss scale to try.
-    """
+def report_of(runs: Runs, tolerance: float | None) -> PrecisionReport:
+    """Returns the report, which measures the modules only if their joint error is above the tolerance."""
     program, given = runs.program, runs.scale
-    unscaled = runs.try_scale(Limits("gradients", _first_of(tolerance, default, runs.harm)), scale)
-    limits = runs.limits(tolerance, default)
+    unscaled, limits = runs.try_scale(tolerance), runs.limits(tolerance)
     error = lambda modules: limits.measured(runs.keeping(modules))
     is_close = limits.allow(runs.keeping(()))
     every = set() if is_close else set(program.modules)
@@ -295,7 +286,7 @@ def report_of(
         half=runs.keeping(()),
         given_scale=given,
         unscaled=unscaled,
-        by_hand=runs.by_hand,
+        by_hand=vars(runs).get("by_hand"),
         rest=None if is_close else runs.keeping(program.modules),
         limits=limits,
     )
@@ -305,3 +296,30 @@ def report_of(
     return dataclasses.replace(
         report, kept=labels(kept), rules=runs.rules(kept), change=change, with_rules=with_rules
     )
+
+
+def fewest(
+    modules: Sequence[M], error: Callable[[Sequence[M]], float], tolerance: float
+) -> tuple[M, ...] | None:
+    """Returns a small set of modules to keep in float32, in order; None if all of them are not enough.
+
+    `modules` come with the largest error of their own first; `error` is what is left with some of them in
+    float32. No module of the set can be left out, but another set may be smaller.
+    """
+    is_enough = lambda kept: error(kept) <= tolerance
+    without = lambda kept, module: tuple(other for other in kept if other != module)
+    if not is_enough(modules):
+        return None
+    needed = [module for module in modules if not is_enough(without(modules, module))]
+    others = [module for module in modules if module not in needed]
+    in_order = lambda added: tuple(module for module in modules if module in (*needed, *added))
+    # As a rule, the error falls with each module that is added.
+    enough_with = lambda count: is_enough(in_order(others[:count]))
+    kept = in_order(others[: bisect.bisect_left(range(len(others)), True, key=enough_with)])
+    while True:  # Without one module, another that was needed before may not be.
+        for module in reversed(kept):
+            if module not in needed and is_enough(without(kept, module)):
+                kept = without(kept, module)
+                break
+        else:
+            return kept

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast import AutocastOperation, Interpreter, Rules, Value, has_floating, make_plan, run
+from ..._autocast import Interpreter, Value, has_floating, make_plan, run
 from ..._dtypes import HALF_DTYPES
 from ..._float8.action import FLOAT8, Float8
 from ..._float8.quantize import BACKWARD
@@ -39,9 +39,8 @@ from ..._jaxpr import (
 from .._values.case import Case, gives_half
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, in_float8, is_narrow
-from .._values.trace import EVERY_CAST, LossProgram
-from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for
-from .sources import sources_of
+from .._values.trace import EVERY_CAST
+from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for, sources_of
 
 
 class FlaggedProgram:
@@ -54,18 +53,23 @@ class FlaggedProgram:
 
     def __init__(self, case: Case) -> None:
         self._case, self.rules = case, case.rules
-        self.is_step = case.question.call.value_and_grad_fn is None
+        self.is_step = case.call.value_and_grad_fn is None
         self.operations = case.operations(self.rules)
         self.wide = "bfloat16" if self.rules.float8 else "float32"
-        self.modules, self._sources, flags = self._flags(case.question.call.differentiated)
+        self.modules, self._sources, flags = self._flags(case.call.differentiated)
         self.groups = frozenset((*self.modules, *self._sources))
         self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
         for operation, own in zip(self.operations, flags, strict=True):
             self._flags_by_line[operation.source] |= own
         # By default a GPU runs float32 products in TF32, whose error is that of float16.
         with jax.default_matmul_precision("highest"):
-            self._program = self._flagged(flags)
-        self.dtype = _half_dtype(self.rules, case.before)
+            jaxpr = _with_flags(case.traced.jaxpr, iter(flags))
+            planner, plan = make_plan(dataclasses.replace(case.traced, jaxpr=jaxpr), self.rules)
+            self._program = case.program_of(lambda arrays: run(planner, plan, arrays, _Interpreter))
+        # Without autocast it is the dtype that the program has most often.
+        values = [value for each in case.before for value in (*each.operands, *each.results)]
+        most = max(HALF_DTYPES, key=lambda half: sum(value.dtype == half for value in values))
+        self.dtype = most if self.rules.dtype == jnp.float32 else self.rules.dtype
         self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
         self.state, self.outputs = self._program.state, self._program.named_outputs
         self.aux = self._program.aux
@@ -74,11 +78,11 @@ class FlaggedProgram:
         self._numbers = lost_numbers(self._program.jaxpr, case.numbers)
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
 
-        def run(arrays: Sequence[Array], is_on: Array) -> list[Array]:
+        def switched(arrays: Sequence[Array], is_on: Array) -> list[Array]:
             is_flag_on = {flags: is_on[index] for index, flags in enumerate(self._sets)}
             return Reference(is_flag_on, self._numbers).run(self._program.jaxpr, arrays)
 
-        self._run = jax.jit(run, compiler_options=EVERY_CAST)
+        self._run = jax.jit(switched, compiler_options=EVERY_CAST)
 
     def __call__(self, half: Collection[Module] | None, scale: float, nudge: float = 0.0) -> list[Array]:
         """Returns the outputs with some of the groups in half; None for everything in float32.
@@ -135,13 +139,10 @@ class FlaggedProgram:
         reference = Reference({}, self._numbers, jnp.bfloat16)
         return self._compiled(reference)(self._program.at_scale(scale))[: self.floating]
 
-    def by_hand(self, nudge: float) -> list[Array]:
-        """Returns the outputs with casts by hand around each matmul, and everything else in float32."""
-        return self._by_hand(self.arrays(1.0, nudge))[: self.floating]
-
-    @functools.cached_property
-    def _by_hand(self) -> Callable[[list[Array]], list[Array]]:
-        return self._compiled(Reference({}, self._numbers, by_hand=True))
+    def by_hand(self, nudges: Iterable[float]) -> Iterator[list[Array]]:
+        """Yields the outputs with casts by hand around each matmul, and everything else in float32."""
+        run = self._compiled(Reference({}, self._numbers, by_hand=True))
+        return (run(self.arrays(1.0, nudge))[: self.floating] for nudge in nudges)
 
     def _compiled(self, reference: Reference) -> Callable[[list[Array]], list[Array]]:
         return jax.jit(functools.partial(reference.run, self._program.jaxpr), compiler_options=EVERY_CAST)
@@ -157,8 +158,14 @@ class FlaggedProgram:
         One more number stands for the operations that no rule takes out of half.
         """
         traced, before = self._case.traced, self._case.before
-        around = _jitted_as_a_whole(traced.jaxpr)
-        cast = cast_modules(self._cast_products(), parameters, around)
+        # The name of a function that is jitted as a whole is that of no module.
+        every = equations(traced.jaxpr)
+        around = every[0].params["name"] if [each.primitive.name for each in every] == ["jit"] else ""
+        pairs = zip(self.operations, before, strict=True)
+        products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
+        if self.rules.float8:
+            products = [product for product in products if product.in_fp8]
+        cast = cast_modules(products, parameters, around)
         numbers = lost_numbers(traced.jaxpr, self._case.numbers)
         found = sources_of(traced, self.is_step, numbers)
         own = [n for n, operation in enumerate(before) if gives_half(operation) or found[n]]
@@ -168,7 +175,9 @@ class FlaggedProgram:
         every = frozenset[Module]().union(*found)
         layers = {each.name: each for each in every if each.layer}  # With their carries.
         own_parts = [layers.get(part.name, part) for part in own_parts]
-        modules = (*cast, *_renamed(own_parts, cast))
+        names = {module.name for module in cast}
+        rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
+        modules = (*cast, *(rename(part) if part.name in names else part for part in own_parts))
         sources = tuple(sorted(every - set(own_parts), key=lambda source: source.name))
         numbered = {part: len(cast) + number for number, part in enumerate((*own_parts, *sources))}
         rest = len(modules) + len(sources)
@@ -177,37 +186,19 @@ class FlaggedProgram:
             flags[number] = {len(cast) + owner, rest, *(numbered[source] for source in found[number])}
         return modules, sources, list(map(frozenset, flags))
 
-    def _cast_products(self) -> list[AutocastOperation]:
-        """Returns the products that autocast casts to half, or to fp8."""
-        pairs = zip(self.operations, self._case.before, strict=True)
-        products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
-        return [product for product in products if product.in_fp8 or not self.rules.float8]
-
     def _flags_of_casts(self, cast: Sequence[Module], rest: int) -> list[set[int]]:
         """Returns for each operation `rest`, and the modules whose rules take it out of half."""
         pairs = zip(self.operations, self._case.before, strict=True)
         # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
         flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
-        for number, module in enumerate(cast):
-            for operation_flags in self._taken_out(flags, module, cast):
-                operation_flags.add(number)
-        return flags
-
-    def _taken_out(self, flags: list[set[int]], module: Module, cast: Sequence[Module]) -> Iterator[set[int]]:
-        """Yields the flags of the operations that the rule for a module takes out of half."""
         narrow = FLOAT8 if self.rules.float8 else self.rules.dtype.name
-        scopes = scopes_for([module], cast, self.wide, narrow)
-        rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
-        for own, now, kept in zip(flags, self.operations, self._case.operations(rules), strict=True):
-            if own and (now.operands, now.results) != (kept.operands, kept.results):
-                yield own
-
-    def _flagged(self, flags: Sequence[Flags]) -> LossProgram:
-        """Returns the program as autocast runs it, with flags in its equations."""
-        traced = self._case.traced
-        flagged = dataclasses.replace(traced, jaxpr=_with_flags(traced.jaxpr, iter(flags)))
-        planner, plan = make_plan(flagged, self.rules)
-        return self._case.program_of(lambda arrays: run(planner, plan, arrays, _Interpreter))
+        for number, module in enumerate(cast):
+            scopes = scopes_for([module], cast, self.wide, narrow)
+            rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
+            for own, now, kept in zip(flags, self.operations, self._case.operations(rules), strict=True):
+                if own and (now.operands, now.results) != (kept.operands, kept.results):
+                    own.add(number)
+        return flags
 
 
 class _Interpreter(Interpreter):
@@ -255,40 +246,18 @@ class _Number(Value):
         return self.native if dtype == jnp.float32 else cast(lax.optimization_barrier(self.native), dtype)
 
 
-def _jitted_as_a_whole(jaxpr: Jaxpr) -> str:
-    """Returns the name of the jitted function that a jaxpr calls and nothing else; empty without one."""
-    every = equations(jaxpr)
-    return every[0].params["name"] if len(every) == 1 and every[0].primitive.name == "jit" else ""
-
-
-def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
-    """Returns modules of the program's own half values. One that autocast casts too gets another name."""
-    both = {module.name for module in cast} & {part.name for part in own}
-    rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
-    return [rename(part) if part.name in both else part for part in own]
-
-
-def _half_dtype(rules: Rules, before: Sequence[AutocastOperation]) -> np.dtype:
-    """Returns the dtype of autocast; without it the dtype that the program has most often."""
-    if rules.dtype != jnp.float32:
-        return rules.dtype
-    values = [value for operation in before for value in (*operation.operands, *operation.results)]
-    return max(HALF_DTYPES, key=lambda half: sum(value.dtype == half for value in values))
-
-
 def _with_flags(jaxpr: Jaxpr, flags: Iterator[Flags]) -> Jaxpr:
     """Returns a jaxpr with flags in its equations: the next of `flags` for each operation of a report."""
-    new = [_flagged_equation(equation, flags) for equation in equations(jaxpr)]
-    return with_equations(jaxpr, new)
 
+    def changed(equation: Equation) -> Equation:
+        own: Flags = frozenset()
+        if traits_of(equation.primitive.name).category is Category.CALL:
+            parts = [_with_flags(inner.jaxpr, flags) for inner in inner_jaxprs(equation)]
+            equation = with_inner_jaxprs(equation, parts)
+            # For the equations that JAX makes itself, such as those of the rule of a custom derivative.
+            own = own.union(*(each for part in parts for each in flags_in(part)))
+        elif has_floating(equation):
+            own = next(flags)
+        return flagged(equation, own) if own else equation
 
-def _flagged_equation(equation: Equation, flags: Iterator[Flags]) -> Equation:
-    own: Flags = frozenset()
-    if traits_of(equation.primitive.name).category is Category.CALL:
-        parts = [_with_flags(inner.jaxpr, flags) for inner in inner_jaxprs(equation)]
-        equation = with_inner_jaxprs(equation, parts)
-        # For the equations that JAX makes itself, such as those of the rule of a custom derivative.
-        own = own.union(*(each for part in parts for each in flags_in(part)))
-    elif has_floating(equation):
-        own = next(flags)
-    return flagged(equation, own) if own else equation
+    return with_equations(jaxpr, list(map(changed, equations(jaxpr))))

@@ -2,9 +2,8 @@
 
 import collections
 import dataclasses
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +13,6 @@ import numpy as np
 from ..._jaxpr import Array
 from .flags import FlaggedProgram
 from .report import LEAF
-
-_NOISE = 0.01
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,8 +53,8 @@ def _sums(half: Array, full: Array, before: Any) -> Array:
     return jnp.stack([unit, square(half - full), square(half), square(full)])
 
 
-def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:
-    """Returns the groups of the outputs of a program; `full` are the outputs in float32."""
+def groups_of(program: FlaggedProgram, state: Mapping[int, int]) -> list[Group]:
+    """Returns the groups of the outputs of a program; `state` as `updated` returns it."""
     if not program.is_step:
         return [Group("", tuple(range(1, len(program.outputs))))] if len(program.outputs) > 1 else []
     trees: dict[str, list[int]] = collections.defaultdict(list)
@@ -65,7 +62,7 @@ def groups_of(program: FlaggedProgram, full: Sequence[Array]) -> list[Group]:
     for number, name in enumerate(program.outputs):
         suffix = max((s for s in suffixes if s and f"/{name}".endswith(f"/{s}")), key=len, default="")
         trees[name.removesuffix(suffix).rstrip("/") if suffix else name].append(number)
-    arrays, state = program.arrays(1.0), updated(program, full)
+    arrays = program.arrays(1.0)
 
     def group(name: str, numbers: Sequence[int]) -> Group:
         # A step changes its state by a small part, which the values would hide.
@@ -95,43 +92,27 @@ def updated(program: FlaggedProgram, full: Sequence[Array]) -> dict[int, int]:
     return {n: index for n, index in state.items() if not (is_far and n in new)}
 
 
-class Leaves:
-    """The outputs, each compared alone: a wrong gradient may have a small share of the norm of all."""
+def worst_leaf(
+    program: FlaggedProgram, norms: Mapping[Group, np.ndarray], noise: Callable[[], set[int]]
+) -> tuple[float, str, str]:
+    """Returns the largest error of an output alone, over its own norm, its path, and that of a zero output.
 
-    def __init__(self, program: FlaggedProgram, full: Sequence[Array], groups: Sequence[Group]) -> None:
-        self._program, self._full, self._groups = program, full, groups
-
-    def worst(self, norms: Mapping[Group, np.ndarray]) -> tuple[float, str, str]:
-        """Returns the largest error of an output, over its own norm, its path, and that of a zero output.
-
-        Of a step only those outputs count that do not change in half and do in float32: Adam divides each
-        gradient by its size, so that the error of a small one is as large as that of any other.
-        """
-        rows = _rows(norms)
-        errors = {number: error_of(*row)[0] for number, row in rows.items()}
-        if any(LEAF < error < math.inf for error in errors.values()):
-            errors = {number: error for number, error in errors.items() if number not in self._noise}
-        zeros = {number: error for number, error in errors.items() if not rows[number][1]}
-        errors = zeros if self._program.is_step else errors
-        if not errors:
-            return 0.0, "", ""
-        number = max(errors, key=lambda number: (errors[number], -number))
-        paths = self._program.outputs
-        return errors[number], paths[number], paths[min(zeros)] if zeros else ""
-
-    @functools.cached_property
-    def _noise(self) -> set[int]:
-        """The gradients that are rounding errors in float32 as well, so that no dtype has them right.
-
-        That of a bias in front of a normalization is one: it would be zero if sums were exact. The last
-        digits of the parameters change such a gradient as a whole, and other gradients of real models by
-        1e-5 at most.
-        """
-        near = self._program(None, 1.0, nudge=2.0**-23)
-        rows = _rows({group: group.norms(near, self._full) for group in self._groups})
-        return {number for number, row in rows.items() if error_of(*row)[0] > _NOISE}
+    A wrong gradient may have a small share of the norm of all. `noise` tells those that no dtype has right.
+    Of a step only those outputs count that do not change in half and do in float32: Adam divides each
+    gradient by its size, so that the error of a small one is as large as that of any other.
+    """
+    rows = rows_of(norms)
+    errors = {number: error_of(*row)[0] for number, row in rows.items()}
+    if any(LEAF < error < math.inf for error in errors.values()):
+        errors = {number: error for number, error in errors.items() if number not in noise()}
+    zeros = {number: error for number, error in errors.items() if not rows[number][1]}
+    errors = zeros if program.is_step else errors
+    if not errors:
+        return 0.0, "", ""
+    number = max(errors, key=lambda number: (errors[number], -number))
+    return errors[number], program.outputs[number], program.outputs[min(zeros)] if zeros else ""
 
 
-def _rows(norms: Mapping[Group, np.ndarray]) -> dict[int, np.ndarray]:
+def rows_of(norms: Mapping[Group, np.ndarray]) -> dict[int, np.ndarray]:
     """Returns the norms of each output that is not zero in float32, by its number."""
     return {n: row for group, each in norms.items() for n, row in zip(group.numbers, each) if row[-1]}

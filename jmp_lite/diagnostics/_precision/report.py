@@ -204,15 +204,10 @@ class PrecisionReport(Shown):
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""
         alone = f"module alone in {'fp8' if self.dtype == FLOAT8 else 'half'}"
-        numbers = lambda own: (
-            f"{own.loss:.2e}",
-            f"{own.gradients:.2e}",
-            f"{own.leaf:.2e}",
-            f"{own.cosine:.6f}",
-        )
+        errors = lambda own: (f"{error:.2e}" for error in (own.loss, own.gradients, own.leaf))
         return [
             (alone, "loss", "gradients", "one of them", "cosine"),
-            *((row.module, *numbers(row.own)) for row in self.modules),
+            *((row.module, *errors(row.own), f"{row.own.cosine:.6f}") for row in self.modules),
         ]
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ way that its state has come are compared.
 
 import dataclasses
 from collections.abc import Collection, Iterator
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +38,8 @@ class Lag:
         return 1 - self.part if self.dtype else self.part
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trained:
-    metrics: dict[int, np.ndarray]  # The values of each scalar that is no state, by its number.
-    state: list[Array]  # The floating state.
+Trained: TypeAlias = tuple[dict[int, list[float]], list[Array]]
+"""The values of each scalar that is no state, by its number, and the floating state at the end."""
 
 
 class Training:
@@ -48,7 +47,7 @@ class Training:
 
     def __init__(self, program: FlaggedProgram, state: dict[int, int]) -> None:
         self._program, self._state, self._start = program, state, program.arrays(1.0)
-        self._in_float32: dict[int, _Trained] = {}
+        self._in_float32: dict[int, Trained] = {}  # By the number of steps.
         # The loss of a loss function is compared where its gradients are.
         self._metrics = len(program.outputs) if program.is_step else 0
         self._floating = [number for number in state if number < program.floating]
@@ -58,32 +57,29 @@ class Training:
     def lags(self, kept: Collection[Module] = (), steps: int | None = None) -> list[Lag]:
         """Returns what is wrong with some modules in float32 and the others in half, the worst first."""
         steps = self.steps if steps is None else steps
-        half, full = self._run(self._program.groups - frozenset(kept), steps), self._full(steps)
+        if steps not in self._in_float32:
+            self._in_float32[steps] = self._run(None, steps)
+        half, full = self._run(self._program.groups - frozenset(kept), steps), self._in_float32[steps]
         lags = (*self._of_metrics(half, full, steps), *self._of_state(half, full, steps))
         return sorted(lags, key=lambda lag: -lag.error)
 
-    def _of_metrics(self, half: _Trained, full: _Trained, steps: int) -> Iterator[Lag]:
+    def _of_metrics(self, half: Trained, full: Trained, steps: int) -> Iterator[Lag]:
         last = lambda values: float(np.mean(values[-max(1, steps // 5) :]))
-        for number, values in full.metrics.items():
+        for number, values in full[0].items():
             end, start = last(values), values[0]
-            size, difference = max(abs(end), abs(start - end)), abs(last(half.metrics[number]) - end)
+            size, difference = max(abs(end), abs(start - end)), abs(last(half[0][number]) - end)
             error = difference / size if size else difference
             if not error <= HARM:
                 yield Lag(self._program.outputs[number], "", error, steps)
 
-    def _of_state(self, half: _Trained, full: _Trained, steps: int) -> Iterator[Lag]:
+    def _of_state(self, half: Trained, full: Trained, steps: int) -> Iterator[Lag]:
         old = [self._start[self._state[number]] for number in self._floating]
-        for number, way, own in zip(self._floating, map(_way, old, full.state), map(_way, old, half.state)):
+        for number, way, own in zip(self._floating, map(_way, old, full[1]), map(_way, old, half[1])):
             if float(way) > 0 and not float(own) >= _LEAST * float(way):
                 index, part = self._state[number], float(own) / float(way)
                 yield Lag(*self._program.argument(index), part, steps)
 
-    def _full(self, steps: int) -> _Trained:
-        if steps not in self._in_float32:
-            self._in_float32[steps] = self._run(None, steps)
-        return self._in_float32[steps]
-
-    def _run(self, half: Collection[Module] | None, steps: int) -> _Trained:
+    def _run(self, half: Collection[Module] | None, steps: int) -> Trained:
         arrays, metrics = list(self._start), dict[int, list[float]]()
         for _ in range(steps):
             results = self._program.run(arrays, half)
@@ -92,8 +88,7 @@ class Training:
                     metrics.setdefault(number, []).append(float(result))
             for number, index in self._state.items():
                 arrays[index] = results[number]
-        state = [arrays[self._state[number]] for number in self._floating]
-        return _Trained({number: np.array(values) for number, values in metrics.items()}, state)
+        return metrics, [arrays[self._state[number]] for number in self._floating]
 
 
 @jax.jit

@@ -1,4 +1,4 @@
 """Counts how many values half precision loses, and suggests a loss scale.
 
-Read `magnitudes` (the measurement, and the loss scales that follow), `report`, then `profile`.
+Read `magnitudes` (the measurement, and the loss scales that follow), then `profile`.
 """

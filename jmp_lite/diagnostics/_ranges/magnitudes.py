@@ -9,6 +9,7 @@ nearest, ties to even, as in IEEE 754.
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -19,9 +20,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._dtypes import FLOAT8_DTYPES
 from ..._jaxpr import Array
-from .._values.extremes import maxima
 from .._values.sites import Site, SiteKind
-from .._values.tap import Probe
+from .._values.tap import Probe, maxima
 
 LOWEST = -149
 """The exponent of the smallest float32."""
@@ -92,8 +92,8 @@ class Magnitudes:
 
     Examples:
         >>> report = profile_ranges(lambda w: jnp.sum(w * jnp.array([1.0, 2.0**-30])))(jnp.ones(2))
-        >>> report.pooled.histogram, report.pooled.fates(0).flushed, report.pooled.fates(15).flushed
-        ({-30: 1, 0: 1}, 1, 0)
+        >>> report.pooled.values, report.pooled.fates(0).flushed, report.pooled.fates(15).flushed
+        (2, 1, 0)
     """
 
     dtype: np.dtype
@@ -108,12 +108,6 @@ class Magnitudes:
     def values(self) -> int:
         """How many values there are."""
         return int(self.bins.sum()) + self.zeros + self.infs + self.nans
-
-    @property
-    def histogram(self) -> dict[int, int]:
-        """How many values have a magnitude from `2**e` up to `2**(e + 1)`, by `e`; only those that occur."""
-        counts = self.bins.sum(1)
-        return {int(index) + LOWEST: int(counts[index]) for index in np.flatnonzero(counts)}
 
     def fates(self, exponent: int = 0) -> Fates:
         """Returns how many values the half dtype keeps and loses at the scale `2**exponent`."""
@@ -137,13 +131,19 @@ class Magnitudes:
         return Magnitudes(self.dtype, self.bins + other.bins, *counts, smallest, largest)
 
 
+def _joined(first: Array, second: Array) -> Array:
+    """Returns two records as one: the counts add up."""
+    is_count = jnp.arange(_COUNTS + 2) < _COUNTS
+    return jnp.where(is_count, first + second, jnp.maximum(first, second))
+
+
 @dataclasses.dataclass(frozen=True)
 class Histogram(Probe):
     """The probe: counts the values that the program has in half or fp8, by their bits."""
 
     dtype: np.dtype  # The half dtype for which the edges are counted; of a value in fp8 its own counts.
 
-    adds = True
+    join = staticmethod(_joined)
 
     def wants(self, site: Site) -> bool:
         """Whether it is an array in half or fp8. Recomputed values are not counted again."""
@@ -196,10 +196,6 @@ class Histogram(Probe):
         del dtype
         return jnp.zeros(_COUNTS + 2, jnp.uint32)
 
-    def join(self, first: Array, second: Array) -> Array:
-        is_count = jnp.arange(_COUNTS + 2) < _COUNTS
-        return jnp.where(is_count, first + second, jnp.maximum(first, second))
-
     def read(self, record: np.ndarray) -> Magnitudes:
         counts = record[:_COUNTS].astype(np.int64)
         extremes = np.array([~record[-1] if record[-1] else 0, record[-2]], np.uint32).view(np.float32)
@@ -207,7 +203,7 @@ class Histogram(Probe):
         return Magnitudes(self.dtype, bins, *map(int, counts[_ZERO:]), *map(float, extremes))
 
 
-def pooled(magnitudes: list[Magnitudes], dtype: np.dtype) -> Magnitudes:
+def pooled(magnitudes: Iterable[Magnitudes], dtype: np.dtype) -> Magnitudes:
     none = Magnitudes(dtype, np.zeros((BINS, _CLASSES), np.int64), 0, 0, 0, 0.0, 0.0)
     return functools.reduce(Magnitudes.__add__, magnitudes, none)
 
@@ -222,13 +218,10 @@ def suggested(gradients: Magnitudes) -> int | None:
     if safe is None:
         return None
     best = gradients.fates(safe)
-
-    def is_enough(exponent: int) -> bool:
-        scaled = gradients.fates(exponent)
-        digits = scaled.share(scaled.subnormal) - best.share(best.subnormal)
-        return scaled.lost <= best.lost + _OF_VALUES and digits <= _OF_DIGITS
-
-    return next(filter(is_enough, range(min(0, safe), safe + 1)))
+    digits = lambda fates: fates.share(fates.subnormal)
+    fates = ((exponent, gradients.fates(exponent)) for exponent in range(min(0, safe), safe + 1))
+    enough = (each for each in fates if each[1].lost <= best.lost + _OF_VALUES)
+    return next(n for n, each in enough if digits(each) <= digits(best) + _OF_DIGITS)
 
 
 def largest_safe(largest: float, dtype: np.dtype) -> int | None:

@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from ..._autocast import (
     AutocastOperation,
@@ -31,19 +30,15 @@ from ..._dtypes import DTypeLike
 from ..._jaxpr import (
     Array,
     check_function,
-    configured_precision,
     constants,
-    equations,
     only_own_precisions,
-    params_with_precision,
-    with_equations,
 )
 from ..._jaxpr import trace as trace_call
 from ..._paths import argument_names
 from ..._scaling.loss_scale import LossScaleLike, NoOpLossScale, as_loss_scale
 from ..._tree import is_traced
-from .extremes import Extremes
 from .reference import is_narrow
+from .tap import Probe
 from .trace import LossCall, LossProgram, Measured, Tapped, ValueAndGrad, trace
 
 P = ParamSpec("P")
@@ -59,50 +54,42 @@ class Options(TypedDict, total=False):
     value_and_grad_fn: ValueAndGrad | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """What a tool is asked: a function, and its options after all checks."""
-
-    caller: str  # The name of the tool.
-    call: LossCall  # Of the function without its autocast.
-    rules: Rules  # Those of its autocast; without one, those of the dtype that is given.
-    is_autocast: bool
-    is_given: bool  # Whether a dtype is given.
-    scale: float
-
-
+@dataclasses.dataclass(eq=False)
 class Case:
-    """One call that is examined."""
+    """One call that is examined, with its options after all checks."""
 
-    def __init__(self, question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.question, call = question, question.call
-        if any(is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
-            raise TypeError(f"{question.caller} reads values. Call it outside jit, on arrays.")
-        self.arguments = _with_arrays(call, args), kwargs
+    call: LossCall  # Of the function without its autocast.
+    given: Rules  # Those of its autocast; without one, those of the dtype that is given.
+    is_autocast: bool
+    has_dtype: bool  # Whether a dtype is given.
+    scale: float
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        args, kwargs = self.arguments
+        self.arguments = _with_arrays(self.call, args), kwargs
         with only_own_precisions():
-            self.traced = trace_call(call.fun, *self.arguments, True, (np.ndarray,))
+            self.traced = trace_call(self.call.fun, *self.arguments, True, (np.ndarray,))
         self.plain = make_rules(jnp.float32)
         self._plans: dict[int, tuple[Planner, Plan]] = {}  # By the `id` of their rules.
 
     @functools.cached_property
     def is_own(self) -> bool:
         """Whether the function runs as it is: it has half products, or half values and no dtype was given."""
-        is_given = self.question.is_given
-        own = (each.on_tensor_cores if is_given else gives_half(each) for each in self.before)
-        return not self.question.is_autocast and any(own)
+        own = (each.on_tensor_cores if self.has_dtype else gives_half(each) for each in self.before)
+        return not self.is_autocast and any(own)
 
     @functools.cached_property
     def rules(self) -> Rules:
         """The rules by which autocast runs the function; those of float32 if it runs as it is."""
-        given = self.question.rules
-        is_plain = not self.question.is_autocast and (given.dtype == jnp.float32 or self.is_own)
-        return self.plain if is_plain else given
+        is_plain = not self.is_autocast and (self.given.dtype == jnp.float32 or self.is_own)
+        return self.plain if is_plain else self.given
 
     @property
     def numbers(self) -> dict[str, float]:
         """The Python numbers among the arguments, by their paths."""
         args, kwargs = self.arguments
-        named = zip(argument_names(self.question.call.fun, args, kwargs), jax.tree.leaves(self.arguments))
+        named = zip(argument_names(self.call.fun, args, kwargs), jax.tree.leaves(self.arguments))
         return {name: leaf for name, leaf in named if isinstance(leaf, float)}
 
     @property
@@ -114,13 +101,12 @@ class Case:
 
     def planned(self, rules: Rules) -> tuple[Planner, Plan]:
         """Returns the plan of autocast by some rules, made once for those of the function and for none."""
-        if id(rules) in self._plans:
-            return self._plans[id(rules)]
-        planner, plan = make_plan(self.traced, rules)
-        if rules is self.plain or rules is self.rules:
+        if rules is not self.plain and rules is not self.rules:
+            return make_plan(self.traced, rules)
+        if id(rules) not in self._plans:
+            self._plans[id(rules)] = planner, _ = make_plan(self.traced, rules)
             planner.scopes.check()
-            self._plans[id(rules)] = planner, plan
-        return planner, plan
+        return self._plans[id(rules)]
 
     def operations(self, rules: Rules) -> list[AutocastOperation]:
         """Returns the operations of the function, as autocast runs them by some rules."""
@@ -135,32 +121,21 @@ class Case:
     @functools.cached_property
     def program(self) -> LossProgram:
         """The function as it runs, with its backward pass."""
-        if self.rules is self.plain:
-            return self.plain_program
         return self.program_of(functools.partial(run, *self.planned(self.rules)))
 
     @functools.cached_property
     def tapped(self) -> Tapped:
         """The program, with the smallest and the largest element of every value."""
-        return Tapped(self.program, Extremes())
+        return Tapped(self.program, Probe())
 
     @functools.cached_property
     def measured(self) -> Measured:
         """These elements at the loss scale of the call."""
-        return self.tapped(self.question.scale)
-
-    @functools.cached_property
-    def plain_program(self) -> LossProgram:
-        """The function without autocast, with its backward pass."""
-        jaxpr, precision = self.traced.jaxpr, configured_precision()
-        if precision is not None:
-            changed = lambda each: each.replace(params=each.params | params_with_precision(each, precision))
-            jaxpr = with_equations(jaxpr, list(map(changed, equations(jaxpr))))
-        return self.program_of(lambda arrays: jaxpr_as_fun(jaxpr)(*arrays))
+        return self.tapped(self.scale)
 
     def program_of(self, run_arrays: Callable[[Sequence[Array]], list[Array]]) -> LossProgram:
         """Returns a program with its backward pass, of a function of the arrays among the arguments."""
-        call = dataclasses.replace(self.question.call, fun=self.traced.replayed(run_arrays))
+        call = dataclasses.replace(self.call, fun=self.traced.replayed(run_arrays))
         return trace(call, *self.arguments)
 
 
@@ -217,14 +192,19 @@ def tool(
     if rules.dtype == jnp.float32 != np.dtype(default):
         raise ValueError(f"{caller} compares float16 or bfloat16 with float32. Got float32.")
     call, is_autocast = LossCall(plain, argnums, has_aux, value_and_grad_fn), settings_of(fun) is not None
-    question = Question(caller, call, rules, is_autocast, dtype is not None, scale)
 
     @functools.wraps(fun)
     def tool_fun(*args: P.args, **kwargs: P.kwargs) -> T:
+        _check_outside_jit(caller, (args, kwargs))
         with without_debugging():
-            return answer(Case(question, args, kwargs))
+            return answer(Case(call, rules, is_autocast, dtype is not None, scale, (args, kwargs)))
 
     return tool_fun
+
+
+def _check_outside_jit(caller: str, tree: Any) -> None:
+    if any(map(is_traced, jax.tree.leaves(tree))):
+        raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
 
 
 def _scale_of(caller: str, loss_scale: LossScaleLike | None) -> float:
@@ -235,8 +215,7 @@ def _scale_of(caller: str, loss_scale: LossScaleLike | None) -> float:
             f"{caller}: loss_scale should be None, a number, or a loss scale such as "
             f"jmp.get_loss_scale(opt_state) or jmp.DynamicLossScale(). Got {type(loss_scale).__name__}."
         )
-    if is_traced(scale.loss_scale):
-        raise TypeError(f"{caller} reads values. Call it outside jit, on arrays.")
+    _check_outside_jit(caller, scale.loss_scale)
     number = float(np.asarray(scale.loss_scale).reshape(()))
     if not 0 < number < np.inf:
         raise ValueError(f"{caller}: loss_scale should be above 0 and finite. Got {number}.")

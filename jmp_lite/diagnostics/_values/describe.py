@@ -132,7 +132,8 @@ class Description:
         # bits of an fp8 tensor stand for the tensor.
         is_move = traits_of(name).keeps_elements or name == "bitcast_convert_type"
         is_same = is_move or (is_cast and _survives_cast(operands[0].number, results[0].aval))
-        if is_same and all(map(_is_known, operands, results)):
+        is_known = lambda value, var: value.source or value.number is not None or not is_floating(var.aval)
+        if is_same and all(map(is_known, operands, results)):
             return operands[: len(results)]
         argument = operands[0].argument if is_move or is_cast else ""
         value = Value(None, argument, None, _last_parameter(operands), any(v.is_scaled for v in operands))
@@ -147,24 +148,22 @@ class Description:
         name, inners = equation.primitive.name, inner_jaxprs(equation)
         if name == "while":
             self._site((*path, CUT), SiteKind.CUT, equation, [], jax.typeof(1.0), where)
-            if not _is_measured_inside(equation):
+            (predicate,) = open_jaxpr(equation.params["cond_jaxpr"]).outvars
+            # A batch of loops has a predicate for each.
+            if predicate.aval.shape or len(list(all_equations(inners[1].jaxpr))) > _MOST_MEASURED:
                 return self._operation(equation, operands, path, where)
-        parts = [(n, inner) for n, inner in enumerate(inners) if None not in inner.results]
-        inside = [_inside(equation, (*path, number), where) for number, _ in parts]
+        parts = [
+            (inner, _inside(equation, (*path, number), where))
+            for number, inner in enumerate(inners)
+            if None not in inner.results
+        ]
         if name in (*INLINE, "remat2"):
-            ((_, inner),) = parts
-            return self._run(inner.jaxpr, [operands[number] for number in inner.operands], inside[0])
-        if loop := _loop(equation, inside[0].path):
-            inside = [dataclasses.replace(inside[0], loops=(*where.loops, loop))]
-        parts = zip(parts, inside)
-        branches = [self._body(equation, inner, operands, around, where) for (_, inner), around in parts]
+            ((inner, inside),) = parts
+            return self._run(inner.jaxpr, [operands[number] for number in inner.operands], inside)
+        branches = [self._body(equation, inner, operands, inside, where) for inner, inside in parts]
         if name == "while":  # A loop that runs no iteration returns its initial carry.
             branches.append([operands[number] for number in inners[1].operands[inners[1].constants :]])
-        return self._leave(equation, branches, path, where)
-
-    def _leave(self, equation: Equation, branches: Sequence[Values], path: Path, where: Where) -> list[Value]:
-        """Describes the results of a call, of which each may come from any of some branches."""
-        left = []
+        left = []  # Each result may come from any of the branches.
         for number, (var, values) in enumerate(zip(equation.outvars, zip(*branches))):
             at = (*path, LEAVE + number)
             source = self._site(at, SiteKind.LEAVE, equation, values, var.aval, where)
@@ -182,7 +181,7 @@ class Description:
         while True:
             taken = list(given)
             for number, (var, role) in inputs:
-                if outside != where and role is not Role.CONSTANT:
+                if inside.loops != where.loops and role is not Role.CONSTANT:
                     at, value = (*inside.path, -1, number), given[number]
                     source = self._site(at, SiteKind.ENTRY, equation, [value], var.aval, outside)
                     taken[number] = value._replace(source=source or value.source, number=None)
@@ -233,31 +232,17 @@ class Description:
 
 def _inside(equation: Equation, path: Path, where: Where) -> Where:
     """Returns the surroundings of an inner jaxpr of an equation."""
-    return Where(
-        path,
-        call_scope(scope_of(equation, where.scope), equation),
-        _direction(equation, where.direction),
-        where.loops,
-        line_of(equation) or where.line,
-    )
-
-
-def _loop(equation: Equation, path: Path) -> Loop | None:
-    """Returns the loop that an equation is, with its body at a path; None for a branch."""
-    name, params = equation.primitive.name, equation.params
+    name, params, loops = equation.primitive.name, equation.params, where.loops
     if name == "shard_map":
         mesh, manual = params["mesh"], params["newly_manual_axes"]
-        return Loop(name, path, math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis in manual))
-    if name == "scan":
-        return Loop(name, path, params["length"], params["reverse"])
-    return Loop(name, path, KEPT) if name == "while" else None
-
-
-def _is_measured_inside(equation: Equation) -> bool:
-    """Whether a while loop is measured inside: a small one, which is not that of a batch."""
-    (predicate,) = open_jaxpr(equation.params["cond_jaxpr"]).outvars
-    size = len(list(all_equations(equation.params["body_jaxpr"])))
-    return not predicate.aval.shape and size <= _MOST_MEASURED
+        shards = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis in manual)
+        loops = (*loops, Loop(name, path, shards))
+    elif name == "scan":
+        loops = (*loops, Loop(name, path, params["length"], params["reverse"]))
+    elif name == "while":
+        loops = (*loops, Loop(name, path, KEPT))
+    scope, line = call_scope(scope_of(equation, where.scope), equation), line_of(equation) or where.line
+    return Where(path, scope, _direction(equation, where.direction), loops, line)
 
 
 def _last_parameter(operands: Values) -> str:
@@ -288,10 +273,6 @@ def _operand(var: Var, value: Value) -> tuple[str, float | None]:
     is_real = is_number and not jnp.issubdtype(var.aval.dtype, jnp.complexfloating)
     # JAX prints an integer with its dtype.
     return str(np.asarray(var.val)), float(var.val) if is_real else None
-
-
-def _is_known(value: Value, result: Var) -> bool:
-    return value.source is not None or value.number is not None or not is_floating(result.aval)
 
 
 def _survives_cast(number: float | None, aval: Any) -> bool:

@@ -1,24 +1,38 @@
 """The numbers of a program that half precision rounds away, as the source has them.
 
 JAX rounds a number when it traces: of `x + 1e-8` in float16 the jaxpr has `x + 0`, and no run of the jaxpr in
-float32 brings the number back. So the number is read from the source.
+float32 brings the number back. So the number is read from the source: a constant, a name, an attribute or a
+default. Only one number is guessed: a name of unknown value that is added, and is 0 in half, is an epsilon.
 """
 
 import ast
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import linecache
+import operator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
 from .sites import NARROW
-from .source import Written, operands_at
 
 Key = tuple[str, np.dtype, float, int]
 """The line of an operation, and the dtype, the value and the position of one of its operands."""
+
+
+class Written(NamedTuple):
+    """A number in the source."""
+
+    number: float
+    is_sure: bool = True  # False for a default, in whose place a caller may give another number.
+    line: str = ""  # Where the source converts it to half, so that it is rounded in a float32 program too.
+
+
 Numbers = Mapping[Key, Written]
 """Numbers as they are written."""
 
@@ -43,7 +57,7 @@ def lost_numbers(jaxpr: Jaxpr, given: Mapping[str, float] = MappingProxyType({})
 def written(numbers: Numbers, equation: Equation, position: int) -> Written | None:
     """Returns an operand of an equation as it is written; None if it is no number that half rounds."""
     key = _key(equation, equation.invars[position], position) if numbers else None
-    return None if key is None else numbers.get(key)
+    return numbers.get(key) if key else None
 
 
 def _key(equation: Equation, var: Var, position: int) -> Key | None:
@@ -63,18 +77,19 @@ def _in_the_source(key: Key, equation: Equation, given: Mapping[str, float]) -> 
     line, dtype, value, position = key
     if traits_of(equation.primitive.name).compares:
         return None
-    operands = [(node, place, _given(node, given) or known) for node, place, known in operands_at(line)]
-    is_same = functools.partial(_is_rounded, value=value, dtype=dtype)
-    same = [(place, each) for _, place, known in operands for each in filter(is_same, known)]
+    same: list[tuple[int, Written]] = []
+    has_unknown_name = False
+    for node, place, known in _operands_at(line):
+        name = ast.unparse(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
+        argument = name.replace(".", "/")
+        known = [Written(given[argument])] if argument in given else known
+        has_unknown_name |= bool(name) and not known
+        same += [(place, each) for each in known if _is_rounded(each, value, dtype)]
     if same:
         at_place = [each for place, each in same if place == position]
         return _nearest(at_place or [each for _, each in same], value)
     is_epsilon = value == 0 and dtype in NARROW and equation.primitive.name == "add"
-    return _EPSILON if is_epsilon and _has_unknown_name(operands) else None
-
-
-def _has_unknown_name(operands: Iterable[tuple[ast.expr, int, list[Written]]]) -> bool:
-    return any(isinstance(node, (ast.Name, ast.Attribute)) and not known for node, _, known in operands)
+    return _EPSILON if is_epsilon and has_unknown_name else None
 
 
 def _is_rounded(written: Written, value: float, dtype: np.dtype) -> bool:
@@ -83,11 +98,6 @@ def _is_rounded(written: Written, value: float, dtype: np.dtype) -> bool:
     dtypes = (dtype,) if dtype in NARROW else HALF_DTYPES if written.line else ()
     with np.errstate(over="ignore"):
         return abs(value) in {abs(float(np.asarray(written.number).astype(half))) for half in dtypes}
-
-
-def _given(node: ast.expr, given: Mapping[str, float]) -> list[Written]:
-    path = ast.unparse(node).replace(".", "/") if isinstance(node, (ast.Name, ast.Attribute)) else ""
-    return [Written(given[path])] if path in given else []
 
 
 def _nearest(numbers: Sequence[Written], value: float) -> Written | None:
@@ -99,3 +109,189 @@ def _nearest(numbers: Sequence[Written], value: float) -> Written | None:
     lines = [each.line for each in numbers if each.line]
     is_sure = len(numbers) == 1 and numbers[0].is_sure
     return Written(float(np.copysign(size, value)), is_sure, line=next(iter(lines), ""))
+
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
+_CONVERSIONS = ("float", "array", "asarray", "float16", "bfloat16", "float32", "float64")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+class _Source:
+    """The expressions of a file, and the numbers that they may have."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self._file = file
+        self.nodes: dict[tuple[int, int], list[ast.AST]] = {}  # The expressions that begin at a place.
+        self._around: dict[ast.AST, list[ast.AST]] = {}  # The functions and classes, inner first.
+        self._known: dict[ast.expr, list[Written]] = {}  # The numbers of the expressions so far.
+        self._visit(ast.parse(text), [])
+
+    def _visit(self, node: ast.AST, around: list[ast.AST]) -> None:
+        self._around[node] = around
+        if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign)):
+            self.nodes.setdefault((node.lineno, node.col_offset), []).append(node)
+        inside = [node, *around] if isinstance(node, (*_FUNCTIONS, ast.ClassDef)) else around
+        for child in ast.iter_child_nodes(node):
+            self._visit(child, inside)
+
+    def numbers(self, node: ast.expr) -> list[Written]:
+        """Returns the numbers that an expression may have; none if it is not known."""
+        if node not in self._known:
+            try:
+                self._known[node] = list(self._numbers(node))
+            except (ArithmeticError, RecursionError, TypeError, ValueError):
+                self._known[node] = []  # Also of a name that is computed from itself, in `x = x + 1`.
+        return self._known[node]
+
+    def _numbers(self, node: ast.expr) -> Iterator[Written]:
+        match node:
+            case ast.Constant(value=bool()):
+                return
+            case ast.Constant(value=int() | float() as value):
+                yield Written(float(value))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                yield from (written._replace(number=-written.number) for written in self._numbers(operand))
+            case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
+                compute = _OPERATORS[type(op)]
+                for one, other in itertools.product(self._numbers(left), self._numbers(right)):
+                    number = float(compute(one.number, other.number))
+                    yield Written(number, one.is_sure and other.is_sure, one.line or other.line)
+            case ast.Call(func=func, args=[_, *_]) if self._is_conversion(func):
+                yield from self._converted(node)
+            case ast.Name(id=name):
+                yield from self._of_name(name, self._around[node])
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                yield from self._of_self(name, self._around[node])
+            case ast.Attribute():
+                yield from _number_of(self._global(ast.unparse(node)))
+
+    def _converted(self, call: ast.Call) -> Iterator[Written]:
+        """Yields the numbers of a conversion, with its line if that is one to half."""
+        argument, *more = call.args
+        dtypes = [call.func, *more, *(keyword.value for keyword in call.keywords)]
+        is_to_half = any(map(self.is_half_dtype, dtypes))
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            yield Written(float(argument.value))
+        for written in self._numbers(argument):
+            line = f"{self._file}:{call.lineno}:{call.col_offset}" if is_to_half else written.line
+            yield written._replace(line=line)
+
+    def _of_name(self, name: str, around: Sequence[ast.AST]) -> Iterator[Written]:
+        for function in around:
+            if not isinstance(function, _FUNCTIONS):
+                continue
+            if values := list(_assigned(function, ast.Name, name)):
+                yield from (number for value in values for number in self._numbers(value))
+                return
+            defaults = _defaults(function)
+            if name in defaults:
+                default = defaults[name]
+                yield from () if default is None else self._unsure(default)
+                return
+        yield from _number_of(self._global(name))
+
+    def _of_self(self, name: str, around: Sequence[ast.AST]) -> Iterator[Written]:
+        """Yields the numbers that a class gives to an attribute, in its body or its methods."""
+        of_class = next((node for node in around if isinstance(node, ast.ClassDef)), None)
+        if of_class is not None:
+            values = (*_assigned(of_class, ast.Name, name), *_assigned(of_class, ast.Attribute, name))
+            yield from (number for value in values for number in self._unsure(value))
+
+    def _unsure(self, node: ast.expr) -> Iterator[Written]:
+        return (written._replace(is_sure=False) for written in self._numbers(node))
+
+    def _is_conversion(self, func: ast.expr) -> bool:
+        name = ast.unparse(func)
+        if name.rpartition(".")[2] in _CONVERSIONS:
+            return True
+        return getattr(self._global(name), "dtype", None) is not None  # Such as `F16 = jnp.float16`.
+
+    def is_half_dtype(self, node: ast.expr) -> bool:
+        text = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
+        dtype = getattr(self._global(text), "dtype", None) if isinstance(text, str) else None
+        return dtype in HALF_DTYPES or str(text).rpartition(".")[2] in ("float16", "bfloat16")
+
+    @functools.cached_property
+    def _module(self) -> Any:
+        modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == self._file)
+        return next(modules, sys.modules.get("__main__"))
+
+    def _global(self, name: str) -> Any:
+        """Returns what a name with dots stands for in the module of the file; None if it is not known."""
+        value: Any = self._module
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        return value
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(file: str, text: str) -> _Source | None:
+    try:
+        return _Source(file, text)
+    except (SyntaxError, ValueError, RecursionError):  # A cell of a notebook with magic commands.
+        return None
+
+
+def makes_half(line: str) -> bool:
+    """Whether a call that begins at `file.py:12:4` takes a half dtype, as `x.astype(jnp.float16)` does."""
+    source, nodes = _expressions_at(line)
+    parts = [part for node in nodes if isinstance(node, ast.Call) for part in _operands(node)]
+    return source is not None and any(map(source.is_half_dtype, parts))
+
+
+def _operands_at(line: str) -> list[tuple[ast.expr, int, list[Written]]]:
+    """Returns the operands of the expressions that begin at `file.py:12:4`: position and numbers of each."""
+    source, nodes = _expressions_at(line)
+    operands = (enumerate(_operands(node)) for node in nodes)
+    return [(part, place, source.numbers(part)) for each in operands for place, part in each if source]
+
+
+def _expressions_at(line: str) -> tuple[_Source | None, list[ast.AST]]:
+    """Returns the source of a file, and the expressions that begin at `file.py:12:4 (function)`."""
+    file, row, column = [*line.partition(" ")[0].split(":"), "", "0"][:3]
+    text = "".join(linecache.getlines(file)) if row.isdigit() else ""
+    source = _parsed(file, text) if text else None
+    return source, source.nodes.get((int(row), int(column or 0)), []) if source else []
+
+
+def _operands(node: ast.AST) -> list[ast.expr]:
+    match node:
+        case ast.BinOp(left=left, right=right):
+            return [left, right]
+        case ast.Call(args=args, keywords=keywords):
+            return [*args, *(keyword.value for keyword in keywords)]
+        case ast.AugAssign(value=value):
+            return [value]
+    return []
+
+
+def _assigned(inside: ast.AST, kind: type, name: str) -> Iterator[ast.expr]:
+    """Yields what is assigned to a name, or to an attribute of that name, inside a function or class."""
+    for node in ast.walk(inside):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        is_target = lambda each: (
+            isinstance(each, kind) and name in (getattr(each, "id", ""), getattr(each, "attr", ""))
+        )
+        if isinstance(value, ast.expr) and any(map(is_target, targets)):
+            yield value
+
+
+def _defaults(function: Any) -> dict[str, ast.expr | None]:
+    """Returns the parameters of a function, each with its default or None."""
+    args = function.args
+    positional = [*args.posonlyargs, *args.args]
+    missing = [None] * (len(positional) - len(args.defaults))
+    pairs = (*zip(positional, [*missing, *args.defaults]), *zip(args.kwonlyargs, args.kw_defaults))
+    return {parameter.arg: default for parameter, default in pairs}
+
+
+def _number_of(value: Any) -> list[Written]:
+    is_number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
+    return [Written(float(value))] if is_number else []

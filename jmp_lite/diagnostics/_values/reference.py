@@ -120,8 +120,9 @@ class Reference:
                 (x,) = operands
                 (rounded,) = bind(equation, [x.array])
                 return [x._replace(array=self._choose(flags, rounded, x.array))]
-            if self._wide == jnp.bfloat16 and _draws(equation):
-                # In bfloat16 JAX draws other numbers: float16 ones, once rounded, may leave their range.
+            # In bfloat16 JAX draws other numbers: float16 ones, once rounded, may leave their range.
+            called = str(equation.params.get("name", ""))  # JAX jits `jax.random.normal` as `_normal`.
+            if self._wide == jnp.bfloat16 and called[:1] == "_" and hasattr(jax.random, called[1:]):
                 return list(map(self._exact, _as_written(equation, [value.array for value in operands])))
             if name in INLINE:
                 (inner,) = (part for part in inner_jaxprs(equation) if None not in part.results)
@@ -134,13 +135,11 @@ class Reference:
 
     def _operands(self, equation: Equation, values: Iterable[ReferenceValue], flags: Flags | None) -> Values:
         """Returns the operands; with the flags off numbers as they are written, which half had rounded."""
-        operands = []
-        for position, value in enumerate(values):
-            number = written(self._numbers, equation, position)
-            if number is not None:
+        operands = list(values)
+        for position, value in enumerate(operands):
+            if (number := written(self._numbers, equation, position)) is not None:
                 array = self._choose(flags, value.array, np.asarray(number.number, self._wide))
-                value = ReferenceValue(array, flags)
-            operands.append(value)
+                operands[position] = ReferenceValue(array, flags)
         return operands
 
     def _literal(self, var: Var) -> ReferenceValue:
@@ -192,9 +191,10 @@ class Reference:
             return self._product(equation, operands, flags)
         if name == _OF_BITS or not (is_cast or name in PRIMITIVES):
             return list(map(self._exact, _as_written(equation, arrays)))
-        return self._in_both(equation, arrays, _flags_of_sum(operands, flags) if name == "add_any" else flags)
-
-    def _in_both(self, equation: Equation, arrays: Sequence[Array], flags: Flags | None) -> Values:
+        rounded = [value.rounded for value in operands if value.rounded is not None]
+        if name == "add_any" and len(rounded) == len(operands):
+            # The gradients of a value are in half if all readers of it are.
+            flags = frozenset[int]().union(*rounded)
         results = bind(equation, arrays, **self._wide_params(equation))
         if flags in self._is_on:
             halves = map(self._widened, _as_written(equation, arrays))
@@ -255,26 +255,12 @@ def is_narrow(value: Any) -> bool:
     return getattr(getattr(value, "aval", value), "dtype", None) in NARROW
 
 
-def _draws(equation: Equation) -> bool:
-    """Whether an equation calls a function of `jax.random`, such as `normal`, which JAX jits as `_normal`."""
-    name = str(equation.params.get("name", "")) if equation.primitive.name == "jit" else ""
-    return name.startswith("_") and hasattr(jax.random, name[1:])
-
-
 def _is_number(value: ReferenceValue) -> bool:
     """Whether a value is a literal scalar, which XLA knows."""
     return isinstance(value.array, (float, np.generic, np.ndarray)) and np.ndim(value.array) == 0
 
 
-def _flags_of_sum(operands: Sequence[ReferenceValue], flags: Flags | None) -> Flags | None:
-    """Returns the flags of an `add_any`: the gradients of a value are in half if all readers of it are."""
-    rounded = [value.rounded for value in operands if value.rounded is not None]
-    return frozenset[int]().union(*rounded) if len(rounded) == len(operands) else flags
-
-
 def _as_written(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
     """Runs an operation in the dtypes that it has in the program."""
-    cast_back = lambda array, var: (
-        lax.convert_element_type(array, var.aval.dtype) if is_narrow(var) else array
-    )
+    cast_back = lambda x, var: lax.convert_element_type(x, var.aval.dtype) if is_narrow(var) else x
     return bind(equation, list(map(cast_back, arrays, equation.invars)))

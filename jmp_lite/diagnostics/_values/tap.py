@@ -1,14 +1,13 @@
 """The tap: runs a program again, and measures the sites of its description on the way.
 
-A probe chooses the sites and measures them. Each measurement is a small array that is computed right where
-the value is. Measurements leave loops, branches, rematerialization and shards as additional results. So all
-of this is one program, which keeps no value longer than the original program does.
+A probe chooses the sites and measures them: by default their smallest and largest element. Each measurement
+is a small array that is computed right where the value is. Measurements leave loops, branches,
+rematerialization and shards as additional results. So all of this is one program, which keeps no value longer
+than the original program does.
 """
 
-import abc
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -46,35 +45,61 @@ Operate: TypeAlias = Callable[[Equation, Sequence[Array]], Sequence[Array]]
 """Runs an equation without inner jaxprs on arrays."""
 
 
-class Probe(abc.ABC):
-    """Chooses the sites to measure, by default all, and measures them."""
+class Probe:
+    """Measures values: the smallest and the largest element of each; NaN if there is one."""
 
-    adds = False  # Whether the measurements of a loop's iterations are joined instead of kept.
+    # Joins the measurements of two iterations of a loop, or of two shards; None keeps those of all.
+    join: Callable[[Array, Array], Array] | None = None
 
     def wants(self, site: Site) -> bool:
         """Whether to measure a site."""
         del site
         return True
 
-    @abc.abstractmethod
     def measure(self, array: Array, dtype: Any = None) -> Array:
-        """Returns the measurement as one array of a fixed shape.
+        """Returns the measurement as one array of a fixed shape; here `(2,)`, float32 or float64.
 
         `dtype` is that of the value in the program, if the array may have another one.
         """
+        del dtype
+        if jnp.iscomplexobj(array):
+            array = jnp.stack([array.real, array.imag])
+        if array.dtype.itemsize == 1:  # Not every fp8 format has inf and NaN; float32 has both.
+            array = array.astype(jnp.float32)
+        if not array.size:
+            return self.empty(array.dtype)  # XLA has no minimum of an array without elements.
+        # The bits are compared as integers, in the order NaN, -inf, ..., inf, NaN: XLA's CPU backend does not
+        # promise that a minimum of floats keeps a NaN. The bits of negative numbers fall as the numbers
+        # rise, so all of them but the sign are inverted.
+        whole = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[array.dtype.itemsize]
+        order = lambda bits: jnp.where(bits < 0, bits ^ jnp.iinfo(whole).max, bits)
+        ordered = order(lax.bitcast_convert_type(array, whole))
+        high, inverted_low = maxima(ordered, ~ordered)
+        ends = order(jnp.stack([~inverted_low, high]))
+        return lax.bitcast_convert_type(ends, array.dtype).astype(_wide(array.dtype))
 
-    @abc.abstractmethod
     def empty(self, dtype: Any) -> Array:
-        """Returns the measurement of an array of this dtype without elements."""
+        """Returns the measurement of an array of this dtype without elements; here inf and -inf."""
+        return jnp.asarray([np.inf, -np.inf], _wide(dtype))
 
     def alarm(self, record: Any) -> Any:
-        """Whether a measurement has an inf or NaN. That of a probe that `adds` is never asked."""
-        del record
-        return False
+        """Whether a measurement has an inf or NaN. That of a probe that joins them is never asked."""
+        # NaN is not equal to itself.
+        return (record != record).any(-1) | (record[..., 0] == -np.inf) | (record[..., 1] == np.inf)
 
-    def join(self, first: Array, second: Array) -> Array:
-        """Returns two measurements of a probe that `adds` as one: by default their sum."""
-        return first + second
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float64 if dtype in (jnp.float64, jnp.complex128) else jnp.float32
+
+
+def maxima(first: Array, second: Array) -> tuple[Array, Array]:
+    """Returns the largest elements of two arrays of integers, which have the same shape and dtype."""
+    # XLA's CPU backend runs this single reduction several times as fast as two.
+    least = np.asarray(jnp.iinfo(first.dtype).min, first.dtype)
+    join = lambda one, other: (jnp.maximum(one[0], other[0]), jnp.maximum(one[1], other[1]))
+    # Over all axes of the array as it is: to flatten a sharded array, XLA would gather its shards.
+    high, other_high = lax.reduce((first, second), (least, least), join, tuple(range(first.ndim)))
+    return high, other_high
 
 
 class Tap:
@@ -85,33 +110,38 @@ class Tap:
         # Most arrays of a model have one of few shapes, for each of which this is traced once.
         self._measure_once = jax.jit(probe.measure, static_argnums=1)
         self.sites = {path: site for path, site in description.sites.items() if probe.wants(site)}
-        self.records: Records = {}  # The measurements so far in the jaxpr that runs.
 
-    def run(self, jaxpr: Jaxpr, arrays: Sequence[Array], path: Path = ()) -> list[Array]:
+    def run(self, jaxpr: Jaxpr, arrays: Sequence[Array], path: Path = ()) -> tuple[list[Array], Records]:
         """Runs a jaxpr at a path, and measures its inputs, its constants and the results of equations."""
-        fixed = constants(jaxpr)
+        fixed, records = constants(jaxpr), dict[Any, Any]()
         for number, array in (*enumerate(arrays), *((-2 - n, array) for n, array in enumerate(fixed))):
-            self._measure((*path, -1, number), array)
+            records |= self._measured((*path, -1, number), array)
 
         def action(index: int, equation: Equation, read: Callable[[Var], Array]) -> Sequence[Array]:
             operands, at = list(map(read, equation.invars)), (*path, index)
-            is_call = traits_of(equation.primitive.name).category is Category.CALL
             with context_of(equation):
-                results = self._call(equation, operands, at) if is_call else self._operate(equation, operands)
+                if traits_of(equation.primitive.name).category is Category.CALL:
+                    results, inside = self._call(equation, operands, at)
+                    records.update(inside)
+                else:
+                    results = self._operate(equation, operands)
             for number, array in enumerate(results):
                 # A while loop that is not measured inside has sites as an operation has.
-                self._measure((*at, number), array)
-                self._measure((*at, LEAVE + number), array)
+                for place in ((*at, number), (*at, LEAVE + number)):
+                    records.update(self._measured(place, array))
             return results
 
-        return replay(jaxpr, [*fixed, *arrays], lambda var: var.val, action)
+        return replay(jaxpr, [*fixed, *arrays], lambda var: var.val, action), records
 
-    def _measure(self, path: Path, array: Array) -> None:
-        if (site := self.sites.get(path)) is not None:
-            # Without the barrier XLA would fold the reductions of constant arrays, which takes minutes.
-            self.records[path] = self._measure_once(lax.optimization_barrier(array), site.dtype)
+    def _measured(self, path: Path, array: Array) -> Records:
+        if (site := self.sites.get(path)) is None:
+            return {}
+        # Without the barrier XLA would fold the reductions of constant arrays, which takes minutes.
+        return {path: self._measure_once(lax.optimization_barrier(array), site.dtype)}
 
-    def _call(self, equation: Equation, arrays: Sequence[Array], path: Path) -> Sequence[Array]:
+    def _call(
+        self, equation: Equation, arrays: Sequence[Array], path: Path
+    ) -> tuple[Sequence[Array], Records]:
         """Runs a call. The records of the iterations of a scan and of shards are stacked, or joined."""
         name, inners = equation.primitive.name, inner_jaxprs(equation)
         if name in INLINE:
@@ -120,21 +150,22 @@ class Tap:
         arrays = [array if isinstance(array, jax.Array) else np.asarray(array) for array in arrays]
         bodies = [self._body(inner, arrays, (*path, number)) for number, inner in enumerate(inners)]
         results, records = CALLS[name](equation, bodies, arrays, **self._options(name, path))
-        if name == "shard_map" and self.probe.adds:
-            records = {at: functools.reduce(self.probe.join, record) for at, record in records.items()}
+        if name == "shard_map" and (join := self.probe.join):
+            records = {at: functools.reduce(join, record) for at, record in records.items()}
         if name == "while":
-            self._measure((*path, CUT), jnp.any(bodies[0](*results)[0][0]).astype(float))
-        self.records.update(records)
-        return results
+            goes_on = jnp.any(bodies[0](*results)[0][0])
+            records = {**records, **self._measured((*path, CUT), goes_on.astype(float))}
+        return results, records
 
     def _options(self, name: str, path: Path) -> dict[str, Any]:
         if name == "cond":  # A branch that is not taken gives empty records.
             return {"skipped": self._empty(path)}
-        if name == "scan" and self.probe.adds:
-            return {"accumulator": _Joined(self.probe, self._empty((*path, 0)))}
+        if name == "scan" and (join := self.probe.join):
+            return {"accumulator": _Joined(join, self._empty((*path, 0)))}
         if name == "while":
-            keep = _Joined if self.probe.adds else _First
-            return {"most": MOST_ITERATIONS, "accumulator": keep(self.probe, self._empty((*path, 1)))}
+            empty, join = self._empty((*path, 1)), self.probe.join
+            keep = _Joined(join, empty) if join else _First(self.probe, empty)
+            return {"most": MOST_ITERATIONS, "accumulator": keep}
         return {}
 
     def _body(self, inner: Inner, arrays: Sequence[Array], path: Path) -> Callable[..., Outputs]:
@@ -142,21 +173,10 @@ class Tap:
         fixed = [arrays[index] for index in inner.operands[: inner.constants]]
 
         def body(*moving: Array) -> Outputs:
-            with self.recording() as records:
-                results = self.run(inner.jaxpr, [*fixed, *moving], path)
+            results, records = self.run(inner.jaxpr, [*fixed, *moving], path)
             return list(map(jnp.asarray, results)), records
 
         return body
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[Records]:
-        """Collects the measurements inside the `with` statement in a dictionary of their own."""
-        # JAX traces the body of a loop more than once: each trace measures the same values.
-        outer, self.records = self.records, {}
-        try:
-            yield self.records
-        finally:
-            self.records = outer
 
     def _empty(self, inside: Path) -> Records:
         """Returns the records of a part of the program that does not run: of all sites inside of a path."""
@@ -164,7 +184,7 @@ class Tap:
         is_inside = lambda path: len(path) > start + 1 and path[:start] == inside
         sites = {path: site for path, site in self.sites.items() if is_inside(path)}
         records = {path: self.probe.empty(site.dtype) for path, site in sites.items()}
-        if self.probe.adds:
+        if self.probe.join:
             return records
         lengths = lambda path: [loop.length for loop in sites[path].loops if len(loop.path) > start]
         return {at: jnp.broadcast_to(each, (*lengths(at), *each.shape)) for at, each in records.items()}
@@ -177,12 +197,11 @@ def _any(flags: Iterable[Array]) -> Array:
 class _Joined:
     """Joins the measurements of all iterations."""
 
-    def __init__(self, probe: Probe, empty: Records) -> None:
-        self._probe = probe
-        self.start: Any = empty
+    def __init__(self, join: Callable[[Array, Array], Array], empty: Records) -> None:
+        self._join, self.start = join, empty
 
     def add(self, state: Records, side: Records) -> Records:
-        return jax.tree.map(self._probe.join, state, side)
+        return jax.tree.map(self._join, state, side)
 
     def side(self, state: Records) -> Records:
         return state

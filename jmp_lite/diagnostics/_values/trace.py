@@ -4,17 +4,19 @@ The program of a loss function returns the loss and its scaled gradients; that o
 returns.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ..._jaxpr import Array, Jaxpr, bind, constants, without_constants
+from ..._dtypes import HALF_DTYPES
+from ..._jaxpr import Array, Jaxpr, bind, constants, dependence, without_constants
 from ..._jaxpr import trace as trace_call
 from ..._paths import argument_names, leaf_names, positional_names
 from ..._scaling.grad import value_and_grad
@@ -22,7 +24,6 @@ from ..._scaling.loss_scale import StaticLossScale
 from ..._tree import has_dtype
 from .describe import Description, Value
 from .sites import Path, Site, SiteKind
-from .state import Trees, state_of
 from .tap import Operate, Probe, Tap
 
 _SCALE = "_jmp_lite_loss_scale"
@@ -53,6 +54,15 @@ class LossCall:
         numbers = [getattr(each, "argnum", each) for each in argnums]  # `nnx.DiffState` has an attribute.
         names = positional_names(self.fun)
         return tuple(names[n] if n < len(names) else str(n) for n in numbers)
+
+
+class Trees(NamedTuple):
+    """The arguments and results of a call as trees, and where a jaxpr has their leaves."""
+
+    arguments: Any
+    inputs: list[int | None]  # For each leaf of the arguments its index among the inputs of the jaxpr.
+    results: Any
+    outputs: list[int | None]  # For each leaf of the results its index among the outputs of the jaxpr.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,16 +194,59 @@ def _floating(tree: Any) -> dict[str, Array]:
     return {name.removesuffix("/value"): leaf for name, leaf in leaves if has_dtype(leaf, jnp.inexact)}
 
 
+def state_of(trees: Trees, jaxpr: Jaxpr) -> dict[int, int]:
+    """Returns for each output of a jaxpr that is the new value of an input the index of that input.
+
+    These are the largest subtrees of the results with the structure, the shapes and the dtypes of a subtree
+    of the arguments that they depend on. A scalar that is returned alone is a metric; one in half may be a
+    counter.
+    """
+    depends = dependence(jaxpr)
+    candidates: dict[Any, list[range]] = collections.defaultdict(list)
+    for tree, leaves in _subtrees(trees.arguments):
+        candidates[_kind(tree)].append(leaves)
+    pairs: dict[int, int] = {}  # The leaves of the results that are new values, each with its argument.
+    for tree, new in _subtrees(trees.results):
+        for old in candidates[_kind(tree)] if new.start not in pairs and not _is_metric(tree) else ():
+            outputs = [(trees.inputs[i], trees.outputs[n]) for i, n in zip(old, new)]
+            depends_on_it = any(n is not None and number in depends[n] for number, n in outputs)
+            if depends_on_it and set(pairs.values()).isdisjoint(old):
+                pairs.update(zip(new, old))
+                break
+    state = ((trees.outputs[new], trees.inputs[old]) for new, old in pairs.items())
+    return {output: number for output, number in state if output is not None and number is not None}
+
+
+def _subtrees(tree: Any, first: int = 0) -> Iterator[tuple[Any, range]]:
+    """Yields a tree, and then its subtrees: those with leaves, and the indexes of these among all leaves."""
+    if count := len(jax.tree.leaves(tree)):
+        yield tree, range(first, first + count)
+    if not jax.tree_util.all_leaves([tree]):
+        for child in jax.tree.leaves(tree, is_leaf=lambda node: node is not tree):
+            yield from _subtrees(child, first)
+            first += len(jax.tree.leaves(child))
+
+
+def _kind(tree: Any) -> Any:
+    """Returns the structure, and the shapes and dtypes of the leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
+
+
+def _is_metric(tree: Any) -> bool:
+    is_scalar = jax.tree_util.all_leaves([tree]) and getattr(tree, "shape", ()) == ()
+    return is_scalar and getattr(tree, "dtype", None) not in HALF_DTYPES
+
+
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The measurements of one run of a program; `carried` and `checked` as in `Description`."""
+    """The measurements of one run of a program."""
 
-    sites: dict[Path, Site]
+    program: LossProgram
+    described: Description
+    sites: dict[Path, Site]  # Those of the description that the probe wants.
     records: dict[Path, np.ndarray]  # With an axis for each loop around a site.
     cut: tuple[str, ...]  # The lines of the while loops that were stopped, since they did not end.
-    carried: dict[Path, Path | None]
-    checked: set[Path]
-    is_step: bool
     # The site of each output, if it has one, and then of each auxiliary result.
     outputs: tuple[Path | None, ...]
     results: tuple[np.ndarray, ...]  # Their measurements.
@@ -203,7 +256,10 @@ class Tapped:
     """A program with a probe, compiled once for all loss scales."""
 
     def __init__(self, program: LossProgram, probe: Probe, operate: Operate = bind) -> None:
-        self._program, self._description = program, Description(program.jaxpr, _inputs(program))
+        parameter = lambda name: name if name.split("/")[0] in program.parameters else ""
+        scales = set(program.loss_scales)
+        inputs = [Value(None, name, None, parameter(name), name in scales) for name in program.names]
+        self._program, self._description = program, Description(program.jaxpr, inputs)
         self._tap = Tap(self._description, probe, operate)
         self._run = jax.jit(self._measure, compiler_options=EVERY_CAST)
 
@@ -213,26 +269,11 @@ class Tapped:
         sites = self._tap.sites
         cuts = (path for path, site in sites.items() if site.kind is SiteKind.CUT)
         cut = (sites[path].line for path in cuts if (records[path][..., 1] == 1).any())
-        return Measured(
-            sites=sites,
-            records=records,
-            cut=tuple(dict.fromkeys(cut)),
-            carried=described.carried,
-            checked=described.checked,
-            is_step=self._program.is_step,
-            outputs=tuple(value.source for value in described.outputs[:floating]),
-            results=tuple(results),
-        )
+        outputs = tuple(value.source for value in described.outputs[:floating])
+        cut = tuple(dict.fromkeys(cut))
+        return Measured(self._program, described, sites, records, cut, outputs, tuple(results))
 
     def _measure(self, arrays: list[Array]) -> tuple[dict[Path, Array], list[Array]]:
-        with self._tap.recording() as records:
-            values = self._tap.run(self._program.jaxpr, arrays)
+        values, records = self._tap.run(self._program.jaxpr, arrays)
         outputs = values[: len(self._program.outputs) + len(self._program.aux)]
         return records, [self._tap.probe.measure(jnp.asarray(value)) for value in outputs]
-
-
-def _inputs(program: LossProgram) -> list[Value]:
-    """Returns what is known of the inputs of a program: which argument each is, and whether a parameter."""
-    parameter = lambda name: name if name.split("/")[0] in program.parameters else ""
-    scales = set(program.loss_scales)
-    return [Value(None, name, None, parameter(name), is_scaled=name in scales) for name in program.names]

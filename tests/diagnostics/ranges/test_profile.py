@@ -63,7 +63,7 @@ def test_the_loss_scale_shifts_the_backward_pass_alone(exponent):
     one, scaled = (profile_ranges(mlp, "float16", loss_scale=2.0**k)(PARAMS, x) for k in (0, exponent))
     for first, second in zip(one.modules, scaled.modules, strict=True):
         assert (first.name, first.direction) == (second.name, second.direction)
-        assert first.magnitudes.histogram == second.magnitudes.histogram
+        np.testing.assert_array_equal(first.magnitudes.bins, second.magnitudes.bins)
         shift = exponent if first.direction == "backward" else 0
         assert counts(second.fates) == counts(first.magnitudes.fates(shift))
 
