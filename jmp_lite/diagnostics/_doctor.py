@@ -86,7 +86,7 @@ class Diagnosis(Shown):
         if self._is_step or self._why_skipped:
             return None
         self._runs.scale = self._scale
-        return report_of(self._runs, self._tolerance)
+        return report_of(self._runs, self._tolerance, lambda: self._ranges.largest_safe_scale)
 
     @functools.cached_property
     def roofline(self) -> Roofline | None:

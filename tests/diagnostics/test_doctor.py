@@ -75,6 +75,15 @@ def test_gradients_that_underflow_get_a_scale_that_saves_them():
     assert doctor(loss, loss_scale=2.0**exponent)(w, X).findings == ()
 
 
+def test_gradients_that_the_first_scale_leaves_too_small_get_the_largest_safe_one():
+    loss = lambda w, x: jnp.mean(jnp.sin(x @ w)) * 1e-10
+    w = jax.random.normal(jax.random.key(0), (16, 8)) / 4
+    found = finding(doctor(loss)(w, X), "Without a loss scale 100.00% of the gradients")
+    exponent = int(found.advice.split("2.0**")[1].split(")")[0])
+    assert exponent > 15
+    assert doctor(loss, loss_scale=2.0**exponent)(w, X).findings == ()
+
+
 def test_after_an_overflow_the_rest_is_compared_at_the_scale_that_fits():
     """A healthy model at the first scale of a DynamicLossScale, whose first steps overflow."""
     loss = lambda w, x: jnp.sum(jnp.sin(jax.named_scope("head")(jnp.matmul)(x, w))) * 40

@@ -228,17 +228,20 @@ class Runs:
         of_hand = BY_HAND * self.by_hand.loss if tolerance is None else 0.0
         return limits if half.loss <= of_hand else Limits("loss", max(largest, of_hand))
 
-    def try_scale(self, tolerance: float | None) -> Difference | None:
-        """Switches to the first scale of `DynamicLossScale`, and returns the error before.
+    def try_scale(self, tolerance: float | None, largest: Callable[[], float | None]) -> Difference | None:
+        """Switches to the first scale of `DynamicLossScale`, or else the `largest`; returns the error before.
 
-        None if this does not halve the error.
+        None if neither halves the error.
         """
         unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
         limits = Limits("gradients", self.harmless if tolerance is None else tolerance)
+        error = lambda scale: limits.measured(self.keeping((), scale))
         # No scale mends a loss that is not finite.
         if not self.may_scale or limits.allow(unscaled) or math.isinf(unscaled.loss):
             return None
-        if limits.measured(self.keeping((), best)) >= limits.measured(unscaled) / 2:
+        if error(best) > limits.tolerance and (other := largest()) is not None:
+            best = min(best, other, key=error)
+        if error(best) >= limits.measured(unscaled) / 2:
             return None
         self.scale = best
         return unscaled
@@ -261,10 +264,15 @@ class Runs:
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
-def report_of(runs: Runs, tolerance: float | None) -> PrecisionReport:
-    """Returns the report, which measures the modules only if their joint error is above the tolerance."""
+def report_of(
+    runs: Runs, tolerance: float | None, largest_scale: Callable[[], float | None] = lambda: None
+) -> PrecisionReport:
+    """Returns the report, which measures the modules only if their joint error is above the tolerance.
+
+    `largest_scale` gives the largest loss scale that may be tried.
+    """
     program, given = runs.program, runs.scale
-    unscaled, limits = runs.try_scale(tolerance), runs.limits(tolerance)
+    unscaled, limits = runs.try_scale(tolerance, largest_scale), runs.limits(tolerance)
     error = lambda modules: limits.measured(runs.keeping(modules))
     is_close = limits.allow(runs.keeping(()))
     every = set() if is_close else set(program.modules)
