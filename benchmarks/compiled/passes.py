@@ -99,7 +99,7 @@ def program(autocast: Autocast | None, checkpointed: bool, layers: int = LAYERS)
 def megabytes(autocast: Autocast | None) -> tuple[float, float, float]:
     """Returns the bytes moved, the temporary bytes, and those with checkpoints, in megabytes."""
     plain, checkpointed = (program(autocast, each) for each in (False, True))
-    return tuple(x / 1e6 for x in (plain.bytes_moved, plain.temporary_bytes, checkpointed.temporary_bytes))
+    return plain.bytes_moved / 1e6, plain.temporary_bytes / 1e6, checkpointed.temporary_bytes / 1e6
 
 
 def fitted() -> tuple[Callable[[Any], jax.Array], Any]:
