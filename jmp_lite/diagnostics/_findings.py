@@ -84,11 +84,8 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
 
 def of_step(case: Case) -> Iterator[Finding]:
     """Yields a finding about the loss scale of a step, from this run or from the states that it is given."""
-    run, program, sites = case.measured, case.program, case.measured.sites.values()
-    takes_scale = any(site.kind is SiteKind.INPUT and site.is_scaled for site in sites)
-    scaled = [site.is_scaled for site in sites if site.direction == "backward"]
-    is_unscaled = takes_scale and bool(scaled) and not any(scaled)
-    is_missing = is_unscaled and has_value(program.jaxpr, (jnp.float16,))
+    run, program = case.measured, case.program
+    is_missing = _is_unscaled(run) and has_value(program.jaxpr, (jnp.float16,))
     all_zero, site = zero_gradients(run)
     if all_zero:
         where = f"The first zero is from {site.operation}, {site.array}, {site.line}" if site else ""
@@ -102,6 +99,14 @@ def of_step(case: Case) -> Iterator[Finding]:
         for complaint in _complaints(case.arguments):
             what, _, advice = complaint.partition(". ")
             yield Finding("accuracy", f"{what}.", "", advice)
+
+
+def _is_unscaled(measured: Measured) -> bool:
+    """Whether a step takes a loss scale, and no value of its backward pass depends on it."""
+    sites = measured.sites.values()
+    takes_scale = any(site.kind is SiteKind.INPUT and site.is_scaled for site in sites)
+    scaled = [site.is_scaled for site in sites if site.direction == "backward"]
+    return takes_scale and bool(scaled) and not any(scaled)
 
 
 def zero_gradients(measured: Measured) -> tuple[bool, Site | None]:

@@ -7,7 +7,7 @@ A loop decides by a selection between what it carries and what an iteration has 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..._jaxpr.inner import Role
+from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Jaxpr, Var, is_literal
 from .op import Held, Op
@@ -48,16 +48,13 @@ class Loops:
             held: what the variables around the call hold of a loop. Empty outside of loops.
             results: for each result of the call, whether a loop around it decides by it.
         """
-        is_loop = op.name in LOOPS
-        if not held and not is_loop:
+        if op.name not in LOOPS and not held:
             return [()] * len(op.inner)
         # What a loop around this one changes counts only if that loop decides by this one.
-        is_outermost = is_loop and not (held and any(results))
+        is_outermost = op.name in LOOPS and not (held and any(results))
         operands = [Held.FIXED if is_outermost else held_by(var, held) for var in op.equation.invars]
-        if not is_loop:
-            return [tuple(operands[index] for index in inner.operands) for inner in op.inner]
-        inputs = [zip(inner.operands, inner.roles) for inner in op.inner]
-        return [tuple(_held_in_loop(operands[index], role) for index, role in each) for each in inputs]
+        of_inputs = _held_in_loop if op.name in LOOPS else _held_in_call
+        return [of_inputs(inner, operands) for inner in op.inner]
 
     def _held_by_results(self, op: Op, held: Mapping[Var, Held | None]) -> Held | None:
         of_operands = {held[var] for var in op.variables}
@@ -80,8 +77,14 @@ def held_by(var: Var, held: Mapping[Var, Held | None]) -> Held | None:
     return Held.FIXED if is_literal(var) else held[var]
 
 
-def _held_in_loop(operand: Held | None, role: Role) -> Held | None:
-    if role is Role.CARRY:
-        return Held.CARRY
-    is_fixed = operand is Held.FIXED
-    return (Held.FIXED if is_fixed else Held.CONSTANT) if role is Role.CONSTANT else None
+def _held_in_call(inner: Inner, operands: Sequence[Held | None]) -> tuple[Held | None, ...]:
+    return tuple(operands[index] for index in inner.operands)
+
+
+def _held_in_loop(inner: Inner, operands: Sequence[Held | None]) -> tuple[Held | None, ...]:
+    def of_input(index: int, role: Role) -> Held | None:
+        if role is Role.CONSTANT:
+            return Held.FIXED if operands[index] is Held.FIXED else Held.CONSTANT
+        return Held.CARRY if role is Role.CARRY else None
+
+    return tuple(map(of_input, inner.operands, inner.roles))

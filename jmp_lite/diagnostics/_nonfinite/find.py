@@ -119,10 +119,6 @@ def _report(
     program, results = case.program, case.measured.results
     # Beside a harmful one, an inf that ends in finite numbers is neither known to be harmless nor harmful.
     harmless = [origin for origin in origins if not origin.is_harmful and not (harmful and origin.end)]
-    # Those that end where masks do are masks.
-    start = harmful[0].moment if harmful else ()
-    ends = [origin for origin in origins if origin.end and origin.end.operation not in _MASKING]
-    earlier = [origin for origin in ends if origin.moment < start and not origin.is_harmful]
     row = functools.partial(_row, program=program)
     first_inf = next((origin for origin in harmful if not origin.is_nan), None)
     first_nan = next((origin for origin in harmful if origin.is_nan), None)
@@ -138,9 +134,16 @@ def _report(
         first_nan=first_nan and row(first_nan),
         others=tuple(row(origin) for origin in harmful if origin not in (first_inf, first_nan)),
         harmless=tuple(map(row, harmless)),
-        earlier=tuple(map(row, earlier)),
+        earlier=tuple(map(row, _earlier(harmful, origins))),
         cut=case.measured.cut,
     )
+
+
+def _earlier(harmful: Sequence[Origin], origins: Sequence[Origin]) -> list[Origin]:
+    """Returns the suspects before the first harmful origin, but for those that end where masks do."""
+    start = harmful[0].moment if harmful else ()
+    before = (origin for origin in origins if origin.moment < start and not origin.is_harmful)
+    return [origin for origin in before if origin.end and origin.end.operation not in _MASKING]
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast import Interpreter, Value, has_floating, make_plan, run
+from ..._autocast import AutocastOperation, Interpreter, Value, has_floating, make_plan, run
 from ..._dtypes import HALF_DTYPES
 from ..._float8.action import FLOAT8, Float8
 from ..._float8.quantize import BACKWARD
@@ -158,14 +158,8 @@ class FlaggedProgram:
         One more number stands for the operations that no rule takes out of half.
         """
         traced, before = self._case.traced, self._case.before
-        # The name of a function that is jitted as a whole is that of no module.
-        every = equations(traced.jaxpr)
-        around = every[0].params["name"] if [each.primitive.name for each in every] == ["jit"] else ""
-        pairs = zip(self.operations, before, strict=True)
-        products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
-        if self.rules.float8:
-            products = [product for product in products if product.in_fp8]
-        cast = cast_modules(products, parameters, around)
+        around = _jitted_as_a_whole(traced.jaxpr)
+        cast = cast_modules(self._cast_products(), parameters, around)
         numbers = lost_numbers(traced.jaxpr, self._case.numbers)
         found = sources_of(traced, self.is_step, numbers)
         own = [n for n, operation in enumerate(before) if gives_half(operation) or found[n]]
@@ -175,9 +169,7 @@ class FlaggedProgram:
         every = frozenset[Module]().union(*found)
         layers = {each.name: each for each in every if each.layer}  # With their carries.
         own_parts = [layers.get(part.name, part) for part in own_parts]
-        names = {module.name for module in cast}
-        rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
-        modules = (*cast, *(rename(part) if part.name in names else part for part in own_parts))
+        modules = (*cast, *_renamed(own_parts, cast))
         sources = tuple(sorted(every - set(own_parts), key=lambda source: source.name))
         numbered = {part: len(cast) + number for number, part in enumerate((*own_parts, *sources))}
         rest = len(modules) + len(sources)
@@ -185,6 +177,12 @@ class FlaggedProgram:
         for number, owner in zip(own, owners, strict=True):
             flags[number] = {len(cast) + owner, rest, *(numbered[source] for source in found[number])}
         return modules, sources, list(map(frozenset, flags))
+
+    def _cast_products(self) -> list[AutocastOperation]:
+        """Returns the products that autocast casts to half, or to fp8."""
+        pairs = zip(self.operations, self._case.before, strict=True)
+        products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
+        return [product for product in products if product.in_fp8 or not self.rules.float8]
 
     def _flags_of_casts(self, cast: Sequence[Module], rest: int) -> list[set[int]]:
         """Returns for each operation `rest`, and the modules whose rules take it out of half."""
@@ -199,6 +197,19 @@ class FlaggedProgram:
                 if own and (now.operands, now.results) != (kept.operands, kept.results):
                     own.add(number)
         return flags
+
+
+def _jitted_as_a_whole(jaxpr: Jaxpr) -> str:
+    """Returns the name of the jitted function that a jaxpr calls and nothing else; empty without one."""
+    every = equations(jaxpr)
+    return every[0].params["name"] if len(every) == 1 and every[0].primitive.name == "jit" else ""
+
+
+def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
+    """Returns modules of the program's own half values. One that autocast casts too gets another name."""
+    names = {module.name for module in cast}
+    rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
+    return [rename(part) if part.name in names else part for part in own]
 
 
 class _Interpreter(Interpreter):

@@ -120,14 +120,7 @@ def _own_module(
 
 def in_words(modules: Sequence[Module]) -> str:
     """Returns how to keep modules without a pattern in float32, in the notation of the program."""
-    casts: dict[str, set[str]] = collections.defaultdict(set)
-    for module in modules:
-        if module.casts:
-            casts[module.casts].update(line.partition(" ")[0] for line in module.lines)
-    which = lambda lines: f"{'lines' if len(lines) > 1 else 'line'} {', '.join(sorted(lines))}"
-    words = [f"use float32 instead of {dtype} on {which(lines)}" for dtype, lines in casts.items()]
-    loops = {line.partition(" ")[0] for module in modules for line in module.carries}
-    words += [f"start the carry in float32 for the loop on {which(loops)}"] if loops else []
+    words = _casts_in_words(modules)
     arguments = [module.name for module in modules if module.is_argument]
     words += [f"pass these arguments in float32: {', '.join(arguments)}"] if arguments else []
     policies = ", ".join(f"{module.policy!r}: 'float32'" for module in modules if module.policy)
@@ -135,6 +128,17 @@ def in_words(modules: Sequence[Module]) -> str:
     scopes = ", ".join(f"'/{module.autocast}': 'float32'" for module in modules if module.autocast)
     words += [f"rules={{{scopes}}} in the autocast inside"] if scopes else []
     return "; ".join([*words, *(module.layer for module in modules if module.layer)])
+
+
+def _casts_in_words(modules: Sequence[Module]) -> list[str]:
+    casts: dict[str, set[str]] = collections.defaultdict(set)
+    for module in modules:
+        if module.casts:
+            casts[module.casts].update(line.partition(" ")[0] for line in module.lines)
+    which = lambda lines: f"{'lines' if len(lines) > 1 else 'line'} {', '.join(sorted(lines))}"
+    words = [f"use float32 instead of {dtype} on {which(lines)}" for dtype, lines in casts.items()]
+    loops = {line.partition(" ")[0] for module in modules for line in module.carries}
+    return [*words, f"start the carry in float32 for the loop on {which(loops)}"] if loops else words
 
 
 def is_of_library(line: str) -> bool:

@@ -132,8 +132,7 @@ class Description:
         # bits of an fp8 tensor stand for the tensor.
         is_move = traits_of(name).keeps_elements or name == "bitcast_convert_type"
         is_same = is_move or (is_cast and _survives_cast(operands[0].number, results[0].aval))
-        is_known = lambda value, var: value.source or value.number is not None or not is_floating(var.aval)
-        if is_same and all(map(is_known, operands, results)):
+        if is_same and all(map(_is_known, operands, results)):
             return operands[: len(results)]
         argument = operands[0].argument if is_move or is_cast else ""
         value = Value(None, argument, None, _last_parameter(operands), any(v.is_scaled for v in operands))
@@ -148,9 +147,7 @@ class Description:
         name, inners = equation.primitive.name, inner_jaxprs(equation)
         if name == "while":
             self._site((*path, CUT), SiteKind.CUT, equation, [], jax.typeof(1.0), where)
-            (predicate,) = open_jaxpr(equation.params["cond_jaxpr"]).outvars
-            # A batch of loops has a predicate for each.
-            if predicate.aval.shape or len(list(all_equations(inners[1].jaxpr))) > _MOST_MEASURED:
+            if not _is_measured_inside(equation):
                 return self._operation(equation, operands, path, where)
         parts = [
             (inner, _inside(equation, (*path, number), where))
@@ -245,6 +242,13 @@ def _inside(equation: Equation, path: Path, where: Where) -> Where:
     return Where(path, scope, _direction(equation, where.direction), loops, line)
 
 
+def _is_measured_inside(equation: Equation) -> bool:
+    """Whether a while loop is measured inside: a small one, which is not that of a batch."""
+    (predicate,) = open_jaxpr(equation.params["cond_jaxpr"]).outvars
+    size = len(list(all_equations(equation.params["body_jaxpr"])))
+    return not predicate.aval.shape and size <= _MOST_MEASURED
+
+
 def _last_parameter(operands: Values) -> str:
     """Returns the last parameter that any of some operands was computed from."""
     return next((value.last_parameter for value in reversed(operands) if value.last_parameter), "")
@@ -273,6 +277,10 @@ def _operand(var: Var, value: Value) -> tuple[str, float | None]:
     is_real = is_number and not jnp.issubdtype(var.aval.dtype, jnp.complexfloating)
     # JAX prints an integer with its dtype.
     return str(np.asarray(var.val)), float(var.val) if is_real else None
+
+
+def _is_known(value: Value, result: Var) -> bool:
+    return value.source is not None or value.number is not None or not is_floating(result.aval)
 
 
 def _survives_cast(number: float | None, aval: Any) -> bool:

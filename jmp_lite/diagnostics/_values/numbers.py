@@ -77,19 +77,31 @@ def _in_the_source(key: Key, equation: Equation, given: Mapping[str, float]) -> 
     line, dtype, value, position = key
     if traits_of(equation.primitive.name).compares:
         return None
-    same: list[tuple[int, Written]] = []
-    has_unknown_name = False
-    for node, place, known in _operands_at(line):
-        name = ast.unparse(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
-        argument = name.replace(".", "/")
-        known = [Written(given[argument])] if argument in given else known
-        has_unknown_name |= bool(name) and not known
-        same += [(place, each) for each in known if _is_rounded(each, value, dtype)]
+    operands = [(node, place, _given(node, given) or known) for node, place, known in _operands_at(line)]
+    is_same = functools.partial(_is_rounded, value=value, dtype=dtype)
+    same = [(place, each) for _, place, known in operands for each in filter(is_same, known)]
     if same:
-        at_place = [each for place, each in same if place == position]
-        return _nearest(at_place or [each for _, each in same], value)
+        return _nearest(_at(position, same), value)
     is_epsilon = value == 0 and dtype in NARROW and equation.primitive.name == "add"
-    return _EPSILON if is_epsilon and has_unknown_name else None
+    return _EPSILON if is_epsilon and _has_unknown_name(operands) else None
+
+
+def _at(position: int, numbers: Sequence[tuple[int, Written]]) -> list[Written]:
+    """Returns the numbers at a position; if there are none, those at all positions."""
+    return [each for place, each in numbers if place == position] or [each for _, each in numbers]
+
+
+def _has_unknown_name(operands: Sequence[tuple[ast.expr, int, list[Written]]]) -> bool:
+    return any(_is_name(node) and not known for node, _, known in operands)
+
+
+def _given(node: ast.expr, given: Mapping[str, float]) -> list[Written]:
+    path = ast.unparse(node).replace(".", "/") if _is_name(node) else ""
+    return [Written(given[path])] if path in given else []
+
+
+def _is_name(node: ast.expr) -> bool:
+    return isinstance(node, (ast.Name, ast.Attribute))
 
 
 def _is_rounded(written: Written, value: float, dtype: np.dtype) -> bool:

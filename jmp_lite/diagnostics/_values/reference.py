@@ -191,10 +191,9 @@ class Reference:
             return self._product(equation, operands, flags)
         if name == _OF_BITS or not (is_cast or name in PRIMITIVES):
             return list(map(self._exact, _as_written(equation, arrays)))
-        rounded = [value.rounded for value in operands if value.rounded is not None]
-        if name == "add_any" and len(rounded) == len(operands):
-            # The gradients of a value are in half if all readers of it are.
-            flags = frozenset[int]().union(*rounded)
+        return self._in_both(equation, arrays, _flags_of_sum(operands, flags) if name == "add_any" else flags)
+
+    def _in_both(self, equation: Equation, arrays: Sequence[Array], flags: Flags | None) -> Values:
         results = bind(equation, arrays, **self._wide_params(equation))
         if flags in self._is_on:
             halves = map(self._widened, _as_written(equation, arrays))
@@ -258,6 +257,12 @@ def is_narrow(value: Any) -> bool:
 def _is_number(value: ReferenceValue) -> bool:
     """Whether a value is a literal scalar, which XLA knows."""
     return isinstance(value.array, (float, np.generic, np.ndarray)) and np.ndim(value.array) == 0
+
+
+def _flags_of_sum(operands: Values, flags: Flags | None) -> Flags | None:
+    """Returns the flags of an `add_any`: the gradients of a value are in half if all readers of it are."""
+    rounded = [value.rounded for value in operands if value.rounded is not None]
+    return frozenset[int]().union(*rounded) if len(rounded) == len(operands) else flags
 
 
 def _as_written(equation: Equation, arrays: Sequence[Array]) -> list[Array]:

@@ -205,14 +205,16 @@ def state_of(trees: Trees, jaxpr: Jaxpr) -> dict[int, int]:
     candidates: dict[Any, list[range]] = collections.defaultdict(list)
     for tree, leaves in _subtrees(trees.arguments):
         candidates[_kind(tree)].append(leaves)
+
+    def depends_on(new: range, old: range) -> bool:
+        numbers = [(trees.outputs[n], trees.inputs[i]) for n, i in zip(new, old)]
+        return any(output is not None and number in depends[output] for output, number in numbers)
+
     pairs: dict[int, int] = {}  # The leaves of the results that are new values, each with its argument.
     for tree, new in _subtrees(trees.results):
-        for old in candidates[_kind(tree)] if new.start not in pairs and not _is_metric(tree) else ():
-            outputs = [(trees.inputs[i], trees.outputs[n]) for i, n in zip(old, new)]
-            depends_on_it = any(n is not None and number in depends[n] for number, n in outputs)
-            if depends_on_it and set(pairs.values()).isdisjoint(old):
-                pairs.update(zip(new, old))
-                break
+        if new.start not in pairs and not _is_metric(tree):
+            free = (old for old in candidates[_kind(tree)] if set(pairs.values()).isdisjoint(old))
+            pairs.update(zip(new, next((old for old in free if depends_on(new, old)), ())))
     state = ((trees.outputs[new], trees.inputs[old]) for new, old in pairs.items())
     return {output: number for output, number in state if output is not None and number is not None}
 
