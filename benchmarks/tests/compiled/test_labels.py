@@ -20,7 +20,10 @@ def test_the_gradient_of_a_label_is_no_scatter_of_the_size_of_the_logits(loss, w
 
 
 @pytest.mark.slow
-def test_a_gpt2_with_integer_labels_moves_and_keeps_less_than_by_hand():
-    by_hand, ours = (program("integer labels", way, layers=2) for way in list(WAYS)[:2])
-    assert ours.bytes_moved <= 0.83 * by_hand.bytes_moved
+@pytest.mark.parametrize(
+    ("layers", "most"), [(2, 0.83), pytest.param(12, 0.95, marks=pytest.mark.exhaustive)]
+)
+def test_a_gpt2_with_integer_labels_moves_and_keeps_less_than_by_hand(layers, most):
+    by_hand, ours = (program("integer labels", way, layers=layers) for way in list(WAYS)[:2])
+    assert ours.bytes_moved <= most * by_hand.bytes_moved
     assert ours.temporary_bytes <= 0.67 * by_hand.temporary_bytes

@@ -193,11 +193,12 @@ class LoopDecisions(Dependence):
     adaptive steps does when it rejects a step. With rounded errors it would accept other steps, also where a
     backward pass repeats them. What these decisions depend on therefore stays in float32.
 
-    What no iteration changes is rounded alike in each, as if it were computed in front of the loop, and
-    decides nothing: Sinkhorn's algorithm computes its costs in each iteration and once more behind the loop,
-    and both should be the same numbers. Of the rest, only floating numbers and booleans count. A counter of
-    iterations is an integer, and so is the token that ends the decoding of a language model: `argmax` gives
-    the same token of logits in half. A check for finite numbers decides nothing that rounding changes.
+    A value that no iteration changes is rounded in the same way each time, as if it were computed in front of
+    the loop, so it does not count: Sinkhorn's algorithm computes its costs in each iteration and once more
+    behind the loop, and both should be the same numbers. Of the other values, floating numbers and booleans
+    count. A counter of iterations is an integer, and so is the token that ends the decoding of a language
+    model: `argmax` gives the same token of logits in half. A check for finite numbers decides nothing that
+    rounding changes.
     """
 
     def _outputs(self, op: Op, inner: Inner, results: set[int]) -> tuple[bool, ...]:

@@ -50,7 +50,7 @@ class Loops:
         """
         if op.name not in LOOPS and not held:
             return [()] * len(op.inner)
-        # What a loop around this one changes counts only if that loop decides by this one.
+        # A loop around this one may change the operands. That counts only if it decides by the results.
         is_outermost = op.name in LOOPS and not (held and any(results))
         operands = [Held.FIXED if is_outermost else held_by(var, held) for var in op.equation.invars]
         of_inputs = _held_in_loop if op.name in LOOPS else _held_in_call

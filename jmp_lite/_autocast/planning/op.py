@@ -141,7 +141,7 @@ class Held(enum.Enum):
 
     CARRY = "what the loop carries, at most moved"
     CONSTANT = "what no iteration of the innermost loop changes"
-    FIXED = "what no iteration of a loop that decides by it changes"
+    FIXED = "what no iteration changes of any loop that decides by it"
     COMPUTED = "what an iteration computes with a product"
 
 
