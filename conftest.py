@@ -79,11 +79,16 @@ def names_of_doctests(request: pytest.FixtureRequest) -> None:
         namespace.update(jax=jax, jnp=jnp, optax=optax, jmp=jmp_lite, jmp_lite=jmp_lite)
 
 
-@pytest.fixture(scope="module")
-def only_new_garbage() -> None:
-    """Lets `gc.collect()` visit only what is made from now on, which takes 0.3 s less."""
+def _freeze_objects() -> None:
+    """Excludes all objects that exist, a million of modules and tests, from later collections of garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def only_new_garbage() -> None:
+    """Freezes all objects that exist, so that a `gc.collect()` of a test takes 0.3 s less."""
+    _freeze_objects()
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest selects by marks.
@@ -105,9 +110,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Takes the million objects of modules and tests out of all later collections of garbage."""
-    gc.collect()
-    gc.freeze()
+    _freeze_objects()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

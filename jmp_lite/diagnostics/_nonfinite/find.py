@@ -153,7 +153,7 @@ class Trials:
     runs: Runs
 
     def of_cause(self, origin: Origin, fitting: float | None) -> Iterator[Trial]:
-        """Yields what is tried; `fitting` is a smaller loss scale that gives finite numbers."""
+        """Yields the remedies that are run. At the smaller loss scale `fitting` all results are finite."""
         if not self.runs.is_finite:
             return
         if fitting is not None:

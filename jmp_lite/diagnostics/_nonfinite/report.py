@@ -339,7 +339,10 @@ class NonfiniteReport(Shown):
         if self.others:
             lines += ["", f"It begins at {plural(len(self.others), 'further operation')}, such as:"]
             lines += [*wrapped(self.others[0].head()), *wrapped(shortened(self.others[0].line), 4)]
+        return "\n".join([*lines, *self._harmless_lines()])
+
+    def _harmless_lines(self) -> list[str]:
         heads = list(dict.fromkeys(origin.head() for origin in self.harmless))
-        lines += ["", "Harmless, since it reaches no result:"] if heads else []
+        lines = ["", "Harmless, since it reaches no result:"] if heads else []
         lines += [line for head in heads[:5] for line in wrapped(head, 4)]
-        return "\n".join([*lines, *([f"    and {len(heads) - 5} more"] if len(heads) > 5 else [])])
+        return [*lines, f"    and {len(heads) - 5} more"] if len(heads) > 5 else lines

@@ -294,7 +294,7 @@ def report_of(
         half=runs.keeping(()),
         given_scale=given,
         unscaled=unscaled,
-        by_hand=vars(runs).get("by_hand"),
+        by_hand=vars(runs).get("by_hand"),  # None if no limit needed it: it compiles a program.
         rest=None if is_close else runs.keeping(program.modules),
         limits=limits,
     )

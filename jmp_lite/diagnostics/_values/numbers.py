@@ -284,7 +284,7 @@ def _operands(node: ast.AST) -> list[ast.expr]:
 
 
 def _assigned(inside: ast.AST, kind: type, name: str) -> Iterator[ast.expr]:
-    """Yields what is assigned to a name, or to an attribute of that name, inside a function or class."""
+    """Yields the values that a function or class assigns to a name, or to an attribute of that name."""
     for node in ast.walk(inside):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         value = getattr(node, "value", None)
