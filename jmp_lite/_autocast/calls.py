@@ -109,7 +109,8 @@ def _custom_vjp(
     rule, given = _traced_rule(interpreter, equation, action, operands)
     fun = jax.custom_vjp(rule.primal)
     # Under jax.vmap, JAX rejects a zero cotangent for a result that is not differentiated.
-    fun.defvjp(rule.forward, rule.backward, symbolic_zeros=True)
+    backward = lambda residuals, cotangents: residuals(cotangents)
+    fun.defvjp(rule.forward, backward, symbolic_zeros=True)
     return interpreter.with_paths(fun(*given), action.paired)
 
 
@@ -135,7 +136,14 @@ def _traced_rule(
     # The custom rule returns no gradients for closed-over constants. JAX reports a program that asks for one.
     count = equation.params.get("num_consts", 0)
     pairs = tuple(index for index in pairs_entering(action, operands) if index >= count)
-    rule = TracedRule(interpreter, equation, action, arrays[:count], pairs)
+    rule = TracedRule(
+        interpreter=interpreter,
+        equation=equation,
+        inside=action.inner[0],
+        closed_over=arrays[:count],
+        pairs_in=pairs,
+        pairs_out=action.paired,
+    )
     return rule, arrays[count:] + [operands[index].to(jnp.float32) for index in pairs]
 
 

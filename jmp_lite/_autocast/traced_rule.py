@@ -5,6 +5,7 @@ does not hold it in a form that autocast can read: autocast differentiates the e
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,29 +16,16 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._jaxpr.bind import bind, cast
 from .._jaxpr.precision import only_own_precisions
-from .._jaxpr.read import Array, Equation, Var, is_float32, sources_of_outputs
-from .._tree import STATIC
+from .._jaxpr.read import Array, Equation, Var, is_float32, is_floating, sources_of_outputs
 from .interpreter import Interpreter
 from .planning.op import Context
-from .planning.plan import Call, conversion
+from .planning.plan import Inside, conversion
 from .planning.states import FLOAT32, HALF, OTHER, State
 from .planning.wanted import Wanted
 from .value import Value
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Residuals:
-    """What the forward rule of a `custom_vjp` leaves for the backward rule."""
-
-    arrays: list[Array]
-    # How to build the pushforward: a function of tangents that gives tangents.
-    structure: Any = dataclasses.field(metadata=STATIC)
-    states: tuple[State, ...] = dataclasses.field(metadata=STATIC)  # Those of the arrays.
-    # The indexes of the operands with respect to which the rule differentiates.
-    perturbed: tuple[int, ...] = dataclasses.field(metadata=STATIC)
-
-
+@dataclasses.dataclass(frozen=True, eq=False)
 class TracedRule:
     """A function with a custom derivative, and its rules, each run by a plan of its own.
 
@@ -48,115 +36,111 @@ class TracedRule:
     The tangent of a pair is that of its path, in float32; JAX adds nothing of the half operand to it.
     """
 
-    def __init__(
-        self,
-        interpreter: Interpreter,
-        equation: Equation,
-        action: Call,
-        closed_over: list[Array],
-        pairs: tuple[int, ...],
-    ) -> None:
-        (self._inside,) = action.inner
-        self._interpreter, self._equation = interpreter, equation
-        self._closed_over, self._pairs, self._paired = closed_over, pairs, action.paired
+    interpreter: Interpreter
+    equation: Equation
+    inside: Inside  # How the function runs.
+    closed_over: list[Array]
+    pairs_in: tuple[int, ...]  # The indexes of the operands that are pairs.
+    pairs_out: tuple[int, ...]  # Those of the results.
 
     @property
     def primal(self) -> Callable[..., list[Array]]:
-        run = self._interpreter.body(self._inside, (), self._pairs, self._paired)
+        run = self.interpreter.body(self.inside, (), self.pairs_in, self.pairs_out)
 
         def fun(*arrays: Array) -> list[Array]:
-            return run(*self._closed_over, *arrays)[0]
+            return run(*self.closed_over, *arrays)[0]
 
-        fun.__name__ = str(self._equation.params.get("name", "fun"))  # JAX prints it.
+        fun.__name__ = str(self.equation.params.get("name", "fun"))  # JAX prints it.
         return fun
 
-    # The forward-mode rule.
-
     def jvp(self, primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
-        given, outvars = self._by_operand(tangents), self._equation.outvars
-        perturbed = self._differentiable(lambda index: not isinstance(given[index], SymbolicZero))
-        moved = [index for index, var in enumerate(outvars) if _is_differentiable(var)]
+        """The forward-mode rule of a `custom_jvp`: the results and their tangents."""
+        given, outvars = self._by_operand(tangents), self.equation.outvars
+        perturbed = [index for index, x in given.items() if not isinstance(x, SymbolicZero)]
+        moved = [index for index, var in enumerate(outvars) if is_floating(var)]
 
         def rule(arrays: list[Array], directions: list[Array]) -> tuple[list[Array], list[Array]]:
             fun, operands = self._of_perturbed(arrays, perturbed)
             results, changes = jax.jvp(fun, operands, tuple(directions))
             return results, [changes[index] for index in moved]
 
-        directions = [_tangent(given[index], self._equation.invars[index]) for index in perturbed]
-        states, count = self._inside.plan.results, len(outvars)
-        wanted = (*states, *(states[index] for index in moved))
-        paired = (*self._paired, *(count + moved.index(index) for index in self._paired))
-        with self._interpreter.in_linear_rule():
-            arrays, _, paths = self._run(rule, self._inputs(primals), directions, wanted, paired)
-        changes = dict(zip(moved, arrays[count:], strict=True))
+        directions = [_tangent(given[index], self.equation.invars[index]) for index in perturbed]
+        states, pairs = self.inside.plan.results, self.pairs_out
+        states = (*states, *(states[index] for index in moved))
+        paired = (*pairs, *(len(outvars) + moved.index(index) for index in pairs))
+        with self.interpreter.in_linear_rule():
+            run = self._run(rule, self._inputs(primals), directions, states, paired)
+        (results, moving), _, paths = run
+        changes = dict(zip(moved, moving, strict=True))
         zero = lambda var: np.zeros(var.aval.shape, jax.dtypes.float0)
         of_results = [changes.get(index, zero(var)) for index, var in enumerate(outvars)]
-        pairs = len(self._paired)
-        return arrays[:count] + paths[:pairs], of_results + paths[pairs:]
+        return results + paths[: len(pairs)], of_results + paths[len(pairs) :]
 
-    # The reverse-mode rules.
-
-    def forward(self, *given: Any) -> tuple[list[Array], Any]:
-        """The forward rule of a `custom_vjp`: the results, and the residuals."""
+    def forward(self, *given: Any) -> tuple[list[Array], jax.tree_util.Partial]:
+        """The forward rule of a `custom_vjp`. Its residuals are the backward rule, with its arrays."""
         primals = self._by_operand(given)
-        perturbed = self._differentiable(lambda index: primals[index].perturbed)
-        structures: list[Any] = []
+        perturbed = [index for index, primal in primals.items() if primal.perturbed]
 
-        def rule(arrays: list[Array], _: list[Array]) -> tuple[list[Array], list[Array]]:
+        def rule(arrays: list[Array], _: list[Array]) -> tuple[list[Array], Any]:
             fun, operands = self._of_perturbed(arrays, perturbed)
-            results, pushforward = jax.linearize(fun, *operands)
-            leaves, structure = jax.tree.flatten(pushforward)
-            structures.append(structure)
-            return results, leaves
+            return jax.linearize(fun, *operands)
 
-        inputs, states = self._inputs([primal.value for primal in given]), self._inside.plan.results
-        arrays, residual_states, paths = self._run(rule, inputs, [], states, self._paired)
-        saved = _Residuals(arrays[len(states) :], structures[-1], tuple(residual_states), perturbed)
-        return arrays[: len(states)] + paths, saved
+        inputs, states = self._inputs([primal.value for primal in given]), self.inside.plan.results
+        (results, pushforward), kept, paths = self._run(rule, inputs, [], states, self.pairs_out)
+        backward = functools.partial(self._backward, kept, perturbed)
+        return results + paths, jax.tree_util.Partial(backward, pushforward)
 
-    def backward(self, saved: _Residuals, cotangents: list[Any]) -> tuple[Array | None, ...]:
-        """The backward rule of a `custom_vjp`. The half of a pair gets no gradient, and its path gets all."""
-        invars, outvars = self._equation.invars, self._equation.outvars
+    def _backward(
+        self,
+        kept: Sequence[State],
+        perturbed: Sequence[int],
+        pushforward: jax.tree_util.Partial,
+        cotangents: list[Any],
+    ) -> tuple[Array | None, ...]:
+        """The backward rule of a `custom_vjp`. The half of a pair gets no gradient, and its path gets all.
+
+        Args:
+            kept: the states of the arrays that `pushforward` holds.
+            perturbed: the indexes of the operands with respect to which the rule differentiates.
+            pushforward: a function of their tangents, which gives those of the results.
+            cotangents: those of the results, then those of the paths.
+        """
+        invars, outvars = self.equation.invars, self.equation.outvars
         arriving = self._arriving(cotangents)
+        leaves, structure = jax.tree.flatten(pushforward)
 
         def rule(leaves: list[Array], arriving_arrays: list[Array]) -> list[Array]:
-            pushforward = jax.tree.unflatten(saved.structure, leaves)
-
             def to_given(*tangents: Array) -> list[Array]:
-                changes = pushforward(*tangents)
+                changes = jax.tree.unflatten(structure, leaves)(*tangents)
                 return [changes[index] for index in arriving]
 
-            operands = (invars[index].aval for index in saved.perturbed)
+            operands = (invars[index].aval for index in perturbed)
             return list(jax.linear_transpose(to_given, *operands)(arriving_arrays))
 
-        residuals = list(zip(map(Value, saved.arrays), saved.states, strict=True))
+        residuals = list(zip(map(Value, leaves), kept, strict=True))
         tangents = [_tangent(array, outvars[index]) for index, array in arriving.items()]
-        own = self._inside.plan.inputs
-        states = [FLOAT32 if index in self._pairs else own[index] for index in saved.perturbed]
+        states = [FLOAT32 if n in self.pairs_in else self.inside.plan.inputs[n] for n in perturbed]
         # The gradient of an activation is read on; that of a parameter leaves the backward pass.
         intermediate = tuple(not state.wide_gradient for state in states)
-        context = Context(self._inside.plan.analysis.context.scope, True, intermediate, of_gradient=True)
+        context = Context(self.inside.plan.analysis.context.scope, True, intermediate, of_gradient=True)
         try:
             arrays, _, _ = self._run(rule, residuals, tangents, states, context=context)
         except jax.errors.UnexpectedTracerError as error:
             raise ValueError(_READS_TRACED) from error
-        gradients = dict(zip(saved.perturbed, arrays, strict=True))
-        of_paths = [gradients.pop(index, None) for index in self._pairs]
-        return *map(gradients.get, range(len(self._closed_over), len(invars))), *of_paths
+        gradients = dict(zip(perturbed, arrays, strict=True))
+        of_paths = [gradients.pop(index, None) for index in self.pairs_in]
+        return *map(gradients.get, range(len(self.closed_over), len(invars))), *of_paths
 
     def _arriving(self, cotangents: Sequence[Any]) -> dict[int, Array]:
         """Returns the cotangents that are not zero, by the indexes of their results.
 
         Those of a pair, in half and of its path, are summed in float32.
         """
-        outvars = self._equation.outvars
-        of_results = list(cotangents[: len(outvars)])
-        for index, of_path in zip(self._paired, cotangents[len(outvars) :], strict=True):
-            of_results[index] = _sum(of_results[index], of_path)
-        is_given = lambda x, var: _is_differentiable(var) and not isinstance(x, SymbolicZero)
-        return {n: x for n, (x, var) in enumerate(zip(of_results, outvars)) if is_given(x, var)}
-
-    # The batching rule.
+        count = len(self.equation.outvars)
+        arriving = {n: cotangents[n] for n, var in enumerate(self.equation.outvars) if is_floating(var)}
+        for index, of_path in zip(self.pairs_out, cotangents[count:], strict=True):
+            arriving[index] = _sum(arriving[index], of_path)
+        return {n: x for n, x in arriving.items() if not isinstance(x, SymbolicZero)}
 
     def batched(
         self, axis_size: int, in_batched: Sequence[bool], *arrays: Array
@@ -165,29 +149,22 @@ class TracedRule:
         axes = [0 if is_batched else None for is_batched in in_batched]
 
         def rule(arrays: list[Array], _: list[Array]) -> list[Array]:
-            run = jax.vmap(lambda *arrays: bind(self._equation, arrays), axes, axis_size=axis_size)
+            run = jax.vmap(lambda *arrays: bind(self.equation, arrays), axes, axis_size=axis_size)
             return run(*arrays)
 
-        results, _, _ = self._run(rule, self._inputs(arrays), [], self._inside.plan.results)
+        results, _, _ = self._run(rule, self._inputs(arrays), [], self.inside.plan.results)
         return results, [True] * len(results)
 
-    # All.
-
     def _inputs(self, arrays: Sequence[Array]) -> list[tuple[Value, State]]:
-        values = self._interpreter.with_paths((*self._closed_over, *arrays), self._pairs)
-        return list(zip(values, self._inside.plan.inputs, strict=True))
+        values = self.interpreter.with_paths((*self.closed_over, *arrays), self.pairs_in)
+        return list(zip(values, self.inside.plan.inputs, strict=True))
 
     def _by_operand(self, given: Sequence[Any]) -> dict[int, Any]:
-        """Returns what JAX gives for each operand, such as a tangent, by its index; of a pair, its path's."""
-        count = len(given) - len(self._pairs)
-        entries = dict(enumerate(given[:count], start=len(self._closed_over)))
-        return entries | dict(zip(self._pairs, given[count:], strict=True))
-
-    def _differentiable(self, is_perturbed: Callable[[int], bool]) -> tuple[int, ...]:
-        """Returns the indexes of the operands that are perturbed, of those that may be differentiated."""
-        invars, first = self._equation.invars, len(self._closed_over)
-        indexes = (index for index in range(first, len(invars)) if _is_differentiable(invars[index]))
-        return tuple(filter(is_perturbed, indexes))
+        """Returns what JAX gives for each operand with a derivative, by its index; of a pair, its path's."""
+        first, invars = len(self.closed_over), self.equation.invars
+        entries = dict(enumerate(given, start=first))
+        entries |= dict(zip(self.pairs_in, given[len(invars) - first :], strict=True))
+        return {n: entries[n] for n in range(first, len(invars)) if is_floating(invars[n])}
 
     def _of_perturbed(
         self, arrays: Sequence[Array], perturbed: Sequence[int]
@@ -196,7 +173,7 @@ class TracedRule:
 
         def fun(*operands: Array) -> list[Array]:
             given = dict(zip(perturbed, operands, strict=True))
-            return bind(self._equation, [given.get(index, x) for index, x in enumerate(arrays)])
+            return bind(self.equation, [given.get(index, x) for index, x in enumerate(arrays)])
 
         return fun, tuple(arrays[index] for index in perturbed)
 
@@ -208,7 +185,7 @@ class TracedRule:
         states: Sequence[State],
         paired: Sequence[int] = (),
         context: Context | None = None,
-    ) -> tuple[list[Array], Sequence[State], list[Array]]:
+    ) -> tuple[Any, Sequence[State], list[Array]]:
         """Traces a rule in the dtypes for which it was written, plans it and runs it.
 
         Args:
@@ -222,24 +199,26 @@ class TracedRule:
         Returns:
             The results, the states of the residuals, and the paths of the pairs.
         """
-        interpreter, arguments = self._interpreter, [*inputs, *tangents]
+        interpreter, arguments = self.interpreter, [*inputs, *tangents]
         traced = [interpreter.take(value, conversion(state, FLOAT32)) for value, state in arguments]
         with only_own_precisions():
-            closed = jax.make_jaxpr(rule)(traced[: len(inputs)], traced[len(inputs) :])
+            trace = jax.make_jaxpr(rule, return_shape=True)
+            closed, shapes = trace(traced[: len(inputs)], traced[len(inputs) :])
         # A residual may be one of the results. Then it is the value that the readers of the result read.
         sources = sources_of_outputs(closed)
         numbers = [sources.index(source) for source in sources[len(states) :]]
         known = [*states, *(states[number] if number < len(states) else None for number in numbers)]
-        wanted = list(map(_wanted, known))
+        wanted = [Wanted.INDIRECTLY if state and state.is_half else Wanted.NO for state in known]
         if context is None:  # The scopes around the function are around its rules too.
-            around = self._inside.plan.analysis.context
+            around = self.inside.plan.analysis.context
             flags = (False,) * len(inputs) + (True,) * len(tangents)
             context = Context(around.scope, streams=around.streams, decides=around.decides, tangents=flags)
         plan = interpreter.planner.plan(closed, [state for _, state in arguments], wanted, context)
         final = [new if state is None else state for state, new in zip(known, plan.results, strict=True)]
         values = interpreter.run(plan, [value for value, _ in arguments])
         arrays = interpreter.take_all(values, list(map(conversion, plan.results, final)))
-        return arrays, final[len(states) :], [values[index].to(jnp.float32) for index in paired]
+        results = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+        return results, final[len(states) :], [values[index].to(jnp.float32) for index in paired]
 
 
 # JAX says "No constant handler for type Tracer" or names an escaped tracer, and not the rule:
@@ -254,14 +233,8 @@ _READS_TRACED = (
 
 def _tangent(array: Array, var: Var) -> tuple[Value, State]:
     """Returns a tangent or cotangent of `var`, which may be half in the program itself, with its state."""
-    if not is_float32(var):
-        return Value(array), OTHER
-    return Value(array), FLOAT32 if array.dtype == jnp.float32 else HALF
-
-
-def _wanted(state: State | None) -> Wanted:
-    """Returns how a result of a rule is wanted. The state of a residual is not known."""
-    return Wanted.INDIRECTLY if state is not None and state.is_half else Wanted.NO
+    state = FLOAT32 if array.dtype == jnp.float32 else HALF
+    return Value(array), state if is_float32(var) else OTHER
 
 
 def _sum(of_half: Any, of_path: Any) -> Any:
@@ -269,7 +242,3 @@ def _sum(of_half: Any, of_path: Any) -> Any:
     if isinstance(of_path, SymbolicZero):
         return of_half
     return of_path if isinstance(of_half, SymbolicZero) else of_path + cast(of_half, jnp.float32)
-
-
-def _is_differentiable(var: Var) -> bool:
-    return jnp.issubdtype(var.aval.dtype, jnp.inexact)

@@ -89,8 +89,13 @@ def is_float32(var: Var) -> bool:
     return getattr(var.aval, "dtype", None) == _FLOAT32
 
 
+def is_floating(var: Var) -> bool:
+    """Whether a variable or literal holds floating-point or complex numbers, which have derivatives."""
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
 def floating_operands(equation: Equation) -> list[Var]:
-    return [var for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
+    return list(filter(is_floating, equation.invars))
 
 
 def describe(array: Array | Var | jax.ShapeDtypeStruct) -> str:

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr import read
@@ -289,17 +288,13 @@ def _note_use(op: Op, demand: Demand) -> None:
 
 
 def _makes_integers(op: Op) -> bool:
-    return (op.is_cast or op.traits.compares) and not any(map(_is_floating, op.equation.outvars))
+    return (op.is_cast or op.traits.compares) and not any(map(read.is_floating, op.equation.outvars))
 
 
 def _is_numeric(op: Op) -> bool:
     """Whether an operation reads numbers whatever is made of its results."""
-    has_others = not all(map(_is_floating, op.equation.outvars))
+    has_others = not all(map(read.is_floating, op.equation.outvars))
     return op.traits.category is Category.ALLOW or bool(op.equation.effects) or has_others
-
-
-def _is_floating(var: Var) -> bool:
-    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def _wants(
