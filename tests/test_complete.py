@@ -223,9 +223,10 @@ def test_the_best_average_is_kept_and_evaluated(program, tmp_path, monkeypatch, 
     program.main([*command, "--evaluate"])
     assert "best average: accuracy" in capsys.readouterr().out
     _, first_state = seen[0], Start(program).state()
-    average = lambda state: (
-        nnx.to_pure_dict(nnx.state(state, nnx.Param)) if program is complete_nnx else state.ema_params
-    )
+
+    def average(state):
+        return nnx.to_pure_dict(nnx.state(state, nnx.Param)) if program is complete_nnx else state.ema_params
+
     assert moved(average(seen[0]), parts_of(first_state)["ema"])
     with pytest.raises(SystemExit) as stopped:
         program.main(["--evaluate"])

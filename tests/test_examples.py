@@ -294,10 +294,11 @@ def test_diagnose_names_each_of_three_faults_and_mends_them(capsys):
     # README shows lines of the first finding. The errors depend on the machine.
     readme = (EXAMPLES.parent / "README.md").read_text()
     masked = lambda text: re.sub(r"error [\d.e-]+", "error ...", text)
+
     # The way to the loss depends on the version of JAX, too.
-    lines = lambda text: masked(
-        re.sub(r"    from there: .*?\n(?=Remedies)", "", text, flags=re.DOTALL)
-    ).splitlines()
+    def lines(text):
+        return masked(re.sub(r"    from there: .*?\n(?=Remedies)", "", text, flags=re.DOTALL)).splitlines()
+
     shown = re.search(r"```text\n(1\. \[not finite\].*?)\n```", readme, re.DOTALL)[1]
     assert lines(shown) == lines(f"1. {worst}".replace(f"{EXAMPLES.parent}/", ""))
     out = " ".join(capsys.readouterr().out.split())  # Reports wrap at 90 columns.

@@ -294,9 +294,11 @@ def of_nnx(x):
 
 @_case("Haiku", "causal", (X,), count=2)
 def haiku(x):
-    attend = lambda x: hk.MultiHeadAttention(HEADS, FEATURES, w_init=hk.initializers.VarianceScaling())(
-        x, x, x, mask=CAUSAL[None, None]
-    )
+    def attend(x):
+        return hk.MultiHeadAttention(HEADS, FEATURES, w_init=hk.initializers.VarianceScaling())(
+            x, x, x, mask=CAUSAL[None, None]
+        )
+
     run = hk.without_apply_rng(hk.transform(attend))
     return run.apply(run.init(jax.random.key(0), x), x)
 

@@ -38,9 +38,14 @@ def test_a_query_without_a_key_has_the_weights_and_the_gradients_of_the_program(
     monkeypatch.setattr(jax.nn, "dot_product_attention", additive)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # Where float16 is allowed.
     q, k, v = qkv()
-    fun = lambda mask: lambda q, k, v: masked((mask, BIG), q, k, v)
+
+    def fun(mask):
+        return lambda q, k, v: masked((mask, BIG), q, k, v)
+
     # The mask is an argument: what is known while tracing is checked then.
-    run = lambda wrap: value_and_gradients(lambda *x: wrap(fun(x[3]))(*x[:3]), q, k, v, EMPTY)
+    def run(wrap):
+        return value_and_gradients(lambda *x: wrap(fun(x[3]))(*x[:3]), q, k, v, EMPTY)
+
     expected = run(lambda fun: fun)
     actual = run(lambda fun: jmp.fuse_attention(fun, half, implementation="xla"))
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):

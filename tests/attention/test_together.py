@@ -29,7 +29,10 @@ def loss(params, x, attend=repeated_mask):
 
 def check(actual, expected, most=0.02):
     assert jax.tree.all(jax.tree.map(lambda x: x <= most, error(actual, expected)))
-    dtypes = lambda tree: jax.tree.map(lambda x: x.dtype, tree)
+
+    def dtypes(tree):
+        return jax.tree.map(lambda x: x.dtype, tree)
+
     assert dtypes(actual) == dtypes(expected)
 
 
@@ -56,7 +59,10 @@ def test_a_policy_runs_the_layers_and_the_attention_is_fused(order):
 
     model = with_policy(Model(), jmp.get_policy("params=f32,compute=bf16,output=f32"))
     params = Model().init(jax.random.key(0), X)
-    of = lambda model: lambda params: jnp.mean(model.apply(params, X) * jnp.cos(jnp.arange(8.0)))
+
+    def of(model):
+        return lambda params: jnp.mean(model.apply(params, X) * jnp.cos(jnp.arange(8.0)))
+
     expected = jax.grad(of(Model()))(params)
     actual = ORDERS[order](jax.grad, fuse(of(model)))(params)
     check(actual, expected)
@@ -178,5 +184,8 @@ def test_masks_and_biases_run_in_shards(kind):
     sharded = jax.shard_map(attend, mesh=MESH, in_specs=(of_heads,) * 3 + (P("data"),), out_specs=of_heads)
     mask = normal(3, 2, 16)
     assert is_fused(fuse(sharded), *qkv(), mask)
-    of = lambda fun: jax.jit(jax.grad(lambda *x: jnp.mean(fun(*x) * jnp.cos(jnp.arange(8.0))), (0, 1, 2, 3)))
+
+    def of(fun):
+        return jax.jit(jax.grad(lambda *x: jnp.mean(fun(*x) * jnp.cos(jnp.arange(8.0))), (0, 1, 2, 3)))
+
     check(of(fuse(sharded))(*qkv(), mask), of(attend)(*qkv(), mask))

@@ -64,7 +64,10 @@ def test_activation_functions_of_many_operations_have_the_derivatives_of_float32
     assert_close(jax.jit(grad)(W), jax.jit(jax.grad(loss))(W), half, factor=16)
     assert set(products(grad, W)) == {(half, half)}
     along = jnp.ones((8, 8)) * 0.1
-    push = lambda f: jax.jit(lambda w: jax.jvp(f, (w,), (along,)))
+
+    def push(f):
+        return jax.jit(lambda w: jax.jvp(f, (w,), (along,)))
+
     assert_close(push(jmp.autocast(loss, half))(W), push(loss)(W), half, factor=24)
     if name in ("gelu", "swiglu"):
         assert_close(push(grad)(W), push(jax.grad(loss))(W), half, factor=48)
@@ -115,11 +118,14 @@ def test_a_bias_in_front_of_an_activation_function_is_cast_once_and_its_gradient
     """With a cast in each of the two passes, XLA has one kernel more for each bias of a GPT-2."""
     loss = lambda w, bias: jnp.sum(jax.nn.gelu(X @ w + bias) @ w)
     found = list(equations(jax.make_jaxpr(jax.grad(jmp.autocast(loss, half), 1))(W, jnp.ones(8))))
-    of_bias = lambda name, size: [
-        (e.invars[0].aval.dtype.name, e.outvars[0].aval.dtype.name)
-        for e in found
-        if e.primitive.name == name and size(e).aval.size == 8
-    ]
+
+    def of_bias(name, size):
+        return [
+            (e.invars[0].aval.dtype.name, e.outvars[0].aval.dtype.name)
+            for e in found
+            if e.primitive.name == name and size(e).aval.size == 8
+        ]
+
     assert of_bias("convert_element_type", lambda e: e.invars[0]).count(("float32", half)) == 1
     assert set(of_bias("reduce_sum", lambda e: e.outvars[0])) == {("float32", "float32")}
 
@@ -215,7 +221,10 @@ def test_a_sum_upon_a_sum_stays_in_float32(half):
 
 def test_a_residual_sum_in_a_jitted_block_is_like_one_outside():
     block = lambda x: jax.nn.relu(x + jnp.tanh(x @ W) / 3)
-    loss = lambda block: lambda x: jnp.mean(block(block(block(jax.nn.relu(x @ W)))))
+
+    def loss(block):
+        return lambda x: jnp.mean(block(block(block(jax.nn.relu(x @ W)))))
+
     found = [operands_of("max", jmp.autocast(loss(each)), X) for each in (block, jax.jit(block))]
     assert found[0] == found[1] == ["bfloat16"] * 3 + ["float32"]
 

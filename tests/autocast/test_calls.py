@@ -138,9 +138,11 @@ CALLS = {
 
 def program_of(name):
     """Two layers with a call of this kind between them."""
-    return lambda x, w, b: jax.tree.map(
-        lambda y: y @ W if y.shape[-1:] == (8,) else y, CALLS[name](x @ V, w, b)
-    )
+
+    def between_products(x, w, b):
+        return jax.tree.map(lambda y: y @ W if y.shape[-1:] == (8,) else y, CALLS[name](x @ V, w, b))
+
+    return between_products
 
 
 @pytest.mark.cases(fast=6, slow=4)
@@ -212,10 +214,16 @@ def test_forward_mode_and_second_derivatives_work_through(name, half):
     fun = lambda w: jnp.sum(jnp.sin(CALLS[name](X, w, B)))
     direction = jax.random.normal(jax.random.key(0), (8, 8))  # The same in every order of the tests.
     cast = jmp.autocast(fun, half)
-    push = lambda f: jax.jit(lambda w: jax.jvp(f, (w,), (direction,)))(W)
+
+    def push(f):
+        return jax.jit(lambda w: jax.jvp(f, (w,), (direction,)))(W)
+
     assert_close(push(cast), push(fun), half, factor=32)
     assert set(products(lambda w: jax.jvp(cast, (w,), (direction,)), W)) == {(half, half)}
-    along = lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (direction,))[1]
+
+    def along(f):
+        return lambda w: jax.jvp(jax.grad(f), (w,), (direction,))[1]
+
     expected = jax.jit(along(fun))(W)
     assert_close(jax.jit(along(cast))(W), expected, half, factor=48)
     assert_close(jax.jit(jmp.autocast(along(fun), half))(W), expected, half, factor=48)

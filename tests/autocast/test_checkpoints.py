@@ -148,9 +148,12 @@ def test_the_gradients_are_those_of_a_float32_copy_at_the_end_of_training(loss):
 
 
 def test_there_is_no_product_more():
-    products = lambda fun: sum(
-        each.primitive.name == "dot_general" for each in all_equations(jax.make_jaxpr(fun)(STACK, X, HEAD))
-    )
+    def products(fun):
+        return sum(
+            each.primitive.name == "dot_general"
+            for each in all_equations(jax.make_jaxpr(fun)(STACK, X, HEAD))
+        )
+
     plain = products(jax.grad(scanned(block), (0, 1, 2)))
     assert products(jax.grad(jmp.autocast(scanned(block)), (0, 1, 2))) == plain
     # Nothing is differentiated that nobody asks for.
@@ -165,8 +168,13 @@ def test_forward_mode_second_derivatives_and_vmap_work():
     tangent = jax.jit(lambda: jax.jvp(lambda stack: fun(stack, X, HEAD), (STACK,), (grad,))[1])()
     square = sum(float(jnp.vdot(leaf, leaf)) for leaf in jax.tree.leaves(grad))
     assert float(tangent) == pytest.approx(square, rel=0.02)
-    hvp = lambda loss: jax.jvp(lambda s: jax.grad(loss)(s, X, HEAD), (STACK,), (grad,))[1]
-    product = lambda loss: jax.jit(lambda: hvp(loss))()
+
+    def hvp(loss):
+        return jax.jvp(lambda s: jax.grad(loss)(s, X, HEAD), (STACK,), (grad,))[1]
+
+    def product(loss):
+        return jax.jit(lambda: hvp(loss))()
+
     for ours, exact in zip(jax.tree.leaves(product(fun)), jax.tree.leaves(product(float32))):
         assert np.linalg.norm(ours - exact) < 0.1 * np.linalg.norm(exact)
     several = jax.jit(jax.vmap(jax.grad(fun), (None, 0, None)))(STACK, jnp.stack([X, 2 * X]), HEAD)

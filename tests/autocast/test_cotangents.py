@@ -38,12 +38,15 @@ def _chunked(x):
 
 def _sliced(x):
     """Slices of a constant of the loop."""
-    body = lambda i, total: (
-        total
-        + INTEGER(
-            lax.dynamic_slice(x, (i * 6, 0), (6, CLASSES)), lax.dynamic_slice(LABELS, (i * 6,), (6,))
-        ).sum()
-    )
+
+    def body(i, total):
+        return (
+            total
+            + INTEGER(
+                lax.dynamic_slice(x, (i * 6, 0), (6, CLASSES)), lax.dynamic_slice(LABELS, (i * 6,), (6,))
+            ).sum()
+        )
+
     return lax.scan(lambda total, i: (body(i, total), None), 0.0, jnp.arange(4))[0] / N
 
 

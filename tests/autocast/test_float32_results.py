@@ -68,9 +68,10 @@ def test_large_logits_lose_nothing_but_the_rounding_of_the_operands():
             return jax.nn.log_softmax(hidden @ head)
 
     expected = np.asarray(jax.nn.log_softmax(np.float64(hidden) @ np.float64(head)))
-    error = lambda **options: np.abs(
-        jmp.autocast(log_probabilities, "bfloat16", **options)(hidden, head) - expected
-    ).max()
+
+    def error(**options):
+        return np.abs(jmp.autocast(log_probabilities, "bfloat16", **options)(hidden, head) - expected).max()
+
     assert np.abs(expected).max() > 50
     assert error() > 0.1
     assert error(float32_results="head") < 1e-4

@@ -123,7 +123,11 @@ def mlp(w, x):
 
 
 dense = lambda w, x: jnp.tanh(x @ w)
-iterate = lambda step: lambda w, x: lax.scan(lambda c, _: (step(w, c), None), x, None, length=3)[0]
+
+
+def iterate(step):
+    return lambda w, x: lax.scan(lambda c, _: (step(w, c), None), x, None, length=3)[0]
+
 
 PROGRAMS = {
     "scan of a remat": iterate(jax.checkpoint(lambda w, x: jnp.tanh(x @ w))),
@@ -162,7 +166,9 @@ def test_both_orders_have_the_same_products_and_gradients(name):
 
 
 def test_no_product_has_two_operands_in_e5m2():
-    twice = lambda w, x: jnp.sum(jnp.square(jax.grad(lambda w: jnp.sum(mlp(w, x)))(w)))
+    def twice(w, x):
+        return jnp.sum(jnp.square(jax.grad(lambda w: jnp.sum(mlp(w, x)))(w)))
+
     for grads in (jax.grad(float8(twice)), float8(jax.grad(twice))):
         kinds = product_kinds(grads, W, XS)
         assert not any(left == right == E5 for left, right, _ in kinds)

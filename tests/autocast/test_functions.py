@@ -107,7 +107,10 @@ def test_the_arguments_in_the_same_call_are_an_error(tool):
 
 def test_a_scalar_of_a_trace_around_the_call_may_be_closed_over():
     plain = lambda scale: jnp.sum((X @ W) * scale @ W)
-    half = lambda scale: jmp.autocast(lambda x: jnp.sum((x @ W) * scale @ W), "float16")(X)
+
+    def half(scale):
+        return jmp.autocast(lambda x: jnp.sum((x @ W) * scale @ W), "float16")(X)
+
     found, expected = (jax.jit(jax.value_and_grad(each))(jnp.float32(2)) for each in (half, plain))
     np.testing.assert_allclose(found, expected, rtol=2 * jnp.finfo(jnp.float16).eps, atol=0.01)
 

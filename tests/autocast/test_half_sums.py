@@ -139,13 +139,16 @@ def state_space(params, x):
 @pytest.mark.parametrize("transform", [lambda fun: fun, jax.checkpoint])
 def test_a_recursion_in_parallel_is_no_stream(transform):
     params = normal(20, 16, 16, scale=1 / 4), normal(21, 16), normal(22, 16, 16, scale=1 / 4)
-    kinds = lambda **options: [
-        (o.scope, o.outputs[0])
-        for o in jmp.explain(jmp.autocast(transform(state_space), "bfloat16", **options))(
-            params, X
-        ).operations
-        if o.name == "add" and not o.backward
-    ]
+
+    def kinds(**options):
+        return [
+            (o.scope, o.outputs[0])
+            for o in jmp.explain(jmp.autocast(transform(state_space), "bfloat16", **options))(
+                params, X
+            ).operations
+            if o.name == "add" and not o.backward
+        ]
+
     plain, selected = kinds(), kinds(half_sums="**")
     inside = lambda found: [each for each in found if "recursion" in each[0]]
     assert len(inside(plain)) >= 6

@@ -64,9 +64,12 @@ def test_loop_carries_keep_their_dtype():
 
     jaxpr = jax.make_jaxpr(jmp.autocast(fun))(X, W)
     plain = jax.make_jaxpr(fun)(X, W)
-    carried = lambda jaxpr: next(
-        [var.aval.dtype for var in e.outvars[:4]] for e in equations(jaxpr) if e.primitive.name == "scan"
-    )
+
+    def carried(jaxpr):
+        return next(
+            [var.aval.dtype for var in e.outvars[:4]] for e in equations(jaxpr) if e.primitive.name == "scan"
+        )
+
     assert carried(jaxpr) == carried(plain)
     (total, half, _, x), ys = jmp.autocast(fun)(X, W)
     assert (total.dtype, half.dtype, x.dtype, ys.dtype) == ("float32", "float16", "float32", "float32")
@@ -74,17 +77,24 @@ def test_loop_carries_keep_their_dtype():
 
 
 def test_slow_sums_in_a_carry_are_float32():
-    fun = lambda x, w: lax.scan(lambda total, _: (total + (x @ w)[0, 0], None), 0.0, length=5000)[0]
+    def fun(x, w):
+        return lax.scan(lambda total, _: (total + (x @ w)[0, 0], None), 0.0, length=5000)[0]
+
     one = jnp.ones((1, 1))
     assert float(jmp.autocast(fun)(one, one)) == 5000.0
     assert float(jmp.autocast(fun, "float16")(one, one)) == 5000.0
-    loop = lambda x, w: lax.fori_loop(0, 5000, lambda _, total: total + (x @ w), jnp.zeros((1, 1)))
+
+    def loop(x, w):
+        return lax.fori_loop(0, 5000, lambda _, total: total + (x @ w), jnp.zeros((1, 1)))
+
     assert float(jmp.autocast(loop)(one, one)[0, 0]) == 5000.0
 
 
 @each_half
 def test_slices_leave_a_scan_in_half_when_a_product_takes_them(half):
-    fun = lambda x, w: lax.scan(lambda c, row: (c, jnp.tanh(row @ w)), None, x[:, None])[1][:, 0] @ w
+    def fun(x, w):
+        return lax.scan(lambda c, row: (c, jnp.tanh(row @ w)), None, x[:, None])[1][:, 0] @ w
+
     scan = next(
         e for e in equations(jax.make_jaxpr(jmp.autocast(fun, half))(X, W)) if e.primitive.name == "scan"
     )
@@ -94,16 +104,27 @@ def test_slices_leave_a_scan_in_half_when_a_product_takes_them(half):
 def test_an_empty_scan_and_a_branch_of_nothing_work():
     assert jmp.autocast(lambda x: lax.scan(lambda x, _: (x @ W, x), x, length=0)[1])(X).shape == (0, 4, 8)
     assert lax.cond(True, lambda: None, lambda: None) is None
-    fun = lambda x: (lax.cond(x[0, 0] > 0, lambda: jax.debug.print("branch"), lambda: None), x @ W)[1]
+
+    def fun(x):
+        return (lax.cond(x[0, 0] > 0, lambda: jax.debug.print("branch"), lambda: None), x @ W)[1]
+
     assert_close(jmp.autocast(fun)(X), X @ W, "bfloat16", factor=2)
 
 
 def test_branches_give_the_widest_dtype_of_their_results():
-    wide = lambda x, w: lax.cond(x[0, 0] < 9, lambda: x @ w, lambda: jnp.cumsum(x, 1)) @ w
-    narrow = lambda x, w: lax.cond(x[0, 0] < 9, lambda: x @ w, lambda: jnp.tanh(x @ w)) @ w
-    find = lambda f: next(
-        e.outvars[0].aval.dtype.name for e in equations(jax.make_jaxpr(f)(X, W)) if e.primitive.name == "cond"
-    )
+    def wide(x, w):
+        return lax.cond(x[0, 0] < 9, lambda: x @ w, lambda: jnp.cumsum(x, 1)) @ w
+
+    def narrow(x, w):
+        return lax.cond(x[0, 0] < 9, lambda: x @ w, lambda: jnp.tanh(x @ w)) @ w
+
+    def find(f):
+        return next(
+            e.outvars[0].aval.dtype.name
+            for e in equations(jax.make_jaxpr(f)(X, W))
+            if e.primitive.name == "cond"
+        )
+
     assert (find(jmp.autocast(wide)), find(jmp.autocast(narrow))) == ("float32", "bfloat16")
 
 
@@ -146,7 +167,10 @@ def test_a_loop_that_says_what_it_keeps_keeps_that():
     step = lambda x, _: (jnp.sin(jnp.tanh(x @ W) @ W), None)
     everything = jax.checkpoint(step, policy=jax.checkpoint_policies.everything_saveable)
     nothing = jax.checkpoint(step)
-    loop = lambda step: jmp.autocast(lambda x: lax.scan(step, x, length=5)[0], "float16")
+
+    def loop(step):
+        return jmp.autocast(lambda x: lax.scan(step, x, length=5)[0], "float16")
+
     kept = lambda step: [dtype for _, dtype in kept_by_iterations(loop(step), X)]
     assert set(kept(step)) == {"float16"}
     assert "float32" in kept(everything)

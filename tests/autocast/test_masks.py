@@ -35,7 +35,10 @@ def test_masks_of_attention_give_finite_values_and_gradients(mask, half):
     q, k, v = normal(6, 8), normal(6, 8), normal(6, 8)
     keep = jnp.tril(jnp.ones((6, 6), bool))
     fun = lambda q, k, v: attention(MASKS[mask], q, k, v, keep)
-    loss = lambda f: lambda *args: jnp.sum(jnp.sin(f(*args)))
+
+    def loss(f):
+        return lambda *args: jnp.sum(jnp.sin(f(*args)))
+
     assert_close(jax.jit(jmp.autocast(fun, half))(q, k, v), jax.jit(fun)(q, k, v), half, factor=8)
     assert products(jmp.autocast(fun, half), q, k, v) == [(half, half)] * 2
     expected = jax.jit(jax.grad(loss(fun), (0, 1, 2)))(q, k, v)
@@ -54,7 +57,10 @@ def test_masks_of_attention_give_finite_values_and_gradients(mask, half):
 def test_a_mask_that_is_an_argument_works(jit, fill, half):
     q, k, v = normal(6, 8), normal(6, 8), normal(6, 8)
     bias = jnp.where(jnp.tril(jnp.ones((6, 6), bool)), 0.0, jnp.float32(fill))
-    fun = lambda q, k, v, bias: attention(lambda s, bias: s + bias, q, k, v, bias)
+
+    def fun(q, k, v, bias):
+        return attention(lambda s, bias: s + bias, q, k, v, bias)
+
     assert_close(jit(jmp.autocast(fun, half))(q, k, v, bias), fun(q, k, v, bias), half, factor=8)
     for shape in ((1, 6), (6,)):
         row = jnp.where(jnp.arange(6) < 4, 0.0, jnp.float32(fill)).reshape(shape)

@@ -18,12 +18,13 @@ from tests.support.small_programs import STACK, B, W, X, normal, value_and_grad
 @pytest.mark.slow
 def test_convolutions_einsums_and_ragged_products_are_half_forward_and_backward():
     image, kernel = normal(2, 8, 8, 3), normal(3, 3, 3, 4, scale=0.2)
-    convolve = lambda x, k: lax.conv_general_dilated(
-        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    transposed = lambda x, k: lax.conv_transpose(
-        x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
+
+    def convolve(x, k):
+        return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def transposed(x, k):
+        return lax.conv_transpose(x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
     ragged = lambda x, w: lax.ragged_dot(x, w, jnp.array([1, 2, 1]))
     for fun, args in (
         (convolve, (image, kernel)),

@@ -44,9 +44,12 @@ REMATS = {
 def test_what_is_recomputed_and_saved_is_that_of_the_float32_program(policy):
     fun = jax.checkpoint(deep, policy=REMATS[policy])
     loss = lambda x, w, b: jnp.sum(fun(x, w, b) @ w)
-    count = lambda grad: collections.Counter(
-        name for name in primitives(grad, X, W, B) if name in ("dot_general", "tanh", "sin", "cos")
-    )
+
+    def count(grad):
+        return collections.Counter(
+            name for name in primitives(grad, X, W, B) if name in ("dot_general", "tanh", "sin", "cos")
+        )
+
     plain = count(jax.grad(loss, 1))
     assert count(jax.grad(jmp.autocast(loss), 1)) == plain
     assert count(jmp.autocast(jax.grad(loss, 1))) == plain
@@ -147,7 +150,10 @@ def test_rounding_again_changes_no_half_value_and_no_gradient(half):
     info = jnp.finfo(half)
     values = jnp.array([info.smallest_subnormal * 3, info.tiny, 1 / 3, float(info.max), 0.0], half)
     read = lambda y: jnp.exp2(-y) * jnp.exp(y * 0)  # Two float32 readers: the value is rounded again.
-    fun = lambda w, x: lax.scan(lambda c, row: (c, read(row[None] @ w)), 0, x)[1]
+
+    def fun(w, x):
+        return lax.scan(lambda c, row: (c, read(row[None] @ w)), 0, x)[1]
+
     rows = jnp.diag(values.astype(jnp.float32))
     result = jmp.autocast(fun, half)(jnp.eye(5), rows)
     np.testing.assert_array_equal(result, jnp.exp2(-rows)[:, None])

@@ -66,7 +66,9 @@ def test_an_operation_without_a_half_version_cannot_be_put_on_a_list_of_half_ope
 
 
 def test_options_reach_into_calls():
-    fun = lambda x, w: lax.scan(lambda x, _: (jax.jit(jnp.tanh)(x @ w), None), x, length=2)[0]
+    def fun(x, w):
+        return lax.scan(lambda x, _: (jax.jit(jnp.tanh)(x @ w), None), x, length=2)[0]
+
     assert operands_of("tanh", jmp.autocast(fun, deny=["tanh"]), X, W) == ["float32"]
     assert products(jmp.autocast(fun, deny=["dot_general"]), X, W) == [FULL]
 
@@ -171,7 +173,10 @@ def test_a_rule_that_hides_a_narrower_one_is_an_error():
 def test_rules_reach_scopes_through_transforms(around):
     fun = around(lambda x: scoped(x, W))
     assert products(jmp.autocast(fun, rules={"decoder/head": "float32"}), X) == [HALF] * 3 + [FULL]
-    in_scan = lambda x: lax.scan(lambda x, _: (fun(x), None), x, length=2)[0]
+
+    def in_scan(x):
+        return lax.scan(lambda x, _: (fun(x), None), x, length=2)[0]
+
     assert products(jmp.autocast(in_scan, rules={"encoder": "float32"}), X) == [FULL] * 2 + [HALF] * 2
 
 

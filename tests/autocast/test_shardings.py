@@ -61,9 +61,14 @@ def test_donation_to_an_outer_and_to_an_inner_jit_survives():
     step = lambda w, x: w - 0.1 * (x.T @ (x @ w))
     assert aliases(jmp.autocast(step), W, X) == aliases(step, W, X) == W.nbytes
     inner = jax.jit(step, donate_argnums=0)
-    donated = lambda f: next(
-        e.params["donated_invars"] for e in equations(jax.make_jaxpr(f)(W, X)) if e.primitive.name == "jit"
-    )
+
+    def donated(f):
+        return next(
+            e.params["donated_invars"]
+            for e in equations(jax.make_jaxpr(f)(W, X))
+            if e.primitive.name == "jit"
+        )
+
     program = lambda w, x: inner(w * 1.0, x)
     assert donated(jmp.autocast(program))[:2] == donated(program)[:2] == (True, False)
     assert not any(donated(jmp.autocast(program))[2:])

@@ -87,7 +87,10 @@ def test_softmaxes_have_the_values_and_derivatives_of_float32(name):
     for grad in (inside, outside):
         assert_close(jax.jit(grad)(W, TABLE), expected, half, factor=24)
         assert set(products(grad, W, TABLE)) == {(half, half)}
-    push = lambda f: jax.jit(lambda w, table: jax.jvp(f, (w, table), (W / 8, TABLE / 8)))(W, TABLE)
+
+    def push(f):
+        return jax.jit(lambda w, table: jax.jvp(f, (w, table), (W / 8, TABLE / 8)))(W, TABLE)
+
     assert_close(push(jmp.autocast(loss, half)), push(loss), half, factor=24)
     assert_close(push(inside), push(jax.grad(loss, (0, 1))), half, factor=64)
     assert set(operands_of("exp", inside, W, TABLE)) == {"float32"}

@@ -54,6 +54,9 @@ def test_small_steps_on_weights_do_not_underflow_in_float16():
 
     w = jnp.zeros((8, 8))
     np.testing.assert_array_equal(jmp.autocast(two_steps, jnp.float16)(w), jnp.full((8, 8), -(2.0**-25)))
-    unscaled = lambda w: w - 2.0**-20 * jax.grad(lambda w: (jnp.full((1, 8), 2.0**-6) @ w).sum())(w)
+
+    def unscaled(w):
+        return w - 2.0**-20 * jax.grad(lambda w: (jnp.full((1, 8), 2.0**-6) @ w).sum())(w)
+
     used_again = lambda w: (unscaled(w), unscaled(w) @ w)
     np.testing.assert_array_equal(jmp.autocast(used_again, jnp.float16)(w)[0], jnp.full((8, 8), -(2.0**-26)))

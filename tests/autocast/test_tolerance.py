@@ -149,9 +149,11 @@ HALF = ("bfloat16", "bfloat16")
 
 def in_scan(fun):
     """A loop around that decides nothing, as over the steps of an epoch."""
-    return lambda *args: lax.scan(lambda carry, _: (carry + fun(*args[:-1], carry), None), args[-1], None, 3)[
-        0
-    ]
+
+    def summed(*args):
+        return lax.scan(lambda carry, _: (carry + fun(*args[:-1], carry), None), args[-1], None, 3)[0]
+
+    return summed
 
 
 @pytest.mark.parametrize("around", [lambda fun: fun, in_scan])
@@ -167,7 +169,9 @@ def test_what_no_iteration_changes_is_rounded_as_it_is_in_front_of_the_loop(call
 
 def test_a_constant_of_an_inner_loop_that_an_outer_loop_carries_is_decided_by():
     def program(w, x):
-        inner = lambda z: to_a_tolerance(lambda y: 0.1 * y + jnp.tanh(z @ w), z)
+        def inner(z):
+            return to_a_tolerance(lambda y: 0.1 * y + jnp.tanh(z @ w), z)
+
         return to_a_tolerance(lambda z: 0.1 * inner(z), x)
 
     assert products(jmp.autocast(program), W, X) == [FULL]

@@ -123,9 +123,12 @@ def test_a_loss_scale_that_is_too_small_is_told_a_larger_one(scale):
     fault = fault_of(loss, *args, loss_scale=scale)
     assert "Start with jmp.DynamicLossScale(2.0**15)" in fault.advice
     exact = jax.grad(loss)(*args, F32)
-    error = lambda scale: optax.tree.norm(
-        jax.tree.map(jnp.subtract, jax.jit(jmp.grad(loss, jmp.StaticLossScale(scale)))(*args), exact)
-    )
+
+    def error(scale):
+        return optax.tree.norm(
+            jax.tree.map(jnp.subtract, jax.jit(jmp.grad(loss, jmp.StaticLossScale(scale)))(*args), exact)
+        )
+
     assert error(2.0**15) < 0.01 * optax.tree.norm(exact) < error(scale or 1.0)
 
 

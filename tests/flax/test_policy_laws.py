@@ -113,8 +113,9 @@ def test_the_numbers_are_as_good_as_with_the_dtype_of_each_layer(library, transf
 
 def error(trees, exact):
     """Returns the relative error of a tree: the geometric mean over the seeds."""
-    norms = lambda tree: sum(
-        jnp.sum(jnp.square(leaf.reshape(SEEDS, -1)), 1) for leaf in jax.tree.leaves(tree)
-    )
+
+    def norms(tree):
+        return sum(jnp.sum(jnp.square(leaf.reshape(SEEDS, -1)), 1) for leaf in jax.tree.leaves(tree))
+
     squares = norms(jax.tree.map(jnp.subtract, trees, exact)) / jnp.maximum(norms(exact), 1e-30)
     return float(jnp.exp(jnp.mean(jnp.log(jnp.sqrt(squares) + 1e-7))))

@@ -122,7 +122,10 @@ def test_values_and_gradients_are_those_of_numpy(case):
     np.testing.assert_allclose(result, expected * x_step * w_step, rtol=1e-5, atol=1e-5)
 
     cotangent = normal(2, *result.shape)
-    pullback = lambda fun: jax.jit(lambda x, w, cotangent: jax.vjp(fun, x, w)[1](cotangent))
+
+    def pullback(fun):
+        return jax.jit(lambda x, w, cotangent: jax.vjp(fun, x, w)[1](cotangent))
+
     dx, dw = pullback(run)(x, w, cotangent)
     g8, g_step = emulated(cotangent.astype(jnp.bfloat16), BACKWARD)
     product = lambda x, w: lax.dot_general(x, w, (sums, ((), ())))

@@ -139,7 +139,10 @@ def test_the_operands_of_a_scan_are_constants_carry_and_slices():
         assert (params["num_consts"], params["num_carry"]) == (1, 2)
     empty = find("scan", lambda x: lax.scan(lambda c, _: (c * 2, None), x, length=2), X)
     assert inner_jaxprs(empty)[0].roles == (Role.CARRY,)
-    draw = lambda k: lax.scan(lambda c, k: (c + 1, jax.random.normal(k)), 0, k)
+
+    def draw(k):
+        return lax.scan(lambda c, k: (c + 1, jax.random.normal(k)), 0, k)
+
     keys = find("scan", draw, jax.random.split(jax.random.key(0), 3))
     assert inner_jaxprs(keys)[0].roles == (Role.CARRY, Role.ELEMENT)
 
@@ -179,7 +182,9 @@ def test_shard_map_writes_what_the_public_function_takes():
 
 
 def test_rematerialization_that_grad_has_made_is_marked():
-    loss = lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ W)), policy=lambda *_, **__: False)(x).sum()
+    def loss(x):
+        return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ W)), policy=lambda *_, **__: False)(x).sum()
+
     forward = call("remat2").params
     assert (forward["differentiated"], forward["policy"], forward["prevent_cse"]) == (False, None, True)
     backward = find("remat2", jax.grad(loss), X).params
@@ -291,7 +296,9 @@ def test_a_primitive_turns_the_parameters_of_an_equation_into_those_of_bind():
 
 
 def test_a_name_stack_says_what_grad_made_and_what_it_computes_again():
-    loss = lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.cos(x)))(x))
+    def loss(x):
+        return jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.cos(x)))(x))
+
     (again,) = [e for e in equations(jax.make_jaxpr(jax.grad(loss))(X)) if e.primitive.name == "remat2"]
     named = {}
     for equation in equations(again.params["jaxpr"]):
@@ -370,7 +377,10 @@ def test_operations_that_are_not_jaxs_own_are_not_taken_for_each_other_or_kept_a
     def trace():
         data = Data()
         shape = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-        call = lambda x: jax.pure_callback(lambda x: (data, x)[1], shape, x, vmap_method="sequential")
+
+        def call(x):
+            return jax.pure_callback(lambda x: (data, x)[1], shape, x, vmap_method="sequential")
+
         jax.make_jaxpr(jax.vmap(jmp.autocast(lambda x: call(x @ x) + call(x))))(batched)
         return weakref.ref(data)
 
@@ -395,9 +405,10 @@ def test_a_product_is_named_by_its_axes_that_are_longer_than_1(left, right, axes
     first, second = axes.split(",")
     shared = [axis for axis in first if axis in second]
     batch = [axis for axis in shared if axis == "b"]
-    places = lambda letters: tuple(
-        tuple(operand.index(axis) for axis in letters) for operand in (first, second)
-    )
+
+    def places(letters):
+        return tuple(tuple(operand.index(axis) for axis in letters) for operand in (first, second))
+
     numbers = places([axis for axis in shared if axis not in batch]), places(batch)
     product = lambda x, y: lax.dot_general(x, y, numbers)
     (equation,) = read.equations(jax.make_jaxpr(product)(jnp.ones(left), jnp.ones(right)))

@@ -81,7 +81,10 @@ def test_the_loss_under_jit_is_the_eager_one(name, steps, half):
     w, x, labels = fitted(steps)
     loss = lambda w: LOSSES[name](x @ w, labels)
     eager = float(jmp.autocast(loss, half)(w))
-    value = lambda order: lambda w: in_order(order, loss, half, jax.value_and_grad)(w)[0]
+
+    def value(order):
+        return lambda w: in_order(order, loss, half, jax.value_and_grad)(w)[0]
+
     for fun in (jmp.autocast(loss, half), *map(value, ORDERS)):
         for found in compiled(fun, w):
             np.testing.assert_allclose(float(found), eager, rtol=3e-3)
@@ -241,7 +244,9 @@ def test_a_solver_that_rejects_steps_takes_those_of_float32_in_the_backward_pass
         w, y, count = saved
 
         def run(w, y):
-            keep = lambda c, i: jax.tree.map(lambda a, b: jnp.where(i < count, a, b), step(w, c), c)
+            def keep(c, i):
+                return jax.tree.map(lambda a, b: jnp.where(i < count, a, b), step(w, c), c)
+
             return lax.scan(lambda c, i: (keep(c, i), None), start(y), jnp.arange(200))[0]
 
         return jax.vjp(run, w, y)[1](cotangents[1])
@@ -354,7 +359,10 @@ def test_a_product_of_which_only_integers_are_made_is_exact(half):
 )
 def test_where_a_product_ends_as_integers_or_booleans(use):
     assert products(jmp.autocast(lambda x, w: use(x @ w)), X, W) == [("float32", "float32")]
-    both = lambda x, w: (lambda p: (use(p), p @ w))(x @ w)
+
+    def both(x, w):
+        return (lambda p: (use(p), p @ w))(x @ w)
+
     assert products(jmp.autocast(both), X, W)[0] == ("bfloat16", "bfloat16")
 
 
@@ -407,7 +415,9 @@ def test_float32_results_inside_of_a_custom_rule_have_gradients_of_half_operands
 
 @each_half
 def test_a_factor_that_half_rounds_badly_is_not_rounded(half):
-    scaled = lambda number: lambda x, w: ((x @ w) * number) @ w
+    def scaled(number):
+        return lambda x, w: ((x @ w) * number) @ w
+
     dtype_of = lambda number: operands_of("mul", jmp.autocast(scaled(number), half), X, W)
     # The rounding errors of 0.7 and 0.3 are over a quarter of the largest one, that of 1 / sqrt(128) is not.
     assert [dtype_of(number) for number in (0.7, 0.3, 0.3 * 2**9)] == [["float32"]] * 3

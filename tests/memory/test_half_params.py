@@ -18,10 +18,12 @@ SHAPES = {"dense": {"kernel": (3, 4), "bias": (4,)}, "norm": {"scale": (4,)}, "g
 
 
 def make_params(dtype):
-    leaf = lambda path, shape: jnp.asarray(
-        np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape) + 0.1,
-        jnp.float32 if "norm" in str(path) else dtype,
-    )
+    def leaf(path, shape):
+        return jnp.asarray(
+            np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape) + 0.1,
+            jnp.float32 if "norm" in str(path) else dtype,
+        )
+
     return jax.tree_util.tree_map_with_path(leaf, SHAPES, is_leaf=lambda node: isinstance(node, tuple))
 
 

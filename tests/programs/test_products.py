@@ -55,10 +55,13 @@ def test_the_share_on_tensor_cores_counts_products_of_at_most_16_bits(version):
 
 def test_algorithms_of_products_in_xlas_own_kernels():
     """Kernels of XLA have the product inside, and the sum split: 8 sums of 16, or 16 of 8."""
-    split = lambda dtype, parts, arithmetic: (
-        *("gemm", "dot", " ".join([f"{dtype}[64,{parts},{128 // parts}]"] * 2), f"f32[{parts},64,64]"),
-        *(arithmetic, "f32", True, ONE, 1, "dot_general"),
-    )
+
+    def split(dtype, parts, arithmetic):
+        return (
+            *("gemm", "dot", " ".join([f"{dtype}[64,{parts},{128 // parts}]"] * 2), f"f32[{parts},64,64]"),
+            *(arithmetic, "f32", True, ONE, 1, "dot_general"),
+        )
+
     found = h100("triton")
     assert sorted(map(row, found.products)) == sorted(
         [

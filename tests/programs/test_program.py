@@ -48,7 +48,9 @@ def test_a_scan_moves_a_slice_an_iteration_of_what_it_reads_and_writes(version):
 
 
 def test_a_while_loop_of_unknown_length_is_a_host_sync_and_counted_once():
-    loop = lambda x: lax.while_loop(lambda x: x.sum() < 10, lambda x: jnp.tanh(x @ x), x)
+    def loop(x):
+        return lax.while_loop(lambda x: x.sum() < 10, lambda x: jnp.tanh(x @ x), x)
+
     found = program(loop, x((8, 8), f32))
     assert [each.times for each in found.products] == [1]
     assert found.host_syncs == ("while, of a length that the device decides",)
@@ -56,11 +58,16 @@ def test_a_while_loop_of_unknown_length_is_a_host_sync_and_counted_once():
 
 
 def test_a_conditional_counts_both_branches_and_syncs():
-    branches = lambda p, x: lax.cond(p, lambda x: x @ x, lambda x: jnp.tanh(x) @ x, x)
+    def branches(p, x):
+        return lax.cond(p, lambda x: x @ x, lambda x: jnp.tanh(x) @ x, x)
+
     found = program(branches, x((), jnp.bool_), x((8, 8), f32))
     assert [each.times for each in found.products] == [1, 1]
     assert (found.conditionals, found.host_syncs) == (1, ("conditional",))
-    branches = lambda i, x: lax.switch(i, [jnp.sin, lambda x: x @ x, jnp.cos], x)
+
+    def branches(i, x):
+        return lax.switch(i, [jnp.sin, lambda x: x @ x, jnp.cos], x)
+
     found = program(branches, x((), jnp.int32), x((8, 8), f32))
     assert (len(found.products), found.conditionals) == (1, 1)
 

@@ -207,7 +207,9 @@ def two_of_each():
 
 
 def test_each_member_of_a_batch_has_its_own_flags():
-    by_scan = lambda trees: jax.lax.scan(lambda carry, tree: (carry, leaves_finite(tree)), 0, trees)[1]
+    def by_scan(trees):
+        return jax.lax.scan(lambda carry, tree: (carry, leaves_finite(tree)), 0, trees)[1]
+
     for check in (jax.jit(jax.vmap(leaves_finite)), jax.jit(by_scan)):
         for index in (0, 1, 2, 3, 5, 6, 7, 8):
             trees = two_of_each()

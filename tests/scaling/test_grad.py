@@ -186,8 +186,13 @@ def test_nnx_models_are_differentiated():
 def test_a_loss_scale_of_ones_own_is_used():
     class Ten:
         loss_scale = np.float32(10)
-        scale = lambda self, tree: jax.tree.map(lambda x: x * 10, tree)
-        unscale = lambda self, tree: jax.tree.map(lambda x: x / 10, tree)
+
+        def scale(self, tree):
+            return jax.tree.map(lambda x: x * 10, tree)
+
+        def unscale(self, tree):
+            return jax.tree.map(lambda x: x / 10, tree)
+
         adjust = lambda self, grads_finite: self
 
     grads = jmp.grad(lambda w: w * w, Ten())(jnp.float16(3))

@@ -106,9 +106,12 @@ def test_a_plain_optimizer_has_the_same_program_whatever_it_returns():
     """Only `loss_scale=`, which `unscale` divides by, or no extra argument: only gradients are checked."""
     tx = jmp.skip_nonfinite(optax.chain(jmp.unscale(), optax.sgd(1.0)))
     params = make_params()
-    count = lambda **extra: str(
-        jax.make_jaxpr(lambda *a: tx.update(*a, **extra))(params, tx.init(params), params)
-    ).count("is_finite")
+
+    def count(**extra):
+        return str(jax.make_jaxpr(lambda *a: tx.update(*a, **extra))(params, tx.init(params), params)).count(
+            "is_finite"
+        )
+
     assert count(loss_scale=jmp.NoOpLossScale()) == 3
     assert count(loss_scale=jmp.NoOpLossScale(), value=jnp.float32(1)) > 3
 

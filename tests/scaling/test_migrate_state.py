@@ -301,7 +301,10 @@ def test_it_works_inside_jit_and_vmap():
     _, old = train(ADAM)
     inside = jax.jit(lambda params, old: jmp.migrate_state(tx, params, old))(PARAMS, old)
     assert bits(inside) == bits(jmp.migrate_state(tx, PARAMS, old))
-    stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+
+    def stack(tree):
+        return jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+
     members = jax.vmap(lambda params, old: jmp.migrate_state(tx, params, old))(stack(PARAMS), stack(old))
     assert bits(jax.tree.map(lambda x: x[1], members)) == bits(inside)
 

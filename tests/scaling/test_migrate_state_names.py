@@ -108,9 +108,10 @@ trees = st.sampled_from(TREES) | random_trees
 def distinct(state):
     """The state with another number in each array, so that no two can be mixed up unseen."""
     leaves, structure = jax.tree.flatten(state)
-    number = lambda index, leaf: jnp.full(
-        leaf.shape, index % 2 if leaf.dtype == bool else index + 1, leaf.dtype
-    )
+
+    def number(index, leaf):
+        return jnp.full(leaf.shape, index % 2 if leaf.dtype == bool else index + 1, leaf.dtype)
+
     return structure.unflatten([number(index, jnp.asarray(leaf)) for index, leaf in enumerate(leaves)])
 
 
@@ -299,9 +300,10 @@ def test_an_accumulator_with_inf_begins_anew_under_a_scale_outside(form, jit):
     adam, params = optax.adam(0.1), {"w": array(2)}
     before = optax.MultiSteps(adam, 2).gradient_transformation()
     after = jmp.with_loss_scale(optax.MultiSteps(adam, 2), SCALE)
-    migrate = lambda tx, state: (jax.jit if jit else lambda f: f)(lambda p, s: jmp.migrate_state(tx, p, s))(
-        params, state
-    )
+
+    def migrate(tx, state):
+        return (jax.jit if jit else lambda f: f)(lambda p, s: jmp.migrate_state(tx, p, s))(params, state)
+
     update_before, update_after = jax.jit(before.update), jax.jit(after.update)
     for value in (jnp.inf, 0.5):
         _, old = update_before({"w": jnp.full(2, value)}, before.init(params), params)

@@ -288,7 +288,9 @@ def test_a_program_with_haikus_policies_trains_as_one_with_autocast():
 def test_an_equinox_program_by_hand_trains_as_the_one_of_the_page():
     page, tx = run_page("equinox"), optax.adam(1e-2)
     arrays, static = page["eqx"].partition(page["start"], page["eqx"].is_array)
-    to_half = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float16), tree)
+
+    def to_half(tree):
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float16), tree)
 
     def scaled_loss(arrays, scale, x):
         half_model = page["eqx"].combine(to_half(arrays), static)

@@ -204,9 +204,12 @@ def test_statistics_of_fp8_layers_are_no_gradients():
     plain = jax.grad(mean_square)(variables)
     true = jmp.grad(mean_square, jmp.StaticLossScale(1024.0))(variables)
     for name in ("input_scale", "kernel_scale", "input_amax_history", "kernel_amax_history"):
-        statistic = lambda tree, name=name: jax.tree.leaves(
-            [v for p, v in jax.tree_util.tree_leaves_with_path(tree) if name in jax.tree_util.keystr(p)]
-        )
+
+        def statistic(tree, name=name):
+            return jax.tree.leaves(
+                [v for p, v in jax.tree_util.tree_leaves_with_path(tree) if name in jax.tree_util.keystr(p)]
+            )
+
         assert statistic(plain)
         for one, other in zip(statistic(true), statistic(plain), strict=True):
             np.testing.assert_array_equal(one, other)
@@ -306,7 +309,9 @@ def test_gradients_given_to_adjust_are_named_and_not_printed():
 
 
 def test_an_update_of_another_shape_is_not_called_a_gradient():
-    first = lambda updates, state, params=None: (jax.tree.map(lambda u: u[:1], updates), state)
+    def first(updates, state, params=None):
+        return (jax.tree.map(lambda u: u[:1], updates), state)
+
     tx = jmp.skip_nonfinite(optax.GradientTransformation(lambda params: (), first))
     params = {"w": jnp.ones(3)}
     with pytest.raises(

@@ -145,7 +145,10 @@ def test_the_state_keeps_its_dtypes_whatever_those_of_gradients_and_parameters(
     name, params_dtype, grads_dtype
 ):
     tx, _ = wrapped(name)
-    shape = lambda dtype: jax.eval_shape(lambda: make_params(dtype))
+
+    def shape(dtype):
+        return jax.eval_shape(lambda: make_params(dtype))
+
     params = shape(params_dtype)
     grads = jax.tree.map(lambda g: g.update(shape=(3, *g.shape)), shape(grads_dtype))
     opt_state = jax.eval_shape(tx.init, params)

@@ -71,7 +71,10 @@ def test_an_empty_parameter_tree_is_finite():
 
 def test_each_member_of_an_ensemble_skips_alone():
     tx = jmp.with_loss_scale(optax.adamw(SCHEDULE))
-    stack = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+    def stack(*trees):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
     params = stack(make_params(), make_params(), make_params())
     opt_state = jax.vmap(tx.init)(params)
     step = jax.jit(jax.vmap(make_step(tx)))
@@ -82,7 +85,10 @@ def test_each_member_of_an_ensemble_skips_alone():
     assert opt_state.counts[..., 1].tolist() == [0, 1, 1]
     assert opt_state.loss_scale.loss_scale.tolist() == [2.0**15, 2.0**14, 2.0**14]
     assert opt_state.inner_state[0].count.tolist() == [3, 2, 2]
-    member = lambda i: bits(jax.tree.map(lambda leaf: leaf[i], params))
+
+    def member(i):
+        return bits(jax.tree.map(lambda leaf: leaf[i], params))
+
     assert member(1) == member(2) != member(0)
 
 

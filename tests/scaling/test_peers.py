@@ -92,10 +92,12 @@ def test_flax_grows_one_step_late():
 
 
 def test_flax_compiles_twice():
-    theirs = lambda scale: scale.value_and_grad(lambda w: w * w)(jnp.float32(1))[0]
-    ours = lambda scale: scale.adjust(
-        jmp_lite.all_finite(jmp_lite.grad(lambda w: w * w, scale)(jnp.float32(1)))
-    )
+    def theirs(scale):
+        return scale.value_and_grad(lambda w: w * w)(jnp.float32(1))[0]
+
+    def ours(scale):
+        return scale.adjust(jmp_lite.all_finite(jmp_lite.grad(lambda w: w * w, scale)(jnp.float32(1))))
+
     assert count_compilations(theirs, DynamicScale()) == 2
     assert count_compilations(ours, jmp_lite.DynamicLossScale(2.0**16)) == 1
 

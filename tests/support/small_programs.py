@@ -56,7 +56,10 @@ def eps(dtype):
 
 def value_and_grad(fun, half, order):
     """The value and the gradients of the sum of the sines of `fun`'s outputs, in one of both orders."""
-    loss = lambda f: lambda *args: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(f(*args)))
+
+    def loss(f):
+        return lambda *args: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(f(*args)))
+
     if order == "inside":
         return jax.value_and_grad(loss(jmp.autocast(fun, half)), (0, 1, 2))
     return jmp.autocast(jax.value_and_grad(loss(fun), (0, 1, 2)), half)

@@ -101,7 +101,10 @@ def test_an_overflow_in_the_backward_pass_of_one_block_and_the_scale_that_fits()
     assert cause.operation == "dot_general"
     assert cause.result.startswith("float16")
     assert all(extent is None or np.isfinite(extent).all() for extent in cause.operand_ranges)
-    scaled = lambda scale: jax.grad(lambda params: scale * loss(params, x))(params)
+
+    def scaled(scale):
+        return jax.grad(lambda params: scale * loss(params, x))(params)
+
     finite = jax.jit(lambda scale: jmp.all_finite(scaled(scale)))
     fitting = max(2.0**k for k in range(-24, 17) if finite(2.0**k))
     assert report.fitting_scale == fitting

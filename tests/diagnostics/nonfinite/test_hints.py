@@ -47,5 +47,8 @@ def test_steps_that_diverge_are_a_learning_rate():
         return jnp.sum(lax.scan(lambda w, _: (w - 2.0 * slope(w), None), w, None, length=100)[0])
 
     assert "the learning rate may be too large" in hint_of(train, W, jnp.ones(4))
-    shrinking = lambda w: jnp.sum(lax.scan(lambda w, _: (w / 2, 1 / jnp.floor(w)), w, None, length=9)[1])
+
+    def shrinking(w):
+        return jnp.sum(lax.scan(lambda w, _: (w / 2, 1 / jnp.floor(w)), w, None, length=9)[1])
+
     assert "learning rate" not in hint_of(shrinking, 64 * W)

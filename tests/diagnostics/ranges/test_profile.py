@@ -76,10 +76,11 @@ def test_iterations_of_loops_and_shards_add_up():
     plain = lambda w, x: jnp.sum(jnp.stack([jnp.sum(jnp.sin(row[None] @ w)) for row in x]))
     loop, unrolled = (profile_ranges(fun)(w, x) for fun in (looped, plain))
     assert counts(loop.gradients[0].fates) == counts(unrolled.gradients[0].fates)
+
     # The rows are counted once, though the loop slices them; the products and cotangents of all iterations.
-    of = lambda report, direction: sum(
-        each.magnitudes.values for each in report.modules if each.direction == direction
-    )
+    def of(report, direction):
+        return sum(each.magnitudes.values for each in report.modules if each.direction == direction)
+
     assert x.size + w.size + x.size <= of(loop, "forward") < x.size + 2 * w.size + 2 * x.size
     assert of(loop, "backward") == of(unrolled, "backward")
 

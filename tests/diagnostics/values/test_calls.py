@@ -122,7 +122,9 @@ def test_a_loop_that_does_not_end_in_half_is_stopped_and_named(nested):
 
 
 def test_a_loop_under_vmap_that_does_not_end_is_stopped():
-    roots = lambda w: jax.vmap(lambda a: newton(w, a, jnp.bfloat16))(jnp.array([2.0, 4.0]))
+    def roots(w):
+        return jax.vmap(lambda a: newton(w, a, jnp.bfloat16))(jnp.array([2.0, 4.0]))
+
     report = find_nonfinite(lambda w: jnp.sum(roots(w)))(jnp.ones(3))
     assert len(report.cut) == 1
 
@@ -165,7 +167,9 @@ def test_a_best_loss_that_starts_as_inf_hides_no_nan():
 
 
 def test_what_enters_a_while_loop_without_an_iteration_leaves_it():
-    loss = lambda w: jnp.sum(w * lax.while_loop(lambda a: a < 0, jnp.sin, jnp.log(jnp.float32(0))))
+    def loss(w):
+        return jnp.sum(w * lax.while_loop(lambda a: a < 0, jnp.sin, jnp.log(jnp.float32(0))))
+
     assert find_nonfinite(loss)(w).cause.operation in ("log", "constant")
 
 

@@ -22,10 +22,14 @@ FUNCTIONS = CALLS | {"composite": lax.composite(lambda x, w: x @ w, name="tests.
 
 def half(fun, dtype=jnp.float16):
     """A function with casts of its own around it."""
-    return lambda *args: jax.tree.map(
-        lambda y: y.astype(jnp.float32) if jnp.issubdtype(y.dtype, jnp.floating) else y,
-        fun(*(x.astype(dtype) for x in args)),
-    )
+
+    def in_dtype(*args):
+        return jax.tree.map(
+            lambda y: y.astype(jnp.float32) if jnp.issubdtype(y.dtype, jnp.floating) else y,
+            fun(*(x.astype(dtype) for x in args)),
+        )
+
+    return in_dtype
 
 
 def run(jaxpr, args, is_on=None):
@@ -63,9 +67,9 @@ def test_every_call_runs_in_float32_or_as_the_program_has_it(name):
 
 
 def test_a_linear_solve_runs_its_solver():
-    product = lambda x, w: lax.custom_linear_solve(
-        lambda v: w @ v, x[0], lambda _, b: jnp.sin(b), symmetric=True
-    )
+    def product(x, w):
+        return lax.custom_linear_solve(lambda v: w @ v, x[0], lambda _, b: jnp.sin(b), symmetric=True)
+
     jaxpr = jax.make_jaxpr(half(product))(X, W)
     assert_equal(run(jaxpr, (X, W)), jnp.sin(X[0]), rtol=1e-6)
 
@@ -104,9 +108,9 @@ def test_the_result_of_a_product_is_rounded_before_the_next_product_takes_it():
 
 
 def test_values_of_the_bits_stay():
-    bits = lambda x: lax.bitcast_convert_type(
-        lax.bitcast_convert_type(x, jnp.uint16) + jnp.uint16(1), jnp.float16
-    )
+    def bits(x):
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16) + jnp.uint16(1), jnp.float16)
+
     closed = jax.make_jaxpr(half(bits))(X)
     np.testing.assert_array_equal(run(closed, (X,))[0], half(bits)(X))
 
