@@ -356,6 +356,7 @@ def test_a_product_of_which_only_integers_are_made_is_exact(half):
         lambda p: jnp.arange(8.0) < p,
         lambda p: lax.while_loop(lambda c: (c[0] < p).any(), lambda c: (c[0] + 1, c[1] + 1), (0.0, 0))[1],
     ],
+    ids=["cast", "round", "equal", "floor under jit", "less", "the predicate of a loop"],
 )
 def test_where_a_product_ends_as_integers_or_booleans(use):
     assert products(jmp.autocast(lambda x, w: use(x @ w)), X, W) == [("float32", "float32")]

@@ -113,6 +113,7 @@ def test_init_of_shapes_names_eval_shape():
             jmp.with_master_params(optax.masked(jmp.with_stochastic_rounding(tx), True))
         ),
     ],
+    ids=["rounding outside", "rounding inside", "twice", "in a chain", "masked, under a loss scale"],
 )
 def test_two_wrappers_for_half_parameters_are_an_error(build):
     for params in (PARAMS, HALVES):

@@ -215,6 +215,20 @@ def test_a_loss_scale_of_ones_own_is_used():
         (lambda w: (w[0], w, w), True, "With has_aux=True the function should return a pair"),
         (lambda w: ((w[0], w), w), True, "Got a tuple of 2"),
     ],
+    ids=[
+        "integer",
+        "array",
+        "slice",
+        "complex",
+        "tuple",
+        "list",
+        "None",
+        "string",
+        "dict",
+        "no-pair",
+        "triple",
+        "pair-of-pair",
+    ],
 )
 def test_a_loss_that_is_no_floating_scalar_is_a_type_error(fun, has_aux, message):
     for transformed, jit in ((jmp.value_and_grad, jax.jit), (jmp.grad, lambda f: f)):

@@ -141,6 +141,7 @@ def test_complex_and_integer_leaves():
         (lambda steps: optax.masked(steps.gradient_transformation(), True), jmp.skip_nonfinite),
         (lambda steps: jmp.with_stochastic_rounding(jmp.with_half_state(steps)), jmp.with_loss_scale),
     ],
+    ids=["alone", "in a chain", "masked", "in our wrappers"],
 )
 def test_a_clip_around_an_accumulation_is_an_error_with_the_line_that_clips_what_is_accumulated(
     wrap, made_by

@@ -88,6 +88,7 @@ def test_a_linear_solve_runs_its_solver():
         lambda x: lax.reduce_precision(x.astype(jnp.float32), 5, 10),
         lambda x: lax.dot_general(x, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32),
     ],
+    ids=["sums", "scatter", "reduce", "window", "sort", "casts", "split", "conv", "rounding", "product"],
 )  # fmt: skip
 def test_operations_run_in_float32_or_in_half(fun):
     closed = jax.make_jaxpr(half(fun))(X)
