@@ -49,6 +49,7 @@ class Diagnosis(Shown):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns all parts. The call itself stays behind: its jaxprs cannot be pickled."""
+        # The public properties, each of which is computed here if it has not been read yet.
         own = vars(type(self)).items()
         parts = [n for n, each in own if isinstance(each, functools.cached_property) and n[0] != "_"]
         return {name: getattr(self, name) for name in (*parts, "_values")}
@@ -85,7 +86,7 @@ class Diagnosis(Shown):
         """The report of `compare_precision`; None if it was skipped."""
         if self._is_step or self._why_skipped:
             return None
-        self._runs.scale = self._scale
+        self._runs.scale = self._scale  # Smaller if the scale of the call alone makes the results inf.
         return report_of(self._runs, self._tolerance, lambda: self._ranges.largest_safe_scale)
 
     @functools.cached_property
@@ -128,7 +129,7 @@ class Diagnosis(Shown):
 
     @functools.cached_property
     def _ranges(self) -> RangeReport:
-        with without_debugging():  # It may run when the call is over.
+        with without_debugging():  # A property may be read when the call, which switches it off too, is over.
             return ranges_of(self._case, self._scale)
 
     @functools.cached_property
@@ -283,11 +284,13 @@ def _waits_for_numbers(equation: Equation) -> bool:
     """Whether an equation is a loop that waits for a floating number, so that it may not end in half."""
     if equation.primitive.name != "while":
         return False
+    # A condition on a counter ends in half as in float32. One on a residual may wait for ever.
     read = (var for each in all_equations(equation.params["cond_jaxpr"]) for var in each.invars)
     dtypes: Any = (getattr(var.aval, "dtype", jnp.int32) for var in read)
     return any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
 
 
 def _can_compile() -> bool:
+    # With the CUDA plugin and without this setting, JAX looks for a driver as soon as a backend is needed.
     config: Any = jax.config
     return importlib.util.find_spec("jax_cuda13_plugin") is not None and config.jax_platforms == "cpu"

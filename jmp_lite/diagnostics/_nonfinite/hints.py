@@ -26,7 +26,7 @@ _DERIVATIVES = {
 _FACTORIZATIONS = {"cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"}
 _EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh", "logistic")
 _POLES = ("lgamma", "digamma", "erf_inv", "atanh", "tan", "polygamma", "igamma", "zeta")
-_SUBNORMAL = 2.0**-126
+_SUBNORMAL = 2.0**-126  # The smallest normal number of float32.
 
 
 def hint(origin: Origin, sites: Sites, parameters: Collection[str]) -> str:
@@ -68,6 +68,7 @@ class _Case:
         """Returns the names of the operations that it, or an operand, was computed from in `steps` steps."""
         sources = self.origin.site.sources
         start = self.origin.site.path if operand is None else sources[operand]
+        # Backwards, one level of operands at a time.
         level = set() if start is None else {start}
         names = {self.sites[path].operation for path in level} if operand is not None else set[str]()
         for _ in range(steps):
@@ -117,7 +118,9 @@ _PARAMETER = (
     "checkpoint, and let jmp.with_loss_scale skip the steps that are not finite."
 )
 _DATA = "The data in {name} is not finite. jmp.with_loss_scale skips the steps of such batches."
-# The first that fits is given, so the special ones come first.
+# The first that fits is given, so the special ones come first. What JAX does with an index out of bounds is
+# in https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/slicing.py#L409; that `jnp.where` does not
+# help gradients is https://github.com/jax-ml/jax/issues/5798.
 _HINTS: tuple[tuple[Callable[[_Case], Any], str], ...] = (
     (
         lambda case: case.of("gather") and case.origin.is_nan,

@@ -216,10 +216,9 @@ def profile_ranges(
 
 
 def ranges_of(case: Case, loss_scale: float | None = None) -> RangeReport:
-    """Returns the report of a call, at its own loss scale or another one.
-
-    The program runs in float32, at a scale of 1: nothing is lost before it is counted.
-    """
+    """Returns the report of a call, at its own loss scale or another one."""
+    # The program runs in float32, at a scale of 1: nothing is lost before it is counted, and
+    # `Magnitudes.fates` adds the scale.
     program, dtype = case.program, case.given.dtype
     exponent = math.frexp(case.scale if loss_scale is None else loss_scale)[1] - 1
     probe = Histogram(dtype)
@@ -238,7 +237,7 @@ def ranges_of(case: Case, loss_scale: float | None = None) -> RangeReport:
     ]
     gradients = tuple(
         ModuleRange(name, "backward", probe.read(record), exponent)
-        for name, record in zip(program.gradients, measured.results[1:])
+        for name, record in zip(program.gradients, measured.results[1:])  # The first result is the loss.
     )
     is_half = lambda row: row.magnitudes.dtype == dtype
     float8 = tuple(row for row in modules if not is_half(row))
