@@ -184,6 +184,8 @@ def _module(name: str, launches: list[Launch], device: Device, launch_seconds: f
 
 def _limits(launch: Launch, device: Device, precision: str, launch_seconds: float) -> dict[str, float]:
     """Returns the shortest time of one run of a kernel by each of the three limits."""
+    # Arrays between kernels are assumed in the width of the precision: float32 arrays lose half of their
+    # bytes, half arrays gain as many as they have.
     moved = launch.bytes_moved
     if precision in ("bfloat16", "float16"):
         moved -= launch.float32_bytes / 2
