@@ -190,7 +190,7 @@ class Policy(Shown):
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
         names = (dtype_name(np.dtype(dtype)) for dtype in dtypes)
         dtypes = ",".join(f"{key}={name}" for key, name in zip("pco", names))
-        return "; ".join([dtypes, *map(str, self.rules)])
+        return "; ".join([dtypes, *map(str, self.rules)])  # `get_policy` reads it back.
 
 
 # Apex's levels (https://nvidia.github.io/apex/amp.html). Apex finds normalization layers by their class. A

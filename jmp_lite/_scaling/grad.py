@@ -210,6 +210,7 @@ def _needs_other_fn(error: Exception, args: tuple[Any, ...], argnums: Any) -> st
     others = [(name, leaf) for name, leaf in named_leaves(chosen) if not is_floating(leaf)]
     if not (isinstance(error, TypeError) and others):
         return None
+    # The module itself, not its leaves: its class says which library differentiates it.
     modules = jax.tree.leaves(chosen, is_leaf=lambda node: _library(node) is not None)
     libraries = [library for library in map(_library, modules) if library is not None]
     functions = [_FUNCTIONS[library] for library in libraries[:1]] or list(_FUNCTIONS.values())

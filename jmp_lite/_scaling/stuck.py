@@ -169,6 +169,7 @@ def _complaint(
     dynamic = state.loss_scale if isinstance(state.loss_scale, DynamicLossScale) else None
     # Backing off does not change it any more.
     at_minimum = dynamic is not None and dynamic.backed_off(scale) == scale
+    # At its minimum a scale falls no more, so that skipped steps have another cause than its size.
     low = at_minimum and in_a_row > 0 and steps >= max_consecutive_skips
     if in_a_row >= max_consecutive_skips:
         said = f"The last {in_a_row} steps were skipped"
@@ -207,6 +208,7 @@ def describe(finite: dict[str, bool], most: int = 6) -> str:
     if not good:
         return f"all {len(finite)} parameters" if len(finite) > 1 else "the only parameter"
     bad_modules, good_modules = _modules(bad, good), _modules(good, bad)
+    # The shorter of the two lists.
     all_but = len(good_modules) < len(bad_modules)
     modules, words = (good_modules, ", all but ") if all_but else (bad_modules, ": ")
     more = f" and {len(modules) - most} more" if len(modules) > most else ""

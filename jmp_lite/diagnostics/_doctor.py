@@ -47,6 +47,8 @@ class Diagnosis(Shown):
         self._case, self._is_step = case, case.call.value_and_grad_fn is None
         self._tolerance, self._given, self._device = tolerance, program, device
 
+    # The parts are cached properties. Each may compile a program: the call reads those that the page needs.
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns all parts. The call itself stays behind: its jaxprs cannot be pickled."""
         # The public properties, each of which is computed here if it has not been read yet.
@@ -96,6 +98,7 @@ class Diagnosis(Shown):
             return None
         program = self._given
         if program is None:
+            # The loss and its gradients: all matmuls of the user's step, without the optimizer.
             traced = self._case.program
             program = read_program(compile_for("h100", lambda arrays: traced.run(arrays), traced.arrays))
         return roofline(program, self._device)
@@ -103,6 +106,7 @@ class Diagnosis(Shown):
     @functools.cached_property
     def findings(self) -> tuple[Finding, ...]:
         """The faults, worst first."""
+        # An inf inside of a program whose results are right, such as that of a mask, is no fault.
         findings = [] if self._is_sound else list(of_values(self.nonfinite))
         if self._is_step:
             findings += of_step(self._case)
@@ -141,6 +145,7 @@ class Diagnosis(Shown):
         """Which of the results are finite."""
         if not self._is_sound:
             return self.nonfinite.summary()
+        # The runs that compare with float32 have the same numbers, so that nothing is run for this line.
         runs = self._runs
         return NonfiniteReport(runs.half_loss, runs.scale, len(runs.program.outputs) - 1).summary()
 

@@ -32,6 +32,7 @@ _SUBNORMAL = 2.0**-126  # The smallest normal number of float32.
 def hint(origin: Origin, sites: Sites, parameters: Collection[str]) -> str:
     """Returns the first hint that fits an origin; empty if none does. `parameters` are names of arguments."""
     site, case = origin.site, _Case(origin, sites)
+    # An argument that is not finite was so before the call: nothing in the program is its cause.
     if site.operation == "argument":
         text = _PARAMETER if site.argument.split("/")[0] in parameters else _DATA
         return text.format(name=site.argument)
@@ -56,6 +57,7 @@ class _Case:
         measured, numbers = self.origin.operands, self.origin.site.numbers
         if number < len(measured) and (extent := measured[number]) is not None:
             return extent
+        # An operand that was not measured may be a number of the program.
         known = numbers[number] if number < len(numbers) else None
         return (math.nan, math.nan) if known is None else (known, known)
 
