@@ -89,8 +89,9 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
 
 @dataclasses.dataclass(frozen=True)
 class _Plain:
-    """Hides the plain module from Linen, which would give it a path as a child."""
+    """Holds the plain module."""
 
+    # Linen would give a module that is itself a field of another one a path as a child.
     module: nn.Module
 
 

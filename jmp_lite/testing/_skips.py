@@ -75,14 +75,15 @@ def assert_skips_nonfinite(
 
 
 def _filled(leaf: Any, value: float) -> Any:
-    """Returns `leaf` filled with `value`, as an array of the same library, so the step is not recompiled."""
+    """Returns `leaf` filled with `value`, as an array of the same library."""
+    # JAX does not compile the step again for it.
     library = jnp if isinstance(leaf, jax.Array) else np
     return library.full_like(leaf, value) if is_floating(leaf) else leaf
 
 
 def _step(train_step: Callable[..., Any], state: Any, batch: Sequence[Any]) -> Any:
-    """Returns the new state. The step gets copies, since it may donate its arguments."""
-    # The state from before the step is compared with the new one.
+    """Returns the new state."""
+    # The step gets copies, since it may donate its arguments, and the old state is compared with the new one.
     copy = lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf
     result = train_step(*jax.tree.map(copy, (state, *batch)))
     has_structure = lambda tree: jax.tree.structure(tree) == jax.tree.structure(state)

@@ -1,8 +1,4 @@
-"""Well-known reasons for an inf or NaN that float32 has too: a division by zero, an index out of bounds.
-
-A hint is guessed from the operation and from the numbers that it took, so it says "may" and "often": it has
-not been tried.
-"""
+"""Well-known reasons for an inf or NaN that float32 has too: a division by zero, an index out of bounds."""
 
 import dataclasses
 import math
@@ -120,6 +116,8 @@ _PARAMETER = (
     "checkpoint, and let jmp.with_loss_scale skip the steps that are not finite."
 )
 _DATA = "The data in {name} is not finite. jmp.with_loss_scale skips the steps of such batches."
+# A hint is guessed from the operation and from the numbers that it took, and is not tried: it says "may" and
+# "often".
 # The first that fits is given, so the special ones come first. What JAX does with an index out of bounds is
 # in https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/slicing.py#L409; that `jnp.where` does not
 # help gradients is https://github.com/jax-ml/jax/issues/5798.

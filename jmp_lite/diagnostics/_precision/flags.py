@@ -84,6 +84,8 @@ class FlaggedProgram:
             is_flag_on = {flags: is_on[index] for index, flags in enumerate(self._sets)}
             return Reference(is_flag_on, self._numbers).run(self._program.jaxpr, arrays)
 
+        # The switches are an argument. So one compiled program computes the results as they are, in float32,
+        # and with any set of modules in float32.
         self._run = jax.jit(switched, compiler_options=EVERY_CAST)
 
     def __call__(self, half: Collection[Module] | None, scale: float, nudge: float = 0.0) -> list[Array]:
