@@ -249,7 +249,7 @@ def of_operations(report: AutocastReport) -> Iterator[Finding]:
         slow[f"not in half: {product.reason}.", "" if product.why == "rule" else cast].append(product)
     for product in (operation for operation in report.operations if operation.advice):
         what = "of a size that Tensor Cores run slowly."
-        # What stands in parentheses are the sizes of this product.
+        # In parentheses are the arguments that this product takes.
         slow[what, product.advice.partition(" (")[0]].append(product)
     for (what, advice), products in slow.items():
         share = sum(product.flops for product in products) / total
